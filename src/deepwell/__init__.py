@@ -1,0 +1,48 @@
+"""Deepwell trains transformer and MoE models at the speed of the hardware, in low precision, without losing accuracy.
+
+The public names are loaded on first use: `import deepwell` loads no torch and takes milliseconds.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. The one list of what `deepwell` exports.
+_PUBLIC = {
+    "probe": "deepwell.hardware.probe",
+    "Hardware": "deepwell.hardware.probe",
+    "capture": "deepwell.graph.capture",
+    "IR": "deepwell.graph.ir",
+    "PrecisionPolicy": "deepwell.precision.policy",
+    "QuantizedTensor": "deepwell.formats.quantize",
+    "quantize": "deepwell.formats.quantize",
+    "DeepwellError": "deepwell.errors",
+    "ConfigError": "deepwell.errors",
+    "UnsupportedError": "deepwell.errors",
+    "CaptureError": "deepwell.errors",
+    "PlanError": "deepwell.errors",
+    "NumericsError": "deepwell.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from deepwell.errors import CaptureError, ConfigError, DeepwellError, NumericsError, PlanError, UnsupportedError
+    from deepwell.formats.quantize import QuantizedTensor, quantize
+    from deepwell.graph.capture import capture
+    from deepwell.graph.ir import IR
+    from deepwell.hardware.probe import Hardware, probe
+    from deepwell.precision.policy import PrecisionPolicy
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'deepwell' has no attribute {name!r}; public names: {', '.join(_PUBLIC)}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
