@@ -1,0 +1,278 @@
+"""The IR: a model as ops with edges, its repeated blocks stored once, its costs open in batch and sequence length.
+
+    stem  ->  layers[0] -> layers[1] -> ...  ->  tail        every layer is an instance of one of `blocks`
+
+Pure: no torch. `capture` builds an IR from a live module, `IR.from_config` from a Hugging Face config; for the same
+model they are equal. Names inside a block are relative to the layer ("self_attn.q_proj"), names in stem and tail are
+full module paths. An input edge is an op's name in the same block, `@in` (the hidden state handed over by the stage
+before) or `@earlier` (anything older).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deepwell.errors import ConfigError
+from deepwell.graph.ops import DTYPE_BYTES, Attention, GroupedLinear, Op, TopK, Workload, op_from_dict, op_to_dict
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A repeated part of the model, stored once."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def label(self) -> str:
+        """What it is made of, e.g. "attention(window 128) + experts(128, top 4)"."""
+        words: list[str] = []
+        for op in self.ops:
+            if isinstance(op, Attention):
+                words.append(f"attention(window {op.window})" if op.window else "attention")
+            elif isinstance(op, TopK):
+                words.append(f"experts({op.experts}, top {op.top_k})")
+        for role in ("mixer", "shared_experts", "mlp"):
+            if any(op.role == role for op in self.ops):
+                words.append(role.replace("_", " "))
+        return " + ".join(dict.fromkeys(words)) or "other"
+
+    @property
+    def num_params(self) -> int:
+        return sum(op.num_params for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One instance of a block: where it stands in the module tree and which block it is."""
+
+    path: str
+    block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """An op at its place in the model. `layer` counts from 0 and is None in stem and tail."""
+
+    path: str
+    op: Op
+    layer: int | None
+    block: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IR:
+    """A captured model. Frozen, printable, JSON; equal IRs describe the same computation."""
+
+    name: str = field(compare=False)
+    dtype: str
+    stem: tuple[Op, ...]
+    blocks: tuple[Block, ...]
+    layers: tuple[Layer, ...]
+    tail: tuple[Op, ...]
+    max_positions: int | None = None
+    source: str = field(default="graph", compare=False)  # "graph", "static" or "config"
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    # The live module and its traced graph: opaque handles that JSON drops.
+    module: Any = field(default=None, compare=False, repr=False)
+    graph: Any = field(default=None, compare=False, repr=False)
+
+    # ---- walking ----
+
+    def sites(self) -> Iterator[Site]:
+        """Every op of every layer in execution order, with its full path."""
+        for op in self.stem:
+            yield Site(path=op.name, op=op, layer=None, block=None)
+        for index, layer in enumerate(self.layers):
+            for op in self.blocks[layer.block].ops:
+                yield Site(path=f"{layer.path}.{op.name}", op=op, layer=index, block=layer.block)
+        for op in self.tail:
+            yield Site(path=op.name, op=op, layer=None, block=None)
+
+    def parts(self) -> Iterator[tuple[tuple[Op, ...], int]]:
+        """Each distinct group of ops with how often it occurs: stem, blocks, tail. Costs are sums over this."""
+        yield self.stem, 1
+        for index, block in enumerate(self.blocks):
+            yield block.ops, self.count(index)
+        yield self.tail, 1
+
+    def count(self, block: int) -> int:
+        return sum(1 for layer in self.layers if layer.block == block)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    # ---- figures ----
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, tied weights counted once."""
+        return sum(op.num_params * times for ops, times in self.parts() for op in ops)
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token meets: of the experts only its top-k share."""
+        return sum(_active(op, ops) * times for ops, times in self.parts() for op in ops)
+
+    @property
+    def param_bytes(self) -> int:
+        return sum(
+            p.nbytes * times for ops, times in self.parts() for op in ops for p in op.params if p.tied_to is None
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the widest MoE layer, 0 for a dense model."""
+        return max((op.experts for ops, _ in self.parts() for op in ops if isinstance(op, GroupedLinear)), default=0)
+
+    def workload(
+        self, batch: int = 1, seq_len: int = 2048, tokens_per_expert: int | tuple[int, ...] | None = None
+    ) -> Workload:
+        """Sizes to ask for costs with; a single `tokens_per_expert` stands for every expert."""
+        if isinstance(tokens_per_expert, int):
+            tokens_per_expert = (tokens_per_expert,) * self.num_experts
+        if tokens_per_expert is not None and not self.num_experts:
+            raise ConfigError(f"tokens_per_expert is given but {self.name} has no experts")
+        return Workload(
+            batch=batch,
+            seq_len=seq_len,
+            tokens_per_expert=None if tokens_per_expert is None else tuple(tokens_per_expert),
+        )
+
+    def flops(self, batch: int = 1, seq_len: int = 2048, tokens_per_expert: int | tuple[int, ...] | None = None) -> int:
+        """Contraction flops of one forward."""
+        work = self.workload(batch, seq_len, tokens_per_expert)
+        return sum(op.flops(work) * times for ops, times in self.parts() for op in ops)
+
+    def train_flops(
+        self, batch: int = 1, seq_len: int = 2048, tokens_per_expert: int | tuple[int, ...] | None = None
+    ) -> int:
+        """Contraction flops of forward and backward, without recomputation."""
+        work = self.workload(batch, seq_len, tokens_per_expert)
+        return sum(op.train_flops(work) * times for ops, times in self.parts() for op in ops)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward contraction flops per token of a sequence of this length."""
+        return self.flops(1, seq_len) / seq_len
+
+    def bytes_moved(
+        self, batch: int = 1, seq_len: int = 2048, tokens_per_expert: int | tuple[int, ...] | None = None
+    ) -> int:
+        """Bytes of one unfused forward: every op reads its inputs and weights once and writes its output once."""
+        work = self.workload(batch, seq_len, tokens_per_expert)
+        return sum(op.bytes_moved(work) * times for ops, times in self.parts() for op in ops)
+
+    # ---- the live module ----
+
+    def require_module(self) -> Any:
+        """The captured nn.Module; a ConfigError where this IR came from a file or a config."""
+        if self.module is None:
+            origin = "a config" if self.source == "config" else "JSON"
+            raise ConfigError(
+                f"this IR of {self.name} holds no live module (it came from {origin}); "
+                "call dw.capture(model) in this process, or ir.attach(model)"
+            )
+        return self.module
+
+    def attach(self, module: Any) -> IR:
+        """The same IR with a live module, e.g. after reading it from JSON."""
+        return replace(self, module=module)
+
+    # ---- JSON ----
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "dtype": self.dtype,
+            "source": self.source,
+            "notes": list(self.notes),
+            "max_positions": self.max_positions,
+            "stem": [op_to_dict(op) for op in self.stem],
+            "blocks": [{"ops": [op_to_dict(op) for op in block.ops]} for block in self.blocks],
+            "layers": [{"path": layer.path, "block": layer.block} for layer in self.layers],
+            "tail": [op_to_dict(op) for op in self.tail],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> IR:
+        if data.get("schema") != SCHEMA:
+            raise ConfigError(f"IR has schema {data.get('schema')!r}; this Deepwell reads schema {SCHEMA}")
+        try:
+            blocks = tuple(Block(ops=tuple(map(op_from_dict, block["ops"]))) for block in data["blocks"])
+            ir = cls(
+                name=data["name"],
+                dtype=data["dtype"],
+                source=data["source"],
+                notes=tuple(data["notes"]),
+                max_positions=data["max_positions"],
+                stem=tuple(map(op_from_dict, data["stem"])),
+                blocks=blocks,
+                layers=tuple(Layer(path=item["path"], block=item["block"]) for item in data["layers"]),
+                tail=tuple(map(op_from_dict, data["tail"])),
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"not an IR: {type(error).__name__}: {error}") from error
+        ir.check()
+        return ir
+
+    @classmethod
+    def from_json(cls, text: str) -> IR:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"an IR is a JSON object, got {type(data).__name__}")
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, dtype: str | None = None) -> IR:
+        """The IR of a Hugging Face config (the dict of its config.json), without torch or the model itself."""
+        from deepwell.graph.configs import ir_from_config
+
+        return ir_from_config(config, dtype=dtype)
+
+    def check(self) -> None:
+        """Our own invariants: edges name ops that come before, layers name blocks, dtypes are known."""
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"IR dtype {self.dtype!r} is unknown; known: {', '.join(DTYPE_BYTES)}")
+        for layer in self.layers:
+            if not 0 <= layer.block < len(self.blocks):
+                raise ConfigError(f"layer {layer.path} names block {layer.block}; there are {len(self.blocks)}")
+        for group in (self.stem, *(block.ops for block in self.blocks), self.tail):
+            seen = {op.name for op in group}
+            if len(seen) != len(group):
+                twice = sorted({op.name for op in group if [o.name for o in group].count(op.name) > 1})
+                raise ConfigError(f"op names occur twice in one block: {', '.join(twice)}")
+            known: set[str] = set()
+            for op in group:
+                missing = [edge for edge in op.inputs if not edge.startswith("@") and edge not in known]
+                if missing:
+                    raise ConfigError(f"op {op.name} reads {missing[0]}, which does not come before it in its block")
+                known.add(op.name)
+
+    # ---- printing ----
+
+    def __str__(self) -> str:
+        from deepwell.graph.table import ir_table
+
+        return ir_table(self)
+
+
+def _active(op: Op, siblings: tuple[Op, ...]) -> int:
+    if not isinstance(op, GroupedLinear):
+        return op.num_params
+    top_k = next((o.top_k for o in siblings if isinstance(o, TopK) and o.experts == op.experts), op.experts)
+    return op.num_params * top_k // op.experts
+
+
+__all__ = ["IR", "Block", "Layer", "Site", "Workload"]
