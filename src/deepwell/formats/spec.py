@@ -1,6 +1,6 @@
 """The facts of every number format Deepwell knows: element encodings, block shapes, scales, bytes. Pure, no torch.
 
-An element format says what one code means. A format says how a tensor is stored: its elements, the group of elements that
+An element format says what one code means. A format says how a tensor is stored: its elements, the group of them that
 shares a scale, and the kind of that scale. Names read `fp8_<element>_<group>[_pow2]`, `mxfp8[_e5m2]`, `nvfp4[_16x16]`.
 
     >>> get_format("nvfp4").bits_per_element
@@ -113,7 +113,8 @@ E8M0 = ElementFormat(
 
 ELEMENTS = {element.name: element for element in (FP32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1, E8M0)}
 
-# Bits of one stored scale, by kind. "pow2" is a power of two held in fp32, which every FP8 GEMM takes and MXFP8 can represent.
+# Bits of one stored scale, by kind. "pow2" is a power of two held in fp32: every FP8 GEMM takes it, E8M0 can represent
+# it.
 _SCALE_BITS = {"fp32": 32, "pow2": 32, "e8m0": 8, "e4m3": 8}
 
 
@@ -299,7 +300,7 @@ _ALL = (
 
 FORMATS = {fmt.name: fmt for fmt in _ALL}
 
-# Short names, each for one format above. A bare "fp8" is E4M3 with one fp32 scale per tensor, the common ground of all FP8 GPUs.
+# Short names, each for one format above. A bare "fp8" is E4M3 with one fp32 scale per tensor: every FP8 GPU runs it.
 ALIASES = {
     "fp4": "nvfp4",
     "nvfp4_1x16": "nvfp4",
