@@ -1,0 +1,390 @@
+"""Trace any nn.Module into one FX graph of torch-level ops, with the names of everything that goes in.
+
+Three ways, tried in order; what failed before the one that worked is kept with its reason:
+
+    dynamo   torch.compile's front end with a backend that only takes the graph: F.linear, F.scaled_dot_product_attention ... as a
+             compiler backend sees them. Nothing runs; works on the meta device.
+    export   torch.export without Dynamo (aten ops, before decomposition): for forwards that Dynamo cannot read but that decide
+             nothing by values.
+    record   runs the model and writes down each torch call. The last resort for forwards that read values (`.item()`, loops over
+             chosen experts): the graph then holds for the example's values only, and says so (`specialized`).
+
+The model, its config, its random states and Dynamo's settings are left as they were.
+"""
+
+import logging
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from deepwell.errors import CaptureError, ConfigError
+from deepwell.graph.dedupe import deduplicated
+from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, resolve_inputs
+from deepwell.graph.preserve import choose_traceable_implementations, preserved
+from deepwell.graph.record import record
+
+WAYS = ("dynamo", "export", "record")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A way that failed: the error's class, the first line of its message, and the user's line where it happened."""
+
+    way: str
+    error: str
+    reason: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.way}: {self.error}: {self.reason}" + (f" (at {self.where})" if self.where else "")
+
+
+class TraceError(CaptureError):
+    """No way gave a graph; `attempts` holds the reason of each."""
+
+    def __init__(self, model_class: str, attempts: tuple[Attempt, ...]) -> None:
+        reasons = "; ".join(str(attempt) for attempt in attempts)
+        super().__init__(f"{model_class} could not be traced: {reasons}")
+        self.attempts = attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """One input of the graph: `kind` is parameter, buffer, input or constant; `names` are all its names in the model or call."""
+
+    node: str
+    kind: str
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if self.names else self.node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """One graph of a model. Nodes carry `meta['example_value']` (fake tensors) and `meta['module_path']`, `meta['module_class']`.
+
+    `stubbed` maps each layer that was passed through to the layer that was traced in its place. `outputs` holds what the graph
+    returned where `run=True` was asked for.
+    """
+
+    model_class: str
+    graph_module: fx.GraphModule
+    way: str
+    specialized: bool
+    placeholders: tuple[Placeholder, ...]
+    stubbed: Mapping[str, str] = field(default_factory=dict)
+    batch: int | None = None
+    seq_len: int | None = None
+    seconds: float = 0.0
+    attempts: tuple[Attempt, ...] = ()
+    outputs: Any = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+    @property
+    def inputs(self) -> tuple[Placeholder, ...]:
+        """The placeholders that the user feeds."""
+        return tuple(p for p in self.placeholders if p.kind == "input")
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        """Every name of every parameter that the graph reads."""
+        return frozenset(name for p in self.placeholders if p.kind == "parameter" for name in p.names)
+
+    def by_node(self) -> dict[str, Placeholder]:
+        return {p.node: p for p in self.placeholders}
+
+    def summary(self) -> dict[str, Any]:
+        """The facts of the trace as plain JSON values."""
+        kinds = [p.kind for p in self.placeholders]
+        return {
+            "model_class": self.model_class,
+            "way": self.way,
+            "specialized": self.specialized,
+            "nodes": len(self.graph.nodes),
+            "placeholders": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+            "inputs": [p.name for p in self.inputs],
+            "stubbed": dict(self.stubbed),
+            "batch": self.batch,
+            "seq_len": self.seq_len,
+            "seconds": round(self.seconds, 3),
+            "attempts": [str(attempt) for attempt in self.attempts],
+        }
+
+    def __str__(self) -> str:
+        facts = [f"{len(self.graph.nodes)} nodes", f"by {self.way}", f"{self.seconds:.1f} s"]
+        facts += [f"batch {self.batch}, sequence {self.seq_len}"] if self.batch else []
+        facts += [f"{len(self.stubbed)} layers stand for by {len(set(self.stubbed.values()))}"] if self.stubbed else []
+        facts += ["only for the example's values"] if self.specialized else []
+        return f"Traced {self.model_class}: " + ", ".join(facts)
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    batch: int = DEFAULT_BATCH,
+    seq_len: int | None = None,
+    deduplicate: bool | None = None,
+    ways: tuple[str, ...] = WAYS,
+    run: bool = False,
+) -> Traced:
+    """One FX graph of `model(*example_inputs)`.
+
+    `example_inputs` is a tensor, a tuple of arguments or a dict of keyword arguments; without it inputs are guessed (token ids
+    and labels for language models, else from the first layer) with `batch` and `seq_len`. `deduplicate` traces one layer of each
+    kind (default: where that saves). `run=True` also runs the graph and keeps its outputs. Raises CaptureError where inputs
+    cannot be guessed and TraceError, with the reason of each way, where no way gives one graph.
+    """
+    _check_arguments(model, ways)
+    model = getattr(model, "_orig_mod", model)  # the user's own torch.compile wrapper would be traced through
+    start = time.perf_counter()
+    inputs = resolve_inputs(model, example_inputs, batch, seq_len)
+    attempts: list[Attempt] = []
+    for way in ways:
+        for wanted in (deduplicate, False) if deduplicate is not False else (False,):
+            stubbed: dict[str, str] = {}
+            try:
+                with preserved(model, values=run or way == "record"), torch.enable_grad(), _quiet():
+                    choose_traceable_implementations(model)
+                    with deduplicated(model, inputs, wanted=wanted) as stubbed:
+                        found = _TRACERS[way](model, inputs, run)
+            except MODEL_ERRORS as error:
+                attempts.append(_attempt(way, error))
+                if stubbed:
+                    continue  # perhaps a layer needs what a passed-through one would have left: the same way on the whole model
+                break
+            return Traced(
+                model_class=type(model).__name__,
+                graph_module=found.graph_module,
+                way=way,
+                specialized=found.specialized,
+                placeholders=found.placeholders,
+                stubbed=stubbed,
+                batch=inputs.batch,
+                seq_len=inputs.seq_len,
+                seconds=time.perf_counter() - start,
+                attempts=tuple(attempts),
+                outputs=found.outputs,
+            )
+    raise TraceError(type(model).__name__, tuple(attempts))
+
+
+def _check_arguments(model: Any, ways: tuple[str, ...]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    unknown = [way for way in ways if way not in WAYS]
+    if unknown or not ways:
+        raise ConfigError(f"ways is {ways!r}; choose one or more of {', '.join(WAYS)}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings of half-run models (deprecations, meta tensors) tell the user nothing about the trace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# ---- the three ways ----
+
+
+@dataclass(slots=True)
+class _Found:
+    graph_module: fx.GraphModule
+    placeholders: tuple[Placeholder, ...]
+    specialized: bool = False
+    outputs: Any = None
+
+
+class _GraphTaken(Exception):
+    """Raised by the capturing backend once it has the graph: guards and code that nobody will run need not be made."""
+
+
+def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
+    taken: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def backend(graph_module: fx.GraphModule, example_tensors: list[Any]) -> Callable[..., Any]:
+        taken.append((graph_module, example_tensors))
+        if run:
+            return graph_module.forward
+        raise _GraphTaken
+
+    outputs = None
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(_dynamo_settings()):
+            outputs = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(
+                *inputs.args, **inputs.kwargs
+            )
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _GraphTaken):
+            raise
+    finally:
+        torch._dynamo.reset()
+    if len(taken) != 1:
+        raise CaptureError(f"Dynamo gave {len(taken)} graphs for {type(model).__name__}, not one")
+    module, tensors = taken[0]
+    names = TensorNames(model, inputs)
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    placeholders = tuple(names.placeholder(node, value) for node, value in zip(nodes, tensors, strict=True))
+    for node in nodes:
+        node.meta.pop("grapharg", None)  # holds the user's tensors
+    _tidy(module)
+    _note_modules(module, model)
+    return _Found(module, placeholders, outputs=outputs)
+
+
+def _dynamo_settings() -> dict[str, Any]:
+    """Settings under which most models are one graph: values may be read into the graph, log lines are no reason to break it."""
+    settings: dict[str, Any] = {
+        "capture_scalar_outputs": True,
+        "capture_dynamic_output_shape_ops": True,
+        "specialize_float": True,
+        "allow_rnn": True,
+        "suppress_errors": False,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+    }
+    methods = ("debug", "info", "warning", "error", "warning_once", "info_once", "warning_advice")
+    loggers = {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)} | {warnings.warn}
+    # The newer name of the setting also covers plain functions such as warnings.warn; torch 2.11 may know the older one only.
+    known = (
+        "ignore_logging_functions"
+        if hasattr(torch._dynamo.config, "ignore_logging_functions")
+        else "ignore_logger_methods"
+    )
+    settings[known] = getattr(torch._dynamo.config, known) | loggers
+    return settings
+
+
+def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
+    program = torch.export.export(model, inputs.args, dict(inputs.kwargs), strict=False)
+    outputs = program.module()(*inputs.args, **inputs.kwargs) if run else None
+    module = program.graph_module
+    names = TensorNames(model, inputs)
+    nodes = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    placeholders = []
+    for spec in program.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        kind = torch.export.graph_signature.InputKind
+        if spec.kind is kind.PARAMETER:
+            placeholders.append(names.placeholder(node, model.get_parameter(spec.target)))
+        elif spec.kind is kind.BUFFER:
+            placeholders.append(Placeholder(node=node.name, kind="buffer", names=(str(spec.target),)))
+        elif spec.kind is kind.USER_INPUT and isinstance(node.meta.get("val"), torch.Tensor):
+            placeholders.append(Placeholder(node=node.name, kind="input", names=(node.name,)))
+        else:
+            placeholders.append(Placeholder(node=node.name, kind="constant", names=(str(spec.target or node.name),)))
+    for node in module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+    _note_modules(module, model)
+    return _Found(module, tuple(placeholders), outputs=outputs)
+
+
+def _by_record(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
+    recording = record(model, inputs)
+    names = TensorNames(model, inputs)
+    nodes = [node for node in recording.graph_module.graph.nodes if node.op == "placeholder"]
+    placeholders = tuple(names.placeholder(node, value) for node, value in zip(nodes, recording.values, strict=True))
+    return _Found(
+        recording.graph_module,
+        placeholders,
+        specialized=recording.reads_values,
+        outputs=recording.replay() if run else None,
+    )
+
+
+_TRACERS: dict[str, Callable[[nn.Module, ExampleInputs, bool], _Found]] = {
+    "dynamo": _by_dynamo,
+    "export": _by_export,
+    "record": _by_record,
+}
+
+
+# ---- names ----
+
+
+class TensorNames:
+    """Which tensor is what in the model and the call, by identity: tied parameters keep all their names."""
+
+    def __init__(self, model: nn.Module, inputs: ExampleInputs) -> None:
+        self._known: dict[int, tuple[str, list[str]]] = {}
+        for kind, tensors in (
+            ("parameter", model.named_parameters(remove_duplicate=False)),
+            ("buffer", model.named_buffers(remove_duplicate=False)),
+            ("input", inputs.named_tensors(model).items()),
+        ):
+            for name, tensor in tensors:
+                self._known.setdefault(id(tensor), (kind, []))[1].append(name)
+
+    def placeholder(self, node: fx.Node, value: Any) -> Placeholder:
+        kind, names = self._known.get(id(value), ("constant", [node.name]))
+        return Placeholder(node=node.name, kind=kind, names=tuple(names))
+
+
+def _note_modules(module: fx.GraphModule, model: nn.Module) -> None:
+    """Write the path and class of the innermost module of each node into its meta, the same for every way and torch version."""
+    paths = {str(id(m)): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
+    for node in module.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        path, module_class = "", type(model).__name__
+        if stack and node.op != "placeholder":
+            key, (written, owner) = list(stack.items())[-1]
+            # Dynamo keys the stack by id(module), with "@n" for the n-th call; export writes the path itself.
+            path = paths.get(str(key).split("@", maxsplit=1)[0], str(written).removeprefix("L['self']").lstrip("."))
+            module_class = owner.__name__ if isinstance(owner, type) else str(owner).rsplit(".", maxsplit=1)[-1]
+        node.meta["module_path"], node.meta["module_class"] = path, module_class
+
+
+def _tidy(module: fx.GraphModule) -> None:
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target is torch._C._log_api_usage_once:
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+# ---- failures ----
+
+# What a model's own forward raises when a tracer runs it. Anything else (KeyboardInterrupt, MemoryError) is not a reason to go on.
+MODEL_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+    NameError,
+)
+
+
+def _attempt(way: str, error: BaseException) -> Attempt:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return Attempt(
+        way=way, error=type(error).__name__, reason=lines[0] if lines else "no message", where=_user_frame(error)
+    )
+
+
+def _user_frame(error: BaseException) -> str:
+    """The innermost line of the user's (or the model library's) code: not in torch, not in Deepwell."""
+    frames = list(getattr(error, "real_stack", None) or []) or list(traceback.extract_tb(error.__traceback__))
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    for frame in reversed(frames):
+        if not frame.filename.startswith(own) and not frame.filename.startswith("<"):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return ""
