@@ -96,8 +96,12 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """The same value on `device`."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})  # type:
-        ignore[arg - type]
+        return replace(
+            self,
+            data=self.data.to(device),
+            scales=None if self.scales is None else self.scales.to(device),
+            global_scale=None if self.global_scale is None else self.global_scale.to(device),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file; it appears whole or not at all."""
