@@ -1,0 +1,164 @@
+"""Which number formats the tensor cores of each compute capability multiply natively, and why the others are not.
+
+Native means: one tensor-core instruction takes the format as it is stored (block scales included), and a kernel for it
+is offered by cuBLASLt, CUTLASS or Triton. A format that is not native can still run as a substitute or by emulation.
+
+Sources: fp8 from 8.9, 1x128 blocks on 9.0 only, row scales on 8.9 and later through CUTLASS: torch's scaled_mm checks
+(aten/src/ATen/native/cuda/ScaledBlas.cpp at 0174dfab). Block-scaled MMA kinds: CUTLASS media/docs/cpp/
+blackwell_functionality.md and the PTX ISA (tcgen05.mma for 10.x and 11.0, mma.sync block_scale for 12.x).
+"""
+
+from dataclasses import dataclass
+
+ComputeCapability = tuple[int, int]
+
+# Finest names first: what a GEMM can be asked to run in. `fp8` and `fp4` are aliases, resolved by `canonical_format`.
+FORMATS = (
+    "fp32",
+    "tf32",
+    "bf16",
+    "fp16",
+    "fp8_tensor",
+    "fp8_row",
+    "fp8_1x128",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "nvfp4",
+)
+ALIASES = {"fp8": "fp8_tensor", "fp4": "nvfp4"}
+
+# Formats that share one tensor-core rate, and so one entry of a machine's table of peaks.
+PEAK_CLASS = {
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "fp16": "bf16",
+    "fp8_tensor": "fp8",
+    "fp8_row": "fp8",
+    "fp8_1x128": "fp8",
+    "mxfp8": "fp8",
+    "mxfp6": "fp6",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+}
+
+_BASE = ("fp32", "tf32", "bf16", "fp16")
+_FP8 = ("fp8_tensor", "fp8_row")
+_BLOCK_SCALED = ("mxfp8", "mxfp6", "mxfp4", "nvfp4")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capability:
+    """What one compute capability can do: native formats and a remark that a reader of the table needs."""
+
+    architecture: str
+    native_formats: tuple[str, ...]
+    has_tcgen05: bool = False
+    note: str = ""
+
+
+CAPABILITIES: dict[ComputeCapability, Capability] = {
+    (8, 0): Capability(architecture="Ampere", native_formats=_BASE, note="no fp8"),
+    (8, 6): Capability(architecture="Ampere", native_formats=_BASE, note="no fp8"),
+    (8, 9): Capability(architecture="Ada", native_formats=_BASE + _FP8, note="fp8 by mma.sync; no 1x128 GEMM in torch"),
+    (9, 0): Capability(
+        architecture="Hopper",
+        native_formats=(*_BASE, *_FP8, "fp8_1x128"),
+        note="fp8 by wgmma, TN operands only; no block-scaled MMA",
+    ),
+    (10, 0): Capability(
+        architecture="Blackwell",
+        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
+        has_tcgen05=True,
+        note="tcgen05 block_scale; torch rejects fp8 1x128 here: use mxfp8",
+    ),
+    (10, 1): Capability(
+        architecture="Blackwell",
+        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
+        has_tcgen05=True,
+        note="Thor; numbered 11.0 from CUDA 13 on",
+    ),
+    (10, 3): Capability(
+        architecture="Blackwell Ultra",
+        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
+        has_tcgen05=True,
+        note="as 10.0 with a higher fp4 rate",
+    ),
+    (11, 0): Capability(
+        architecture="Blackwell",
+        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
+        has_tcgen05=True,
+        note="Thor; numbered 10.1 before CUDA 13",
+    ),
+    (12, 0): Capability(
+        architecture="Blackwell",
+        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
+        note="mma.sync block_scale, no tcgen05 and no tensor memory: sm_100 kernels do not run",
+    ),
+    (12, 1): Capability(
+        architecture="Blackwell",
+        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
+        note="as 12.0 (GB10)",
+    ),
+}
+
+
+def canonical_format(name: str) -> str | None:
+    """The exact name behind `name` (`fp8` -> `fp8_tensor`, `FP4` -> `nvfp4`), or None where there is no such format."""
+    lowered = name.lower()
+    lowered = ALIASES.get(lowered, lowered)
+    return lowered if lowered in FORMATS else None
+
+
+def capability_of(compute_capability: ComputeCapability) -> Capability:
+    """What `compute_capability` can do; one that is not in the table gets the nearest older one of its major version.
+
+    A major version that is not in the table at all gets the plain formats only: promising block scales blindly would
+    make a plan that fails in the kernel, promising too little only makes it slower.
+    """
+    known = CAPABILITIES.get(compute_capability)
+    if known is not None:
+        return known
+    major, minor = compute_capability
+    older = [cc for cc in CAPABILITIES if cc[0] == major and cc[1] < minor]
+    if older:
+        base = max(older)
+        found = CAPABILITIES[base]
+        return Capability(
+            architecture=found.architecture,
+            native_formats=found.native_formats,
+            has_tcgen05=found.has_tcgen05,
+            note=f"{major}.{minor} is not in the table: taken as {base[0]}.{base[1]}",
+        )
+    if major < 8:
+        formats: tuple[str, ...] = ("fp32", "fp16") if major == 7 else ("fp32",)
+        return Capability(architecture="before Ampere", native_formats=formats, note="too old for bf16 tensor cores")
+    return Capability(
+        architecture="unknown",
+        native_formats=_BASE,
+        note=f"{major}.{minor} is not in the table: only bf16 is taken as native",
+    )
+
+
+def reason_not_native(format_name: str, compute_capability: ComputeCapability) -> str:
+    """Why `format_name` is not native at `compute_capability`, in a few words; empty where it is native."""
+    capability = capability_of(compute_capability)
+    if format_name in capability.native_formats:
+        return ""
+    label = f"sm_{compute_capability[0]}{compute_capability[1]}"
+    if format_name == "fp8_1x128" and compute_capability >= (10, 0):
+        return f"{label}: 1x128 scales are Hopper's; mxfp8 is the native block format here"
+    if format_name.startswith("fp8"):
+        return (
+            f"{label} has no fp8 tensor cores (they came with 8.9)"
+            if compute_capability < (8, 9)
+            else f"{label}: {capability.note}"
+        )
+    if format_name in _BLOCK_SCALED:
+        return (
+            f"{label} has no block-scaled MMA (it came with 10.0)"
+            if compute_capability < (10, 0)
+            else f"{label}: {capability.note}"
+        )
+    return f"{label}: {capability.note}"

@@ -1,0 +1,300 @@
+"""Reads NVIDIA GPUs and their links through NVML; whatever a call refuses becomes None and a note, never a crash.
+
+NVML fails in pieces: inside a container a call may be forbidden, on MIG slices and virtual GPUs unsupported, with an
+old driver missing. So each call stands alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deepwell.hardware.host import numa_node
+from deepwell.hardware.model import Fabric, Gpu, Link, Peak, Source
+from deepwell.hardware.names import Machine, machine_of_device, machines
+
+# fp32 lanes per SM (CUDA C++ Programming Guide, throughput of arithmetic instructions): NVML counts lanes, not SMs.
+_LANES_PER_SM = {(8, 0): 64}
+_DEFAULT_LANES_PER_SM = 128
+# One direction, per link, by NVLink version (stas00/ml-engineering @744d01e network/README.md, NVLink table).
+_NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+# Per lane and direction after encoding, by PCIe generation (same source: x16 gives 31, 63, 121 GB/s).
+_PCIE_GB_PER_S_PER_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+_MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS; asking for more raises InvalidArgument
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class NvmlReading:
+    """What NVML said: the GPUs, how they are joined, and what it would not say."""
+
+    gpus: list[Gpu]
+    fabric: Fabric
+    notes: list[str]
+
+
+class NvmlReader:
+    """One walk over NVML. `nvml` is the pynvml module, or anything with its functions and errors."""
+
+    def __init__(self, nvml: ModuleType | Any, root: Path = Path("/")) -> None:
+        self.nvml = nvml
+        self.root = root
+        self.notes: list[str] = []
+        self._refused: dict[str, tuple[str, list[int]]] = {}
+
+    def read(self, visible: str | None = None) -> NvmlReading:
+        """The GPUs that NVML shows and `visible` (CUDA_VISIBLE_DEVICES) admits. `nvml` must be initialised."""
+        count = self._ask("GPU count", None, self.nvml.nvmlDeviceGetCount) or 0
+        handles = {i: self._ask("GPU handle", i, self.nvml.nvmlDeviceGetHandleByIndex, i) for i in range(count)}
+        found = {i: handle for i, handle in handles.items() if handle is not None}
+        if visible is not None:
+            found = self._visible(found, visible)
+        gpus = [self._gpu(i, handle) for i, handle in found.items()]
+        fabric = self._fabric(list(found.values()), gpus)
+        self._note_refusals()
+        return NvmlReading(gpus=gpus, fabric=fabric, notes=self.notes)
+
+    def _visible(self, handles: dict[int, Any], visible: str) -> dict[int, Any]:
+        """As CUDA reads the variable: indices or UUID prefixes, in that order, up to the first that does not exist."""
+        uuids = {i: _string(self._quiet("nvmlDeviceGetUUID", handle)) or "" for i, handle in handles.items()}
+        chosen: dict[int, Any] = {}
+        for raw in visible.split(","):
+            token = raw.strip()
+            matches = [
+                i for i in handles if token == str(i) or (token.startswith("GPU-") and uuids[i].startswith(token))
+            ]
+            if len(matches) != 1:
+                if token.startswith("MIG-"):
+                    self.notes.append(f"CUDA_VISIBLE_DEVICES names the MIG slice {token}: slices are not read")
+                break
+            chosen[matches[0]] = handles[matches[0]]
+        hidden = len(handles) - len(chosen)
+        if hidden:
+            self.notes.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides {hidden} of {len(handles)} GPUs")
+        return chosen
+
+    def _ask(self, what: str, index: int | None, call: Callable[..., Any] | None, *arguments: Any) -> Any:
+        """The call's answer, or None with the reason kept for the notes."""
+        if call is None:
+            self._refuse(what, index, "this nvidia-ml-py does not have the call")
+            return None
+        try:
+            return call(*arguments)
+        except self.nvml.NVMLError as error:
+            self._refuse(what, index, str(error) or type(error).__name__)
+            return None
+
+    def _refuse(self, what: str, index: int | None, reason: str) -> None:
+        _, indices = self._refused.setdefault(what, (reason, []))
+        if index is not None and index not in indices:
+            indices.append(index)
+
+    def _note_refusals(self) -> None:
+        for what, (reason, indices) in self._refused.items():
+            where = f" of GPU {', '.join(map(str, indices))}" if indices else ""
+            self.notes.append(f"{what}{where} is not known: NVML answered: {reason}")
+
+    def _function(self, name: str) -> Callable[..., Any] | None:
+        return getattr(self.nvml, name, None)
+
+    def _gpu(self, i: int, handle: Any) -> Gpu:
+        ask, fn = self._ask, self._function
+        clock_sm = getattr(self.nvml, "NVML_CLOCK_SM", 1)
+        clock_memory = getattr(self.nvml, "NVML_CLOCK_MEM", 2)
+        name = _string(ask("name", i, fn("nvmlDeviceGetName"), handle)) or "unknown NVIDIA GPU"
+        memory = ask("memory", i, fn("nvmlDeviceGetMemoryInfo"), handle)
+        cc = ask("compute capability", i, fn("nvmlDeviceGetCudaComputeCapability"), handle)
+        lanes = ask("SM count", i, fn("nvmlDeviceGetNumGpuCores"), handle)
+        limit = ask("power limit", i, fn("nvmlDeviceGetEnforcedPowerLimit"), handle)
+        pci = ask("PCI address", i, fn("nvmlDeviceGetPciInfo"), handle)
+        bus = None if pci is None else _string(pci.busId)
+        gpu = Gpu(
+            name=name,
+            index=i,
+            uuid=_string(ask("UUID", i, fn("nvmlDeviceGetUUID"), handle)),
+            compute_capability=None if cc is None else (int(cc[0]), int(cc[1])),
+            num_sms=_sms(lanes, cc),
+            memory_bytes=None if memory is None else int(memory.total),
+            sm_clock_mhz=ask("SM clock", i, fn("nvmlDeviceGetClockInfo"), handle, clock_sm),
+            max_sm_clock_mhz=ask("maximum SM clock", i, fn("nvmlDeviceGetMaxClockInfo"), handle, clock_sm),
+            memory_clock_mhz=ask("memory clock", i, fn("nvmlDeviceGetClockInfo"), handle, clock_memory),
+            max_memory_clock_mhz=ask("maximum memory clock", i, fn("nvmlDeviceGetMaxClockInfo"), handle, clock_memory),
+            power_limit_w=None if limit is None else limit / 1000,
+            driver=_string(ask("driver version", None, fn("nvmlSystemGetDriverVersion"))),
+            cuda_driver=_cuda_version(ask("CUDA driver version", None, fn("nvmlSystemGetCudaDriverVersion_v2"))),
+            mig_enabled=self._mig(i, handle),
+            pci_bus_id=bus,
+            numa_node=None if bus is None else numa_node(bus, self.root),
+        )
+        return self._with_speeds(gpu, handle)
+
+    def _mig(self, i: int, handle: Any) -> bool | None:
+        """MIG mode; a GPU without the feature answers NotSupported, which is a plain no and no note."""
+        call = self._function("nvmlDeviceGetMigMode")
+        if call is None:
+            return None
+        try:
+            return bool(call(handle)[0])
+        except self.nvml.NVMLError_NotSupported:
+            return False
+        except self.nvml.NVMLError as error:
+            self._refuse("MIG mode", i, str(error) or type(error).__name__)
+            return None
+
+    def _with_speeds(self, gpu: Gpu, handle: Any) -> Gpu:
+        """Adds bandwidth, peaks and curves: of the machine that the name stands for, else by formula from NVML."""
+        sources = [Source(figure=f, tier="spec", text="NVML") for f in ("memory_bytes", "num_sms", "power_limit_w")]
+        sources += [Source(figure=f"max_{unit}_clock_mhz", tier="spec", text="NVML") for unit in ("sm", "memory")]
+        machine = machine_of_device(gpu.name, gpu.memory_bytes)
+        gpu = dataclasses.replace(gpu, machine=machine.name if machine else None)
+        if gpu.mig_enabled:
+            self.notes.append(
+                f"GPU {gpu.index} is in MIG mode: a slice has a part of its speed, so no speeds are given"
+            )
+            return dataclasses.replace(gpu, sources=tuple(sources))
+        if machine is not None:
+            return _as_machine(gpu, machine, sources)
+        self.notes.append(f"GPU {gpu.index} is called {gpu.name!r}, which is no known machine: speeds are derived")
+        width = self._ask("memory bus width", gpu.index, self._function("nvmlDeviceGetMemoryBusWidth"), handle)
+        bandwidth = None
+        if width and gpu.max_memory_clock_mhz:
+            bandwidth = gpu.max_memory_clock_mhz * 1e6 * (width / 8) * 2 / 1e9
+            text = f"derived: {gpu.max_memory_clock_mhz} MHz x {width} bit x 2 / 8"
+            sources.append(Source(figure="memory_gb_per_s", tier="spec", text=text))
+        return dataclasses.replace(gpu, memory_gb_per_s=bandwidth, peaks=scaled_peaks(gpu), sources=tuple(sources))
+
+    def _fabric(self, handles: list[Any], gpus: list[Gpu]) -> Fabric:
+        links, per_gpu, switched, version = self._nvlinks(handles, gpus)
+        if switched and per_gpu:
+            full = {(a, b): per_gpu for a in range(len(gpus)) for b in range(a + 1, len(gpus))}
+            links = {pair: max(links.get(pair, 0), count) for pair, count in full.items()}
+        sources = []
+        bandwidth = None
+        if per_gpu and version is not None and version in _NVLINK_GB_PER_S:
+            bandwidth = per_gpu * _NVLINK_GB_PER_S[version]
+            text = f"derived: {per_gpu} active NVLink {version} links x {_NVLINK_GB_PER_S[version]:g} GB/s"
+            machine = machines().get((gpus[0].machine or "").lower())
+            known = machine.constant("nvlink_gb_per_s") if machine else None
+            if known is not None and known.value < bandwidth:  # H800: the links are all there, but slower
+                bandwidth, text = known.value, known.source
+            sources.append(Source(figure="nvlink_gb_per_s", tier="spec", text=text))
+        pcie = self._pcie(handles[0]) if handles else {}
+        if "pcie_gb_per_s" in pcie:
+            sources.append(
+                Source(figure="pcie_gb_per_s", tier="spec", text="derived: generation and width that NVML reports")
+            )
+        pairs = tuple(
+            Link(a=a, b=b, nvlinks=links.get((a, b), 0), path=self._path(handles[a], handles[b]))
+            for a in range(len(gpus))
+            for b in range(a + 1, len(gpus))
+        )
+        return Fabric(
+            nvlink_domain=largest_group(len(gpus), [pair for pair, count in links.items() if count]),
+            nvswitch=switched,
+            nvlinks_per_gpu=per_gpu,
+            nvlink_gb_per_s=bandwidth,
+            links=pairs,
+            sources=tuple(sources),
+            **pcie,
+        )
+
+    def _nvlinks(self, handles: list[Any], gpus: list[Gpu]) -> tuple[dict[tuple[int, int], int], int, bool, int | None]:
+        """(links per pair, active links of the poorest GPU, whether a switch is behind them, NVLink version)."""
+        by_bus = {gpu.pci_bus_id.lower(): i for i, gpu in enumerate(gpus) if gpu.pci_bus_id}
+        pairs: dict[tuple[int, int], int] = {}
+        counts, switched, version = [], False, None
+        for a, handle in enumerate(handles):
+            active = [link for link in range(_MAX_NVLINKS) if self._link_is_active(handle, link)]
+            counts.append(len(active))
+            for link in active:
+                remote = self._quiet("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+                b = None if remote is None else by_bus.get((_string(remote.busId) or "").lower())
+                if b is None:
+                    switched = switched or self._is_switch(handle, link)
+                elif a < b:
+                    pairs[a, b] = pairs.get((a, b), 0) + 1
+                version = version or self._quiet("nvmlDeviceGetNvLinkVersion", handle, link)
+        return pairs, min(counts, default=0), switched, version
+
+    def _link_is_active(self, handle: Any, link: int) -> bool:
+        return bool(self._quiet("nvmlDeviceGetNvLinkState", handle, link))
+
+    def _is_switch(self, handle: Any, link: int) -> bool:
+        kind = self._quiet("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        return kind == getattr(self.nvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
+
+    def _quiet(self, name: str, *arguments: Any) -> Any:
+        """An answer whose absence is ordinary (a GPU without NVLink refuses all of these) and needs no note."""
+        call = self._function(name)
+        if call is None:
+            return None
+        try:
+            return call(*arguments)
+        except self.nvml.NVMLError:
+            return None
+
+    def _pcie(self, handle: Any) -> dict[str, Any]:
+        # The current generation drops while idle, so the maximum of GPU and slot is the figure to plan with.
+        gen = self._ask("PCIe generation", 0, self._function("nvmlDeviceGetMaxPcieLinkGeneration"), handle)
+        width = self._ask("PCIe width", 0, self._function("nvmlDeviceGetMaxPcieLinkWidth"), handle)
+        if gen is None or width is None:
+            return {}
+        speed = _PCIE_GB_PER_S_PER_LANE.get(gen)
+        return {
+            "pcie_gen": gen,
+            "pcie_width": width,
+            **({} if speed is None else {"pcie_gb_per_s": round(speed * width, 1)}),
+        }
+
+    def _path(self, a: Any, b: Any) -> str:
+        level = self._ask("PCIe topology", None, self._function("nvmlDeviceGetTopologyCommonAncestor"), a, b)
+        return {0: "INT", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}.get(level, "?")
+
+
+def scaled_peaks(gpu: Gpu) -> tuple[Peak, ...]:
+    """Peaks of an unknown GPU: those of a known one of its compute capability, by the ratio of their SMs."""
+    if not gpu.num_sms:
+        return ()
+    for machine in machines().values():
+        sms = machine.constant("num_sms")
+        if machine.compute_capability == gpu.compute_capability and sms is not None:
+            ratio = gpu.num_sms / sms.value
+            text = f"derived: {machine.name}'s peak x {gpu.num_sms} / {sms.value:.0f} SMs"
+            return tuple(Peak(rate=p.rate, tflops=round(p.tflops * ratio, 1), source=text) for p in machine.peaks)
+    return ()
+
+
+def largest_group(count: int, pairs: list[tuple[int, int]]) -> int:
+    """Size of the largest set of GPUs that NVLink joins directly or through others."""
+    group = list(range(count))
+    for a, b in pairs:
+        old, new = group[b], group[a]
+        group = [new if g == old else g for g in group]
+    return max((group.count(g) for g in group), default=1)
+
+
+def _as_machine(gpu: Gpu, machine: Machine, sources: list[Source]) -> Gpu:
+    model = machine.gpu()
+    taken = {name: getattr(model, name) for name in ("memory_gb_per_s", "copy_gb_per_s", "l2_bytes")}
+    taken |= {name: getattr(model, name) for name in ("num_sms",) if getattr(gpu, name) is None}
+    have = {source.figure for source in sources} - set(taken)
+    kept = [s for s in sources if s.figure in have] + [s for s in model.sources if s.figure in taken]
+    return dataclasses.replace(gpu, peaks=model.peaks, curves=model.curves, sources=tuple(kept), **taken)
+
+
+def _sms(lanes: int | None, cc: Any) -> int | None:
+    if not lanes or cc is None:
+        return None
+    return int(lanes) // _LANES_PER_SM.get((int(cc[0]), int(cc[1])), _DEFAULT_LANES_PER_SM)
+
+
+def _string(value: Any) -> str | None:
+    """NVML bindings give bytes or str by version."""
+    if value is None:
+        return None
+    text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
+    return text.rstrip("\0").strip() or None
+
+
+def _cuda_version(number: int | None) -> str | None:
+    return None if not number else f"{number // 1000}.{number % 1000 // 10}"
