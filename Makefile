@@ -1,0 +1,37 @@
+# `make demo` and `make test` set everything up by themselves (setup.sh) and then do their job.
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format setup clean
+
+python := .venv/bin/python
+# The tree is checked as it stands, and each test process keeps to one core: two of them run at once.
+test_env := DEEPWELL_FULL_TESTS=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1  /p' $(firstword $(MAKEFILE_LIST)) | awk -F'  ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: ## make .venv with the pinned packages (PYTHON=python3.12 chooses the Python)
+	@PYTHON="$(PYTHON)" ./setup.sh
+
+demo: setup ## run the demonstration
+	@$(python) recipes/demo.py
+
+test: lint ## lint, types and tests; the GPU tests too where a GPU is present
+	@marks=$$($(python) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ", end="")') && \
+	echo "test: pytest -n 2 -m \"$${marks}not slow and not browser\"" && \
+	$(test_env) $(python) -m pytest -n 2 -m "$${marks}not slow and not browser" --durations=10 $(ARGS)
+
+lint: setup ## ruff (rules and format) and mypy
+	@echo "lint: ruff check, ruff format --check, mypy"
+	@$(python) -m ruff check
+	@$(python) -m ruff format --check
+	@$(python) -m mypy
+
+format: setup ## let ruff format and fix the tree
+	@$(python) -m ruff check --fix
+	@$(python) -m ruff format
+
+clean: ## remove .venv, caches and build outputs
+	@rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +
+	@echo "clean: removed .venv, caches and build outputs"
