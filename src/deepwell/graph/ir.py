@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
 from deepwell.graph.ops import DTYPE_BYTES, Attention, GroupedLinear, Op, TopK, Workload, op_from_dict, op_to_dict
+
+if TYPE_CHECKING:
+    from deepwell.graph.fusion import FusionSite
 
 SCHEMA = 1
 
@@ -260,7 +263,13 @@ class IR:
                     raise ConfigError(f"op {op.name} reads {missing[0]}, which does not come before it in its block")
                 known.add(op.name)
 
-    # ---- printing ----
+    # ---- views ----
+
+    def fusion_sites(self) -> tuple[FusionSite, ...]:
+        """Where ops can be fused, each block's sites once with the number of layers that have them."""
+        from deepwell.graph.fusion import fusion_sites
+
+        return fusion_sites(self)
 
     def __str__(self) -> str:
         from deepwell.graph.table import ir_table

@@ -1,0 +1,126 @@
+"""Where ops can be fused: sites found from the IR's ops and edges alone, each block's once. Pure, no torch.
+
+A site says what could become one kernel (or one GEMM), not that anything did: the kernels' registry decides that by
+measuring. Projections that a model stores fused already (GPT-2's `c_attn`) are no site, for nothing is left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepwell.errors import ConfigError
+from deepwell.graph.ir import IR
+from deepwell.graph.ops import BLOCK_INPUT, GEMM_KINDS, Activation, Add, Attention, Linear, Loss, Norm, Op
+
+# Kind -> what the fusion saves.
+FUSION_KINDS = {
+    "qkv": "attention projections of one input become one GEMM",
+    "gate_up": "gate and up projections of one input become one GEMM",
+    "norm_linear": "the norm writes the (quantized) operand of the GEMMs that read it",
+    "linear_gelu": "GELU in the GEMM's epilogue",
+    "linear_activation": "another pointwise activation in the GEMM's epilogue",
+    "linear_swiglu": "f(gate) * up in the epilogue of the GEMMs that make gate and up",
+    "residual_norm": "the residual sum and the norm that reads it in one pass",
+    "softmax_attention": "scores, softmax and values without writing the scores",
+    "head_cross_entropy": "the loss without writing the logits",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionSite:
+    """Ops that one kernel could do. `block` is None in stem and tail, where the ops carry full paths.
+
+    An `@in` among the ops is the last op of the stage before: the sum at the end of one layer and the norm at the
+    start of the next are one site, which belongs to the next.
+    """
+
+    kind: str
+    ops: tuple[str, ...]
+    block: int | None
+    count: int  # how many layers have it
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "ops": list(self.ops), "block": self.block, "count": self.count}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> FusionSite:
+        try:
+            return cls(kind=data["kind"], ops=tuple(data["ops"]), block=data["block"], count=data["count"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"not a fusion site: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        place = "" if self.block is None else f" in block {self.block}"
+        return f"{self.kind}{place} ({self.count}x): {' + '.join(self.ops)}"
+
+
+def fusion_sites(ir: IR) -> tuple[FusionSite, ...]:
+    """Every site of the model in execution order: stem, then each block once, then tail."""
+    sites: list[FusionSite] = []
+    before_layers = ir.stem[-1:]
+    sites += _sites_of(ir.stem, block=None, count=1, count_after_sum=0)
+    for index, block in enumerate(ir.blocks):
+        after_sum = 0
+        last: tuple[Op, ...] = before_layers
+        for layer in ir.layers:
+            if layer.block == index and _ends_in_sum(last):
+                after_sum += 1
+            last = ir.blocks[layer.block].ops[-1:]
+        sites += _sites_of(block.ops, block=index, count=ir.count(index), count_after_sum=after_sum)
+    before_tail = ir.blocks[ir.layers[-1].block].ops if ir.layers else ir.stem
+    sites += _sites_of(ir.tail, block=None, count=1, count_after_sum=int(_ends_in_sum(before_tail)))
+    return tuple(sites)
+
+
+def _ends_in_sum(ops: tuple[Op, ...]) -> bool:
+    return bool(ops) and isinstance(ops[-1], Add)
+
+
+def _sites_of(ops: tuple[Op, ...], *, block: int | None, count: int, count_after_sum: int) -> Iterator[FusionSite]:
+    """The sites of one group of ops; `count_after_sum` of its instances receive a residual sum as `@in`."""
+    by_name = {op.name: op for op in ops}
+    readers: dict[str, list[Op]] = {}
+    for op in ops:
+        for edge in op.inputs:
+            readers.setdefault(edge, []).append(op)
+
+    def site(kind: str, *members: str, times: int = count) -> FusionSite:
+        return FusionSite(kind=kind, ops=members, block=block, count=times)
+
+    for edge in dict.fromkeys(edge for op in ops for edge in op.inputs):
+        # `@earlier` may be several different values, so its readers share nothing that is known.
+        shared = [op for op in readers[edge] if isinstance(op, Linear) and op.inputs == (edge,) and edge != "@earlier"]
+        projections = [op.name for op in shared if op.role == "attention" and op.part != "o"]
+        if len(projections) > 1:
+            yield site("qkv", *projections)
+    for op in ops:
+        producers = [by_name[edge] for edge in op.inputs if edge in by_name]
+        if isinstance(op, Norm):
+            if producers and isinstance(producers[0], Add):
+                yield site("residual_norm", producers[0].name, op.name)
+            elif op.inputs == (BLOCK_INPUT,) and count_after_sum:
+                yield site("residual_norm", BLOCK_INPUT, op.name, times=count_after_sum)
+            linears = [reader.name for reader in readers.get(op.name, ()) if reader.kind in GEMM_KINDS]
+            if linears:
+                yield site("norm_linear", op.name, *linears)
+        elif isinstance(op, Activation):
+            yield from _activation_sites(op, producers, site)
+        elif isinstance(op, Attention):
+            yield site("softmax_attention", op.name)
+        elif isinstance(op, Loss) and producers and isinstance(producers[-1], Linear):
+            yield site("head_cross_entropy", producers[-1].name, op.name)
+
+
+def _activation_sites(op: Activation, producers: list[Op], site: Callable[..., FusionSite]) -> Iterator[FusionSite]:
+    if not producers or any(p.kind not in GEMM_KINDS for p in producers):
+        return
+    names = [p.name for p in producers]
+    if not op.gated:
+        kind = "linear_gelu" if op.function.startswith("gelu") else "linear_activation"
+        yield site(kind, *names, op.name)
+        return
+    if len(producers) == 2 and producers[0].inputs == producers[1].inputs:
+        yield site("gate_up", *names)
+    yield site("linear_swiglu", *names, op.name)
