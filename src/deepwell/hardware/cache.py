@@ -1,7 +1,7 @@
 """Keeps what was measured on this machine: one small JSON file per device, driver and torch version.
 
-The folder is $DEEPWELL_CACHE_DIR, else ~/.cache/deepwell. A file that is corrupt, of another schema or of another device
-is ignored with a note; the next measurement writes it anew.
+The folder is $DEEPWELL_CACHE_DIR, else ~/.cache/deepwell. A file that is corrupt, of another schema or of another
+device is ignored with a note; the next measurement writes it anew.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.codec import decode, encode
@@ -33,6 +34,12 @@ class Measurement:
     curves: tuple[Curve, ...] = ()
     unavailable: tuple[tuple[str, str], ...] = ()  # (format, reason) pairs
     complete: bool = True  # False where time ran out or the user stopped it
+
+    @classmethod
+    def for_device(cls, gpu: Gpu, **figures: Any) -> "Measurement":
+        """A measurement of `gpu` under the driver and torch that are installed now."""
+        device, driver, torch = _identity(gpu)
+        return cls(device=device, driver=driver, torch=torch, **figures)
 
     def applied_to(self, gpu: Gpu) -> Gpu:
         """`gpu` with these figures in front of those from tables."""

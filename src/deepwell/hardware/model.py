@@ -210,7 +210,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """The connections: NVLink inside a domain, PCIe to the host, NICs between nodes. Bandwidths: one direction, per GPU."""
+    """NVLink inside a domain, PCIe to the host, NICs between nodes. Bandwidths are one direction, per GPU."""
 
     nvlink_domain: int = 1  # GPUs that reach each other by NVLink; may span nodes (NVL72)
     nvswitch: bool = False

@@ -35,7 +35,7 @@ def probe(
     """The hardware of this machine, or the machine called `name`.
 
     Never fails for what a driver hides: the answer is partial then, and its notes say what is missing. Raises
-    `ConfigError` for a name that is none. `nvml`, `root` and `environ` stand in for pynvml, the file system and the environment.
+    `ConfigError` for a name that is none. `nvml`, `root` and `environ` stand in for pynvml, the files and os.environ.
     """
     if name is not None:
         return named_hardware(name)
