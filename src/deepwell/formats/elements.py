@@ -218,7 +218,7 @@ def unpack_codes(data: Tensor, element: ElementFormat, length: int) -> Tensor:
 
 
 def encode_e8m0(x: Tensor, *, rounding: str) -> Tensor:
-    """The byte whose 2^(byte - 127) is `x` rounded "up", "down" or to the "nearest" power of two (ties up), saturating.
+    """The byte whose 2^(byte - 127) is `x` rounded "up", "down" or to "nearest" (as a cast does, ties up), saturating.
 
     The sign is ignored. Zero gives byte 0, infinity and NaN give 255 (NaN). Rounding up goes to 254 at the most.
     """
@@ -232,7 +232,9 @@ def encode_e8m0(x: Tensor, *, rounding: str) -> Tensor:
     elif rounding == "down":
         carry = torch.zeros_like(is_subnormal)
     elif rounding == "nearest":
-        carry = torch.where(is_subnormal, mantissa >= 0x600000, mantissa >= 0x400000)
+        # Below 2^-126 the casts of torch and ml_dtypes take everything above 2^-127 up, though 2^-127 is nearer up to
+        # 1.5 * 2^-127. This mode is there to agree with them; no quantizer uses it.
+        carry = torch.where(is_subnormal, mantissa > 0x400000, mantissa >= 0x400000)
     else:
         raise ConfigError(f"rounding must be 'up', 'down' or 'nearest', got {rounding!r}")
     byte = (exponent + carry.int()).clamp_(max=254)
