@@ -4,6 +4,7 @@ Tracing changes settings on purpose (attention and experts implementation, the k
 the rest: buffers registered inside forward, cached tables, random states, hooks. `preserved` undoes all of it.
 """
 
+import dataclasses
 import random
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from deepwell.graph.example_inputs import ExampleInputs
 
 
 @contextmanager
@@ -59,6 +64,35 @@ def _restore(space: dict[str, Any], old: dict[str, Any]) -> None:
         else:
             value.clear()
             value.update(entries)
+
+
+def fill_meta_tensors(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
+    """Put fake tensors of a real device in the place of meta ones, in the model and the inputs. Call inside `preserved`.
+
+    A tensor that a forward makes on the meta device is no fake tensor to Dynamo, and their mix is an error; on a real device
+    Dynamo makes fakes of both. No memory is taken.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    real = next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    filled: dict[int, torch.Tensor] = {}  # tied tensors stay tied
+
+    def fill(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "meta":
+            return value
+        if id(value) not in filled:
+            with mode:
+                fake: torch.Tensor = torch.empty_like(value, device=real)
+            is_parameter = isinstance(value, nn.Parameter)
+            filled[id(value)] = nn.Parameter(fake, requires_grad=value.requires_grad) if is_parameter else fake
+        return filled[id(value)]
+
+    for module in model.modules():
+        for space in (module._parameters, module._buffers, module.__dict__):
+            for name, value in space.items():
+                space[name] = fill(value)
+    args, kwargs = pytree.tree_map(fill, (inputs.args, dict(inputs.kwargs)))
+    return dataclasses.replace(inputs, args=args, kwargs=kwargs)
 
 
 def model_configs(model: nn.Module) -> list[Any]:

@@ -28,7 +28,7 @@ from torch import fx, nn
 from deepwell.errors import CaptureError, ConfigError
 from deepwell.graph.dedupe import deduplicated
 from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, resolve_inputs
-from deepwell.graph.preserve import choose_traceable_implementations, preserved
+from deepwell.graph.preserve import choose_traceable_implementations, fill_meta_tensors, preserved
 from deepwell.graph.record import record
 
 WAYS = ("dynamo", "export", "record")
@@ -222,6 +222,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
             return graph_module.forward
         raise _GraphTaken
 
+    inputs = fill_meta_tensors(model, inputs)
     outputs = None
     torch._dynamo.reset()
     try:

@@ -1,0 +1,213 @@
+"""Tiny Hugging Face causal language models, one for each class of the auto mapping, built from the config classes alone.
+
+A config is shrunk by what its fields are called (SMALL), nested configs too; OVERRIDES holds what a single architecture needs
+beyond that. Nothing is downloaded.
+"""
+
+from typing import Any
+
+import torch
+
+VOCAB = 131
+# Field -> small value, for the spellings that configs use. Sizes differ from each other so that a mix-up changes a shape.
+SMALL: dict[str, Any] = {
+    # width
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "emb_dim": 64, "embedding_size": 64, "input_embedding_size": 64,
+    "word_embed_proj_dim": 64, "model_dim": 64, "embedding_dim": 64, "dim_model": 64, "output_embedding_size": 64,
+    # feed-forward
+    "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "ffn_hidden_size": 96,
+    "dim_ff": 96, "d_inner": 96, "dff": 96, "feed_forward_size": 96, "block_ff_dim": 96, "intermediate_size_mlp": 80,
+    "dense_intermediate_size": 96, "feed_forward_proj_size": 96, "attention_hidden_size": 64,
+    # depth
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "decoder_layers": 2, "encoder_layers": 2,
+    "num_encoder_layers": 2, "num_decoder_layers": 2, "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "num_blocks": 2,
+    # heads
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4, "num_kv_heads": 2,
+    "encoder_attention_heads": 4, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "d_head": 16, "dim_head": 16, "attention_head_size": 16, "kv_channels": 16, "global_head_dim": 16,
+    # positions and vocabulary
+    "max_position_embeddings": 128, "n_positions": 128, "max_target_positions": 128, "max_seq_len": 128, "n_ctx": 128,
+    "max_sequence_length": 128, "vocab_size": VOCAB, "sliding_window": 16, "attention_window_size": 16, "position_embedding_size": 128,
+    "vocab_size_per_layer_input": VOCAB, "sliding_window_size": 16, "attention_chunk_size": 16,
+    # mixture of experts
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "ffn_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "moe_top_k": 2, "num_selected_experts": 2,
+    "moe_intermediate_size": 32, "expert_ffn_hidden_size": 32, "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "moe_ffn_hidden_size": 32, "expert_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_shared_experts": 1,
+    "moe_num_shared_experts": 1, "num_dense_layers": 1, "moe_layer_start_index": 1,
+    # latent attention
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_head_dim": 24,
+    "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "o_lora_rank": 16, "o_groups": 2,
+    # state space and linear attention
+    "state_size": 16, "ssm_state_size": 16, "mamba_d_state": 16, "mamba_d_head": 32, "mamba_n_heads": 4, "mamba_num_heads": 4,
+    "mamba_head_dim": 32, "mamba_d_ssm": 128, "mamba_n_groups": 1, "n_groups": 1, "chunk_size": 16, "mamba_chunk_size": 16,
+    "time_step_rank": 4, "mamba_dt_rank": 4, "lru_width": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "conv_dim": 64, "conv_dim_out": 64, "mamba_headdim": 32, "n_mamba_heads": 1,
+    # the rest
+    "hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2, "num_kv_shared_layers": 0, "adapter_rank": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "image_size": 16, "patch_size": 8,
+    "num_buckets": 4, "lora_rank": 4, "projection_dim": 32, "vision_output_dim": 32, "num_channels": 3, "max_source_positions": 64,
+    "num_codebooks": 2, "bottleneck_reduction_factor": 2, "num_conv_pos_embeddings": 16, "depth": 2,
+}  # fmt: skip
+# What one architecture needs beyond SMALL: fields that its own checks or its forward want set together.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {
+        "encoder_hash_byte_group_size": [3, 4], "encoder_hash_byte_group_vocab": 64, "patch_size": 4,
+        "encoder_config": {"hidden_size_global": 128}, "decoder_config": {"hidden_size_global": 128},
+        "global_config": {"hidden_size": 128, "head_dim": 32}, "patcher_config": {},
+    },
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    }},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "gemma4_assistant": {"backbone_hidden_size": 48, "text_config": ("gemma4_text", {
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2, "global_head_dim": 16,
+    })},
+    "gemma4_unified_assistant": {"backbone_hidden_size": 48, "text_config": ("gemma4_unified_text", {"num_kv_shared_layers": 2, "global_head_dim": 16})},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "kimi_linear": {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"zero_expert_num": 2, "num_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4,
+        "hc_count": 2, "hc_lowrank": 8,
+    },
+    "reformer": {
+        "is_decoder": True, "attn_layers": ("local", "lsh"), "axial_pos_shape": (8, 8), "axial_pos_embds_dim": (16, 48),
+        "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16, "num_buckets": 8, "num_hidden_layers": 2,
+    },
+    "roc_bert": {"pronunciation_embed_dim": 32, "pronunciation_vocab_size": 50, "shape_embed_dim": 32, "shape_vocab_size": 50},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "attention_hidden_size": 128,
+        "attention_head_dim": 32, "layers_block_type": None,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 4, "mamba_headdim": 32,
+        "num_query_groups": 4, "attention_hidden_size": 128, "attention_head_dim": 32,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+
+
+def model_types() -> dict[str, str]:
+    """Model type -> class name, one entry for each distinct class of the causal-LM auto mapping."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    chosen: dict[str, str] = {}
+    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if class_name not in chosen.values():
+            chosen[model_type] = class_name
+    return chosen
+
+
+def tiny_config(model_type: str, **overrides: Any) -> Any:
+    """A config of `model_type` with every size small; of the text part where the class takes that."""
+    config = _shrunk(model_class(model_type).config_class, OVERRIDES.get(model_type, {}) | overrides)
+    if model_type == "gemma3n":  # its vision tower comes from a library that text needs not; a small one of the same interface
+        siglip = {"vocab_size": 8, "vocab_offset": VOCAB, "rms_norm_eps": 1e-6}
+        object.__setattr__(config, "vision_config", _shrunk(_config_class("siglip_vision_model"), siglip))
+    return config
+
+
+def _config_class(model_type: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type]
+
+
+def model_class(model_type: str) -> Any:
+    """The causal-LM class of `model_type`."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+
+
+def _shrunk(config_class: type, overrides: dict[str, Any]) -> Any:
+    # A pair stands for a nested config of another type: (model type, its overrides).
+    overrides = {k: _shrunk(_config_class(v[0]), v[1]) if _is_nested_pair(v) else v for k, v in overrides.items()}
+    nested = {name: value for name, value in overrides.items() if name in getattr(config_class, "sub_configs", {})}
+    default = config_class(**{name: value for name, value in nested.items() if not isinstance(value, dict)})
+    values = vars(default)
+    # A field that the default leaves at None or 0 is a feature switched off; giving it a size would switch it on. The size of a
+    # head is the exception: None means "derive it", and some models derive it in the wrong place.
+    kept = {name for name, value in values.items() if value or name == "head_dim" or name.endswith("token_id")}
+    small = {name: value for name, value in SMALL.items() if name in kept}
+    if "qk_rope_head_dim" in small and "head_dim" in small:
+        small["head_dim"] = small["qk_rope_head_dim"]  # these name the rotary part so
+    for heads in ("num_key_value_heads", "num_kv_heads"):
+        if heads in small and values[heads] == values.get("num_attention_heads"):
+            small[heads] = small["num_attention_heads"]
+    for name in getattr(config_class, "sub_configs", {}):
+        value = values.get(name)
+        if value is not None and name not in overrides:
+            small[name] = _shrunk(type(value), {})
+        elif isinstance(overrides.get(name), dict):
+            small[name] = _shrunk(type(value), overrides[name])
+    small |= _layer_kinds(values, small)
+    return config_class(**(small | {k: v for k, v in overrides.items() if k not in nested or not isinstance(v, dict)}))
+
+
+def _is_nested_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], dict)
+
+
+def _layer_kinds(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """Per-layer lists cut to the first layer of each kind, and the depth that goes with them."""
+    field_name = "layer_types" if values.get("layer_types") else "layers_block_type"
+    kinds = values.get(field_name)
+    depth = next((field for field in ("num_hidden_layers", "n_layer", "num_layers") if field in small), None)
+    if not kinds or depth is None:
+        return {}
+    chosen = list(dict.fromkeys(kinds)) if len(set(kinds)) > 1 else list(kinds[:2])
+    return {field_name: chosen, depth: len(chosen)}
+
+
+def tiny_model(model_type: str, *, device: str = "cpu", seed: int = 0, **overrides: Any) -> torch.nn.Module:
+    """The causal-LM class of `model_type` on a tiny config with random weights, in training mode."""
+    torch.manual_seed(seed)
+    config = tiny_config(model_type, **overrides)
+    with torch.device(device):
+        return model_class(model_type)._from_config(config).train()
+
+
+def example_inputs(model_type: str, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """Inputs for the few models that token ids alone do not satisfy; None for the rest."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.randint(3, VOCAB, shape, generator=generator)
+
+    if model_type == "reformer":  # trains on the product of its axial shape only
+        return {"input_ids": tokens(2, 64), "labels": tokens(2, 64)}
+    if model_type in ("musicgen", "musicgen_melody"):  # one row of ids for each codebook
+        return {"input_ids": tokens(2 * model.config.num_codebooks, 37), "labels": tokens(2, 37, model.config.num_codebooks)}
+    if model_type == "git":
+        return {"input_ids": tokens(2, 37), "labels": tokens(2, 37), "pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    if model_type in ("gemma4_assistant", "gemma4_unified_assistant"):  # reads the main model's hidden states and keys
+        return _assistant_inputs(model, generator)
+    return None
+
+
+def _assistant_inputs(model: torch.nn.Module, generator: torch.Generator) -> dict[str, Any]:
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    text = model.config.get_text_config()
+    shared = {kind: (noise(2, 2, 37, 16), noise(2, 2, 37, 16)) for kind in text.layer_types}
+    return {
+        "inputs_embeds": noise(2, 5, 2 * model.config.backbone_hidden_size),
+        "position_ids": torch.arange(32, 37).expand(2, 5).contiguous(),
+        "shared_kv_states": shared,
+    }
