@@ -1,8 +1,8 @@
 """Checks that bf16 matrix products do not kill the process on this CPU.
 
-Some virtual machines announce AMX tiles and then trap every tile instruction; oneDNN believes the announcement, and torch's
-bf16 `mm` dies of an illegal instruction (seen 2026-11-15: torch 2.13.0 on a Xeon under KVM). No `try` can catch that, so a
-child process tries it first.
+Some virtual machines announce AMX tiles and then trap every tile instruction; oneDNN believes the announcement, and
+torch's bf16 `mm` dies of an illegal instruction (seen 2026-11-15: torch 2.13.0 on a Xeon under KVM). No `try` can catch
+that, so a child process tries it first.
 """
 
 import signal

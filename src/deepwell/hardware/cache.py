@@ -118,4 +118,6 @@ def write_measurement(gpu: Gpu, measurement: Measurement, environ: Mapping[str, 
 
 
 def _identity(gpu: Gpu) -> tuple[str, str, str]:
-    return gpu.name, gpu.driver or "none", torch_version()
+    # One name covers CPUs with more or fewer cores, and GPUs in and out of MIG mode: those are different devices.
+    detail = f", {gpu.num_sms} cores" if gpu.kind == "cpu" else ", MIG" if gpu.mig_enabled else ""
+    return gpu.name + detail, gpu.driver or "none", torch_version()

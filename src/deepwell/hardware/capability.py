@@ -8,6 +8,7 @@ Sources: fp8 from 8.9, 1x128 blocks on 9.0 only, row scales on 8.9 and later thr
 blackwell_functionality.md and the PTX ISA (tcgen05.mma for 10.x and 11.0, mma.sync block_scale for 12.x).
 """
 
+import re
 from dataclasses import dataclass
 
 ComputeCapability = tuple[int, int]
@@ -26,7 +27,16 @@ FORMATS = (
     "mxfp4",
     "nvfp4",
 )
-ALIASES = {"fp8": "fp8_tensor", "fp4": "nvfp4"}
+ALIASES = {
+    "fp8": "fp8_tensor",
+    "fp8_128x128": "fp8_1x128",
+    "fp4": "nvfp4",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+}
+# Names of `deepwell.formats` say more than a tensor core cares about: element, power-of-two scales, the weight's block.
+_DETAIL = re.compile(r"(?<=fp[468])(_e\dm\d|_pow2|_1x16|_16x16)|_pow2$")
 
 # Formats that share one tensor-core rate, and so one entry of a machine's table of peaks.
 PEAK_CLASS = {
@@ -105,8 +115,8 @@ CAPABILITIES: dict[ComputeCapability, Capability] = {
 
 
 def canonical_format(name: str) -> str | None:
-    """The exact name behind `name` (`fp8` -> `fp8_tensor`, `FP4` -> `nvfp4`), or None where there is no such format."""
-    lowered = name.lower()
+    """The name here of any format name of Deepwell, or None: `fp8_e5m2_row` -> `fp8_row`, `FP4` -> `nvfp4`."""
+    lowered = _DETAIL.sub("", name.lower())
     lowered = ALIASES.get(lowered, lowered)
     return lowered if lowered in FORMATS else None
 

@@ -69,7 +69,7 @@ def read_host(root: Path = Path("/")) -> Host:
 
 
 def cpu_device(host: Host) -> Gpu:
-    """The CPU as a device to plan for. Its speeds are floors by formula until `deepwell probe --measure` has run."""
+    """The CPU as a device to plan for. Its speeds are formulas until `deepwell probe --measure` has run."""
     cores = _usable_cores(host)
     lanes = 16 if "avx512f" in host.instruction_sets else 8 if "avx2" in host.instruction_sets else 4
     peaks: tuple[Peak, ...] = ()
@@ -79,8 +79,12 @@ def cpu_device(host: Host) -> Gpu:
     sources = (
         Source(figure="num_sms", tier="spec", text="cores this process may use"),
         Source(figure="memory_bytes", tier="spec", text="memory of this computer or of its container"),
-        # One channel is the least a computer has; the count of channels cannot be read without privileges.
-        Source(figure="memory_gb_per_s", tier="spec", text="derived: one DDR4-3200 channel, 3200e6 x 8 bytes; a floor"),
+        # The count and speed of the memory channels cannot be read without privileges: one common channel stands in.
+        Source(
+            figure="memory_gb_per_s",
+            tier="spec",
+            text="derived: one DDR4-3200 channel, 3200e6 x 8 bytes; measure to know",
+        ),
     )
     return Gpu(
         name=host.cpu or "CPU",

@@ -132,14 +132,14 @@ def machines() -> dict[str, Machine]:
 
 
 @functools.cache
-def _by_name() -> dict[str, tuple[Machine, int]]:
-    """Every accepted GPU or rack name, lower case, with the GPUs it stands for."""
-    table: dict[str, tuple[Machine, int]] = {}
+def _by_name() -> dict[str, tuple[Machine, int, str]]:
+    """Every accepted GPU or rack name, lower case: its machine, the GPUs it stands for, and how it is written."""
+    table: dict[str, tuple[Machine, int, str]] = {}
     for machine in machines().values():
         for name in (machine.name, *machine.aliases):
-            table[name.lower()] = (machine, 1)
+            table[name.lower()] = (machine, 1, name)
         for rack in machine.racks:
-            table[rack.name.lower()] = (machine, rack.gpus)
+            table[rack.name.lower()] = (machine, rack.gpus, rack.name)
     return table
 
 
@@ -161,7 +161,7 @@ def named_hardware(name: str) -> Hardware:
     text = "".join(name.split()).lower()
     if not text:
         raise ConfigError(f"name: got an empty name; {GRAMMAR}")
-    if ":" in text or _by_name().get(text, (None, 1))[1] > 1:
+    if ":" in text or (text in _by_name() and _by_name()[text][1] > 1):
         return _racks(name, text)
     counts, gpu = _split_counts(name, text)
     machine, rack_gpus = _look_up(name, gpu)
@@ -202,11 +202,10 @@ def _split_counts(name: str, text: str) -> tuple[list[str], str]:
 def _look_up(name: str, gpu: str) -> tuple[Machine, int]:
     known = _by_name()
     if gpu in known:
-        return known[gpu]
-    shown = {key: key.upper() for key in known}
-    near = [shown[key] for key in difflib.get_close_matches(gpu, known, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(shown.values()))}"
-    raise ConfigError(f"name: got {name!r}; no machine is called {gpu.upper()!r}; {hint} {GRAMMAR}")
+        return known[gpu][:2]
+    near = [known[key][2] for key in difflib.get_close_matches(gpu, known, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(m.name for m in machines().values())}."
+    raise ConfigError(f"name: got {name!r}; no machine is called {gpu!r}; {hint} ({GRAMMAR})")
 
 
 def _count(name: str, text: str) -> int:

@@ -93,6 +93,7 @@ def _speeds(hw: "Hardware") -> list[str]:
         span = high if min(speeds) == max(speeds) else f"{_number(min(speeds), '')}-{high}"
         shapes = f"{len(curve.points)} shape{'s' if len(curve.points) > 1 else ''}"
         rows.append([f"{curve.format} GEMM, {shapes}", span, curve.tier, _short(curve.source)])
+    rows += [[f"{name} GEMM", "not available", "measured", _short(reason)] for name, reason in gpu.unavailable]
     return table(rows) if len(rows) > 1 else ["no speeds known: run `deepwell probe --measure`"]
 
 

@@ -1,0 +1,5 @@
+"""`python -m deepwell`: the command line."""
+
+from deepwell.cli import main
+
+main()
