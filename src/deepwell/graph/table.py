@@ -62,11 +62,12 @@ def layers_label(indices: Sequence[int]) -> str:
 
 def short_count(count: float) -> str:
     """A count to read: 8.03B, 117.4M, 4096."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e4)):
+    if count < 10_000:
+        return f"{count:g}"
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= size:
-            size = 1e3 if unit == "K" else size
             return f"{count / size:.2f}{unit}" if count < 10 * size else f"{count / size:.1f}{unit}"
-    return f"{count:g}"
+    raise AssertionError("unreachable: every count of 10,000 and more has a unit")
 
 
 def text_table(rows: Sequence[Sequence[str]], right: Iterable[int] = (), indent: str = "  ") -> list[str]:

@@ -1,0 +1,305 @@
+"""A policy on a model as a table to read: layer by GEMM by format, with the rule that decided. Pure, no torch.
+
+Layers whose linear layers got the same decisions are folded into one group. Shares are of the linear layers' training
+flops (forward and backward); softmax attention is no part of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from deepwell.errors import ConfigError
+from deepwell.graph.ops import Workload
+from deepwell.graph.table import WIDTH, layers_label, text_table
+from deepwell.precision.gemm_format import GEMMS
+from deepwell.precision.resolve import Decision, Resolver
+from deepwell.precision.rules import Steps, steps_text
+
+if TYPE_CHECKING:
+    from deepwell.graph.ir import IR, Site
+    from deepwell.precision.policy import PrecisionPolicy
+
+# Shares of flops between linear layers hardly depend on the length: only padding and rounding of expert rows would.
+_WORK = Workload(seq_len=4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One linear layer of a group: its three formats and what decided them."""
+
+    op: str
+    fwd: str
+    dgrad: str
+    wgrad: str
+    decided_by: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Layers with the same decisions. `layers` is empty in stem and tail, whose rows carry full paths."""
+
+    where: str
+    layers: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Steps between two changes."""
+
+    steps: Steps
+    groups: tuple[Group, ...]
+    shares: tuple[tuple[str, float], ...]  # format -> share of the linear layers' training flops
+
+    @property
+    def label(self) -> str:
+        start, stop = self.steps
+        return f"step {start}" if stop == start + 1 else f"steps {steps_text(self.steps)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What a policy does to a model. Frozen, printable, JSON."""
+
+    model: str
+    num_layers: int
+    spans: tuple[Span, ...]
+    formats: tuple[str, ...]  # what each low-precision format in use means for each GEMM
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples as JSON has them
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Explanation:
+        try:
+            spans = tuple(
+                Span(
+                    steps=(span["steps"][0], span["steps"][1]),
+                    groups=tuple(
+                        Group(
+                            where=group["where"],
+                            layers=tuple(group["layers"]),
+                            rows=tuple(Row(**row) for row in group["rows"]),
+                        )
+                        for group in span["groups"]
+                    ),
+                    shares=tuple((name, share) for name, share in span["shares"]),
+                )
+                for span in data["spans"]
+            )
+            return cls(
+                model=data["model"],
+                num_layers=data["num_layers"],
+                spans=spans,
+                formats=tuple(data["formats"]),
+                notes=tuple(data["notes"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ConfigError(f"not an explanation of a policy: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        out = [f"precision of {self.model}, {self.num_layers} layers"]
+        for span in self.spans:
+            shares = ", ".join(f"{100 * share:.1f}% {name}" for name, share in span.shares)
+            out += ["", f"{span.label}  (linear layers' training flops: {shares or 'none'})", *_span_lines(span)]
+        if self.formats:
+            out += ["", "formats", *(f"  {line}" for line in self.formats)]
+        if self.notes:
+            out += ["", "notes"]
+            for note in self.notes:
+                out += textwrap.wrap(f"  - {note}", WIDTH, subsequent_indent="    ", break_long_words=False)
+        return "\n".join(out)
+
+
+# Widths of a printed table: names of ops, and what is left of the page beside them and the three formats.
+_OP_WIDTH = 40
+
+
+def _span_lines(span: Span) -> list[str]:
+    """The table of one span, the groups' headings between its rows."""
+    cells = [["linear layers", *GEMMS, "decided by"]]
+    headings: dict[int, str] = {}
+    for group in span.groups:
+        headings[len(cells)] = group.where
+        for rows in _alike(group.rows):
+            cells += _cells(rows)
+    lines = []
+    for number, line in enumerate(text_table(cells, indent="    ")):
+        if number in headings:
+            lines.append(f"  {headings[number]}")
+        lines.append(line)
+    return lines
+
+
+def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Neighbours in one module with the same decisions, to be printed as one row."""
+
+    def key(row: Row) -> tuple[str, Row]:
+        return row.op.rpartition(".")[0], replace(row, op="")
+
+    for _, together in itertools.groupby(rows, key):
+        yield list(together)
+
+
+def _cells(rows: list[Row]) -> list[list[str]]:
+    """One printed row, over as many lines as its names and its rules need."""
+    first = rows[0]
+    parent, _, name = first.op.rpartition(".")
+    names = [name, *(row.op.rpartition(".")[2] for row in rows[1:])]
+    ops = textwrap.wrap(
+        (f"{parent}: " if parent and len(names) > 1 else parent and f"{parent}.") + ", ".join(names),
+        _OP_WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+    )
+    formats = [first.fwd, first.dgrad, first.wgrad]
+    room = WIDTH - 4 - _OP_WIDTH - 2 - sum(max(5, len(text)) + 2 for text in formats)
+    why = [
+        line
+        for part in (first.decided_by + (f"; {first.reason}" if first.reason else "")).split("; ")
+        for line in textwrap.wrap(part, room, subsequent_indent="  ")
+    ]
+    height = max(len(ops), len(why))
+    ops += [""] * (height - len(ops))
+    why += [""] * (height - len(why))
+    return [
+        [op, *(formats if i == 0 else ("", "", "")), text] for i, (op, text) in enumerate(zip(ops, why, strict=True))
+    ]
+
+
+def explain(policy: PrecisionPolicy, ir: IR, step: int | None = None) -> Explanation:
+    """Explain a policy at one step, or for every span of steps between its changes."""
+    resolver = Resolver(policy.rules, ir)
+    if step is not None:
+        wanted: list[Steps] = [(step, step + 1)] if isinstance(step, int) else [(step, None)]
+    else:
+        ends = [0, *policy.changes(ir)]
+        wanted = list(zip(ends, [*ends[1:], None], strict=True))
+    tables = [resolver.at(start) for start, _ in wanted]
+    spans = tuple(
+        Span(steps=steps, groups=_groups(resolver, table), shares=_shares(resolver, table))
+        for steps, table in zip(wanted, tables, strict=True)
+    )
+    notes = [*resolver.notes, *_notes_on_use(policy, resolver, spans, is_whole_run=step is None)]
+    return Explanation(
+        model=ir.name,
+        num_layers=ir.num_layers,
+        spans=spans,
+        formats=_formats_in_use(tables),
+        notes=(*notes, *_standing_notes(ir)),
+    )
+
+
+# ---- folding ----
+
+
+def _groups(resolver: Resolver, table: Mapping[str, Mapping[str, Decision]]) -> tuple[Group, ...]:
+    """Stem, then layers folded by equal decisions in the order of their first, then tail."""
+    stem_paths = {op.name for op in resolver.ir.stem}
+    stem: list[Row] = []
+    tail: list[Row] = []
+    layers: dict[int, list[Row]] = {}
+    for site in resolver.sites:
+        row = _row(site, table[site.path])
+        if site.layer is not None:
+            layers.setdefault(site.layer, []).append(row)
+        else:
+            (stem if site.path in stem_paths else tail).append(row)
+    folded: dict[tuple[Row, ...], list[int]] = {}
+    for layer, rows in layers.items():
+        folded.setdefault(tuple(rows), []).append(layer)
+    groups = [Group(where=layers_label(where), layers=tuple(where), rows=rows) for rows, where in folded.items()]
+    if stem:
+        groups.insert(0, Group(where="stem", layers=(), rows=tuple(stem)))
+    if tail:
+        groups.append(Group(where="tail", layers=(), rows=tuple(tail)))
+    return tuple(groups)
+
+
+def _row(site: Site, decisions: Mapping[str, Decision]) -> Row:
+    op = site.path if site.layer is None else site.op.name
+    by_rule: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for gemm in GEMMS:
+        by_rule.setdefault(decisions[gemm].rule, []).append(gemm)
+        if decisions[gemm].reason:
+            reasons.setdefault(decisions[gemm].reason, []).append(gemm)
+    return Row(
+        op=op,
+        fwd=decisions["fwd"].format,
+        dgrad=decisions["dgrad"].format,
+        wgrad=decisions["wgrad"].format,
+        decided_by=_joined(by_rule),
+        reason=_joined(reasons),
+    )
+
+
+def _joined(by_text: Mapping[str, list[str]]) -> str:
+    """Texts with the GEMMs that they hold for, which go unsaid where it is all three."""
+    return "; ".join(text if len(gemms) == 3 else f"{'+'.join(gemms)}: {text}" for text, gemms in by_text.items())
+
+
+def _shares(resolver: Resolver, table: Mapping[str, Mapping[str, Decision]]) -> tuple[tuple[str, float], ...]:
+    flops: dict[int, dict[str, int]] = {}  # per op, since layers share their ops
+    totals: dict[str, int] = {}
+    for site in resolver.sites:
+        by_gemm = flops.get(id(site.op))
+        if by_gemm is None:
+            by_gemm = flops[id(site.op)] = dict.fromkeys(GEMMS, 0)
+            for one in site.op.gemms(_WORK):
+                by_gemm[one.step] += one.flops
+        for gemm, count in by_gemm.items():
+            name = table[site.path][gemm].format
+            totals[name] = totals.get(name, 0) + count
+    whole = sum(totals.values())
+    ranked = sorted(totals.items(), key=lambda item: (-item[1], item[0]))
+    return tuple((name, count / whole) for name, count in ranked) if whole else ()
+
+
+# ---- what else to say ----
+
+
+def _formats_in_use(tables: list[dict[str, dict[str, Decision]]]) -> tuple[str, ...]:
+    used = {
+        (one.precision, one.gemm): None
+        for table in tables
+        for row in table.values()
+        for one in row.values()
+        if one.precision.is_low
+    }
+    ordered = sorted(used, key=lambda item: (str(item[0]), GEMMS.index(item[1])))
+    return tuple(f"{asked} {asked.gemm(gemm)}" for asked, gemm in ordered)
+
+
+def _notes_on_use(
+    policy: PrecisionPolicy, resolver: Resolver, spans: tuple[Span, ...], *, is_whole_run: bool
+) -> list[str]:
+    """Rules that never decide, and a low default that reaches nothing."""
+    notes = []
+    if is_whole_run:
+        for index, rule in enumerate(policy.rules):
+            said = any(note.startswith(f"{rule.label}: ") for note in resolver.notes)
+            if index not in resolver.deciding and not said:
+                notes.append(f"{rule.label}: decides nothing, for rules that win over it cover all it names")
+    asked = {rule.precision.format for rule in policy.rules if rule.precision.is_low}
+    used = {name for span in spans for name, _ in span.shares}
+    if asked and resolver.sites and not asked & used:
+        when = "at any step" if is_whole_run else "at this step"
+        notes.append(f"no GEMM of this model is in {' or '.join(sorted(asked))} {when}")
+    return notes
+
+
+def _standing_notes(ir: IR) -> list[str]:
+    """What a policy never touches, in this model."""
+    kinds = {site_op.kind for ops, _ in ir.parts() for site_op in ops}
+    names = {"attention": "softmax attention", "norm": "norms", "embedding": "embeddings", "matmul": "other products"}
+    kept = [word for kind, word in names.items() if kind in kinds]
+    return [f"{', '.join(kept)} stay {ir.dtype}: a policy decides linear layers"] if kept else []
