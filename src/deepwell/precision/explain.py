@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,7 @@ class Row:
     fwd: str
     dgrad: str
     wgrad: str
-    decided_by: str
-    reason: str = ""
+    decided_by: tuple[str, ...]  # one text where one rule decided all three
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ class Explanation:
                         Group(
                             where=group["where"],
                             layers=tuple(group["layers"]),
-                            rows=tuple(Row(**row) for row in group["rows"]),
+                            rows=tuple(Row(**{**row, "decided_by": tuple(row["decided_by"])}) for row in group["rows"]),
                         )
                         for group in span["groups"]
                     ),
@@ -119,8 +118,7 @@ class Explanation:
         return "\n".join(out)
 
 
-# Widths of a printed table: names of ops, and what is left of the page beside them and the three formats.
-_OP_WIDTH = 40
+_OP_WIDTH = 44  # the four projections of an attention on one line
 
 
 def _span_lines(span: Span) -> list[str]:
@@ -152,48 +150,41 @@ def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
 def _cells(rows: list[Row]) -> list[list[str]]:
     """One printed row, over as many lines as its names and its rules need."""
     first = rows[0]
-    parent, _, name = first.op.rpartition(".")
-    names = [name, *(row.op.rpartition(".")[2] for row in rows[1:])]
-    ops = textwrap.wrap(
-        (f"{parent}: " if parent and len(names) > 1 else parent and f"{parent}.") + ", ".join(names),
-        _OP_WIDTH,
-        subsequent_indent="  ",
-        break_long_words=False,
-    )
+    parent = first.op.rpartition(".")[0]
+    if len(rows) == 1 or not parent:
+        names = ", ".join(row.op for row in rows)
+    else:
+        names = f"{parent}: " + ", ".join(row.op[len(parent) + 1 :] for row in rows)
     formats = [first.fwd, first.dgrad, first.wgrad]
     room = WIDTH - 4 - _OP_WIDTH - 2 - sum(max(5, len(text)) + 2 for text in formats)
-    why = [
-        line
-        for part in (first.decided_by + (f"; {first.reason}" if first.reason else "")).split("; ")
-        for line in textwrap.wrap(part, room, subsequent_indent="  ")
-    ]
-    height = max(len(ops), len(why))
-    ops += [""] * (height - len(ops))
-    why += [""] * (height - len(why))
-    return [
-        [op, *(formats if i == 0 else ("", "", "")), text] for i, (op, text) in enumerate(zip(ops, why, strict=True))
-    ]
+    left = textwrap.wrap(names, _OP_WIDTH, subsequent_indent="  ", break_long_words=False)
+    right = [line for text in first.decided_by for line in textwrap.wrap(text, room, subsequent_indent="  ")]
+    lines = list(itertools.zip_longest(left, right, fillvalue=""))
+    return [[op, *(formats if i == 0 else ("", "", "")), why] for i, (op, why) in enumerate(lines)]
 
 
 def explain(policy: PrecisionPolicy, ir: IR, step: int | None = None) -> Explanation:
     """Explain a policy at one step, or for every span of steps between its changes."""
     resolver = Resolver(policy.rules, ir)
-    if step is not None:
-        wanted: list[Steps] = [(step, step + 1)] if isinstance(step, int) else [(step, None)]
-    else:
-        ends = [0, *policy.changes(ir)]
-        wanted = list(zip(ends, [*ends[1:], None], strict=True))
-    tables = [resolver.at(start) for start, _ in wanted]
+    ends = [0, *policy.changes()] if step is None else [step]
+    tables: dict[int, dict[str, dict[str, Decision]]] = {}
+    before = None
+    for start in ends:
+        table = resolver.at(start)
+        if table != before:  # a rule may begin or end without deciding anything
+            tables[start] = before = table
+    starts = list(tables)
+    stops = [*starts[1:], None] if step is None else [step + 1]
     spans = tuple(
-        Span(steps=steps, groups=_groups(resolver, table), shares=_shares(resolver, table))
-        for steps, table in zip(wanted, tables, strict=True)
+        Span(steps=(start, stop), groups=_groups(resolver, tables[start]), shares=_shares(resolver, tables[start]))
+        for start, stop in zip(starts, stops, strict=True)
     )
     notes = [*resolver.notes, *_notes_on_use(policy, resolver, spans, is_whole_run=step is None)]
     return Explanation(
         model=ir.name,
         num_layers=ir.num_layers,
         spans=spans,
-        formats=_formats_in_use(tables),
+        formats=_formats_in_use(tables.values()),
         notes=(*notes, *_standing_notes(ir)),
     )
 
@@ -226,25 +217,24 @@ def _groups(resolver: Resolver, table: Mapping[str, Mapping[str, Decision]]) -> 
 
 def _row(site: Site, decisions: Mapping[str, Decision]) -> Row:
     op = site.path if site.layer is None else site.op.name
-    by_rule: dict[str, list[str]] = {}
-    reasons: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for gemm in GEMMS:
-        by_rule.setdefault(decisions[gemm].rule, []).append(gemm)
-        if decisions[gemm].reason:
-            reasons.setdefault(decisions[gemm].reason, []).append(gemm)
+        by_text.setdefault(_cited(decisions[gemm]), []).append(gemm)
+    # Which GEMMs a text holds for goes unsaid where it is all three.
+    decided_by = (text if len(gemms) == 3 else f"{'+'.join(gemms)}: {text}" for text, gemms in by_text.items())
     return Row(
         op=op,
         fwd=decisions["fwd"].format,
         dgrad=decisions["dgrad"].format,
         wgrad=decisions["wgrad"].format,
-        decided_by=_joined(by_rule),
-        reason=_joined(reasons),
+        decided_by=tuple(decided_by),
     )
 
 
-def _joined(by_text: Mapping[str, list[str]]) -> str:
-    """Texts with the GEMMs that they hold for, which go unsaid where it is all three."""
-    return "; ".join(text if len(gemms) == 3 else f"{'+'.join(gemms)}: {text}" for text, gemms in by_text.items())
+def _cited(decision: Decision) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in decision.precision.options)
+    with_options = f" with {options}" if options else ""
+    return f"{decision.rule}{with_options}" + (f", {decision.reason}" if decision.reason else "")
 
 
 def _shares(resolver: Resolver, table: Mapping[str, Mapping[str, Decision]]) -> tuple[tuple[str, float], ...]:
@@ -267,7 +257,7 @@ def _shares(resolver: Resolver, table: Mapping[str, Mapping[str, Decision]]) -> 
 # ---- what else to say ----
 
 
-def _formats_in_use(tables: list[dict[str, dict[str, Decision]]]) -> tuple[str, ...]:
+def _formats_in_use(tables: Iterable[Mapping[str, Mapping[str, Decision]]]) -> tuple[str, ...]:
     used = {
         (one.precision, one.gemm): None
         for table in tables
