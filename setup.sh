@@ -49,8 +49,9 @@ choose_python() {
     found=$(PATH=${PATH//"$venv/bin:"/} "$name" -c "$is_supported" 2>/dev/null) || continue
     printf '%s\n' "$found" && return
   done
-  die "no Python 3.10 to 3.13 found. On Debian or Ubuntu: sudo apt install python3 python3-venv" \
-    "(or name one that is elsewhere: PYTHON=/path/to/python3.12 ./setup.sh)"
+  die "no Python 3.10 to 3.13 found (python3 is: $(python3 --version 2>&1 || true))." \
+    "On Debian 12, Ubuntu 22.04 or newer: sudo apt install python3 python3-venv" \
+    "Or name one that is elsewhere: PYTHON=/path/to/python3.12 ./setup.sh"
 }
 
 # Prints four fields: version, torch to keep (or nothing), site-packages of a surrounding virtual environment (or
@@ -99,11 +100,14 @@ usable() {
 make_venv() {
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     die "$python ($version) cannot make virtual environments. On Debian or Ubuntu: sudo apt install python$version-venv"
-  local options=(--clear --without-pip)
-  [ -z "$kept_torch" ] || options+=(--system-site-packages)
-  "$python" -m venv "${options[@]}" "$venv"
+  "$python" -m venv --clear --without-pip "$venv"
   : >"$unfinished"
   "$venv/bin/python" -m ensurepip --default-pip >/dev/null
+  [ -n "$kept_torch" ] || return 0
+  # Up to Python 3.11 ensurepip brings an old setuptools along, which would hide a newer one outside.
+  "$venv/bin/python" -m pip uninstall --quiet --yes setuptools 2>/dev/null
+  # Opened to outside packages only now: ensurepip would be content with a pip outside, and `pip` then install there.
+  "$python" -m venv --without-pip --system-site-packages "$venv"
   if [ -n "$parent_site" ]; then
     # venv passes through the packages of the base Python only, not those of a virtual environment around it.
     local site
