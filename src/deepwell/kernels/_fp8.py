@@ -1,0 +1,50 @@
+"""Device functions of every kernel that writes FP8: amax as bits, the encoding multiplier, saturation, rows of codes.
+
+They are `deepwell.formats.quantize` bit for bit: IEEE division, no approximate reciprocal, NaN and inf kept.
+"""
+
+import torch
+
+from deepwell.formats.spec import E4M3, E5M2, ElementFormat
+from deepwell.kernels._triton import tl, triton
+
+ELEMENTS: dict[torch.dtype, ElementFormat] = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+FLT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| of fp32 as an integer: ordered as the magnitudes are, inf and NaN above all, so that a maximum keeps them."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+    """The encoding multiplier of an amax given by its bits."""
+    enc = tl.minimum(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), FLT_MAX)
+    if POW2:
+        # Dropping the mantissa rounds the scale up: nothing saturates.
+        enc = (enc.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
+    enc = tl.where(bits == 0, 1.0, enc)
+    return tl.where(bits >= INF_BITS, float("nan"), enc)
+
+
+@triton.jit
+def saturate(x, FP8_MAX: tl.constexpr):
+    """x within the element's range; NaN stays."""
+    return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def quantize_tile(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+    """Codes and scales of whole rows in registers; masked columns of `y` must be 0."""
+    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=1), FP8_MAX, POW2)
+    return saturate(y * enc[:, None], FP8_MAX).to(FP8), tl.div_rn(1.0, enc)
+
+
+@triton.jit
+def code_bytes(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
+    """The codes of x as integers 0 .. 255."""
+    return saturate(x, FP8_MAX).to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)

@@ -1,0 +1,86 @@
+"""Triton where it is installed, a stand-in where it is not, and the one rule for where a kernel runs.
+
+Kernel files take `triton` and `tl` from here, so that they import anywhere (macOS has no Triton). CUDA tensors go to
+the kernel, CPU tensors to the plain-torch reference, unless Triton's interpreter is on: then the kernel is interpreted.
+"""
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import UnsupportedError
+
+# E4M3 and E5M2 conversions are hardware's from Ada (8.9) on.
+_MIN_CAPABILITY = (8, 9)
+
+
+class _Absent:
+    """Lets kernels be defined without Triton: any attribute and any decorator of it is this object again."""
+
+    def __getattr__(self, name: str) -> "_Absent":
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> "_Absent":
+        return self
+
+    def __getitem__(self, grid: object) -> None:
+        raise _missing()
+
+
+def _missing() -> UnsupportedError:
+    return UnsupportedError(
+        "this kernel needs Triton, which is not installed: pip install triton (Linux), or use a CPU"
+    )
+
+
+def _load(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return _Absent()
+
+
+triton: Any = _load("triton")
+tl: Any = _load("triton.language")
+
+
+@lru_cache(maxsize=64)
+def _check_device(index: int) -> None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _MIN_CAPABILITY:
+        got = ".".join(map(str, capability))
+        raise UnsupportedError(f"FP8 kernels need compute capability 8.9 or later; cuda:{index} has {got}")
+
+
+def runs_kernel(x: Tensor, kernel: Any) -> bool:
+    """Whether `kernel` itself computes on x's device; False means: use the reference. Raises UnsupportedError."""
+    if x.is_cuda:
+        if isinstance(triton, _Absent):
+            raise _missing()
+        _check_device(x.device.index)
+        return True
+    return is_interpreted(kernel)
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether `kernel` was made for Triton's interpreter (TRITON_INTERPRET=1 when its module was loaded)."""
+    return not isinstance(triton, _Absent) and not isinstance(kernel, triton.runtime.JITFunction)
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Make x's GPU the current one while a kernel is launched: Triton launches on the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@lru_cache(maxsize=64)
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_sms(x: Tensor) -> int:
+    """Streaming multiprocessors of x's GPU, for kernels whose programs stay and loop; 2 where interpreted."""
+    return _num_sms(x.device.index) if x.is_cuda else 2

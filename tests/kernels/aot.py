@@ -1,0 +1,95 @@
+"""Compile a kernel for a GPU that is not here, and read what came out: PTX, registers, spills, shared memory."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ARCHS = (90, 100)
+# Shared memory one block may take on Hopper and Blackwell.
+MAX_SHARED_BYTES = 232448
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """What the compiler made of one kernel."""
+
+    ptx: str
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+
+    def count(self, pattern: str) -> int:
+        """How often a regular expression occurs in the PTX."""
+        return len(re.findall(pattern, self.ptx))
+
+
+def compile_kernel(
+    kernel: triton.runtime.JITFunction,
+    arguments: Mapping[str, object],
+    *,
+    arch: int,
+    num_warps: int = 4,
+) -> Compiled:
+    """Compile for sm_`arch`. An argument is a torch dtype (a pointer to it, 16-byte aligned), "i32" (an integer that is
+    a multiple of 16), "i32:any" (any integer), or a constexpr's value; every parameter of the kernel must be named.
+    """
+    signature, constexprs, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if kernel.params[i].is_constexpr:
+            signature[name] = "constexpr"
+            constexprs[(i,)] = value
+            continue
+        signature[name] = _POINTERS[value] if isinstance(value, torch.dtype) else str(value).split(":")[0]
+        if not str(value).endswith(":any") and not signature[name].startswith("fp"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    unknown = set(arguments) - set(kernel.arg_names)
+    assert not unknown, f"{kernel.fn.__name__} has no parameters {sorted(unknown)}"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+    ptx = made.asm["ptx"]
+    registers, spill_bytes, stack_bytes = _assemble(ptx, arch)
+    return Compiled(
+        ptx=ptx,
+        shared_bytes=made.metadata.shared,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        stack_bytes=stack_bytes,
+    )
+
+
+def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
+    """Run the assembler that Triton ships with -v: (registers, spilled bytes, stack bytes)."""
+    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+    tool = tools / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        target = re.search(r"\.target (sm_\w+)", ptx)
+        assert target, "the PTX names no target"
+        command = [str(tool), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
+    stack = int(re.search(r"(\d+) bytes stack frame", report)[1])
+    return registers, spills, stack
