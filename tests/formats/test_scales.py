@@ -71,7 +71,8 @@ def test_e8m0_to_nearest_agrees_with_ml_dtypes_on_positive_values(device):
 
 
 def test_e8m0_to_nearest_follows_the_casts_below_the_normal_numbers():
-    # 1.25 * 2^-127 is nearer to 2^-127 (byte 0), yet torch and ml_dtypes both say byte 1: their convention is ours here.
+    # 1.25 * 2^-127 is nearer to 2^-127 (byte 0), yet torch and ml_dtypes both say byte 1: their convention is ours
+    # here.
     x = torch.tensor([2.0**-127, 1.25 * 2.0**-127, 1.5 * 2.0**-127])
     assert encode_e8m0(x, rounding="nearest").tolist() == [0, 1, 1]
     assert x.to(torch.float8_e8m0fnu).view(torch.uint8).tolist() == [0, 1, 1]
