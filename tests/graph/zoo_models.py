@@ -1,7 +1,7 @@
 """Tiny Hugging Face causal language models, one for each class of the auto mapping, built from the config classes alone.
 
-A config is shrunk by what its fields are called (SMALL), nested configs too; OVERRIDES holds what a single architecture needs
-beyond that. Nothing is downloaded.
+A config is shrunk by what its fields are called (SMALL), nested configs too; OVERRIDES holds what a single architecture
+needs beyond that. Nothing is downloaded.
 """
 
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 VOCAB = 131
-# Field -> small value, for the spellings that configs use. Sizes differ from each other so that a mix-up changes a shape.
+# Field -> small value, for the spellings that configs use. Sizes differ from each other so that a mix-up changes a
+# shape.
 SMALL: dict[str, Any] = {
     # width
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "emb_dim": 64, "embedding_size": 64, "input_embedding_size": 64,
@@ -114,7 +115,9 @@ def model_types() -> dict[str, str]:
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """A config of `model_type` with every size small; of the text part where the class takes that."""
     config = _shrunk(model_class(model_type).config_class, OVERRIDES.get(model_type, {}) | overrides)
-    if model_type == "gemma3n":  # its vision tower comes from a library that text needs not; a small one of the same interface
+    if (
+        model_type == "gemma3n"
+    ):  # its vision tower comes from a library that text needs not; a small one of the same interface
         siglip = {"vocab_size": 8, "vocab_offset": VOCAB, "rms_norm_eps": 1e-6}
         object.__setattr__(config, "vision_config", _shrunk(_config_class("siglip_vision_model"), siglip))
     return config
@@ -140,8 +143,8 @@ def _shrunk(config_class: type, overrides: dict[str, Any]) -> Any:
     nested = {name: value for name, value in overrides.items() if name in getattr(config_class, "sub_configs", {})}
     default = config_class(**{name: value for name, value in nested.items() if not isinstance(value, dict)})
     values = vars(default)
-    # A field that the default leaves at None or 0 is a feature switched off; giving it a size would switch it on. The size of a
-    # head is the exception: None means "derive it", and some models derive it in the wrong place.
+    # A field that the default leaves at None or 0 is a feature switched off; giving it a size would switch it on. The
+    # size of a head is the exception: None means "derive it", and some models derive it in the wrong place.
     kept = {name for name, value in values.items() if value or name == "head_dim" or name.endswith("token_id")}
     small = {name: value for name, value in SMALL.items() if name in kept}
     if "qk_rope_head_dim" in small and "head_dim" in small:
@@ -192,9 +195,16 @@ def example_inputs(model_type: str, model: torch.nn.Module) -> dict[str, torch.T
     if model_type == "reformer":  # trains on the product of its axial shape only
         return {"input_ids": tokens(2, 64), "labels": tokens(2, 64)}
     if model_type in ("musicgen", "musicgen_melody"):  # one row of ids for each codebook
-        return {"input_ids": tokens(2 * model.config.num_codebooks, 37), "labels": tokens(2, 37, model.config.num_codebooks)}
+        return {
+            "input_ids": tokens(2 * model.config.num_codebooks, 37),
+            "labels": tokens(2, 37, model.config.num_codebooks),
+        }
     if model_type == "git":
-        return {"input_ids": tokens(2, 37), "labels": tokens(2, 37), "pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+        return {
+            "input_ids": tokens(2, 37),
+            "labels": tokens(2, 37),
+            "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+        }
     if model_type in ("gemma4_assistant", "gemma4_unified_assistant"):  # reads the main model's hidden states and keys
         return _assistant_inputs(model, generator)
     return None

@@ -1,30 +1,32 @@
 """Trace one layer of each kind: find repeated blocks, let the others pass their hidden state through.
 
-A deep model is a few kinds of layers, repeated. Two layers of one `nn.ModuleList` are of one kind when they agree in classes,
-shapes, dtypes, settings and their entries in the config's per-layer lists; an attribute that merely counts the layers
-(`layer_idx`) does not tell them apart. The first of each kind is traced, the rest return their input in the form in which the
-first one returns its output. Llama-3 405B: 126 layers, one traced.
+A deep model is a few kinds of layers, repeated. Two layers of one `nn.ModuleList` are of one kind when they agree in
+classes, shapes, dtypes, settings and their entries in the config's per-layer lists; an attribute that merely counts the
+layers (`layer_idx`) does not tell them apart. The first of each kind is traced, the rest return their input in the form
+in which the first one returns its output. Llama-3 405B: 126 layers, one traced.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepwell.graph.example_inputs import ExampleInputs
 from deepwell.graph.preserve import model_configs, preserved
 
+CHECKED_DUPLICATES = 3  # and the last one: patterns with a period of up to four layers show
 MIN_DUPLICATES = 5  # below that a full trace costs less than learning what a layer returns
 
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of layer: the path traced for it, the paths that are not, and how such a layer returns its hidden state."""
+    """One kind of layer: the path traced for it, the paths that are not, how such a layer returns its hidden state."""
 
     representative: str
     duplicates: list[str]
@@ -32,6 +34,7 @@ class _Kind:
     container: type | None = (
         None  # tuple or list where the layer returns one, None where it returns the bare hidden state
     )
+    ops: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)  # what the representative ran
     is_hidden: tuple[bool, ...] = ()  # entries of the container: True for the hidden state, False for None
 
 
@@ -99,34 +102,35 @@ def _settled(value: Any) -> Any:
 
 def _counting_attributes(facts: list[dict[tuple[str, str], Any]]) -> set[tuple[str, str]]:
     """Attributes whose value is the position in the list plus a constant: names for layers, not properties of them."""
-    offsets: dict[tuple[str, str], set[Any]] = {}
+    offsets: dict[tuple[str, str], list[Any]] = {}
     for i, fact in enumerate(facts):
         for key, value in fact.items():
             is_count = isinstance(value, int) and not isinstance(value, bool)
-            offsets.setdefault(key, set()).add(value - i if is_count else "no count")
-    return {key for key, seen in offsets.items() if len(seen) == 1 and "no count" not in seen}
+            offsets.setdefault(key, []).append(value - i if is_count else "no count")
+    return {key for key, seen in offsets.items() if len(seen) > 1 and set(seen) <= {seen[0]} - {"no count"}}
 
 
-@contextmanager
-def deduplicated(model: nn.Module, inputs: ExampleInputs, *, wanted: bool | None) -> Iterator[dict[str, str]]:
-    """Let duplicate layers pass their hidden state through; yields {stubbed path: path traced for it}. Call inside `preserved`.
+def stub_duplicates(model: nn.Module, inputs: ExampleInputs, *, wanted: bool | None) -> dict[str, str]:
+    """Let duplicate layers pass their hidden state through; returns {stubbed path: path traced for it}.
 
-    `wanted=None` decides by the number of duplicates. Kinds whose layers do more than map a hidden state to one of the same
-    shape and dtype are left alone, and so is the whole model if its forward cannot run on fake tensors.
+    `wanted=None` decides by the number of duplicates. Kinds whose layers do more than map a hidden state to one of the
+    same shape and dtype are left alone, and so is the whole model if its forward cannot run on fake tensors. Call
+    inside `preserved`, which takes the stubs off again.
     """
     kinds = [] if wanted is False else layer_kinds(model)
     if wanted is None and sum(len(kind.duplicates) for kind in kinds) < MIN_DUPLICATES:
-        kinds = []
+        return {}
     learned = _learn_returns(model, inputs, kinds) if kinds else []
     for kind in learned:
         for path in kind.duplicates:
-            # On the instance: the layer keeps its class, attributes and place in the list; `preserved` takes it off again.
-            model.get_submodule(path).forward = _pass_through(kind)  # type: ignore[method-assign]
-    yield {path: kind.representative for kind in learned for path in kind.duplicates}
+            # On the instance: the layer keeps its class, its attributes and its place in the list.
+            model.get_submodule(path).forward = _pass_through(kind)
+    return {path: kind.representative for kind in learned for path in kind.duplicates}
 
 
 def _pass_through(kind: _Kind) -> Callable[..., Any]:
     key, container, is_hidden = kind.hidden_key, kind.container, kind.is_hidden
+    assert key is not None, "a kind is stubbed only after its return was learned"
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[key] if isinstance(key, int) else kwargs[key]
@@ -140,9 +144,10 @@ class _NotSimple(Exception):
 
 
 def _learn_returns(model: nn.Module, inputs: ExampleInputs, kinds: list[_Kind]) -> list[_Kind]:
-    """Run the model once on fake tensors, each kind's first layer for real, and note how it returns its hidden state.
+    """Run the model once on fake tensors and note how each kind's first layer returns its hidden state.
 
-    The duplicates already pass through in this run, so it costs one layer of each kind.
+    A few duplicates of each kind run too and must do the same ops as the first: a forward that decides by its layer
+    number shows here. The other duplicates already pass through, so the run costs a handful of layers.
     """
     simple: list[_Kind] = list(kinds)
     while simple:
@@ -163,14 +168,18 @@ def _run_once(model: nn.Module, inputs: ExampleInputs, kinds: list[_Kind]) -> No
     with preserved(model, values=False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         for kind in kinds:
             first = model.get_submodule(kind.representative)
-            first.forward = functools.partial(_noting, kind, first.forward)  # type: ignore[method-assign]
-            for path in kind.duplicates:
-                model.get_submodule(path).forward = functools.partial(_deferred, kind)  # type: ignore[method-assign]
+            first.forward = functools.partial(_noting, kind, first.forward)
+            for i, path in enumerate(kind.duplicates):
+                layer = model.get_submodule(path)
+                is_checked = i < CHECKED_DUPLICATES or path == kind.duplicates[-1]
+                layer.forward = functools.partial(_deferred, kind, layer.forward if is_checked else None)
         model(*inputs.args, **inputs.kwargs)
 
 
 def _noting(kind: _Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    output = forward(*args, **kwargs)
+    with _OpNames() as ops:
+        output = forward(*args, **kwargs)
+    kind.ops = ops.seen
     entries = output if type(output) in (tuple, list) else [output]
     tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
     if len(tensors) != 1 or any(entry is not None for entry in entries if not isinstance(entry, torch.Tensor)):
@@ -191,7 +200,27 @@ def _hidden_argument(kind: _Kind, output: torch.Tensor, args: tuple[Any, ...], k
     raise _NotSimple(kind)
 
 
-def _deferred(kind: _Kind, *args: Any, **kwargs: Any) -> Any:
-    if kind.hidden_key is None:  # called before its representative: the order of the list is not the order of the calls
+def _deferred(kind: _Kind, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    if kind.hidden_key is None:  # called before its representative: the order of the list is not that of the calls
         raise _NotSimple(kind)
-    return _pass_through(kind)(*args, **kwargs)
+    if forward is None:
+        return _pass_through(kind)(*args, **kwargs)
+    with _OpNames() as ops:
+        output = forward(*args, **kwargs)
+    if ops.seen != kind.ops:
+        raise _NotSimple(kind)
+    return output
+
+
+class _OpNames(TorchDispatchMode):
+    """Notes the name and the shapes of each op that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        shapes = tuple(tuple(t.shape) for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor))
+        self.seen.append((str(func), shapes))
+        return output

@@ -1,7 +1,8 @@
 """Example inputs for tracing: what to call a model with when the user gave nothing.
 
-Token ids for language models, a float tensor of the width of the first layer for everything else. The sequence length is a
-prime that no dimension of the model shares, so that later stages can tell the sequence axis from every other axis by its size.
+Token ids for language models, a float tensor of the width of the first layer for everything else. The sequence length
+is a prime that no dimension of the model shares, so that later stages can tell the sequence axis from every other axis
+by its size.
 """
 
 import inspect
@@ -110,14 +111,15 @@ def resolve_inputs(model: nn.Module, example_inputs: Any, batch: int, seq_len: i
         inputs = ExampleInputs(args=tuple(example_inputs))
     else:
         raise ConfigError(
-            f"example_inputs is a {type(example_inputs).__name__}; pass a tensor, a tuple of arguments or a dict of keyword arguments"
+            f"example_inputs is a {type(example_inputs).__name__}; "
+            "pass a tensor, a tuple of arguments or a dict of keyword arguments"
         )
     batch_seen, seq_seen = _batch_and_length(inputs.named_tensors(model))
     return ExampleInputs(args=inputs.args, kwargs=inputs.kwargs, batch=batch_seen, seq_len=seq_seen)
 
 
 def _batch_and_length(tensors: Mapping[str, torch.Tensor]) -> tuple[int | None, int | None]:
-    """Batch and sequence length of given inputs: of the token ids if there are any, else of the first tensor of rank 2 or more."""
+    """Batch and sequence length of given inputs: of the token ids if there are any, else of the first tensor."""
     ids = [t for name, t in tensors.items() if name.endswith("input_ids") and t.dim() == 2]
     for tensor in ids + list(tensors.values()):
         if tensor.dim() >= 3 or (tensor.dim() == 2 and not tensor.is_floating_point()):
@@ -130,8 +132,9 @@ def _batch_and_length(tensors: Mapping[str, torch.Tensor]) -> tuple[int | None, 
 def guess_inputs(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq_len: int | None = None) -> ExampleInputs:
     """Inputs for a model that came without any.
 
-    Models whose forward takes `input_ids` get token ids, and labels where it takes labels, so that the loss is traced too. Other
-    modules get a tensor that fits their first layer. Raises CaptureError where that layer says nothing about the input.
+    Models whose forward takes `input_ids` get token ids, and labels where it takes labels, so that the loss is traced
+    too. Other modules get a tensor that fits their first layer. Raises CaptureError where that layer says nothing about
+    the input.
     """
     parameters = inspect.signature(model.forward).parameters
     length = seq_len if seq_len is not None else distinctive_length(model, batch)
@@ -143,9 +146,8 @@ def guess_inputs(model: nn.Module, *, batch: int = DEFAULT_BATCH, seq_len: int |
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if len(required) != 1:
-        raise CaptureError(
-            f"{type(model).__name__}.forward needs {', '.join(required) or 'no argument that can be guessed'}: {PASS_HINT}"
-        )
+        wanted = ", ".join(required) or "no argument that can be guessed"
+        raise CaptureError(f"{type(model).__name__}.forward needs {wanted}: {PASS_HINT}")
     first = _first_layer(model)
     if isinstance(first, nn.Embedding):
         return _token_inputs(model, required[0], batch, length)
@@ -218,7 +220,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def distinctive_length(model: nn.Module, batch: int) -> int:
-    """A prime sequence length that fits the model's positions and equals no dimension of it, alone or times the batch."""
+    """A prime that fits the model's positions and equals no dimension of it, alone or times the batch."""
     taken = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     config = getattr(model, "config", None)
     taken |= {v for v in getattr(config, "__dict__", {}).values() if isinstance(v, int) and not isinstance(v, bool)}

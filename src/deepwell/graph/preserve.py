@@ -1,13 +1,14 @@
 """Leave a model as it was: everything that tracing may touch is noted before and put back after.
 
-Tracing changes settings on purpose (attention and experts implementation, the key-value cache), and the code it runs may change
-the rest: buffers registered inside forward, cached tables, random states, hooks. `preserved` undoes all of it.
+Tracing changes settings on purpose (attention and experts implementation, the key-value cache), and the code it runs
+may change the rest: buffers registered inside forward, cached tables, random states, hooks. `preserved` undoes all of
+it.
 """
 
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ from deepwell.graph.example_inputs import ExampleInputs
 
 @contextmanager
 def preserved(model: nn.Module, *, values: bool) -> Iterator[None]:
-    """Restore attributes, hooks, configs, random states and autograd mode on exit; with `values`, what buffers hold as well."""
+    """Restore attributes, hooks, configs, random states and gradients on exit; with `values`, buffers' contents too."""
     namespaces = [module.__dict__ for module in model.modules()] + [vars(config) for config in model_configs(model)]
     before = [(space, _copied(space)) for space in namespaces]
     buffers = [(b, b.detach().clone()) for b in model.buffers() if values and b.device.type != "meta"]
@@ -57,7 +58,7 @@ def _restore(space: dict[str, Any], old: dict[str, Any]) -> None:
         del space[name]
     for name, (value, entries) in old.items():
         space[name] = value
-        if entries is None or value == {} == entries:
+        if entries is None:
             continue
         if isinstance(value, list):
             value[:] = entries
@@ -66,11 +67,12 @@ def _restore(space: dict[str, Any], old: dict[str, Any]) -> None:
             value.update(entries)
 
 
-def fill_meta_tensors(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
-    """Put fake tensors of a real device in the place of meta ones, in the model and the inputs. Call inside `preserved`.
+def fill_meta_tensors(model: nn.Module, inputs: ExampleInputs, skip: Collection[str]) -> ExampleInputs:
+    """Put fake tensors of a real device in the place of meta ones, in model and inputs. Call inside `preserved`.
 
-    A tensor that a forward makes on the meta device is no fake tensor to Dynamo, and their mix is an error; on a real device
-    Dynamo makes fakes of both. No memory is taken.
+    A tensor that a forward makes on the meta device is no fake tensor to Dynamo, and their mix is an error; on a real
+    device Dynamo makes fakes of both. No memory is taken. Modules under the paths of `skip` are left alone: they do not
+    run.
     """
     tensors = [*model.parameters(), *model.buffers()]
     real = next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
@@ -87,7 +89,8 @@ def fill_meta_tensors(model: nn.Module, inputs: ExampleInputs) -> ExampleInputs:
             filled[id(value)] = nn.Parameter(fake, requires_grad=value.requires_grad) if is_parameter else fake
         return filled[id(value)]
 
-    for module in model.modules():
+    skipped = {id(m) for path in skip for m in model.get_submodule(path).modules()}
+    for module in (m for m in model.modules() if id(m) not in skipped):
         for space in (module._parameters, module._buffers, module.__dict__):
             for name, value in space.items():
                 space[name] = fill(value)
@@ -111,11 +114,11 @@ def model_configs(model: nn.Module) -> list[Any]:
 
 
 def choose_traceable_implementations(model: nn.Module) -> None:
-    """Set a Hugging Face model to fused attention, grouped expert GEMMs and no key-value cache. Call inside `preserved`.
+    """Set a Hugging Face model to fused attention, grouped expert GEMMs and no cache. Call inside `preserved`.
 
     Attention: `sdpa` where the class supports it (one node instead of a softmax spelled out), else `eager`. Experts:
-    `grouped_mm`, since the looped default reads routing counts on the host. A class that fixes its attention modules when it is
-    built keeps what it was built with: its mask would not fit the other implementation.
+    `grouped_mm`, since the looped default reads routing counts on the host. A class that fixes its attention modules
+    when it is built keeps what it was built with: its mask would not fit the other implementation.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None:

@@ -1,8 +1,8 @@
 """Record a run: call the model once and write down each torch call as a node of an FX graph.
 
-For models whose forward looks at values (`.item()`, `nonzero`, loops over the experts that were chosen), which no symbolic
-tracer can follow. The graph has the form Dynamo gives (F.linear, Tensor.view ...), but where the model read a value, that value is
-fixed in it: `reads_values` says so.
+For models whose forward looks at values (`.item()`, `nonzero`, loops over the experts that were chosen), which no
+symbolic tracer can follow. The graph has the form Dynamo gives (F.linear, Tensor.view ...), but where the model read a
+value, that value is fixed in it: `reads_values` says so.
 """
 
 import operator
@@ -22,16 +22,18 @@ from deepwell.errors import CaptureError
 from deepwell.graph.example_inputs import ExampleInputs
 
 # Python operators arrive as Tensor methods; in the graph they stand as the operator, as in every other tracer.
-BINARY = {
+BINARY: dict[str, Any] = {
     "__add__": operator.add, "__sub__": operator.sub, "__mul__": operator.mul, "__truediv__": operator.truediv,
     "__floordiv__": operator.floordiv, "__mod__": operator.mod, "__pow__": operator.pow, "__matmul__": operator.matmul,
-    "__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor, "__lt__": operator.lt, "__le__": operator.le,
-    "__gt__": operator.gt, "__ge__": operator.ge, "__eq__": operator.eq, "__ne__": operator.ne, "__getitem__": operator.getitem,
+    "__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor, "__lt__": operator.lt,
+    "__le__": operator.le,
+    "__gt__": operator.gt, "__ge__": operator.ge, "__eq__": operator.eq, "__ne__": operator.ne,
+    "__getitem__": operator.getitem,
     "__neg__": operator.neg, "__invert__": operator.invert, "__setitem__": operator.setitem, "__iadd__": operator.iadd,
     "__isub__": operator.isub, "__imul__": operator.imul, "__itruediv__": operator.itruediv, "__iand__": operator.iand,
     "__ior__": operator.ior, "__lshift__": operator.lshift, "__rshift__": operator.rshift,
 }  # fmt: skip
-REFLECTED = {f"__r{name[2:]}": target for name, target in BINARY.items()}
+REFLECTED: dict[str, Any] = {f"__r{name[2:]}": target for name, target in BINARY.items()}
 # Reads of tensor values: each fixes the graph to the values of the example.
 READS = (
     "item",
@@ -53,7 +55,7 @@ SHAPE_READS = ("__len__", "__iter__")
 
 @dataclass(slots=True)
 class Recording:
-    """The graph, the real tensor behind each placeholder in order, and how to rebuild the model's output from the graph's."""
+    """The graph, the real tensor behind each placeholder, and how to rebuild the model's output from the graph's."""
 
     graph_module: fx.GraphModule
     values: list[torch.Tensor]
@@ -63,7 +65,7 @@ class Recording:
     rng_state: torch.Tensor = field(repr=False)
 
     def replay(self) -> Any:
-        """Run the graph on the tensors of the recording, random numbers as in the recorded run; the model's own output type."""
+        """Run the graph on the recording's tensors and random numbers; the result has the model's own output type."""
         with torch.random.fork_rng():
             torch.set_rng_state(self.rng_state)
             results = iter(self.graph_module(*self.values))
@@ -74,8 +76,8 @@ class Recording:
 def record(model: nn.Module, inputs: ExampleInputs) -> Recording:
     """Run `model` on `inputs` and return the graph of what it did.
 
-    Raises CaptureError for models on the meta device (there are no values to read) and for tensors that reach the model from
-    outside the call, its parameters and its buffers with a gradient history.
+    Raises CaptureError for models on the meta device (there are no values to read) and for tensors that reach the model
+    from outside the call, its parameters and its buffers with a gradient history.
     """
     if any(p.device.type == "meta" for p in model.parameters()):
         raise CaptureError(

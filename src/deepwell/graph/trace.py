@@ -2,12 +2,12 @@
 
 Three ways, tried in order; what failed before the one that worked is kept with its reason:
 
-    dynamo   torch.compile's front end with a backend that only takes the graph: F.linear, F.scaled_dot_product_attention ... as a
-             compiler backend sees them. Nothing runs; works on the meta device.
-    export   torch.export without Dynamo (aten ops, before decomposition): for forwards that Dynamo cannot read but that decide
-             nothing by values.
-    record   runs the model and writes down each torch call. The last resort for forwards that read values (`.item()`, loops over
-             chosen experts): the graph then holds for the example's values only, and says so (`specialized`).
+    dynamo   torch.compile's front end with a backend that only takes the graph: F.linear, F.embedding ... as a compiler
+             backend sees them. Nothing runs; works on the meta device.
+    export   torch.export without Dynamo (aten ops, not decomposed): for forwards that Dynamo cannot read but that
+             decide nothing by values.
+    record   runs the model and writes down each torch call: the last resort for forwards that read values (`.item()`,
+             loops over chosen experts). The graph then holds for the example's values only and is `specialized`.
 
 The model, its config, its random states and Dynamo's settings are left as they were.
 """
@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 
 from deepwell.errors import CaptureError, ConfigError
-from deepwell.graph.dedupe import deduplicated
+from deepwell.graph.dedupe import stub_duplicates
 from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, resolve_inputs
 from deepwell.graph.preserve import choose_traceable_implementations, fill_meta_tensors, preserved
 from deepwell.graph.record import record
@@ -58,7 +58,7 @@ class TraceError(CaptureError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """One input of the graph: `kind` is parameter, buffer, input or constant; `names` are all its names in the model or call."""
+    """One input of the graph: `kind` is parameter, buffer, input or constant; `names` are all its names."""
 
     node: str
     kind: str
@@ -71,10 +71,10 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """One graph of a model. Nodes carry `meta['example_value']` (fake tensors) and `meta['module_path']`, `meta['module_class']`.
+    """One graph of a model. Nodes carry `meta[...]`: `example_value` (fake tensors), `module_path`, `module_class`.
 
-    `stubbed` maps each layer that was passed through to the layer that was traced in its place. `outputs` holds what the graph
-    returned where `run=True` was asked for.
+    `stubbed` maps each layer that was passed through to the layer that was traced in its place. `outputs` holds what
+    the graph returned where `run=True` was asked for.
     """
 
     model_class: str
@@ -143,12 +143,15 @@ def trace(
 ) -> Traced:
     """One FX graph of `model(*example_inputs)`.
 
-    `example_inputs` is a tensor, a tuple of arguments or a dict of keyword arguments; without it inputs are guessed (token ids
-    and labels for language models, else from the first layer) with `batch` and `seq_len`. `deduplicate` traces one layer of each
-    kind (default: where that saves). `run=True` also runs the graph and keeps its outputs. Raises CaptureError where inputs
-    cannot be guessed and TraceError, with the reason of each way, where no way gives one graph.
+    `example_inputs` is a tensor, a tuple of arguments or a dict of keyword arguments; without it inputs are guessed
+    (token ids and labels for language models, else from the first layer) with `batch` and `seq_len`. `deduplicate`
+    traces one layer of each kind (default: where that saves). `run=True` also runs the graph and keeps its outputs.
+    Raises CaptureError where inputs cannot be guessed and TraceError, with the reason of each way, where no way gives
+    one graph.
     """
-    _check_arguments(model, ways)
+    _check_arguments(model, ways, deduplicate, run)
+    if run:
+        deduplicate = False
     model = getattr(model, "_orig_mod", model)  # the user's own torch.compile wrapper would be traced through
     start = time.perf_counter()
     inputs = resolve_inputs(model, example_inputs, batch, seq_len)
@@ -159,12 +162,13 @@ def trace(
             try:
                 with preserved(model, values=run or way == "record"), torch.enable_grad(), _quiet():
                     choose_traceable_implementations(model)
-                    with deduplicated(model, inputs, wanted=wanted) as stubbed:
-                        found = _TRACERS[way](model, inputs, run)
+                    stubbed = stub_duplicates(model, inputs, wanted=wanted)
+                    call = fill_meta_tensors(model, inputs, skip=stubbed) if way == "dynamo" else inputs
+                    found = _TRACERS[way](model, call, run)
             except MODEL_ERRORS as error:
                 attempts.append(_attempt(way, error))
                 if stubbed:
-                    continue  # perhaps a layer needs what a passed-through one would have left: the same way on the whole model
+                    continue  # a layer may need what a passed-through one would have left: try the whole model
                 break
             return Traced(
                 model_class=type(model).__name__,
@@ -182,12 +186,14 @@ def trace(
     raise TraceError(type(model).__name__, tuple(attempts))
 
 
-def _check_arguments(model: Any, ways: tuple[str, ...]) -> None:
+def _check_arguments(model: Any, ways: tuple[str, ...], deduplicate: bool | None, run: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     unknown = [way for way in ways if way not in WAYS]
     if unknown or not ways:
         raise ConfigError(f"ways is {ways!r}; choose one or more of {', '.join(WAYS)}")
+    if run and deduplicate:
+        raise ConfigError("run=True with deduplicate=True would run a model without most of its layers; leave one out")
 
 
 @contextmanager
@@ -222,7 +228,6 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
             return graph_module.forward
         raise _GraphTaken
 
-    inputs = fill_meta_tensors(model, inputs)
     outputs = None
     torch._dynamo.reset()
     try:
@@ -249,7 +254,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
 
 
 def _dynamo_settings() -> dict[str, Any]:
-    """Settings under which most models are one graph: values may be read into the graph, log lines are no reason to break it."""
+    """Settings under which most models are one graph: values may be read into it, log lines do not break it."""
     settings: dict[str, Any] = {
         "capture_scalar_outputs": True,
         "capture_dynamic_output_shape_ops": True,
@@ -261,7 +266,8 @@ def _dynamo_settings() -> dict[str, Any]:
     }
     methods = ("debug", "info", "warning", "error", "warning_once", "info_once", "warning_advice")
     loggers = {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)} | {warnings.warn}
-    # The newer name of the setting also covers plain functions such as warnings.warn; torch 2.11 may know the older one only.
+    # The newer name of the setting also covers plain functions such as warnings.warn; torch 2.11 may know the older one
+    # only.
     known = (
         "ignore_logging_functions"
         if hasattr(torch._dynamo.config, "ignore_logging_functions")
@@ -338,7 +344,7 @@ class TensorNames:
 
 
 def _note_modules(module: fx.GraphModule, model: nn.Module) -> None:
-    """Write the path and class of the innermost module of each node into its meta, the same for every way and torch version."""
+    """Write path and class of each node's innermost module into its meta, alike for every way and torch version."""
     paths = {str(id(m)): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
     for node in module.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
@@ -360,7 +366,8 @@ def _tidy(module: fx.GraphModule) -> None:
 
 # ---- failures ----
 
-# What a model's own forward raises when a tracer runs it. Anything else (KeyboardInterrupt, MemoryError) is not a reason to go on.
+# What a model's own forward raises when a tracer runs it. Anything else (KeyboardInterrupt, MemoryError) is not a
+# reason to go on.
 MODEL_ERRORS = (
     RuntimeError,
     TypeError,

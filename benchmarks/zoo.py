@@ -1,0 +1,269 @@
+"""The zoo: trace every causal language model of transformers on a tiny config, and say how each was captured.
+
+    python benchmarks/zoo.py                         all of them, two at a time
+    python benchmarks/zoo.py --only llama,gpt2       some of them
+    python benchmarks/zoo.py --json zoo.json         the table as JSON too
+
+A model counts as `graph` when one graph came back, the weight of every Linear and Conv1D that the eager forward calls
+is an input of it, and running it gives what the model gives eagerly (1e-5 in fp32, the same attention and experts
+implementation on both sides, dropout on with the same random numbers). `static` means that no way gave a graph: capture
+then walks the modules instead. `error` is everything else: a wrong output, a missing weight, a crash, a timeout. Each
+model runs in a process of its own.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What became of one model."""
+
+    model_type: str
+    model_class: str
+    status: str
+    way: str = ""
+    graphs: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+    specialized: bool = False
+    notes: str = ""
+
+
+def load_zoo_models() -> Any:
+    """The tiny configs live with the tests, which use them too."""
+    path = ROOT / "tests" / "graph" / "zoo_models.py"
+    spec = importlib.util.spec_from_file_location("zoo_models", path)
+    assert spec is not None and spec.loader is not None, f"{path} is part of the repository"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- one model, in its own process ----
+
+
+def examine(model_type: str) -> Row:
+    """Build, run eagerly, trace, run the graph, compare."""
+    import torch
+
+    from deepwell.graph.trace import TraceError, trace
+
+    zoo = load_zoo_models()
+    torch.set_num_threads(1)
+    model = zoo.tiny_model(model_type)
+    inputs = zoo.example_inputs(model_type, model)
+    name = type(model).__name__
+    expected, used = run_eagerly(model, inputs)
+    torch.manual_seed(1)
+    start = time.perf_counter()
+    try:
+        traced = trace(model, inputs, run=True)
+    except TraceError as error:
+        seconds = time.perf_counter() - start
+        return Row(
+            model_type=model_type, model_class=name, status="static", seconds=seconds, notes=str(error.attempts[0])
+        )
+    missing = sorted(used - traced.parameter_names)
+    difference = compare(expected, traced.outputs)
+    problems = [f"weights not in the graph: {', '.join(missing[:3])}"] if missing else []
+    problems += [difference] if difference else []
+    notes = problems or [str(attempt) for attempt in traced.attempts[:1]]
+    return Row(
+        model_type=model_type,
+        model_class=name,
+        status="error" if problems else "graph",
+        way=traced.way,
+        graphs=1,
+        nodes=len(traced.graph.nodes),
+        seconds=traced.seconds,
+        specialized=traced.specialized,
+        notes="; ".join(notes),
+    )
+
+
+def run_eagerly(model: Any, inputs: Any) -> tuple[Any, set[str]]:
+    """The model's own output and the names of the Linear and Conv1D weights that its forward calls."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    from deepwell.graph.example_inputs import resolve_inputs
+    from deepwell.graph.preserve import choose_traceable_implementations, preserved
+
+    used: set[str] = set()
+    call = resolve_inputs(model, inputs, 2, None)
+    with preserved(model, values=True):
+        choose_traceable_implementations(model)
+        for name, module in model.named_modules():
+            if isinstance(module, (torch.nn.Linear, Conv1D)):
+                module.register_forward_pre_hook(lambda _module, _args, name=name: used.add(f"{name}.weight"))
+        torch.manual_seed(1)
+        output = model(*call.args, **call.kwargs)
+    return output, used
+
+
+def compare(expected: Any, got: Any) -> str:
+    """Empty if every tensor of the two outputs agrees, else what differs."""
+    import torch
+
+    ours, theirs = named_leaves(got), named_leaves(expected)
+    if not theirs or ours.keys() != theirs.keys():
+        return f"outputs {sorted(ours)} instead of {sorted(theirs)}"
+    for name, value in theirs.items():
+        if not torch.isfinite(value.float()).any():
+            return f"{name} is not finite in eager mode"
+        if ours[name].shape != value.shape:
+            return f"{name} has shape {tuple(ours[name].shape)} instead of {tuple(value.shape)}"
+        if not torch.allclose(ours[name].float(), value.float(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            return f"{name} differs from eager by {(ours[name].float() - value.float()).abs().max():.2g}"
+    return ""
+
+
+def named_leaves(output: Any) -> dict[str, Any]:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_flatten_with_path(output)[0]
+    return {pytree.keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def work(model_type: str, answer: Connection) -> None:
+    """Entry of a worker process: anything that goes wrong becomes a row, for the run must go on."""
+    import transformers
+
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")
+    try:
+        row = examine(model_type)
+    except BaseException as error:  # a process boundary: whatever ends this worker is its result
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        row = Row(model_type=model_type, model_class="", status="error", notes=reason)
+    answer.send(row)
+    answer.close()
+
+
+# ---- all of them ----
+
+
+def run_all(model_types: list[str], jobs: int, timeout: float, on_row: Any) -> list[Row]:
+    """Run each model in a fork of this process, `jobs` at a time; a worker past `timeout` seconds is ended."""
+    import torch
+    import transformers  # noqa: F401 - imported once here, so that no fork pays for it
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    waiting, running, rows = list(model_types), {}, []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            model_type = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(model_type, sender))
+            process.start()
+            sender.close()
+            running[receiver] = (model_type, process, time.perf_counter())
+        ready = wait(list(running), timeout=0.5)
+        for receiver, (model_type, process, started) in list(running.items()):
+            overdue = time.perf_counter() - started > timeout
+            if receiver not in ready and not overdue:
+                continue
+            row = receive(receiver, model_type, timeout) if receiver in ready else timed_out(model_type, timeout)
+            process.kill() if overdue else process.join()
+            receiver.close()
+            del running[receiver]
+            rows.append(row)
+            on_row(row)
+    return sorted(rows, key=lambda row: row.model_type)
+
+
+def receive(receiver: Connection, model_type: str, timeout: float) -> Row:
+    try:
+        return receiver.recv()
+    except EOFError:
+        return Row(model_type=model_type, model_class="", status="error", notes="the process died")
+
+
+def timed_out(model_type: str, timeout: float) -> Row:
+    return Row(
+        model_type=model_type, model_class="", status="error", seconds=timeout, notes=f"no answer after {timeout:.0f} s"
+    )
+
+
+def show(rows: list[Row], seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "model type", "result", "way", "graphs", "nodes", "seconds", "notes", title="Causal language models, traced"
+    )
+    colors = {"graph": "green", "static": "yellow", "error": "red"}
+    for row in rows:
+        result = f"[{colors[row.status]}]{row.status}[/]"
+        way = row.way + (" (values)" if row.specialized else "")
+        table.add_row(
+            row.model_type, result, way, str(row.graphs), str(row.nodes), f"{row.seconds:.1f}", row.notes[:160]
+        )
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    console.print(table)
+    console.print(summary(rows, seconds))
+
+
+def summary(rows: list[Row], seconds: float) -> str:
+    status = Counter(row.status for row in rows)
+    ways = Counter(row.way for row in rows if row.status == "graph")
+    fixed = sum(row.specialized for row in rows if row.status == "graph")
+    share = 100 * status["graph"] / max(1, len(rows))
+    by_way = ", ".join(f"{count} by {way}" for way, count in ways.most_common())
+    return (
+        f"{status['graph']} of {len(rows)} as graphs ({share:.1f} %: {by_way}; {fixed} hold for the example's values only), "
+        f"{status['static']} static, {status['error']} errors, {seconds:.0f} s"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="model types, separated by commas")
+    parser.add_argument("--json", type=Path, help="write the rows here as JSON")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for one model")
+    options = parser.parse_args()
+    known = list(load_zoo_models().model_types())
+    chosen = options.only.split(",") if options.only else known
+
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    start = time.perf_counter()
+    with Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}")
+    ) as bar:
+        task = bar.add_task("tracing", total=len(chosen), last="")
+        rows = run_all(
+            chosen,
+            options.jobs,
+            options.timeout,
+            lambda row: bar.update(task, advance=1, last=f"{row.model_type}: {row.status}"),
+        )
+    seconds = time.perf_counter() - start
+    show(rows, seconds)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"summary": summary(rows, seconds), "rows": [asdict(row) for row in rows]}, indent=1)
+        )
+    return 0 if all(row.status == "graph" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
