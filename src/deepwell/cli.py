@@ -16,7 +16,7 @@ from deepwell.errors import ConfigError, DeepwellError
 
 
 class _Group(TyperGroup):
-    """Prints Deepwell's own errors as one line and ends with status 2; other errors are bugs and keep their traceback."""
+    """Prints Deepwell's own errors as one line with status 2; other errors are bugs and keep their traceback."""
 
     def invoke(self, ctx: Any) -> object:
         try:

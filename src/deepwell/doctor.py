@@ -163,7 +163,8 @@ def check_cuda(torch: Any, hw: Hardware) -> Check:
         built = {arch.split("_")[1].rstrip("af") for arch in torch.cuda.get_arch_list()}
         majors = {number[:-1] for number in built}
         if str(gpu.compute_capability[0]) not in majors:
-            detail = f"built for {' '.join(torch.cuda.get_arch_list())}, not for sm_{''.join(map(str, gpu.compute_capability))}"
+            needed = "sm_" + "".join(map(str, gpu.compute_capability))
+            detail = f"built for {' '.join(torch.cuda.get_arch_list())}, not for {needed}"
             return Check(name=name, status="fail", detail=detail, remedy="install a torch that has this architecture")
     return Check(name=name, status="ok", detail=f"{torch.cuda.device_count()} GPUs usable")
 

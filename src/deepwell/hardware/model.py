@@ -165,11 +165,23 @@ class Gpu:
         range of the points. That range says nothing of launch time or of memory-bound shapes; a caller bounds those.
         """
         exact = _known_format(format_name)
-        for tier in _TIERS:
-            for curve in self.curves:
-                if curve.tier == tier and curve.format == exact and curve.points:
-                    return Figure(value=_interpolate(curve.points, (m, n, k)), tier=tier, source=curve.source)
+        for curve in self._curves_for(exact):
+            speed = _interpolate(curve.points, (m, n, k))
+            borrowed = "" if curve.format == exact else f"{curve.format} stands in, at the same peak rate; "
+            return Figure(value=speed, tier=curve.tier, source=borrowed + curve.source)
         return self.peak_tflops(exact)
+
+    def _curves_for(self, exact: str) -> list[Curve]:
+        """Curves that tell of `exact`, best first: its own by tier, then one of its rate class, if it is native.
+
+        Without the loan a format nobody timed would be planned at its peak and beat its timed sibling (mxfp8 and fp8).
+        """
+        own = [c for tier in _TIERS for c in self.curves if (c.tier, c.format) == (tier, exact) and c.points]
+        if own or exact not in self.native_formats:
+            return own
+        return [
+            c for tier in _TIERS for c in self.curves if c.tier == tier and c.points and _same_rate(c.format, exact)
+        ]
 
     def figure(self, name: str) -> Figure | None:
         """The numeric field `name` with its tier and source, or None where it is not known."""
@@ -360,6 +372,10 @@ class Hardware:
         from deepwell.hardware.show import hardware_table
 
         return hardware_table(self)
+
+
+def _same_rate(a: str, b: str) -> bool:
+    return a in PEAK_CLASS and PEAK_CLASS[a] == PEAK_CLASS[b]
 
 
 def _known_format(name: str) -> str:

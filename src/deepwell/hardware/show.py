@@ -87,7 +87,7 @@ def _speeds(hw: "Hardware") -> list[str]:
     ):
         if figure is not None:
             rows.append([label, _number(figure.value, unit), figure.tier, _short(figure.source)])
-    for curve in gpu.curves:
+    for curve in (c for c in gpu.curves if c.points):
         speeds = [p.tflops for p in curve.points]
         high = _number(max(speeds), "TFLOP/s")
         span = high if min(speeds) == max(speeds) else f"{_number(min(speeds), '')}-{high}"
