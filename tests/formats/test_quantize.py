@@ -339,8 +339,18 @@ def test_wrong_arguments_are_refused_by_name():
         quantize(x, "fp16", rounding="stochastic")
     with pytest.raises(ConfigError, match="at least two dimensions"):
         quantize_both(torch.ones(4), "mxfp8")
+    with pytest.raises(ConfigError, match="amax and hadamard exclude each other"):
+        quantize_both(torch.ones(16, 16), "nvfp4", hadamard=[1] * 16, amax=torch.ones(()))
     with pytest.raises(ConfigError, match="did you mean"):
         quantize(x, "nvpf4")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_shapes_are_known_without_numbers(fmt):
+    # A custom op's fake kernel runs the quantizer on the meta device: nothing may ask for a value.
+    q, real = (quantize(torch.ones(40, 70, device=where), fmt) for where in ("meta", "cpu"))
+    assert (q.data.shape, q.data.dtype) == (real.data.shape, real.data.dtype)
+    assert q.scales is None or (q.scales.shape, q.scales.dtype) == (real.scales.shape, real.scales.dtype)
 
 
 def test_gradients_do_not_flow_and_do_not_disturb():

@@ -112,6 +112,8 @@ def quantize_both(
         raise ConfigError(
             f"x has shape {tuple(x.shape)}; quantize_both needs rows and columns, at least two dimensions"
         )
+    if hadamard is not None and amax is not None:
+        raise ConfigError("amax and hadamard exclude each other: the transformed copy has a maximum of its own")
     fmt = get_format(fmt)
     row = quantize(x, fmt, axis=-1, rounding=rounding, scale_rounding=scale_rounding, generator=generator, amax=amax)
     if fmt.is_transposable and hadamard is None:
