@@ -45,7 +45,6 @@ class FakeNvml:
         self.cores = 132 * 128
         self.memory = 143_771 * 2**20
         self.nvlinks = 18
-        self.nvlink_version = 4
         self.peers: dict[tuple[int, int], int] | None = (
             None  # (gpu, link) -> other gpu; None: all links end in a switch
         )
@@ -126,9 +125,6 @@ class FakeNvml:
         if link >= self.nvlinks:
             raise NVMLError_NotSupported("Not Supported")
         return 1
-
-    def _nvmlDeviceGetNvLinkVersion(self, handle: int, link: int) -> int:
-        return self.nvlink_version
 
     def _nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
         other = None if self.peers is None else self.peers.get((handle, link))

@@ -26,7 +26,8 @@ def environ(tmp_path, monkeypatch):
 @pytest.fixture
 def cpu(environ, tmp_path, fake_nvml):
     nvml = fake_nvml(refuse={"nvmlInit": fake_nvml.NVMLError_LibraryNotFound("none")})
-    return lambda: probe(nvml=nvml, environ=environ)
+    # An empty root: on a GPU machine its device files would lead past the missing NVML to the GPU.
+    return lambda: probe(nvml=nvml, environ=environ, root=tmp_path)
 
 
 def test_measured_figures_are_kept_and_found_again(cpu, environ):
@@ -75,6 +76,18 @@ def test_ctrl_c_keeps_what_was_measured_and_what_was_there(cpu, environ, monkeyp
     assert cpu().gpus[0].curves == hw.gpus[0].curves
     found, _ = read_measurement(hw.gpus[0], environ)
     assert not found.complete
+
+
+def test_a_failing_gpu_ends_the_run_and_blames_no_format(cpu, monkeypatch):
+    def fail(torch_module, format_name, shape, device):
+        if format_name == "fp8_row":
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+        return gemms.gemm_call(torch_module, format_name, shape, device)
+
+    monkeypatch.setattr(measure, "gemm_call", fail)
+    hw = measure.measure(cpu(), budget_s=20, **TINY)
+    assert any("illegal memory access was encountered)" in note for note in hw.notes)
+    assert hw.gpus[0].unavailable == () and {c.format for c in hw.gpus[0].curves} == {"fp32", "fp8_tensor"}
 
 
 def test_a_format_the_gpu_lacks_is_not_even_tried():

@@ -59,7 +59,7 @@ def test_gpus_without_nvlink_show_their_pcie_path(look):
 def test_bridged_pairs_form_domains_of_two(look):
     # Links 0-3 of each GPU end in its neighbour: 0-1, 2-3, ...
     peers = {(gpu, link): gpu ^ 1 for gpu in range(8) for link in range(4)}
-    hw = look(nvlinks=4, peers=peers, nvlink_version=3)
+    hw = look(nvlinks=4, peers=peers)
     assert (hw.nvlink_domain, hw.fabric.nvswitch) == (2, False)
     assert hw.fabric.link(0, 1) == "NV4" and hw.fabric.link(1, 2) == "NODE"
     assert hw.fabric.nvlink_gb_per_s == 100

@@ -128,10 +128,12 @@ class _Run:
                         self.skipped += jobs[done:]
                         break
                     self.one(job, left / (len(jobs) - done))
+        except self.torch.AcceleratorError as error:  # the CUDA context is gone: nothing after it can be trusted
+            return f"measuring ended when the GPU failed ({str(error).splitlines()[0]}); what was measured is kept"
         except KeyboardInterrupt:
             return "measuring was stopped by the user; what was measured until then is kept"
         if self.skipped:
-            return f"the budget of {budget_s:g} s was too short for {len(self.skipped)} of {len(jobs)} measurements"
+            return f"time or memory was too short for {len(self.skipped)} of {len(jobs)} measurements ({budget_s:g} s)"
         return ""
 
     def one(self, job: _Job, seconds: float) -> None:
@@ -148,6 +150,8 @@ class _Run:
             self.unavailable[job.format] = str(error)
         except self.torch.OutOfMemoryError:
             self.skipped.append(job)
+        except self.torch.AcceleratorError:
+            raise
         except (RuntimeError, ValueError) as error:  # how torch refuses a format on a device
             self.unavailable[job.format] = (str(error).splitlines() or [type(error).__name__])[0][:200]
         else:

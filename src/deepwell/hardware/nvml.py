@@ -17,11 +17,11 @@ from deepwell.hardware.names import Machine, machine_of_device, machines
 # fp32 lanes per SM (CUDA C++ Programming Guide, throughput of arithmetic instructions): NVML counts lanes, not SMs.
 _LANES_PER_SM = {(8, 0): 64}
 _DEFAULT_LANES_PER_SM = 128
-# One direction, per link, by NVLink version (stas00/ml-engineering @744d01e network/README.md, NVLink table).
-_NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+# One direction, per link (stas00/ml-engineering @744d01e network/README.md, NVLink table). By compute capability: drivers
+# disagree on what NVML's link version means, and some report a Hopper's links as NVLink 5.
+_NVLINK_GB_PER_S = {(7, 0): 25.0, (8, 0): 25.0, (9, 0): 25.0, (10, 0): 50.0, (10, 3): 50.0}
 # Per lane and direction after encoding, by PCIe generation (same source: x16 gives 31, 63, 121 GB/s).
 _PCIE_GB_PER_S_PER_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-_MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS; asking for more raises InvalidArgument
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -164,15 +164,16 @@ class NvmlReader:
         return dataclasses.replace(gpu, memory_gb_per_s=bandwidth, peaks=scaled_peaks(gpu), sources=tuple(sources))
 
     def _fabric(self, handles: list[Any], gpus: list[Gpu]) -> Fabric:
-        links, per_gpu, switched, version = self._nvlinks(handles, gpus)
+        links, per_gpu, switched = self._nvlinks(handles, gpus)
         if switched and per_gpu:
             full = {(a, b): per_gpu for a in range(len(gpus)) for b in range(a + 1, len(gpus))}
             links = {pair: max(links.get(pair, 0), count) for pair, count in full.items()}
         sources = []
         bandwidth = None
-        if per_gpu and version is not None and version in _NVLINK_GB_PER_S:
-            bandwidth = per_gpu * _NVLINK_GB_PER_S[version]
-            text = f"derived: {per_gpu} active NVLink {version} links x {_NVLINK_GB_PER_S[version]:g} GB/s"
+        per_link = _NVLINK_GB_PER_S.get(gpus[0].compute_capability or (0, 0)) if gpus else None
+        if per_gpu and per_link is not None:
+            bandwidth = per_gpu * per_link
+            text = f"derived: {per_gpu} active NVLink links x {per_link:g} GB/s"
             machine = machines().get((gpus[0].machine or "").lower())
             known = machine.constant("nvlink_gb_per_s") if machine else None
             if known is not None and known.value < bandwidth:  # H800: the links are all there, but slower
@@ -198,13 +199,14 @@ class NvmlReader:
             **pcie,
         )
 
-    def _nvlinks(self, handles: list[Any], gpus: list[Gpu]) -> tuple[dict[tuple[int, int], int], int, bool, int | None]:
-        """(links per pair, active links of the poorest GPU, whether a switch is behind them, NVLink version)."""
+    def _nvlinks(self, handles: list[Any], gpus: list[Gpu]) -> tuple[dict[tuple[int, int], int], int, bool]:
+        """(links per pair, active links of the poorest GPU, whether a switch is behind them)."""
         by_bus = {gpu.pci_bus_id.lower(): i for i, gpu in enumerate(gpus) if gpu.pci_bus_id}
         pairs: dict[tuple[int, int], int] = {}
-        counts, switched, version = [], False, None
+        counts, switched = [], False
+        most = getattr(self.nvml, "NVML_NVLINK_MAX_LINKS", 18)
         for a, handle in enumerate(handles):
-            active = [link for link in range(_MAX_NVLINKS) if self._link_is_active(handle, link)]
+            active = [link for link in range(most) if self._link_is_active(handle, link)]
             counts.append(len(active))
             for link in active:
                 remote = self._quiet("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
@@ -213,8 +215,7 @@ class NvmlReader:
                     switched = switched or self._is_switch(handle, link)
                 elif a < b:
                     pairs[a, b] = pairs.get((a, b), 0) + 1
-                version = version or self._quiet("nvmlDeviceGetNvLinkVersion", handle, link)
-        return pairs, min(counts, default=0), switched, version
+        return pairs, min(counts, default=0), switched
 
     def _link_is_active(self, handle: Any, link: int) -> bool:
         return bool(self._quiet("nvmlDeviceGetNvLinkState", handle, link))
