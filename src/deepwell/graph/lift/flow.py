@@ -1,0 +1,310 @@
+"""What a traced graph says about its values: one spelling of each call, weights told from activations, writes followed.
+
+Graphs arrive in three dialects (torch functions and methods from Dynamo, aten overloads from export, a mixture from
+recording). `Flow` gives every node one canonical operation name, and answers for every value: is it made of parameters
+alone, does it follow from data, which values does it read. Reads see in-place writes: what was copied into a slice of a
+tensor is a source of the tensor.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from deepwell.graph.trace import Placeholder, Traced
+
+# One name for one operation.
+_SPELLINGS = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "rsub": "sub",
+    "_softmax": "softmax", "square": "pow", "__getitem__": "getitem", "mm": "matmul", "bmm": "matmul",
+    "concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose", "clip": "clamp",
+    "clamp_min": "clamp", "clamp_max": "clamp", "cross_entropy_loss": "cross_entropy", "hardtanh": "clamp",
+    "convolution": "conv", "conv1d": "conv", "conv2d": "conv", "conv3d": "conv", "native_layer_norm": "layer_norm",
+    "_grouped_mm": "grouped_mm", "native_dropout": "dropout", "_to_copy": "to", "embedding_bag": "embedding",
+}  # fmt: skip
+_PLAIN_UNDERSCORE = {"and_", "or_", "not_", "xor_"}  # operators whose name ends in an underscore without writing
+_IN_PLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor", "imatmul"}
+
+# Calls whose result shares storage with their first argument.
+VIEWS = {
+    "view", "reshape", "transpose", "permute", "expand", "expand_as", "unsqueeze", "squeeze", "contiguous", "flatten",
+    "unflatten", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "t",
+    "movedim", "moveaxis", "view_as", "reshape_as", "getattr", "diagonal", "detach", "alias", "view_as_real",
+    "view_as_complex",
+}  # fmt: skip
+# Calls that give their first argument's values back in another form: a chain of them leads to one source.
+FORMS = VIEWS | {
+    "getitem", "to", "float", "half", "bfloat16", "double", "type", "type_as", "clone", "repeat", "repeat_interleave",
+    "dropout", "alpha_dropout", "feature_dropout", "pad", "roll", "flip", "index_select", "gather", "nan_to_num",
+    "broadcast_to", "index", "tile", "_assert_tensor_metadata", "checkpoint_name", "tag_activation_checkpoint",
+}  # fmt: skip
+# Elementwise arithmetic: with plain numbers these rescale one value.
+ARITHMETIC = {"add", "sub", "mul", "div", "pow", "neg", "clamp", "minimum", "maximum", "masked_fill", "where", "abs"}
+
+
+def canonical(node: fx.Node) -> str:
+    """The name of a call in one spelling, without in-place marks: "linear", "add", "softmax"."""
+    name = _raw_name(node)
+    if name in _IN_PLACE_OPERATORS:
+        name = name[1:]
+    elif name.endswith("_") and not name.endswith("__") and name not in _PLAIN_UNDERSCORE:
+        name = name[:-1]
+    return _SPELLINGS.get(name, name)
+
+
+def _raw_name(node: fx.Node) -> str:
+    if node.op not in ("call_function", "call_method"):
+        return node.op
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name).rsplit("::", maxsplit=1)[-1]
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _writes(node: fx.Node) -> bool:
+    name = _raw_name(node)
+    if name in _IN_PLACE_OPERATORS or name == "setitem":
+        return True
+    return name.endswith("_") and not name.endswith("__") and name not in _PLAIN_UNDERSCORE
+
+
+class Flow:
+    """A traced graph with the questions that lifting asks of it."""
+
+    def __init__(self, model: nn.Module, traced: Traced) -> None:
+        self.model = model
+        self.traced = traced
+        self.nodes: list[fx.Node] = [n for n in traced.graph.nodes if n.op != "output"]
+        self.output: fx.Node = next(n for n in reversed(traced.graph.nodes) if n.op == "output")
+        self._by_index = list(traced.graph.nodes)
+        self.index = {node: i for i, node in enumerate(self._by_index)}
+        self.ops = {node: canonical(node) for node in traced.graph.nodes}
+        self._placeholders = traced.by_node()
+        self._module_names = _names_of_modules(model)
+        self._stacks: dict[fx.Node, tuple[str, ...]] = {}
+        self.sources: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
+        self._current: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, ...]] = {}
+        self._follow_writes()
+        # Placeholders of the parameters that a value is made of, for values made of parameters alone.
+        self.weights: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.from_input: set[fx.Node] = set()
+        self._spread()
+
+    # ---- facts of one node ----
+
+    def op(self, node: fx.Node) -> str:
+        return self.ops[node]
+
+    def value(self, node: Any) -> Any:
+        return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        value = self.value(node)
+        return tuple(int(s) for s in value.shape) if isinstance(value, torch.Tensor) else ()
+
+    def numel(self, node: Any) -> int:
+        count = 1
+        for size in self.shape(node):
+            count *= size
+        return count
+
+    def is_tensor(self, node: Any) -> bool:
+        return isinstance(self.value(node), torch.Tensor)
+
+    def is_float(self, node: Any) -> bool:
+        value = self.value(node)
+        return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+    def placeholder(self, node: fx.Node) -> Placeholder | None:
+        return self._placeholders.get(node.name) if node.op == "placeholder" else None
+
+    def path(self, node: fx.Node) -> str:
+        return str(node.meta.get("module_path", ""))
+
+    def module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+    def module_class(self, node: fx.Node) -> str:
+        return str(node.meta.get("module_class", ""))
+
+    def aliases(self, path: str) -> tuple[str, ...]:
+        """Every path under which the module at `path` is registered."""
+        return self._module_names.get(path, (path,))
+
+    def stack(self, node: fx.Node) -> tuple[str, ...]:
+        """Paths of the modules that were running, outermost first."""
+        if node not in self._stacks:
+            self._stacks[node] = self._read_stack(node)
+        return self._stacks[node]
+
+    def _read_stack(self, node: fx.Node) -> tuple[str, ...]:
+        path = self.path(node)
+        stack = node.meta.get("nn_module_stack") or {}
+        written = [
+            str(entry[0]).removeprefix("L['self']").removeprefix("L['fn']").lstrip(".") for entry in stack.values()
+        ]
+        known = [name for name in (_plain_path(name) for name in written) if name in self._module_names]
+        if known:
+            return (*known, *([path] if known[-1] != path else []))
+        parts = path.split(".") if path else []
+        return tuple(".".join(parts[: i + 1]) for i in range(len(parts)))
+
+    # ---- arguments ----
+
+    def arg(self, node: fx.Node, position: int, name: str = "", default: Any = None) -> Any:
+        if position < len(node.args):
+            return node.args[position]
+        return node.kwargs.get(name, default)
+
+    def tensor_args(self, node: fx.Node) -> list[fx.Node]:
+        """Argument nodes that hold tensors, in order; lists of tensors are opened."""
+        found: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) if self.is_tensor(n) else None)
+        return found
+
+    # ---- reads that see writes ----
+
+    def seen(self, node: fx.Node, arg: fx.Node) -> tuple[fx.Node, ...]:
+        """What `node` finds in its argument `arg`: the value itself, and what was written into it since."""
+        return self._current.get((node, arg), (arg,))
+
+    def _follow_writes(self) -> None:
+        root: dict[fx.Node, fx.Node] = {}
+        writes: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}  # storage -> (writing node, node written to)
+        for node in self.traced.graph.nodes:
+            seen: dict[fx.Node, None] = {}
+            for arg in node.all_input_nodes:
+                current = [arg]
+                for writer, target in writes.get(root[arg], ()):
+                    is_whole = target is arg or self.numel(target) == self.numel(root[arg])
+                    current = [writer] if is_whole else [*current, writer]
+                self._current[node, arg] = tuple(current)
+                seen.update(dict.fromkeys(current))
+            self.sources[node] = tuple(seen)
+            for source in seen:
+                self.readers.setdefault(source, []).append(node)
+            root[node] = self._storage(node, root)
+            if _writes(node) and node.args and isinstance(node.args[0], fx.Node):
+                target = node.args[0]
+                root[node] = root[target]
+                writes.setdefault(root[target], []).append((node, target))
+
+    def _storage(self, node: fx.Node, root: dict[fx.Node, fx.Node]) -> fx.Node:
+        op = self.ops[node]
+        is_slice = op == "getitem" and not _is_gather(node)
+        if not (op in VIEWS or is_slice) or not node.args or not isinstance(node.args[0], fx.Node):
+            return node
+        source = node.args[0]
+        if op == "getitem" and not self.is_tensor(source) and self.ops[source] not in VIEWS:
+            return node  # one of several results of a call, e.g. the indices of top-k
+        return root[source]
+
+    # ---- spreading ----
+
+    def _spread(self) -> None:
+        for node in self.nodes:
+            placeholder = self.placeholder(node)
+            if placeholder is not None:
+                if placeholder.kind == "parameter":
+                    self.weights[node] = frozenset((node,))
+                elif placeholder.kind == "input":
+                    self.from_input.add(node)
+                continue
+            sources = self.sources[node]
+            if any(s in self.from_input for s in sources):
+                self.from_input.add(node)
+            elif sources and any(s in self.weights for s in sources) and self.ops[node] != "embedding":
+                if all(s in self.weights or not self._is_positional(s) for s in sources):
+                    self.weights[node] = frozenset().union(*(self.weights.get(s, frozenset()) for s in sources))
+
+    def _is_positional(self, node: fx.Node) -> bool:
+        """Is it a table made from positions (arange, cos)? Then what it joins is an activation, not a weight."""
+        return self.is_tensor(node) and self.numel(node) > 1 and node not in self.weights
+
+    def parameter_names(self, node: fx.Node) -> tuple[str, ...]:
+        placeholder = self.placeholder(node)
+        assert placeholder is not None and placeholder.kind == "parameter"
+        return placeholder.names
+
+    # ---- walking ----
+
+    def trunk(self, node: fx.Node) -> fx.Node:
+        """The value behind casts, dropout and arithmetic with plain numbers; slices and views stay."""
+        while True:
+            op = self.ops[node]
+            if op in (
+                "to",
+                "float",
+                "half",
+                "bfloat16",
+                "double",
+                "type",
+                "type_as",
+                "dropout",
+                "clone",
+                "contiguous",
+                "clamp",
+                "neg",
+            ):
+                following = self.sources[node][:1]
+            elif op in ("add", "sub", "mul", "div", "pow", "abs"):
+                following = self.sources[node] if len(self.sources[node]) == 1 else ()
+            else:
+                following = ()
+            if not following:
+                return node
+            node = following[0]
+
+    def back(self, starts: Iterable[Any], stop: Any) -> Iterator[fx.Node]:
+        """Every node that `starts` read, themselves included, without going behind nodes for which `stop` holds."""
+        pending = [n for n in starts if isinstance(n, fx.Node)]
+        seen: set[fx.Node] = set(pending)
+        while pending:
+            node = pending.pop()
+            yield node
+            if stop(node):
+                continue
+            for source in self.sources[node]:
+                if source not in seen:
+                    seen.add(source)
+                    pending.append(source)
+
+    def forward(self, starts: Iterable[fx.Node], stop: Any) -> Iterator[fx.Node]:
+        """Every node that reads `starts`, themselves left out, without going past nodes for which `stop` holds."""
+        seen: set[fx.Node] = {reader for start in starts for reader in self.readers.get(start, ())}
+        order = [self.index[node] for node in seen]
+        heapq.heapify(order)
+        while order:
+            node = self._by_index[heapq.heappop(order)]
+            yield node
+            if stop(node):
+                continue
+            for reader in self.readers.get(node, ()):
+                if reader not in seen:
+                    seen.add(reader)
+                    heapq.heappush(order, self.index[reader])
+
+
+def _plain_path(written: str) -> str:
+    """Dynamo writes list entries as `layers.0` or `_modules['layers'][0]`; the model knows the first."""
+    return written.replace("_modules['", "").replace("']", "").replace("[", ".").replace("]", "").strip(".")
+
+
+def _names_of_modules(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(path)
+    return {path: tuple(paths) for paths in names.values() for path in paths}
+
+
+def _is_gather(node: fx.Node) -> bool:
+    """Does this indexing copy rows by a tensor of indices (no view)?"""
+    index = node.args[1] if len(node.args) > 1 else None
+    entries = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(entry, fx.Node) for entry in entries)

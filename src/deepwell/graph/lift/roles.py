@@ -1,0 +1,220 @@
+"""Roles and parts by dataflow: which linear makes queries, which one gates, which one is the head."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from deepwell.graph.lift.site import Finding, Site, parent
+
+# What stands between a projection and the op it serves.
+_BETWEEN = ("norm", "rope", "conv")
+
+
+def assign_roles(found: Finding) -> None:
+    _attention(found)
+    mixers = _mixer_modules(found)
+    _mixers(found, mixers)
+    _feed_forward(found)
+    _head(found)
+    _leftovers(found)
+
+
+# ---- attention ----
+
+
+def _attention(found: Finding) -> None:
+    for site in found.of("attention"):
+        operands = site.facts.pop("operands", None)
+        if operands is None:
+            continue
+        feeds: dict[Site, str] = {}
+        for letter, operand in zip("qkv", operands.seen, strict=True):
+            for source in found.sites_behind(operand, through=_BETWEEN):
+                if source.kind == "linear" and source.role == "other":
+                    feeds[source] = feeds.get(source, "") + letter
+        parts = {linear: letters for linear, letters in feeds.items() if _near(linear, site)}
+        _low_rank(found, site, parts)
+        for linear, part in parts.items():
+            linear.role, linear.part = "attention", part
+        _output(found, site)
+
+
+def _near(linear: Site, attention: Site) -> bool:
+    """Does the linear stand in the attention module or beside it (projections of a block that attends itself)?"""
+    return linear.name.startswith(parent(attention.path))
+
+
+def _low_rank(found: Finding, attention: Site, parts: dict[Site, str]) -> None:
+    """Chains of two linears: the first becomes `_a`, the second `_b`."""
+    for second, letters in list(parts.items()):
+        firsts = [
+            s for s in found.sites_behind(second.reads or (), through=("norm",))
+            if s.kind == "linear" and parent(s.name) == parent(second.name) and s.role in ("other", "attention")
+        ]  # fmt: skip
+        if not firsts:
+            continue
+        parts[second] = f"{letters}_b"
+        for first in firsts:
+            known = parts.get(first, "")
+            if known.endswith("_a"):  # one latent for several: q_a and kv_a become qkv_a
+                letters = "".join(x for x in "qkv" if x in known.removesuffix("_a") + letters)
+            parts[first] = f"{letters}_a"
+
+
+def _output(found: Finding, attention: Site) -> None:
+    ahead = [s for s in found.sites_ahead(attention, through=("norm", "activation")) if s.kind == "linear"]
+    ahead = [s for s in ahead if s.role == "other" and _near(s, attention)]
+    for linear in ahead[:1]:
+        linear.role, linear.part = "attention", "o"
+        seconds = [
+            s for s in found.sites_ahead(linear, through=("norm",))
+            if s.kind == "linear" and s.role == "other" and parent(s.name) == parent(linear.name)
+            and parent(s.name) == attention.path
+        ]  # fmt: skip
+        if seconds:
+            linear.part, seconds[0].role, seconds[0].part = "o_a", "attention", "o_b"
+
+
+# ---- mixers ----
+
+
+def _mixer_modules(found: Finding) -> set[str]:
+    """Modules that mix along the sequence without softmax: a convolution or parameters of their own beside linears."""
+    attending = {site.path for site in found.of("attention")}
+    linears = {parent(site.name) for site in found.of("linear")} | {
+        parent(site.name) for site in found.of("grouped_linear")
+    }
+    found_mixers: set[str] = set()
+    for path in linears - {""}:
+        if any(a == path or a.startswith(path + ".") or path.startswith(a + ".") for a in attending):
+            continue
+        module = found.flow.module(path)
+        own = [p for p in module.parameters(recurse=False) if p.dim() <= 2]
+        conv = any(s.path == path or parent(s.name) == path for s in found.of("conv"))
+        matmul = any(s.path == path for s in found.of("matmul"))
+        is_router = any(s.role == "router" and (s.name == path or parent(s.name) == path) for s in found.of("linear"))
+        if (own and not is_router) or conv or matmul:
+            found_mixers.add(path)
+    return found_mixers
+
+
+def _mixers(found: Finding, mixers: set[str]) -> None:
+    for site in found.sites:
+        if site.role == "other" and any(site.name == m or site.name.startswith(m + ".") for m in mixers):
+            site.role = "mixer"
+
+
+# ---- feed forward ----
+
+
+def _feed_forward(found: Finding) -> None:
+    moe = [pair for pair in _moe_modules(found) if not _attends(found, pair[0])]
+    attending = {site.path for site in found.of("attention")} - {""}
+    for act in found.of("activation"):
+        bent: fx.Node = act.facts.pop("bent")
+        if act.role not in ("other", "experts"):
+            continue
+        if act.role == "other" and any(act.path == a or act.path.startswith(a + ".") for a in attending):
+            act.role = "attention"
+            continue
+        _mlp_parts(found, act, bent, _mlp_role(act, moe))
+
+
+def _moe_modules(found: Finding) -> list[tuple[str, str]]:
+    """(module that holds router and experts, experts module)."""
+    modules: list[tuple[str, str]] = []
+    for site in found.of("dispatch"):
+        router = site.facts.pop("topk").facts.pop("router", None)
+        names = [site.path] + ([router.name] if router is not None else [])
+        modules.append((_common(names), site.path))
+    for site in found.of("topk"):
+        router = site.facts.pop("router", None)
+        if router is not None:
+            modules.append((parent(router.name), router.name))
+    return modules
+
+
+def _attends(found: Finding, holder: str) -> bool:
+    """Does the module also hold attention? Then it is the whole layer and not its feed-forward part."""
+    return any(site.path.startswith(holder + ".") or site.path == holder for site in found.of("attention"))
+
+
+def _common(paths: list[str]) -> str:
+    parts: list[str] = []
+    for words in zip(*(p.split(".") for p in paths), strict=False):
+        if len(set(words)) > 1:
+            break
+        parts.append(words[0])
+    return ".".join(parts)
+
+
+def _mlp_role(act: Site, moe: list[tuple[str, str]]) -> str:
+    if act.role == "experts":
+        return "experts"
+    beside = any(act.path == holder or act.path.startswith(holder + ".") for holder, _ in moe if holder)
+    return "shared_experts" if beside else "mlp"
+
+
+def _mlp_parts(found: Finding, act: Site, bent: fx.Node, role: str) -> None:
+    kinds = ("linear", "grouped_linear")
+    allowed = ("other", role)
+    through = ("norm", "dispatch")
+
+    def linears_behind(nodes: list[fx.Node]) -> list[Site]:
+        return [
+            s
+            for s in found.sites_behind(nodes, through=through)
+            if s.kind in kinds and s.role in allowed and not s.part
+        ]
+
+    inside = act.nodes
+    reads = [s for n in inside for s in found.flow.sources[n] if s not in inside and found.is_activation(s)]
+    gates = linears_behind([bent])
+    others = [s for s in linears_behind([r for r in reads if r is not bent]) if s not in gates]
+    downs = [
+        s for s in found.sites_ahead(act, through=("norm",)) if s.kind in kinds and s.role in allowed and not s.part
+    ]
+    if not gates and not others:
+        return
+    act.role = role
+    for site in gates:
+        fused = act.facts["gated"] and not others
+        site.part = "gate_up" if fused else "gate" if act.facts["gated"] else "up"
+        site.role = role
+    for site in others:
+        site.role, site.part = role, "up"
+    for site in downs[:1]:
+        site.role, site.part = role, "down"
+
+
+# ---- the rest ----
+
+
+def _head(found: Finding) -> None:
+    """The linear whose values are the loss's logits, or the model's output over the vocabulary."""
+    vocabularies = {site.facts["vocab"] for site in found.of("embedding")}
+    starts: list[fx.Node] = [read for site in found.of("loss") for read in site.reads or ()]
+    starts += list(found.flow.output.all_input_nodes)
+    for site in found.sites_behind(starts, through=("activation", "loss")):
+        last = site.kind == "linear" and site.role in ("other", "mlp")
+        if last and (
+            site.facts["n"] in vocabularies or any(site.facts["n"] == s.facts["vocab"] for s in found.of("loss"))
+        ):
+            site.role, site.part = "head", ""
+
+
+def _leftovers(found: Finding) -> None:
+    attending = {site.path for site in found.of("attention")} - {""}
+    shared = {site.path: site.role for site in found.of("activation") if site.role in ("mlp", "shared_experts")}
+    holders = {h for h in (parent(site.path) for site in found.of("combine")) if h and not _attends(found, h)}
+    for site in sorted(found.sites, key=found.order):
+        if site.kind == "add" and all(s.role == "embedding" for s in found.sites_behind(site.node.all_input_nodes)):
+            site.role = "embedding"
+        if site.role == "residual" and any(site.path == h or site.path.startswith(h + ".") for h in holders):
+            site.role = "shared_experts"
+        if site.role != "other" or site.kind in ("other",):
+            continue
+        if any(site.name.startswith(a + ".") for a in attending):
+            site.role = "attention"
+        elif site.kind == "linear" and parent(site.name) in shared:
+            site.role = shared[parent(site.name)]
