@@ -77,8 +77,8 @@ def test_an_unknown_gpu_gets_derived_speeds_and_a_note(look):
     assert gpu.memory_gb_per_s == pytest.approx(2619e6 * 640 * 2 / 1e9)
     assert gpu.figure("memory_gb_per_s").source.startswith("derived: 2619 MHz x 5120 bit")
     peak = gpu.peak_tflops("bf16")
-    # Half the SMs of the first sm_90 machine; the source says which.
-    assert peak.source.startswith("derived: ") and 0 < peak.value < 989
+    # Half the SMs of an H100.
+    assert peak.source == "derived: H100's peak x 66 / 132 SMs" and peak.value == 494.5
 
 
 def test_an_unknown_gpu_of_an_unknown_architecture_has_no_peaks(look):

@@ -17,11 +17,14 @@ from deepwell.hardware.names import Machine, machine_of_device, machines
 # fp32 lanes per SM (CUDA C++ Programming Guide, throughput of arithmetic instructions): NVML counts lanes, not SMs.
 _LANES_PER_SM = {(8, 0): 64}
 _DEFAULT_LANES_PER_SM = 128
-# One direction, per link (stas00/ml-engineering @744d01e network/README.md, NVLink table). By compute capability: drivers
-# disagree on what NVML's link version means, and some report a Hopper's links as NVLink 5.
+# One direction, per link (stas00/ml-engineering @744d01e network/README.md, NVLink table). By compute capability, as
+# drivers disagree on what NVML's link version means, and some report a Hopper's links as NVLink 5.
 _NVLINK_GB_PER_S = {(7, 0): 25.0, (8, 0): 25.0, (9, 0): 25.0, (10, 0): 50.0, (10, 3): 50.0}
 # Per lane and direction after encoding, by PCIe generation (same source: x16 gives 31, 63, 121 GB/s).
 _PCIE_GB_PER_S_PER_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+
+# Whose peaks an unknown GPU of the same architecture is scaled from: the full-power part of each.
+_REFERENCES = {(8, 0): "a100-80", (9, 0): "h100", (10, 0): "b200", (10, 3): "b300"}
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -254,15 +257,13 @@ class NvmlReader:
 
 def scaled_peaks(gpu: Gpu) -> tuple[Peak, ...]:
     """Peaks of an unknown GPU: those of a known one of its compute capability, by the ratio of their SMs."""
-    if not gpu.num_sms:
+    machine = machines().get(_REFERENCES.get(gpu.compute_capability or (0, 0), ""))
+    sms = None if machine is None else machine.constant("num_sms")
+    if not gpu.num_sms or machine is None or sms is None:
         return ()
-    for machine in machines().values():
-        sms = machine.constant("num_sms")
-        if machine.compute_capability == gpu.compute_capability and sms is not None:
-            ratio = gpu.num_sms / sms.value
-            text = f"derived: {machine.name}'s peak x {gpu.num_sms} / {sms.value:.0f} SMs"
-            return tuple(Peak(rate=p.rate, tflops=round(p.tflops * ratio, 1), source=text) for p in machine.peaks)
-    return ()
+    ratio = gpu.num_sms / sms.value
+    text = f"derived: {machine.name}'s peak x {gpu.num_sms} / {sms.value:.0f} SMs"
+    return tuple(Peak(rate=p.rate, tflops=round(p.tflops * ratio, 1), source=text) for p in machine.peaks)
 
 
 def largest_group(count: int, pairs: list[tuple[int, int]]) -> int:
