@@ -1,0 +1,275 @@
+"""The fused optimizer against torch's fused AdamW: milliseconds, bytes, share of the copy bandwidth, ratio.
+
+    PYTHONPATH=src python3 benchmarks/bench_adamw.py [--json FILE] [--layers 4]
+
+First each variant is checked bit for bit against the CPU reference. Then Llama-8B's shapes with 4 layers (1.92e9
+parameters, 39 tensors), 16 equal tensors, and 300 small ones. Bytes are counted, not measured: each tensor once for
+every time it must be read or written.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepwell.kernels import adamw
+from deepwell.kernels.adamw import CONFIGS, Config
+from deepwell.kernels.adamw_tables import FusedAdamW, Slot
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way to keep parameters and moments."""
+
+    name: str
+    param: torch.dtype = BF16
+    moment: torch.dtype = BF16
+    has_master: bool = False
+    random_params: bool = False
+    random_moments: bool = False
+    clip_norm: float | None = None
+
+    def bytes_per_parameter(self) -> float:
+        """Gradient read (twice with a norm), the rest read and written; a master makes the parameter write-only."""
+        grad, param = self.param.itemsize, self.param.itemsize
+        moments = 2 * 2 * (1 + 4 / adamw.BLOCK if self.moment == adamw.FP8 else self.moment.itemsize)
+        weights = param + 2 * 4 if self.has_master else 2 * param
+        return grad * (2 if self.clip_norm is not None else 1) + weights + moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    shapes: str
+    name: str
+    config: str
+    ms: float
+    gbps: float
+    copy_share: float
+    torch_ratio: float | None
+    host_us: float | None
+
+
+PLAIN = Variant(name="bf16, bf16 moments, nearest")
+RANDOM = Variant(name="bf16 random, bf16 moments nearest", random_params=True)
+VARIANTS = (
+    Variant(name="bf16 random, bf16 moments random", random_params=True, random_moments=True),
+    Variant(name="bf16 random, fp8 moments random", moment=adamw.FP8, random_params=True, random_moments=True),
+    Variant(name="bf16, fp8 moments nearest", moment=adamw.FP8),
+    Variant(name="bf16 + master, bf16 moments", has_master=True),
+    Variant(name="bf16 + master, bf16 moments random", has_master=True, random_moments=True),
+    Variant(name="bf16 + master, fp8 moments random", has_master=True, moment=adamw.FP8, random_moments=True),
+    Variant(name="bf16 + master, fp32 moments", has_master=True, moment=FP32),
+    Variant(name="bf16 random, bf16 moments random, clipped", random_params=True, random_moments=True, clip_norm=1.0),
+    Variant(name="fp32, fp32 moments", param=FP32, moment=FP32),
+)
+
+
+def llama_shapes(num_layers: int = 4) -> list[Shape]:
+    """The parameters of a Llama-8B with fewer layers and an untied head."""
+    layer = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    return [(128256, 4096), *((*layer, (4096,), (4096,)) * num_layers), (4096,), (128256, 4096)]
+
+
+def make_slots(shapes: list[Shape], variant: Variant, device: str) -> tuple[list[Slot], list[Tensor]]:
+    """Parameters, moments and gradients at realistic magnitudes."""
+    slots, grads = [], []
+    for i, shape in enumerate(shapes):
+        param = torch.empty(shape, dtype=variant.param, device=device).normal_(std=0.02)
+        has_scales = variant.moment == adamw.FP8
+        num_blocks = -(-param.numel() // adamw.BLOCK)
+        scales = [torch.ones(num_blocks, device=device) if has_scales else None for _ in range(2)]
+        slots.append(
+            Slot(
+                param=param,
+                exp_avg=_zeros(param, variant.moment),
+                exp_avg_sq=_zeros(param, variant.moment),
+                exp_avg_scales=scales[0],
+                exp_avg_sq_scales=scales[1],
+                master=param.float() if variant.has_master else None,
+                index=i,
+            )
+        )
+        grads.append(torch.empty_like(param).normal_(std=1e-3))
+    return slots, grads
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return (
+        torch.zeros(like.shape, dtype=torch.uint8, device=like.device).view(dtype)
+        if dtype == adamw.FP8
+        else (torch.zeros_like(like, dtype=dtype))
+    )
+
+
+def group_table(device: str) -> Tensor:
+    return torch.tensor([[3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0]], dtype=torch.float64, device=device)
+
+
+def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Config | None) -> FusedAdamW:
+    return FusedAdamW(
+        slots,
+        steps=torch.zeros(len(slots), dtype=torch.int64, device=device),
+        seed=1,
+        clip_norm=variant.clip_norm,
+        random_params=variant.random_params,
+        random_moments=variant.random_moments,
+        config=config,
+    )
+
+
+def check(variant: Variant, config: Config | None) -> None:
+    """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order)."""
+    torch.manual_seed(0)
+    cpu_slots, cpu_grads = make_slots([(300, 128), (77,), (4096,), (13, 40)], variant, "cpu")
+    move = lambda t: None if t is None else t.cuda()  # noqa: E731
+    names = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
+    gpu_slots = [Slot(**{n: move(getattr(s, n)) for n in names}, index=s.index) for s in cpu_slots]
+    gpu_grads = [g.cuda() for g in cpu_grads]
+    cpu, gpu = make_optimizer(cpu_slots, variant, "cpu", None), make_optimizer(gpu_slots, variant, "cuda", config)
+    for _ in range(2):
+        cpu.step(cpu_grads, group_table("cpu"))
+        gpu.step(gpu_grads, group_table("cuda"))
+    for i, (ours, reference) in enumerate(zip(gpu_slots, cpu_slots, strict=True)):
+        for name in names:
+            got, wanted = getattr(ours, name), getattr(reference, name)
+            if got is None:
+                continue
+            same = torch.equal(got.cpu().view(torch.uint8), wanted.view(torch.uint8))
+            is_close = torch.allclose(got.cpu().float(), wanted.float(), rtol=2**-6, atol=1e-9)
+            if not (same or (variant.clip_norm is not None and is_close)):
+                differing = int((got.cpu().float() != wanted.float()).sum())
+                raise SystemExit(f"{variant.name} {config}: {name} of tensor {i} differs in {differing} elements")
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of torch's device copy, read and write counted."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (median_ms(lambda: target.copy_(source)) / 1e3)
+
+
+def median_ms(function: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    return do_bench(function, warmup=20, rep=120, return_mode="median")
+
+
+def host_us(function: Callable[[], object], repeats: int = 20) -> float:
+    """Host time of a call while the GPU is kept waiting for nothing: what the step costs the training loop."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return sorted(times)[repeats // 2] * 1e6
+
+
+class Table:
+    """Rows as they are measured, printed at once."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth
+        self.rows: list[Row] = []
+        head = f"{'shapes':<10} {'variant':<44} {'rows x tiles, warps':<20}"
+        print(f"{head} {'ms':>8} {'GB/s':>7} {'copy':>6} {'torch':>6} {'host us':>8}")
+
+    def add(
+        self, shapes: str, name: str, config: str, function: Callable[[], object], num_bytes: float, torch_ms: float
+    ) -> float:
+        ms = median_ms(function)
+        gbps = num_bytes / ms / 1e6
+        row = Row(
+            shapes=shapes,
+            name=name,
+            config=config,
+            ms=ms,
+            gbps=gbps,
+            copy_share=gbps * 1e9 / self.bandwidth,
+            torch_ratio=torch_ms / ms if torch_ms else None,
+            host_us=host_us(function),
+        )
+        self.rows.append(row)
+        ratio = f"{row.torch_ratio:6.2f}" if row.torch_ratio else f"{'-':>6}"
+        share = f"{100 * row.copy_share:5.1f}%"
+        print(
+            f"{shapes:<10} {name:<44} {config:<20} {ms:8.3f} {gbps:7.0f} {share} {ratio} {row.host_us:8.1f}", flush=True
+        )
+        return ms
+
+
+def torch_step(shapes: list[Shape], dtype: torch.dtype) -> Callable[[], object]:
+    """One step of torch's fused AdamW over such parameters."""
+    params = [torch.empty(shape, dtype=dtype, device="cuda").normal_(std=0.02).requires_grad_() for shape in shapes]
+    for param in params:
+        param.grad = torch.empty_like(param).normal_(std=1e-3)
+    return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True).step
+
+
+def bench_shapes(table: Table, label: str, shapes: list[Shape], *, all_variants: bool) -> None:
+    """Every variant in the default config, and the two main ones in every config."""
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    torch_ms = {}
+    for dtype in (BF16, FP32) if all_variants else (BF16,):
+        step = torch_step(shapes, dtype)
+        name = f"torch fused, all {str(dtype).removeprefix('torch.')}"
+        torch_ms[dtype] = table.add(label, name, "-", step, 7 * dtype.itemsize * count, 0.0)
+        del step
+        torch.cuda.empty_cache()
+    for variant in (PLAIN, RANDOM, *VARIANTS) if all_variants else (PLAIN, VARIANTS[0]):
+        slots, grads = make_slots(shapes, variant, "cuda")
+        groups = group_table("cuda")
+        every = all_variants and variant in (PLAIN, VARIANTS[0], VARIANTS[1])
+        for config in CONFIGS if every else CONFIGS[:1]:
+            optimizer = make_optimizer(slots, variant, "cuda", config)
+            shown = f"{config.rows} x {config.tiles}, {config.num_warps}"
+            num_bytes = variant.bytes_per_parameter() * count
+            table.add(
+                label,
+                variant.name,
+                shown,
+                lambda optimizer=optimizer, grads=grads: optimizer.step(grads, groups),
+                num_bytes,
+                torch_ms[variant.param],
+            )
+        del slots, grads, optimizer
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the Llama-8B shapes (default 4)")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_adamw needs a CUDA GPU")
+    for variant in (PLAIN, RANDOM, *VARIANTS):
+        check(variant, None)
+    for config in CONFIGS[1:]:
+        check(VARIANTS[1], config)
+    print("correct: every variant and config is bit-equal to the CPU reference")
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, device copy {bandwidth / 1e9:.0f} GB/s")
+    table = Table(bandwidth)
+    bench_shapes(table, "llama", llama_shapes(arguments.layers), all_variants=True)
+    bench_shapes(table, "16 large", [(30000, 4000)] * 16, all_variants=False)
+    bench_shapes(table, "300 small", [(4096,)] * 300, all_variants=False)
+    if arguments.json:
+        rows = [asdict(row) for row in table.rows]
+        result = {"device": torch.cuda.get_device_name(), "copy_gbps": bandwidth / 1e9, "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

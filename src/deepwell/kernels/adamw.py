@@ -1,0 +1,459 @@
+"""AdamW over all tensors of a model in one pass: the update, its scalars on the device, and the gradients' norm.
+
+    g = g * clip                    m = m + (1 - b1) * (g - m)          v = b2 * v + (1 - b2) * g^2
+    p = p * (1 - lr * wd) - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+Parameters are fp32 or bf16 (optionally with an fp32 master copy), moments fp32, bf16 or FP8. What is stored in bf16 or
+FP8 is rounded at random where the caller asks for it: an update below half a step is then right on average instead of
+lost (bf16 keeps 8 bits: with b2 = 0.999 a second moment changes by a quarter of a step and never moves to nearest).
+
+FP8 moments are E4M3 with an fp32 scale (amax / 448) per block of 128 elements in memory order, m and sqrt(v).
+  * The root, because E4M3 spans 2^18 within a block and v spans the square of what g does; of the root the same codes
+    hold 2^36 of v, and its relative error is that of the denominator. It is why E5M2 is not needed.
+  * A root that is not zero never becomes zero (the smallest code holds it up), else m / eps would blow up.
+  * fp32 and not power-of-two scales: a block that decays by b2 = 0.999 must be able to say so.
+COAT (ICLR 2025) trains with E4M3 moments in groups of 128 and expands their range by a power; the root is such a power.
+
+Numerics: fp32 with IEEE division and root and without contraction, in the order above, so that the kernel is bit-equal
+to `adamw_ref` on any device. The norm alone is summed in another order.
+Cost:     memory bound. Bytes a parameter, all bf16: read p, g, m, v and write p, m, v = 14; FP8 moments 10.1; fp32
+          master and bf16 moments 20; the norm 2 more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
+"""
+
+# Shapes: S slots (parameters), G parameter groups, C chunks; a tile is ROWS x 128 elements in memory order.
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepwell.kernels._triton import tl, triton
+from deepwell.kernels.philox import random_bits, random_bits_ref
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+FLT_MAX = torch.finfo(torch.float32).max
+# What `clip_norm` divides by besides the norm, as in torch.nn.utils.clip_grad_norm_.
+CLIP_EPS = 1e-6
+
+# Streams of random bits: one for each number of an element that may be rounded at random.
+STREAM_PARAM, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ = 0, 1, 2
+
+# Columns of the table of slots, int64: addresses, then numbers.
+TABLE_COLUMNS = 10
+_PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _SCALES, _SQ_SCALES, _MASTER, _NUMEL, _SLOT, _INDEX = range(TABLE_COLUMNS)
+# Columns of the scalars of a group (fp64, in) and of a slot (fp32, out).
+GROUP_COLUMNS = 7  # lr, beta1, beta2, eps, weight decay, sign of the gradient, clip_norm
+HYPER_COLUMNS = 8  # decay, step size, 1 / sqrt(1 - b2^t), 1 - b1, b2, 1 - b2, eps, factor of the gradient
+# int64 words that stay on the device: the seed, whether this step is skipped, how many were.
+CONTROL_SEED, CONTROL_SKIP, CONTROL_SKIPPED = 0, 1, 2
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hyper:
+    """The scalars of one tensor's update, each rounded to fp32 once."""
+
+    decay: float
+    step_size: float
+    rsqrt_correction: float
+    weight1: float
+    beta2: float
+    weight2: float
+    eps: float
+    factor: float
+
+    @staticmethod
+    def at_step(step: int, group: list[float], coefficient: float) -> "Hyper":
+        """The scalars of step number `step` (from 1) of a group's row; `coefficient` is what clipping multiplies by."""
+        lr, beta1, beta2, eps, weight_decay, sign, _ = group
+        return Hyper(
+            decay=_fp32(1.0 - lr * weight_decay),
+            step_size=_fp32(lr / (1.0 - _power(beta1, step))),
+            rsqrt_correction=_fp32(1.0 / math.sqrt(1.0 - _power(beta2, step))),
+            weight1=_fp32(1.0 - beta1),
+            beta2=_fp32(beta2),
+            weight2=_fp32(1.0 - beta2),
+            eps=_fp32(eps),
+            factor=_fp32(sign * coefficient),
+        )
+
+
+def _fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+
+
+def _power(base: float, exponent: int) -> float:
+    """base ** exponent by squaring, product for product what the device computes."""
+    result = 1.0
+    for bit in range(31):
+        if (exponent >> bit) & 1:
+            result = result * base
+        base = base * base
+    return result
+
+
+def adamw_ref(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Hyper,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    master: Tensor | None = None,
+    noise: "Noise | None" = None,
+) -> None:
+    """Reference for the update of one tensor, in place; all flat. `scales` are those of FP8 moments."""
+    g = grad.float() * hyper.factor
+    p = (param if master is None else master).float()
+    m = exp_avg.float() if scales is None else _decode_ref(exp_avg, scales[0])
+    v = exp_avg_sq.float() if scales is None else _decode_ref(exp_avg_sq, scales[1]).square()
+    p = p * hyper.decay
+    m = m + (g - m) * hyper.weight1
+    v = v * hyper.beta2 + (g * g) * hyper.weight2
+    # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
+    root = v.double().sqrt().float()
+    p = p - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
+    if scales is None:
+        exp_avg.copy_(_round_ref(m, exp_avg.dtype, noise and noise.exp_avg))
+        exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise and noise.exp_avg_sq))
+    else:
+        _encode_ref(m, exp_avg, scales[0], noise and noise.exp_avg, is_root=False)
+        _encode_ref(root, exp_avg_sq, scales[1], noise and noise.exp_avg_sq, is_root=True)
+    if master is not None:
+        master.copy_(p)
+    param.copy_(_round_ref(p, param.dtype, noise and noise.param))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Noise:
+    """16 random bits an element (int32) for each number that is rounded at random; None rounds to nearest."""
+
+    param: Tensor | None
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+
+    @staticmethod
+    def of(param: Tensor, *, seed: int, index: int, step: int, for_param: bool, for_moments: bool) -> "Noise":
+        """The bits of the parameter number `index` at `step`."""
+
+        def bits(stream: int, wanted: bool) -> Tensor | None:
+            if not wanted:
+                return None
+            return random_bits_ref(
+                param.numel(), seed=seed, tensor=index, step=step, stream=stream, device=param.device
+            )
+
+        return Noise(
+            param=bits(STREAM_PARAM, for_param),
+            exp_avg=bits(STREAM_EXP_AVG, for_moments),
+            exp_avg_sq=bits(STREAM_EXP_AVG_SQ, for_moments),
+        )
+
+
+def _round_ref(x: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
+    if dtype == torch.float32 or noise is None:
+        return x.to(dtype)
+    # As formats.elements.stochastic_round_bf16, with bits that are given.
+    largest = torch.finfo(torch.bfloat16).max
+    rounded = ((x.view(torch.int32) + noise) & -65536).view(torch.float32).clamp(-largest, largest)
+    return torch.where(x.isfinite(), rounded, x).to(dtype)
+
+
+def _decode_ref(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def _encode_ref(x: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None, *, is_root: bool) -> None:
+    """E4M3 codes and block scales of x. Without noise to nearest, halves up; with it at random."""
+    padded = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    amax = padded.abs().amax(1, keepdim=True)
+    encode = (torch.full_like(amax, FP8_MAX) / amax).clamp(max=FLT_MAX)
+    encode = torch.where(amax == 0, 1.0, encode)
+    encode = torch.where(amax.isfinite(), encode, float("nan"))
+    scales.copy_((torch.ones_like(encode) / encode).flatten())
+    magnitude = (padded.abs() * encode).flatten()[: x.numel()].clamp(max=FP8_MAX)
+    is_small = magnitude < 2.0**-6
+    # A subnormal plus 2^-6 has the same step of 2^-9 as the first binade: both are rounded as mantissas.
+    bits = torch.where(is_small, magnitude + 2.0**-6, magnitude).view(torch.int32)
+    bits = bits + (0x80000 if noise is None else (noise << 4) + 8)
+    code = ((bits >> 20) - torch.where(is_small, 121 * 8, 120 * 8)).clamp(0, 126)
+    if is_root:
+        code = torch.where(x > 0, code.clamp(min=1), code)
+    code = code + (torch.signbit(x).int() << 7)
+    # A block with inf or NaN says so by its scale; its codes are zero.
+    codes.copy_(torch.where(magnitude.isnan(), 0, code).to(torch.uint8).view(FP8))
+
+
+# ---- configs: what the tuner may choose from; none changes a bit of the result ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    rows: int  # of 128 elements in a tile
+    tiles: int  # that one program works through, one after the other
+    num_warps: int
+
+
+CONFIGS = (
+    Config(rows=16, tiles=1, num_warps=8),
+    Config(rows=8, tiles=1, num_warps=4),
+    Config(rows=16, tiles=1, num_warps=4),
+    Config(rows=32, tiles=1, num_warps=8),
+    Config(rows=16, tiles=4, num_warps=8),
+    Config(rows=8, tiles=8, num_warps=4),
+)
+# The norm reads one stream and nothing else: long chunks, so that few partial sums are left.
+NORM_CONFIG = Config(rows=32, tiles=16, num_warps=8)
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _pointer(table_ptr, row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(table_ptr + row * 10 + COLUMN).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _norm_kernel(
+    table_ptr,
+    chunk_row_ptr,
+    chunk_place_ptr,
+    partial_ptr,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    # One program sums the squares of one chunk; inf and NaN carry through to the sum.
+    pid = tl.program_id(0)
+    row = tl.load(chunk_row_ptr + pid)
+    start = tl.load(chunk_place_ptr + pid).to(tl.int64) * (ROWS * 128 * TILES)
+    numel = tl.load(table_ptr + row * 10 + 7)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    grad_ptr = _pointer(table_ptr, row, 1, GRAD, ALIGNED)
+    total = tl.zeros((ROWS * 128,), tl.float32)
+    for i in tl.range(TILES):
+        e = start + i * (ROWS * 128) + tl.arange(0, ROWS * 128)
+        g = tl.load(grad_ptr + e, mask=e < numel, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        total += g * g
+    tl.store(partial_ptr + pid, tl.sum(total.to(tl.float64), axis=0))
+
+
+@triton.jit
+def _prepare_kernel(
+    partial_ptr,
+    num_partials,
+    active_ptr,
+    num_active,
+    slot_group_ptr,
+    step_ptr,
+    group_ptr,
+    hyper_ptr,
+    control_ptr,
+    norm_ptr,
+    HAS_NORM: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    # Each program adds up the partial sums by itself and writes the scalars of SLOTS slots; the first one counts.
+    s = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    is_live = s < num_active
+    slot = tl.load(active_ptr + s, mask=is_live, other=0)
+    group = group_ptr + tl.load(slot_group_ptr + slot, mask=is_live, other=0) * 7
+    coefficient = tl.full((), 1.0, tl.float64)
+    skip = tl.full((), 0, tl.int64)
+    if HAS_NORM:
+        total = tl.zeros((1024,), tl.float64)
+        for first in tl.range(0, num_partials, 1024):
+            i = first + tl.arange(0, 1024)
+            total += tl.load(partial_ptr + i, mask=i < num_partials, other=0.0)
+        norm = tl.sqrt(tl.sum(total, axis=0))
+        # False for inf and NaN alike.
+        skip = tl.where(norm < float("inf"), 0, 1).to(tl.int64)
+        if HAS_CLIP:
+            limit = tl.load(group_ptr + 6) / (norm + 1e-6)
+            coefficient = tl.where(limit < 1.0, limit, 1.0)
+        if tl.program_id(0) == 0:
+            tl.store(norm_ptr, norm.to(tl.float32))
+            tl.store(control_ptr + 1, skip)
+            tl.store(control_ptr + 2, tl.load(control_ptr + 2) + skip)
+    step = tl.load(step_ptr + slot, mask=is_live, other=0) + (1 - skip)
+    lr = tl.load(group + 0, mask=is_live, other=0.0)
+    beta1 = tl.load(group + 1, mask=is_live, other=0.0)
+    beta2 = tl.load(group + 2, mask=is_live, other=0.0)
+    power1 = tl.full((SLOTS,), 1.0, tl.float64)
+    power2 = tl.full((SLOTS,), 1.0, tl.float64)
+    base1, base2 = beta1, beta2
+    for bit in tl.static_range(31):
+        is_set = ((step >> bit) & 1) == 1
+        power1 = tl.where(is_set, power1 * base1, power1)
+        power2 = tl.where(is_set, power2 * base2, power2)
+        base1 = base1 * base1
+        base2 = base2 * base2
+    decay = 1.0 - lr * tl.load(group + 4, mask=is_live, other=0.0)
+    out = hyper_ptr + slot * 8
+    tl.store(out + 0, decay.to(tl.float32), mask=is_live)
+    tl.store(out + 1, (lr / (1.0 - power1)).to(tl.float32), mask=is_live)
+    tl.store(out + 2, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32), mask=is_live)
+    tl.store(out + 3, (1.0 - beta1).to(tl.float32), mask=is_live)
+    tl.store(out + 4, beta2.to(tl.float32), mask=is_live)
+    tl.store(out + 5, (1.0 - beta2).to(tl.float32), mask=is_live)
+    tl.store(out + 6, tl.load(group + 3, mask=is_live, other=0.0).to(tl.float32), mask=is_live)
+    factor = tl.load(group + 5, mask=is_live, other=0.0) * coefficient
+    tl.store(out + 7, factor.to(tl.float32), mask=is_live)
+    tl.store(step_ptr + slot, step, mask=is_live)
+
+
+@triton.jit
+def update_numbers(p, g, m, v, hyper_ptr):
+    """New p, m, v and sqrt(v) in fp32; `hyper_ptr` is the slot's row of scalars."""
+    g = g * tl.load(hyper_ptr + 7)
+    p = p * tl.load(hyper_ptr + 0)
+    m = m + (g - m) * tl.load(hyper_ptr + 3)
+    v = v * tl.load(hyper_ptr + 4) + (g * g) * tl.load(hyper_ptr + 5)
+    root = tl.sqrt_rn(v)
+    denominator = root * tl.load(hyper_ptr + 2) + tl.load(hyper_ptr + 6)
+    p = p - tl.div_rn(m, denominator) * tl.load(hyper_ptr + 1)
+    return p, m, v, root
+
+
+@triton.jit
+def round_bf16_at_random(x, noise):
+    """fp32 x as bf16, up with the probability of its distance; 16 random bits an element. Inf and NaN stay."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    rounded = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
+    largest: tl.constexpr = 3.3895313892515355e38
+    rounded = tl.minimum(tl.maximum(rounded, -largest), largest)
+    return tl.where(magnitude < 0x7F800000, rounded, x).to(tl.bfloat16)
+
+
+@triton.jit
+def decode_e4m3(code, scale):
+    """fp32 of uint8 E4M3 codes times their scale: the bits moved to fp32's place are 2^-120 of the value, exactly."""
+    bits = code.to(tl.int32)
+    magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(bits >= 128, -magnitude, magnitude) * scale
+
+
+@triton.jit
+def encode_e4m3(x, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr):
+    """uint8 E4M3 codes of a tile and a scale for each of its rows. See `_encode_ref`."""
+    bits = x.to(tl.int32, bitcast=True)
+    # As integers NaN is larger than inf and inf than any number: the maximum cannot lose them.
+    amax_bits = tl.max(bits & 0x7FFFFFFF, axis=1)
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax), 3.4028234663852886e38)
+    encode = tl.where(amax_bits == 0, 1.0, encode)
+    is_finite = amax_bits < 0x7F800000
+    encode = tl.where(is_finite, encode, float("nan"))
+    scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), encode)
+    magnitude = tl.minimum(tl.abs(x) * encode[:, None], 448.0)
+    is_small = magnitude < 0.015625
+    code = tl.where(is_small, magnitude + 0.015625, magnitude).to(tl.int32, bitcast=True)
+    if HAS_NOISE:
+        code = code + ((noise << 4) + 8)
+    else:
+        code = code + 0x80000
+    code = (code >> 20) - tl.where(is_small, 968, 960)
+    code = tl.minimum(tl.maximum(code, 0), 126)
+    if IS_ROOT:
+        code = tl.where(x > 0, tl.maximum(code, 1), code)
+    code = code | ((bits >> 24) & 0x80)
+    code = tl.where(is_finite[:, None], code, 0)
+    return code.to(tl.uint8), scale
+
+
+@triton.jit
+def _adamw_kernel(
+    table_ptr,
+    chunk_row_ptr,
+    chunk_place_ptr,
+    hyper_ptr,
+    step_ptr,
+    control_ptr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    # One program updates TILES tiles of one tensor. A skipped step touches nothing.
+    if tl.load(control_ptr + 1) == 0:
+        pid = tl.program_id(0)
+        row = tl.load(chunk_row_ptr + pid)
+        start = tl.load(chunk_place_ptr + pid).to(tl.int64) * (ROWS * 128 * TILES)
+        numel = tl.load(table_ptr + row * 10 + 7)
+        if ALIGNED:
+            numel = tl.multiple_of(numel, 16)
+        slot = tl.load(table_ptr + row * 10 + 8)
+        index = tl.load(table_ptr + row * 10 + 9)
+        seed = tl.load(control_ptr)
+        step = tl.load(step_ptr + slot)
+        hyper = hyper_ptr + slot * 8
+        param_ptr = _pointer(table_ptr, row, 0, PARAM, ALIGNED)
+        grad_ptr = _pointer(table_ptr, row, 1, GRAD, ALIGNED)
+        m_ptr = _pointer(table_ptr, row, 2, MOMENT, ALIGNED)
+        v_ptr = _pointer(table_ptr, row, 3, MOMENT, ALIGNED)
+        m_scale_ptr = _pointer(table_ptr, row, 4, tl.float32, ALIGNED)
+        v_scale_ptr = _pointer(table_ptr, row, 5, tl.float32, ALIGNED)
+        master_ptr = _pointer(table_ptr, row, 6, tl.float32, ALIGNED)
+        for i in tl.range(TILES):
+            first = start + i * (ROWS * 128)
+            r = tl.arange(0, ROWS)
+            e = first + r[:, None] * 128 + tl.arange(0, 128)[None, :]
+            is_live = e < numel
+            block = first // 128 + r
+            is_live_block = block * 128 < numel
+            g = tl.load(grad_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if HAS_MASTER:
+                p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
+            else:
+                p = tl.load(param_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+            v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+            if MOMENT == tl.uint8:
+                m = decode_e4m3(m, tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
+                v = decode_e4m3(v, tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
+                v = v * v
+            p, m, v, root = update_numbers(p, g, m.to(tl.float32), v.to(tl.float32), hyper)
+
+            m_noise, v_noise = 0, 0
+            if RANDOM_MOMENT:
+                m_noise = random_bits(first, seed, index, step, 1, ROWS, 128, 128)
+                v_noise = random_bits(first, seed, index, step, 2, ROWS, 128, 128)
+            if MOMENT == tl.uint8:
+                # Nothing beyond the end of the tensor may raise a block's scale.
+                m_code, m_scale = encode_e4m3(tl.where(is_live, m, 0.0), m_noise, False, RANDOM_MOMENT)
+                v_code, v_scale = encode_e4m3(tl.where(is_live, root, 0.0), v_noise, True, RANDOM_MOMENT)
+                tl.store(m_ptr + e, m_code, mask=is_live)
+                tl.store(v_ptr + e, v_code, mask=is_live)
+                tl.store(m_scale_ptr + block, m_scale, mask=is_live_block)
+                tl.store(v_scale_ptr + block, v_scale, mask=is_live_block)
+            elif RANDOM_MOMENT:
+                tl.store(m_ptr + e, round_bf16_at_random(m, m_noise), mask=is_live)
+                tl.store(v_ptr + e, round_bf16_at_random(v, v_noise), mask=is_live)
+            else:
+                tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
+                tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
+            if HAS_MASTER:
+                tl.store(master_ptr + e, p, mask=is_live)
+            if RANDOM_PARAM:
+                p_noise = random_bits(first, seed, index, step, 0, ROWS, 128, 128)
+                tl.store(param_ptr + e, round_bf16_at_random(p, p_noise), mask=is_live)
+            else:
+                tl.store(param_ptr + e, p.to(PARAM), mask=is_live)

@@ -1,0 +1,406 @@
+"""The fused optimizer's launches: which tensors share a kernel, their table of addresses, and one step over all of them.
+
+A step is one launch for each kind of tensor (dtypes, moments, alignment), one more to work out the scalars, and with a
+norm one for each dtype of the gradients. Addresses, steps and scalars lie in device memory: a step never waits for the
+host and never compiles anew, whatever the learning rate is. On a CPU the reference runs instead, tensor by tensor.
+"""
+
+# Shapes: S slots (parameters), G parameter groups, C chunks of a launch.
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels import adamw
+from deepwell.kernels._triton import is_interpreted, on_device, tl, triton
+from deepwell.kernels.adamw import CONFIGS, NORM_CONFIG, Config, Hyper, Noise, adamw_ref
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
+_PARAM_DTYPES = (torch.float32, torch.bfloat16)
+# Kinds of gradients seen (a parameter may go without one): each keeps its tables, the oldest goes first.
+_MAX_LAYOUTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Slot:
+    """One parameter and its state. FP8 moments have fp32 scales, one for each 128 elements in memory order."""
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scales: Tensor | None = None
+    exp_avg_sq_scales: Tensor | None = None
+    master: Tensor | None = None
+    # The row of scalars it uses, and its number among all parameters: the key of its random bits.
+    group: int = 0
+    index: int = 0
+
+    @property
+    def has_fp8_moments(self) -> bool:
+        return self.exp_avg.dtype == adamw.FP8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """What tensors of one launch have in common."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    moment: torch.dtype
+    has_master: bool
+    is_aligned: bool
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Launch:
+    """The tables of one launch: rows of addresses and the chunks of the grid."""
+
+    kind: _Kind
+    slots: list[int]
+    addresses: tuple[int, ...]
+    table: Tensor
+    chunk_row: Tensor
+    chunk_place: Tensor
+
+
+class FusedAdamW:
+    """AdamW over `slots`, all on one device. `step` applies it once.
+
+    `random_params` rounds bf16 parameters without a master at random, `random_moments` bf16 and FP8 moments. With
+    `clip_norm` gradients are scaled down to that global norm; with it or `skip_nonfinite` a step whose norm is not
+    finite changes nothing and is counted in `num_skipped`.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        steps: Tensor,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        random_params: bool = True,
+        random_moments: bool = True,
+        config: Config | None = None,
+    ) -> None:
+        self.slots = tuple(slots)
+        self.device = _check_slots(self.slots)
+        if steps.dtype != torch.int64 or steps.shape != (len(self.slots),) or steps.device != self.device:
+            raise ConfigError(
+                f"steps is {steps.dtype} {tuple(steps.shape)} on {steps.device}; "
+                f"it must be int64 ({len(self.slots)},) on {self.device}"
+            )
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"seed={seed} must lie within 0 .. 2^63 - 1")
+        self.steps = steps
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self.has_norm = clip_norm is not None or skip_nonfinite
+        self.random_params = random_params
+        self.random_moments = random_moments
+        self.config = config or CONFIGS[0]
+        self.control = torch.tensor([seed, 0, 0, 0], dtype=torch.int64, device=self.device)
+        self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
+        self._hyper = torch.zeros((len(self.slots), adamw.HYPER_COLUMNS), dtype=torch.float32, device=self.device)
+        self._slot_group = torch.tensor([s.group for s in self.slots], dtype=torch.int32).to(self.device)
+        self._layouts: dict[tuple[object, ...], _Layout] = {}
+
+    @property
+    def num_skipped(self) -> Tensor:
+        """How many steps were skipped for a norm that was not finite, on the device."""
+        return self.control[adamw.CONTROL_SKIPPED]
+
+    def step(self, grads: Sequence[Tensor | None], groups: Tensor) -> None:
+        """Update every slot whose gradient is not None. `groups` is the fp64 (G, 7) table of the groups' scalars."""
+        _check_grads(self.slots, grads)
+        if groups.dtype != torch.float64 or groups.dim() != 2 or groups.shape[1] != adamw.GROUP_COLUMNS:
+            raise ConfigError(f"groups is {groups.dtype} {tuple(groups.shape)}; it must be float64 (G, 7)")
+        active = [i for i, grad in enumerate(grads) if grad is not None and grad.numel() > 0]
+        if not active:
+            return
+        if self.device.type == "cpu" and not is_interpreted(adamw._adamw_kernel):
+            self._step_ref(active, grads, groups.tolist())
+            return
+        layout = self._layout(active, grads)
+        layout.refresh(self.slots, grads)
+        with on_device(groups):
+            self._launch(layout, groups)
+
+    # ---- on a GPU ----
+
+    def _layout(self, active: list[int], grads: Sequence[Tensor | None]) -> "_Layout":
+        kinds = tuple((i, _kind(self.slots[i], grads[i])) for i in active)
+        found = self._layouts.get(kinds)
+        if found is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)))
+            found = self._layouts[kinds] = _Layout(self.slots, kinds, self.config, self.device, self.has_norm)
+        return found
+
+    def _launch(self, layout: "_Layout", groups: Tensor) -> None:
+        for launch, partials in layout.norms:
+            adamw._norm_kernel[(launch.chunk_row.numel(),)](
+                launch.table,
+                launch.chunk_row,
+                launch.chunk_place,
+                partials,
+                GRAD=_TRITON_DTYPES[launch.kind.grad],
+                ALIGNED=launch.kind.is_aligned,
+                ROWS=NORM_CONFIG.rows,
+                TILES=NORM_CONFIG.tiles,
+                num_warps=NORM_CONFIG.num_warps,
+            )
+        num_active = layout.active.numel()
+        adamw._prepare_kernel[(triton.cdiv(num_active, 128),)](
+            layout.partials,
+            layout.partials.numel(),
+            layout.active,
+            num_active,
+            self._slot_group,
+            self.steps,
+            groups,
+            self._hyper,
+            self.control,
+            self.norm,
+            HAS_NORM=self.has_norm,
+            HAS_CLIP=self.clip_norm is not None,
+            SLOTS=128,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        for launch in layout.updates:
+            kind = launch.kind
+            adamw._adamw_kernel[(launch.chunk_row.numel(),)](
+                launch.table,
+                launch.chunk_row,
+                launch.chunk_place,
+                self._hyper,
+                self.steps,
+                self.control,
+                PARAM=_TRITON_DTYPES[kind.param],
+                GRAD=_TRITON_DTYPES[kind.grad],
+                MOMENT=_TRITON_DTYPES[kind.moment],
+                HAS_MASTER=kind.has_master,
+                RANDOM_PARAM=self._is_param_random(kind),
+                RANDOM_MOMENT=self.random_moments and kind.moment != torch.float32,
+                ALIGNED=kind.is_aligned,
+                ROWS=self.config.rows,
+                TILES=self.config.tiles,
+                num_warps=self.config.num_warps,
+                # A contracted multiply-add rounds once where the reference rounds twice.
+                enable_fp_fusion=False,
+            )
+
+    def _is_param_random(self, kind: _Kind) -> bool:
+        return self.random_params and kind.param == torch.bfloat16 and not kind.has_master
+
+    # ---- on a CPU ----
+
+    def _step_ref(self, active: list[int], grads: Sequence[Tensor | None], groups: list[list[float]]) -> None:
+        coefficient = 1.0
+        if self.has_norm:
+            total = sum(float(_grad(grads, i).double().square().sum()) for i in active)
+            norm = math.sqrt(total)
+            self.norm.fill_(norm)
+            if not norm < math.inf:
+                self.control[adamw.CONTROL_SKIPPED] += 1
+                return
+            if self.clip_norm is not None:
+                coefficient = min(1.0, self.clip_norm / (norm + adamw.CLIP_EPS))
+        for i in active:
+            slot, grad = self.slots[i], _grad(grads, i)
+            self.steps[i] += 1
+            step = int(self.steps[i])
+            kind = _kind(slot, grad)
+            noise = Noise.of(
+                slot.param,
+                seed=self.seed,
+                index=slot.index,
+                step=step,
+                for_param=self._is_param_random(kind),
+                for_moments=self.random_moments and kind.moment != torch.float32,
+            )
+            scales = None
+            if slot.exp_avg_scales is not None and slot.exp_avg_sq_scales is not None:
+                scales = (slot.exp_avg_scales, slot.exp_avg_sq_scales)
+            adamw_ref(
+                flat(slot.param),
+                flat(grad),
+                flat(slot.exp_avg),
+                flat(slot.exp_avg_sq),
+                Hyper.at_step(step, groups[slot.group], coefficient),
+                scales=scales,
+                master=None if slot.master is None else flat(slot.master),
+                noise=noise,
+            )
+
+
+class _Layout:
+    """The launches for one choice of tensors that have a gradient, and of what dtype."""
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        kinds: tuple[tuple[int, _Kind], ...],
+        config: Config,
+        device: torch.device,
+        has_norm: bool,
+    ) -> None:
+        self.device = device
+        self.active = torch.tensor([i for i, _ in kinds], dtype=torch.int32).to(device)
+        self.updates = [
+            _new_launch(slots, kind, [i for i, k in kinds if k == kind], config, device)
+            for kind in dict.fromkeys(k for _, k in kinds)
+        ]
+        self.norms: list[tuple[_Launch, Tensor]] = []
+        norm_launches = []
+        if has_norm:
+            norm_launches = [_new_launch(slots, u.kind, u.slots, NORM_CONFIG, device) for u in self.updates]
+        counts = [launch.chunk_row.numel() for launch in norm_launches]
+        self.partials = torch.zeros(sum(counts), dtype=torch.float64, device=device)
+        self.norms = list(zip(norm_launches, self.partials.split(counts), strict=True)) if counts else []
+
+    def refresh(self, slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:
+        """Write the addresses anew where they changed: gradients are often allocated afresh for each step."""
+        for launch in self.updates:
+            rows = [_addresses(slots[i], _grad(grads, i), i) for i in launch.slots]
+            addresses = tuple(word for row in rows for word in row)
+            if addresses != launch.addresses:
+                launch.addresses = addresses
+                host = torch.tensor(addresses, dtype=torch.int64)
+                if self.device.type == "cuda":
+                    host = host.pin_memory()
+                launch.table = host.to(self.device, non_blocking=True).view(len(rows), adamw.TABLE_COLUMNS)
+        for (launch, _), update in zip(self.norms, self.updates, strict=False):
+            launch.table = update.table
+
+
+def _new_launch(
+    slots: tuple[Slot, ...], kind: _Kind, members: list[int], config: Config, device: torch.device
+) -> _Launch:
+    chunk = config.rows * adamw.BLOCK * config.tiles
+    counts = torch.tensor([-(-slots[i].param.numel() // chunk) for i in members], dtype=torch.int64)
+    row = torch.arange(len(members)).repeat_interleave(counts)
+    place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return _Launch(
+        kind=kind,
+        slots=members,
+        addresses=(),
+        table=torch.empty(0, dtype=torch.int64, device=device),
+        chunk_row=row.to(torch.int32).to(device),
+        chunk_place=place.to(torch.int32).to(device),
+    )
+
+
+def _addresses(slot: Slot, grad: Tensor, number: int) -> tuple[int, ...]:
+    """One row of the table, in the order of adamw's columns."""
+    scales, sq_scales, master = slot.exp_avg_scales, slot.exp_avg_sq_scales, slot.master
+    return (
+        slot.param.data_ptr(),
+        grad.data_ptr(),
+        slot.exp_avg.data_ptr(),
+        slot.exp_avg_sq.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if sq_scales is None else sq_scales.data_ptr(),
+        0 if master is None else master.data_ptr(),
+        slot.param.numel(),
+        number,
+        slot.index,
+    )
+
+
+def _grad(grads: Sequence[Tensor | None], i: int) -> Tensor:
+    grad = grads[i]
+    assert grad is not None
+    return grad
+
+
+def _kind(slot: Slot, grad: Tensor | None) -> _Kind:
+    assert grad is not None
+    tensors = [t for t in (slot.param, grad, slot.exp_avg, slot.exp_avg_sq, slot.master) if t is not None]
+    return _Kind(
+        param=slot.param.dtype,
+        grad=grad.dtype,
+        moment=slot.exp_avg.dtype,
+        has_master=slot.master is not None,
+        # 16-byte accesses need the addresses and, for a mask of whole vectors, the length.
+        is_aligned=slot.param.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors),
+    )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in memory order, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one piece of memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _check_slots(slots: tuple[Slot, ...]) -> torch.device:
+    if not slots:
+        raise ConfigError("slots is empty; pass at least one parameter with its state")
+    device = slots[0].param.device
+    if device.type not in {"cuda", "cpu"}:
+        raise UnsupportedError(f"slots[0].param is on {device}; adamw runs on CUDA and CPU tensors")
+    for i, slot in enumerate(slots):
+        _check_slot(f"slots[{i}]", slot, device)
+    return device
+
+
+def _check_slot(name: str, slot: Slot, device: torch.device) -> None:
+    param = slot.param
+    if param.dtype not in _PARAM_DTYPES:
+        raise ConfigError(f"{name}.param has dtype {param.dtype}; adamw updates float32 and bfloat16 parameters")
+    if not is_dense(param):
+        raise UnsupportedError(f"{name}.param has gaps or overlaps (strides {param.stride()}); pass a contiguous copy")
+    if slot.exp_avg.dtype != slot.exp_avg_sq.dtype or slot.exp_avg.dtype not in _TRITON_DTYPES:
+        got = f"{slot.exp_avg.dtype} and {slot.exp_avg_sq.dtype}"
+        raise ConfigError(f"{name} has moments of {got}; both must be float32, bfloat16 or float8_e4m3fn")
+    for field in ("exp_avg", "exp_avg_sq", "master"):
+        state = getattr(slot, field)
+        if state is not None and (state.shape != param.shape or state.stride() != param.stride()):
+            raise ConfigError(f"{name}.{field} is laid out {tuple(state.shape)} {state.stride()}, unlike its parameter")
+        if state is not None and state.device != device:
+            raise ConfigError(f"{name}.{field} is on {state.device}; all tensors must be on {device}")
+    if slot.master is not None and slot.master.dtype != torch.float32:
+        raise ConfigError(f"{name}.master has dtype {slot.master.dtype}; a master copy is float32")
+    if param.device != device:
+        raise ConfigError(f"{name}.param is on {param.device}; all tensors must be on {device}")
+    num_blocks = -(-param.numel() // adamw.BLOCK)
+    for field in ("exp_avg_scales", "exp_avg_sq_scales"):
+        scales = getattr(slot, field)
+        if (scales is not None) != slot.has_fp8_moments:
+            raise ConfigError(f"{name}.{field} must be given for float8_e4m3fn moments and only for them")
+        if scales is not None and (scales.dtype != torch.float32 or scales.shape != (num_blocks,)):
+            got = f"{scales.dtype} {tuple(scales.shape)}"
+            raise ConfigError(f"{name}.{field} is {got}; it must be float32 ({num_blocks},)")
+
+
+def _check_grads(slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:
+    if len(grads) != len(slots):
+        raise ConfigError(f"grads has {len(grads)} entries for {len(slots)} slots")
+    for i, (slot, grad) in enumerate(zip(slots, grads, strict=True)):
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise UnsupportedError(f"grads[{i}] is sparse ({grad.layout}); adamw takes dense gradients")
+        if grad.dtype not in _PARAM_DTYPES:
+            raise ConfigError(f"grads[{i}] has dtype {grad.dtype}; adamw takes float32 and bfloat16 gradients")
+        if grad.shape != slot.param.shape or grad.stride() != slot.param.stride():
+            got = f"{tuple(grad.shape)} {grad.stride()}"
+            raise ConfigError(f"grads[{i}] is laid out {got}, unlike its parameter; copy it to the parameter's layout")
+        if grad.device != slot.param.device:
+            raise ConfigError(f"grads[{i}] is on {grad.device}, its parameter on {slot.param.device}")

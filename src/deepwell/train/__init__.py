@@ -1,0 +1,1 @@
+"""Training: the optimizer and what is built on it."""
