@@ -1,6 +1,7 @@
 """explain: folded layers, rules and shares that are true, a table that fits the page, JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -141,6 +142,14 @@ def test_an_explanation_round_trips_through_json() -> None:
     assert Explanation.from_dict(json.loads(json.dumps(explained.to_dict()))) == explained
     with pytest.raises(ConfigError, match="explanation"):
         Explanation.from_dict({"model": "M"})
+
+
+def test_the_guide_prints_what_its_example_prints() -> None:
+    policy = PrecisionPolicy("mxfp8")
+    policy.set_layer_precision("attention", "bf16")
+    policy.set_layer_precision("mlp", "fp4")
+    page = Path(__file__).resolve().parents[2] / "docs" / "precision-policy.md"
+    assert f"```\n{policy.explain(LLAMA)}\n```" in page.read_text(encoding="utf-8")
 
 
 def test_a_model_without_linear_layers_is_explained_too() -> None:

@@ -80,7 +80,7 @@ ALL_CLASSES = [  # from the weakest to the strongest
 ]
 
 
-@pytest.mark.parametrize(("weak", "strong"), itertools.combinations(ALL_CLASSES, 2))
+@pytest.mark.parametrize(("weak", "strong"), list(itertools.combinations(ALL_CLASSES, 2)))
 def test_the_more_specific_class_wins_in_either_order(weak: str | None, strong: str) -> None:
     rules = [(weak, "mxfp8"), (strong, "fp8")]
     assert formats(policy_of(*rules), LLAMA, PATH) == ["fp8"] * 3
