@@ -1,10 +1,13 @@
 """probe() of this machine through a stand-in for NVML: what it reads, and what it says when it cannot."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from deepwell.hardware import nvml
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.nvml import largest_group
 from deepwell.hardware.probe import probe
@@ -206,3 +209,17 @@ def test_the_real_machine_can_be_probed():
     assert hw.num_gpus >= 1 and hw.host is not None
     assert Hardware.from_json(hw.to_json()) == hw
     assert json.loads(hw.to_json())["schema"] == 1
+
+
+def test_the_stand_in_speaks_the_language_of_the_real_nvml(fake_nvml):
+    # Else the tests above could pass on names that pynvml does not have.
+    pynvml = pytest.importorskip("pynvml")
+    source = Path(nvml.__file__).read_text(encoding="utf-8") + Path(sys.modules[probe.__module__].__file__).read_text(
+        encoding="utf-8"
+    )
+    functions = set(re.findall(r"\bnvml(?:Device|System|Init|Shutdown)\w*", source))
+    assert len(functions) > 20
+    assert [name for name in sorted(functions) if not hasattr(pynvml, name)] == []
+    assert [name for name in vars(fake_nvml) if name.startswith("_nvml") and not hasattr(pynvml, name[1:])] == []
+    levels = ("INTERNAL", "SINGLE", "MULTIPLE", "HOSTBRIDGE", "NODE", "SYSTEM")
+    assert [getattr(pynvml, f"NVML_TOPOLOGY_{level}") for level in levels] == [0, 10, 20, 30, 40, 50]
