@@ -202,6 +202,7 @@ def test_tied_weights_count_once() -> None:
     assert head.num_params == 0
     assert head.params[0].tied_to == "transformer.wte.weight"
     assert ir.num_params == 124_439_808
+    assert ir.param_bytes == 4 * 124_439_808
 
 
 def test_parameter_bytes_follow_the_dtype() -> None:

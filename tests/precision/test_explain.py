@@ -86,6 +86,23 @@ def test_shares_are_of_the_linear_layers_training_flops() -> None:
     assert sum(shares.values()) == pytest.approx(1)
 
 
+def test_shares_count_every_expert_where_the_rows_do_not_divide() -> None:
+    # 4096 tokens over 3 experts: two distinct row counts, so two groups of GEMMs, both of which must count.
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 1, "num_hidden_layers": 1, "vocab_size": 4096}
+    policy = PrecisionPolicy()
+    policy.set_layer_precision("experts", "mxfp8")
+    span = policy.explain(ir_from_config({**published_config("mixtral-8x7b"), **sizes})).spans[0]
+    experts, attention = 3 * 4096 * 14336, 2 * 4096 * 4096 + 2 * 4096 * 1024
+    whole = experts + attention + 4096 * 3 + 4096 * 4096
+    assert dict(span.shares)["mxfp8"] == pytest.approx(experts / whole)
+
+
+def test_a_rule_that_changes_nothing_makes_no_span() -> None:
+    policy = PrecisionPolicy("mxfp8")
+    policy.set_layer_precision("experts", "fp4", steps="10:20")  # a dense model has none
+    assert [span.steps for span in policy.explain(LLAMA).spans] == [(0, None)]
+
+
 def test_formats_in_use_are_spelt_out() -> None:
     text = str(mixed().explain(LLAMA))
     assert "nvfp4 wgrad: gradient nvfp4 (stochastic, hadamard) x activation nvfp4 (hadamard)" in text
