@@ -115,6 +115,17 @@ def test_an_activation_of_a_sum_is_no_epilogue() -> None:
     assert found(ir, "linear_gelu") == []
 
 
+def test_a_gate_and_an_up_of_different_inputs_stay_two_gemms() -> None:
+    ir = one_block(
+        Norm(name="norm", role="norm", inputs=("@in",), norm="rms", width=8),
+        Linear(name="gate", role="mlp", part="gate", inputs=("norm",), k=8, n=8),
+        Linear(name="up", role="mlp", part="up", inputs=("@in",), k=8, n=8),
+        Activation(name="act", role="mlp", inputs=("gate", "up"), function="silu", width=8, gated=True),
+    )
+    assert found(ir, "gate_up") == []
+    assert found(ir, "linear_swiglu") == [(("gate", "up", "act"), 0, 1)]
+
+
 def test_another_activation_has_its_own_kind() -> None:
     ir = one_block(
         Linear(name="up", role="mlp", inputs=("@in",), k=8, n=8),
