@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -131,9 +132,8 @@ def check(variant: Variant, config: Config | None) -> None:
     """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order)."""
     torch.manual_seed(0)
     cpu_slots, cpu_grads = make_slots([(300, 128), (77,), (4096,), (13, 40)], variant, "cpu")
-    move = lambda t: None if t is None else t.cuda()  # noqa: E731
     names = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
-    gpu_slots = [Slot(**{n: move(getattr(s, n)) for n in names}, index=s.index) for s in cpu_slots]
+    gpu_slots = [Slot(**{n: _to_gpu(getattr(s, n)) for n in names}, index=s.index) for s in cpu_slots]
     gpu_grads = [g.cuda() for g in cpu_grads]
     cpu, gpu = make_optimizer(cpu_slots, variant, "cpu", None), make_optimizer(gpu_slots, variant, "cuda", config)
     for _ in range(2):
@@ -149,6 +149,10 @@ def check(variant: Variant, config: Config | None) -> None:
             if not (same or (variant.clip_norm is not None and is_close)):
                 differing = int((got.cpu().float() != wanted.float()).sum())
                 raise SystemExit(f"{variant.name} {config}: {name} of tensor {i} differs in {differing} elements")
+
+
+def _to_gpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cuda()
 
 
 def copy_bandwidth() -> float:
@@ -186,8 +190,14 @@ class Table:
         print(f"{head} {'ms':>8} {'GB/s':>7} {'copy':>6} {'torch':>6} {'host us':>8}")
 
     def add(
-        self, shapes: str, name: str, config: str, function: Callable[[], object], num_bytes: float, torch_ms: float
+        self,
+        names: tuple[str, str, str],
+        function: Callable[[], object],
+        num_bytes: float,
+        torch_ms: float = 0.0,
     ) -> float:
+        """Measure one row, named (shapes, variant, config); returns its milliseconds."""
+        shapes, name, config = names
         ms = median_ms(function)
         gbps = num_bytes / ms / 1e6
         row = Row(
@@ -224,7 +234,7 @@ def bench_shapes(table: Table, label: str, shapes: list[Shape], *, all_variants:
     for dtype in (BF16, FP32) if all_variants else (BF16,):
         step = torch_step(shapes, dtype)
         name = f"torch fused, all {str(dtype).removeprefix('torch.')}"
-        torch_ms[dtype] = table.add(label, name, "-", step, 7 * dtype.itemsize * count, 0.0)
+        torch_ms[dtype] = table.add((label, name, "-"), step, 7 * dtype.itemsize * count)
         del step
         torch.cuda.empty_cache()
     for variant in (PLAIN, RANDOM, *VARIANTS) if all_variants else (PLAIN, VARIANTS[0]):
@@ -233,13 +243,12 @@ def bench_shapes(table: Table, label: str, shapes: list[Shape], *, all_variants:
         every = all_variants and variant in (PLAIN, VARIANTS[0], VARIANTS[1])
         for config in CONFIGS if every else CONFIGS[:1]:
             optimizer = make_optimizer(slots, variant, "cuda", config)
-            shown = f"{config.rows} x {config.tiles}, {config.num_warps}"
+            capped = f", {config.max_registers} regs" if config.max_registers else ""
+            shown = f"{config.rows} x {config.tiles}, {config.num_warps}{capped}"
             num_bytes = variant.bytes_per_parameter() * count
             table.add(
-                label,
-                variant.name,
-                shown,
-                lambda optimizer=optimizer, grads=grads: optimizer.step(grads, groups),
+                (label, variant.name, shown),
+                partial(optimizer.step, grads, groups),
                 num_bytes,
                 torch_ms[variant.param],
             )

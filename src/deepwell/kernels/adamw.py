@@ -20,81 +20,27 @@ Cost:     memory bound. Bytes a parameter, all bf16: read p, g, m, v and write p
           master and bf16 moments 20; the norm 2 more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
 """
 
+# ruff: noqa: PLR0917 (kernels: their arguments are positional)
 # Shapes: S slots (parameters), G parameter groups, C chunks; a tile is ROWS x 128 elements in memory order.
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deepwell.kernels._triton import tl, triton
-from deepwell.kernels.philox import random_bits, random_bits_ref
+from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
+from deepwell.kernels.philox import random_bits, random_bits_each, random_bits_ref
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FLT_MAX = torch.finfo(torch.float32).max
-# What `clip_norm` divides by besides the norm, as in torch.nn.utils.clip_grad_norm_.
-CLIP_EPS = 1e-6
-
 # Streams of random bits: one for each number of an element that may be rounded at random.
 STREAM_PARAM, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ = 0, 1, 2
 
-# Columns of the table of slots, int64: addresses, then numbers.
-TABLE_COLUMNS = 10
-_PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _SCALES, _SQ_SCALES, _MASTER, _NUMEL, _SLOT, _INDEX = range(TABLE_COLUMNS)
-# Columns of the scalars of a group (fp64, in) and of a slot (fp32, out).
-GROUP_COLUMNS = 7  # lr, beta1, beta2, eps, weight decay, sign of the gradient, clip_norm
-HYPER_COLUMNS = 8  # decay, step size, 1 / sqrt(1 - b2^t), 1 - b1, b2, 1 - b2, eps, factor of the gradient
-# int64 words that stay on the device: the seed, whether this step is skipped, how many were.
-CONTROL_SEED, CONTROL_SKIP, CONTROL_SKIPPED = 0, 1, 2
-
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hyper:
-    """The scalars of one tensor's update, each rounded to fp32 once."""
-
-    decay: float
-    step_size: float
-    rsqrt_correction: float
-    weight1: float
-    beta2: float
-    weight2: float
-    eps: float
-    factor: float
-
-    @staticmethod
-    def at_step(step: int, group: list[float], coefficient: float) -> "Hyper":
-        """The scalars of step number `step` (from 1) of a group's row; `coefficient` is what clipping multiplies by."""
-        lr, beta1, beta2, eps, weight_decay, sign, _ = group
-        return Hyper(
-            decay=_fp32(1.0 - lr * weight_decay),
-            step_size=_fp32(lr / (1.0 - _power(beta1, step))),
-            rsqrt_correction=_fp32(1.0 / math.sqrt(1.0 - _power(beta2, step))),
-            weight1=_fp32(1.0 - beta1),
-            beta2=_fp32(beta2),
-            weight2=_fp32(1.0 - beta2),
-            eps=_fp32(eps),
-            factor=_fp32(sign * coefficient),
-        )
-
-
-def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
-
-
-def _power(base: float, exponent: int) -> float:
-    """base ** exponent by squaring, product for product what the device computes."""
-    result = 1.0
-    for bit in range(31):
-        if (exponent >> bit) & 1:
-            result = result * base
-        base = base * base
-    return result
 
 
 def adamw_ref(
@@ -198,121 +144,23 @@ class Config:
     rows: int  # of 128 elements in a tile
     tiles: int  # that one program works through, one after the other
     num_warps: int
+    # A cap on the registers of a thread, where the compiler would trade occupancy for them.
+    max_registers: int | None = None
 
 
 CONFIGS = (
     Config(rows=16, tiles=1, num_warps=8),
     Config(rows=8, tiles=1, num_warps=4),
-    Config(rows=16, tiles=1, num_warps=4),
+    Config(rows=8, tiles=1, num_warps=8),
+    Config(rows=16, tiles=1, num_warps=8, max_registers=64),
+    Config(rows=16, tiles=1, num_warps=8, max_registers=80),
     Config(rows=32, tiles=1, num_warps=8),
     Config(rows=16, tiles=4, num_warps=8),
     Config(rows=8, tiles=8, num_warps=4),
 )
-# The norm reads one stream and nothing else: long chunks, so that few partial sums are left.
-NORM_CONFIG = Config(rows=32, tiles=16, num_warps=8)
 
 
 # ---- kernels ----
-
-
-@triton.jit
-def _pointer(table_ptr, row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table_ptr + row * 10 + COLUMN).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
-def _norm_kernel(
-    table_ptr,
-    chunk_row_ptr,
-    chunk_place_ptr,
-    partial_ptr,
-    GRAD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    # One program sums the squares of one chunk; inf and NaN carry through to the sum.
-    pid = tl.program_id(0)
-    row = tl.load(chunk_row_ptr + pid)
-    start = tl.load(chunk_place_ptr + pid).to(tl.int64) * (ROWS * 128 * TILES)
-    numel = tl.load(table_ptr + row * 10 + 7)
-    if ALIGNED:
-        numel = tl.multiple_of(numel, 16)
-    grad_ptr = _pointer(table_ptr, row, 1, GRAD, ALIGNED)
-    total = tl.zeros((ROWS * 128,), tl.float32)
-    for i in tl.range(TILES):
-        e = start + i * (ROWS * 128) + tl.arange(0, ROWS * 128)
-        g = tl.load(grad_ptr + e, mask=e < numel, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        total += g * g
-    tl.store(partial_ptr + pid, tl.sum(total.to(tl.float64), axis=0))
-
-
-@triton.jit
-def _prepare_kernel(
-    partial_ptr,
-    num_partials,
-    active_ptr,
-    num_active,
-    slot_group_ptr,
-    step_ptr,
-    group_ptr,
-    hyper_ptr,
-    control_ptr,
-    norm_ptr,
-    HAS_NORM: tl.constexpr,
-    HAS_CLIP: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    # Each program adds up the partial sums by itself and writes the scalars of SLOTS slots; the first one counts.
-    s = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    is_live = s < num_active
-    slot = tl.load(active_ptr + s, mask=is_live, other=0)
-    group = group_ptr + tl.load(slot_group_ptr + slot, mask=is_live, other=0) * 7
-    coefficient = tl.full((), 1.0, tl.float64)
-    skip = tl.full((), 0, tl.int64)
-    if HAS_NORM:
-        total = tl.zeros((1024,), tl.float64)
-        for first in tl.range(0, num_partials, 1024):
-            i = first + tl.arange(0, 1024)
-            total += tl.load(partial_ptr + i, mask=i < num_partials, other=0.0)
-        norm = tl.sqrt(tl.sum(total, axis=0))
-        # False for inf and NaN alike.
-        skip = tl.where(norm < float("inf"), 0, 1).to(tl.int64)
-        if HAS_CLIP:
-            limit = tl.load(group_ptr + 6) / (norm + 1e-6)
-            coefficient = tl.where(limit < 1.0, limit, 1.0)
-        if tl.program_id(0) == 0:
-            tl.store(norm_ptr, norm.to(tl.float32))
-            tl.store(control_ptr + 1, skip)
-            tl.store(control_ptr + 2, tl.load(control_ptr + 2) + skip)
-    step = tl.load(step_ptr + slot, mask=is_live, other=0) + (1 - skip)
-    lr = tl.load(group + 0, mask=is_live, other=0.0)
-    beta1 = tl.load(group + 1, mask=is_live, other=0.0)
-    beta2 = tl.load(group + 2, mask=is_live, other=0.0)
-    power1 = tl.full((SLOTS,), 1.0, tl.float64)
-    power2 = tl.full((SLOTS,), 1.0, tl.float64)
-    base1, base2 = beta1, beta2
-    for bit in tl.static_range(31):
-        is_set = ((step >> bit) & 1) == 1
-        power1 = tl.where(is_set, power1 * base1, power1)
-        power2 = tl.where(is_set, power2 * base2, power2)
-        base1 = base1 * base1
-        base2 = base2 * base2
-    decay = 1.0 - lr * tl.load(group + 4, mask=is_live, other=0.0)
-    out = hyper_ptr + slot * 8
-    tl.store(out + 0, decay.to(tl.float32), mask=is_live)
-    tl.store(out + 1, (lr / (1.0 - power1)).to(tl.float32), mask=is_live)
-    tl.store(out + 2, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32), mask=is_live)
-    tl.store(out + 3, (1.0 - beta1).to(tl.float32), mask=is_live)
-    tl.store(out + 4, beta2.to(tl.float32), mask=is_live)
-    tl.store(out + 5, (1.0 - beta2).to(tl.float32), mask=is_live)
-    tl.store(out + 6, tl.load(group + 3, mask=is_live, other=0.0).to(tl.float32), mask=is_live)
-    factor = tl.load(group + 5, mask=is_live, other=0.0) * coefficient
-    tl.store(out + 7, factor.to(tl.float32), mask=is_live)
-    tl.store(step_ptr + slot, step, mask=is_live)
 
 
 @triton.jit
@@ -375,6 +223,90 @@ def encode_e4m3(x, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr):
 
 
 @triton.jit
+def noise_of(first, stride, e, random, STREAM: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr):
+    """Random bits of a tile; `random` is (seed, tensor, step). EACH where rows do not begin at multiples of 8."""
+    seed, index, step = random
+    if EACH:
+        return random_bits_each(first + e, seed, index, step, STREAM)
+    return random_bits(first, seed, index, step, STREAM, ROWS, 128, stride)
+
+
+@triton.jit
+def update_tile(
+    table_ptr,
+    row,
+    e,
+    is_live,
+    block,
+    is_live_block,
+    first,
+    stride,
+    hyper_ptr,
+    random,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Update the ROWS x 128 elements `e` (offsets from the table's addresses); returns the parameter as stored.
+
+    `first` and `stride` place the tile among the elements of the whole parameter, for its random bits; with EACH
+    `first` is the parameter's element that offset 0 stands for.
+    """
+    param_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
+    grad_ptr = pointer_at(table_ptr, row, 1, GRAD, ALIGNED)
+    m_ptr = pointer_at(table_ptr, row, 2, MOMENT, ALIGNED)
+    v_ptr = pointer_at(table_ptr, row, 3, MOMENT, ALIGNED)
+    m_scale_ptr = pointer_at(table_ptr, row, 4, tl.float32, ALIGNED)
+    v_scale_ptr = pointer_at(table_ptr, row, 5, tl.float32, ALIGNED)
+    master_ptr = pointer_at(table_ptr, row, 6, tl.float32, ALIGNED)
+    g = tl.load(grad_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if HAS_MASTER:
+        p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
+    else:
+        p = tl.load(param_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+    v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+    if MOMENT == tl.uint8:
+        m = decode_e4m3(m, tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
+        v = decode_e4m3(v, tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
+        v = v * v
+    p, m, v, root = update_numbers(p, g, m.to(tl.float32), v.to(tl.float32), hyper_ptr)
+
+    m_noise, v_noise = 0, 0
+    if RANDOM_MOMENT:
+        m_noise = noise_of(first, stride, e, random, 1, ROWS, EACH)
+        v_noise = noise_of(first, stride, e, random, 2, ROWS, EACH)
+    if MOMENT == tl.uint8:
+        # What was masked is 0 still, so nothing beyond the end raises a block's scale.
+        m_code, m_scale = encode_e4m3(m, m_noise, False, RANDOM_MOMENT)
+        v_code, v_scale = encode_e4m3(root, v_noise, True, RANDOM_MOMENT)
+        tl.store(m_ptr + e, m_code, mask=is_live)
+        tl.store(v_ptr + e, v_code, mask=is_live)
+        tl.store(m_scale_ptr + block, m_scale, mask=is_live_block)
+        tl.store(v_scale_ptr + block, v_scale, mask=is_live_block)
+    elif RANDOM_MOMENT:
+        tl.store(m_ptr + e, round_bf16_at_random(m, m_noise), mask=is_live)
+        tl.store(v_ptr + e, round_bf16_at_random(v, v_noise), mask=is_live)
+    else:
+        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
+        tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
+    if HAS_MASTER:
+        tl.store(master_ptr + e, p, mask=is_live)
+    if RANDOM_PARAM:
+        stored = round_bf16_at_random(p, noise_of(first, stride, e, random, 0, ROWS, EACH))
+    else:
+        stored = p.to(PARAM)
+    tl.store(param_ptr + e, stored, mask=is_live)
+    return stored
+
+
+@triton.jit
 def _adamw_kernel(
     table_ptr,
     chunk_row_ptr,
@@ -397,63 +329,32 @@ def _adamw_kernel(
         pid = tl.program_id(0)
         row = tl.load(chunk_row_ptr + pid)
         start = tl.load(chunk_place_ptr + pid).to(tl.int64) * (ROWS * 128 * TILES)
-        numel = tl.load(table_ptr + row * 10 + 7)
-        if ALIGNED:
-            numel = tl.multiple_of(numel, 16)
+        numel = number_at(table_ptr, row, 7, ALIGNED)
         slot = tl.load(table_ptr + row * 10 + 8)
-        index = tl.load(table_ptr + row * 10 + 9)
-        seed = tl.load(control_ptr)
-        step = tl.load(step_ptr + slot)
-        hyper = hyper_ptr + slot * 8
-        param_ptr = _pointer(table_ptr, row, 0, PARAM, ALIGNED)
-        grad_ptr = _pointer(table_ptr, row, 1, GRAD, ALIGNED)
-        m_ptr = _pointer(table_ptr, row, 2, MOMENT, ALIGNED)
-        v_ptr = _pointer(table_ptr, row, 3, MOMENT, ALIGNED)
-        m_scale_ptr = _pointer(table_ptr, row, 4, tl.float32, ALIGNED)
-        v_scale_ptr = _pointer(table_ptr, row, 5, tl.float32, ALIGNED)
-        master_ptr = _pointer(table_ptr, row, 6, tl.float32, ALIGNED)
+        random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
         for i in tl.range(TILES):
             first = start + i * (ROWS * 128)
             r = tl.arange(0, ROWS)
             e = first + r[:, None] * 128 + tl.arange(0, 128)[None, :]
-            is_live = e < numel
             block = first // 128 + r
-            is_live_block = block * 128 < numel
-            g = tl.load(grad_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            if HAS_MASTER:
-                p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
-            else:
-                p = tl.load(param_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
-            v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
-            if MOMENT == tl.uint8:
-                m = decode_e4m3(m, tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
-                v = decode_e4m3(v, tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
-                v = v * v
-            p, m, v, root = update_numbers(p, g, m.to(tl.float32), v.to(tl.float32), hyper)
-
-            m_noise, v_noise = 0, 0
-            if RANDOM_MOMENT:
-                m_noise = random_bits(first, seed, index, step, 1, ROWS, 128, 128)
-                v_noise = random_bits(first, seed, index, step, 2, ROWS, 128, 128)
-            if MOMENT == tl.uint8:
-                # Nothing beyond the end of the tensor may raise a block's scale.
-                m_code, m_scale = encode_e4m3(tl.where(is_live, m, 0.0), m_noise, False, RANDOM_MOMENT)
-                v_code, v_scale = encode_e4m3(tl.where(is_live, root, 0.0), v_noise, True, RANDOM_MOMENT)
-                tl.store(m_ptr + e, m_code, mask=is_live)
-                tl.store(v_ptr + e, v_code, mask=is_live)
-                tl.store(m_scale_ptr + block, m_scale, mask=is_live_block)
-                tl.store(v_scale_ptr + block, v_scale, mask=is_live_block)
-            elif RANDOM_MOMENT:
-                tl.store(m_ptr + e, round_bf16_at_random(m, m_noise), mask=is_live)
-                tl.store(v_ptr + e, round_bf16_at_random(v, v_noise), mask=is_live)
-            else:
-                tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
-                tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
-            if HAS_MASTER:
-                tl.store(master_ptr + e, p, mask=is_live)
-            if RANDOM_PARAM:
-                p_noise = random_bits(first, seed, index, step, 0, ROWS, 128, 128)
-                tl.store(param_ptr + e, round_bf16_at_random(p, p_noise), mask=is_live)
-            else:
-                tl.store(param_ptr + e, p.to(PARAM), mask=is_live)
+            update_tile(
+                table_ptr,
+                row,
+                e,
+                e < numel,
+                block,
+                block * 128 < numel,
+                first,
+                128,
+                hyper_ptr + slot * 8,
+                random,
+                PARAM,
+                GRAD,
+                MOMENT,
+                HAS_MASTER,
+                RANDOM_PARAM,
+                RANDOM_MOMENT,
+                ALIGNED,
+                ROWS,
+                False,
+            )

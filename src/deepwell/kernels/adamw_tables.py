@@ -1,4 +1,4 @@
-"""The fused optimizer's launches: which tensors share a kernel, their table of addresses, and one step over all of them.
+"""The fused optimizer's launches: which tensors share a kernel, their table of addresses, and one step over all.
 
 A step is one launch for each kind of tensor (dtypes, moments, alignment), one more to work out the scalars, and with a
 norm one for each dtype of the gradients. Addresses, steps and scalars lie in device memory: a step never waits for the
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels import adamw
+from deepwell.kernels import adamw, adamw_scalars
 from deepwell.kernels._triton import is_interpreted, on_device, tl, triton
-from deepwell.kernels.adamw import CONFIGS, NORM_CONFIG, Config, Hyper, Noise, adamw_ref
+from deepwell.kernels.adamw import CONFIGS, Config, Noise, adamw_ref
+from deepwell.kernels.adamw_scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -105,19 +106,21 @@ class FusedAdamW:
         self.config = config or CONFIGS[0]
         self.control = torch.tensor([seed, 0, 0, 0], dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
-        self._hyper = torch.zeros((len(self.slots), adamw.HYPER_COLUMNS), dtype=torch.float32, device=self.device)
+        self._hyper = torch.zeros(
+            (len(self.slots), adamw_scalars.HYPER_COLUMNS), dtype=torch.float32, device=self.device
+        )
         self._slot_group = torch.tensor([s.group for s in self.slots], dtype=torch.int32).to(self.device)
         self._layouts: dict[tuple[object, ...], _Layout] = {}
 
     @property
     def num_skipped(self) -> Tensor:
         """How many steps were skipped for a norm that was not finite, on the device."""
-        return self.control[adamw.CONTROL_SKIPPED]
+        return self.control[adamw_scalars.CONTROL_SKIPPED]
 
     def step(self, grads: Sequence[Tensor | None], groups: Tensor) -> None:
         """Update every slot whose gradient is not None. `groups` is the fp64 (G, 7) table of the groups' scalars."""
         _check_grads(self.slots, grads)
-        if groups.dtype != torch.float64 or groups.dim() != 2 or groups.shape[1] != adamw.GROUP_COLUMNS:
+        if groups.dtype != torch.float64 or groups.dim() != 2 or groups.shape[1] != adamw_scalars.GROUP_COLUMNS:
             raise ConfigError(f"groups is {groups.dtype} {tuple(groups.shape)}; it must be float64 (G, 7)")
         active = [i for i, grad in enumerate(grads) if grad is not None and grad.numel() > 0]
         if not active:
@@ -143,19 +146,19 @@ class FusedAdamW:
 
     def _launch(self, layout: "_Layout", groups: Tensor) -> None:
         for launch, partials in layout.norms:
-            adamw._norm_kernel[(launch.chunk_row.numel(),)](
+            adamw_scalars._norm_kernel[(launch.chunk_row.numel(),)](
                 launch.table,
                 launch.chunk_row,
                 launch.chunk_place,
                 partials,
                 GRAD=_TRITON_DTYPES[launch.kind.grad],
                 ALIGNED=launch.kind.is_aligned,
-                ROWS=NORM_CONFIG.rows,
-                TILES=NORM_CONFIG.tiles,
-                num_warps=NORM_CONFIG.num_warps,
+                ROWS=NORM_ROWS,
+                TILES=NORM_TILES,
+                num_warps=NORM_WARPS,
             )
         num_active = layout.active.numel()
-        adamw._prepare_kernel[(triton.cdiv(num_active, 128),)](
+        adamw_scalars._prepare_kernel[(triton.cdiv(num_active, 128),)](
             layout.partials,
             layout.partials.numel(),
             layout.active,
@@ -191,6 +194,7 @@ class FusedAdamW:
                 ROWS=self.config.rows,
                 TILES=self.config.tiles,
                 num_warps=self.config.num_warps,
+                maxnreg=self.config.max_registers,
                 # A contracted multiply-add rounds once where the reference rounds twice.
                 enable_fp_fusion=False,
             )
@@ -207,10 +211,10 @@ class FusedAdamW:
             norm = math.sqrt(total)
             self.norm.fill_(norm)
             if not norm < math.inf:
-                self.control[adamw.CONTROL_SKIPPED] += 1
+                self.control[adamw_scalars.CONTROL_SKIPPED] += 1
                 return
             if self.clip_norm is not None:
-                coefficient = min(1.0, self.clip_norm / (norm + adamw.CLIP_EPS))
+                coefficient = min(1.0, self.clip_norm / (norm + adamw_scalars.CLIP_EPS))
         for i in active:
             slot, grad = self.slots[i], _grad(grads, i)
             self.steps[i] += 1
@@ -253,13 +257,13 @@ class _Layout:
         self.device = device
         self.active = torch.tensor([i for i, _ in kinds], dtype=torch.int32).to(device)
         self.updates = [
-            _new_launch(slots, kind, [i for i, k in kinds if k == kind], config, device)
+            _new_launch(slots, kind, [i for i, k in kinds if k == kind], config.rows * config.tiles, device)
             for kind in dict.fromkeys(k for _, k in kinds)
         ]
         self.norms: list[tuple[_Launch, Tensor]] = []
         norm_launches = []
         if has_norm:
-            norm_launches = [_new_launch(slots, u.kind, u.slots, NORM_CONFIG, device) for u in self.updates]
+            norm_launches = [_new_launch(slots, u.kind, u.slots, NORM_ROWS * NORM_TILES, device) for u in self.updates]
         counts = [launch.chunk_row.numel() for launch in norm_launches]
         self.partials = torch.zeros(sum(counts), dtype=torch.float64, device=device)
         self.norms = list(zip(norm_launches, self.partials.split(counts), strict=True)) if counts else []
@@ -274,15 +278,15 @@ class _Layout:
                 host = torch.tensor(addresses, dtype=torch.int64)
                 if self.device.type == "cuda":
                     host = host.pin_memory()
-                launch.table = host.to(self.device, non_blocking=True).view(len(rows), adamw.TABLE_COLUMNS)
+                launch.table = host.to(self.device, non_blocking=True).view(len(rows), adamw_scalars.TABLE_COLUMNS)
         for (launch, _), update in zip(self.norms, self.updates, strict=False):
             launch.table = update.table
 
 
 def _new_launch(
-    slots: tuple[Slot, ...], kind: _Kind, members: list[int], config: Config, device: torch.device
+    slots: tuple[Slot, ...], kind: _Kind, members: list[int], chunk_rows: int, device: torch.device
 ) -> _Launch:
-    chunk = config.rows * adamw.BLOCK * config.tiles
+    chunk = chunk_rows * adamw.BLOCK
     counts = torch.tensor([-(-slots[i].param.numel() // chunk) for i in members], dtype=torch.int64)
     row = torch.arange(len(members)).repeat_interleave(counts)
     place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)

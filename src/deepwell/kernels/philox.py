@@ -1,6 +1,6 @@
 """Random bits that depend on nothing but a key and a position: Philox4x32-10, in torch and in Triton.
 
-    words(c0..c3; key) = four 32-bit words        (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+    words(c0..c3; key) = four 32-bit words       (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
 
 Element e of tensor t at step s takes 16 bits of the call at counter (e // 8, stream, t, s) under the key `seed`: eight
 elements share one call, element e the half e % 2 (low first) of word (e % 8) // 2. So a result depends neither on the
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels._triton import tl, triton
+
+# ruff: noqa: PLR0917 (kernels: their arguments are positional)
 
 # Elements that share one call: 128 bits in halves of 16.
 PER_CALL = 8
