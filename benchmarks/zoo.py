@@ -146,7 +146,9 @@ def work(model_type: str, answer: Connection) -> None:
     import transformers
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    sys.stdout = sys.stderr = Path(os.devnull).open("w")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)  # the file descriptors, since log handlers hold the streams
+    os.dup2(silence, 2)
     try:
         row = examine(model_type)
     except BaseException as error:  # a process boundary: whatever ends this worker is its result
@@ -162,7 +164,10 @@ def work(model_type: str, answer: Connection) -> None:
 def run_all(model_types: list[str], jobs: int, timeout: float, on_row: Any) -> list[Row]:
     """Run each model in a fork of this process, `jobs` at a time; a worker past `timeout` seconds is ended."""
     import torch
-    import transformers  # noqa: F401 - imported once here, so that no fork pays for it
+    import torch._dynamo  # imported once here, so that no fork pays for it, and edits during a run do not mix in
+    import transformers  # noqa: F401
+
+    import deepwell.graph.trace  # noqa: F401
 
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -228,8 +233,8 @@ def summary(rows: list[Row], seconds: float) -> str:
     share = 100 * status["graph"] / max(1, len(rows))
     by_way = ", ".join(f"{count} by {way}" for way, count in ways.most_common())
     return (
-        f"{status['graph']} of {len(rows)} as graphs ({share:.1f} %: {by_way}; {fixed} hold for the example's values only), "
-        f"{status['static']} static, {status['error']} errors, {seconds:.0f} s"
+        f"{status['graph']} of {len(rows)} as graphs ({share:.1f} %: {by_way}; {fixed} of them for the example's values "
+        f"only), {status['static']} static, {status['error']} errors, {seconds:.0f} s"
     )
 
 

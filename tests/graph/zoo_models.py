@@ -1,4 +1,4 @@
-"""Tiny Hugging Face causal language models, one for each class of the auto mapping, built from the config classes alone.
+"""Tiny Hugging Face causal language models, one for each class of the auto mapping, built from config classes alone.
 
 A config is shrunk by what its fields are called (SMALL), nested configs too; OVERRIDES holds what a single architecture
 needs beyond that. Nothing is downloaded.
@@ -9,48 +9,73 @@ from typing import Any
 import torch
 
 VOCAB = 131
-# Field -> small value, for the spellings that configs use. Sizes differ from each other so that a mix-up changes a
-# shape.
-SMALL: dict[str, Any] = {
+# Small value -> fields that get it, for the spellings that configs use; sizes differ so that a mix-up changes a shape.
+FIELDS: tuple[tuple[int, str], ...] = (
     # width
-    "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "emb_dim": 64, "embedding_size": 64, "input_embedding_size": 64,
-    "word_embed_proj_dim": 64, "model_dim": 64, "embedding_dim": 64, "dim_model": 64, "output_embedding_size": 64,
+    (64,
+     "hidden_size d_model n_embd dim emb_dim embedding_size input_embedding_size word_embed_proj_dim "
+     "model_dim embedding_dim dim_model output_embedding_size"),
     # feed-forward
-    "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "ffn_hidden_size": 96,
-    "dim_ff": 96, "d_inner": 96, "dff": 96, "feed_forward_size": 96, "block_ff_dim": 96, "intermediate_size_mlp": 80,
-    "dense_intermediate_size": 96, "feed_forward_proj_size": 96, "attention_hidden_size": 64,
+    (96,
+     "intermediate_size ffn_dim n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dim_ff d_inner dff "
+     "feed_forward_size block_ff_dim dense_intermediate_size feed_forward_proj_size"),
+    (80, "intermediate_size_mlp"),
+    (64, "attention_hidden_size"),
     # depth
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "decoder_layers": 2, "encoder_layers": 2,
-    "num_encoder_layers": 2, "num_decoder_layers": 2, "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "num_blocks": 2,
+    (2,
+     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers "
+     "num_decoder_layers num_blocks"),
+    (0, "num_nextn_predict_layers num_mtp_layers"),
     # heads
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4, "num_kv_heads": 2,
-    "encoder_attention_heads": 4, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "d_head": 16, "dim_head": 16, "attention_head_size": 16, "kv_channels": 16, "global_head_dim": 16,
+    (4,
+     "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+     "num_encoder_attention_heads num_decoder_attention_heads"),
+    (2, "num_kv_heads num_key_value_heads"),
+    (16, "head_dim d_head dim_head attention_head_size kv_channels global_head_dim"),
     # positions and vocabulary
-    "max_position_embeddings": 128, "n_positions": 128, "max_target_positions": 128, "max_seq_len": 128, "n_ctx": 128,
-    "max_sequence_length": 128, "vocab_size": VOCAB, "sliding_window": 16, "attention_window_size": 16, "position_embedding_size": 128,
-    "vocab_size_per_layer_input": VOCAB, "sliding_window_size": 16, "attention_chunk_size": 16,
+    (128,
+     "max_position_embeddings n_positions max_target_positions max_seq_len n_ctx max_sequence_length "
+     "position_embedding_size"),
+    (VOCAB, "vocab_size vocab_size_per_layer_input"),
+    (16, "sliding_window attention_window_size sliding_window_size attention_chunk_size"),
     # mixture of experts
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "ffn_num_experts": 4,
-    "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "moe_top_k": 2, "num_selected_experts": 2,
-    "moe_intermediate_size": 32, "expert_ffn_hidden_size": 32, "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32, "moe_ffn_hidden_size": 32, "expert_intermediate_size": 32,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_shared_experts": 1,
-    "moe_num_shared_experts": 1, "num_dense_layers": 1, "moe_layer_start_index": 1,
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts ffn_num_experts"),
+    (2, "num_experts_per_tok moe_topk moe_k top_k_experts moe_top_k num_selected_experts"),
+    (32,
+     "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
+     "shared_intermediate_size moe_shared_expert_intermediate_size moe_ffn_hidden_size "
+     "expert_intermediate_size"),
+    (1,
+     "n_group topk_group first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts "
+     "num_dense_layers moe_layer_start_index"),
     # latent attention
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_head_dim": 24,
-    "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "o_lora_rank": 16, "o_groups": 2,
+    (24, "q_lora_rank qk_head_dim"),
+    (16, "kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim o_lora_rank"),
+    (8, "qk_rope_head_dim index_topk"),
+    (4, "index_n_heads"),
+    (2, "o_groups"),
     # state space and linear attention
-    "state_size": 16, "ssm_state_size": 16, "mamba_d_state": 16, "mamba_d_head": 32, "mamba_n_heads": 4, "mamba_num_heads": 4,
-    "mamba_head_dim": 32, "mamba_d_ssm": 128, "mamba_n_groups": 1, "n_groups": 1, "chunk_size": 16, "mamba_chunk_size": 16,
-    "time_step_rank": 4, "mamba_dt_rank": 4, "lru_width": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "conv_dim": 64, "conv_dim_out": 64, "mamba_headdim": 32, "n_mamba_heads": 1,
+    (16,
+     "state_size ssm_state_size mamba_d_state chunk_size mamba_chunk_size linear_key_head_dim "
+     "linear_value_head_dim"),
+    (32, "mamba_d_head mamba_head_dim mamba_headdim"),
+    (4, "mamba_n_heads mamba_num_heads time_step_rank mamba_dt_rank linear_num_value_heads"),
+    (128, "mamba_d_ssm"),
+    (1, "mamba_n_groups n_groups n_mamba_heads"),
+    (64, "lru_width conv_dim conv_dim_out"),
+    (2, "linear_num_key_heads"),
     # the rest
-    "hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2, "num_kv_shared_layers": 0, "adapter_rank": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "image_size": 16, "patch_size": 8,
-    "num_buckets": 4, "lora_rank": 4, "projection_dim": 32, "vision_output_dim": 32, "num_channels": 3, "max_source_positions": 64,
-    "num_codebooks": 2, "bottleneck_reduction_factor": 2, "num_conv_pos_embeddings": 16, "depth": 2,
-}  # fmt: skip
+    (8, "hidden_size_per_layer_input laurel_rank patch_size"),
+    (2, "altup_num_inputs eos_token_id num_codebooks bottleneck_reduction_factor depth"),
+    (0, "num_kv_shared_layers pad_token_id"),
+    (4, "adapter_rank num_buckets lora_rank"),
+    (1, "bos_token_id decoder_start_token_id"),
+    (16, "image_size num_conv_pos_embeddings"),
+    (32, "projection_dim vision_output_dim"),
+    (3, "num_channels"),
+    (64, "max_source_positions"),
+)  # fmt: skip
+SMALL: dict[str, Any] = {name: value for value, names in FIELDS for name in names.split()}
 # What one architecture needs beyond SMALL: fields that its own checks or its forward want set together.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {
@@ -67,9 +92,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "gemma4_assistant": {"backbone_hidden_size": 48, "text_config": ("gemma4_text", {
-        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2, "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2,
+        "global_head_dim": 16,
     })},
-    "gemma4_unified_assistant": {"backbone_hidden_size": 48, "text_config": ("gemma4_unified_text", {"num_kv_shared_layers": 2, "global_head_dim": 16})},
+    "gemma4_unified_assistant": {"backbone_hidden_size": 48, "text_config": ("gemma4_unified_text", {
+        "num_kv_shared_layers": 2, "global_head_dim": 16,
+    })},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -80,22 +108,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4,
-        "hc_count": 2, "hc_lowrank": 8,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8,
     },
     "reformer": {
         "is_decoder": True, "attn_layers": ("local", "lsh"), "axial_pos_shape": (8, 8), "axial_pos_embds_dim": (16, 48),
         "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16, "num_buckets": 8, "num_hidden_layers": 2,
     },
-    "roc_bert": {"pronunciation_embed_dim": 32, "pronunciation_vocab_size": 50, "shape_embed_dim": 32, "shape_vocab_size": 50},
+    "roc_bert": {
+        "pronunciation_embed_dim": 32, "pronunciation_vocab_size": 50, "shape_embed_dim": 32, "shape_vocab_size": 50,
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "attention_hidden_size": 128,
         "attention_head_dim": 32, "layers_block_type": None,
     },
     "zamba2": {
-        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 4, "mamba_headdim": 32,
-        "num_query_groups": 4, "attention_hidden_size": 128, "attention_head_dim": 32,
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 4,
+        "mamba_headdim": 32, "num_query_groups": 4, "attention_hidden_size": 128, "attention_head_dim": 32,
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip

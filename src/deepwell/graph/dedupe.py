@@ -165,7 +165,9 @@ def _learn_returns(model: nn.Module, inputs: ExampleInputs, kinds: list[_Kind]) 
 
 
 def _run_once(model: nn.Module, inputs: ExampleInputs, kinds: list[_Kind]) -> None:
-    with preserved(model, values=False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (inputs.args, dict(inputs.kwargs)))
+    with preserved(model, values=False), torch.no_grad(), mode:
         for kind in kinds:
             first = model.get_submodule(kind.representative)
             first.forward = functools.partial(_noting, kind, first.forward)
@@ -173,7 +175,7 @@ def _run_once(model: nn.Module, inputs: ExampleInputs, kinds: list[_Kind]) -> No
                 layer = model.get_submodule(path)
                 is_checked = i < CHECKED_DUPLICATES or path == kind.duplicates[-1]
                 layer.forward = functools.partial(_deferred, kind, layer.forward if is_checked else None)
-        model(*inputs.args, **inputs.kwargs)
+        model(*args, **kwargs)
 
 
 def _noting(kind: _Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
