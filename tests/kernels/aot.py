@@ -51,12 +51,12 @@ def compile_kernel(
     num_warps: int = 4,
 ) -> Compiled:
     """Compile for sm_`arch`. An argument is a torch dtype (a pointer to it, 16-byte aligned), "i32" (an integer that is
-    a multiple of 16), "i32:any" (any integer), or a constexpr's value; every parameter of the kernel must be named.
+    a multiple of 16), "i32:any" (any integer), "fp32", None (a pointer left out), or a constexpr's value; every parameter of the kernel must be named.
     """
     signature, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if kernel.params[i].is_constexpr:
+        if kernel.params[i].is_constexpr or value is None:
             signature[name] = "constexpr"
             constexprs[(i,)] = value
             continue

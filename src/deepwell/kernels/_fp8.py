@@ -45,6 +45,13 @@ def quantize_tile(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexp
 
 
 @triton.jit
+def quantize_row(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+    """Codes and scale of one row in registers; masked columns of `y` must be 0."""
+    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=0), FP8_MAX, POW2)
+    return saturate(y * enc, FP8_MAX).to(FP8), tl.div_rn(1.0, enc)
+
+
+@triton.jit
 def code_bytes(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
     """The codes of x as integers 0 .. 255."""
     return saturate(x, FP8_MAX).to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)

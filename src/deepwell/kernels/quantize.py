@@ -178,7 +178,7 @@ def _quantize_both_kernel(
     qt_ptr,
     scale_ptr,
     bits_ptr,
-    T,
+    GROUPS,
     K,
     stride_xt,
     stride_qt,
@@ -191,12 +191,12 @@ def _quantize_both_kernel(
     BLOCK_K: tl.constexpr,
 ):
     # Four tokens of a column are neighbours in the transposed copy: as one word they cross shared memory four times
-    # cheaper than as bytes. qt_ptr and stride_tk count words where PACKING is not "bytes".
+    # cheaper than as bytes. Unless PACKING is "bytes", qt_ptr and stride_tk count words, GROUPS groups of four tokens.
     FP8: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = 1 if PACKING == "bytes" else 4
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // GROUP) + tl.arange(0, BLOCK_T // GROUP)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (i[:, None] * GROUP < T) & (k[None, :] < K)
+    mask = (i[:, None] < GROUPS) & (k[None, :] < K)
     enc = multiplier_from_bits(magnitude_bits(tl.load(amax_ptr)), FP8_MAX, POW2)
     x_tile = x_ptr + (i * GROUP)[:, None] * stride_xt + k[None, :]
     q_tile = q_ptr + (i * GROUP)[:, None] * stride_qt + k[None, :]
@@ -317,7 +317,9 @@ def quantize_weight(
     """
     check_matrix("w_NK", w_NK)
     given = amax(w_NK) if amax_of_w is None else amax_of_w
-    q, q_t, scale, _ = _quantize_both(w_NK, given, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=False)
+    q, q_t, scale, _ = _quantize_both(
+        w_NK, given, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=False
+    )
     return q, q_t, scale
 
 
@@ -376,7 +378,7 @@ def _quantize_both(
             q_t if config.packing == "bytes" else q_t.view(torch.int32),
             scale,
             bits,
-            t,
+            t if config.packing == "bytes" else t // 4,
             k,
             x_TK.stride(0),
             q.stride(0),

@@ -112,7 +112,7 @@ def _transpose_words_kernel(
     scale_t_ptr,
     scale_ptr,
     out_ptr,
-    T,
+    T4,
     N4,
     stride_qt,
     stride_on,
@@ -122,12 +122,13 @@ def _transpose_words_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Pointers, N4 and strides count words of four codes. A 4 x 4 block of bytes is turned over in registers, so that
-    # shared memory moves whole words.
+    # Pointers, N4 and strides count words of four codes, T4 groups of four tokens. A 4 x 4 block of bytes is turned
+    # over in registers, so that shared memory moves whole words. (The mask compares i, not 4 * i: so it stays constant
+    # over a vector and the stores keep their 16 bytes.)
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
     n4 = tl.program_id(0) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     t = i * 4
-    mask = (t[:, None] < T) & (n4[None, :] < N4)
+    mask = (i[:, None] < T4) & (n4[None, :] < N4)
     tile = q_ptr + t[:, None] * stride_qt + n4[None, :]
     scale = tl.load(scale_ptr)
     a = tl.load(tile, mask=mask, other=0)
@@ -135,10 +136,10 @@ def _transpose_words_kernel(
     c = tl.load(tile + 2 * stride_qt, mask=mask, other=0)
     d = tl.load(tile + 3 * stride_qt, mask=mask, other=0)
     s_ptr = scale_t_ptr + t
-    a = _shift_word(a, tl.div_rn(tl.load(s_ptr, mask=t < T, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
-    b = _shift_word(b, tl.div_rn(tl.load(s_ptr + 1, mask=t < T, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
-    c = _shift_word(c, tl.div_rn(tl.load(s_ptr + 2, mask=t < T, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
-    d = _shift_word(d, tl.div_rn(tl.load(s_ptr + 3, mask=t < T, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
+    a = _shift_word(a, tl.div_rn(tl.load(s_ptr, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
+    b = _shift_word(b, tl.div_rn(tl.load(s_ptr + 1, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
+    c = _shift_word(c, tl.div_rn(tl.load(s_ptr + 2, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
+    d = _shift_word(d, tl.div_rn(tl.load(s_ptr + 3, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
     if ASM:
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
             _TRANSPOSE_BYTES,
@@ -243,7 +244,7 @@ def _launch(q_TN: Tensor, scale_T: Tensor, scale: Tensor, q_NT: Tensor, config: 
         scale_T,
         scale,
         out_words,
-        t,
+        t // 4,
         n // 4,
         words.stride(0),
         out_words.stride(0),

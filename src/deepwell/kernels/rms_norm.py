@@ -1,0 +1,481 @@
+"""RMSNorm forward and backward in one pass each, with the residual addition before it and FP8 rows after it.
+
+    s = x + r (rounded to x's dtype; s = x without a residual)      rstd = 1 / sqrt(mean_d s^2 + eps)      n = s * rstd
+    y = w * round(n) ("llama": n is rounded to x's dtype first) or round(w * n) ("torch": F.rms_norm)
+    dx = rstd * (g - n * mean_d(g * n)) + dr,   g = dy * w;        dw = sum_t dy * n
+    (q, scale) = FP8 rows of y or dx as `quantize_rows` makes them of the rounded values
+
+Numerics: fp32 inside; one rounding of each result. (q, scale) are bit-equal to quantizing y (dx). dw is deterministic:
+    each program adds its rows in order, a second small kernel adds the programs in order.
+Cost: memory bound; bytes per element in bf16: forward x 2, residual 2 + 2 for the sum, y 2, q 1; backward dy 2, x 2,
+    dr 2, dx 2, q 1. With residual and q only the forward moves 7 B: 16384 x 4096 in 111 us at 4.25 TB/s; the backward
+    with dr, dx and q 9 B: 142 us.
+`layer_norm.py` runs the same kernels with the mean taken off and a bias added.
+"""
+
+# ruff: noqa: PLR0917 (a kernel's arguments are positional)
+# Shapes: T tokens, D model width, P programs of the backward kernel.
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels._fp8 import quantize_row, quantize_tile
+from deepwell.kernels._triton import num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.checks import check_fp8, check_matrix, check_shape, check_vector
+from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
+
+# A row lies in registers as a whole.
+MAX_COLUMNS = 32768
+ROUNDINGS = ("llama", "torch")
+
+
+class Normed(NamedTuple):
+    """What a norm's forward gives; None for what was not asked for."""
+
+    y: Tensor | None
+    q: Tensor | None
+    scale: Tensor | None
+    # x + residual: the new residual stream, and the input that backward needs.
+    total: Tensor | None
+    rstd: Tensor
+    mean: Tensor | None
+
+
+class NormGrads(NamedTuple):
+    """What a norm's backward gives; None for what was not asked for."""
+
+    dx: Tensor | None
+    q: Tensor | None
+    scale: Tensor | None
+    dw: Tensor
+    db: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What to compute and to write; the same for forward and backward of one norm."""
+
+    eps: float = 1e-6
+    rounding: str = "llama"
+    # Whether y (dx) is written in x's dtype, and whether FP8 rows of it are.
+    write: bool = True
+    fp8: torch.dtype | None = None
+    pow2: bool = True
+    center: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ConfigError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+        if self.fp8 is not None:
+            check_fp8("fp8", self.fp8)
+        if not self.write and self.fp8 is None:
+            raise ConfigError("nothing would be written: set write=True or give fp8 a dtype")
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+def norm_ref(x_TD: Tensor, w_D: Tensor, b_D: Tensor | None, residual_TD: Tensor | None, options: Options) -> Normed:
+    """Reference for `rms_norm` and `layer_norm`."""
+    total = x_TD if residual_TD is None else x_TD + residual_TD
+    x = total.float()
+    mean = x.mean(1) if options.center else None
+    if mean is not None:
+        x = x - mean[:, None]
+    rstd = torch.rsqrt(x.square().mean(1) + options.eps)
+    n = x * rstd[:, None]
+    if options.rounding == "llama":
+        n = n.to(x_TD.dtype).float()
+    y = n * w_D.float()
+    if b_D is not None:
+        y = y + b_D.float()
+    y = y.to(x_TD.dtype)
+    q, scale = _rows_of(y, options)
+    return Normed(y if options.write else None, q, scale, None if residual_TD is None else total, rstd, mean)
+
+
+def norm_backward_ref(dy_TD: Tensor, saved: Normed, w_D: Tensor, dr_TD: Tensor | None, options: Options) -> NormGrads:
+    """Reference for the backward; `saved.total` is the input of the norm."""
+    assert saved.total is not None
+    x, dy = saved.total.float(), dy_TD.float()
+    if saved.mean is not None:
+        x = x - saved.mean[:, None]
+    n = x * saved.rstd[:, None]
+    rounded = n.to(saved.total.dtype).float() if options.rounding == "llama" else n
+    g = dy * w_D.float()
+    dx = g - n * (g * n).mean(1, keepdim=True)
+    if options.center:
+        dx = dx - g.mean(1, keepdim=True)
+    dx = dx * saved.rstd[:, None]
+    if dr_TD is not None:
+        dx = dx + dr_TD.float()
+    dx = dx.to(saved.total.dtype)
+    q, scale = _rows_of(dx, options)
+    db = dy.sum(0).to(w_D.dtype) if options.center else None
+    return NormGrads(dx if options.write else None, q, scale, (dy * rounded).sum(0).to(w_D.dtype), db)
+
+
+def _rows_of(y: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
+    if options.fp8 is None:
+        return None, None
+    return quantize_rows_ref(y, pow2=options.pow2, dtype=options.fp8)
+
+
+# ---- configs: what the tuner may choose from ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardConfig:
+    """Programs stay on their multiprocessor and walk over rows, so that dw is summed in registers."""
+
+    num_warps: int
+    programs_per_sm: int
+    # Loads of the next rows that are under way while this one is computed (through shared memory); 1: none.
+    num_stages: int = 1
+
+
+FORWARD_CONFIGS = (
+    RowConfig(tile=0, num_warps=4),
+    RowConfig(tile=0, num_warps=8),
+    RowConfig(tile=0, num_warps=16),
+    RowConfig(tile=0, num_warps=4, rows=1),
+    RowConfig(tile=0, num_warps=2, rows=1),
+)
+BACKWARD_CONFIGS = (
+    BackwardConfig(num_warps=8, programs_per_sm=2),
+    BackwardConfig(num_warps=8, programs_per_sm=3),
+    BackwardConfig(num_warps=8, programs_per_sm=4),
+    BackwardConfig(num_warps=4, programs_per_sm=4),
+    BackwardConfig(num_warps=4, programs_per_sm=8),
+    BackwardConfig(num_warps=16, programs_per_sm=1),
+    BackwardConfig(num_warps=16, programs_per_sm=2),
+    BackwardConfig(num_warps=8, programs_per_sm=2, num_stages=2),
+    BackwardConfig(num_warps=8, programs_per_sm=2, num_stages=3),
+    BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=3),
+)
+
+
+def default_forward_config(columns: int) -> RowConfig:
+    """Sixteen elements a thread or more."""
+    return FORWARD_CONFIGS[0] if columns <= 2048 else FORWARD_CONFIGS[1] if columns <= 8192 else FORWARD_CONFIGS[2]
+
+
+def default_backward_config(columns: int) -> BackwardConfig:
+    """Rows of 8192 and more need sixteen warps: weight, its gradient and three rows lie in registers."""
+    return BACKWARD_CONFIGS[3] if columns <= 2048 else BACKWARD_CONFIGS[0] if columns <= 4096 else BACKWARD_CONFIGS[5]
+
+
+# ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    total_ptr,
+    y_ptr,
+    q_ptr,
+    scale_ptr,
+    mean_ptr,
+    rstd_ptr,
+    T,
+    D,
+    stride_xt,
+    stride_rt,
+    eps,
+    FP8_MAX: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK)
+    live = t < T
+    mask = live[:, None] & (d[None, :] < D)
+    packed = t[:, None] * D + d[None, :]
+    x = tl.load(x_ptr + t[:, None] * stride_xt + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        r = tl.load(residual_ptr + t[:, None] * stride_rt + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        total = (x + r).to(DTYPE)
+        tl.store(total_ptr + packed, total, mask=mask)
+        x = total.to(tl.float32)
+    if mean_ptr is not None:
+        mean = tl.sum(x, axis=1) / D
+        tl.store(mean_ptr + t, mean, mask=live)
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
+    tl.store(rstd_ptr + t, rstd, mask=live)
+    n = x * rstd[:, None]
+    if ROUND_FIRST:
+        n = n.to(DTYPE).to(tl.float32)
+    y = n * w[None, :]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    rounded = y.to(DTYPE)
+    if y_ptr is not None:
+        tl.store(y_ptr + packed, rounded, mask=mask)
+    if q_ptr is not None:
+        # A masked column holds 0 * rstd = NaN where rstd is not finite; the whole row is NaN then.
+        q, scale = quantize_tile(rounded.to(tl.float32), q_ptr.dtype.element_ty, FP8_MAX, POW2)
+        tl.store(q_ptr + packed, q, mask=mask)
+        tl.store(scale_ptr + t, scale, mask=live)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dr_ptr,
+    dx_ptr,
+    q_ptr,
+    scale_ptr,
+    dw_ptr,
+    db_ptr,
+    T,
+    D,
+    stride_dyt,
+    stride_xt,
+    stride_drt,
+    FP8_MAX: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    d = tl.arange(0, BLOCK)
+    mask = d < D
+    w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)
+    dw = tl.zeros([BLOCK], dtype=tl.float32)
+    if db_ptr is not None:
+        db = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=NUM_STAGES):
+        t = tl.cast(row, tl.int64)  # the interpreter's row is a plain int
+        dy = tl.load(dy_ptr + t * stride_dyt + d, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + t * stride_xt + d, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + t)
+        if dr_ptr is not None:
+            dr = tl.load(dr_ptr + t * stride_drt + d, mask=mask, other=0.0).to(tl.float32)
+        if mean_ptr is not None:
+            x = tl.where(mask, x - tl.load(mean_ptr + t), 0.0)
+        n = x * rstd
+        g = dy * w
+        dx = g - n * (tl.sum(g * n, axis=0) / D)
+        if mean_ptr is not None:
+            dx -= tl.sum(g, axis=0) / D
+        dx *= rstd
+        if dr_ptr is not None:
+            dx += dr
+        if ROUND_FIRST:
+            n = n.to(DTYPE).to(tl.float32)
+        dw += dy * n
+        if db_ptr is not None:
+            db += dy
+        rounded = tl.where(mask, dx, 0.0).to(DTYPE)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + t * D + d, rounded, mask=mask)
+        if q_ptr is not None:
+            q, scale = quantize_row(rounded.to(tl.float32), q_ptr.dtype.element_ty, FP8_MAX, POW2)
+            tl.store(q_ptr + t * D + d, q, mask=mask)
+            tl.store(scale_ptr + t, scale)
+    tl.store(dw_ptr + tl.program_id(0) * D + d, dw, mask=mask)
+    if db_ptr is not None:
+        tl.store(db_ptr + tl.program_id(0) * D + d, db, mask=mask)
+
+
+@triton.jit
+def _sum_programs_kernel(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        mask = (p[:, None] < P) & (d[None, :] < D)
+        total += tl.load(partial_ptr + p[:, None] * D + d[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + d, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+# ---- public wrappers: check, allocate, launch ----
+
+
+def rms_norm(
+    x_TD: Tensor,
+    w_D: Tensor,
+    *,
+    residual_TD: Tensor | None = None,
+    options: Options | None = None,
+    config: RowConfig | None = None,
+) -> Normed:
+    """Normalise the rows of `x_TD` (+ `residual_TD`, whose sum is returned as `total`). See `Options` for the rest.
+
+    Raises ConfigError on a wrong argument, UnsupportedError on rows of more than 32768 columns.
+    """
+    options = options or Options()
+    if options.center:
+        raise ConfigError("options.center is for layer_norm; call that instead")
+    return norm(x_TD, w_D, None, residual_TD, options, config)
+
+
+def rms_norm_backward(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    w_D: Tensor,
+    rstd_T: Tensor,
+    *,
+    d_residual_TD: Tensor | None = None,
+    options: Options | None = None,
+    config: BackwardConfig | None = None,
+) -> NormGrads:
+    """Gradients of `rms_norm`: `x_TD` is what was normalised (`total` where there was a residual).
+
+    `d_residual_TD` is the gradient that reaches the residual stream past this norm; dx has it added, and is then the
+    gradient of x and of the residual both.
+    """
+    options = options or Options()
+    if options.center:
+        raise ConfigError("options.center is for layer_norm; call layer_norm_backward instead")
+    saved = Normed(None, None, None, x_TD, rstd_T, None)
+    return norm_backward(dy_TD, saved, w_D, d_residual_TD, options, config)
+
+
+def _check_columns(d: int) -> None:
+    if d > MAX_COLUMNS:
+        raise UnsupportedError(f"x_TD has {d} columns; the norm kernels hold a row in registers, up to {MAX_COLUMNS}")
+
+
+def norm(
+    x_TD: Tensor,
+    w_D: Tensor,
+    b_D: Tensor | None,
+    residual_TD: Tensor | None,
+    options: Options,
+    config: RowConfig | None,
+) -> Normed:
+    """The forward of both norms."""
+    check_matrix("x_TD", x_TD)
+    t, d = x_TD.shape
+    check_vector("w_D", w_D, d, x_TD)
+    if b_D is not None:
+        check_vector("b_D", b_D, d, x_TD)
+    if residual_TD is not None:
+        check_matrix("residual_TD", residual_TD, (x_TD.dtype,))
+        check_shape("residual_TD", residual_TD, (t, d), x_TD)
+    if not runs_kernel(x_TD, _norm_kernel):
+        return norm_ref(x_TD, w_D, b_D, residual_TD, options)
+    _check_columns(d)
+    y, q, scale = _allocate(x_TD, options)
+    total = torch.empty((t, d), dtype=x_TD.dtype, device=x_TD.device) if residual_TD is not None else None
+    rstd = torch.empty(t, dtype=torch.float32, device=x_TD.device)
+    mean = torch.empty_like(rstd) if options.center else None
+    config = config or default_forward_config(d)
+    rows = config.rows_per_program(d)
+    if x_TD.numel():
+        with on_device(x_TD):
+            _norm_kernel[(triton.cdiv(t, rows),)](
+                x_TD,
+                residual_TD,
+                w_D,
+                b_D,
+                total,
+                y,
+                q,
+                scale,
+                mean,
+                rstd,
+                t,
+                d,
+                x_TD.stride(0),
+                residual_TD.stride(0) if residual_TD is not None else 0,
+                options.eps,
+                FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+                POW2=options.pow2,
+                ROUND_FIRST=options.rounding == "llama",
+                ROWS=rows,
+                BLOCK=config.block(d),
+                num_warps=config.num_warps,
+            )
+    return Normed(y, q, scale, total, rstd, mean)
+
+
+def _allocate(x_TD: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    y = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if options.write else None
+    if options.fp8 is None:
+        return y, None, None
+    q = torch.empty(x_TD.shape, dtype=options.fp8, device=x_TD.device)
+    return y, q, torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
+
+
+def norm_backward(
+    dy_TD: Tensor,
+    saved: Normed,
+    w_D: Tensor,
+    d_residual_TD: Tensor | None,
+    options: Options,
+    config: BackwardConfig | None,
+) -> NormGrads:
+    """The backward of both norms; `saved` holds total, rstd and mean of the forward."""
+    x_TD = saved.total
+    assert x_TD is not None
+    check_matrix("x_TD", x_TD)
+    t, d = x_TD.shape
+    check_matrix("dy_TD", dy_TD)
+    check_shape("dy_TD", dy_TD, (t, d), x_TD)
+    check_vector("w_D", w_D, d, x_TD)
+    check_vector("rstd_T", saved.rstd, t, x_TD)
+    if d_residual_TD is not None:
+        check_matrix("d_residual_TD", d_residual_TD)
+        check_shape("d_residual_TD", d_residual_TD, (t, d), x_TD)
+    if not runs_kernel(x_TD, _norm_backward_kernel):
+        return norm_backward_ref(dy_TD, saved, w_D, d_residual_TD, options)
+    _check_columns(d)
+    dx, q, scale = _allocate(x_TD, options)
+    dw = torch.empty_like(w_D)
+    db = torch.empty_like(w_D) if options.center else None
+    if x_TD.numel() == 0:
+        return NormGrads(dx, q, scale, dw.zero_(), db.zero_() if db is not None else None)
+    config = config or default_backward_config(d)
+    num_programs = min(t, config.programs_per_sm * num_sms(x_TD))
+    dw_PD = torch.empty((num_programs, d), dtype=torch.float32, device=x_TD.device)
+    db_PD = torch.empty_like(dw_PD) if options.center else None
+    with on_device(x_TD):
+        _norm_backward_kernel[(num_programs,)](
+            dy_TD,
+            x_TD,
+            w_D,
+            saved.mean,
+            saved.rstd,
+            d_residual_TD,
+            dx,
+            q,
+            scale,
+            dw_PD,
+            db_PD,
+            t,
+            d,
+            dy_TD.stride(0),
+            x_TD.stride(0),
+            d_residual_TD.stride(0) if d_residual_TD is not None else 0,
+            FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+            POW2=options.pow2,
+            ROUND_FIRST=options.rounding == "llama",
+            BLOCK=max(128, triton.next_power_of_2(d)),
+            NUM_STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )
+        for partial, out in ((dw_PD, dw), (db_PD, db)):
+            if partial is not None:
+                _sum_programs_kernel[(triton.cdiv(d, 32),)](
+                    partial, out, num_programs, d, BLOCK_P=32, BLOCK_D=32, num_warps=4
+                )
+    return NormGrads(dx, q, scale, dw, db)

@@ -1,0 +1,483 @@
+"""SwiGLU, GEGLU and plain activations, forward and backward, with FP8 rows written in the same pass.
+
+    gated    h = act(g) * u        dg = dh * u * act'(g),  du = dh * act(g)
+    plain    h = act(g)            dg = dh * act'(g)
+    silu       act(g) = g * s(g)                             s the logistic function
+    gelu_tanh  act(g) = g * s(2 z),  z = sqrt(2/pi) (g + 0.044715 g^3)       (0.5 g (1 + tanh z), without cancellation)
+    gelu       act(g) = g * (1 + erf(g / sqrt 2)) / 2
+    (q, scale) = FP8 rows of h, or of [dg, du] with one scale for both halves of a row
+
+Numerics: fp32 inside; h, dg and du are rounded once to the input's dtype and quantized from there, so that (q, scale)
+    are bit-equal to quantizing them.
+Cost: memory bound; bytes per element of h in bf16: forward 4 + 2 (h) + 1 (q); backward 6 + 4 (dg, du) + 2 (q) + 1 (q of
+    h recomputed). 16384 x 14336 at 4.25 TB/s: forward to q 276 us, to h 332 us; backward to q 442 us, to q and q of h
+    497 us.
+"""
+
+# ruff: noqa: PLR0915, PLR0917, RET505 (a kernel takes its arguments by position, and only a whole if-else chain of
+# constexprs keeps the compiler from reading what follows a return)
+# Shapes: T tokens, F hidden width; gate_up_T2F holds the gate in its first half, up in its second.
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, quantize_row, saturate
+from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
+from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+# The widest row a whole-row config takes; wider ones go in two passes.
+MAX_WHOLE_ROW = 16384
+_E4M3_MAX = tl.constexpr(448.0)
+
+
+class Activated(NamedTuple):
+    """What the forward gives; None for what was not asked for."""
+
+    h: Tensor | None
+    q: Tensor | None
+    scale: Tensor | None
+
+
+class ActivationGrads(NamedTuple):
+    """What the backward gives; None for what was not asked for. `grad` and `q` hold [dg, du] side by side if gated."""
+
+    grad: Tensor | None
+    q: Tensor | None
+    scale: Tensor | None
+    q_h: Tensor | None
+    scale_h: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Which activation, and what is written: the result in the input's dtype, FP8 rows of it, or both."""
+
+    act: str = "silu"
+    write: bool = True
+    fp8: torch.dtype | None = None
+    pow2: bool = True
+    # Backward only: also the FP8 rows of h (E4M3), which the wgrad of the next GEMM wants.
+    recompute_h: bool = False
+
+    def __post_init__(self) -> None:
+        if self.act not in ACTIVATIONS:
+            raise ConfigError(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
+        if self.fp8 is not None:
+            check_fp8("fp8", self.fp8)
+        if not self.write and self.fp8 is None:
+            raise ConfigError("nothing would be written: set write=True or give fp8 a dtype")
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+def act_ref(g: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """act(g) and its slope in fp32."""
+    if act == "silu":
+        s = torch.sigmoid(g)
+        return g * s, s * (1 + g * (1 - s))
+    if act == "gelu":
+        phi = 0.5 * (1 + torch.erf(g * 0.5**0.5))
+        return g * phi, phi + g * torch.exp(-0.5 * g * g) * 0.3989422804014327
+    c = 0.7978845608028654
+    s = torch.sigmoid(2 * c * (g + 0.044715 * g * g * g))
+    return g * s, s + g * s * (1 - s) * 2 * c * (1 + 3 * 0.044715 * g * g)
+
+
+def swiglu_ref(g_TF: Tensor, u_TF: Tensor | None, options: Options) -> Activated:
+    """Reference for `swiglu` and `activation`."""
+    a, _ = act_ref(g_TF.float(), options.act)
+    h = (a if u_TF is None else a * u_TF.float()).to(g_TF.dtype)
+    q, scale = _rows_of(h, options)
+    return Activated(h if options.write else None, q, scale)
+
+
+def swiglu_backward_ref(dh_TF: Tensor, g_TF: Tensor, u_TF: Tensor | None, options: Options) -> ActivationGrads:
+    """Reference for `swiglu_backward` and `activation_backward`."""
+    dh, (a, slope) = dh_TF.float(), act_ref(g_TF.float(), options.act)
+    if u_TF is None:
+        grad, h = dh * slope, a
+    else:
+        grad, h = torch.cat([dh * u_TF.float() * slope, dh * a], dim=1), a * u_TF.float()
+    grad = grad.to(g_TF.dtype)
+    q, scale = _rows_of(grad, options)
+    q_h, scale_h = quantize_rows_ref(h.to(g_TF.dtype), pow2=options.pow2) if options.recompute_h else (None, None)
+    return ActivationGrads(grad if options.write else None, q, scale, q_h, scale_h)
+
+
+def _rows_of(y: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
+    if options.fp8 is None:
+        return None, None
+    return quantize_rows_ref(y, pow2=options.pow2, dtype=options.fp8)
+
+
+# ---- configs: what the tuner may choose from ----
+
+FORWARD_CONFIGS = (
+    RowConfig(tile=0, num_warps=16),
+    RowConfig(tile=0, num_warps=8),
+    RowConfig(tile=0, num_warps=4),
+    RowConfig(tile=0, num_warps=32),
+    RowConfig(tile=1024, num_warps=4),
+    RowConfig(tile=2048, num_warps=4),
+    RowConfig(tile=2048, num_warps=8),
+    RowConfig(tile=4096, num_warps=8),
+)
+BACKWARD_CONFIGS = (
+    RowConfig(tile=0, num_warps=32),
+    RowConfig(tile=0, num_warps=16),
+    RowConfig(tile=0, num_warps=8),
+    RowConfig(tile=0, num_warps=4),
+    RowConfig(tile=1024, num_warps=4),
+    RowConfig(tile=2048, num_warps=4),
+    RowConfig(tile=2048, num_warps=8),
+    RowConfig(tile=4096, num_warps=16),
+)
+
+
+def default_forward_config(columns: int) -> RowConfig:
+    """Whole rows up to 16384 columns, 16 to 32 elements a thread; two passes beyond."""
+    if columns > MAX_WHOLE_ROW:
+        return FORWARD_CONFIGS[5]
+    return FORWARD_CONFIGS[0] if columns > 8192 else FORWARD_CONFIGS[1] if columns > 2048 else FORWARD_CONFIGS[2]
+
+
+def default_backward_config(columns: int) -> RowConfig:
+    """Whole rows up to 16384 columns, at most 16 elements of each of five rows a thread; two passes beyond."""
+    if columns > MAX_WHOLE_ROW:
+        return BACKWARD_CONFIGS[5]
+    if columns > 8192:
+        return BACKWARD_CONFIGS[0]
+    return BACKWARD_CONFIGS[1] if columns > 4096 else BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
+
+
+# ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
+
+
+@triton.jit
+def _act(g, ACT: tl.constexpr):
+    if ACT == "silu":
+        return g * tl.sigmoid(g)
+    elif ACT == "gelu_tanh":
+        return g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+    else:
+        return g * (0.5 * (1.0 + tl.erf(g * 0.7071067811865476)))
+
+
+@triton.jit
+def _act_and_slope(g, ACT: tl.constexpr):
+    if ACT == "silu":
+        s = tl.sigmoid(g)
+        return g * s, s * (1.0 + g * (1.0 - s))
+    elif ACT == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        return g * s, s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    else:
+        phi = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        return g * phi, phi + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+
+
+@triton.jit
+def _load_h(g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr):
+    """h of one tile, rounded to the input's dtype."""
+    h = _act(tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32), ACT)
+    if u_row is not None:
+        h *= tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return h.to(DTYPE)
+
+
+@triton.jit
+def _swiglu_kernel(
+    g_ptr,
+    u_ptr,
+    h_ptr,
+    q_ptr,
+    scale_ptr,
+    F,
+    stride_gt,
+    stride_ut,
+    FP8_MAX: tl.constexpr,
+    POW2: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TWO_PASSES: tl.constexpr,
+):
+    # One program, one row.
+    DTYPE: tl.constexpr = g_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    g_row = g_ptr + t * stride_gt
+    u_row = u_ptr
+    if u_ptr is not None:
+        u_row = u_ptr + t * stride_ut
+    columns = tl.arange(0, BLOCK)
+    if TWO_PASSES:
+        bits = tl.zeros([BLOCK], dtype=tl.int32)
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            h = _load_h(g_row, u_row, f, f < F, DTYPE, ACT, "evict_last")
+            if h_ptr is not None:
+                tl.store(h_ptr + t * F + f, h, mask=f < F)
+            bits = tl.maximum(bits, magnitude_bits(h.to(tl.float32)))
+        if q_ptr is not None:
+            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2)
+            for start in range(0, F, BLOCK):
+                f = start + columns
+                h = _load_h(g_row, u_row, f, f < F, DTYPE, ACT, "evict_first").to(tl.float32)
+                tl.store(q_ptr + t * F + f, saturate(h * enc, FP8_MAX).to(q_ptr.dtype.element_ty), mask=f < F)
+            tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
+    else:
+        mask = columns < F
+        h = _load_h(g_row, u_row, columns, mask, DTYPE, ACT, "")
+        if h_ptr is not None:
+            tl.store(h_ptr + t * F + columns, h, mask=mask)
+        if q_ptr is not None:
+            q, scale = quantize_row(h.to(tl.float32), q_ptr.dtype.element_ty, FP8_MAX, POW2)
+            tl.store(q_ptr + t * F + columns, q, mask=mask)
+            tl.store(scale_ptr + t, scale)
+
+
+@triton.jit
+def _load_grads(dh_row, g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr):
+    """(dg, du, h) of one tile, rounded to the input's dtype; du and h are the same value where there is no up."""
+    dh = tl.load(dh_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    g = tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    a, slope = _act_and_slope(g, ACT)
+    if u_row is not None:
+        u = tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        return (dh * u * slope).to(DTYPE), (dh * a).to(DTYPE), (a * u).to(DTYPE)
+    else:
+        return (dh * slope).to(DTYPE), a.to(DTYPE), a.to(DTYPE)
+
+
+@triton.jit
+def _largest_bits(dg, du, GATED: tl.constexpr):
+    bits = magnitude_bits(dg.to(tl.float32))
+    if GATED:
+        bits = tl.maximum(bits, magnitude_bits(du.to(tl.float32)))
+    return bits
+
+
+@triton.jit
+def _store_pair(row, dg, du, f, F, GATED: tl.constexpr):
+    """Store one tile of [dg, du], or of dg alone."""
+    tl.store(row + f, dg, mask=f < F)
+    if GATED:
+        tl.store(row + F + f, du, mask=f < F)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dh_ptr,
+    g_ptr,
+    u_ptr,
+    grad_ptr,
+    q_ptr,
+    scale_ptr,
+    qh_ptr,
+    scale_h_ptr,
+    F,
+    stride_dht,
+    stride_gt,
+    stride_ut,
+    FP8_MAX: tl.constexpr,
+    POW2: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TWO_PASSES: tl.constexpr,
+):
+    # One program, one row. Results are rows of [dg, du], 2F wide, or of dg alone.
+    DTYPE: tl.constexpr = g_ptr.dtype.element_ty
+    GATED: tl.constexpr = u_ptr is not None
+    WIDTH: tl.constexpr = 2 if GATED else 1
+    t = tl.program_id(0).to(tl.int64)
+    dh_row = dh_ptr + t * stride_dht
+    g_row = g_ptr + t * stride_gt
+    u_row = u_ptr
+    if GATED:
+        u_row = u_ptr + t * stride_ut
+    columns = tl.arange(0, BLOCK)
+    if TWO_PASSES:
+        bits = tl.zeros([BLOCK], dtype=tl.int32)
+        bits_h = tl.zeros([BLOCK], dtype=tl.int32)
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_last")
+            bits = tl.maximum(bits, _largest_bits(dg, du, GATED))
+            bits_h = tl.maximum(bits_h, magnitude_bits(h.to(tl.float32)))
+            if grad_ptr is not None:
+                _store_pair(grad_ptr + t * F * WIDTH, dg, du, f, F, GATED)
+        if (q_ptr is not None) or (qh_ptr is not None):
+            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2)
+            enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, POW2)
+            for start in range(0, F, BLOCK):
+                f = start + columns
+                dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_first")
+                if q_ptr is not None:
+                    FP8: tl.constexpr = q_ptr.dtype.element_ty
+                    dg_q = saturate(dg.to(tl.float32) * enc, FP8_MAX).to(FP8)
+                    du_q = saturate(du.to(tl.float32) * enc, FP8_MAX).to(FP8)
+                    _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, f, F, GATED)
+                if qh_ptr is not None:
+                    h_q = saturate(h.to(tl.float32) * enc_h, _E4M3_MAX).to(qh_ptr.dtype.element_ty)
+                    tl.store(qh_ptr + t * F + f, h_q, mask=f < F)
+            if q_ptr is not None:
+                tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
+            if qh_ptr is not None:
+                tl.store(scale_h_ptr + t, tl.div_rn(1.0, enc_h))
+    else:
+        mask = columns < F
+        dg, du, h = _load_grads(dh_row, g_row, u_row, columns, mask, DTYPE, ACT, "")
+        if grad_ptr is not None:
+            _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
+        if q_ptr is not None:
+            FP8: tl.constexpr = q_ptr.dtype.element_ty
+            enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED), axis=0), FP8_MAX, POW2)
+            dg_q = saturate(dg.to(tl.float32) * enc, FP8_MAX).to(FP8)
+            du_q = saturate(du.to(tl.float32) * enc, FP8_MAX).to(FP8)
+            _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, columns, F, GATED)
+            tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
+        if qh_ptr is not None:
+            h_q, scale_h = quantize_row(h.to(tl.float32), qh_ptr.dtype.element_ty, _E4M3_MAX, POW2)
+            tl.store(qh_ptr + t * F + columns, h_q, mask=mask)
+            tl.store(scale_h_ptr + t, scale_h)
+
+
+# ---- public wrappers: check, allocate, launch ----
+
+
+def swiglu(
+    gate_up_T2F: Tensor,
+    up_TF: Tensor | None = None,
+    *,
+    options: Options | None = None,
+    config: RowConfig | None = None,
+) -> Activated:
+    """act(gate) * up of `gate_up_T2F` (gate first), or of a gate and an up given apart. See `Options`.
+
+    Raises ConfigError on a wrong argument.
+    """
+    g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
+    return _forward(g, u, options or Options(), config)
+
+
+def activation(x_TF: Tensor, *, options: Options | None = None, config: RowConfig | None = None) -> Activated:
+    """The plain activation of `x_TF`, GELU (tanh) unless `options` says otherwise."""
+    check_matrix("x_TF", x_TF)
+    return _forward(x_TF, None, options or Options(act="gelu_tanh"), config)
+
+
+def swiglu_backward(
+    dh_TF: Tensor,
+    gate_up_T2F: Tensor,
+    up_TF: Tensor | None = None,
+    *,
+    options: Options | None = None,
+    config: RowConfig | None = None,
+) -> ActivationGrads:
+    """Gradients of `swiglu`: [d gate, d up] side by side, T x 2F, with one FP8 scale for a whole row of it."""
+    g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
+    return _backward(dh_TF, g, u, options or Options(), config)
+
+
+def activation_backward(
+    dy_TF: Tensor, x_TF: Tensor, *, options: Options | None = None, config: RowConfig | None = None
+) -> ActivationGrads:
+    """Gradient of `activation` at x."""
+    check_matrix("x_TF", x_TF)
+    return _backward(dy_TF, x_TF, None, options or Options(act="gelu_tanh"), config)
+
+
+def _split(name: str, gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    check_matrix(name, gate_up)
+    if up is None:
+        if gate_up.shape[1] % 2:
+            raise ConfigError(f"{name} has {gate_up.shape[1]} columns; gate and up must be equally wide")
+        return gate_up.chunk(2, dim=1) if gate_up.shape[1] else (gate_up, gate_up)
+    check_matrix("up_TF", up, (gate_up.dtype,))
+    check_shape("up_TF", up, tuple(gate_up.shape), gate_up)
+    return gate_up, up
+
+
+def _check_config(config: RowConfig, columns: int) -> RowConfig:
+    if not config.tile and columns > 2 * MAX_WHOLE_ROW:
+        raise UnsupportedError(f"config takes whole rows, and {columns} columns do not fit registers; give it a tile")
+    return config
+
+
+def _forward(g_TF: Tensor, u_TF: Tensor | None, options: Options, config: RowConfig | None) -> Activated:
+    if not runs_kernel(g_TF, _swiglu_kernel):
+        return swiglu_ref(g_TF, u_TF, options)
+    t, f = g_TF.shape
+    h = torch.empty((t, f), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
+    q, scale = _allocate_rows(g_TF, f, options.fp8)
+    config = _check_config(config or default_forward_config(f), f)
+    if t:
+        with on_device(g_TF):
+            _swiglu_kernel[(t,)](
+                g_TF,
+                u_TF,
+                h,
+                q,
+                scale,
+                f,
+                g_TF.stride(0),
+                u_TF.stride(0) if u_TF is not None else 0,
+                FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+                POW2=options.pow2,
+                ACT=options.act,
+                BLOCK=config.block(f),
+                TWO_PASSES=config.tile > 0,
+                num_warps=config.num_warps,
+            )
+    return Activated(h, q, scale)
+
+
+def _backward(
+    dh_TF: Tensor, g_TF: Tensor, u_TF: Tensor | None, options: Options, config: RowConfig | None
+) -> ActivationGrads:
+    check_matrix("dh_TF", dh_TF)
+    check_shape("dh_TF", dh_TF, tuple(g_TF.shape), g_TF)
+    if not runs_kernel(g_TF, _swiglu_backward_kernel):
+        return swiglu_backward_ref(dh_TF, g_TF, u_TF, options)
+    t, f = g_TF.shape
+    width = f if u_TF is None else 2 * f
+    grad = torch.empty((t, width), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
+    q, scale = _allocate_rows(g_TF, width, options.fp8)
+    q_h, scale_h = _allocate_rows(g_TF, f, torch.float8_e4m3fn if options.recompute_h else None)
+    config = _check_config(config or default_backward_config(f), f)
+    if t:
+        with on_device(g_TF):
+            _swiglu_backward_kernel[(t,)](
+                dh_TF,
+                g_TF,
+                u_TF,
+                grad,
+                q,
+                scale,
+                q_h,
+                scale_h,
+                f,
+                dh_TF.stride(0),
+                g_TF.stride(0),
+                u_TF.stride(0) if u_TF is not None else 0,
+                FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+                POW2=options.pow2,
+                ACT=options.act,
+                BLOCK=config.block(f),
+                TWO_PASSES=config.tile > 0,
+                num_warps=config.num_warps,
+            )
+    return ActivationGrads(grad, q, scale, q_h, scale_h)
+
+
+def _allocate_rows(like: Tensor, width: int, dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor | None]:
+    if dtype is None:
+        return None, None
+    q = torch.empty((like.shape[0], width), dtype=dtype, device=like.device)
+    return q, torch.empty(like.shape[0], dtype=torch.float32, device=like.device)
