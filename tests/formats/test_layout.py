@@ -1,4 +1,4 @@
-"""The scale layout of Blackwell's tensor cores against NVIDIA's own functions; the grouped forms against plain loops."""
+"""The scale layout of Blackwell's tensor cores against NVIDIA's own functions; grouped forms against plain loops."""
 
 import pytest
 import torch
