@@ -233,8 +233,8 @@ def summary(rows: list[Row], seconds: float) -> str:
     share = 100 * status["graph"] / max(1, len(rows))
     by_way = ", ".join(f"{count} by {way}" for way, count in ways.most_common())
     return (
-        f"{status['graph']} of {len(rows)} as graphs ({share:.1f} %: {by_way}; {fixed} of them for the example's values "
-        f"only), {status['static']} static, {status['error']} errors, {seconds:.0f} s"
+        f"{status['graph']} of {len(rows)} as graphs ({share:.1f} %: {by_way}; {fixed} only for the example's values), "
+        f"{status['static']} static, {status['error']} errors, {seconds:.0f} s"
     )
 
 
@@ -250,17 +250,22 @@ def main() -> int:
 
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    columns = (
+        *Progress.get_default_columns(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}"),
+    )
     start = time.perf_counter()
-    with Progress(
-        *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}")
-    ) as bar:
+    with Progress(*columns) as bar:
         task = bar.add_task("tracing", total=len(chosen), last="")
-        rows = run_all(
-            chosen,
-            options.jobs,
-            options.timeout,
-            lambda row: bar.update(task, advance=1, last=f"{row.model_type}: {row.status}"),
-        )
+
+        def report(row: Row) -> None:
+            bar.update(task, advance=1, last=f"{row.model_type}: {row.status}")
+            if not sys.stdout.isatty():  # a log file shows no bar
+                print(row.model_type, row.status, row.way, f"{row.seconds:.1f} s", row.notes[:200], flush=True)
+
+        rows = run_all(chosen, options.jobs, options.timeout, report)
     seconds = time.perf_counter() - start
     show(rows, seconds)
     if options.json:

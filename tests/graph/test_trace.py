@@ -211,6 +211,22 @@ def test_the_sequence_length_equals_no_dimension_and_fits_the_positions():
     assert guess_inputs(short).seq_len <= 16
 
 
+def test_a_model_that_refuses_the_first_length_is_given_another():
+    class Chunks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.mix = nn.Embedding(50, 8), nn.Linear(16, 16)
+
+        def forward(self, ids):
+            if ids.shape[1] % 16:
+                raise ValueError(f"length {ids.shape[1]} is no multiple of 16")
+            return self.mix(self.embed(ids).transpose(1, 2).unflatten(-1, (-1, 16)))
+
+    assert trace(Chunks()).seq_len == 64
+    with pytest.raises(TraceError, match="no multiple of 16"):
+        trace(Chunks(), seq_len=37)  # asked for by name, it is not replaced
+
+
 # ---- the model afterwards ----
 
 
@@ -301,7 +317,7 @@ def test_control_flow_by_values_on_meta_is_an_error_with_every_reason():
 
 
 def test_a_models_own_error_is_the_reason():
-    with pytest.raises(TraceError, match="mat1 and mat2|shapes"):
+    with pytest.raises(TraceError, match=r"mat1 and mat2|shapes"):
         trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 5))
 
 

@@ -47,6 +47,8 @@ PRIMES = (
     7,
     5,
 )
+CHUNK_MULTIPLE = 64
+LONGEST = 4096  # no guessed input is longer: the trace would hold tensors of length squared
 POSITION_LIMITS = (
     "max_position_embeddings",
     "n_positions",
@@ -232,6 +234,15 @@ def distinctive_length(model: nn.Module, batch: int) -> int:
     if not fitting:
         return max(1, limit)
     return fitting[0]
+
+
+def other_lengths(model: nn.Module, inputs: ExampleInputs) -> Iterator[ExampleInputs]:
+    """Guessed inputs with lengths that a prime cannot serve: a multiple of usual chunk sizes, the full positions."""
+    if not inputs.guessed:
+        return
+    limit = min(_position_limits(getattr(model, "config", None)), default=CHUNK_MULTIPLE)
+    for length in sorted({min(CHUNK_MULTIPLE, limit), min(limit, LONGEST)} - {inputs.seq_len}):
+        yield guess_inputs(model, batch=inputs.batch or DEFAULT_BATCH, seq_len=length)
 
 
 def _position_limits(config: Any) -> list[int]:

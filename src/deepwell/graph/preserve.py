@@ -31,7 +31,7 @@ def preserved(model: nn.Module, *, values: bool) -> Iterator[None]:
     grad_enabled = torch.is_grad_enabled()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
             yield
     finally:
         torch.set_grad_enabled(grad_enabled)

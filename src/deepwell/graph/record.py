@@ -63,12 +63,17 @@ class Recording:
     output_leaves: list[Any]
     output_spec: Any
     rng_state: torch.Tensor = field(repr=False)
+    cuda_rng_states: list[torch.Tensor] = field(repr=False)
 
     def replay(self) -> Any:
-        """Run the graph on the recording's tensors and random numbers; the result has the model's own output type."""
-        with torch.random.fork_rng():
-            torch.set_rng_state(self.rng_state)
-            results = iter(self.graph_module(*self.values))
+        """Run the graph on the recording's tensors and random numbers; the result has the model's own output type.
+
+        Leaves the random state where the run left it: call inside `preserved`.
+        """
+        torch.set_rng_state(self.rng_state)
+        if self.cuda_rng_states:
+            torch.cuda.set_rng_state_all(self.cuda_rng_states)
+        results = iter(self.graph_module(*self.values))
         leaves = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
 
@@ -85,12 +90,13 @@ def record(model: nn.Module, inputs: ExampleInputs) -> Recording:
         )
     recorder = _Recorder(model, inputs)
     rng_state = torch.get_rng_state()
+    cuda_rng_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     with _module_paths(model, recorder), recorder:
         output = model(*inputs.args, **inputs.kwargs)
     leaves, spec = pytree.tree_flatten(output)
     recorder.graph.output(tuple(recorder.node_for(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
     module = fx.GraphModule(recorder.constants, recorder.graph)
-    return Recording(module, recorder.values, recorder.reads_values, leaves, spec, rng_state)
+    return Recording(module, recorder.values, recorder.reads_values, leaves, spec, rng_state, cuda_rng_states)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from deepwell.errors import CaptureError, ConfigError
 from deepwell.graph.dedupe import stub_duplicates
-from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, resolve_inputs
+from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, other_lengths, resolve_inputs
 from deepwell.graph.preserve import choose_traceable_implementations, fill_meta_tensors, preserved
 from deepwell.graph.record import record
 
@@ -54,6 +54,11 @@ class TraceError(CaptureError):
         reasons = "; ".join(str(attempt) for attempt in attempts)
         super().__init__(f"{model_class} could not be traced: {reasons}")
         self.attempts = attempts
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the model itself, run eagerly, did not accept the call: other inputs may do."""
+        return self.attempts[-1].way == "record" and self.attempts[-1].error != CaptureError.__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +131,9 @@ class Traced:
     def __str__(self) -> str:
         facts = [f"{len(self.graph.nodes)} nodes", f"by {self.way}", f"{self.seconds:.1f} s"]
         facts += [f"batch {self.batch}, sequence {self.seq_len}"] if self.batch else []
-        facts += [f"{len(self.stubbed)} layers stand for by {len(set(self.stubbed.values()))}"] if self.stubbed else []
+        facts += (
+            [f"{len(self.stubbed)} layers represented by {len(set(self.stubbed.values()))}"] if self.stubbed else []
+        )
         facts += ["only for the example's values"] if self.specialized else []
         return f"Traced {self.model_class}: " + ", ".join(facts)
 
@@ -150,11 +157,29 @@ def trace(
     one graph.
     """
     _check_arguments(model, ways, deduplicate, run)
-    if run:
-        deduplicate = False
     model = getattr(model, "_orig_mod", model)  # the user's own torch.compile wrapper would be traced through
     start = time.perf_counter()
+    # A graph without most of its layers computes something else, so a graph that is to run is traced in full.
+    wanted = False if run else deduplicate
     inputs = resolve_inputs(model, example_inputs, batch, seq_len)
+    refused: TraceError | None = None
+    for call in (inputs, *(other_lengths(model, inputs) if seq_len is None else ())):
+        try:
+            traced = _trace_call(model, call, wanted, ways, run)
+        except TraceError as error:
+            refused = refused or error
+            if not error.is_refusal:
+                break
+        else:
+            return replace(traced, seconds=time.perf_counter() - start)
+    assert refused is not None, "the loop ends without a result only after an error"
+    raise refused
+
+
+def _trace_call(
+    model: nn.Module, inputs: ExampleInputs, deduplicate: bool | None, ways: tuple[str, ...], run: bool
+) -> Traced:
+    """The first way that works on one given call."""
     attempts: list[Attempt] = []
     for way in ways:
         for wanted in (deduplicate, False) if deduplicate is not False else (False,):
@@ -179,7 +204,6 @@ def trace(
                 stubbed=stubbed,
                 batch=inputs.batch,
                 seq_len=inputs.seq_len,
-                seconds=time.perf_counter() - start,
                 attempts=tuple(attempts),
                 outputs=found.outputs,
             )
@@ -274,7 +298,7 @@ def _dynamo_settings() -> dict[str, Any]:
         else "ignore_logger_methods"
     )
     settings[known] = getattr(torch._dynamo.config, known) | loggers
-    return settings
+    return {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
 
 
 def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
