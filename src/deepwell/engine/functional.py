@@ -1,0 +1,171 @@
+"""The differentiable ops that the passes put into a captured graph.
+
+Each is a small autograd function over the primitives of `deepwell.kernels.library`, so that AOTAutograd sees quantization,
+GEMM and norm as separate nodes in forward and backward and later passes can fuse and share them.
+"""
+
+# Shapes: T tokens (all leading dimensions folded), K and N the widths of a linear, F the hidden width of an MLP.
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
+from deepwell.kernels import library as _library  # registers torch.ops.deepwell
+
+assert _library.NAMESPACE == "deepwell"
+ops = torch.ops.deepwell
+
+# ---- linear ----
+
+
+def low_precision_linear(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """`x @ cat(weights).T + bias` with each of its three GEMMs run as `scheme` says."""
+    x_TK = x.reshape(-1, x.shape[-1])
+    y_TN = _Linear.apply(x_TK, scheme, *weights)
+    if bias is not None:
+        y_TN = y_TN + bias
+    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, scheme: str, *weights: Tensor) -> Tensor:
+        how = parse_scheme(scheme)
+        saved = []
+        ctx.how, ctx.widths = how, [w.shape[0] for w in weights]
+        ctx.x_dtype = x_TK.dtype
+        uses_fp8 = any(gemm.method == "fp8_row" for gemm in (how.fwd, how.dgrad, how.wgrad))
+        if uses_fp8:
+            q_NK, q_KN, w_scale = ops.quantize_weights(list(weights))
+            q_TK, x_scale = ops.quantize_rows(x_TK)
+            saved += [q_KN, w_scale, q_TK, x_scale]
+        w_NK = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        if how.fwd.method == "fp8_row":
+            y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, True)
+        else:
+            y_TN = _plain_gemm(how.fwd, x_TK, w_NK)
+        ctx.uses_fp8 = uses_fp8
+        ctx.plain_x, ctx.plain_w = how.wgrad.method != "fp8_row", how.dgrad.method != "fp8_row"
+        saved += [x_TK] if ctx.plain_x else []
+        saved += list(weights) if ctx.plain_w else []
+        ctx.save_for_backward(*saved)
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (dy_TN,) = grads
+        how: LinearScheme = ctx.how
+        saved = list(ctx.saved_tensors)
+        q_KN, w_scale, q_TK, x_scale = [saved.pop(0) for _ in range(4)] if ctx.uses_fp8 else [None] * 4
+        x_TK = saved.pop(0) if ctx.plain_x else None
+        dy_TN = dy_TN.contiguous()
+        if ctx.uses_fp8:
+            q_TN, dy_scale = ops.quantize_rows(dy_TN)
+        dx_TK = dw_NK = None
+        if ctx.needs_input_grad[0]:
+            if how.dgrad.method == "fp8_row":
+                dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, True)
+            else:
+                w_NK = saved[0] if len(saved) == 1 else torch.cat(saved)
+                dx_TK = _plain_gemm(how.dgrad, dy_TN, w_NK.T)
+        if any(ctx.needs_input_grad[2:]):
+            if how.wgrad.method == "fp8_row":
+                dw_NK = ops.fp8_gemm(
+                    *ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(q_TK, x_scale), True
+                )
+            else:
+                dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x_TK.T)
+        parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)
+        return dx_TK, None, *parts
+
+
+def _plain_gemm(how: GemmScheme, left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right.T`, as the model wrote it or with both operands rounded exactly along the contraction."""
+    if how.method == "bf16":
+        return left @ right.T
+    assert how.format is not None
+    operands = (
+        ops.round_to(t, side.format, side.rounding, side.hadamard)
+        for t, side in ((left, how.format.lhs), (right, how.format.rhs))
+    )
+    lhs, rhs = operands
+    return (lhs @ rhs.T).to(left.dtype)
+
+
+def split_columns(x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """The column ranges of a merged linear's output, as views."""
+    return torch.split(x, list(widths), dim=-1)
+
+
+# ---- norms ----
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> Tensor:
+    """RMSNorm over the last dimension; `rounding` says whether it rounds before the weight ("llama") or after ("torch")."""
+    return _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, rounding).view(x.shape)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, eps: float, rounding: str) -> Tensor:
+        y_TD, rstd = ops.rms_norm(x_TD, weight, eps, rounding)
+        ctx.save_for_backward(x_TD, weight, rstd)
+        ctx.rounding = rounding
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_TD, weight, rstd = ctx.saved_tensors
+        dx_TD, dw = ops.rms_norm_backward(grads[0].contiguous(), x_TD, weight, rstd, ctx.rounding)
+        return dx_TD, dw, None, None
+
+
+# ---- SwiGLU ----
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up` of two tensors."""
+    return swiglu_packed(torch.cat((gate, up), dim=-1))
+
+
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` where gate is the first half of the columns and up the second."""
+    h_TF = _SwiGLU.apply(gate_up.reshape(-1, gate_up.shape[-1]))
+    return h_TF.view(*gate_up.shape[:-1], h_TF.shape[-1])
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_T2F)
+        return ops.swiglu(gate_up_T2F)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (gate_up_T2F,) = ctx.saved_tensors
+        return (ops.swiglu_backward(grads[0].contiguous(), gate_up_T2F),)
+
+
+# ---- head and loss ----
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Cross entropy of `x @ weight.T` without holding all logits."""
+    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, target, ignore_index, reduction)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        loss, dx_TD, dw = ops.linear_cross_entropy(x_TD, weight, target, ignore_index, reduction)
+        ctx.save_for_backward(dx_TD, dw)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dx_TD, dw = ctx.saved_tensors
+        scale = grads[0]
+        return (dx_TD * scale).to(dx_TD.dtype), (dw * scale).to(dw.dtype), None, None, None

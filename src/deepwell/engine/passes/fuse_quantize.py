@@ -1,0 +1,130 @@
+"""Fuse row quantization into the op that makes its input, and quantize a tensor once for all its readers.
+
+Works on AOTAutograd's forward or backward graph, where producers and quantizations are separate primitives:
+
+    rms_norm -> quantize_rows                 rms_norm_quantize
+    swiglu -> quantize_rows                   swiglu_quantize
+    swiglu_backward -> quantize_rows          swiglu_backward_quantize
+
+A fusion happens where nobody else reads the high-precision value; else the two stay apart and share one quantization.
+"""
+
+import operator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.utils import _pytree as pytree
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+
+
+def fuse_quantize(graph: fx.Graph) -> int:
+    """Fuse and share. Returns how many quantizations disappeared into their producer."""
+    ops = torch.ops.deepwell
+    _share(graph, ops.quantize_rows.default)
+    count = 0
+    for node in list(graph.nodes):
+        if node.target is not ops.quantize_rows.default:
+            continue
+        producer, index = _producer(node.args[0])
+        if producer is None:
+            continue
+        if producer.target is ops.rms_norm.default and index == 0:
+            count += _fuse_norm(graph, node, producer)
+        elif producer.target is ops.swiglu.default:
+            count += _fuse_single(graph, node, producer, ops.swiglu_quantize.default)
+        elif producer.target is ops.swiglu_backward.default:
+            count += _fuse_single(graph, node, producer, ops.swiglu_backward_quantize.default)
+    graph.eliminate_dead_code()
+    return count
+
+
+def _share(graph: fx.Graph, target: object) -> None:
+    first: dict[tuple, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is not target:
+            continue
+        key = (_through_views(node.args[0]), node.args[1:])
+        if key in first:
+            node.replace_all_uses_with(first[key])
+            graph.erase_node(node)
+        else:
+            first[key] = node
+
+
+def _through_views(node: fx.Node) -> fx.Node:
+    """The tensor behind views that keep the rows: [T, D] -> [B, S, D] -> [T, D]."""
+    while node.target in _VIEWS and _width(node) == _width(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _width(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.shape[-1] if isinstance(value, torch.Tensor) and value.dim() else None
+
+
+def _producer(node: fx.Node) -> tuple[fx.Node | None, int]:
+    source = _through_views(node)
+    if source.target is operator.getitem:
+        return source.args[0], source.args[1]
+    return source, 0
+
+
+def _read_only_by(node: fx.Node, quantize: fx.Node) -> bool:
+    """Whether every path from a value leads, through views, to this quantization."""
+    return all(
+        user is quantize or (user.target in _VIEWS and _width(user) == _width(node) and _read_only_by(user, quantize))
+        for user in node.users
+    )
+
+
+def _fuse_norm(graph: fx.Graph, quantize: fx.Node, norm: fx.Node) -> bool:
+    outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
+    if len(outputs) != len(norm.users) or 0 not in outputs or not _read_only_by(outputs[0], quantize):
+        return False
+    with graph.inserting_before(norm):
+        fused = _call(graph, torch.ops.deepwell.rms_norm_quantize.default, norm.args)
+        parts = _items(graph, fused)
+    _adopt(quantize, parts[:2])
+    if 1 in outputs:
+        outputs[1].replace_all_uses_with(parts[2])
+    return True
+
+
+def _fuse_single(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, fused_op: object) -> bool:
+    if not _read_only_by(producer, quantize):
+        return False
+    with graph.inserting_before(producer):
+        fused = _call(graph, fused_op, producer.args)
+        parts = _items(graph, fused)
+    _adopt(quantize, parts)
+    return True
+
+
+def _adopt(quantize: fx.Node, parts: list[fx.Node]) -> None:
+    """Let the readers of a quantization read the fused op's codes and scales."""
+    for user in list(quantize.users):
+        assert user.target is operator.getitem, "quantize_rows returns a pair"
+        user.replace_all_uses_with(parts[user.args[1]])
+
+
+def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A call with the fake value that later compilation asks for."""
+    node = graph.call_function(op, args)
+    values = fx.node.map_arg(args, lambda n: n.meta["val"])
+    with detect_fake_mode(pytree.tree_leaves(values)) or nullcontext():
+        node.meta["val"] = op(*values)
+    return node
+
+
+def _items(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    items = []
+    for index, value in enumerate(node.meta["val"]):
+        item = graph.call_function(operator.getitem, (node, index))
+        item.meta["val"] = value
+        items.append(item)
+    return items

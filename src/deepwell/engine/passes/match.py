@@ -1,0 +1,105 @@
+"""Reading FX nodes: one name for the many spellings of an op, and small questions that every pass asks.
+
+Dynamo writes `x * y` as operator.mul, torch.mul or the method "mul"; passes match the canonical name.
+"""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+_FUNCTIONS: dict[Any, str] = {
+    operator.add: "add",
+    operator.iadd: "add",
+    torch.add: "add",
+    operator.mul: "mul",
+    operator.imul: "mul",
+    torch.mul: "mul",
+    operator.matmul: "matmul",
+    torch.matmul: "matmul",
+    operator.getitem: "getitem",
+    torch.rsqrt: "rsqrt",
+    torch.pow: "pow",
+    operator.pow: "pow",
+    torch.mean: "mean",
+    torch.square: "square",
+    F.silu: "silu",
+    F.gelu: "gelu",
+    F.linear: "linear",
+    torch._C._nn.linear: "linear",
+    F.rms_norm: "rms_norm",
+    torch.rms_norm: "rms_norm",
+    F.layer_norm: "layer_norm",
+    F.scaled_dot_product_attention: "attention",
+    F.cross_entropy: "cross_entropy",
+    F.embedding: "embedding",
+    F.dropout: "dropout",
+    torch._C._nn.gelu: "gelu",
+    torch.reshape: "reshape",
+    torch.transpose: "transpose",
+}
+_METHODS = {
+    "add", "mul", "pow", "mean", "rsqrt", "square", "to", "float", "type", "bfloat16", "half", "view", "reshape",
+    "flatten", "contiguous", "transpose", "expand", "unsqueeze", "repeat_interleave",
+}  # fmt: skip
+_METHOD_NAMES = {"add_": "add", "mul_": "mul", "type_as": "to"}
+
+# Ops that only re-describe the same numbers: shape, layout or dtype.
+SHAPE_OPS = {"view", "reshape", "flatten", "contiguous"}
+CAST_OPS = {"to", "float", "type", "bfloat16", "half"}
+
+
+def name_of(node: Any) -> str:
+    """The canonical name of a node's op, "" where it has none (placeholders, constants, ops no pass asks about)."""
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op == "call_function":
+        return _FUNCTIONS.get(node.target, "")
+    if node.op == "call_method":
+        target = str(node.target)
+        return target if target in _METHODS else _METHOD_NAMES.get(target, "")
+    return ""
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake tensor Dynamo computed for a node, None where there is none."""
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def other_operand(node: fx.Node, one: fx.Node) -> Any:
+    """The other factor or summand of a two-operand node."""
+    return node.args[1] if node.args[0] is one else node.args[0]
+
+
+def skip(node: Any, kinds: Iterable[str]) -> Any:
+    """Walk up through single-input nodes of these kinds."""
+    wanted = set(kinds)
+    while name_of(node) in wanted and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The single user of a node, None where there are more or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Put `new` in the place of `old` and drop `old`."""
+    new.meta.setdefault("example_value", old.meta.get("example_value"))
+    for key in ("nn_module_stack", "stack_trace", "module_path"):
+        if key in old.meta:
+            new.meta.setdefault(key, old.meta[key])
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)

@@ -1,0 +1,105 @@
+"""Find RMSNorm written out in torch ops and put one op in its place.
+
+    x32 = x.float();  n = x32 * rsqrt(mean(x32 ** 2, -1, keepdim) + eps)
+    y = w * n.to(dtype)         "llama": Llama, Mistral, Qwen
+    y = (w * n).to(dtype)       "torch": F.rms_norm, GPT-OSS
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepwell.engine import functional
+from deepwell.engine.passes.match import CAST_OPS, argument, name_of, only_user, other_operand, replace, skip, value_of
+
+
+def rewrite_rms_norm(graph: fx.Graph) -> int:
+    """Replace every RMSNorm whose inner values nobody else reads. Returns how many."""
+    count = 0
+    for node in list(graph.nodes):
+        if name_of(node) == "rms_norm":
+            count += _from_function(graph, node)
+        elif name_of(node) == "rsqrt":
+            count += _from_pattern(graph, node)
+    return count
+
+
+def _from_function(graph: fx.Graph, node: fx.Node) -> bool:
+    x, shape = node.args[0], argument(node, 1, "normalized_shape")
+    weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
+    value = value_of(x) if isinstance(x, fx.Node) else None
+    if weight is None or value is None or len(tuple(shape)) != 1:
+        return False
+    eps = torch.finfo(value.dtype).eps if eps is None else eps
+    _insert(graph, node, x, weight, eps, "torch")
+    return True
+
+
+def _from_pattern(graph: fx.Graph, rsqrt: fx.Node) -> bool:
+    found = _match_mean_square(rsqrt.args[0])
+    scaled = only_user(rsqrt)
+    if found is None or scaled is None or name_of(scaled) != "mul":
+        return False
+    x32, eps = found
+    if other_operand(scaled, rsqrt) is not x32:
+        return False
+    x = skip(x32, CAST_OPS)
+    last = only_user(scaled)
+    if last is None or value_of(x) is None:
+        return False
+    if name_of(last) in CAST_OPS:  # cast, then times the weight
+        product = only_user(last)
+        if product is None or name_of(product) != "mul" or not _is_weight(other_operand(product, last), x):
+            return False
+        return _finish(graph, product, x, other_operand(product, last), eps, "llama")
+    if name_of(last) == "mul" and _is_weight(skip(other_operand(last, scaled), CAST_OPS), x):
+        weight = skip(other_operand(last, scaled), CAST_OPS)
+        cast = only_user(last)
+        if cast is not None and name_of(cast) in CAST_OPS and _same_dtype(cast, x):
+            return _finish(graph, cast, x, weight, eps, "torch")
+        return _finish(graph, last, x, weight, eps, "torch") if _same_dtype(last, x) else False
+    return False
+
+
+def _match_mean_square(node: Any) -> tuple[fx.Node, float] | None:
+    """`mean(x ** 2, -1, keepdim=True) + eps` -> (x, eps)."""
+    if name_of(node) != "add":
+        return None
+    mean, eps = node.args[0], node.args[1]
+    if isinstance(mean, (int, float)):
+        mean, eps = eps, mean
+    if name_of(mean) != "mean" or not isinstance(eps, (int, float)):
+        return None
+    dim, keepdim = argument(mean, 1, "dim"), argument(mean, 2, "keepdim", False)
+    if dim not in (-1, [-1], (-1,)) or not keepdim:
+        return None
+    square = mean.args[0]
+    if name_of(square) == "pow" and square.args[1] == 2:
+        return square.args[0], float(eps)
+    if name_of(square) == "square" or (name_of(square) == "mul" and square.args[0] is square.args[1]):
+        return square.args[0], float(eps)
+    return None
+
+
+def _is_weight(node: Any, x: fx.Node) -> bool:
+    value, x_value = (value_of(n) if isinstance(n, fx.Node) else None for n in (node, x))
+    return value is not None and x_value is not None and value.dim() == 1 and value.shape[0] == x_value.shape[-1]
+
+
+def _same_dtype(node: fx.Node, x: fx.Node) -> bool:
+    ours, theirs = value_of(node), value_of(x)
+    return ours is not None and theirs is not None and ours.dtype == theirs.dtype
+
+
+def _finish(graph: fx.Graph, last: fx.Node, x: fx.Node, weight: fx.Node, eps: float, rounding: str) -> bool:
+    if not _same_dtype(last, x):
+        return False
+    _insert(graph, last, x, weight, eps, rounding)
+    return True
+
+
+def _insert(graph: fx.Graph, last: fx.Node, x: fx.Node, weight: fx.Node, eps: float, rounding: str) -> None:
+    with graph.inserting_before(last):
+        new = graph.call_function(functional.rms_norm, (x, weight, eps, rounding))
+    replace(last, new)

@@ -1,0 +1,52 @@
+"""How one linear's three GEMMs run on this machine: a short string that a graph node can carry.
+
+    "bf16"                      the product as the model wrote it
+    "fp8_row"                   Hopper's substitute: E4M3, one power-of-two scale per row (fwd, dgrad), per tensor (wgrad)
+    "emulate:<format>"          both operands rounded exactly to the policy's format, the product in fp32
+
+A scheme is the three joined by "|" in the order fwd, dgrad, wgrad.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from deepwell.errors import ConfigError
+from deepwell.precision.gemm_format import GemmFormat, precision
+
+STEPS = ("fwd", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmScheme:
+    """How one GEMM runs: `method` is bf16, fp8_row or emulate; `format` says what an emulated one does."""
+
+    method: str
+    format: GemmFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScheme:
+    fwd: GemmScheme
+    dgrad: GemmScheme
+    wgrad: GemmScheme
+
+
+@lru_cache(maxsize=1024)
+def parse_scheme(text: str) -> LinearScheme:
+    """The scheme that a node's string names."""
+    parts = text.split("|")
+    if len(parts) != len(STEPS):
+        raise ConfigError(f"scheme {text!r} has {len(parts)} parts; it takes fwd|dgrad|wgrad")
+    return LinearScheme(**{step: _parse_gemm(part, step) for step, part in zip(STEPS, parts, strict=True)})
+
+
+def _parse_gemm(text: str, step: str) -> GemmScheme:
+    method, _, rest = text.partition(":")
+    if method in ("bf16", "fp8_row") and not rest:
+        return GemmScheme(method=method)
+    if method == "emulate" and rest:
+        name, *options = rest.split(",")
+        pairs = dict(option.split("=", maxsplit=1) for option in options)
+        chosen = {key: {"True": True, "False": False}.get(value, value) for key, value in pairs.items()}
+        return GemmScheme(method="emulate", format=precision(name, chosen).gemm(step))
+    raise ConfigError(f"gemm scheme {text!r} is not known; it is bf16, fp8_row or emulate:<format>")

@@ -1,0 +1,162 @@
+"""The kernels as torch ops (`torch.ops.deepwell.*`), with the shapes that tracing needs.
+
+Primitives without autograd: the engine's autograd functions call them, so that forward and backward graphs show each
+quantization, GEMM and norm as a node that passes can move and fuse.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.formats.hadamard import DEFAULT_SIGNS
+from deepwell.formats.quantize import quantize
+from deepwell.kernels import gemm, rms_norm, swiglu
+from deepwell.kernels.linear_cross_entropy import linear_cross_entropy
+from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
+from deepwell.kernels.transpose import transpose_codes
+
+NAMESPACE = "deepwell"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_FP8 = torch.float8_e4m3fn
+
+
+def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(", maxsplit=1)[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def _rows_of(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    return x_TK.new_empty(x_TK.shape, dtype=_FP8), x_TK.new_empty(x_TK.shape[0], dtype=torch.float32)
+
+
+# ---- quantization ----
+
+
+def _quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Several weights side by side under one scale: (q [N, K], its transpose [K, N], scale)."""
+    k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
+    q_NK = weights[0].new_empty((n, k), dtype=_FP8)
+    q_KN = weights[0].new_empty((k, n), dtype=_FP8)
+    largest = amax(list(weights))
+    start = 0
+    for w in weights:
+        stop = start + w.shape[0]
+        _, _, scale = quantize_weight(w.detach(), largest, out=q_NK[start:stop], out_t=q_KN[:, start:stop])
+        start = stop
+    return q_NK, q_KN, scale
+
+
+def _fake_quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
+    empty = weights[0].new_empty
+    return empty((n, k), dtype=_FP8), empty((k, n), dtype=_FP8), empty((), dtype=torch.float32)
+
+
+def _round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
+    signs = DEFAULT_SIGNS if hadamard else None
+    return quantize(x.contiguous(), fmt, rounding=rounding, hadamard=signs).dequantize()
+
+
+_register("quantize_rows(Tensor x) -> (Tensor, Tensor)", quantize_rows, _rows_of)
+_register("quantize_weights(Tensor[] weights) -> (Tensor, Tensor, Tensor)", _quantize_weights, _fake_quantize_weights)
+_register(
+    "transpose_codes(Tensor q, Tensor scale) -> (Tensor, Tensor)",
+    transpose_codes,
+    lambda q, scale: (q.new_empty((q.shape[1], q.shape[0])), scale.new_empty(())),
+)
+_register(
+    "round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor",
+    _round_to,
+    lambda x, fmt, rounding, hadamard: x.new_empty(x.shape, dtype=torch.float32),
+)
+
+# ---- GEMM ----
+
+_register(
+    "fp8_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool fast) -> Tensor",
+    lambda a, scale_a, b, scale_b, fast: gemm.fp8_gemm(a, scale_a, b, scale_b, fast=fast),
+    lambda a, scale_a, b, scale_b, fast: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),
+)
+
+# ---- norms ----
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Tensor, Tensor]:
+    out = rms_norm.rms_norm(x, weight, options=rms_norm.Options(eps=eps, rounding=rounding))
+    return out.y, out.rstd
+
+
+def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+    options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=_FP8)
+    out = rms_norm.rms_norm(x, weight, options=options)
+    return out.q, out.scale, out.rstd
+
+
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
+    out = rms_norm.rms_norm_backward(dy, x, weight, rstd, options=rms_norm.Options(rounding=rounding))
+    return out.dx, out.dw
+
+
+def _fake_rstd(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+_register(
+    "rms_norm(Tensor x, Tensor weight, float eps, str rounding) -> (Tensor, Tensor)",
+    _rms_norm,
+    lambda x, weight, eps, rounding: (x.new_empty(x.shape), _fake_rstd(x)),
+)
+_register(
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, str rounding) -> (Tensor, Tensor, Tensor)",
+    _rms_norm_quantize,
+    lambda x, weight, eps, rounding: (*_rows_of(x), _fake_rstd(x)),
+)
+_register(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str rounding) -> (Tensor, Tensor)",
+    _rms_norm_backward,
+    lambda dy, x, weight, rstd, rounding: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+)
+
+# ---- SwiGLU ----
+
+_ROWS = swiglu.Options(write=False, fp8=_FP8)
+
+
+def _half(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+
+_register("swiglu(Tensor gate_up) -> Tensor", lambda gate_up: swiglu.swiglu(gate_up).h, _half)
+_register(
+    "swiglu_quantize(Tensor gate_up) -> (Tensor, Tensor)",
+    lambda gate_up: swiglu.swiglu(gate_up, options=_ROWS)[1:3],
+    lambda gate_up: _rows_of(_half(gate_up)),
+)
+_register(
+    "swiglu_backward(Tensor dh, Tensor gate_up) -> Tensor",
+    lambda dh, gate_up: swiglu.swiglu_backward(dh, gate_up).grad,
+    lambda dh, gate_up: gate_up.new_empty(gate_up.shape),
+)
+_register(
+    "swiglu_backward_quantize(Tensor dh, Tensor gate_up) -> (Tensor, Tensor)",
+    lambda dh, gate_up: swiglu.swiglu_backward(dh, gate_up, options=_ROWS)[1:3],
+    lambda dh, gate_up: _rows_of(gate_up),
+)
+
+# ---- head and loss ----
+
+_register(
+    "linear_cross_entropy(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction) -> (Tensor, Tensor, Tensor)",
+    lambda x, w, target, ignore_index, reduction: linear_cross_entropy(
+        x, w, target, ignore_index=ignore_index, reduction=reduction
+    ),
+    lambda x, w, target, ignore_index, reduction: (
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(x.shape),
+        w.new_empty(w.shape),
+    ),
+)
