@@ -51,6 +51,11 @@ class Parameters:
             first.setdefault(id(tensor), name)
         self._owner = {name: first[id(tensor)] for name, tensor in self._tensors.items()}
         self._counted: set[str] = set()
+        self._orphans: set[str] = set()
+
+    def name_all(self, names: set[str]) -> None:
+        """Tell which names ops will use: a storage whose owner none of them names belongs to the first that uses it."""
+        self._orphans = {self._owner[name] for name in names} - names
 
     def owner(self, name: str) -> str:
         return self._owner[name]
@@ -62,9 +67,9 @@ class Parameters:
         """The parameter as an op of `layer` holds it: tied where another name owns it or an op before took it."""
         tensor = self._tensors[name]
         owner = self._owner[name]
-        is_owned = owner == name and name not in self._counted
+        is_owned = (owner == name or owner in self._orphans) and owner not in self._counted
         if is_owned:
-            self._counted.add(name)
+            self._counted.add(owner)
         return Param(
             name=relative,
             shape=tuple(tensor.shape),
@@ -84,7 +89,8 @@ class Parameters:
                     continue
                 again = param.tied_to == f"{source}.{param.name}"  # used twice in one layer
                 owner = self._owner[full]
-                is_owned = owner == full and not again
+                is_orphan = param.tied_to is None and owner.startswith(f"{path}.")
+                is_owned = (owner == full or is_orphan) and not again
                 params.append(replace(param, tied_to=None if is_owned else owner))
             result.append(replace(op, params=tuple(params)) if params != list(op.params) else op)
         return tuple(result)

@@ -282,14 +282,18 @@ class _Assembly:
         )  # fmt: skip
 
     def _params(self, site: Site, layer: str) -> tuple[Param, ...]:
+        names = self._parameter_names(site, layer)
+        return tuple(self.parameters.param(name, layer, self._relative(name, layer)) for name in names)
+
+    def _parameter_names(self, site: Site, layer: str) -> list[str]:
         if site.kind == "other":
-            full = list(site.facts["names"])
-        else:
-            near = site.name if layer in ("", ".") else joined(layer, self.names[site])
-            full = [self.found.param_name(node, near) for node in site.params]
-        return tuple(self.parameters.param(name, layer, self._relative(name, layer)) for name in full)
+            return list(site.facts["names"])
+        near = site.name if layer in ("", ".") else joined(layer, self.names[site])
+        return [self.found.param_name(node, near) for node in site.params]
 
     def ir(self) -> IR:
+        used = {n for path, group in self.groups.items() for s in group for n in self._parameter_names(s, path)}
+        self.parameters.name_all(used)
         stem = tuple(self._op(site, "") for site in self.groups[""])
         blocks: list[Block] = []
         layers: list[Layer] = []

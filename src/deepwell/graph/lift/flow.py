@@ -106,7 +106,7 @@ class Flow:
 
     def shape(self, node: Any) -> tuple[int, ...]:
         value = self.value(node)
-        return tuple(int(s) for s in value.shape) if isinstance(value, torch.Tensor) else ()
+        return tuple(map(_concrete, value.shape)) if isinstance(value, torch.Tensor) else ()
 
     def numel(self, node: Any) -> int:
         count = 1
@@ -125,7 +125,11 @@ class Flow:
         return self._placeholders.get(node.name) if node.op == "placeholder" else None
 
     def path(self, node: fx.Node) -> str:
-        return str(node.meta.get("module_path", ""))
+        """The innermost module that was running."""
+        path = str(node.meta.get("module_path", ""))
+        if path in self._module_names:
+            return path
+        return next(reversed(self.stack(node)), "")  # a helper object of a library, named by where it was found
 
     def module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)
@@ -144,14 +148,15 @@ class Flow:
         return self._stacks[node]
 
     def _read_stack(self, node: fx.Node) -> tuple[str, ...]:
-        path = self.path(node)
+        path = str(node.meta.get("module_path", ""))
+        path = path if path in self._module_names else ""
         stack = node.meta.get("nn_module_stack") or {}
         written = [
             str(entry[0]).removeprefix("L['self']").removeprefix("L['fn']").lstrip(".") for entry in stack.values()
         ]
         known = [name for name in (_plain_path(name) for name in written) if name in self._module_names]
         if known:
-            return (*known, *([path] if known[-1] != path else []))
+            return (*known, *([path] if path and known[-1] != path else []))
         parts = path.split(".") if path else []
         return tuple(".".join(parts[: i + 1]) for i in range(len(parts)))
 
@@ -289,6 +294,14 @@ class Flow:
                 if reader not in seen:
                     seen.add(reader)
                     heapq.heappush(order, self.index[reader])
+
+
+def _concrete(size: int | torch.SymInt) -> int:
+    """A size as a number; one that only the data decides (rows of one expert) stands as 1."""
+    if isinstance(size, int):
+        return size
+    known = size.node.maybe_as_int()
+    return 1 if known is None else int(known)
 
 
 def _plain_path(written: str) -> str:

@@ -12,10 +12,10 @@ _BETWEEN = ("norm", "rope", "conv")
 
 def assign_roles(found: Finding) -> None:
     _attention(found)
+    _head(found)
     mixers = _mixer_modules(found)
     _mixers(found, mixers)
     _feed_forward(found)
-    _head(found)
     _leftovers(found)
 
 
@@ -89,7 +89,7 @@ def _mixer_modules(found: Finding) -> set[str]:
         if any(a == path or a.startswith(path + ".") or path.startswith(a + ".") for a in attending):
             continue
         module = found.flow.module(path)
-        own = [p for p in module.parameters(recurse=False) if p.dim() <= 2]
+        own = [n for n, p in module.named_parameters(recurse=False) if p.dim() <= 2 and n not in ("weight", "bias")]
         conv = any(s.path == path or parent(s.name) == path for s in found.of("conv"))
         matmul = any(s.path == path for s in found.of("matmul"))
         is_router = any(s.role == "router" and (s.name == path or parent(s.name) == path) for s in found.of("linear"))
@@ -196,7 +196,7 @@ def _head(found: Finding) -> None:
     starts: list[fx.Node] = [read for site in found.of("loss") for read in site.reads or ()]
     starts += list(found.flow.output.all_input_nodes)
     for site in found.sites_behind(starts, through=("activation", "loss")):
-        last = site.kind == "linear" and site.role in ("other", "mlp")
+        last = site.kind == "linear" and site.role == "other"
         if last and (
             site.facts["n"] in vocabularies or any(site.facts["n"] == s.facts["vocab"] for s in found.of("loss"))
         ):

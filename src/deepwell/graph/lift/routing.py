@@ -54,7 +54,7 @@ def find_experts(found: Finding) -> None:
     _merge_picked(found)
     groups: dict[str, list[Site]] = {}
     for site in found.of("grouped_linear"):
-        groups.setdefault(site.path, []).append(site)
+        groups.setdefault(parent(site.name), []).append(site)
     for path, sites in groups.items():
         topk = _choice_behind(found, sites)
         if topk is None:
@@ -75,7 +75,7 @@ def _choice_behind(found: Finding, sites: list[Site]) -> Site | None:
         return owner is not None and owner.kind in ("topk", "embedding")
 
     first = min(sites, key=found.order)
-    layer = parent(parent(first.path))
+    layer = parent(parent(first.name))
     for _ in found.flow.back(first.node.all_input_nodes, stop):
         pass
     near = [c for c in choices if c.path.startswith(layer)]
@@ -86,7 +86,7 @@ def _merge_picked(found: Finding) -> None:
     """A loop over experts uses one matrix of the stack at a time: together they are one grouped linear."""
     kept: dict[tuple[str, tuple[fx.Node, ...]], Site] = {}
     for site in [s for s in found.of("grouped_linear") if s.facts["picked"]]:
-        key = (site.path, tuple(site.params))
+        key = (parent(site.name), tuple(site.params))
         if key in kept:
             first = kept[key]
             first.nodes |= site.nodes
@@ -109,9 +109,10 @@ def _surround(found: Finding, path: str, sites: list[Site], topk: Site) -> None:
     first = firsts[0]
     data = list(first.reads or ())
     cone = {
-        n for n in flow.back(flow.sources[first.node], lambda n: not found.is_free(n) or flow.path(n) != path)
-        if found.is_free(n) and flow.path(n) == path and n in found.live
-    }  # fmt: skip
+        n
+        for n in flow.back(flow.sources[first.node], lambda n: not found.is_free(n) or not _inside(flow.path(n), path))
+        if found.is_free(n) and _inside(flow.path(n), path) and n in found.live
+    }
     reads = {s: None for n in cone for s in flow.sources[n] if s not in cone} if cone else dict.fromkeys(data)
     rows = {"rows": first.facts["rows"]} if "rows" in first.facts else {"dims": first.facts["dims"]}
     dispatch = Site(
@@ -145,7 +146,7 @@ def _follows(found: Finding, site: Site, group: set[Site]) -> bool:
 
 def _merge_activations(found: Finding, path: str, sites: list[Site]) -> None:
     """The activations of a loop over experts are one; those of a grouped product stand alone already."""
-    inner = [s for s in found.of("activation") if s.path == path]
+    inner = [s for s in found.of("activation") if _inside(s.path, path)]
     for site in inner:
         site.role = "experts"
     rows = sites[0].facts.get("rows")
@@ -158,6 +159,10 @@ def _merge_activations(found: Finding, path: str, sites: list[Site]) -> None:
             found.owner[node] = first
         found.sites.remove(site)
     first.facts["rows"] = rows
+
+
+def _inside(path: str, holder: str) -> bool:
+    return path == holder or path.startswith(holder + ".")
 
 
 def _combine_end(found: Finding, path: str, lasts: list[Site]) -> fx.Node | None:
@@ -174,7 +179,7 @@ def _combine_end(found: Finding, path: str, lasts: list[Site]) -> fx.Node | None
     )
     while end is not None:
         readers = flow.readers.get(end, [])
-        if len(readers) != 1 or flow.path(readers[0]) != path or not found.is_free(readers[0]):
+        if len(readers) != 1 or not _inside(flow.path(readers[0]), path) or not found.is_free(readers[0]):
             break
         others = [s for s in flow.sources[readers[0]] if s is not end and s in found.live]
         foreign = [site for site in found.sites_behind(others) if site.role not in ("experts", "router")]
