@@ -22,7 +22,9 @@ from functools import lru_cache
 
 from deepwell.errors import ConfigError
 
-_ATTENTION_PARTS = ("q", "k", "v", "qkv", "kv", "o", "q_a", "q_b", "kv_a", "kv_b", "qkv_a", "qkv_b")
+# A projection may make several of q, k and v; of a low-rank pair the first is `_a`, the second `_b`.
+_PROJECTIONS = ("q", "k", "v", "qk", "qv", "kv", "qkv", "o")
+_ATTENTION_PARTS = tuple(name + end for end in ("", "_a", "_b") for name in _PROJECTIONS)
 _MLP_PARTS = ("gate", "up", "gate_up", "down")
 
 # Role -> its parts. The roles are those of `deepwell.graph.ops.Op`.
