@@ -391,6 +391,14 @@ def test_the_table_holds_long_names_and_notes_within_the_page() -> None:
     assert any(line.lstrip().startswith("...") and "a_module_with_a_long_name" in line for line in lines)
 
 
+def test_flops_are_shown_in_a_unit_that_fits_the_model() -> None:
+    assert "forward 16.08 GFLOP/token at 4,096 tokens" in str(published("llama3-8b"))
+    # 2 x 64 x 96 flops per token: a table in MFLOP would show nothing but zeros.
+    op = Linear(name="fc", role="mlp", k=64, n=96)
+    small = str(IR(name="M", dtype="bf16", stem=(op,), blocks=(), layers=(), tail=()))
+    assert "kFLOP/token" in small and "12.3  100.0%" in small
+
+
 def test_a_model_without_layers_prints() -> None:
     assert "M: 0 parameters" in str(IR(name="M", dtype="bf16", stem=(), blocks=(), layers=(), tail=()))
 

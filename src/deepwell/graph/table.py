@@ -29,8 +29,8 @@ from deepwell.graph.ops import (
 )
 
 WIDTH = 120
-_COLUMNS = ("op", "kind", "weight or shape", "reads", "params", "MFLOP/token", "share")
-_NUMERIC = ("params", "MFLOP/token", "share")
+_COLUMNS = ("op", "kind", "weight or shape", "reads", "params", "flops", "share")
+_NUMERIC = ("params", "flops", "share")
 # What gives way first where a row is wider than the page, and how narrow it may get.
 _SHRINK = (("reads", 14), ("weight or shape", 18), ("op", 24))
 
@@ -101,8 +101,11 @@ def ir_table(ir: IR, seq_len: int | None = None) -> str:
     work = Workload(seq_len=seq_len)
     total = max(ir.flops(1, seq_len), 1)
     sections = _sections(ir)
-    tables = [[_row(op, section, work, total) for op in section.ops] for section in sections]
-    cells = _fit([list(_COLUMNS), *(row for table in tables for row in table)])
+    most = max((op.flops(work) for section in sections for op in section.ops), default=0) / work.tokens
+    unit, size = ("MFLOP", 1e6) if most >= 1e6 else ("kFLOP", 1e3)
+    tables = [[_row(op, section, work, total, size) for op in section.ops] for section in sections]
+    head = [f"{unit}/token" if name == "flops" else name for name in _COLUMNS]
+    cells = _fit([head, *(row for table in tables for row in table)])
     lines = text_table(cells, right=[_COLUMNS.index(name) for name in _NUMERIC])
     # The columns line up through all sections; the headings go between.
     out = [*_header(ir, seq_len), "", lines.pop(0)]
@@ -137,8 +140,9 @@ def _header(ir: IR, seq_len: int) -> list[str]:
     if ir.max_positions:
         facts.append(f"up to {ir.max_positions:,} positions")
     facts.append(f"read from {ir.source}")
-    per_token = ir.flops_per_token(seq_len) / 1e9
-    return [f"{ir.name}: {size}", ", ".join(facts), f"forward {per_token:.2f} GFLOP/token at {seq_len:,} tokens"]
+    per_token = ir.flops_per_token(seq_len)
+    speed = f"{per_token / 1e9:.2f} GFLOP" if per_token >= 1e7 else f"{per_token / 1e3:.1f} kFLOP"
+    return [f"{ir.name}: {size}", ", ".join(facts), f"forward {speed}/token at {seq_len:,} tokens"]
 
 
 def _heading(section: _Section, work: Workload, total: int) -> str:
@@ -149,7 +153,7 @@ def _heading(section: _Section, work: Workload, total: int) -> str:
     return f"{section.title}  [{short_count(params)} parameters{each}{share}]"
 
 
-def _row(op: Op, section: _Section, work: Workload, total: int) -> list[str]:
+def _row(op: Op, section: _Section, work: Workload, total: int, unit: float) -> list[str]:
     flops = op.flops(work)
     return [
         op.name,
@@ -157,7 +161,7 @@ def _row(op: Op, section: _Section, work: Workload, total: int) -> list[str]:
         _dimensions(op),
         ", ".join(_short_names(op.inputs, section.ops)),
         short_count(op.num_params) if op.num_params else ("tied" if op.params else ""),
-        f"{flops / work.tokens / 1e6:,.1f}" if flops else "",
+        f"{flops / work.tokens / unit:,.1f}" if flops else "",
         f"{100 * flops * section.count / total:.1f}%" if flops else "",
     ]
 

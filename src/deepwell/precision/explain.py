@@ -18,7 +18,7 @@ from deepwell.graph.ops import Workload
 from deepwell.graph.table import WIDTH, layers_label, text_table
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolver
-from deepwell.precision.rules import Steps, steps_text
+from deepwell.precision.rules import ALWAYS, Steps, steps_text
 
 if TYPE_CHECKING:
     from deepwell.graph.ir import IR, Site
@@ -59,6 +59,8 @@ class Span:
     @property
     def label(self) -> str:
         start, stop = self.steps
+        if self.steps == ALWAYS:
+            return "all steps"
         return f"step {start}" if stop == start + 1 else f"steps {steps_text(self.steps)}"
 
 
