@@ -3,8 +3,8 @@
     PYTHONPATH=src python3 benchmarks/bench_rows.py [--only transpose,rms_norm] [--shape 8b|1b|768] [--json FILE]
 
 Each row says microseconds (median), GB/s of the bytes the operation must move, and that as a share of the copy
-bandwidth measured in the same run. Every kernel is compared with its reference first; a wrong one is a row that says WRONG.
-Rows that the time budget (--seconds) does not reach are counted at the end.
+bandwidth measured in the same run. Every kernel is compared with its reference first; a wrong one is a row that says
+WRONG. Rows that the time budget (--seconds) does not reach are counted at the end.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from deepwell.kernels import quantize, rms_norm, swiglu, transpose
+from deepwell.kernels import cross_entropy, quantize, rms_norm, swiglu, transpose
 from deepwell.kernels.quantize import quantize_rows_ref
 
 E4M3 = torch.float8_e4m3fn
@@ -276,6 +276,53 @@ def swiglu_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
             )
 
 
+def cross_entropy_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
+    t = min(t, 4096)
+    logits = (3 * torch.randn(t, v, device=device)).bfloat16()
+    targets = torch.randint(0, v, (t,), device=device)
+    scale = torch.full((), 1 / t, device=device)
+    for gradient, width in (("new", 6), ("fp8", 5)):
+        options = cross_entropy.Options(gradient=gradient)
+        ref = cross_entropy.cross_entropy_ref(logits[:64], targets[:64], scale, options)
+        for config in cross_entropy.CONFIGS:
+
+            def run(c=config, o=options) -> cross_entropy.Losses:
+                return cross_entropy.cross_entropy(logits, targets, grad_scale=scale, options=o, config=c)
+
+            yield Case(
+                op=f"cross_entropy -> {gradient}",
+                shape=(t, v),
+                variant=short(config),
+                num_bytes=width * t * v,
+                run=run,
+                check=lambda run=run, ref=ref: check_losses(run(), ref),
+            )
+    graph = logits.clone().requires_grad_()
+    yield Case(
+        op="cross_entropy -> new",
+        shape=(t, v),
+        variant="torch, forward and backward",
+        num_bytes=6 * t * v,
+        run=lambda: torch.autograd.grad(F.cross_entropy(graph.float(), targets), graph),
+    )
+    liger = _liger("liger_kernel.ops.cross_entropy")
+    if liger:
+        yield Case(
+            op="cross_entropy -> in place",
+            shape=(t, v),
+            variant="Liger",
+            num_bytes=6 * t * v,
+            run=lambda: liger.LigerCrossEntropyFunction.apply(graph, targets, None),
+        )
+
+
+def check_losses(got: cross_entropy.Losses, ref: cross_entropy.Losses) -> str | None:
+    if ref.q is not None:
+        mine, wanted = got.q[:64].float() * got.scale[:64, None], ref.q.float() * ref.scale[:, None]
+        return first(close(got.loss[:64], ref.loss, 1e-6), close(mine, wanted, 3e-3))
+    return first(close(got.loss[:64], ref.loss, 1e-6), close(got.grad[:64], ref.grad, 1e-3))
+
+
 def _liger(name: str):
     return importlib.import_module(name) if importlib.util.find_spec("liger_kernel") else None
 
@@ -285,6 +332,7 @@ CASES = {
     "quantize": quantize_cases,
     "rms_norm": rms_norm_cases,
     "swiglu": swiglu_cases,
+    "cross_entropy": cross_entropy_cases,
 }
 
 

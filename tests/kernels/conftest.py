@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+
 # Triton loads gluon at the first launch, and gluon wants to find Triton's library compiled: load it before any patch.
 import triton.experimental.gluon
 import triton.language as tl

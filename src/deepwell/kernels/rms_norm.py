@@ -13,7 +13,6 @@ Cost: memory bound; bytes per element in bf16: forward x 2, residual 2 + 2 for t
 `layer_norm.py` runs the same kernels with the mean taken off and a bias added.
 """
 
-# ruff: noqa: PLR0917 (a kernel's arguments are positional)
 # Shapes: T tokens, D model width, P programs of the backward kernel.
 
 from dataclasses import dataclass

@@ -9,7 +9,6 @@ Cost: memory bound, one byte read and one written per code; 4 bytes per row of s
     Floors on one H200 (4.25 TB/s copied): 16384 x 4096 32 us, 16384 x 14336 111 us, 16384 x 28672 221 us.
 """
 
-# ruff: noqa: PLR0917 (a kernel's arguments are positional)
 # Shapes: T tokens, N columns of the codes (rows of the result).
 
 from dataclasses import dataclass, replace
