@@ -245,8 +245,6 @@ def test_a_config_that_is_no_dict_is_refused(config: Any) -> None:
         ir_from_config(config)
 
 
-# Fields with a default are taken as they come.
-@pytest.mark.xfail(strict=True, reason="ir_from_config checks required fields only")
 @pytest.mark.parametrize("field", ["num_key_value_heads", "head_dim", "max_position_embeddings", "layer_types"])
 def test_an_optional_field_of_the_wrong_kind_is_named(field: str) -> None:
     with pytest.raises(ConfigError, match=field):

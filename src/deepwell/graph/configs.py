@@ -88,6 +88,7 @@ def ir_from_config(config: Mapping[str, Any], *, dtype: str | None = None) -> IR
     text = config.get("text_config")
     if "hidden_size" not in config and "n_embd" not in config and isinstance(text, Mapping):
         config = {**text, "architectures": config.get("architectures")}  # the language part of a multimodal config
+    _check_optional(config)
     model_type = config.get("model_type", "")
     dtype = dtype or _DTYPES.get(str(config.get("dtype", config.get("torch_dtype", "float32"))), "fp32")
     if model_type == "gpt2":
@@ -101,6 +102,31 @@ def ir_from_config(config: Mapping[str, Any], *, dtype: str | None = None) -> IR
 
 
 # ---- reading the config ----
+
+# Fields that have a default, by what may stand there.
+_COUNTS = (
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "n_inner", "n_ctx", "q_lora_rank", "sliding_window",
+    "decoder_sparse_step", "moe_layer_freq",
+)  # fmt: skip
+_COUNTS_FROM_0 = (
+    "n_shared_experts", "first_k_dense_replace", "num_local_experts", "num_experts", "n_routed_experts",
+)  # fmt: skip
+_TEXTS = ("model_type", "hidden_act", "hidden_activation", "activation_function")
+_LISTS = ("architectures", "layer_types", "mlp_only_layers")
+
+
+def _check_optional(config: Mapping[str, Any]) -> None:
+    """Refuse an optional field whose value is of the wrong kind, before arithmetic does so without its name."""
+    for name in (*_COUNTS, *_COUNTS_FROM_0):
+        value, least = config.get(name), int(name in _COUNTS)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigError(f"config field {name} is {value!r}; it must be a whole number of at least {least}")
+    for name in _TEXTS:
+        if config.get(name) is not None and not isinstance(config[name], str):
+            raise ConfigError(f"config field {name} is {config[name]!r}; it must be a text")
+    for name in _LISTS:
+        if config.get(name) is not None and not isinstance(config[name], (list, tuple)):
+            raise ConfigError(f"config field {name} is {config[name]!r}; it must be a list")
 
 
 def _need(config: Mapping[str, Any], *names: str) -> int:

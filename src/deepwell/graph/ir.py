@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.ops import DTYPE_BYTES, Attention, GroupedLinear, Op, TopK, Workload, op_from_dict, op_to_dict
+from deepwell.graph.op_json import op_from_dict, op_to_dict
+from deepwell.graph.ops import DTYPE_BYTES, Attention, GroupedLinear, Op, TopK, Workload
 
 if TYPE_CHECKING:
     from deepwell.graph.fusion import FusionSite
@@ -209,6 +210,7 @@ class IR:
     def from_dict(cls, data: Mapping[str, Any]) -> IR:
         if data.get("schema") != SCHEMA:
             raise ConfigError(f"IR has schema {data.get('schema')!r}; this Deepwell reads schema {SCHEMA}")
+        _check_shape(data)
         try:
             blocks = tuple(Block(ops=tuple(map(op_from_dict, block["ops"]))) for block in data["blocks"])
             ir = cls(
@@ -275,6 +277,32 @@ class IR:
         from deepwell.graph.table import ir_table
 
         return ir_table(self)
+
+
+# Field -> the kinds of JSON value that an IR has there.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,), "dtype": (str,), "source": (str,), "notes": (list,), "max_positions": (int, type(None)),
+    "stem": (list,), "blocks": (list,), "layers": (list,), "tail": (list,),
+}  # fmt: skip
+
+
+def _check_shape(data: Mapping[str, Any]) -> None:
+    """The outer shape of an IR's JSON; ops check themselves."""
+    for name, kinds in _KINDS.items():
+        if name not in data:
+            raise ConfigError(f"not an IR: {name} is missing")
+        if not isinstance(data[name], kinds) or isinstance(data[name], bool):
+            raise ConfigError(f"IR: {name} is {type(data[name]).__name__}; it must be {kinds[0].__name__}")
+    if data["max_positions"] is not None and data["max_positions"] < 1:
+        raise ConfigError(f"IR: max_positions is {data['max_positions']}; it must be at least 1 or null")
+    if not all(isinstance(note, str) for note in data["notes"]):
+        raise ConfigError("IR: notes is a list of texts")
+    if not all(isinstance(block, dict) and isinstance(block.get("ops"), list) for block in data["blocks"]):
+        raise ConfigError("IR: every block has a list of ops")
+    for layer in data["layers"]:
+        is_sound = isinstance(layer, dict) and isinstance(layer.get("path"), str) and type(layer.get("block")) is int
+        if not is_sound:
+            raise ConfigError(f"IR: layer {layer!r} needs a path and the number of its block")
 
 
 def _active(op: Op, siblings: tuple[Op, ...]) -> int:

@@ -9,12 +9,10 @@ pointwise ops are bound by memory and are costed by `bytes_moved`.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from deepwell.errors import ConfigError
 
@@ -338,8 +336,9 @@ class Attention(Op):
         if not self.causal:
             return q_len * min(kv_len, self.window or kv_len)
         window = min(self.window or kv_len, kv_len)
-        # Query i sees keys 1..i (aligned at the end), at most `window` of them.
-        first = kv_len - q_len
+        # Query i sees keys 1..i (aligned at the end), at most `window` of them; queries before the first key see none.
+        first = max(0, kv_len - q_len)
+        q_len = min(q_len, kv_len)
         growing = max(0, min(kv_len, window) - first)
         ramp = (2 * first + growing + 1) * growing // 2
         return ramp + (q_len - growing) * window
@@ -541,44 +540,3 @@ KINDS: dict[str, type[Op]] = {
 
 # Ops whose operands a precision policy may put into a low-precision format.
 GEMM_KINDS = ("linear", "grouped_linear")
-
-# ---- JSON ----
-
-
-def op_to_dict(op: Op) -> dict[str, Any]:
-    """A plain dict; fields at their default are left out."""
-    out: dict[str, Any] = {"kind": op.kind}
-    for field in dataclasses.fields(op):
-        value = getattr(op, field.name)
-        if field.default is not dataclasses.MISSING and value == field.default:
-            continue
-        if isinstance(value, Extent):
-            value = str(value)
-        elif field.name == "params":
-            value = [{k: v for k, v in dataclasses.asdict(p).items() if v is not None} for p in value]
-        elif isinstance(value, tuple):
-            value = list(value)
-        out[field.name] = value
-    return out
-
-
-def op_from_dict(data: dict[str, Any]) -> Op:
-    """Rebuild an op; an unknown kind or field is a ConfigError that names it."""
-    fields = dict(data)
-    kind = fields.pop("kind", None)
-    if kind not in KINDS:
-        raise ConfigError(f"op {data.get('name')!r} has kind {kind!r}; known kinds: {', '.join(KINDS)}")
-    cls = KINDS[kind]
-    types = {f.name: str(f.type) for f in dataclasses.fields(cls)}
-    readers: dict[str, Callable[[Any], Any]] = {
-        "params": lambda ps: tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in ps),
-        "inputs": tuple,
-    }
-    for name, value in fields.items():
-        if name not in types:
-            raise ConfigError(f"op {data.get('name')!r} of kind {kind} has no field {name!r}")
-        if name in readers:
-            fields[name] = readers[name](value)
-        elif types[name] == "Extent":
-            fields[name] = Extent.parse(value)
-    return cls(**fields)
