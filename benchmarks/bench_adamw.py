@@ -20,7 +20,8 @@ from torch import Tensor
 
 from deepwell.kernels import adamw
 from deepwell.kernels.adamw import CONFIGS, Config
-from deepwell.kernels.adamw_tables import FusedAdamW, Slot
+from deepwell.kernels.adamw_copy_tables import Slot
+from deepwell.kernels.adamw_tables import FusedAdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Shape = tuple[int, ...]

@@ -20,7 +20,7 @@ Cost:     memory bound. Bytes a parameter, all bf16: read p, g, m, v and write p
           master and bf16 moments 20; the norm 2 more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
 """
 
-# ruff: noqa: PLR0917 (kernels: their arguments are positional)
+
 # Shapes: S slots (parameters), G parameter groups, C chunks; a tile is ROWS x 128 elements in memory order.
 
 from dataclasses import dataclass
@@ -43,46 +43,13 @@ STREAM_PARAM, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ = 0, 1, 2
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
 
-def adamw_ref(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    hyper: Hyper,
-    *,
-    scales: tuple[Tensor, Tensor] | None = None,
-    master: Tensor | None = None,
-    noise: "Noise | None" = None,
-) -> None:
-    """Reference for the update of one tensor, in place; all flat. `scales` are those of FP8 moments."""
-    g = grad.float() * hyper.factor
-    p = (param if master is None else master).float()
-    m = exp_avg.float() if scales is None else _decode_ref(exp_avg, scales[0])
-    v = exp_avg_sq.float() if scales is None else _decode_ref(exp_avg_sq, scales[1]).square()
-    p = p * hyper.decay
-    m = m + (g - m) * hyper.weight1
-    v = v * hyper.beta2 + (g * g) * hyper.weight2
-    # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
-    root = v.double().sqrt().float()
-    p = p - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
-    if scales is None:
-        exp_avg.copy_(_round_ref(m, exp_avg.dtype, noise and noise.exp_avg))
-        exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise and noise.exp_avg_sq))
-    else:
-        _encode_ref(m, exp_avg, scales[0], noise and noise.exp_avg, is_root=False)
-        _encode_ref(root, exp_avg_sq, scales[1], noise and noise.exp_avg_sq, is_root=True)
-    if master is not None:
-        master.copy_(p)
-    param.copy_(_round_ref(p, param.dtype, noise and noise.param))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Noise:
     """16 random bits an element (int32) for each number that is rounded at random; None rounds to nearest."""
 
-    param: Tensor | None
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
+    param: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
 
     @staticmethod
     def of(param: Tensor, *, seed: int, index: int, step: int, for_param: bool, for_moments: bool) -> "Noise":
@@ -100,6 +67,39 @@ class Noise:
             exp_avg=bits(STREAM_EXP_AVG, for_moments),
             exp_avg_sq=bits(STREAM_EXP_AVG_SQ, for_moments),
         )
+
+
+def adamw_ref(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Hyper,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    master: Tensor | None = None,
+    noise: Noise,
+) -> None:
+    """Reference for the update of one tensor, in place; all flat. `scales` are those of FP8 moments."""
+    g = grad.float() * hyper.factor
+    p = (param if master is None else master).float()
+    m = exp_avg.float() if scales is None else _decode_ref(exp_avg, scales[0])
+    v = exp_avg_sq.float() if scales is None else _decode_ref(exp_avg_sq, scales[1]).square()
+    p = p * hyper.decay
+    m = m + (g - m) * hyper.weight1
+    v = v * hyper.beta2 + (g * g) * hyper.weight2
+    # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
+    root = v.double().sqrt().float()
+    p = p - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
+    if scales is None:
+        exp_avg.copy_(_round_ref(m, exp_avg.dtype, noise.exp_avg))
+        exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise.exp_avg_sq))
+    else:
+        _encode_ref(m, exp_avg, scales[0], noise.exp_avg, is_root=False)
+        _encode_ref(root, exp_avg_sq, scales[1], noise.exp_avg_sq, is_root=True)
+    if master is not None:
+        master.copy_(p)
+    param.copy_(_round_ref(p, param.dtype, noise.param))
 
 
 def _round_ref(x: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ Numerics: fp64 with powers by squaring, each scalar rounded to fp32 once: bit-eq
 Cost:     the norm reads each gradient once, 2 bytes a bf16 parameter; the scalars are one small launch.
 """
 
-# ruff: noqa: PLR0917 (kernels: their arguments are positional)
+
 # Shapes: S slots (parameters), G parameter groups, C chunks.
 
 import math

@@ -9,7 +9,8 @@ host and never compiles anew, whatever the learning rate is. On a CPU the refere
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels import adamw, adamw_scalars
 from deepwell.kernels._triton import is_interpreted, on_device, tl, triton
 from deepwell.kernels.adamw import CONFIGS, Config, Noise, adamw_ref
+from deepwell.kernels.adamw_copies import check_copies
+from deepwell.kernels.adamw_copy_tables import CopyKind, CopyLaunch, Slot, Table, copy_kind, write_copies
 from deepwell.kernels.adamw_scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
@@ -26,27 +29,8 @@ _PARAM_DTYPES = (torch.float32, torch.bfloat16)
 _MAX_LAYOUTS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Slot:
-    """One parameter and its state. FP8 moments have fp32 scales, one for each 128 elements in memory order."""
-
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    exp_avg_scales: Tensor | None = None
-    exp_avg_sq_scales: Tensor | None = None
-    master: Tensor | None = None
-    # The row of scalars it uses, and its number among all parameters: the key of its random bits.
-    group: int = 0
-    index: int = 0
-
-    @property
-    def has_fp8_moments(self) -> bool:
-        return self.exp_avg.dtype == adamw.FP8
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
+class Kind:
     """What tensors of one launch have in common."""
 
     param: torch.dtype
@@ -54,16 +38,16 @@ class _Kind:
     moment: torch.dtype
     has_master: bool
     is_aligned: bool
+    copies: CopyKind | None = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Launch:
-    """The tables of one launch: rows of addresses and the chunks of the grid."""
+    """The tables of one launch over flat tensors: rows of addresses and the chunks of the grid."""
 
-    kind: _Kind
+    kind: Kind
     slots: list[int]
-    addresses: tuple[int, ...]
-    table: Tensor
+    table: Table
     chunk_row: Tensor
     chunk_place: Tensor
 
@@ -125,7 +109,7 @@ class FusedAdamW:
         active = [i for i, grad in enumerate(grads) if grad is not None and grad.numel() > 0]
         if not active:
             return
-        if self.device.type == "cpu" and not is_interpreted(adamw._adamw_kernel):
+        if not self._runs_kernels():
             self._step_ref(active, grads, groups.tolist())
             return
         layout = self._layout(active, grads)
@@ -136,7 +120,7 @@ class FusedAdamW:
     # ---- on a GPU ----
 
     def _layout(self, active: list[int], grads: Sequence[Tensor | None]) -> "_Layout":
-        kinds = tuple((i, _kind(self.slots[i], grads[i])) for i in active)
+        kinds = tuple((i, _kind(self.slots[i], _grad(grads, i))) for i in active)
         found = self._layouts.get(kinds)
         if found is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
@@ -145,9 +129,9 @@ class FusedAdamW:
         return found
 
     def _launch(self, layout: "_Layout", groups: Tensor) -> None:
-        for launch, partials in layout.norms:
+        for launch, partials in zip(layout.norms, layout.norm_partials, strict=True):
             adamw_scalars._norm_kernel[(launch.chunk_row.numel(),)](
-                launch.table,
+                launch.table.words,
                 launch.chunk_row,
                 launch.chunk_place,
                 partials,
@@ -175,22 +159,16 @@ class FusedAdamW:
             num_warps=4,
             enable_fp_fusion=False,
         )
-        for launch in layout.updates:
+        for launch in layout.flat:
             kind = launch.kind
             adamw._adamw_kernel[(launch.chunk_row.numel(),)](
-                launch.table,
+                launch.table.words,
                 launch.chunk_row,
                 launch.chunk_place,
                 self._hyper,
                 self.steps,
                 self.control,
-                PARAM=_TRITON_DTYPES[kind.param],
-                GRAD=_TRITON_DTYPES[kind.grad],
-                MOMENT=_TRITON_DTYPES[kind.moment],
-                HAS_MASTER=kind.has_master,
-                RANDOM_PARAM=self._is_param_random(kind),
-                RANDOM_MOMENT=self.random_moments and kind.moment != torch.float32,
-                ALIGNED=kind.is_aligned,
+                **self._constants(kind),
                 ROWS=self.config.rows,
                 TILES=self.config.tiles,
                 num_warps=self.config.num_warps,
@@ -199,8 +177,45 @@ class FusedAdamW:
                 enable_fp_fusion=False,
             )
 
-    def _is_param_random(self, kind: _Kind) -> bool:
+        for copies in layout.copies:
+            copies.run(self._constants(copies.kind), self._hyper, self.steps, self.control)
+
+    def _constants(self, kind: Kind) -> dict[str, Any]:
+        """The constexprs of an update that follow from the kind of tensor."""
+        return {
+            "PARAM": _TRITON_DTYPES[kind.param],
+            "GRAD": _TRITON_DTYPES[kind.grad],
+            "MOMENT": _TRITON_DTYPES[kind.moment],
+            "HAS_MASTER": kind.has_master,
+            "RANDOM_PARAM": self._is_param_random(kind),
+            "RANDOM_MOMENT": self._are_moments_random(kind),
+            "ALIGNED": kind.is_aligned,
+        }
+
+    def _is_param_random(self, kind: Kind) -> bool:
         return self.random_params and kind.param == torch.bfloat16 and not kind.has_master
+
+    def _are_moments_random(self, kind: Kind) -> bool:
+        return self.random_moments and kind.moment != torch.float32
+
+    def write_copies(self) -> None:
+        """Quantize the weights as they are into their copies: at the start, or after weights were set by hand."""
+        slots = [(i, slot) for i, slot in enumerate(self.slots) if slot.copies is not None]
+        if not slots:
+            return
+        if not self._runs_kernels():
+            write_copies([slot for _, slot in slots])
+            return
+        kinds = [(i, _kind(slot, slot.param)) for i, slot in slots]
+        idle = torch.zeros_like(self.control)
+        with on_device(self.control):
+            for kind in dict.fromkeys(kind for _, kind in kinds):
+                launch = CopyLaunch(self.slots, kind, [i for i, k in kinds if k == kind], self.device)
+                launch.refresh(self.slots, [slot.param for slot in self.slots])
+                launch.start(self._constants(kind), self._hyper, self.steps, idle)
+
+    def _runs_kernels(self) -> bool:
+        return self.device.type != "cpu" or is_interpreted(adamw._adamw_kernel)
 
     # ---- on a CPU ----
 
@@ -226,7 +241,7 @@ class FusedAdamW:
                 index=slot.index,
                 step=step,
                 for_param=self._is_param_random(kind),
-                for_moments=self.random_moments and kind.moment != torch.float32,
+                for_moments=self._are_moments_random(kind),
             )
             scales = None
             if slot.exp_avg_scales is not None and slot.exp_avg_sq_scales is not None:
@@ -241,6 +256,7 @@ class FusedAdamW:
                 master=None if slot.master is None else flat(slot.master),
                 noise=noise,
             )
+        write_copies([self.slots[i] for i in active if self.slots[i].copies is not None], is_step=True)
 
 
 class _Layout:
@@ -249,42 +265,48 @@ class _Layout:
     def __init__(
         self,
         slots: tuple[Slot, ...],
-        kinds: tuple[tuple[int, _Kind], ...],
+        kinds: tuple[tuple[int, Kind], ...],
         config: Config,
         device: torch.device,
         has_norm: bool,
     ) -> None:
         self.device = device
         self.active = torch.tensor([i for i, _ in kinds], dtype=torch.int32).to(device)
-        self.updates = [
-            _new_launch(slots, kind, [i for i, k in kinds if k == kind], config.rows * config.tiles, device)
-            for kind in dict.fromkeys(k for _, k in kinds)
+        flat = [(i, kind) for i, kind in kinds if kind.copies is None or not kind.copies.is_fused]
+        plain = [(i, replace(kind, copies=None)) for i, kind in flat]
+        self.flat = [
+            _new_launch(slots, kind, members, config.rows * config.tiles, device) for kind, members in _by_kind(plain)
         ]
-        self.norms: list[tuple[_Launch, Tensor]] = []
-        norm_launches = []
-        if has_norm:
-            norm_launches = [_new_launch(slots, u.kind, u.slots, NORM_ROWS * NORM_TILES, device) for u in self.updates]
-        counts = [launch.chunk_row.numel() for launch in norm_launches]
+        copied = [(i, kind) for i, kind in kinds if kind.copies is not None]
+        self.copies = [CopyLaunch(slots, kind, members, device) for kind, members in _by_kind(copied)]
+        # The norm asks for nothing but the gradients.
+        read = [(i, replace(k, param=k.grad, moment=k.grad, has_master=False, copies=None)) for i, k in kinds]
+        self.norms = [
+            _new_launch(slots, kind, members, NORM_ROWS * NORM_TILES, device)
+            for kind, members in (_by_kind(read) if has_norm else [])
+        ]
+        counts = [launch.chunk_row.numel() for launch in self.norms]
         self.partials = torch.zeros(sum(counts), dtype=torch.float64, device=device)
-        self.norms = list(zip(norm_launches, self.partials.split(counts), strict=True)) if counts else []
+        self.norm_partials = self.partials.split(counts) if counts else ()
 
     def refresh(self, slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:
         """Write the addresses anew where they changed: gradients are often allocated afresh for each step."""
-        for launch in self.updates:
-            rows = [_addresses(slots[i], _grad(grads, i), i) for i in launch.slots]
-            addresses = tuple(word for row in rows for word in row)
-            if addresses != launch.addresses:
-                launch.addresses = addresses
-                host = torch.tensor(addresses, dtype=torch.int64)
-                if self.device.type == "cuda":
-                    host = host.pin_memory()
-                launch.table = host.to(self.device, non_blocking=True).view(len(rows), adamw_scalars.TABLE_COLUMNS)
-        for (launch, _), update in zip(self.norms, self.updates, strict=False):
-            launch.table = update.table
+        for launch in (*self.flat, *self.norms):
+            launch.table.write([slots[i].addresses(_grad(grads, i), i) for i in launch.slots])
+        for copies in self.copies:
+            copies.refresh(slots, grads)
+
+
+def _by_kind(kinds: Sequence[tuple[int, Kind]]) -> list[tuple[Kind, list[int]]]:
+    """The members of each kind, in the order of its first one."""
+    found: dict[Kind, list[int]] = {}
+    for i, kind in kinds:
+        found.setdefault(kind, []).append(i)
+    return list(found.items())
 
 
 def _new_launch(
-    slots: tuple[Slot, ...], kind: _Kind, members: list[int], chunk_rows: int, device: torch.device
+    slots: tuple[Slot, ...], kind: Kind, members: list[int], chunk_rows: int, device: torch.device
 ) -> _Launch:
     chunk = chunk_rows * adamw.BLOCK
     counts = torch.tensor([-(-slots[i].param.numel() // chunk) for i in members], dtype=torch.int64)
@@ -293,27 +315,9 @@ def _new_launch(
     return _Launch(
         kind=kind,
         slots=members,
-        addresses=(),
-        table=torch.empty(0, dtype=torch.int64, device=device),
+        table=Table(device, adamw_scalars.TABLE_COLUMNS),
         chunk_row=row.to(torch.int32).to(device),
         chunk_place=place.to(torch.int32).to(device),
-    )
-
-
-def _addresses(slot: Slot, grad: Tensor, number: int) -> tuple[int, ...]:
-    """One row of the table, in the order of adamw's columns."""
-    scales, sq_scales, master = slot.exp_avg_scales, slot.exp_avg_sq_scales, slot.master
-    return (
-        slot.param.data_ptr(),
-        grad.data_ptr(),
-        slot.exp_avg.data_ptr(),
-        slot.exp_avg_sq.data_ptr(),
-        0 if scales is None else scales.data_ptr(),
-        0 if sq_scales is None else sq_scales.data_ptr(),
-        0 if master is None else master.data_ptr(),
-        slot.param.numel(),
-        number,
-        slot.index,
     )
 
 
@@ -323,16 +327,22 @@ def _grad(grads: Sequence[Tensor | None], i: int) -> Tensor:
     return grad
 
 
-def _kind(slot: Slot, grad: Tensor | None) -> _Kind:
-    assert grad is not None
-    tensors = [t for t in (slot.param, grad, slot.exp_avg, slot.exp_avg_sq, slot.master) if t is not None]
-    return _Kind(
+def _kind(slot: Slot, grad: Tensor) -> Kind:
+    state = (slot.exp_avg, slot.exp_avg_sq, slot.master, slot.exp_avg_scales, slot.exp_avg_sq_scales)
+    tensors = [slot.param, grad, *(t for t in state if t is not None)]
+    # 16-byte accesses need the addresses and, for a mask of whole vectors, the length.
+    is_aligned = slot.param.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+    copies = None
+    if slot.copies is not None:
+        copies = copy_kind(slot)
+        is_aligned = is_aligned and (copies.is_aligned or not copies.is_fused)
+    return Kind(
         param=slot.param.dtype,
         grad=grad.dtype,
         moment=slot.exp_avg.dtype,
         has_master=slot.master is not None,
-        # 16-byte accesses need the addresses and, for a mask of whole vectors, the length.
-        is_aligned=slot.param.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors),
+        is_aligned=is_aligned,
+        copies=copies,
     )
 
 
@@ -391,6 +401,8 @@ def _check_slot(name: str, slot: Slot, device: torch.device) -> None:
         if scales is not None and (scales.dtype != torch.float32 or scales.shape != (num_blocks,)):
             got = f"{scales.dtype} {tuple(scales.shape)}"
             raise ConfigError(f"{name}.{field} is {got}; it must be float32 ({num_blocks},)")
+    if slot.copies is not None:
+        check_copies(f"{name}.copies", slot.copies, param)
 
 
 def _check_grads(slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:

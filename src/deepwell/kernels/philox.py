@@ -14,8 +14,6 @@ from torch import Tensor
 
 from deepwell.kernels._triton import tl, triton
 
-# ruff: noqa: PLR0917 (kernels: their arguments are positional)
-
 # Elements that share one call: 128 bits in halves of 16.
 PER_CALL = 8
 ROUNDS = 10

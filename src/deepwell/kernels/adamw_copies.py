@@ -1,0 +1,399 @@
+"""Quantized copies of weights, written by the pass that updates them: row-major and transposed, for FP8 GEMMs.
+
+    w (R, C)  ->  row: codes (R, C) along C         col: codes (C, R) along R
+
+`mxfp8` scales blocks of 32 along each axis, so that row and col differ; `fp8_e4m3_128x128[_pow2]` has one set of codes
+and scales for both, transposed; `fp8_e4m3_tensor[_pow2]` has one scale. That scale comes from `amax`: with `is_delayed`
+the amax of the weight before this step (an update moves it by about lr), and the new one is collected on the way; else
+the copies take one more pass, when the new amax is known. Stacks of matrices (experts) work as well.
+
+Numerics: bit-equal to `deepwell.formats.quantize` of the new parameter as it is stored (bf16, or fp32).
+Cost:     besides the update 1 byte written for each copy and weight, and scales: 16 bytes a bf16 weight with bf16
+          moments and both copies instead of 14 + 4 in two passes. Not delayed: 2 more to read the weight again.
+"""
+
+# Shapes: R rows and C columns of a matrix; a tile is ROWS x 128.
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.formats.quantize import quantize_both
+from deepwell.formats.spec import Format, get_format
+from deepwell.formats.tensor import QuantizedTensor
+from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, saturate
+from deepwell.kernels._triton import tl, triton
+from deepwell.kernels.adamw import update_tile
+from deepwell.kernels.adamw_scalars import pointer_at
+
+FORMATS = ("mxfp8", "fp8_e4m3_128x128", "fp8_e4m3_128x128_pow2", "fp8_e4m3_tensor", "fp8_e4m3_tensor_pow2")
+TILE_COLUMNS = 128
+_MX_BLOCK = 32
+_CODES = torch.float8_e4m3fn
+
+# Columns of the table of copies, int64.
+COPY_COLUMNS = 14
+_SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "fp32": torch.float32, "pow2": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Copies:
+    """Where the quantized copies of one weight go. Codes may be slices of larger buffers; their rows are contiguous.
+
+    Weights that share a GEMM may share `scale`, `amax` and `new_amax` (formats with one scale per tensor).
+    """
+
+    format: Format
+    row: Tensor | None
+    col: Tensor | None
+    row_scales: Tensor | None = None
+    col_scales: Tensor | None = None
+    # One scale per tensor: the scale of the codes, the amax it comes from, and the amax collected from the new weight
+    # (0 between steps where the copies are not delayed).
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    new_amax: Tensor | None = None
+    is_delayed: bool = True
+
+    @staticmethod
+    def empty_like(
+        weight: Tensor, fmt: str | Format, *, row: bool = True, col: bool = True, is_delayed: bool = True
+    ) -> "Copies":
+        """Buffers for the copies of `weight` (R, C) or (E, R, C). `FusedAdamW.write_copies` fills them."""
+        fmt = _check_format(fmt)
+        if weight.dim() not in {2, 3}:
+            raise ConfigError(f"weight has shape {tuple(weight.shape)}; copies are of matrices or stacks of them")
+        *lead, rows, columns = weight.shape
+        device = weight.device
+        row_codes = torch.zeros((*lead, rows, columns), dtype=torch.uint8, device=device).view(_CODES) if row else None
+        col_codes = torch.zeros((*lead, columns, rows), dtype=torch.uint8, device=device).view(_CODES) if col else None
+        if fmt.scaling == "tensor":
+            scale, amax, new_amax = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(3))
+            return Copies(
+                format=fmt,
+                row=row_codes,
+                col=col_codes,
+                scale=scale,
+                amax=amax,
+                new_amax=new_amax,
+                is_delayed=is_delayed,
+            )
+        assert fmt.scale is not None
+        dtype = _SCALE_DTYPES[fmt.scale]
+        row_shape = fmt.scale_shape((*lead, rows), columns)
+        col_shape = fmt.scale_shape((*lead, columns), rows)
+        assert row_shape is not None and col_shape is not None
+        return Copies(
+            format=fmt,
+            row=row_codes,
+            col=col_codes,
+            row_scales=_zero_bytes(row_shape, dtype, device) if row else None,
+            col_scales=_zero_bytes(col_shape, dtype, device) if col else None,
+            is_delayed=False,
+        )
+
+    def row_tensor(self, dtype: torch.dtype = torch.bfloat16) -> QuantizedTensor:
+        """The row copy as a QuantizedTensor over the same memory; `dtype` is the weight's."""
+        return self._as_tensor(self.row, self.row_scales, -1, dtype)
+
+    def col_tensor(self, dtype: torch.dtype = torch.bfloat16) -> QuantizedTensor:
+        """The column copy as a QuantizedTensor over the same memory; `dtype` is the weight's."""
+        return self._as_tensor(self.col, self.col_scales, -2, dtype)
+
+    def _as_tensor(self, codes: Tensor | None, scales: Tensor | None, axis: int, dtype: torch.dtype) -> QuantizedTensor:
+        if codes is None:
+            raise ConfigError(f"this copy ({'row' if axis == -1 else 'col'}) is not kept; ask for it in Copies")
+        shape = tuple(codes.shape) if axis == -1 else tuple(codes.mT.shape)
+        return QuantizedTensor(
+            data=codes,
+            scales=self.scale if self.format.scaling == "tensor" else scales,
+            global_scale=None,
+            format=self.format,
+            axis=len(shape) + axis,
+            shape=shape,
+            dtype=dtype,
+        )
+
+
+def _zero_bytes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    num_bytes = torch.empty((), dtype=dtype).element_size()
+    return torch.zeros((*shape[:-1], shape[-1] * num_bytes), dtype=torch.uint8, device=device).view(dtype)
+
+
+def _check_format(fmt: str | Format) -> Format:
+    fmt = get_format(fmt)
+    if fmt.name not in FORMATS:
+        raise UnsupportedError(f"format {fmt.name!r} has no copies with the update; choose one of {', '.join(FORMATS)}")
+    return fmt
+
+
+def check_copies(name: str, copies: Copies, weight: Tensor) -> None:
+    """Raise ConfigError or UnsupportedError unless `copies` fits `weight`."""
+    fmt = _check_format(copies.format)
+    if weight.dim() not in {2, 3} or not weight.is_contiguous():
+        raise ConfigError(
+            f"{name} is for a weight of shape {tuple(weight.shape)}, strides {weight.stride()}; it must be "
+            "a contiguous matrix or stack of matrices"
+        )
+    if copies.row is None and copies.col is None:
+        raise ConfigError(f"{name} has neither row nor col; drop it")
+    *lead, rows, columns = weight.shape
+    wanted: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
+    for side, shape in (("row", (*lead, rows, columns)), ("col", (*lead, columns, rows))):
+        if getattr(copies, side) is None:
+            continue
+        wanted[side] = (_CODES, shape)
+        if fmt.scaling == "block":
+            assert fmt.scale is not None
+            wanted[f"{side}_scales"] = (_SCALE_DTYPES[fmt.scale], fmt.scale_shape(shape[:-1], shape[-1]))
+    if fmt.scaling == "tensor":
+        wanted.update(dict.fromkeys(("scale", "amax", "new_amax"), (torch.float32, ())))
+    for field, (dtype, wanted_shape) in wanted.items():
+        tensor = getattr(copies, field)
+        if tensor is None or (tensor.dtype, tuple(tensor.shape), tensor.device) != (dtype, wanted_shape, weight.device):
+            found = "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            needed = f"{dtype} {wanted_shape} on {weight.device} for {fmt.name}"
+            raise ConfigError(f"{name}.{field} must be {needed}, got {found}")
+        if tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ConfigError(f"{name}.{field} has stride {tensor.stride(-1)} along its rows; they must be contiguous")
+
+
+# ---- reference ----
+
+
+def write_copies_ref(weight: Tensor, copies: Copies) -> None:
+    """Reference: quantize the weight as it is into its copies, with `amax` as it is."""
+    row, col = quantize_both(weight, copies.format, amax=copies.amax)
+    for codes, scales, made in ((copies.row, copies.row_scales, row), (copies.col, copies.col_scales, col)):
+        if codes is not None:
+            codes.view(torch.uint8).copy_(made.data.view(torch.uint8))
+        if scales is not None and made.scales is not None:
+            scales.copy_(made.scales)
+    if copies.scale is not None and row.scales is not None:
+        copies.scale.copy_(row.scales)
+
+
+def amax_ref(weights: list[Tensor], device: torch.device) -> Tensor:
+    """The largest magnitude over all of the weights; NaN stays."""
+    each = [weight.detach().float().abs().amax() for weight in weights if weight.numel()]
+    return torch.stack(each).amax() if each else torch.zeros((), device=device)
+
+
+# ---- configs ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileConfig:
+    rows: int
+    num_warps: int
+
+
+# 128x128 blocks need their whole tile; the others may take half.
+SQUARE_CONFIGS = (TileConfig(rows=128, num_warps=16), TileConfig(rows=128, num_warps=8))
+TILE_CONFIGS = (
+    TileConfig(rows=64, num_warps=8),
+    TileConfig(rows=32, num_warps=8),
+    TileConfig(rows=64, num_warps=16),
+    TileConfig(rows=128, num_warps=16),
+)
+
+
+def default_config(fmt: Format) -> TileConfig:
+    """The config for a format."""
+    return (SQUARE_CONFIGS if fmt.block == (128, 128) else TILE_CONFIGS)[0]
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _e8m0_of(bits):
+    """The E8M0 byte (int32) of amax bits rounded up, and the multiplier 2^(127 - byte)."""
+    scaled = bits.to(tl.float32, bitcast=True) * 0.002232142857142857
+    scaled_bits = scaled.to(tl.int32, bitcast=True)
+    exponent = (scaled_bits >> 23) & 0xFF
+    mantissa = scaled_bits & 0x7FFFFF
+    # Byte 0 is 2^-127, among fp32's subnormals.
+    carry = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+    byte = tl.minimum(exponent + carry.to(tl.int32), 254)
+    is_finite = bits < 0x7F800000
+    inverse = 254 - byte
+    multiplier = tl.where(inverse == 0, 0x400000, inverse << 23).to(tl.float32, bitcast=True)
+    return tl.where(is_finite, byte, 255), tl.where(is_finite, multiplier, float("nan"))
+
+
+@triton.jit
+def _codes_of(x):
+    return saturate(x, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _store_mx(x, copy, r, c, R, C, r0, c0, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr, ROWS: tl.constexpr):
+    row_ptr, row_stride, col_ptr, col_stride, row_scale_ptr, row_scale_stride, col_scale_ptr, col_scale_stride = copy
+    bits = magnitude_bits(x)
+    if HAS_ROW:
+        byte, enc = _e8m0_of(tl.max(tl.reshape(bits, (ROWS, 4, 32)), axis=2))
+        enc = tl.reshape(tl.broadcast_to(enc[:, :, None], (ROWS, 4, 32)), (ROWS, 128))
+        is_live = (r[:, None] < R) & (c[None, :] < C)
+        tl.store(row_ptr + r[:, None] * row_stride + c[None, :], _codes_of(x * enc), mask=is_live)
+        b = tl.arange(0, 4)
+        place = r[:, None] * row_scale_stride + c0 // 32 + b[None, :]
+        tl.store(row_scale_ptr + place, byte.to(tl.uint8), mask=(r[:, None] < R) & (c0 + b[None, :] * 32 < C))
+    if HAS_COL:
+        byte, enc = _e8m0_of(tl.max(tl.reshape(bits, (ROWS // 32, 32, 128)), axis=1))
+        enc = tl.reshape(tl.broadcast_to(enc[:, None, :], (ROWS // 32, 32, 128)), (ROWS, 128))
+        is_live = (c[:, None] < C) & (r[None, :] < R)
+        tl.store(col_ptr + c[:, None] * col_stride + r[None, :], tl.trans(_codes_of(x * enc)), mask=is_live)
+        b = tl.arange(0, ROWS // 32)
+        place = c[None, :] * col_scale_stride + r0 // 32 + b[:, None]
+        tl.store(col_scale_ptr + place, byte.to(tl.uint8), mask=(r0 + b[:, None] * 32 < R) & (c[None, :] < C))
+
+
+@triton.jit
+def _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr):
+    """One multiplier for the tile: the same codes in both copies."""
+    row_ptr, row_stride, col_ptr, col_stride, _, _, _, _ = copy
+    codes = _codes_of(x * enc)
+    if HAS_ROW:
+        tl.store(row_ptr + r[:, None] * row_stride + c[None, :], codes, mask=(r[:, None] < R) & (c[None, :] < C))
+    if HAS_COL:
+        is_live = (c[:, None] < C) & (r[None, :] < R)
+        tl.store(col_ptr + c[:, None] * col_stride + r[None, :], tl.trans(codes), mask=is_live)
+
+
+@triton.jit
+def _stride_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    stride = tl.load(copy_ptr + COLUMN)
+    if ALIGNED:
+        stride = tl.multiple_of(stride, 16)
+    return stride
+
+
+@triton.jit
+def _code_pointer(copy_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(copy_ptr + COLUMN).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _copies_kernel(
+    table_ptr,
+    copies_ptr,
+    chunk_row_ptr,
+    chunk_place_ptr,
+    hyper_ptr,
+    step_ptr,
+    control_ptr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    SCALING: tl.constexpr,
+    POW2: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    UPDATES: tl.constexpr,
+    WRITES: tl.constexpr,
+    COLLECTS: tl.constexpr,
+):
+    # One program: a tile of ROWS x 128 of one matrix. UPDATES it, WRITES its copies, COLLECTS its amax.
+    if tl.load(control_ptr + 1) == 0:
+        pid = tl.program_id(0)
+        row = tl.load(chunk_row_ptr + pid)
+        place = tl.load(chunk_place_ptr + pid).to(tl.int64)
+        copy_ptr = copies_ptr + row * 14
+        R = _stride_at(copy_ptr, 0, ALIGNED)
+        C = _stride_at(copy_ptr, 1, ALIGNED)
+        tiles = (C + 127) // 128
+        r0 = place // tiles * ROWS
+        c0 = place % tiles * 128
+        r = r0 + tl.arange(0, ROWS)
+        c = c0 + tl.arange(0, 128)
+        is_live = (r[:, None] < R) & (c[None, :] < C)
+        e = r[:, None] * C + c[None, :]
+        if UPDATES:
+            slot = tl.load(table_ptr + row * 10 + 8)
+            random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
+            first = tl.load(copy_ptr + 2)
+            if not EACH:
+                first += r0 * C + c0
+            block = (r * C + c0) // 128
+            x = update_tile(
+                table_ptr,
+                row,
+                e,
+                is_live,
+                block,
+                r < R,
+                first,
+                C,
+                hyper_ptr + slot * 8,
+                random,
+                PARAM,
+                GRAD,
+                MOMENT,
+                HAS_MASTER,
+                RANDOM_PARAM,
+                RANDOM_MOMENT,
+                ALIGNED,
+                ROWS,
+                EACH,
+            ).to(tl.float32)
+        else:
+            param_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
+            x = tl.load(param_ptr + e, mask=is_live, other=0.0).to(tl.float32)
+        # With eps = 0 what was masked is 0 / 0.
+        x = tl.where(is_live, x, 0.0)
+        if COLLECTS:
+            amax = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+            tl.atomic_max(tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32)), amax)
+        if WRITES:
+            copy = (
+                _code_pointer(copy_ptr, 3, tl.uint8, ALIGNED),
+                _stride_at(copy_ptr, 4, ALIGNED),
+                _code_pointer(copy_ptr, 5, tl.uint8, ALIGNED),
+                _stride_at(copy_ptr, 6, ALIGNED),
+                _code_pointer(copy_ptr, 7, tl.uint8, False),
+                _stride_at(copy_ptr, 8, False),
+                _code_pointer(copy_ptr, 9, tl.uint8, False),
+                _stride_at(copy_ptr, 10, False),
+            )
+            if SCALING == "mx":
+                _store_mx(x, copy, r, c, R, C, r0, c0, HAS_ROW, HAS_COL, ROWS)
+            elif SCALING == "tensor":
+                bits = tl.load(tl.load(copy_ptr + 12).to(tl.pointer_type(tl.int32))) & 0x7FFFFFFF
+                _store_scaled(x, multiplier_from_bits(bits, 448.0, POW2), copy, r, c, R, C, HAS_ROW, HAS_COL)
+            else:
+                enc = multiplier_from_bits(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), 448.0, POW2)
+                _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW, HAS_COL)
+                scale = tl.div_rn(1.0, enc)
+                if HAS_ROW:
+                    row_scale_ptr = _code_pointer(copy_ptr, 7, tl.float32, False)
+                    tl.store(row_scale_ptr + (r0 // 128) * tl.load(copy_ptr + 8) + c0 // 128, scale)
+                if HAS_COL:
+                    col_scale_ptr = _code_pointer(copy_ptr, 9, tl.float32, False)
+                    tl.store(col_scale_ptr + (c0 // 128) * tl.load(copy_ptr + 10) + r0 // 128, scale)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _roll_kernel(scales_ptr, count, control_ptr, POW2: tl.constexpr, ROWS: tl.constexpr):
+    """The collected amax becomes the one to quantize with; its scale is written and collecting begins at 0."""
+    if tl.load(control_ptr + 1) == 0:
+        i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        is_live = i < count
+        new_ptr = tl.load(scales_ptr + i * 3 + 2, mask=is_live, other=0).to(tl.pointer_type(tl.int32))
+        amax_ptr = tl.load(scales_ptr + i * 3 + 1, mask=is_live, other=0).to(tl.pointer_type(tl.int32))
+        scale_ptr = tl.load(scales_ptr + i * 3, mask=is_live, other=0).to(tl.pointer_type(tl.float32))
+        bits = tl.load(new_ptr, mask=is_live, other=0)
+        tl.store(amax_ptr, bits, mask=is_live)
+        tl.store(scale_ptr, tl.div_rn(1.0, multiplier_from_bits(bits, 448.0, POW2)), mask=is_live)
+        tl.store(new_ptr, tl.zeros_like(bits), mask=is_live)
