@@ -6,9 +6,9 @@
 
 A model counts as `graph` when one graph came back, the weight of every Linear and Conv1D that the eager forward calls
 is an input of it, and running it gives what the model gives eagerly (1e-5 in fp32, the same attention and experts
-implementation on both sides, dropout on with the same random numbers). `static` means that no way gave a graph: capture
-then walks the modules instead. `error` is everything else: a wrong output, a missing weight, a crash, a timeout. Each
-model runs in a process of its own.
+implementation on both sides, dropout on with the same random numbers unless the graph is of evaluation mode). `static`
+means that no way gave a graph: capture then walks the modules instead. `error` is everything else: a wrong output, a
+missing weight, a crash, a timeout. Each model runs in a process of its own.
 """
 
 import argparse
@@ -68,7 +68,6 @@ def examine(model_type: str) -> Row:
     model = zoo.tiny_model(model_type)
     inputs = zoo.example_inputs(model_type, model)
     name = type(model).__name__
-    expected, used = run_eagerly(model, inputs)
     torch.manual_seed(1)
     start = time.perf_counter()
     try:
@@ -78,6 +77,7 @@ def examine(model_type: str) -> Row:
         return Row(
             model_type=model_type, model_class=name, status="static", seconds=seconds, notes=str(error.attempts[0])
         )
+    expected, used = run_eagerly(model, inputs, training=traced.training)
     missing = sorted(used - traced.parameter_names)
     difference = compare(expected, traced.outputs)
     problems = [f"weights not in the graph: {', '.join(missing[:3])}"] if missing else []
@@ -96,7 +96,7 @@ def examine(model_type: str) -> Row:
     )
 
 
-def run_eagerly(model: Any, inputs: Any) -> tuple[Any, set[str]]:
+def run_eagerly(model: Any, inputs: Any, *, training: bool) -> tuple[Any, set[str]]:
     """The model's own output and the names of the Linear and Conv1D weights that its forward calls."""
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -108,6 +108,7 @@ def run_eagerly(model: Any, inputs: Any) -> tuple[Any, set[str]]:
     call = resolve_inputs(model, inputs, 2, None)
     with preserved(model, values=True):
         choose_traceable_implementations(model)
+        model.train(training)
         for name, module in model.named_modules():
             if isinstance(module, (torch.nn.Linear, Conv1D)):
                 module.register_forward_pre_hook(lambda _module, _args, name=name: used.add(f"{name}.weight"))

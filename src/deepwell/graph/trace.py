@@ -1,9 +1,10 @@
 """Trace any nn.Module into one FX graph of torch-level ops, with the names of everything that goes in.
 
-Three ways, tried in order; what failed before the one that worked is kept with its reason:
+Four ways, tried in order; what failed before the one that worked is kept with its reason:
 
     dynamo   torch.compile's front end with a backend that only takes the graph: F.linear, F.embedding ... as a compiler
              backend sees them. Nothing runs; works on the meta device.
+    eval     the same in evaluation mode: for forwards that throw dice in training only (LayerDrop). Without dropout.
     export   torch.export without Dynamo (aten ops, not decomposed): for forwards that Dynamo cannot read but that
              decide nothing by values.
     record   runs the model and writes down each torch call: the last resort for forwards that read values (`.item()`,
@@ -31,7 +32,7 @@ from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, other_le
 from deepwell.graph.preserve import choose_traceable_implementations, fill_meta_tensors, preserved
 from deepwell.graph.record import record
 
-WAYS = ("dynamo", "export", "record")
+WAYS = ("dynamo", "eval", "export", "record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ class Traced:
     graph_module: fx.GraphModule
     way: str
     specialized: bool
+    training: bool
     placeholders: tuple[Placeholder, ...]
     stubbed: Mapping[str, str] = field(default_factory=dict)
     batch: int | None = None
@@ -118,6 +120,7 @@ class Traced:
             "model_class": self.model_class,
             "way": self.way,
             "specialized": self.specialized,
+            "training": self.training,
             "nodes": len(self.graph.nodes),
             "placeholders": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
             "inputs": [p.name for p in self.inputs],
@@ -182,13 +185,17 @@ def _trace_call(
     """The first way that works on one given call."""
     attempts: list[Attempt] = []
     for way in ways:
+        if way == "eval" and not model.training and "dynamo" in ways:
+            continue
         for wanted in (deduplicate, False) if deduplicate is not False else (False,):
             stubbed: dict[str, str] = {}
             try:
                 with preserved(model, values=run or way == "record"), torch.enable_grad(), _quiet():
                     choose_traceable_implementations(model)
+                    if way == "eval":
+                        model.eval()
                     stubbed = stub_duplicates(model, inputs, wanted=wanted)
-                    call = fill_meta_tensors(model, inputs, skip=stubbed) if way == "dynamo" else inputs
+                    call = fill_meta_tensors(model, inputs, skip=stubbed) if way in ("dynamo", "eval") else inputs
                     found = _TRACERS[way](model, call, run)
             except MODEL_ERRORS as error:
                 attempts.append(_attempt(way, error))
@@ -200,6 +207,7 @@ def _trace_call(
                 graph_module=found.graph_module,
                 way=way,
                 specialized=found.specialized,
+                training=model.training and way != "eval",
                 placeholders=found.placeholders,
                 stubbed=stubbed,
                 batch=inputs.batch,
@@ -228,7 +236,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-# ---- the three ways ----
+# ---- the ways ----
 
 
 @dataclass(slots=True)
@@ -341,6 +349,7 @@ def _by_record(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
 
 _TRACERS: dict[str, Callable[[nn.Module, ExampleInputs, bool], _Found]] = {
     "dynamo": _by_dynamo,
+    "eval": _by_dynamo,
     "export": _by_export,
     "record": _by_record,
 }
