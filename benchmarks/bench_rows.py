@@ -53,7 +53,7 @@ class Result:
 
 
 def median_us(run: Callable[[], object]) -> float:
-    return 1e3 * triton.testing.do_bench(run, warmup=5, rep=40, return_mode="median")
+    return 1e3 * triton.testing.do_bench(run, warmup=5, rep=20, return_mode="median")
 
 
 def copy_gbps(device: str) -> float:

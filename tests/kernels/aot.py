@@ -50,8 +50,10 @@ def compile_kernel(
     arch: int,
     num_warps: int = 4,
 ) -> Compiled:
-    """Compile for sm_`arch`. An argument is a torch dtype (a pointer to it, 16-byte aligned), "i32" (an integer that is
-    a multiple of 16), "i32:any" (any integer), "fp32", None (a pointer left out), or a constexpr's value; every parameter of the kernel must be named.
+    """Compile for sm_`arch`; every parameter of the kernel must be named in `arguments`.
+
+    An argument is a torch dtype (a pointer to it, 16-byte aligned), None (a pointer left out), "i32" (an integer that
+    is a multiple of 16), "i32:any" (any integer), "fp32", or a constexpr's value.
     """
     signature, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):

@@ -6,6 +6,7 @@ time, so that other tests in the process see them compiled, and CPU tensors sent
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 import torch
 
 # Triton loads gluon at the first launch, and gluon wants to find Triton's library compiled: load it before any patch.
-import triton.experimental.gluon
+import triton.experimental.gluon  # noqa: F401
 import triton.language as tl
 from triton.runtime import JITFunction, interpreter
+
+# So that tests can `import aot`, the compiler without a GPU beside them.
+sys.path.append(str(Path(__file__).parent))
 
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
@@ -31,7 +35,9 @@ def device(request, monkeypatch) -> Iterator[str]:
     before = _snapshot()
     _interpret_kernels(monkeypatch)
     monkeypatch.setattr(interpreter, "_convert_float", _convert_float)
-    yield "cpu"
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_lang_tensor)
+    with np.errstate(all="ignore"):
+        yield "cpu"
     monkeypatch.undo()
     _restore(before)
 
@@ -63,6 +69,15 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             if isinstance(value, JITFunction):
                 twin = twins.setdefault(id(value), interpreter.InterpretedFunction(value.fn))
                 monkeypatch.setattr(owner, name, twin)
+
+
+_own_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor: type, scope: object) -> None:
+    """Triton 3.6.0 turns an array of one element into an int as numpy 2.4 no longer lets it; read the element."""
+    _own_patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 _NUMPY_TYPES = {

@@ -2,7 +2,7 @@
 
     s = x + r (rounded to x's dtype; s = x without a residual)      rstd = 1 / sqrt(mean_d s^2 + eps)      n = s * rstd
     y = w * round(n) ("llama": n is rounded to x's dtype first) or round(w * n) ("torch": F.rms_norm)
-    dx = rstd * (g - n * mean_d(g * n)) + dr,   g = dy * w;        dw = sum_t dy * n
+    dx = rstd * (g - n * mean_d(g * n)) + dr,   g = dy * w;        dw = sum_t dy * n  (n in fp32)
     (q, scale) = FP8 rows of y or dx as `quantize_rows` makes them of the rounded values
 
 Numerics: fp32 inside; one rounding of each result. (q, scale) are bit-equal to quantizing y (dx). dw is deterministic:
@@ -104,7 +104,6 @@ def norm_backward_ref(dy_TD: Tensor, saved: Normed, w_D: Tensor, dr_TD: Tensor |
     if saved.mean is not None:
         x = x - saved.mean[:, None]
     n = x * saved.rstd[:, None]
-    rounded = n.to(saved.total.dtype).float() if options.rounding == "llama" else n
     g = dy * w_D.float()
     dx = g - n * (g * n).mean(1, keepdim=True)
     if options.center:
@@ -115,7 +114,7 @@ def norm_backward_ref(dy_TD: Tensor, saved: Normed, w_D: Tensor, dr_TD: Tensor |
     dx = dx.to(saved.total.dtype)
     q, scale = _rows_of(dx, options)
     db = dy.sum(0).to(w_D.dtype) if options.center else None
-    return NormGrads(dx if options.write else None, q, scale, (dy * rounded).sum(0).to(w_D.dtype), db)
+    return NormGrads(dx if options.write else None, q, scale, (dy * n).sum(0).to(w_D.dtype), db)
 
 
 def _rows_of(y: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
@@ -249,7 +248,6 @@ def _norm_backward_kernel(
     stride_drt,
     FP8_MAX: tl.constexpr,
     POW2: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -277,8 +275,6 @@ def _norm_backward_kernel(
         dx *= rstd
         if dr_ptr is not None:
             dx += dr
-        if ROUND_FIRST:
-            n = n.to(DTYPE).to(tl.float32)
         dw += dy * n
         if db_ptr is not None:
             db += dy
@@ -467,7 +463,6 @@ def norm_backward(
             d_residual_TD.stride(0) if d_residual_TD is not None else 0,
             FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
             POW2=options.pow2,
-            ROUND_FIRST=options.rounding == "llama",
             BLOCK=max(128, triton.next_power_of_2(d)),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,

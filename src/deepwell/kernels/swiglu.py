@@ -148,11 +148,12 @@ def default_forward_config(columns: int) -> RowConfig:
 
 
 def default_backward_config(columns: int) -> RowConfig:
-    """Whole rows up to 16384 columns, at most 16 elements of each of five rows a thread; two passes beyond."""
-    if columns > MAX_WHOLE_ROW:
-        return BACKWARD_CONFIGS[5]
+    """Whole rows up to 8192 columns; beyond, two passes by two programs a multiprocessor, whose rows stay in L2.
+
+    Whole rows of 14336 fill the registers of a multiprocessor: nothing is loaded while they are computed.
+    """
     if columns > 8192:
-        return BACKWARD_CONFIGS[0]
+        return BACKWARD_CONFIGS[7]
     return BACKWARD_CONFIGS[1] if columns > 4096 else BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
 
 

@@ -1,0 +1,231 @@
+"""RMSNorm and LayerNorm: no worse than torch at the same dtype, FP8 rows bit-equal to quantizing the result."""
+
+import aot
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
+from deepwell.formats.quantize import quantize
+from deepwell.kernels import layer_norm as L
+from deepwell.kernels import rms_norm as N
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Rows that fill a block, that do not, that are shorter than the smallest block, and one token.
+SHAPES = [(9, 256), (5, 300), (1, 1000), (3, 17)]
+
+
+def make(t, d, device, dtype=torch.bfloat16):
+    x, r, dy, dr = (torch.randn(t, d).to(dtype).to(device) for _ in range(4))
+    x, r = x * 4, r * 2
+    return x, r, dy, dr, (torch.rand(d) + 0.5).to(dtype).to(device), torch.randn(d).to(dtype).to(device)
+
+
+def llama_norm(x, w, eps):
+    """HF's LlamaRMSNorm, as torch runs it in any dtype."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return w * n.to(x.dtype)
+
+
+def torch_norm(kind, eps):
+    if kind == "llama":
+        return lambda x, w, b: llama_norm(x, w, eps)
+    if kind == "torch":
+        return lambda x, w, b: F.rms_norm(x, x.shape[-1:], w, eps)
+    return lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+def torch_values(norm, tensors, dtype):
+    """y, dx (+ the residual's gradient), dw and db of torch in `dtype`."""
+    x, r, dy, dr, w, b = (tensor.to(dtype) for tensor in tensors)
+    x, w, b = x.requires_grad_(), w.requires_grad_(), b.requires_grad_()
+    total = x + r
+    y = norm(total, w, b)
+    dx, dw, db = torch.autograd.grad((y, total), (x, w, b), (dy, dr), allow_unused=True)
+    return y.detach(), dx, dw, db
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["llama", "torch", "layer"])
+def test_forward_and_gradients_are_no_worse_than_torch(device, shape, kind):
+    tensors = x, r, dy, dr, w, b = make(*shape, device)
+    # Both sides start from the sum as it is rounded to bf16, so that only the norm is compared.
+    x = (x + r) - r
+    tensors = (x, r, dy, dr, w, b)
+    assert torch.equal(((x + r).float()), (x.float() + r.float()).bfloat16().float())
+    total = x + r
+    norm = torch_norm(kind, 1e-5)
+    exact_inputs = (total.double(), torch.zeros_like(r), dy, dr, w, b)
+    exact = torch_values(norm, exact_inputs, torch.float64)
+    own = torch_values(norm, tensors, torch.bfloat16)
+    if kind == "layer":
+        made = L.layer_norm(x, w, b, residual_TD=r)
+        grads = L.layer_norm_backward(dy, made.total, w, made.mean, made.rstd, d_residual_TD=dr)
+    else:
+        options = N.Options(eps=1e-5, rounding=kind)
+        made = N.rms_norm(x, w, residual_TD=r, options=options)
+        grads = N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
+    assert_bitwise_equal(made.total, total, "x + residual")
+    assert_no_worse_than(made.y, own[0], exact[0])
+    assert_no_worse_than(grads.dx, own[1], exact[1])
+    assert_no_worse_than(grads.dw, own[2], exact[2])
+    if kind == "layer":
+        assert_no_worse_than(grads.db, own[3], exact[3])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("pow2", [True, False])
+def test_fp8_rows_are_the_quantized_result_bit_for_bit(device, dtype, pow2):
+    x, r, dy, dr, w, _ = make(7, 200, device)
+    x[2] = 0
+    r[2] = 0
+    options = N.Options(fp8=dtype, pow2=pow2)
+    name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else "")
+    made = N.rms_norm(x, w, residual_TD=r, options=options)
+    grads = N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
+    for got, high in ((made, made.y), (grads, grads.dx)):
+        wanted = quantize(high, name)
+        assert_bitwise_equal(got.q, wanted.data, "codes")
+        assert_bitwise_equal(got.scale, wanted.scales[:, 0], "scales")
+
+
+def test_codes_alone_are_those_written_beside_the_result(device):
+    x, _, dy, _, w, _ = make(4, 130, device)
+    alone, beside = N.Options(write=False, fp8=E4M3), N.Options(fp8=E4M3)
+    a, b = N.rms_norm(x, w, options=alone), N.rms_norm(x, w, options=beside)
+    assert a.y is None
+    assert a.total is None
+    assert_bitwise_equal(a.q, b.q, "codes")
+    c = N.rms_norm_backward(dy, x, w, a.rstd, options=alone)
+    assert c.dx is None
+    assert_bitwise_equal(c.q, N.rms_norm_backward(dy, x, w, a.rstd, options=beside).q, "codes of dx")
+
+
+@pytest.mark.parametrize("config", N.FORWARD_CONFIGS, ids=str)
+def test_every_forward_config_agrees(device, config):
+    # fp32 sums in another order: rstd may differ in its last bits, y not beyond one rounding.
+    x, r, _, _, w, _ = make(21, 333, device)
+    made = N.rms_norm(x, w, residual_TD=r, options=N.Options(fp8=E4M3), config=config)
+    ref = N.norm_ref(x, w, None, r, N.Options(fp8=E4M3))
+    assert_bitwise_equal(made.total, ref.total, "x + residual")
+    torch.testing.assert_close(made.rstd, ref.rstd, rtol=1e-6, atol=0)
+    assert_no_worse_than(made.y, ref.y, llama_norm(ref.total.double(), w.double(), 1e-6))
+
+
+@pytest.mark.parametrize("config", N.BACKWARD_CONFIGS, ids=str)
+def test_every_backward_config_sums_all_rows_into_dw(device, config):
+    # More rows than programs (interpreted: two per "multiprocessor" count), so that programs loop.
+    x, _, dy, dr, w, _ = make(23, 200, device)
+    made = N.rms_norm(x, w)
+    got = N.rms_norm_backward(dy, x, w, made.rstd, d_residual_TD=dr, config=config)
+    exact = torch_values(torch_norm("llama", 1e-6), (x.double(), torch.zeros_like(x), dy, dr, w, w), torch.float64)
+    own = torch_values(torch_norm("llama", 1e-6), (x, torch.zeros_like(x), dy, dr, w, w), torch.bfloat16)
+    assert_no_worse_than(got.dx, own[1], exact[1])
+    assert_no_worse_than(got.dw, own[2], exact[2])
+
+
+def test_the_weight_gradient_is_the_same_bits_every_time(device):
+    x, _, dy, _, w, _ = make(50, 64, device)
+    rstd = N.rms_norm(x, w).rstd
+    first, second = (N.rms_norm_backward(dy, x, w, rstd).dw for _ in range(2))
+    assert_bitwise_equal(first, second, "dw")
+
+
+def test_fp32_and_strided_rows_are_normalised(device):
+    x, r, dy, dr, w, _ = make(6, 96, device, torch.float32)
+    wide = torch.cat([x, x], dim=1)[:, 96:]
+    made, ref = N.rms_norm(wide, w, residual_TD=r), N.norm_ref(x, w, None, r, N.Options())
+    torch.testing.assert_close(made.y, ref.y)
+    grads = N.rms_norm_backward(torch.cat([dy, dy], 1)[:, :96], made.total, w, made.rstd, d_residual_TD=dr)
+    wanted = N.norm_backward_ref(dy, ref, w, dr, N.Options())
+    torch.testing.assert_close(grads.dx, wanted.dx)
+    torch.testing.assert_close(grads.dw, wanted.dw)
+
+
+def test_a_nan_stays_in_its_row_and_shows(device):
+    x, _, dy, _, w, _ = make(4, 64, device)
+    x[1, 5] = float("nan")
+    made = N.rms_norm(x, w, options=N.Options(fp8=E4M3))
+    assert made.scale.isnan().tolist() == [False, True, False, False]
+    assert made.y.isnan().any(1).tolist() == [False, True, False, False]
+    assert N.rms_norm_backward(dy, x, w, made.rstd).dw.isnan().any()
+
+
+def test_no_tokens_give_empty_results_and_a_zero_weight_gradient(device):
+    x, w = torch.empty(0, 64, device=device), torch.ones(64, device=device)
+    made = N.rms_norm(x, w, options=N.Options(fp8=E4M3))
+    assert (made.y.shape, made.q.shape, made.rstd.shape) == ((0, 64), (0, 64), (0,))
+    grads = N.rms_norm_backward(x, x, w, made.rstd)
+    assert not grads.dw.any()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "names"),
+    [
+        (lambda x, w: N.rms_norm(x, w[:3]), ConfigError, "w_D must have shape"),
+        (lambda x, w: N.rms_norm(x, w, residual_TD=x[:1]), ConfigError, "residual_TD must have shape"),
+        (lambda x, w: N.rms_norm(x, w, residual_TD=x.double()), ConfigError, "residual_TD has dtype"),
+        (lambda x, w: N.Options(rounding="up"), ConfigError, "rounding must be one of"),
+        (lambda x, w: N.Options(write=False), ConfigError, "nothing would be written"),
+        (lambda x, w: N.rms_norm(x, w, options=N.Options(center=True)), ConfigError, "layer_norm"),
+        (lambda x, w: N.rms_norm_backward(x, x[:1], w, w[:1]), ConfigError, "dy_TD must have shape"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, names):
+    with pytest.raises(error, match=names):
+        call(torch.randn(2, 8), torch.randn(8))
+
+
+def test_rows_that_do_not_fit_registers_are_refused_by_the_kernel(device):
+    x = torch.empty(1, N.MAX_COLUMNS + 1, device=device)
+    with pytest.raises(UnsupportedError, match="32769 columns"):
+        N.rms_norm(x, x[0])
+
+
+# ---- what the compiler makes of them, without a GPU ----
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_the_forward_with_residual_and_fp8_compiles_to_vectors_without_spills(arch):
+    config = N.default_forward_config(4096)
+    arguments = {
+        **dict.fromkeys(("x_ptr", "residual_ptr", "w_ptr", "total_ptr"), torch.bfloat16),
+        **dict.fromkeys(("b_ptr", "y_ptr", "mean_ptr"), None),
+        **dict.fromkeys(("scale_ptr", "rstd_ptr"), torch.float32),
+        "q_ptr": E4M3,
+        **dict.fromkeys(("T", "D", "stride_xt", "stride_rt"), "i32"),
+        "eps": "fp32",
+        "FP8_MAX": 448.0,
+        "POW2": True,
+        "ROUND_FIRST": True,
+        "ROWS": config.rows_per_program(4096),
+        "BLOCK": config.block(4096),
+    }
+    made = aot.compile_kernel(N._norm_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"ld\.global\S*\.v4\.b32") >= 3
+    assert made.count(r"st\.global\S*\.v4\.b32") >= 2
+    assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("columns", [2048, 4096, 8192])
+def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns):
+    config = N.default_backward_config(columns)
+    arguments = {
+        **dict.fromkeys(("dy_ptr", "x_ptr", "w_ptr", "dr_ptr", "dx_ptr"), torch.bfloat16),
+        **dict.fromkeys(("mean_ptr", "db_ptr"), None),
+        **dict.fromkeys(("rstd_ptr", "scale_ptr", "dw_ptr"), torch.float32),
+        "q_ptr": E4M3,
+        **dict.fromkeys(("T", "D", "stride_dyt", "stride_xt", "stride_drt"), "i32"),
+        "FP8_MAX": 448.0,
+        "POW2": True,
+        "BLOCK": columns,
+        "NUM_STAGES": config.num_stages,
+    }
+    made = aot.compile_kernel(N._norm_backward_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"ld\.global\S*\.v4\.b32") >= 3
+    assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
