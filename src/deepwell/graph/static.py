@@ -30,7 +30,7 @@ from deepwell.graph.trace import MODEL_ERRORS
 
 def static_walk(model: nn.Module, example_inputs: Any = None, *, reasons: tuple[str, ...] = ()) -> IR:
     """The IR of `model` from its modules; `reasons` say why it was not traced and open the notes."""
-    _check_readable(model, reasons)
+    check_readable(model)
     run = _try_forward(model, example_inputs)
     walk = _Walk(model=model, parameters=Parameters(model), facts=read.ModelFacts(model, run.sizes), run=run)
     ir = walk.ir(reasons)
@@ -43,12 +43,12 @@ def static_walk(model: nn.Module, example_inputs: Any = None, *, reasons: tuple[
     return ir
 
 
-def _check_readable(model: nn.Module, reasons: tuple[str, ...]) -> None:
+def check_readable(model: nn.Module) -> None:
+    """CaptureError for a model whose parameters have no shape yet."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CaptureError(
                 f"parameter {name} of {type(model).__name__} has no shape yet; run the model once before capturing it"
-                + (f" (tracing failed too: {reasons[0]})" if reasons else "")
             )
 
 

@@ -109,8 +109,9 @@ class _Assembly:
             reads=reads, role="other", step=0.5, facts={"function": type(module).__name__, "names": names},
         )  # fmt: skip
         shape = self.flow.shape(first) if calls else ()
-        if shape and self.flow.is_float(first):
-            site.facts.update(width=shape[-1], dims=shape[:-1])
+        dims, width = self.found.sizes.split(shape)
+        if shape and self.flow.is_float(first) and (self.found.sizes.seq is None or self.found.sizes.rows(dims).seq):
+            site.facts.update(width=width, dims=dims)
         for neighbour in self.found.sites:
             if (
                 neighbour.role == "mixer"

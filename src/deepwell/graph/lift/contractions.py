@@ -177,7 +177,10 @@ def _picked_expert(found: Finding, weight: fx.Node) -> int:
     if len(params) != 1:
         return 0
     (param,) = params
-    return flow.shape(param)[0] if len(flow.shape(param)) == 3 and len(flow.shape(weight)) == 2 else 0
+    if len(flow.shape(param)) == 3 and len(flow.shape(weight)) == 2:
+        return flow.shape(param)[0]
+    stacks = [n for n in flow.back([weight], lambda n: n is param) if len(flow.shape(n)) == 3 and n in flow.weights]
+    return flow.shape(stacks[-1])[0] if stacks and len(flow.shape(weight)) == 2 else 0
 
 
 def _added_bias(found: Finding, site: Site) -> None:

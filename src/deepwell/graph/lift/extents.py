@@ -43,6 +43,12 @@ class Sizes:
             batch = 1
         return Extent(factor, batch, seq)
 
+    def split(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Rows and width of a value: the last axis is the width, unless it is the sequence and channels stand before."""
+        if len(shape) >= 3 and self.size(shape[-1]).seq and not any(self.size(s).seq for s in shape[:-1]):
+            return (*shape[:1], *shape[2:]), shape[1]
+        return tuple(shape[:-1]), shape[-1] if shape else 1
+
     def _folded(self, size: int, batch: int, seq: int, slack: int) -> Extent:
         """An axis into which batch or sequence may be folded together with a plain factor."""
         has_batch = self.batch is not None and self.batch > 1 and not batch

@@ -222,11 +222,21 @@ class Flow:
                     self.from_input.add(node)
                 continue
             sources = self.sources[node]
-            if any(s in self.from_input for s in sources):
+            if self._picks_a_weight(node):
+                self.weights[node] = self.weights[sources[0]]
+            elif any(s in self.from_input for s in sources):
                 self.from_input.add(node)
             elif sources and any(s in self.weights for s in sources) and self.ops[node] != "embedding":
                 if all(s in self.weights or not self._is_positional(s) for s in sources):
                     self.weights[node] = frozenset().union(*(self.weights.get(s, frozenset()) for s in sources))
+
+    def _picks_a_weight(self, node: fx.Node) -> bool:
+        """One matrix of a stack, chosen by a number that the data gave (a loop over experts)."""
+        if self.ops[node] not in ("getitem", "select", "index_select", "index") or not self.sources[node]:
+            return False
+        stack, *choice = self.sources[node]
+        numbers = all(not self.is_float(c) and self.numel(c) <= 1 for c in choice)
+        return stack in self.weights and bool(choice) and numbers and len(self.shape(stack)) >= 3
 
     def _is_positional(self, node: fx.Node) -> bool:
         """Is it a table made from positions (arange, cos)? Then what it joins is an activation, not a weight."""

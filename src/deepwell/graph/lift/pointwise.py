@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from deepwell.graph.lift.flow import FORMS
+from deepwell.graph.lift.flow import FORMS, canonical
 from deepwell.graph.lift.site import Finding, Site, joined, parent
 from deepwell.graph.ops import Extent
 
 _BENDS = {
     "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "celu", "selu", "mish", "softplus", "sigmoid", "tanh",
-    "hardswish", "hardsigmoid", "erf", "prelu", "logsigmoid", "log_sigmoid", "softsign", "glu", "rrelu", "threshold",
+    "hardswish", "hardsigmoid", "erf", "prelu", "logsigmoid", "log_sigmoid", "softsign", "glu", "expm1", "custom", "rrelu", "threshold",
 }  # fmt: skip
 _STRAIGHT = {
     "add", "sub", "mul", "div", "pow", "neg", "clamp", "to", "float", "half", "bfloat16", "double", "type", "type_as",
-    "contiguous", "dropout", "minimum", "maximum", "abs", "where", "exp", "expm1", "log1p", "sqrt", "clone",
+    "contiguous", "dropout", "minimum", "maximum", "abs", "where", "min", "max", "exp", "log1p", "sqrt", "clone",
 }  # fmt: skip
 _CASTS = (
     "to",
@@ -40,13 +40,13 @@ def find_activations(found: Finding) -> None:
         if node is not base:
             members.setdefault(base, []).append(node)
     for base, nodes in members.items():
-        if not any(flow.op(n) in _BENDS for n in nodes):
+        if not any(_bends(found, n) for n in nodes):
             continue
         inside = set(nodes)
         ends = [n for n in nodes if any(r not in inside for r in flow.readers.get(n, ()))]
         for end in _outermost(found, ends, inside):
             cone = {n for n in flow.back([end], lambda n: n not in inside) if n in inside}
-            if any(flow.op(n) in _BENDS for n in cone) and all(found.is_free(n) for n in cone):
+            if any(_bends(found, n) for n in cone) and all(found.is_free(n) for n in cone):
                 _add_activation(found, base, end, cone, bases)
 
 
@@ -65,10 +65,35 @@ def _bases(found: Finding) -> dict[fx.Node, fx.Node]:
             (base,) = behind
             if flow.numel(base) == flow.numel(node):
                 bases[node] = base
+    for node in flow.nodes:
+        if node in bases and found.is_free(node) and _applied(found, node):
+            # A function with a backward of its own (torch.autograd.Function): its forward stands in a graph of its own.
+            sources = [s for s in flow.sources[flow.sources[node][0]] if s in bases]
+            if len(sources) == 1 and flow.numel(sources[0]) == flow.numel(node):
+                bases[node] = bases[sources[0]]
     for node in flow.nodes:  # glu reads both halves of one value
         if flow.op(node) == "glu" and node in bases and found.is_free(node):
             bases[node] = bases[flow.sources[node][0]]
     return bases
+
+
+def _applied(found: Finding, node: fx.Node) -> set[str]:
+    """The bending steps inside a custom autograd function whose result this node takes."""
+    flow = found.flow
+    sources = flow.sources[node]
+    if flow.op(node) != "getitem" or not sources or flow.op(sources[0]) != "autograd_function_apply":
+        return set()
+    return {canonical(n) for n in _body(found, sources[0])} & _BENDS
+
+
+def _body(found: Finding, call: fx.Node) -> list[fx.Node]:
+    body = call.args[0]
+    module = getattr(found.flow.traced.graph_module, str(body.target), None) if isinstance(body, fx.Node) else None
+    return list(module.graph.nodes) if isinstance(module, fx.GraphModule) else []
+
+
+def _bends(found: Finding, node: fx.Node) -> bool:
+    return found.flow.op(node) in _BENDS or bool(_applied(found, node))
 
 
 def _outermost(found: Finding, ends: list[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
@@ -83,7 +108,7 @@ def _add_activation(
     found: Finding, base: fx.Node, end: fx.Node, cone: set[fx.Node], bases: dict[fx.Node, fx.Node]
 ) -> None:
     flow = found.flow
-    bend = min((n for n in cone if flow.op(n) in _BENDS), key=flow.index.__getitem__)
+    bend = min((n for n in cone if _bends(found, n)), key=flow.index.__getitem__)
     gate = _gated_by(found, end, base, bases)
     nodes = set(cone)
     last = end
@@ -95,11 +120,12 @@ def _add_activation(
     )
     is_glu = any(flow.op(n) == "glu" for n in cone)
     path = _block_of(found, bend)
+    dims, width = found.sizes.split(flow.shape(last))
     site = Site(
         "activation", last, path, joined(path, "act"), nodes, params=params,
         facts={
-            "function": _function(found, cone, gate is not None), "width": flow.shape(last)[-1],
-            "gated": gate is not None or is_glu, "dims": flow.shape(last)[:-1], "bent": base,
+            "function": _function(found, cone, gate is not None), "width": width,
+            "gated": gate is not None or is_glu, "dims": dims, "bent": base,
         },
     )  # fmt: skip
     found.add(site)
@@ -138,7 +164,9 @@ def _block_of(found: Finding, node: fx.Node) -> str:
 
 def _function(found: Finding, cone: set[fx.Node], is_gate: bool) -> str:
     flow = found.flow
-    ops = {flow.op(n) for n in cone}
+    for node in [n for n in cone if _applied(found, n)]:
+        cone = cone | set(_body(found, flow.sources[node][0]))
+    ops = {canonical(n) for n in cone}
     if "silu" in ops:
         return "silu"
     if "gelu" in ops:
@@ -153,12 +181,12 @@ def _function(found: Finding, cone: set[fx.Node], is_gate: bool) -> str:
             return "mish"
         return "gelu_tanh" if _numbers(cone, 0.044715) else "tanh"
     if "sigmoid" in ops:
-        if not any(flow.op(n) == "mul" and len(flow.sources[n]) == 2 for n in cone):
+        if not any(canonical(n) == "mul" and len(n.all_input_nodes) == 2 for n in cone):
             return "sigmoid"
         if is_gate and "clamp" in ops:
             return "clamped_swiglu"
         return "quick_gelu" if _numbers(cone, 1.702) else "silu"
-    return min(ops & _BENDS)
+    return "xielu" if {"expm1", "where"} <= ops else min(ops & _BENDS)
 
 
 def _is_square(found: Finding, cone: set[fx.Node]) -> bool:
@@ -208,14 +236,21 @@ def _reads_input(found: Finding, term: fx.Node) -> bool:
     )
 
 
+def _input_rows(found: Finding) -> set[tuple[int, ...]]:
+    """Leading axes of the model's inputs: a second sequence (a decoder's) has a length of its own."""
+    flow = found.flow
+    inputs = [n for n in flow.nodes if (p := flow.placeholder(n)) is not None and p.kind == "input"]
+    return {flow.shape(n)[:-1] if flow.is_float(n) else flow.shape(n) for n in inputs}
+
+
 def _is_hidden(found: Finding, node: fx.Node, terms: list[fx.Node]) -> bool:
     flow = found.flow
     shape = flow.shape(node)
     if len(shape) < 2 or shape[-1] < 2:
         return False
     rows = found.sizes.rows(shape[:-1])
-    if found.sizes.seq is not None and not rows.seq:
-        return False
+    if found.sizes.seq is not None and not rows.seq and shape[:-1] not in _input_rows(found):
+        return False  # one step of a recurrence, not a hidden state
     batch = found.sizes.batch or 1
     return all(
         flow.shape(t)[-1:] == shape[-1:] and flow.numel(t) in (flow.numel(node), flow.numel(node) // batch)

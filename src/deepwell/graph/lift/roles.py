@@ -114,17 +114,26 @@ def _feed_forward(found: Finding) -> None:
         bent: fx.Node = act.facts.pop("bent")
         if act.role not in ("other", "experts"):
             continue
-        if act.role == "other" and any(act.path == a or act.path.startswith(a + ".") for a in attending):
+        attends = any(act.path == a or act.path.startswith(a + ".") for a in attending)
+        if act.role == "other" and attends and not _stands_between(found, act):
             act.role = "attention"
             continue
         _mlp_parts(found, act, bent, _mlp_role(act, moe))
+
+
+def _stands_between(found: Finding, act: Site) -> bool:
+    """Has it linears without a role on both sides, as in a block that attends and feeds forward in one module?"""
+    behind = found.sites_behind([s for n in act.nodes for s in found.flow.sources[n] if s not in act.nodes], through=("norm",))
+    ahead = found.sites_ahead(act, through=("norm",))
+    return all(any(s.kind == "linear" and s.role == "other" for s in side) for side in (behind, ahead))
 
 
 def _moe_modules(found: Finding) -> list[tuple[str, str]]:
     """(module that holds router and experts, experts module)."""
     modules: list[tuple[str, str]] = []
     for site in found.of("dispatch"):
-        router = site.facts.pop("topk").facts.pop("router", None)
+        topk = site.facts.pop("topk")
+        router = topk.facts.get("router") if topk is not None else None
         names = [site.path] + ([router.name] if router is not None else [])
         modules.append((_common(names), site.path))
     for site in found.of("topk"):

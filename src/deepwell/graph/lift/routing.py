@@ -12,17 +12,13 @@ def find_topk(found: Finding) -> None:
     """The router's choice: the last top-k behind a linear, with its scores and the group limits in front of it."""
     flow = found.flow
     nodes = [n for n in flow.nodes if flow.op(n) == "topk" and found.is_free(n) and n in found.live]
-    finals = [
-        n for n in nodes if not any(flow.op(r) == "topk" for r in flow.forward([n], lambda r: not found.is_free(r)))
-    ]
-    for node in finals:
+    for node in [n for n in nodes if not _limits_another(found, n)]:
         scores = flow.arg(node, 0, "input")
         shape = flow.shape(scores)
-        if not shape or found.sizes.size(shape[-1]).seq:
-            continue  # a choice among positions is sparse attention, not routing
-        routers = [site for site in found.sites_behind([scores], through=("norm",)) if site.kind == "linear"]
+        linears = [site for site in found.sites_behind([scores], through=("norm",)) if site.kind == "linear"]
+        routers = [site for site in linears if shape and site.facts["n"] == shape[-1]]
         if not routers:
-            continue
+            continue  # a choice among positions or blocks of them is sparse attention, not routing
         inner = {n for n in flow.back([node], lambda n: not found.is_free(n)) if found.is_free(n) and n in found.live}
         inner |= {r for r in flow.readers.get(node, ()) if flow.op(r) == "getitem"}
         router = routers[-1]
@@ -36,6 +32,13 @@ def find_topk(found: Finding) -> None:
         found.add(site)
         for linear in routers:
             linear.role, linear.part = "router", ""
+
+
+def _limits_another(found: Finding, node: fx.Node) -> bool:
+    """Does this top-k only choose groups for another one of the same module?"""
+    flow = found.flow
+    later = flow.forward([node], lambda r: not found.is_free(r))
+    return any(flow.op(r) == "topk" and flow.path(r) == flow.path(node) for r in later)
 
 
 def _scoring(found: Finding, node: fx.Node, inner: set[fx.Node]) -> str:
@@ -52,12 +55,14 @@ def _scoring(found: Finding, node: fx.Node, inner: set[fx.Node]) -> str:
 def find_experts(found: Finding) -> None:
     """Dispatch before and combine after the grouped linears of each experts module that a router feeds."""
     _merge_picked(found)
+    attending = {site.path for site in found.of("attention")}
     groups: dict[str, list[Site]] = {}
     for site in found.of("grouped_linear"):
         groups.setdefault(parent(site.name), []).append(site)
     for path, sites in groups.items():
         topk = _choice_behind(found, sites)
-        if topk is None:
+        is_grouped = any("grouped" in found.flow.op(site.node) for site in sites)
+        if (topk is None and not is_grouped) or path in attending:
             continue
         for site in sites:
             site.role = "experts"
@@ -75,10 +80,11 @@ def _choice_behind(found: Finding, sites: list[Site]) -> Site | None:
         return owner is not None and owner.kind in ("topk", "embedding")
 
     first = min(sites, key=found.order)
-    layer = parent(parent(first.name))
+    around = parent(parent(parent(first.name)))
     for _ in found.flow.back(first.node.all_input_nodes, stop):
         pass
-    near = [c for c in choices if c.path.startswith(layer)]
+    experts = first.facts["experts"]
+    near = [c for c in choices if c.path.startswith(around) and c.facts["experts"] >= experts]
     return max(near, key=found.order) if near else None
 
 
@@ -102,7 +108,7 @@ def _merge_picked(found: Finding) -> None:
                 found.note(f"{site.name}: a loop over experts, counted with an even spread of the router's choices")
 
 
-def _surround(found: Finding, path: str, sites: list[Site], topk: Site) -> None:
+def _surround(found: Finding, path: str, sites: list[Site], topk: Site | None) -> None:
     flow = found.flow
     inside = set(sites)
     firsts = [s for s in sites if not _follows(found, s, inside)]
@@ -132,9 +138,10 @@ def _surround(found: Finding, path: str, sites: list[Site], topk: Site) -> None:
     after = set(flow.forward([n for s in lasts for n in s.nodes], lambda n: n is end))
     region = {n for n in flow.back([end], lambda n: n not in after) if n in after and found.is_free(n)}
     shape = flow.shape(end)
+    copies = first.facts["rows"] if "rows" in first.facts else found.sizes.rows(first.facts["dims"])
     combine = Site(
-        "combine", end, path, joined(path, "combine"), region, role="experts", inputs=[topk, *lasts],
-        facts={"top_k": topk.facts["top_k"], "width": shape[-1], "dims": shape[:-1]},
+        "combine", end, path, joined(path, "combine"), region, role="experts", inputs=[*([topk] if topk else []), *lasts],
+        facts={"top_k": topk.facts["top_k"] if topk else copies.factor, "width": shape[-1], "dims": shape[:-1]},
     )  # fmt: skip
     found.add(combine)
 
