@@ -1,6 +1,6 @@
 """Time whole training steps (forward, backward, AdamW) of Llama-style models: Deepwell beside torch.compile.
 
-    PYTHONPATH=src python3 benchmarks/step.py --model 8b-4l --variants torch,fp8 --json out.json
+PYTHONPATH=src python3 benchmarks/step.py --model 8b-4l --variants torch,fp8 --json out.json
 """
 
 import argparse
@@ -18,8 +18,16 @@ from llama import Llama, LlamaConfig
 
 MODELS = {
     "8b-4l": (LlamaConfig(width=4096, num_heads=32, num_kv_heads=8, hidden=14336, num_layers=4, vocab=128256), 2, 8192),
-    "1b-16l": (LlamaConfig(width=2048, num_heads=32, num_kv_heads=8, hidden=8192, num_layers=16, vocab=128256), 2, 8192),
-    "768-12l": (LlamaConfig(width=768, num_heads=12, num_kv_heads=12, hidden=3072, num_layers=12, vocab=50304), 32, 1024),
+    "1b-16l": (
+        LlamaConfig(width=2048, num_heads=32, num_kv_heads=8, hidden=8192, num_layers=16, vocab=128256),
+        2,
+        8192,
+    ),
+    "768-12l": (
+        LlamaConfig(width=768, num_heads=12, num_kv_heads=12, hidden=3072, num_layers=12, vocab=50304),
+        32,
+        1024,
+    ),
     "tiny": (LlamaConfig(width=256, num_heads=4, num_kv_heads=2, hidden=768, num_layers=2, vocab=1024), 2, 512),
 }
 
@@ -37,7 +45,9 @@ def compiled(model, variant):
         return torch.compile(model), None
     from deepwell.engine.backend import BackendOptions, compile_graph
 
-    fp8 = {"fp8": "fp8_row|fp8_row|fp8_row", "fp8_wbf16": "fp8_row|fp8_row|bf16", "bf16": None}[variant.removesuffix("_nolce")]
+    fp8 = {"fp8": "fp8_row|fp8_row|fp8_row", "fp8_wbf16": "fp8_row|fp8_row|bf16", "bf16": None}[
+        variant.removesuffix("_nolce")
+    ]
     linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "head"]
     options = BackendOptions(
         schemes=dict.fromkeys(linears, fp8) if fp8 else {}, use_inductor=True, fuse_head=not variant.endswith("_nolce")
@@ -123,7 +133,9 @@ def main():
         row["kernels"] = kernels
     base = rows[0]["ms"]
     for row in rows:
-        print(f"{row['model']:8s} {row['variant']:12s} {row['ms']:8.2f} ms  x{base / row['ms']:.3f}  {row['peak_gb']:.2f} GB  cold {row['cold_s']:.0f} s")
+        print(
+            f"{row['model']:8s} {row['variant']:12s} {row['ms']:8.2f} ms  x{base / row['ms']:.3f}  {row['peak_gb']:.2f} GB  cold {row['cold_s']:.0f} s"
+        )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from llama import TINY, Llama
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from text import batches, standard_library_bytes
 from torch import Tensor, nn
 
 import deepwell as dw
 from deepwell.formats.metrics import sqnr_db
 from deepwell.precision import PrecisionPolicy
+from llama import TINY, Llama
+from text import batches, standard_library_bytes
 
 FORMATS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
 
@@ -106,7 +106,7 @@ def main() -> None:
 
     console.rule("1  probe: what this machine is")
     hw = dw.probe()
-    console.print(str(hw), highlight=False, markup=False)
+    console.print(str(hw), highlight=False, markup=False, soft_wrap=True)
     (args.out / "hardware.json").write_text(hw.to_json())
 
     console.rule("2  capture: what the model is")
@@ -115,12 +115,12 @@ def main() -> None:
     text = standard_library_bytes()
     tokens, targets = (t.to(device) for t in batches(text, batch=4, seq_len=256, count=1)[0])
     ir = dw.capture(model, (tokens, targets))
-    console.print(str(ir), highlight=False, markup=False)
+    console.print(str(ir), highlight=False, markup=False, soft_wrap=True)
     (args.out / "ir.json").write_text(ir.to_json())
 
     console.rule("3  policy: which format each GEMM gets")
     policy = PrecisionPolicy.recipe(args.recipe)
-    console.print(str(policy.explain(ir)), highlight=False, markup=False)
+    console.print(str(policy.explain(ir)), highlight=False, markup=False, soft_wrap=True)
     (args.out / "policy.json").write_text(policy.to_json())
 
     console.rule(f"4  numbers: one training step on {len(text) / 1e6:.1f} MB of the standard library's sources")

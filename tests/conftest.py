@@ -16,6 +16,23 @@ if SRC not in sys.path:
 os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def _avoid_trapped_amx() -> None:
+    """Keep torch off AMX where the CPU announces it and traps it: a bf16 product would kill the process, not a test.
+
+    Found once, by the process that starts the others; they inherit it.
+    """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return
+    from deepwell.hardware.amx import bf16_fault
+    from deepwell.hardware.host import read_host
+
+    if bf16_fault(read_host().instruction_sets):
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+
+
+_avoid_trapped_amx()
+
+
 def _has_gpu() -> bool:
     import torch
 

@@ -21,7 +21,7 @@ SRC = ROOT / "src"
 LAYERS = (
     ("errors",),
     ("formats.spec",),
-    ("graph.ir", "graph.ops", "graph.table", "graph.configs", "graph.fusion", "precision", "hardware"),
+    ("graph.ir", "graph.ops", "graph.op_json", "graph.table", "graph.configs", "graph.fusion", "precision", "hardware"),
     ("planner",),
     ("formats",),
     ("kernels",),

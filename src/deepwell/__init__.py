@@ -15,6 +15,9 @@ _PUBLIC = {
     "capture": "deepwell.graph.capture",
     "IR": "deepwell.graph.ir",
     "PrecisionPolicy": "deepwell.precision.policy",
+    "compile": "deepwell.engine.compile",
+    "optimize_for_blackwell": "deepwell.engine.compile",
+    "Engine": "deepwell.engine.engine",
     "QuantizedTensor": "deepwell.formats.quantize",
     "quantize": "deepwell.formats.quantize",
     "DeepwellError": "deepwell.errors",
@@ -28,6 +31,8 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from deepwell.engine.compile import compile, optimize_for_blackwell
+    from deepwell.engine.engine import Engine
     from deepwell.errors import CaptureError, ConfigError, DeepwellError, NumericsError, PlanError, UnsupportedError
     from deepwell.formats.quantize import QuantizedTensor, quantize
     from deepwell.graph.capture import capture

@@ -1,8 +1,8 @@
 """The torch.compile backend: rewrite the graph that Dynamo captured, then let AOTAutograd and Inductor compile it.
 
-Passes run at two levels. On Dynamo's graph, where a linear is a linear: norms, attention, linears, SwiGLU, head and loss.
-On AOTAutograd's forward and backward, where quantizations are nodes of their own: fusing them into their producers.
-On a CPU, or without a C compiler, the rewritten graphs run eagerly (AOT eager).
+Passes run at two levels. On Dynamo's graph, where a linear is a linear: norms, attention, linears, SwiGLU, head and
+loss. On AOTAutograd's forward and backward, where quantizations are nodes of their own: fusing them into their
+producers. On a CPU, or without a C compiler, the rewritten graphs run eagerly (AOT eager).
 """
 
 import re
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -118,4 +117,5 @@ def _with_inductor(
         def uuid(self) -> Any:
             return fuse_quantize.__module__
 
-    return compile_fx(graph_module, list(example_inputs), config_patches={"post_grad_custom_pre_pass": Fusions()})
+    patches = {"post_grad_custom_pre_pass": Fusions()}
+    return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

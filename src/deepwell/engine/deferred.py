@@ -1,8 +1,9 @@
 """Logits that are computed when somebody looks at them.
 
-A training step needs the loss, not the logits, yet models return both. With head and loss fused, the logits of Llama-3 at
-16k tokens would cost 4 GB and a GEMM for nobody. A `DeferredLogits` knows its shape, dtype and device; the first torch
-function that touches its values computes `hidden @ weight.T`, differentiable as the model's own would be.
+A training step needs the loss, not the logits, yet models return both. With head and loss fused, the logits of
+Llama-3 at 16k tokens would cost 4 GB and a GEMM for nobody. A `DeferredLogits` knows its shape, dtype and device;
+the first torch function that touches its values computes `hidden @ weight.T`, differentiable as the model's own
+would be.
 """
 
 from typing import Any
@@ -12,16 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Questions about a tensor that need no values.
-_FACTS = {
-    Tensor.shape.__get__,
-    Tensor.dtype.__get__,
-    Tensor.device.__get__,
-    Tensor.ndim.__get__,
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-}
+_FACTS: set[Any] = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")}
+_FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
 
 
 class DeferredLogits(torch.Tensor):
@@ -52,5 +45,8 @@ class DeferredLogits(torch.Tensor):
         args, kwargs = torch.utils._pytree.tree_map_only(DeferredLogits, cls.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __repr__(self, **_: Any) -> str:
+    # Code that goes past torch functions (C++ extensions, make_fx) meets the values as well.
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

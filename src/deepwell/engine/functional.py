@@ -1,7 +1,7 @@
 """The differentiable ops that the passes put into a captured graph.
 
-Each is a small autograd function over the primitives of `deepwell.kernels.library`, so that AOTAutograd sees quantization,
-GEMM and norm as separate nodes in forward and backward and later passes can fuse and share them.
+Each is a small autograd function over the primitives of `deepwell.kernels.library`, so that AOTAutograd sees
+quantization, GEMM and norm as separate nodes in forward and backward and later passes can fuse and share them.
 """
 
 # Shapes: T tokens (all leading dimensions folded), K and N the widths of a linear, F the hidden width of an MLP.
@@ -73,10 +73,9 @@ class _Linear(torch.autograd.Function):
                 dx_TK = _plain_gemm(how.dgrad, dy_TN, w_NK.T)
         if any(ctx.needs_input_grad[2:]):
             if how.wgrad.method == "fp8_row":
-                dw_NK = ops.fp8_gemm(
-                    *ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(q_TK, x_scale), True
-                )
+                dw_NK = ops.fp8_gemm(*ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(q_TK, x_scale), True)
             else:
+                assert x_TK is not None
                 dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x_TK.T)
         parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)
         return dx_TK, None, *parts
@@ -104,7 +103,7 @@ def split_columns(x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> Tensor:
-    """RMSNorm over the last dimension; `rounding` says whether it rounds before the weight ("llama") or after ("torch")."""
+    """RMSNorm over the last dimension, rounded before the weight ("llama") or after it ("torch")."""
     return _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, rounding).view(x.shape)
 
 

@@ -1,7 +1,7 @@
 """How one linear's three GEMMs run on this machine: a short string that a graph node can carry.
 
     "bf16"                      the product as the model wrote it
-    "fp8_row"                   Hopper's substitute: E4M3, one power-of-two scale per row (fwd, dgrad), per tensor (wgrad)
+    "fp8_row"                   Hopper: E4M3, one power-of-two scale per row (fwd, dgrad) or tensor (wgrad)
     "emulate:<format>"          both operands rounded exactly to the policy's format, the product in fp32
 
 A scheme is the three joined by "|" in the order fwd, dgrad, wgrad.

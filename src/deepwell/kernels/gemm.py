@@ -67,7 +67,9 @@ def fp8_gemm(
 def _check(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> None:
     for name, operand, scale in (("a_MK", a_MK, scale_a), ("b_NK", b_NK, scale_b)):
         if operand.dim() != 2 or operand.dtype not in _FP8:
-            raise ConfigError(f"{name} is {operand.dtype} with {operand.dim()} dimensions; fp8_gemm takes an FP8 matrix")
+            raise ConfigError(
+                f"{name} is {operand.dtype} with {operand.dim()} dimensions; fp8_gemm takes an FP8 matrix"
+            )
         if scale.dtype != torch.float32 or scale.numel() not in (1, operand.shape[0]):
             raise ConfigError(
                 f"the scale of {name} is {scale.dtype} with {scale.numel()} entries; "

@@ -85,18 +85,18 @@ _register(
 # ---- norms ----
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
     out = rms_norm.rms_norm(x, weight, options=rms_norm.Options(eps=eps, rounding=rounding))
     return out.y, out.rstd
 
 
-def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=_FP8)
     out = rms_norm.rms_norm(x, weight, options=options)
     return out.q, out.scale, out.rstd
 
 
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str) -> tuple[Any, ...]:
     out = rms_norm.rms_norm_backward(dy, x, weight, rstd, options=rms_norm.Options(rounding=rounding))
     return out.dx, out.dw
 
@@ -150,7 +150,8 @@ _register(
 # ---- head and loss ----
 
 _register(
-    "linear_cross_entropy(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction)"
+    " -> (Tensor, Tensor, Tensor)",
     lambda x, w, target, ignore_index, reduction: linear_cross_entropy(
         x, w, target, ignore_index=ignore_index, reduction=reduction
     ),

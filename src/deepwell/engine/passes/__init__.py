@@ -1,1 +1,1 @@
-"""One file per rewrite of the captured graph. Each pass is a function `(graph, context) -> number of places it changed`."""
+"""One file per rewrite of the captured graph. A pass changes the graph and returns how many places it changed."""

@@ -1,8 +1,9 @@
 """Hand softmax attention to the backend as what it is: causal, with its key-value heads unrepeated.
 
-Under compile, Hugging Face builds the causal mask from positions and passes it to SDPA, and repeats key-value heads to the
-number of query heads. cuDNN then computes the whole square and reads every head's copy. The mask depends on nothing but
-sizes, so it is evaluated here, once, on small ones; where it is the lower triangle it is dropped for `is_causal`.
+Under compile, Hugging Face builds the causal mask from positions and passes it to SDPA, and repeats key-value heads
+to the number of query heads. cuDNN then computes the whole square and reads every head's copy. The mask depends on
+nothing but sizes, so it is evaluated here, once, on small ones; where it is the lower triangle it is dropped for
+`is_causal`.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Find the head followed by its cross entropy and compute both without ever holding all logits.
 
-The logits may be cast, viewed and flattened on the way to the loss. Where the model also returns them (Hugging Face does),
-the graph returns the head's input instead, and the engine hands out logits that are computed when somebody looks at them.
+The logits may be cast, viewed and flattened on the way to the loss. Where the model also returns them (Hugging Face
+does), the graph returns the head's input instead, and the engine hands out logits that are computed when somebody
+looks at them.
 """
 
 from dataclasses import dataclass

@@ -55,7 +55,7 @@ def _share(graph: fx.Graph, target: object) -> None:
             first[key] = node
 
 
-def _through_views(node: fx.Node) -> fx.Node:
+def _through_views(node: Any) -> Any:
     """The tensor behind views that keep the rows: [T, D] -> [B, S, D] -> [T, D]."""
     while node.target in _VIEWS and _width(node) == _width(node.args[0]):
         node = node.args[0]

@@ -1,7 +1,8 @@
 """Put each linear's GEMMs into the formats that the policy and this machine decided; merge those that share an input.
 
 Merging q, k, v (and gate, up) costs nothing in low precision: the weights stay the model's own parameters, only their
-quantized copies lie side by side. One quantization of the input serves all, and each product of the backward is one GEMM.
+quantized copies lie side by side. One quantization of the input serves all, and each product of the backward is one
+GEMM.
 """
 
 import operator

@@ -1,8 +1,8 @@
 """Find RMSNorm written out in torch ops and put one op in its place.
 
-    x32 = x.float();  n = x32 * rsqrt(mean(x32 ** 2, -1, keepdim) + eps)
-    y = w * n.to(dtype)         "llama": Llama, Mistral, Qwen
-    y = (w * n).to(dtype)       "torch": F.rms_norm, GPT-OSS
+x32 = x.float();  n = x32 * rsqrt(mean(x32 ** 2, -1, keepdim) + eps)
+y = w * n.to(dtype)         "llama": Llama, Mistral, Qwen
+y = (w * n).to(dtype)       "torch": F.rms_norm, GPT-OSS
 """
 
 from typing import Any

@@ -1,0 +1,96 @@
+"""From the policy's formats to what this device runs: native, substitute or emulated, each with its reason.
+
+A policy names formats; the device decides how. Nothing degrades silently: every GEMM gets a `Binding` that the
+report shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepwell.errors import UnsupportedError
+from deepwell.graph.ir import IR
+from deepwell.graph.ops import GroupedLinear, Linear
+from deepwell.kernels.gemm import ALIGNMENT
+from deepwell.precision.gemm_format import GEMMS
+from deepwell.precision.resolve import Decision, Resolution
+
+# FP8 tensor cores: Ada, Hopper and later.
+_FP8_CAPABILITY = (8, 9)
+_FP8_FORMATS = ("fp8", "mxfp8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What binding needs to know of a device: its kind and, for a GPU, its compute capability."""
+
+    kind: str  # "cuda" or "cpu"
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.kind == "cuda" and self.capability >= _FP8_CAPABILITY
+
+    def __str__(self) -> str:
+        return self.kind if self.kind != "cuda" else f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """How one GEMM of one layer runs."""
+
+    path: str
+    gemm: str
+    format: str
+    binding: str  # "native", "substitute", "emulated"
+    scheme: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """All bindings of a model, and the schemes of the layers that leave high precision."""
+
+    bindings: tuple[Binding, ...]
+    schemes: Mapping[str, str]
+
+
+def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "safe") -> Bound:
+    """Bind every linear. `fallback="strict"` raises UnsupportedError where a format cannot be had as asked."""
+    bindings: list[Binding] = []
+    schemes: dict[str, str] = {}
+    for site in ir.sites():
+        if site.path not in resolution:
+            continue
+        row = resolution[site.path]
+        parts = [_bind_gemm(site.path, site.op, row[gemm], device) for gemm in GEMMS]
+        for part in parts:
+            if fallback == "strict" and part.binding != "native":
+                raise UnsupportedError(f"{site.path} {part.gemm}: {part.format} is {part.binding} here: {part.reason}")
+        bindings += parts
+        scheme = "|".join(part.scheme for part in parts)
+        if scheme != "bf16|bf16|bf16":
+            schemes[site.path] = scheme
+    return Bound(bindings=tuple(bindings), schemes=schemes)
+
+
+def _bind_gemm(path: str, op: object, decision: Decision, device: Device) -> Binding:
+    def bound(binding: str, scheme: str, reason: str) -> Binding:
+        return Binding(
+            path=path, gemm=decision.gemm, format=decision.format, binding=binding, scheme=scheme, reason=reason
+        )
+
+    if not decision.precision.is_low:
+        return bound("native", "bf16", decision.rule)
+    if isinstance(op, GroupedLinear):
+        return bound("substitute", "bf16", "grouped expert GEMMs have no low-precision kernel yet: bf16")
+    if device.has_fp8 and decision.format in _FP8_FORMATS and isinstance(op, Linear):
+        if op.k % ALIGNMENT or op.n % ALIGNMENT:
+            return bound("substitute", "bf16", f"K={op.k}, N={op.n}: FP8 GEMMs take multiples of {ALIGNMENT}")
+        exact = decision.format == "fp8" and decision.precision.option("scaling") == "row"
+        reason = "E4M3, one power-of-two scale per row, wgrad per tensor"
+        return bound("native" if exact else "substitute", "fp8_row", f"{device}: {reason}")
+    options = "".join(f",{name}={value}" for name, value in decision.precision.options)
+    reason = f"{device} has no {decision.format} tensor cores: operands rounded exactly, product in fp32"
+    return bound("emulated", f"emulate:{decision.format}{options}", reason)

@@ -1,0 +1,89 @@
+"""`dw.compile`: an IR, a policy and this device become an engine."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+
+import torch
+from torch import nn
+
+from deepwell.engine.binding import Device, bind
+from deepwell.engine.engine import Engine
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.graph.capture import capture
+from deepwell.graph.ir import IR
+from deepwell.hardware.amx import bf16_fault
+from deepwell.hardware.host import read_host
+from deepwell.hardware.model import Hardware
+from deepwell.precision.policy import PrecisionPolicy
+
+FALLBACKS = ("safe", "strict")
+
+
+def compile(  # noqa: A001 - the public name
+    ir: IR | nn.Module,
+    hw: Hardware | None = None,
+    *,
+    precision: str = "mxfp8",
+    precision_policy: PrecisionPolicy | None = None,
+    fallback: str = "safe",
+    inductor: bool | None = None,
+) -> Engine:
+    """Bind kernels to the model behind `ir` and return an engine that is called like it.
+
+    `precision` names a recipe, `precision_policy` replaces it. `fallback="strict"` raises UnsupportedError where a
+    format is not native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no pass
+    touches; by default on a GPU only. `hw` describes the machine to run on; the engine always runs where the model is.
+    """
+    if isinstance(ir, nn.Module):
+        ir = capture(ir)
+    if not isinstance(ir, IR):
+        raise ConfigError(f"ir is a {type(ir).__name__}; pass dw.capture(model) or the model itself")
+    if fallback not in FALLBACKS:
+        near = difflib.get_close_matches(str(fallback), FALLBACKS, n=1)
+        raise ConfigError(f"fallback is {fallback!r}; it takes {' or '.join(near or FALLBACKS)}")
+    model = ir.require_module()
+    device = _device_of(model)
+    policy = (precision_policy or PrecisionPolicy.recipe(precision)).copy().freeze()
+    bound = bind(ir, policy.resolve(ir), device, fallback=fallback)
+    return Engine(ir, bound, policy, use_inductor=_use_inductor(inductor, device), device=str(device))
+
+
+def optimize_for_blackwell(
+    model: nn.Module, precision: str = "mxfp8", batch_size: int | None = None, seq_len: int | None = None
+) -> Engine:
+    """Capture and compile in one call. Batch and length are hints for the capture; the engine takes any."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    return compile(capture(model), precision=precision)
+
+
+def _device_of(model: nn.Module) -> Device:
+    devices = {p.device for p in model.parameters()} or {torch.device("cpu")}
+    kinds = {device.type for device in devices}
+    if "meta" in kinds:
+        raise ConfigError("the model is on the meta device: it can be planned for, not run; give it real weights first")
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"the model's parameters lie on {', '.join(sorted(map(str, devices)))}; move them to one"
+        )
+    device = devices.pop()
+    if device.type == "cuda":
+        return Device(kind="cuda", capability=torch.cuda.get_device_capability(device))
+    if device.type != "cpu":
+        raise UnsupportedError(f"the model is on {device}; an engine runs on CUDA GPUs and on the CPU")
+    if any(p.dtype is torch.bfloat16 for p in model.parameters()):
+        fault = bf16_fault(read_host().instruction_sets)
+        if fault:
+            raise UnsupportedError(f"bf16 on this CPU: {fault}")
+    return Device(kind="cpu")
+
+
+def _use_inductor(asked: bool | None, device: Device) -> bool:
+    if asked and device.kind == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        raise UnsupportedError("inductor=True needs a C++ compiler on a CPU: install g++, or leave it out")
+    return device.kind == "cuda" if asked is None else asked
