@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepwell.formats.spec import get_format
 from deepwell.kernels import adamw
 from deepwell.kernels.adamw import CONFIGS, Config
+from deepwell.kernels.adamw_copies import Copies, TileConfig, configs_for
 from deepwell.kernels.adamw_copy_tables import Slot
 from deepwell.kernels.adamw_tables import FusedAdamW
 
@@ -38,13 +40,21 @@ class Variant:
     random_params: bool = False
     random_moments: bool = False
     clip_norm: float | None = None
+    # The format of the quantized copies of every matrix, and whether its scale is the last step's.
+    copies: str | None = None
+    is_delayed: bool = True
 
     def bytes_per_parameter(self) -> float:
         """Gradient read (twice with a norm), the rest read and written; a master makes the parameter write-only."""
         grad, param = self.param.itemsize, self.param.itemsize
         moments = 2 * 2 * (1 + 4 / adamw.BLOCK if self.moment == adamw.FP8 else self.moment.itemsize)
         weights = param + 2 * 4 if self.has_master else 2 * param
-        return grad * (2 if self.clip_norm is not None else 1) + weights + moments
+        copies = 0.0
+        if self.copies is not None:
+            fmt = get_format(self.copies)
+            is_second_pass = fmt.scaling == "tensor" and not self.is_delayed
+            copies = 2 * fmt.bits_per_element / 8 + (param if is_second_pass else 0)
+        return grad * (2 if self.clip_norm is not None else 1) + weights + moments + copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +84,24 @@ VARIANTS = (
     Variant(name="bf16 random, bf16 moments random, clipped", random_params=True, random_moments=True, clip_norm=1.0),
     Variant(name="fp32, fp32 moments", param=FP32, moment=FP32),
 )
+COPIED = (
+    Variant(name="bf16 random + mxfp8 copies", random_params=True, copies="mxfp8"),
+    Variant(name="bf16 random + 128x128 pow2 copies", random_params=True, copies="fp8_e4m3_128x128_pow2"),
+    Variant(name="bf16 random + tensor copies, delayed", random_params=True, copies="fp8_e4m3_tensor_pow2"),
+    Variant(
+        name="bf16 random + tensor copies, second pass",
+        random_params=True,
+        copies="fp8_e4m3_tensor_pow2",
+        is_delayed=False,
+    ),
+    Variant(
+        name="bf16 random, fp8 moments + mxfp8 copies",
+        moment=adamw.FP8,
+        random_params=True,
+        random_moments=True,
+        copies="mxfp8",
+    ),
+)
 
 
 def llama_shapes(num_layers: int = 4) -> list[Shape]:
@@ -98,6 +126,7 @@ def make_slots(shapes: list[Shape], variant: Variant, device: str) -> tuple[list
                 exp_avg_scales=scales[0],
                 exp_avg_sq_scales=scales[1],
                 master=param.float() if variant.has_master else None,
+                copies=make_copies(param, variant),
                 index=i,
             )
         )
@@ -113,43 +142,72 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
+def make_copies(param: Tensor, variant: Variant) -> Copies | None:
+    if variant.copies is None or param.dim() != 2:
+        return None
+    return Copies.empty_like(param, variant.copies, is_delayed=variant.is_delayed)
+
+
 def group_table(device: str) -> Tensor:
     return torch.tensor([[3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0]], dtype=torch.float64, device=device)
 
 
-def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Config | None) -> FusedAdamW:
-    return FusedAdamW(
+def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Config | TileConfig | None) -> FusedAdamW:
+    optimizer = FusedAdamW(
         slots,
         steps=torch.zeros(len(slots), dtype=torch.int64, device=device),
         seed=1,
         clip_norm=variant.clip_norm,
         random_params=variant.random_params,
         random_moments=variant.random_moments,
-        config=config,
+        config=config if isinstance(config, Config) else None,
+        tile_config=config if isinstance(config, TileConfig) else None,
     )
+    optimizer.write_copies()
+    return optimizer
 
 
-def check(variant: Variant, config: Config | None) -> None:
+def check(variant: Variant, config: Config | TileConfig | None) -> None:
     """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order)."""
     torch.manual_seed(0)
     cpu_slots, cpu_grads = make_slots([(300, 128), (77,), (4096,), (13, 40)], variant, "cpu")
     names = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
-    gpu_slots = [Slot(**{n: _to_gpu(getattr(s, n)) for n in names}, index=s.index) for s in cpu_slots]
+    gpu_slots = [
+        Slot(
+            **{n: _to_gpu(getattr(s, n)) for n in names},
+            copies=None if s.copies is None else make_copies(s.param.cuda(), variant),
+            index=s.index,
+        )
+        for s in cpu_slots
+    ]
     gpu_grads = [g.cuda() for g in cpu_grads]
     cpu, gpu = make_optimizer(cpu_slots, variant, "cpu", None), make_optimizer(gpu_slots, variant, "cuda", config)
     for _ in range(2):
         cpu.step(cpu_grads, group_table("cpu"))
         gpu.step(gpu_grads, group_table("cuda"))
-    for i, (ours, reference) in enumerate(zip(gpu_slots, cpu_slots, strict=True)):
-        for name in names:
-            got, wanted = getattr(ours, name), getattr(reference, name)
-            if got is None:
-                continue
-            same = torch.equal(got.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    pairs = [
+        (f"{n} of tensor {s.index}", getattr(t, n), getattr(s, n))
+        for s, t in zip(cpu_slots, gpu_slots, strict=True)
+        for n in names
+    ]
+    copied = ("row", "col", "row_scales", "col_scales", "scale", "amax", "new_amax")
+    pairs += [
+        (f"copies.{n} of tensor {s.index}", getattr(t.copies, n), getattr(s.copies, n))
+        for s, t in zip(cpu_slots, gpu_slots, strict=True)
+        if s.copies is not None
+        for n in copied
+    ]
+    for name, got, wanted in pairs:
+        if got is not None:
+            same = torch.equal(_bytes(got), _bytes(wanted))
             is_close = torch.allclose(got.cpu().float(), wanted.float(), rtol=2**-6, atol=1e-9)
             if not (same or (variant.clip_norm is not None and is_close)):
                 differing = int((got.cpu().float() != wanted.float()).sum())
-                raise SystemExit(f"{variant.name} {config}: {name} of tensor {i} differs in {differing} elements")
+                raise SystemExit(f"{variant.name} {config}: {name} differs in {differing} elements")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def _to_gpu(tensor: Tensor | None) -> Tensor | None:
@@ -187,7 +245,7 @@ class Table:
     def __init__(self, bandwidth: float) -> None:
         self.bandwidth = bandwidth
         self.rows: list[Row] = []
-        head = f"{'shapes':<10} {'variant':<44} {'rows x tiles, warps':<20}"
+        head = f"{'shapes':<10} {'variant':<44} {'config':<22}"
         print(f"{head} {'ms':>8} {'GB/s':>7} {'copy':>6} {'torch':>6} {'host us':>8}")
 
     def add(
@@ -215,7 +273,7 @@ class Table:
         ratio = f"{row.torch_ratio:6.2f}" if row.torch_ratio else f"{'-':>6}"
         share = f"{100 * row.copy_share:5.1f}%"
         print(
-            f"{shapes:<10} {name:<44} {config:<20} {ms:8.3f} {gbps:7.0f} {share} {ratio} {row.host_us:8.1f}", flush=True
+            f"{shapes:<10} {name:<44} {config:<22} {ms:8.3f} {gbps:7.0f} {share} {ratio} {row.host_us:8.1f}", flush=True
         )
         return ms
 
@@ -238,23 +296,32 @@ def bench_shapes(table: Table, label: str, shapes: list[Shape], *, all_variants:
         torch_ms[dtype] = table.add((label, name, "-"), step, 7 * dtype.itemsize * count)
         del step
         torch.cuda.empty_cache()
-    for variant in (PLAIN, RANDOM, *VARIANTS) if all_variants else (PLAIN, VARIANTS[0]):
+    for variant in (PLAIN, RANDOM, *VARIANTS, *COPIED) if all_variants else (PLAIN, VARIANTS[0]):
         slots, grads = make_slots(shapes, variant, "cuda")
         groups = group_table("cuda")
-        every = all_variants and variant in (PLAIN, VARIANTS[0], VARIANTS[1])
-        for config in CONFIGS if every else CONFIGS[:1]:
+        for config in configs_of(variant, every=all_variants):
             optimizer = make_optimizer(slots, variant, "cuda", config)
-            capped = f", {config.max_registers} regs" if config.max_registers else ""
-            shown = f"{config.rows} x {config.tiles}, {config.num_warps}{capped}"
             num_bytes = variant.bytes_per_parameter() * count
-            table.add(
-                (label, variant.name, shown),
-                partial(optimizer.step, grads, groups),
-                num_bytes,
-                torch_ms[variant.param],
-            )
-        del slots, grads, optimizer
+            step = partial(optimizer.step, grads, groups)
+            table.add((label, variant.name, show(config)), step, num_bytes, torch_ms[variant.param])
+            del optimizer, step
+        del slots, grads
         torch.cuda.empty_cache()
+
+
+def configs_of(variant: Variant, *, every: bool) -> tuple[Config | TileConfig, ...]:
+    """All configs of the main variants, the default one of the others."""
+    if variant.copies is not None:
+        return configs_for(get_format(variant.copies))[: None if variant.is_delayed else 1]
+    is_main = variant in (PLAIN, VARIANTS[0], VARIANTS[1])
+    return CONFIGS if every and is_main else CONFIGS[:1]
+
+
+def show(config: Config | TileConfig) -> str:
+    capped = f", {config.max_registers} regs" if config.max_registers else ""
+    if isinstance(config, TileConfig):
+        return f"{config.rows}/{config.strip}/{config.copy_strip}, {config.num_warps}{capped}"
+    return f"{config.rows} x {config.tiles}, {config.num_warps}{capped}"
 
 
 def main() -> None:
@@ -264,7 +331,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_adamw needs a CUDA GPU")
-    for variant in (PLAIN, RANDOM, *VARIANTS):
+    for variant in (PLAIN, RANDOM, *VARIANTS, *COPIED):
         check(variant, None)
     for config in CONFIGS[1:]:
         check(VARIANTS[1], config)

@@ -186,23 +186,32 @@ def amax_ref(weights: list[Tensor], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileConfig:
+    """A tile of rows x 128, updated `strip` rows at a time and copied `copy_strip` rows at a time (32 at least)."""
+
     rows: int
+    strip: int
+    copy_strip: int
     num_warps: int
+    max_registers: int | None = None
 
 
-# 128x128 blocks need their whole tile; the others may take half.
-SQUARE_CONFIGS = (TileConfig(rows=128, num_warps=16), TileConfig(rows=128, num_warps=8))
+# Measured best first. 128x128 blocks need their whole tile; the others may take less.
 TILE_CONFIGS = (
-    TileConfig(rows=64, num_warps=8),
-    TileConfig(rows=32, num_warps=8),
-    TileConfig(rows=64, num_warps=16),
-    TileConfig(rows=128, num_warps=16),
+    TileConfig(rows=64, strip=16, copy_strip=32, num_warps=8),
+    TileConfig(rows=64, strip=16, copy_strip=32, num_warps=8, max_registers=80),
+    TileConfig(rows=64, strip=16, copy_strip=64, num_warps=8),
+    TileConfig(rows=32, strip=16, copy_strip=32, num_warps=8),
+    TileConfig(rows=64, strip=8, copy_strip=64, num_warps=4),
+    TileConfig(rows=128, strip=16, copy_strip=64, num_warps=8),
+    TileConfig(rows=128, strip=16, copy_strip=64, num_warps=8, max_registers=80),
+    TileConfig(rows=128, strip=16, copy_strip=128, num_warps=8),
+    TileConfig(rows=128, strip=16, copy_strip=32, num_warps=8),
 )
 
 
-def default_config(fmt: Format) -> TileConfig:
-    """The config for a format."""
-    return (SQUARE_CONFIGS if fmt.block == (128, 128) else TILE_CONFIGS)[0]
+def configs_for(fmt: Format) -> tuple[TileConfig, ...]:
+    """The configs that can serve a format."""
+    return tuple(config for config in TILE_CONFIGS if fmt.block != (128, 128) or config.rows == 128)
 
 
 # ---- kernels ----
@@ -264,15 +273,23 @@ def _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW: tl.constexpr, HAS_COL: tl.c
 
 
 @triton.jit
-def _stride_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
-    stride = tl.load(copy_ptr + COLUMN)
-    if ALIGNED:
-        stride = tl.multiple_of(stride, 16)
-    return stride
+def _store_square_scale(scale, copy_ptr, i, j, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr):
+    if HAS_ROW:
+        tl.store(_pointer_of(copy_ptr, 7, tl.float32, False) + i * tl.load(copy_ptr + 8) + j, scale)
+    if HAS_COL:
+        tl.store(_pointer_of(copy_ptr, 9, tl.float32, False) + j * tl.load(copy_ptr + 10) + i, scale)
 
 
 @triton.jit
-def _code_pointer(copy_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def _length_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    length = tl.load(copy_ptr + COLUMN)
+    if ALIGNED:
+        length = tl.multiple_of(length, 16)
+    return length
+
+
+@triton.jit
+def _pointer_of(copy_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(copy_ptr + COLUMN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -296,6 +313,8 @@ def _copies_kernel(
     RANDOM_MOMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
+    STRIP: tl.constexpr,
+    COPY_STRIP: tl.constexpr,
     EACH: tl.constexpr,
     SCALING: tl.constexpr,
     POW2: tl.constexpr,
@@ -305,83 +324,90 @@ def _copies_kernel(
     WRITES: tl.constexpr,
     COLLECTS: tl.constexpr,
 ):
-    # One program: a tile of ROWS x 128 of one matrix. UPDATES it, WRITES its copies, COLLECTS its amax.
+    # One program: a tile of ROWS x 128 of one matrix. It UPDATES it strip by strip, which takes few registers, and
+    # COLLECTS its amax; then it reads the new weights again, from the cache, and WRITES their copies.
     if tl.load(control_ptr + 1) == 0:
         pid = tl.program_id(0)
         row = tl.load(chunk_row_ptr + pid)
         place = tl.load(chunk_place_ptr + pid).to(tl.int64)
         copy_ptr = copies_ptr + row * 14
-        R = _stride_at(copy_ptr, 0, ALIGNED)
-        C = _stride_at(copy_ptr, 1, ALIGNED)
+        R = _length_at(copy_ptr, 0, ALIGNED)
+        C = _length_at(copy_ptr, 1, ALIGNED)
         tiles = (C + 127) // 128
         r0 = place // tiles * ROWS
         c0 = place % tiles * 128
-        r = r0 + tl.arange(0, ROWS)
         c = c0 + tl.arange(0, 128)
-        is_live = (r[:, None] < R) & (c[None, :] < C)
-        e = r[:, None] * C + c[None, :]
-        if UPDATES:
+        param_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
+        seen = tl.zeros((STRIP, 128), tl.int32)
+        if UPDATES or COLLECTS or SCALING == "square":
             slot = tl.load(table_ptr + row * 10 + 8)
             random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
-            first = tl.load(copy_ptr + 2)
-            if not EACH:
-                first += r0 * C + c0
-            block = (r * C + c0) // 128
-            x = update_tile(
-                table_ptr,
-                row,
-                e,
-                is_live,
-                block,
-                r < R,
-                first,
-                C,
-                hyper_ptr + slot * 8,
-                random,
-                PARAM,
-                GRAD,
-                MOMENT,
-                HAS_MASTER,
-                RANDOM_PARAM,
-                RANDOM_MOMENT,
-                ALIGNED,
-                ROWS,
-                EACH,
-            ).to(tl.float32)
-        else:
-            param_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
-            x = tl.load(param_ptr + e, mask=is_live, other=0.0).to(tl.float32)
-        # With eps = 0 what was masked is 0 / 0.
-        x = tl.where(is_live, x, 0.0)
+            for i in tl.range(ROWS // STRIP):
+                r = r0 + i * STRIP + tl.arange(0, STRIP)
+                is_live = (r[:, None] < R) & (c[None, :] < C)
+                e = r[:, None] * C + c[None, :]
+                if UPDATES:
+                    first = tl.load(copy_ptr + 2)
+                    if not EACH:
+                        first += (r0 + i * STRIP) * C + c0
+                    x = update_tile(
+                        table_ptr,
+                        row,
+                        e,
+                        is_live,
+                        (r * C + c0) // 128,
+                        r < R,
+                        first,
+                        C,
+                        hyper_ptr + slot * 8,
+                        random,
+                        PARAM,
+                        GRAD,
+                        MOMENT,
+                        HAS_MASTER,
+                        RANDOM_PARAM,
+                        RANDOM_MOMENT,
+                        ALIGNED,
+                        STRIP,
+                        EACH,
+                    )
+                else:
+                    x = tl.load(param_ptr + e, mask=is_live, other=0.0)
+                if COLLECTS or SCALING == "square":
+                    # With eps = 0 what was masked is 0 / 0: it must not count.
+                    seen = tl.maximum(seen, tl.where(is_live, magnitude_bits(x.to(tl.float32)), 0))
         if COLLECTS:
-            amax = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
-            tl.atomic_max(tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32)), amax)
+            amax_ptr = tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32))
+            tl.atomic_max(amax_ptr, tl.max(tl.max(seen, axis=1), axis=0))
         if WRITES:
             copy = (
-                _code_pointer(copy_ptr, 3, tl.uint8, ALIGNED),
-                _stride_at(copy_ptr, 4, ALIGNED),
-                _code_pointer(copy_ptr, 5, tl.uint8, ALIGNED),
-                _stride_at(copy_ptr, 6, ALIGNED),
-                _code_pointer(copy_ptr, 7, tl.uint8, False),
-                _stride_at(copy_ptr, 8, False),
-                _code_pointer(copy_ptr, 9, tl.uint8, False),
-                _stride_at(copy_ptr, 10, False),
+                _pointer_of(copy_ptr, 3, tl.uint8, ALIGNED),
+                _length_at(copy_ptr, 4, ALIGNED),
+                _pointer_of(copy_ptr, 5, tl.uint8, ALIGNED),
+                _length_at(copy_ptr, 6, ALIGNED),
+                _pointer_of(copy_ptr, 7, tl.uint8, False),
+                _length_at(copy_ptr, 8, False),
+                _pointer_of(copy_ptr, 9, tl.uint8, False),
+                _length_at(copy_ptr, 10, False),
             )
-            if SCALING == "mx":
-                _store_mx(x, copy, r, c, R, C, r0, c0, HAS_ROW, HAS_COL, ROWS)
-            elif SCALING == "tensor":
+            enc = 1.0
+            if SCALING == "tensor":
                 bits = tl.load(tl.load(copy_ptr + 12).to(tl.pointer_type(tl.int32))) & 0x7FFFFFFF
-                _store_scaled(x, multiplier_from_bits(bits, 448.0, POW2), copy, r, c, R, C, HAS_ROW, HAS_COL)
-            else:
-                enc = multiplier_from_bits(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), 448.0, POW2)
-                _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW, HAS_COL)
-                scale = tl.div_rn(1.0, enc)
-                if HAS_ROW:
-                    row_scale_ptr = _code_pointer(copy_ptr, 7, tl.float32, False)
-                    tl.store(row_scale_ptr + (r0 // 128) * tl.load(copy_ptr + 8) + c0 // 128, scale)
-                if HAS_COL:
-                    col_scale_ptr = _code_pointer(copy_ptr, 9, tl.float32, False)
-                    tl.store(col_scale_ptr + (c0 // 128) * tl.load(copy_ptr + 10) + r0 // 128, scale)
+                enc = multiplier_from_bits(bits, 448.0, POW2)
+            elif SCALING == "square":
+                enc = multiplier_from_bits(tl.max(tl.max(seen, axis=1), axis=0), 448.0, POW2)
+                _store_square_scale(tl.div_rn(1.0, enc), copy_ptr, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
+            if UPDATES:
+                # Other threads of this program wrote what is read now.
+                tl.debug_barrier()
+            for i in tl.range(ROWS // COPY_STRIP):
+                r = r0 + i * COPY_STRIP + tl.arange(0, COPY_STRIP)
+                is_live = (r[:, None] < R) & (c[None, :] < C)
+                x = tl.load(param_ptr + (r[:, None] * C + c[None, :]), mask=is_live, other=0.0).to(tl.float32)
+                if SCALING == "mx":
+                    _store_mx(x, copy, r, c, R, C, r0 + i * COPY_STRIP, c0, HAS_ROW, HAS_COL, COPY_STRIP)
+                else:
+                    _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW, HAS_COL)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -18,7 +18,7 @@ from deepwell.kernels.adamw_copies import (
     Copies,
     TileConfig,
     amax_ref,
-    default_config,
+    configs_for,
     write_copies_ref,
 )
 from deepwell.kernels.adamw_scalars import TABLE_COLUMNS
@@ -127,7 +127,7 @@ class CopyLaunch:
         self.copy: CopyKind = kind.copies
         self.format = get_format(self.copy.format)
         self.members = members
-        self.config = config or default_config(self.format)
+        self.config = config or configs_for(self.format)[0]
         self.table = Table(device, TABLE_COLUMNS)
         self.copies = Table(device, COPY_COLUMNS)
         self.scales = Table(device, 3)
@@ -211,6 +211,8 @@ class CopyLaunch:
             control,
             **{**constants, "ALIGNED": constants["ALIGNED"] and self.copy.is_aligned},
             ROWS=self.config.rows,
+            STRIP=self.config.strip,
+            COPY_STRIP=self.config.copy_strip,
             EACH=self.copy.draws_each,
             SCALING="tensor" if self.format.scaling == "tensor" else scalings[scale],
             POW2=scale == "pow2",
@@ -220,6 +222,7 @@ class CopyLaunch:
             WRITES=writes,
             COLLECTS=collects,
             num_warps=self.config.num_warps,
+            maxnreg=self.config.max_registers,
             enable_fp_fusion=False,
         )
 

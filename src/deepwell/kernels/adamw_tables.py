@@ -19,7 +19,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels import adamw, adamw_scalars
 from deepwell.kernels._triton import is_interpreted, on_device, tl, triton
 from deepwell.kernels.adamw import CONFIGS, Config, Noise, adamw_ref
-from deepwell.kernels.adamw_copies import check_copies
+from deepwell.kernels.adamw_copies import TileConfig, check_copies
 from deepwell.kernels.adamw_copy_tables import CopyKind, CopyLaunch, Slot, Table, copy_kind, write_copies
 from deepwell.kernels.adamw_scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
 
@@ -71,6 +71,7 @@ class FusedAdamW:
         random_params: bool = True,
         random_moments: bool = True,
         config: Config | None = None,
+        tile_config: TileConfig | None = None,
     ) -> None:
         self.slots = tuple(slots)
         self.device = _check_slots(self.slots)
@@ -88,6 +89,7 @@ class FusedAdamW:
         self.random_params = random_params
         self.random_moments = random_moments
         self.config = config or CONFIGS[0]
+        self.tile_config = tile_config
         self.control = torch.tensor([seed, 0, 0, 0], dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
         self._hyper = torch.zeros(
@@ -125,7 +127,7 @@ class FusedAdamW:
         if found is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
-            found = self._layouts[kinds] = _Layout(self.slots, kinds, self.config, self.device, self.has_norm)
+            found = self._layouts[kinds] = _Layout(self, kinds)
         return found
 
     def _launch(self, layout: "_Layout", groups: Tensor) -> None:
@@ -210,7 +212,7 @@ class FusedAdamW:
         idle = torch.zeros_like(self.control)
         with on_device(self.control):
             for kind in dict.fromkeys(kind for _, kind in kinds):
-                launch = CopyLaunch(self.slots, kind, [i for i, k in kinds if k == kind], self.device)
+                launch = CopyLaunch(self.slots, kind, [i for i, k in kinds if k == kind], self.device, self.tile_config)
                 launch.refresh(self.slots, [slot.param for slot in self.slots])
                 launch.start(self._constants(kind), self._hyper, self.steps, idle)
 
@@ -262,15 +264,8 @@ class FusedAdamW:
 class _Layout:
     """The launches for one choice of tensors that have a gradient, and of what dtype."""
 
-    def __init__(
-        self,
-        slots: tuple[Slot, ...],
-        kinds: tuple[tuple[int, Kind], ...],
-        config: Config,
-        device: torch.device,
-        has_norm: bool,
-    ) -> None:
-        self.device = device
+    def __init__(self, owner: FusedAdamW, kinds: tuple[tuple[int, Kind], ...]) -> None:
+        slots, config, device = owner.slots, owner.config, owner.device
         self.active = torch.tensor([i for i, _ in kinds], dtype=torch.int32).to(device)
         flat = [(i, kind) for i, kind in kinds if kind.copies is None or not kind.copies.is_fused]
         plain = [(i, replace(kind, copies=None)) for i, kind in flat]
@@ -278,12 +273,14 @@ class _Layout:
             _new_launch(slots, kind, members, config.rows * config.tiles, device) for kind, members in _by_kind(plain)
         ]
         copied = [(i, kind) for i, kind in kinds if kind.copies is not None]
-        self.copies = [CopyLaunch(slots, kind, members, device) for kind, members in _by_kind(copied)]
+        self.copies = [
+            CopyLaunch(slots, kind, members, device, owner.tile_config) for kind, members in _by_kind(copied)
+        ]
         # The norm asks for nothing but the gradients.
         read = [(i, replace(k, param=k.grad, moment=k.grad, has_master=False, copies=None)) for i, k in kinds]
         self.norms = [
             _new_launch(slots, kind, members, NORM_ROWS * NORM_TILES, device)
-            for kind, members in (_by_kind(read) if has_norm else [])
+            for kind, members in (_by_kind(read) if owner.has_norm else [])
         ]
         counts = [launch.chunk_row.numel() for launch in self.norms]
         self.partials = torch.zeros(sum(counts), dtype=torch.float64, device=device)
