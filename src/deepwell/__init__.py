@@ -31,7 +31,7 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from deepwell.engine.compile import compile, optimize_for_blackwell
+    from deepwell.engine.compile import compile, optimize_for_blackwell  # noqa: A004 - the public name
     from deepwell.engine.engine import Engine
     from deepwell.errors import CaptureError, ConfigError, DeepwellError, NumericsError, PlanError, UnsupportedError
     from deepwell.formats.quantize import QuantizedTensor, quantize

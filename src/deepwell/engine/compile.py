@@ -33,8 +33,9 @@ def compile(  # noqa: A001 - the public name
     """Bind kernels to the model behind `ir` and return an engine that is called like it.
 
     `precision` names a recipe, `precision_policy` replaces it. `fallback="strict"` raises UnsupportedError where a
-    format is not native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no pass
-    touches; by default on a GPU only. `hw` describes the machine to run on; the engine always runs where the model is.
+    format is not native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no
+    pass touches; by default on a GPU only. `hw` describes the machine to run on; the engine always runs where the
+    model is.
     """
     if isinstance(ir, nn.Module):
         ir = capture(ir)
