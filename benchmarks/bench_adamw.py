@@ -9,8 +9,11 @@ every time it must be read or written.
 
 import argparse
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -170,7 +173,7 @@ def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Con
 def check(variant: Variant, config: Config | TileConfig | None) -> None:
     """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order)."""
     torch.manual_seed(0)
-    cpu_slots, cpu_grads = make_slots([(300, 128), (77,), (4096,), (13, 40)], variant, "cpu")
+    cpu_slots, cpu_grads = make_slots([(304, 128), (77,), (4096,), (13, 40)], variant, "cpu")
     names = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
     gpu_slots = [
         Slot(
@@ -203,7 +206,7 @@ def check(variant: Variant, config: Config | TileConfig | None) -> None:
             is_close = torch.allclose(got.cpu().float(), wanted.float(), rtol=2**-6, atol=1e-9)
             if not (same or (variant.clip_norm is not None and is_close)):
                 differing = int((got.cpu().float() != wanted.float()).sum())
-                raise SystemExit(f"{variant.name} {config}: {name} differs in {differing} elements")
+                raise AssertionError(f"{variant.name} {config}: {name} differs in {differing} elements")
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -212,6 +215,15 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _to_gpu(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cuda()
+
+
+def check_all() -> None:
+    """Check every row's variant and config, many at a time: it is the compiler that takes the time, not the GPU."""
+    pairs = [(v, c) for v in (PLAIN, RANDOM, *VARIANTS, *COPIED) for c in configs_of(v, every=True)]
+    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for _ in pool.map(check, *zip(*pairs, strict=True)):
+            pass
 
 
 def copy_bandwidth() -> float:
@@ -224,10 +236,10 @@ def copy_bandwidth() -> float:
 def median_ms(function: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
-    return do_bench(function, warmup=20, rep=120, return_mode="median")
+    return do_bench(function, warmup=15, rep=60, return_mode="median")
 
 
-def host_us(function: Callable[[], object], repeats: int = 20) -> float:
+def host_us(function: Callable[[], object], repeats: int = 7) -> float:
     """Host time of a call while the GPU is kept waiting for nothing: what the step costs the training loop."""
     times = []
     for _ in range(repeats):
@@ -312,7 +324,8 @@ def bench_shapes(table: Table, label: str, shapes: list[Shape], *, all_variants:
 def configs_of(variant: Variant, *, every: bool) -> tuple[Config | TileConfig, ...]:
     """All configs of the main variants, the default one of the others."""
     if variant.copies is not None:
-        return configs_for(get_format(variant.copies))[: None if variant.is_delayed else 1]
+        is_main = variant.is_delayed and variant.moment == BF16
+        return configs_for(get_format(variant.copies))[: None if is_main else 2]
     is_main = variant in (PLAIN, VARIANTS[0], VARIANTS[1])
     return CONFIGS if every and is_main else CONFIGS[:1]
 
@@ -331,11 +344,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_adamw needs a CUDA GPU")
-    for variant in (PLAIN, RANDOM, *VARIANTS, *COPIED):
-        check(variant, None)
-    for config in CONFIGS[1:]:
-        check(VARIANTS[1], config)
-    print("correct: every variant and config is bit-equal to the CPU reference")
+    check_all()
+    print("correct: every variant and config is bit-equal to the CPU reference (clipped: within rounding)")
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, device copy {bandwidth / 1e9:.0f} GB/s")
     table = Table(bandwidth)
