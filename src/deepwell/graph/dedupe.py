@@ -31,9 +31,7 @@ class _Kind:
     representative: str
     duplicates: list[str]
     hidden_key: int | str | None = None  # which argument is the hidden state: position or keyword; None until learned
-    container: type | None = (
-        None  # tuple or list where the layer returns one, None where it returns the bare hidden state
-    )
+    container: type | None = None  # tuple or list where the layer returns one, None for the bare hidden state
     ops: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)  # what the representative ran
     is_hidden: tuple[bool, ...] = ()  # entries of the container: True for the hidden state, False for None
 
@@ -42,12 +40,13 @@ def layer_kinds(model: nn.Module) -> list[_Kind]:
     """The kinds of layers of the model's outermost module lists, those with at least one duplicate."""
     kinds: list[_Kind] = []
     inside: list[str] = []
+    configs = model_configs(model)
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(path.startswith(outer + ".") for outer in inside):
             continue
         layers = list(module)
         groups: dict[Any, list[str]] = {}
-        for i, signature in enumerate(_signatures(layers, model_configs(model))):
+        for i, signature in enumerate(_signatures(layers, configs)):
             groups.setdefault(signature, []).append(f"{path}.{i}")
         found = [_Kind(representative=g[0], duplicates=g[1:]) for g in groups.values() if len(g) > 1]
         if found:
