@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from deepwell.kernels import cross_entropy, quantize, rms_norm, swiglu, transpose
 from deepwell.kernels.quantize import quantize_rows_ref
@@ -337,8 +338,12 @@ CASES = {
 
 
 def run_case(case: Case, copy: float) -> Result:
-    problem = case.check()
-    us = median_us(case.run)
+    try:
+        problem = case.check()
+        us = median_us(case.run)
+    except (RuntimeError, TritonError) as error:
+        # A config that does not compile or fit is a row of the table, not the end of it.
+        problem, us = f"{type(error).__name__}: {error}".splitlines()[0][:120], float("inf")
     gbps = case.num_bytes / us / 1e3
     return Result(
         op=case.op,

@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-import aot
 import pytest
 import torch
 from triton.runtime import JITFunction
 
+import aot
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.formats.quantize import quantize

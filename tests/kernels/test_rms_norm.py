@@ -1,10 +1,10 @@
 """RMSNorm and LayerNorm: no worse than torch at the same dtype, FP8 rows bit-equal to quantizing the result."""
 
-import aot
 import pytest
 import torch
 import torch.nn.functional as F
 
+import aot
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.formats.quantize import quantize

@@ -1,10 +1,10 @@
 """Transposed FP8 codes: bit for bit the tensor-scaled quantization of the dequantized rows."""
 
-import aot
 import pytest
 import torch
 import triton.language as tl
 
+import aot
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.formats.quantize import quantize

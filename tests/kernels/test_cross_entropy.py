@@ -1,0 +1,173 @@
+"""Cross entropy: loss and gradient no worse than torch, FP8 rows bit-equal to quantizing the gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import aot
+from deepwell.errors import ConfigError
+from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
+from deepwell.formats.quantize import quantize
+from deepwell.kernels import cross_entropy as C
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALL = C.Config(block=1024, num_warps=4)
+# One entry, fewer than a block, a whole block, several and a ragged end.
+VOCABULARIES = [1, 50, 1024, 3001]
+
+
+def make(t, v, device):
+    """Rows from flat to certain, a target that is the largest logit by far and one that is the smallest."""
+    x = torch.randn(t, v) * torch.logspace(-1, 1.3, t)[:, None]
+    targets = torch.randint(0, v, (t,))
+    x[0, targets[0]] = 60.0
+    x[1, targets[1]] = -60.0
+    return x.bfloat16().to(device), targets.to(device)
+
+
+def gradient(x, targets, scale, dtype):
+    x = x.to(dtype).requires_grad_()
+    loss = F.cross_entropy(x, targets, reduction="none")
+    return loss.detach(), torch.autograd.grad(loss, x, torch.full_like(loss, scale))[0]
+
+
+@pytest.mark.parametrize("v", VOCABULARIES)
+def test_loss_and_gradient_are_no_worse_than_torch(device, v):
+    x, targets = make(6, v, device)
+    scale = torch.tensor(0.125, device=device)
+    got = C.cross_entropy(x, targets, grad_scale=scale, options=C.Options(gradient="new"), config=SMALL)
+    exact = gradient(x, targets, 0.125, torch.float64)
+    # torch's loss at its best is fp32; its gradient at the logits' dtype.
+    assert_no_worse_than(got.loss, gradient(x, targets, 0.125, torch.float32)[0], exact[0])
+    assert_no_worse_than(got.grad, gradient(x, targets, 0.125, torch.bfloat16)[1], exact[1])
+
+
+def test_a_loss_near_zero_keeps_its_digits(device):
+    # The true loss is 1.1e-4; lse - x_target would carry the rounding of 16, about one percent of it.
+    x = torch.zeros(1, 1000, device=device)
+    x[0, 7] = 16.0
+    loss = C.cross_entropy(x, torch.tensor([7], device=device), options=C.Options(gradient="none")).loss
+    exact = torch.log1p(999 * torch.exp(torch.tensor(-16.0, dtype=torch.float64)))
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-3)  # 1 + 1.1e-4 itself is rounded by 6e-8
+
+
+@pytest.mark.parametrize("v", VOCABULARIES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("pow2", [True, False])
+def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, v, dtype, pow2):
+    # The scale is foretold from the sums, without a pass over the gradient: it must be the one that pass would find.
+    x, targets = make(9, v, device)
+    targets[4] = -100
+    scale = torch.tensor(1 / 9, device=device)
+    high = C.cross_entropy(x, targets, grad_scale=scale, options=C.Options(gradient="new"), config=SMALL).grad
+    options = C.Options(gradient="fp8", fp8=dtype, pow2=pow2)
+    got = C.cross_entropy(x, targets, grad_scale=scale, options=options, config=SMALL)
+    wanted = quantize(high, f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else ""))
+    assert_bitwise_equal(got.q, wanted.data, "codes")
+    assert_bitwise_equal(got.scale, wanted.scales[:, 0], "scales")
+
+
+def test_in_place_writes_the_same_gradient_over_the_logits_and_over_nothing_else(device):
+    x, targets = make(4, 100, device)
+    wanted = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=SMALL).grad
+    buffer = torch.full((4, 120), 5.0, dtype=torch.bfloat16, device=device)
+    buffer[:, 8:108] = x
+    got = C.cross_entropy(buffer[:, 8:108], targets, config=SMALL)
+    assert got.grad.data_ptr() == buffer[:, 8:].data_ptr()
+    assert_bitwise_equal(buffer[:, 8:108].contiguous(), wanted, "gradient")
+    assert bool((buffer[:, :8] == 5).all())
+    assert bool((buffer[:, 108:] == 5).all())
+
+
+def test_ignored_rows_have_no_loss_and_no_gradient_even_where_their_logits_are_nan(device):
+    x, targets = make(3, 70, device)
+    targets[1] = 7
+    x[1] = float("nan")
+    options = C.Options(gradient="new", ignore_index=7)
+    targets[0] = targets[2] = 3
+    got = C.cross_entropy(x, targets, options=options, config=SMALL)
+    assert got.loss[1] == 0
+    assert not got.grad[1].any()
+    assert got.grad[0].any()
+    fp8 = C.cross_entropy(x, targets, options=C.Options(gradient="fp8", ignore_index=7), config=SMALL)
+    assert fp8.scale[1] == 1
+    assert not fp8.q[1].float().any()
+
+
+def test_nan_and_inf_and_targets_out_of_range_show_in_their_row_alone(device):
+    x, targets = make(7, 90, device)
+    x[1, 80] = float("nan")
+    x[2, 3] = float("inf")
+    targets[3], targets[4] = 90, -1
+    x[5, (targets[5] + 1) % 90] = -float("inf")  # a masked entry is no error: its probability is 0
+    bad = [False, True, True, True, True, False, False]
+    got = C.cross_entropy(x, targets, options=C.Options(gradient="fp8"), config=SMALL)
+    assert got.loss.isnan().tolist() == bad
+    assert got.scale.isnan().tolist() == bad
+    high = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=SMALL).grad
+    assert high.isnan().any(1).tolist() == bad
+    assert high[5, (targets[5] + 1) % 90] == 0
+
+
+@pytest.mark.parametrize("config", C.CONFIGS, ids=str)
+def test_every_config_agrees(device, config):
+    x, targets = make(2, 5000, device)
+    got = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=config)
+    exact = gradient(x, targets, 1.0, torch.float64)
+    assert_no_worse_than(got.loss, gradient(x, targets, 1.0, torch.float32)[0], exact[0])
+    assert_no_worse_than(got.grad, gradient(x, targets, 1.0, torch.bfloat16)[1], exact[1])
+
+
+def test_int32_targets_and_fp32_logits_and_no_rows_are_taken(device):
+    x, targets = make(4, 60, device)
+    a = C.cross_entropy(x.float(), targets.int(), options=C.Options(gradient="new"), config=SMALL)
+    torch.testing.assert_close(a.grad, gradient(x, targets, 1.0, torch.float32)[1])
+    empty = C.cross_entropy(x[:0], targets[:0])
+    assert (empty.loss.shape, empty.grad.shape) == ((0,), (0, 60))
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda x, y: C.cross_entropy(x, y[:1]), "targets_T must have shape"),
+        (lambda x, y: C.cross_entropy(x, y.float()), "targets_T has dtype"),
+        (lambda x, y: C.cross_entropy(x, y, grad_scale=torch.ones(3)), "grad_scale must be one float32 number"),
+        (lambda x, y: C.cross_entropy(x[:, :0], y), "no columns"),
+        (lambda x, y: C.cross_entropy(x.T, y), "logits_TV has stride"),
+        (lambda x, y: C.Options(gradient="fp4"), "gradient must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(call, names):
+    with pytest.raises(ConfigError, match=names):
+        call(torch.randn(2, 8), torch.zeros(2, dtype=torch.int64))
+
+
+# ---- what the compiler makes of it, without a GPU ----
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8):
+    config = C.default_config(128256)
+    arguments = {
+        "x_ptr": torch.bfloat16,
+        "target_ptr": torch.int64,
+        "loss_ptr": torch.float32,
+        "grad_ptr": None if is_fp8 else torch.bfloat16,
+        "q_ptr": E4M3 if is_fp8 else None,
+        "scale_ptr": torch.float32 if is_fp8 else None,
+        "c_ptr": torch.float32,
+        **dict.fromkeys(("V", "stride_xt", "stride_gt"), "i32"),
+        "ignore_index": "i32:any",
+        "FP8_MAX": 448.0,
+        "POW2": True,
+        "BLOCK": config.block,
+    }
+    made = aot.compile_kernel(C._cross_entropy_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    assert made.spill_bytes == made.stack_bytes == 0
+    vectors = config.block // (8 * 32 * config.num_warps)
+    assert made.count(r"ld\.global\S*\.v4\.b32") == 2 * vectors
+    assert made.count(r"st\.global\S*\.v[24]\.b32") == vectors
+    assert made.count(r"ex2\.approx") > 0
+    # The one logarithm of a row is exact to a unit in the last place: lg2.approx would spoil small losses.
+    assert made.count(r"lg2\.approx") == 0
