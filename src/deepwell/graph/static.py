@@ -32,7 +32,8 @@ def static_walk(model: nn.Module, example_inputs: Any = None, *, reasons: tuple[
     """The IR of `model` from its modules; `reasons` say why it was not traced and open the notes."""
     check_readable(model)
     run = _try_forward(model, example_inputs)
-    walk = _Walk(model=model, parameters=Parameters(model), facts=read.ModelFacts(model, run.sizes), run=run)
+    facts = read.ModelFacts(model, run.sizes)
+    walk = _Walk(model=model, dtype=model_dtype(model), parameters=Parameters(model), facts=facts, run=run)
     ir = walk.ir(reasons)
     if not any(ir.sites()):
         raise CaptureError(
@@ -101,6 +102,7 @@ def _try_forward(model: nn.Module, example_inputs: Any) -> _Run:
 @dataclass(slots=True)
 class _Walk:
     model: nn.Module
+    dtype: str
     parameters: Parameters
     facts: read.ModelFacts
     run: _Run
@@ -125,7 +127,7 @@ class _Walk:
         tail = self._with_loss(groups["."]) if layer_paths else groups["."]
         return IR(
             name=type(self.model).__name__,
-            dtype=model_dtype(self.model),
+            dtype=self.dtype,
             stem=_chained(groups[""], None),
             blocks=tuple(blocks),
             layers=tuple(layers),
@@ -158,7 +160,7 @@ class _Walk:
         result: list[Op] = []
         for op, names in found:
             params = tuple(self.parameters.param(name, layer or "", _relative(name, layer)) for name in names)
-            dtype = params[0].dtype if params else model_dtype(self.model)
+            dtype = params[0].dtype if params else self.dtype
             result.append(replace(op, name=_relative(op.name, layer) or "op", params=params, dtype=dtype))
         return result
 
@@ -167,7 +169,7 @@ class _Walk:
         head = next((op for op in reversed(ops) if isinstance(op, Linear) and op.role == "head"), None)
         if not takes_labels or head is None:
             return ops
-        return [*ops, Loss(name="loss", role="loss", vocab=head.n, dtype=model_dtype(self.model))]
+        return [*ops, Loss(name="loss", role="loss", vocab=head.n, dtype=self.dtype)]
 
 
 def _relative(name: str, layer: str | None) -> str:

@@ -126,8 +126,8 @@ def _add_attention(
     for size in lead[1:]:
         heads *= size
     if len(lead) == 1:  # [batch * heads, length, dim]
-        folded = sizes.rows(lead)
-        batch, heads = (max(1, lead[0] // folded.factor),), folded.factor
+        entries = sizes.batch if sizes.batch and lead[0] % sizes.batch == 0 else 1
+        batch, heads = (entries,), lead[0] // entries
     if mask is None:
         mask = MaskFacts(True)
         found.note(f"{joined(path, 'attention')}: its mask could not be computed; taken as causal")

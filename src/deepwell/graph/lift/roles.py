@@ -123,7 +123,9 @@ def _feed_forward(found: Finding) -> None:
 
 def _stands_between(found: Finding, act: Site) -> bool:
     """Has it linears without a role on both sides, as in a block that attends and feeds forward in one module?"""
-    behind = found.sites_behind([s for n in act.nodes for s in found.flow.sources[n] if s not in act.nodes], through=("norm",))
+    behind = found.sites_behind(
+        [s for n in act.nodes for s in found.flow.sources[n] if s not in act.nodes], through=("norm",)
+    )
     ahead = found.sites_ahead(act, through=("norm",))
     return all(any(s.kind == "linear" and s.role == "other" for s in side) for side in (behind, ahead))
 
