@@ -46,9 +46,10 @@ def compiled(model, variant):
     from deepwell.engine.backend import BackendOptions, compile_graph
 
     fp8 = {"fp8": "fp8_row|fp8_row|fp8_row", "fp8_wbf16": "fp8_row|fp8_row|bf16", "bf16": None}[
-        variant.removesuffix("_nolce")
+        variant.removesuffix("_nolce").removesuffix("_head")
     ]
-    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "head"]
+    head_too = variant.endswith("_head")
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and (head_too or n != "head")]
     options = BackendOptions(
         schemes=dict.fromkeys(linears, fp8) if fp8 else {}, use_inductor=True, fuse_head=not variant.endswith("_nolce")
     )

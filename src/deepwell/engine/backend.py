@@ -66,7 +66,10 @@ def rewrite(graph_module: fx.GraphModule, options: BackendOptions) -> None:
     weights = parameter_names(graph)
     options.note("attention", rewrite_attention(graph))
     if options.fuse_head:
-        heads, options.deferred = rewrite_cross_entropy(graph)
+        fp8_heads = [
+            node for node, name in weights.items() if "fp8_row" in options.schemes.get(name.removesuffix(".weight"), "")
+        ]
+        heads, options.deferred = rewrite_cross_entropy(graph, fp8_heads)
         options.note("cross_entropy", heads)
     options.note("rms_norm", rewrite_rms_norm(graph))
     linears, merged = rewrite_linears(graph, find_linears(graph, weights, options.schemes))

@@ -151,15 +151,17 @@ class _SwiGLU(torch.autograd.Function):
 # ---- head and loss ----
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def linear_cross_entropy(  # noqa: PLR0917 - called by graph nodes, which have no names for arguments
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: str, fp8: bool = False
+) -> Tensor:
     """Cross entropy of `x @ weight.T` without holding all logits."""
-    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, target, ignore_index, reduction)
+    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, target, ignore_index, reduction, fp8)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        loss, dx_TD, dw = ops.linear_cross_entropy(x_TD, weight, target, ignore_index, reduction)
+    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, target: Tensor, *how: Any) -> Tensor:
+        loss, dx_TD, dw = ops.linear_cross_entropy(x_TD, weight, target, *how)
         ctx.save_for_backward(dx_TD, dw)
         return loss
 
@@ -167,4 +169,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dx_TD, dw = ctx.saved_tensors
         scale = grads[0]
-        return (dx_TD * scale).to(dx_TD.dtype), (dw * scale).to(dw.dtype), None, None, None
+        return (dx_TD * scale).to(dx_TD.dtype), (dw * scale).to(dw.dtype), None, None, None, None

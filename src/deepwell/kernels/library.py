@@ -150,12 +150,12 @@ _register(
 # ---- head and loss ----
 
 _register(
-    "linear_cross_entropy(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction)"
+    "linear_cross_entropy(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, bool fp8)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda x, w, target, ignore_index, reduction: linear_cross_entropy(
-        x, w, target, ignore_index=ignore_index, reduction=reduction
+    lambda x, w, target, ignore_index, reduction, fp8: linear_cross_entropy(
+        x, w, target, ignore_index=ignore_index, reduction=reduction, fp8=fp8
     ),
-    lambda x, w, target, ignore_index, reduction: (
+    lambda x, w, target, ignore_index, reduction, fp8: (
         x.new_empty((), dtype=torch.float32),
         x.new_empty(x.shape),
         w.new_empty(w.shape),

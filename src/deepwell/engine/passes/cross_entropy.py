@@ -5,6 +5,7 @@ does), the graph returns the head's input instead, and the engine hands out logi
 looks at them.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,11 @@ class DeferredOutput:
     weight_input: int  # which of the graph's inputs the weight is
 
 
-def rewrite_cross_entropy(graph: fx.Graph) -> tuple[int, list[DeferredOutput]]:
-    """Replace heads and their losses. Returns how many, and which outputs are deferred logits."""
+def rewrite_cross_entropy(graph: fx.Graph, fp8_weights: Collection[str] = ()) -> tuple[int, list[DeferredOutput]]:
+    """Replace heads and their losses. Returns how many, and which outputs are deferred logits.
+
+    `fp8_weights` names the placeholders of heads whose GEMMs run in FP8.
+    """
     count, deferred = 0, []
     for loss in list(graph.nodes):
         if name_of(loss) != "cross_entropy" or not _is_plain(loss):
@@ -43,7 +47,8 @@ def rewrite_cross_entropy(graph: fx.Graph) -> tuple[int, list[DeferredOutput]]:
         ignore, reduction = argument(loss, 4, "ignore_index", -100), argument(loss, 6, "reduction", "mean")
         with graph.inserting_before(loss):
             new = graph.call_function(
-                functional.linear_cross_entropy, (x, weight, argument(loss, 1, "target"), ignore, reduction)
+                functional.linear_cross_entropy,
+                (x, weight, argument(loss, 1, "target"), ignore, reduction, weight.name in fp8_weights),
             )
         replace(loss, new)
         if others:
