@@ -86,9 +86,11 @@ class Config:
     num_warps: int
 
 
+# With 32 warps one row is under way on a multiprocessor: 132 rows of 256 KB stay in the 50 MB L2 of an H200 until their
+# second pass; with 16 warps twice as many do not.
 CONFIGS = (
-    Config(block=16384, num_warps=16),
     Config(block=16384, num_warps=32),
+    Config(block=16384, num_warps=16),
     Config(block=32768, num_warps=32),
     Config(block=8192, num_warps=8),
     Config(block=8192, num_warps=16),

@@ -143,17 +143,16 @@ FORWARD_CONFIGS = (
     RowConfig(tile=0, num_warps=4, rows=1),
     RowConfig(tile=0, num_warps=2, rows=1),
 )
+# Programs per multiprocessor are what the registers of 4096 columns allow, so that all of them run at once.
 BACKWARD_CONFIGS = (
-    BackwardConfig(num_warps=8, programs_per_sm=2),
-    BackwardConfig(num_warps=8, programs_per_sm=3),
-    BackwardConfig(num_warps=8, programs_per_sm=4),
-    BackwardConfig(num_warps=4, programs_per_sm=4),
-    BackwardConfig(num_warps=4, programs_per_sm=8),
-    BackwardConfig(num_warps=16, programs_per_sm=1),
+    BackwardConfig(num_warps=16, programs_per_sm=2, num_stages=2),
     BackwardConfig(num_warps=16, programs_per_sm=2),
-    BackwardConfig(num_warps=8, programs_per_sm=2, num_stages=2),
-    BackwardConfig(num_warps=8, programs_per_sm=2, num_stages=3),
-    BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=3),
+    BackwardConfig(num_warps=16, programs_per_sm=1, num_stages=3),
+    BackwardConfig(num_warps=16, programs_per_sm=1),
+    BackwardConfig(num_warps=8, programs_per_sm=2),
+    BackwardConfig(num_warps=8, programs_per_sm=1, num_stages=2),
+    BackwardConfig(num_warps=8, programs_per_sm=1, num_stages=3),
+    BackwardConfig(num_warps=4, programs_per_sm=3),
 )
 
 
@@ -163,8 +162,9 @@ def default_forward_config(columns: int) -> RowConfig:
 
 
 def default_backward_config(columns: int) -> BackwardConfig:
-    """Rows of 8192 and more need sixteen warps: weight, its gradient and three rows lie in registers."""
-    return BACKWARD_CONFIGS[3] if columns <= 2048 else BACKWARD_CONFIGS[0] if columns <= 4096 else BACKWARD_CONFIGS[5]
+    """Eight elements of each row a thread (weight, its gradient and three rows fit 64 registers), 32 warps in all."""
+    num_warps = min(32, max(4, triton.next_power_of_2(columns) // 256))
+    return BackwardConfig(num_warps=num_warps, programs_per_sm=32 // num_warps, num_stages=2)
 
 
 # ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
@@ -345,6 +345,8 @@ def rms_norm_backward(
 
 
 def _check_columns(d: int) -> None:
+    if d == 0:
+        raise ConfigError("x_TD has no columns; there is nothing to normalise")
     if d > MAX_COLUMNS:
         raise UnsupportedError(f"x_TD has {d} columns; the norm kernels hold a row in registers, up to {MAX_COLUMNS}")
 
@@ -360,6 +362,7 @@ def norm(
     """The forward of both norms."""
     check_matrix("x_TD", x_TD)
     t, d = x_TD.shape
+    _check_columns(d)
     check_vector("w_D", w_D, d, x_TD)
     if b_D is not None:
         check_vector("b_D", b_D, d, x_TD)
@@ -368,7 +371,6 @@ def norm(
         check_shape("residual_TD", residual_TD, (t, d), x_TD)
     if not runs_kernel(x_TD, _norm_kernel):
         return norm_ref(x_TD, w_D, b_D, residual_TD, options)
-    _check_columns(d)
     y, q, scale = _allocate(x_TD, options)
     total = torch.empty((t, d), dtype=x_TD.dtype, device=x_TD.device) if residual_TD is not None else None
     rstd = torch.empty(t, dtype=torch.float32, device=x_TD.device)
@@ -424,6 +426,7 @@ def norm_backward(
     assert x_TD is not None
     check_matrix("x_TD", x_TD)
     t, d = x_TD.shape
+    _check_columns(d)
     check_matrix("dy_TD", dy_TD)
     check_shape("dy_TD", dy_TD, (t, d), x_TD)
     check_vector("w_D", w_D, d, x_TD)
@@ -433,7 +436,6 @@ def norm_backward(
         check_shape("d_residual_TD", d_residual_TD, (t, d), x_TD)
     if not runs_kernel(x_TD, _norm_backward_kernel):
         return norm_backward_ref(dy_TD, saved, w_D, d_residual_TD, options)
-    _check_columns(d)
     dx, q, scale = _allocate(x_TD, options)
     dw = torch.empty_like(w_D)
     db = torch.empty_like(w_D) if options.center else None
