@@ -9,9 +9,10 @@ from triton.runtime import JITFunction
 
 import aot
 from deepwell.errors import ConfigError
-from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import quantize as Q
+from deepwell.kernels import transpose as TR
 from deepwell.kernels._triton import is_interpreted, runs_kernel
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -20,6 +21,12 @@ NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 # Whole rows that fill a block and that do not, more rows than a program takes, rows wider than a tile.
 SHAPES = [(1, 1), (5, 96), (3, 1000), (17, 128), (2, 2500)]
 SMALL_TILE = Q.RowConfig(tile=256, num_warps=4)
+
+
+@pytest.fixture
+def device(everywhere):
+    """Interpreted, by the reference, and on a GPU where there is one."""
+    return everywhere
 
 
 def rows_of_many_magnitudes(t, k, dtype, device):
@@ -54,12 +61,11 @@ def test_quantize_rows_equals_the_row_format_bit_for_bit(device, shape, dtype, p
 
 
 def test_quantize_rows_rounds_every_bf16_number_as_the_format_does(device):
-    # All 65536 bit patterns, in rows with one amax of 448 so that the multiplier is 1: the cast itself is on trial.
+    # Every bit pattern up to 448, in rows that begin with 448 so that the multiplier is 1: the cast itself is on trial.
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = x[x.float().abs() <= 448].repeat_interleave(1)
-    x = torch.cat([x, x.new_full((-len(x) % 1024,), 448.0)]).reshape(-1, 1024).clone()
-    x[:, 0] = 448.0
-    x = x.to(device)
+    x = x[x.float().abs() <= 448]
+    x = torch.cat([x, x.new_zeros(-len(x) % 1023)]).reshape(-1, 1023)
+    x = torch.cat([x.new_full((len(x), 1), 448.0), x], dim=1).to(device)
     q, scale = Q.quantize_rows(x)
     assert bool((scale == 1).all())
     assert_bitwise_equal(q, expected_rows(x, E4M3, True)[0], "codes")
@@ -84,7 +90,7 @@ def test_quantize_rows_takes_rows_of_a_larger_tensor_and_empty_ones(device):
     assert Q.quantize_rows(x[:0])[0].shape == (0, 200)
     q, scale = Q.quantize_rows(x[:, :0])
     assert q.shape == (6, 0)
-    assert bool((scale == 1).all())
+    assert bool((scale == 2.0**-126).all())
 
 
 def test_amax_sees_every_element_of_every_tensor_and_keeps_nan(device):
@@ -195,10 +201,11 @@ def test_wrong_arguments_are_named(call, names):
 # ---- the machinery of these tests, and of machines without Triton ----
 
 
-def test_the_device_fixture_really_interprets_or_launches_the_kernels(device):
+def test_the_fixture_really_interprets_or_launches_the_kernels(request, device):
     # Without this, every comparison above could be the reference with itself.
-    assert runs_kernel(torch.empty(0, device=device), Q._quantize_rows_kernel)
-    assert is_interpreted(Q._quantize_rows_kernel) == (device == "cpu")
+    place = request.node.callspec.params["everywhere"]
+    assert runs_kernel(torch.empty(0, device=device), Q._quantize_rows_kernel) == (place != "reference")
+    assert is_interpreted(Q._quantize_rows_kernel) == (place == "interpreted")
 
 
 def test_outside_the_fixture_kernels_are_compiled_and_cpu_tensors_use_the_reference():
@@ -290,3 +297,12 @@ def test_offsets_do_not_wrap_beyond_two_billion_elements():
     wanted = expected_rows(x[-4:], E4M3, True)
     assert_bitwise_equal(q[-4:], wanted[0], "codes")
     assert_bitwise_equal(scale[-4:], wanted[1], "scales")
+
+
+def test_a_row_of_zeros_does_not_push_the_others_out_of_range(device):
+    # The last token of a sequence has no target, so its gradient is zero: a scale of 1 for it would shift gradients of
+    # 1e-6 below E4M3's smallest number, and the wgrad would be zero.
+    x = (torch.randn(64, 32) * 1e-6).to(device)
+    x[7] = 0.0
+    q_NT, scale = TR.transpose_codes(*Q.quantize_rows(x))
+    assert sqnr_db(x.T, q_NT.float() * scale) > 25

@@ -1,6 +1,6 @@
 """The reference quantizers, in plain torch on any device: what every kernel of Deepwell must reproduce bit for bit.
 
-FP8     enc = min(MAX / amax, FLT_MAX), 1 where amax is 0; pow2: enc rounded down to a power of two
+FP8     enc = min(MAX / amax, FLT_MAX), 1 where amax is 0 (rows: 2^126); pow2: enc rounded down to a power of two
         scale = 1 / enc        q = RNE(x * enc)
 MX      rceil: byte = 127 + ceil(log2(amax * (1 / MAX)));  floor: 127 + floor(log2 amax) - emax;
         even: 127 + floor(log2(RNE(amax) to the element's mantissa)) - emax;  byte within 0 .. 254
@@ -208,17 +208,23 @@ def _scales(
     if fmt.scale == "e8m0":
         byte = mx_scale_bytes(own, fmt.element, scale_rounding)
         return reciprocal_e8m0(byte), stored_scales(byte, fmt).view(torch.float8_e8m0fnu), None
-    multiplier = fp8_multiplier(own, fmt.element, pow2=fmt.scale == "pow2")
+    at_zero = ZERO_ROW_MULTIPLIER if fmt.scaling == "row" else 1.0
+    multiplier = fp8_multiplier(own, fmt.element, pow2=fmt.scale == "pow2", at_zero=at_zero)
     return multiplier, stored_scales(multiplier.reciprocal(), fmt), None
 
 
-def fp8_multiplier(amax: Tensor, element: ElementFormat, *, pow2: bool) -> Tensor:
-    """MAX / amax in fp32, at most FLT_MAX, 1 for amax 0, NaN where amax is not finite; rounded down with `pow2`."""
+# A row of zeros takes the smallest scale, not 1: whoever brings rows under their largest scale (the transposed operand
+# of wgrad) would else shift every other row out of range because one token had no gradient.
+ZERO_ROW_MULTIPLIER = 2.0**126
+
+
+def fp8_multiplier(amax: Tensor, element: ElementFormat, *, pow2: bool, at_zero: float = 1.0) -> Tensor:
+    """MAX / amax in fp32, at most FLT_MAX; `at_zero` for amax 0, NaN where it is not finite; `pow2` rounds down."""
     multiplier = _divide(element.max, amax).clamp(max=FLT_MAX)
     if pow2:
         # Dropping the mantissa of the multiplier rounds the scale up, so that nothing saturates.
         multiplier = (multiplier.view(torch.int32) & -0x800000).view(torch.float32)
-    multiplier = torch.where(amax == 0, 1.0, multiplier)
+    multiplier = torch.where(amax == 0, at_zero, multiplier)
     return torch.where(amax.isfinite(), multiplier, float("nan"))
 
 

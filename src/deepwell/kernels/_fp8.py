@@ -5,6 +5,7 @@ They are `deepwell.formats.quantize` bit for bit: IEEE division, no approximate 
 
 import torch
 
+from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
 from deepwell.formats.spec import E4M3, E5M2, ElementFormat
 from deepwell.kernels._triton import tl, triton
 
@@ -12,6 +13,7 @@ ELEMENTS: dict[torch.dtype, ElementFormat] = {torch.float8_e4m3fn: E4M3, torch.f
 
 FLT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 INF_BITS = tl.constexpr(0x7F800000)
+ZERO_ROW = tl.constexpr(ZERO_ROW_MULTIPLIER)
 
 
 @triton.jit
@@ -21,13 +23,13 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """The encoding multiplier of an amax given by its bits."""
+def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr, AT_ZERO: tl.constexpr = ZERO_ROW):
+    """The encoding multiplier of an amax given by its bits; AT_ZERO where there is nothing but zeros."""
     enc = tl.minimum(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), FLT_MAX)
     if POW2:
         # Dropping the mantissa rounds the scale up: nothing saturates.
         enc = (enc.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
-    enc = tl.where(bits == 0, 1.0, enc)
+    enc = tl.where(bits == 0, AT_ZERO, enc)
     return tl.where(bits >= INF_BITS, float("nan"), enc)
 
 

@@ -1,8 +1,8 @@
 """Quantize to FP8 in one pass: rows with their own scales, or a tensor with one scale and its transposed copy.
 
-    rows     enc[t] = min(MAX / amax_k |x[t, k]|, FLT_MAX), 1 where amax is 0; pow2: rounded down to a power of two
+    rows     enc[t] = min(MAX / amax_k |x[t, k]|, FLT_MAX), 2^126 where amax is 0; pow2: rounded down to 2^n
              scale[t] = 1 / enc[t]      q[t, k] = RNE(x[t, k] * enc[t])
-    tensor   the same with one amax for the whole tensor, given or measured; q and q^T from one read
+    tensor   the same with one amax for the whole tensor, given or measured (1 where it is 0); q and q^T from one read
 
 Numerics: bit for bit `deepwell.formats.quantize` ("fp8_<element>_row[_pow2]", "fp8_<element>_tensor[_pow2]"). A row (a
     tensor) that holds inf or NaN gets a NaN scale and NaN codes. With a given amax, inf saturates and NaN stays NaN.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
-from deepwell.formats.quantize import fp8_multiplier
+from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER, fp8_multiplier
 from deepwell.kernels._fp8 import ELEMENTS, code_bytes, magnitude_bits, multiplier_from_bits, quantize_tile, saturate
 from deepwell.kernels._triton import is_interpreted, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_out, check_shape
@@ -37,7 +37,7 @@ def quantize_rows_ref(
     """Reference for `quantize_rows`."""
     x = x_TK.float()
     amax_T = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
-    multiplier_T = fp8_multiplier(amax_T, ELEMENTS[dtype], pow2=pow2)
+    multiplier_T = fp8_multiplier(amax_T, ELEMENTS[dtype], pow2=pow2, at_zero=ZERO_ROW_MULTIPLIER)
     return encode(x * multiplier_T[:, None], ELEMENTS[dtype]).view(dtype), multiplier_T.reciprocal()
 
 
@@ -196,7 +196,7 @@ def _quantize_both_kernel(
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // GROUP) + tl.arange(0, BLOCK_T // GROUP)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (i[:, None] < GROUPS) & (k[None, :] < K)
-    enc = multiplier_from_bits(magnitude_bits(tl.load(amax_ptr)), FP8_MAX, POW2)
+    enc = multiplier_from_bits(magnitude_bits(tl.load(amax_ptr)), FP8_MAX, POW2, 1.0)
     x_tile = x_ptr + (i * GROUP)[:, None] * stride_xt + k[None, :]
     q_tile = q_ptr + (i * GROUP)[:, None] * stride_qt + k[None, :]
     t_tile = qt_ptr + k.to(tl.int64)[:, None] * stride_tk + i[None, :]
