@@ -1,7 +1,7 @@
-"""Lifting: what stands in the graphs of twenty architectures, and that nothing of the example's sizes leaks into an IR."""
+"""Lifting: what stands in the graphs of twenty architectures, and that no size of the example leaks into an IR."""
 
 import importlib.util
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -51,7 +51,7 @@ WITHOUT_ATTENTION = ("mamba2",)
 EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss", "granitemoe")
 
 
-@lru_cache(maxsize=None)
+@cache
 def lifted(model_type: str) -> tuple[nn.Module, IR]:
     model = zoo.tiny_model(model_type)
     return model, lift(model, trace(model))
@@ -81,7 +81,7 @@ def test_every_linear_of_the_model_is_an_op_under_its_own_path(model_type: str) 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_attention_head_and_loss_are_recognised(model_type: str) -> None:
-    model, ir = lifted(model_type)
+    _, ir = lifted(model_type)
     kinds = [site.op for site in ir.sites()]
     assert any(isinstance(op, Attention) for op in kinds) == (model_type not in WITHOUT_ATTENTION)
     heads = [op for op in kinds if op.role == "head"]
@@ -106,7 +106,7 @@ def test_attention_has_one_set_of_projections(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bloom", "deepseek_v3", "gpt_oss", "mamba2", "gemma2"])
 def test_another_length_or_batch_gives_the_same_ir(model_type: str) -> None:
-    # Windows of 16 are shorter than one length and all of them are shorter than the other; chunks of 16 do not divide 53.
+    # 53 is no multiple of the chunks of 16 that some of these work in.
     model, ir = lifted(model_type)
     assert lift(model, trace(model, seq_len=53)) == ir
     assert lift(model, trace(model, batch=3)) == ir

@@ -78,7 +78,7 @@ class Parameters:
         )
 
     def retied(self, ops: tuple[Op, ...], source: str, path: str) -> tuple[Op, ...]:
-        """The ops of the layer at `source` as those of the layer at `path`: ties follow the parameters that stand there."""
+        """The ops of the layer at `source` as those of the layer at `path`: ties follow the parameters there."""
         result: list[Op] = []
         for op in ops:
             params: list[Param] = []

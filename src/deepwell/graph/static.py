@@ -37,7 +37,7 @@ def static_walk(model: nn.Module, example_inputs: Any = None, *, reasons: tuple[
     ir = walk.ir(reasons)
     if not any(ir.sites()):
         raise CaptureError(
-            f"{type(model).__name__} has neither parameters nor modules that could be read, and it could not be traced: "
+            f"{type(model).__name__} has neither parameters nor modules that could be read and was not traced: "
             f"{'; '.join(reasons) or 'no reason is known'}"
         )
     ir.check()

@@ -1,4 +1,4 @@
-"""What single modules say about themselves: the ops of a module by its class, parameters and name, for the static walk."""
+"""What single modules say about themselves: their ops by class, parameters and name, for the static walk."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ _MLP_PARTS = (
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_k")
-_FUNCTIONS = {"silu": "silu", "swish": "silu", "newgelu": "gelu_tanh", "pytorchgelutanh": "gelu_tanh", "quickgelu": "quick_gelu",
-              "gelu": "gelu", "relusquared": "relu2", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh", "mish": "mish"}  # fmt: skip
+_FUNCTIONS = {
+    "silu": "silu", "swish": "silu", "newgelu": "gelu_tanh", "pytorchgelutanh": "gelu_tanh", "quickgelu": "quick_gelu",
+    "gelu": "gelu", "relusquared": "relu2", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh", "mish": "mish",
+}  # fmt: skip
 
 
 class ModelFacts:
@@ -60,7 +62,7 @@ class ModelFacts:
         self.has_rotary = any("rotary" in type(m).__name__.lower() for m in self.modules.values())
         self.is_causal = "causallm" in type(model).__name__.lower() or bool(getattr(self.config, "is_decoder", False))
         tables = [m for m in self.modules.values() if _is_embedding(m)]
-        self.vocabularies = {tuple(m.weight.shape)[0] for m in tables}  # type: ignore[union-attr, arg-type]
+        self.vocabularies = {_shape(m)[0] for m in tables}
         self.hidden = self._hidden(tables)
         self.experts = {p for p, m in self.modules.items() if _stacks(m)}
         self.attentions = {p for p, m in self.modules.items() if _is_attention(m)}
@@ -69,7 +71,7 @@ class ModelFacts:
         value = getattr(self.config, "hidden_size", None)
         if isinstance(value, int):
             return value
-        return int(tables[0].weight.shape[1]) if tables else None  # type: ignore[union-attr, arg-type, index]
+        return _shape(tables[0])[1] if tables else None
 
     def setting(self, module: nn.Module, names: Sequence[str]) -> int | None:
         """A whole number that the module, else the config, holds under one of these names."""
@@ -102,6 +104,11 @@ class ModelFacts:
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(recurse=False))
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """The shape of the module's weight."""
+    return tuple(int(size) for size in _own(module)["weight"].shape)
 
 
 def _name(module: nn.Module) -> str:
@@ -148,7 +155,7 @@ def read_module(facts: ModelFacts, path: str, module: nn.Module, shape: tuple[in
     if isinstance(module, nn.MultiheadAttention):
         return _multihead(facts, path, module, own)
     if _is_embedding(module):
-        vocab, width = map(int, module.weight.shape)  # type: ignore[union-attr, arg-type]
+        vocab, width = _shape(module)
         rows = TOKENS if shape is None else facts.sizes.rows(shape)
         return [(Embedding(name=path, role="embedding", vocab=vocab, width=width, rows=rows), own)]
     if isinstance(module, nn.modules.conv._ConvNd):
@@ -178,7 +185,7 @@ def _norm(
 
 
 def _linear(facts: ModelFacts, path: str, module: nn.Module, own: list[str], shape: tuple[int, ...] | None) -> Found:
-    n, k = map(int, module.weight.shape)  # type: ignore[union-attr, arg-type]
+    n, k = _shape(module)
     if "conv1d" in _name(module):  # GPT-2 stores it the other way round
         n, k = k, n
     role, part = _place(facts, path, n)
@@ -216,9 +223,7 @@ def _place(facts: ModelFacts, path: str, n: int) -> tuple[str, str]:
 def _attention(facts: ModelFacts, path: str) -> Found:
     module = facts.modules[path]
     widths = {
-        _part(name, _ATTENTION_PARTS): tuple(map(int, child.weight.shape))  # type: ignore[union-attr, arg-type]
-        for name, child in module.named_children()
-        if _is_linear(child)
+        _part(name, _ATTENTION_PARTS): _shape(child) for name, child in module.named_children() if _is_linear(child)
     }
     heads = facts.setting(module, _HEADS) or 1
     q_width = next((widths[p][0] for p in ("q", "q_b") if p in widths), None)
@@ -330,10 +335,10 @@ def _activation(facts: ModelFacts, path: str, module: nn.Module) -> Found:
     parts = {_part(name, _MLP_PARTS): child for name, child in siblings.items()}
     down = parts.get("down")
     if down is not None:
-        width = int(down.weight.shape[0 if "conv1d" in _name(down) else 1])  # type: ignore[union-attr, arg-type, index]
+        width = _shape(down)[0 if "conv1d" in _name(down) else 1]
     else:
-        before = [child for child in siblings.values()]
-        width = int(before[0].weight.shape[0]) if before else 1  # type: ignore[union-attr, arg-type, index]
+        before = list(siblings.values())
+        width = _shape(before[0])[0] if before else 1
     gated = "gate_up" in parts or ("gate" in parts and "up" in parts)
     role, _ = _place(facts, joined(holder, next((n for n in siblings if _part(n, _MLP_PARTS)), "act")), 0)
     op = Activation(name=joined(holder, "act"), role=role, function=_function(module), width=width, gated=gated)

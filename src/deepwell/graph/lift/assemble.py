@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,8 +103,9 @@ class _Assembly:
         first = min(calls, key=self.flow.index.__getitem__) if calls else self.flow.output
         module = self.model.get_submodule(path) if path else self.model
         reads = tuple(s for s in self.flow.sources[first] if s in self.found.live) if calls else ()
+        is_new = bool(path) and path not in {s.name for s in self.found.sites}
         site = Site(
-            "other", first, path, path if path and path not in {s.name for s in self.found.sites} else joined(path, "parameters"),
+            "other", first, path, path if is_new else joined(path, "parameters"),
             reads=reads, role="other", step=0.5, facts={"function": type(module).__name__, "names": names},
         )  # fmt: skip
         shape = self.flow.shape(first) if calls else ()
@@ -312,8 +312,9 @@ class _Assembly:
             layers.append(Layer(path=path, block=blocks.index(block)))
         tail = tuple(self._op(site, ".") for site in self.groups["."])
         ir = IR(
-            name=type(self.model).__name__, dtype=self.dtype, stem=stem, blocks=tuple(blocks), layers=tuple(layers), tail=tail,
-            max_positions=positions(self.model), source="graph", notes=self._notes(), module=self.model, graph=self.traced,
+            name=type(self.model).__name__, dtype=self.dtype, stem=stem, blocks=tuple(blocks), layers=tuple(layers),
+            tail=tail, max_positions=positions(self.model), source="graph", notes=self._notes(),
+            module=self.model, graph=self.traced,
         )  # fmt: skip
         ir.check()
         return ir
@@ -325,4 +326,4 @@ class _Assembly:
         return (*notes, *self.found.notes)
 
 
-__all__ = ["find_sites", "lift", "replace"]
+__all__ = ["find_sites", "lift"]

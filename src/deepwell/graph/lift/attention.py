@@ -70,7 +70,7 @@ def _spelled_out(found: Finding, softmax: fx.Node) -> None:
             is_product(node) or not found.is_free(node) or (node is not softmax and flow.op(node) not in _SCORE_STEPS)
         )
 
-    before = [n for n in flow.back([softmax], outside)]
+    before = list(flow.back([softmax], outside))
     scores = [n for n in before if is_product(n)]
     after = list(flow.forward([softmax], outside))
     outputs = [n for n in after if is_product(n)]
@@ -90,15 +90,18 @@ def _spelled_out(found: Finding, softmax: fx.Node) -> None:
     _add_attention(found, last, inner | {first, softmax, last}, operands, facts, params)
 
 
+def _follows(found: Finding, value: fx.Node, softmax: fx.Node) -> bool:
+    """Does a value follow from the softmax without another product between?"""
+    flow = found.flow
+    behind = flow.back([value], lambda n: n is softmax or (flow.op(n) in _PRODUCTS and n is not value))
+    return any(n is softmax for n in behind)
+
+
 def _operands(found: Finding, first: fx.Node, last: fx.Node, softmax: fx.Node) -> _Operands | None:
     flow = found.flow
     left = [a for a in flow.tensor_args(first) if found.is_activation(a)][-2:]
     right = [a for a in flow.tensor_args(last) if found.is_activation(a)][-2:]
-    values = [
-        a
-        for a in right
-        if softmax not in set(flow.back([a], lambda n: n is softmax or (flow.op(n) in _PRODUCTS and n is not a)))
-    ]
+    values = [operand for operand in right if not _follows(found, operand, softmax)]
     if len(left) != 2 or len(values) != 1:
         return None
     q, k = left

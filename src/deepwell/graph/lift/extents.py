@@ -44,7 +44,7 @@ class Sizes:
         return Extent(factor, batch, seq)
 
     def split(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Rows and width of a value: the last axis is the width, unless it is the sequence and channels stand before."""
+        """Rows and width of a value: the last axis is the width, unless it is the sequence behind channels."""
         if len(shape) >= 3 and self.size(shape[-1]).seq and not any(self.size(s).seq for s in shape[:-1]):
             return (*shape[:1], *shape[2:]), shape[1]
         return tuple(shape[:-1]), shape[-1] if shape else 1

@@ -69,7 +69,7 @@ class Places:
         return next((name for name in names if name in self._layers), None)
 
     def in_order(self) -> list[str]:
-        """Layers that run or stand for one that runs, in execution order; a passed-through layer keeps its list place."""
+        """Layers in execution order; one that was passed through keeps its place in its list."""
         keyed: list[tuple[int, int, str]] = []
         for children in self._lists:
             last = -1

@@ -116,9 +116,17 @@ class _Evaluation:
 
     def _needed(self, target: fx.Node) -> set[fx.Node]:
         """What the target rests on, with the calls that write into those tensors."""
-        needed = set(self._flow.back([target], self._is_given))
-        written = {n for n in needed for w in self._flow.sources[n] for n in (w,)}
-        return needed | {n for n in written if n in needed}
+        needed: set[fx.Node] = {target}
+        pending = [target]
+        while pending:
+            node = pending.pop()
+            if self._is_given(node):
+                continue
+            for source in (*node.all_input_nodes, *self._flow.sources[node]):
+                if source not in needed:
+                    needed.add(source)
+                    pending.append(source)
+        return needed
 
     def _is_given(self, node: fx.Node) -> bool:
         return (
@@ -152,7 +160,7 @@ class _Evaluation:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if self._flow.op(node) == "_assert_tensor_metadata":
             return None
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
 
     def _absent(self, node: fx.Node) -> Any:
         raise _Unknown(node.name)

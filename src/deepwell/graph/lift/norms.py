@@ -1,4 +1,4 @@
-"""Normalizations: modules that are one, calls that are one, and the arithmetic x * rsqrt(mean(x^2)) wherever it stands."""
+"""Normalizations: modules that are one, calls that are one, and x * rsqrt(mean(x^2)) wherever it stands."""
 
 from __future__ import annotations
 

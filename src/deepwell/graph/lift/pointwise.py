@@ -10,7 +10,8 @@ from deepwell.graph.ops import Extent
 
 _BENDS = {
     "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "celu", "selu", "mish", "softplus", "sigmoid", "tanh",
-    "hardswish", "hardsigmoid", "erf", "prelu", "logsigmoid", "log_sigmoid", "softsign", "glu", "expm1", "custom", "rrelu", "threshold",
+    "hardswish", "hardsigmoid", "erf", "prelu", "logsigmoid", "log_sigmoid", "softsign", "glu", "expm1", "rrelu",
+    "threshold",
 }  # fmt: skip
 _STRAIGHT = {
     "add", "sub", "mul", "div", "pow", "neg", "clamp", "to", "float", "half", "bfloat16", "double", "type", "type_as",
@@ -32,7 +33,7 @@ _CASTS = (
 
 
 def find_activations(found: Finding) -> None:
-    """Elementwise functions of one value that bend it somewhere, with the product behind them where they gate another."""
+    """Elementwise functions of one value that bend it, with the product behind them where they gate another."""
     bases = _bases(found)
     flow = found.flow
     members: dict[fx.Node, list[fx.Node]] = {}
@@ -45,13 +46,17 @@ def find_activations(found: Finding) -> None:
         inside = set(nodes)
         ends = [n for n in nodes if any(r not in inside for r in flow.readers.get(n, ()))]
         for end in _outermost(found, ends, inside):
-            cone = {n for n in flow.back([end], lambda n: n not in inside) if n in inside}
+            cone = _cone(found, end, inside)
             if any(_bends(found, n) for n in cone) and all(found.is_free(n) for n in cone):
                 _add_activation(found, base, end, cone, bases)
 
 
+def _cone(found: Finding, end: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+    return {n for n in found.flow.back([end], lambda n: n not in inside) if n in inside}
+
+
 def _bases(found: Finding) -> dict[fx.Node, fx.Node]:
-    """For each activation value the value that it is an elementwise function of; itself where it is not of one alone."""
+    """For each activation the value that it is an elementwise function of; itself where it is of several."""
     flow = found.flow
     bases: dict[fx.Node, fx.Node] = {}
     for node in flow.nodes:

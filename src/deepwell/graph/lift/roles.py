@@ -56,9 +56,9 @@ def _low_rank(found: Finding, attention: Site, parts: dict[Site, str]) -> None:
         parts[second] = f"{letters}_b"
         for first in firsts:
             known = parts.get(first, "")
-            if known.endswith("_a"):  # one latent for several: q_a and kv_a become qkv_a
-                letters = "".join(x for x in "qkv" if x in known.removesuffix("_a") + letters)
-            parts[first] = f"{letters}_a"
+            # One latent may serve several: q_a and kv_a become qkv_a.
+            served = letters + (known.removesuffix("_a") if known.endswith("_a") else "")
+            parts[first] = "".join(x for x in "qkv" if x in served) + "_a"
 
 
 def _output(found: Finding, attention: Site) -> None:

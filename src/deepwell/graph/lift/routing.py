@@ -140,7 +140,8 @@ def _surround(found: Finding, path: str, sites: list[Site], topk: Site | None) -
     shape = flow.shape(end)
     copies = first.facts["rows"] if "rows" in first.facts else found.sizes.rows(first.facts["dims"])
     combine = Site(
-        "combine", end, path, joined(path, "combine"), region, role="experts", inputs=[*([topk] if topk else []), *lasts],
+        "combine", end, path, joined(path, "combine"), region, role="experts",
+        inputs=[*([topk] if topk else []), *lasts],
         facts={"top_k": topk.facts["top_k"] if topk else copies.factor, "width": shape[-1], "dims": shape[:-1]},
     )  # fmt: skip
     found.add(combine)

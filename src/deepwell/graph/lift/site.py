@@ -1,4 +1,4 @@
-"""A site: one op of the vocabulary as it was found in the graph, before names become relative and edges become names."""
+"""A site: one op of the vocabulary as it was found in the graph, before it has relative names and edges."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Finding:
 
     @property
     def live(self) -> set[fx.Node]:
-        """Values that carry activations: outputs of sites, float inputs of the model, and all that follows from them."""
+        """Values that carry activations: outputs of sites, float inputs, and all that follows from them."""
         if self._live is None:
             live: set[fx.Node] = set()
             for node in self.flow.nodes:
