@@ -29,7 +29,20 @@ GPU = pytest.param(
 @pytest.fixture(params=["cpu", GPU])
 def device(request, monkeypatch) -> Iterator[str]:
     """The device of a kernel test. On "cpu" the kernels of every imported deepwell.kernels module are interpreted."""
-    if request.param == "cuda":
+    yield from _on(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["interpreted", "reference", GPU])
+def everywhere(request, monkeypatch) -> Iterator[str]:
+    """As `device`, and once more on the CPU as users have it: the wrappers and their plain-torch references."""
+    if request.param == "reference":
+        yield "cpu"
+    else:
+        yield from _on(request.param, monkeypatch)
+
+
+def _on(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if place == "cuda":
         yield "cuda"
         return
     before = _snapshot()

@@ -17,6 +17,12 @@ TORCH = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approx
 CONFIGS = [RowConfig(tile=0, num_warps=4), RowConfig(tile=128, num_warps=4)]
 
 
+@pytest.fixture
+def device(everywhere):
+    """Interpreted, by the reference, and on a GPU where there is one."""
+    return everywhere
+
+
 def make(t, f, device):
     """Gates over the whole range where the activation bends, and far beyond it."""
     gate = torch.randn(t, f) * torch.tensor([0.1, 1.0, 4.0, 20.0]).repeat(t)[:t, None]
@@ -25,7 +31,7 @@ def make(t, f, device):
 
 
 def torch_values(act, g, u, dh, dtype):
-    g, u, dh = (None if tensor is None else tensor.to(dtype) for tensor in (g, u, dh))
+    g, u, dh = (None if tensor is None else tensor.to(dtype, copy=True) for tensor in (g, u, dh))
     inputs = [tensor.requires_grad_() for tensor in (g, u) if tensor is not None]
     h = TORCH[act](g) if u is None else TORCH[act](g) * u
     return h.detach(), torch.cat(torch.autograd.grad(h, inputs, dh), dim=1)

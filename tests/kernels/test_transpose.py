@@ -1,5 +1,7 @@
 """Transposed FP8 codes: bit for bit the tensor-scaled quantization of the dequantized rows."""
 
+import re
+
 import pytest
 import torch
 import triton.language as tl
@@ -14,6 +16,12 @@ from deepwell.kernels.quantize import quantize_rows_ref
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+@pytest.fixture
+def device(everywhere):
+    """Interpreted, by the reference, and on a GPU where there is one."""
+    return everywhere
 
 
 def expected(q, scale_T, scale):
@@ -80,10 +88,21 @@ def test_one_nan_scale_makes_the_whole_operand_nan(device):
     assert q_NT.float().isnan().all()
 
 
+def test_tokens_without_a_gradient_do_not_shift_the_others_out_of_range(device):
+    # Ignored targets leave rows of zeros among gradients of 1e-6: their scale must not become the operand's.
+    x = torch.randn(16, 32, device=device) * 1e-6
+    x[::3] = 0
+    q, scale_T = quantize_rows_ref(x)
+    q_NT, scale = TR.transpose_codes(q, scale_T)
+    assert scale == scale_T[x.any(1)].amax()
+    torch.testing.assert_close(q_NT.float().T * scale, x, rtol=2**-4, atol=scale.item() * 2**-10)
+
+
 def test_nothing_to_transpose_gives_empty_codes(device):
     for t, n in ((0, 8), (8, 0)):
         q_NT, scale = TR.transpose_codes(*quantize_rows_ref(torch.empty(t, n, device=device)))
-        assert (q_NT.shape, scale.item()) == ((n, t), 1.0)
+        assert q_NT.shape == (n, t)
+        assert scale.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +118,26 @@ def test_nothing_to_transpose_gives_empty_codes(device):
 def test_wrong_arguments_are_named(call, names):
     with pytest.raises(ConfigError, match=names):
         call(*quantize_rows_ref(torch.randn(4, 8)))
+
+
+# ---- the packed kernel's instructions: read here, run on a GPU only ----
+
+
+def run_prmt(text: str, inputs: list[int]) -> list[int]:
+    """Execute the prmt.b32 lines of an inline assembly text on four words; returns operands $0 to $3."""
+    registers = {f"${4 + i}": word for i, word in enumerate(inputs)}
+    for target, low, high, selector in re.findall(r"prmt\.b32 (\S+), (\S+), (\S+), (0x\w+);", text):
+        both = registers[low] | registers[high] << 32
+        picks = [int(selector, 16) >> 4 * i & 7 for i in range(4)]
+        registers[target] = sum((both >> 8 * pick & 0xFF) << 8 * i for i, pick in enumerate(picks))
+    return [registers[f"${i}"] for i in range(4)]
+
+
+def test_the_byte_permutations_turn_a_four_by_four_block_over():
+    # Byte n of word t is 16 t + n; turned over, byte t of word n is.
+    words = [sum((16 * t + n) << 8 * n for n in range(4)) for t in range(4)]
+    turned = [sum((16 * t + n) << 8 * t for t in range(4)) for n in range(4)]
+    assert run_prmt(TR._TRANSPOSE_BYTES.value, words) == turned
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)

@@ -63,8 +63,10 @@ def cross_entropy_ref(logits_TV: Tensor, targets_T: Tensor, grad_scale: Tensor, 
     ignored = targets_T == options.ignore_index
     valid = (targets_T >= 0) & (targets_T < v)
     index = torch.where(valid, targets_T, 0).long()[:, None]
-    loss = torch.where(valid, -x.log_softmax(1).gather(1, index)[:, 0], float("nan"))
-    loss = torch.where(ignored, 0.0, loss)
+    x_target = torch.where(valid, x.gather(1, index)[:, 0], float("nan"))
+    top = x.amax(1)
+    # Not log_softmax: where the target is the largest logit by far, its max + log sum cancels against the target.
+    loss = torch.where(ignored, 0.0, (x - top[:, None]).exp().sum(1).log() + (top - x_target))
     if options.gradient == "none":
         return Losses(loss, None, None, None)
     grad = x.softmax(1).scatter_add(1, index, torch.full_like(index, -1, dtype=torch.float32))
