@@ -112,6 +112,16 @@ def test_another_length_or_batch_gives_the_same_ir(model_type: str) -> None:
     assert lift(model, trace(model, batch=3)) == ir
 
 
+def test_activation_checkpointing_changes_nothing_about_what_is_computed() -> None:
+    # Checkpointed layers arrive as calls of inner graphs; they are read as if they stood in place.
+    _, ir = lifted("mixtral")
+    model = zoo.tiny_model("mixtral")
+    model.gradient_checkpointing_enable()
+    traced = trace(model.train())
+    assert any("checkpoint" in str(node.target) for node in traced.graph.nodes)
+    assert lift(model, traced) == ir
+
+
 @pytest.mark.parametrize("length", [11, 37])  # shorter and longer than the window
 def test_a_window_is_found_whether_or_not_the_example_is_longer(length: int) -> None:
     model = zoo.tiny_model("gpt_oss")

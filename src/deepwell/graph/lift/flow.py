@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from deepwell.graph.lift.inline import inlined
 from deepwell.graph.trace import Placeholder, Traced
 
 # One name for one operation.
@@ -79,11 +80,12 @@ class Flow:
     def __init__(self, model: nn.Module, traced: Traced) -> None:
         self.model = model
         self.traced = traced
-        self.nodes: list[fx.Node] = [n for n in traced.graph.nodes if n.op != "output"]
-        self.output: fx.Node = next(n for n in reversed(traced.graph.nodes) if n.op == "output")
-        self._by_index = list(traced.graph.nodes)
+        self.graph = inlined(traced.graph_module)
+        self.nodes: list[fx.Node] = [n for n in self.graph.nodes if n.op != "output"]
+        self.output: fx.Node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        self._by_index = list(self.graph.nodes)
         self.index = {node: i for i, node in enumerate(self._by_index)}
-        self.ops = {node: canonical(node) for node in traced.graph.nodes}
+        self.ops = {node: canonical(node) for node in self.graph.nodes}
         self._placeholders = traced.by_node()
         self._module_names = _names_of_modules(model)
         self._stacks: dict[fx.Node, tuple[str, ...]] = {}
@@ -102,7 +104,8 @@ class Flow:
         return self.ops[node]
 
     def value(self, node: Any) -> Any:
-        return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        """The fake tensor that stands for the node's value; export keeps those of inner graphs under another key."""
+        return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
 
     def shape(self, node: Any) -> tuple[int, ...]:
         value = self.value(node)
@@ -126,9 +129,9 @@ class Flow:
 
     def path(self, node: fx.Node) -> str:
         """The innermost module that was running."""
-        path = str(node.meta.get("module_path", ""))
+        path = node.meta.get("module_path")
         if path in self._module_names:
-            return path
+            return str(path)
         return next(reversed(self.stack(node)), "")  # a helper object of a library, named by where it was found
 
     def module(self, path: str) -> nn.Module:
@@ -182,7 +185,7 @@ class Flow:
     def _follow_writes(self) -> None:
         root: dict[fx.Node, fx.Node] = {}
         writes: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}  # storage -> (writing node, node written to)
-        for node in self.traced.graph.nodes:
+        for node in self.graph.nodes:
             seen: dict[fx.Node, None] = {}
             for arg in node.all_input_nodes:
                 current = [arg]
