@@ -197,8 +197,8 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned(device):
         loss.backward()
         return loss
 
-    assert float(optimizer.step(closure)) == 8.0
-    assert float(optimizer.step(closure)) < 8.0
+    assert float(optimizer.step(closure).detach()) == 8.0
+    assert float(optimizer.step(closure).detach()) < 8.0
 
 
 def test_schedulers_and_a_tensor_lr_reach_the_update(device):

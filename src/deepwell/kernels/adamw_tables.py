@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels import adamw, adamw_scalars
-from deepwell.kernels._triton import is_interpreted, on_device, tl, triton
+from deepwell.kernels import adamw, adamw_copies, adamw_scalars
+from deepwell.kernels._triton import is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.adamw import CONFIGS, Config, Noise, adamw_ref
 from deepwell.kernels.adamw_copies import TileConfig, check_copies
 from deepwell.kernels.adamw_copy_tables import CopyKind, CopyLaunch, Slot, Table, copy_kind, write_copies
@@ -82,6 +82,8 @@ class FusedAdamW:
             )
         if not 0 <= seed < 2**63:
             raise ConfigError(f"seed={seed} must lie within 0 .. 2^63 - 1")
+        if any(slot.copies is not None for slot in self.slots):
+            runs_kernel(self.slots[0].param, adamw_copies._copies_kernel)  # refuses a GPU without FP8 conversions
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
