@@ -33,14 +33,37 @@ MODELS = {
 
 
 def build(name):
-    config, batch, seq_len = MODELS[name]
+    config, batch, seq_len = MODELS[name.removeprefix("hf-")]
     with torch.device("cuda"):
-        model = Llama(config).bfloat16().init_weights()
+        model = huggingface(config) if name.startswith("hf-") else Llama(config).bfloat16().init_weights()
     data = torch.randint(0, config.vocab, (batch, seq_len + 1), device="cuda")
     return model, data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
 
+def huggingface(config):
+    """The same shape as transformers builds it."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(
+            hidden_size=config.width,
+            intermediate_size=config.hidden,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            vocab_size=config.vocab,
+            max_position_embeddings=config.max_positions,
+            rope_theta=config.rope_theta,
+            tie_word_embeddings=False,
+            use_cache=False,
+        ),
+        dtype=torch.bfloat16,
+    )
+
+
 def compiled(model, variant):
+    if variant == "eager":
+        return model, None
     if variant == "torch":
         return torch.compile(model), None
     from deepwell.engine.backend import BackendOptions, compile_graph
@@ -49,7 +72,11 @@ def compiled(model, variant):
         variant.removesuffix("_nolce").removesuffix("_head")
     ]
     head_too = variant.endswith("_head")
-    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and (head_too or n != "head")]
+    linears = [
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear) and (head_too or n not in ("head", "lm_head"))
+    ]
     options = BackendOptions(
         schemes=dict.fromkeys(linears, fp8) if fp8 else {}, use_inductor=True, fuse_head=not variant.endswith("_nolce")
     )
@@ -75,7 +102,7 @@ def measure(name, variant, steps, which_optimizer, profile):
     optimizer = optimizer_for(model, variant, which_optimizer)
 
     def step():
-        loss = step_fn(x, y)
+        loss = step_fn(input_ids=x, labels=x).loss if name.startswith("hf-") else step_fn(x, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
