@@ -23,8 +23,8 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr, AT_ZERO: tl.constexpr = ZERO_ROW):
-    """The encoding multiplier of an amax given by its bits; AT_ZERO where there is nothing but zeros."""
+def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr, AT_ZERO: tl.constexpr = 1.0):
+    """The encoding multiplier of an amax given by its bits; AT_ZERO where it is 0: ZERO_ROW for rows, 1 elsewhere."""
     enc = tl.minimum(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), FLT_MAX)
     if POW2:
         # Dropping the mantissa rounds the scale up: nothing saturates.
@@ -42,14 +42,14 @@ def saturate(x, FP8_MAX: tl.constexpr):
 @triton.jit
 def quantize_tile(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
     """Codes and scales of whole rows in registers; masked columns of `y` must be 0."""
-    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=1), FP8_MAX, POW2)
+    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=1), FP8_MAX, POW2, ZERO_ROW)
     return saturate(y * enc[:, None], FP8_MAX).to(FP8), tl.div_rn(1.0, enc)
 
 
 @triton.jit
 def quantize_row(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
     """Codes and scale of one row in registers; masked columns of `y` must be 0."""
-    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=0), FP8_MAX, POW2)
+    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=0), FP8_MAX, POW2, ZERO_ROW)
     return saturate(y * enc, FP8_MAX).to(FP8), tl.div_rn(1.0, enc)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, saturate
+from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, saturate
 from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
 from deepwell.kernels.quantize import quantize_rows_ref
@@ -173,7 +173,7 @@ def _cross_entropy_kernel(
             at_other = (_power(top_other, lse2) * c).to(DTYPE).to(tl.float32)
             at_target = ((_power(x_target, lse2) - 1.0) * c).to(DTYPE).to(tl.float32)
             bits = tl.maximum(magnitude_bits(at_other), magnitude_bits(at_target))
-            enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2)
+            enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2, ZERO_ROW)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
         for start in range(0, V, BLOCK):
             v = start + lane

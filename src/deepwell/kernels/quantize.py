@@ -21,7 +21,15 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER, fp8_multiplier
-from deepwell.kernels._fp8 import ELEMENTS, code_bytes, magnitude_bits, multiplier_from_bits, quantize_tile, saturate
+from deepwell.kernels._fp8 import (
+    ELEMENTS,
+    ZERO_ROW,
+    code_bytes,
+    magnitude_bits,
+    multiplier_from_bits,
+    quantize_tile,
+    saturate,
+)
 from deepwell.kernels._triton import is_interpreted, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_out, check_shape
 from deepwell.kernels.transpose import TileConfig, transpose_codes
@@ -141,7 +149,7 @@ def _quantize_rows_kernel(
             k = start + columns
             x = tl.load(x_row + k, mask=live & (k < K), other=0.0, eviction_policy="evict_last")
             bits = tl.maximum(bits, magnitude_bits(x.to(tl.float32)))
-        enc = multiplier_from_bits(tl.max(bits, axis=1), FP8_MAX, POW2)
+        enc = multiplier_from_bits(tl.max(bits, axis=1), FP8_MAX, POW2, ZERO_ROW)
         for start in range(0, K, BLOCK):
             k = start + columns
             x = tl.load(x_row + k, mask=live & (k < K), other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -196,7 +204,7 @@ def _quantize_both_kernel(
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // GROUP) + tl.arange(0, BLOCK_T // GROUP)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (i[:, None] < GROUPS) & (k[None, :] < K)
-    enc = multiplier_from_bits(magnitude_bits(tl.load(amax_ptr)), FP8_MAX, POW2, 1.0)
+    enc = multiplier_from_bits(magnitude_bits(tl.load(amax_ptr)), FP8_MAX, POW2)
     x_tile = x_ptr + (i * GROUP)[:, None] * stride_xt + k[None, :]
     q_tile = q_ptr + (i * GROUP)[:, None] * stride_qt + k[None, :]
     t_tile = qt_ptr + k.to(tl.int64)[:, None] * stride_tk + i[None, :]

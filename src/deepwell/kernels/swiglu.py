@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, quantize_row, saturate
+from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, quantize_row, saturate
 from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
@@ -225,7 +225,7 @@ def _swiglu_kernel(
                 tl.store(h_ptr + t * F + f, h, mask=f < F)
             bits = tl.maximum(bits, magnitude_bits(h.to(tl.float32)))
         if q_ptr is not None:
-            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2)
+            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
                 h = _load_h(g_row, u_row, f, f < F, DTYPE, ACT, "evict_first").to(tl.float32)
@@ -313,8 +313,8 @@ def _swiglu_backward_kernel(
             if grad_ptr is not None:
                 _store_pair(grad_ptr + t * F * WIDTH, dg, du, f, F, GATED)
         if (q_ptr is not None) or (qh_ptr is not None):
-            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2)
-            enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, POW2)
+            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2, ZERO_ROW)
+            enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, POW2, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
                 dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_first")
@@ -335,7 +335,7 @@ def _swiglu_backward_kernel(
         if grad_ptr is not None:
             _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
         if q_ptr is not None:
-            enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED), axis=0), FP8_MAX, POW2)
+            enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED), axis=0), FP8_MAX, POW2, ZERO_ROW)
             dg_q = saturate(dg.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
             du_q = saturate(du.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
             _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, columns, F, GATED)
