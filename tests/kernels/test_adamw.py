@@ -146,6 +146,19 @@ def test_leaves_parameters_without_a_gradient_and_empty_ones_alone(device):
     assert kernel.steps.tolist() == [1, 0, 2]
 
 
+def test_follows_gradients_that_stay_move_or_change_their_dtype(device):
+    # The same memory twice with other numbers, then other memory, then fp32.
+    kernel, reference, grads, groups = make(Case(is_random=False), [(200,)], device)
+    for form in (kernel, reference):
+        buffer = [grads[0][0].clone()]
+        form.step(buffer, groups)
+        buffer[0].copy_(grads[1][0])
+        form.step(buffer, groups)
+        form.step(grads[2], groups)
+        form.step([grads[2][0].float()], groups)
+    assert_same(kernel, reference)
+
+
 def test_bits_of_a_parameter_do_not_depend_on_its_neighbours(device):
     kernel, _, grads, groups = make(Case(), [(300,), (2200,)], device)
     alone, _, _, _ = make(Case(), [(300,), (2200,)], device)
@@ -495,6 +508,18 @@ def _slot(**changes):
 def test_refuses_a_wrong_slot_by_name(slot, error, message):
     with pytest.raises(error, match=message):
         FusedAdamW([slot], steps=torch.zeros(1, dtype=torch.int64))
+
+
+def test_refuses_a_wrong_gradient_by_name():
+    fused = FusedAdamW([_slot()], steps=torch.zeros(1, dtype=torch.int64))
+    groups = torch.tensor(GROUPS, dtype=torch.float64)
+    for grad, error, message in (
+        (torch.zeros(256).to_sparse(), UnsupportedError, r"grads\[0\] is sparse"),
+        (torch.zeros(256, dtype=torch.float16), ConfigError, r"grads\[0\] has dtype torch.float16"),
+        (torch.zeros(128), ConfigError, r"grads\[0\] is laid out \(128,\)"),
+    ):
+        with pytest.raises(error, match=message):
+            fused.step([grad], groups)
 
 
 def test_refuses_copies_that_do_not_fit():

@@ -148,6 +148,7 @@ class Config:
     max_registers: int | None = None
 
 
+# Not measured yet: the first compiles to 16-byte accesses and 53 to 61 registers with bf16 moments on sm_90.
 CONFIGS = (
     Config(rows=16, tiles=1, num_warps=8),
     Config(rows=8, tiles=1, num_warps=4),

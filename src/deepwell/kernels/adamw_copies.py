@@ -195,7 +195,7 @@ class TileConfig:
     max_registers: int | None = None
 
 
-# Measured best first. 128x128 blocks need their whole tile; the others may take less.
+# Not measured yet. 128x128 blocks need their whole tile; the others may take less.
 TILE_CONFIGS = (
     TileConfig(rows=64, strip=16, copy_strip=32, num_warps=8),
     TileConfig(rows=64, strip=16, copy_strip=32, num_warps=8, max_registers=80),

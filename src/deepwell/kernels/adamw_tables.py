@@ -99,6 +99,9 @@ class FusedAdamW:
         )
         self._slot_group = torch.tensor([s.group for s in self.slots], dtype=torch.int32).to(self.device)
         self._layouts: dict[tuple[object, ...], _Layout] = {}
+        self._kinds: dict[tuple[int, torch.dtype, bool], Kind] = {}
+        self._last_key: tuple[object, ...] = ()
+        self._last_layout: _Layout | None = None
 
     @property
     def num_skipped(self) -> Tensor:
@@ -107,30 +110,41 @@ class FusedAdamW:
 
     def step(self, grads: Sequence[Tensor | None], groups: Tensor) -> None:
         """Update every slot whose gradient is not None. `groups` is the fp64 (G, 7) table of the groups' scalars."""
-        _check_grads(self.slots, grads)
         if groups.dtype != torch.float64 or groups.dim() != 2 or groups.shape[1] != adamw_scalars.GROUP_COLUMNS:
             raise ConfigError(f"groups is {groups.dtype} {tuple(groups.shape)}; it must be float64 (G, 7)")
-        active = [i for i, grad in enumerate(grads) if grad is not None and grad.numel() > 0]
-        if not active:
-            return
-        if not self._runs_kernels():
-            self._step_ref(active, grads, groups.tolist())
-            return
-        layout = self._layout(active, grads)
-        layout.refresh(self.slots, grads)
+        # Gradients that lie where they lay at the last step need no check and no table: the host's time for a step.
+        key = tuple(_place(i, grad) for i, grad in enumerate(grads))
+        if key != self._last_key or self._last_layout is None:
+            _check_grads(self.slots, grads)
+            active = [i for i, grad in enumerate(grads) if grad is not None and grad.numel() > 0]
+            if not active:
+                return
+            if not self._runs_kernels():
+                self._step_ref(active, grads, groups.tolist())
+                return
+            self._last_layout = self._layout(active, grads)
+            self._last_layout.refresh(self.slots, grads)
+            self._last_key = key
         with on_device(groups):
-            self._launch(layout, groups)
+            self._launch(self._last_layout, groups)
 
     # ---- on a GPU ----
 
     def _layout(self, active: list[int], grads: Sequence[Tensor | None]) -> "_Layout":
-        kinds = tuple((i, _kind(self.slots[i], _grad(grads, i))) for i in active)
+        kinds = tuple((i, self._kind_of(i, _grad(grads, i))) for i in active)
         found = self._layouts.get(kinds)
         if found is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
             found = self._layouts[kinds] = _Layout(self, kinds)
         return found
+
+    def _kind_of(self, i: int, grad: Tensor) -> Kind:
+        """The kind of slot i, which changes with its gradient's dtype and alignment alone."""
+        key = (i, grad.dtype, grad.data_ptr() % 16 == 0)
+        if key not in self._kinds:
+            self._kinds[key] = _kind(self.slots[i], grad)
+        return self._kinds[key]
 
     def _launch(self, layout: "_Layout", groups: Tensor) -> None:
         for launch, partials in zip(layout.norms, layout.norm_partials, strict=True):
@@ -320,6 +334,15 @@ def _new_launch(
     )
 
 
+def _place(i: int, grad: Tensor | None) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
+    """Where a gradient lies and how. Raises UnsupportedError for a sparse one."""
+    if grad is None:
+        return None
+    if grad.layout != torch.strided:
+        raise UnsupportedError(f"grads[{i}] is sparse ({grad.layout}); adamw takes dense gradients")
+    return grad.data_ptr(), grad.dtype, grad.stride()
+
+
 def _grad(grads: Sequence[Tensor | None], i: int) -> Tensor:
     grad = grads[i]
     assert grad is not None
@@ -410,8 +433,6 @@ def _check_grads(slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> Non
     for i, (slot, grad) in enumerate(zip(slots, grads, strict=True)):
         if grad is None:
             continue
-        if grad.layout != torch.strided:
-            raise UnsupportedError(f"grads[{i}] is sparse ({grad.layout}); adamw takes dense gradients")
         if grad.dtype not in _PARAM_DTYPES:
             raise ConfigError(f"grads[{i}] has dtype {grad.dtype}; adamw takes float32 and bfloat16 gradients")
         if grad.shape != slot.param.shape or grad.stride() != slot.param.stride():
