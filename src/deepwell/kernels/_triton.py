@@ -81,6 +81,11 @@ def _num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def is_hopper(x: Tensor) -> bool:
+    """Whether x lies on a GPU of compute capability 9.x, where the measured defaults come from."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
 def num_sms(x: Tensor) -> int:
     """Streaming multiprocessors of x's GPU, for kernels whose programs stay and loop; 2 where interpreted."""
     return _num_sms(x.device.index) if x.is_cuda else 2

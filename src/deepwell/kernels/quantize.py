@@ -103,12 +103,13 @@ BOTH_CONFIGS = (
 
 
 def default_row_config(columns: int) -> RowConfig:
-    """Whole rows in registers up to 16384 columns, about 16 to 32 elements a thread; two passes beyond."""
+    """Whole rows in registers up to 16384 columns, two passes beyond.
+
+    One H200, 2026-11-15 (benchmarks/bench_rows.py): 4 warps 53 us at 16384 x 4096, 168 at x 14336; 16 warps 65, 182.
+    """
     if columns > 16384:
         return ROW_CONFIGS[4]
-    if columns > 8192:
-        return ROW_CONFIGS[2]
-    return ROW_CONFIGS[1] if columns > 2048 else ROW_CONFIGS[0]
+    return ROW_CONFIGS[1] if columns > 8192 else ROW_CONFIGS[0]
 
 
 _PACK_E4M3 = tl.constexpr(

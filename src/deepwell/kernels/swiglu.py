@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, quantize_row, saturate
-from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+from deepwell.kernels._triton import is_hopper, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 
@@ -147,13 +147,14 @@ def default_forward_config(columns: int) -> RowConfig:
     return FORWARD_CONFIGS[0] if columns > 8192 else FORWARD_CONFIGS[1] if columns > 2048 else FORWARD_CONFIGS[2]
 
 
-def default_backward_config(columns: int) -> RowConfig:
-    """Whole rows up to 8192 columns; beyond, two passes by two programs a multiprocessor, whose rows stay in L2.
+def default_backward_config(columns: int, *, on_hopper: bool = False) -> RowConfig:
+    """Whole rows up to 8192 columns, two passes beyond; on Hopper whole rows up to 16384.
 
-    Whole rows of 14336 fill the registers of a multiprocessor: nothing is loaded while they are computed.
+    One H200, 2026-11-15 (benchmarks/bench_rows.py), 16384 x 14336: 32 warps 542 us, 16 warps 593, two passes 683.
+    Compiled for sm_100, whole rows of 14336 spill.
     """
     if columns > 8192:
-        return BACKWARD_CONFIGS[7]
+        return BACKWARD_CONFIGS[0 if on_hopper and columns <= MAX_WHOLE_ROW else 7]
     return BACKWARD_CONFIGS[1] if columns > 4096 else BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
 
 
@@ -449,7 +450,7 @@ def _backward(
     grad = torch.empty((t, width), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
     q, scale = _allocate_rows(g_TF, width, options.fp8)
     q_h, scale_h = _allocate_rows(g_TF, f, torch.float8_e4m3fn if options.recompute_h else None)
-    config = _check_config(config or default_backward_config(f), f)
+    config = _check_config(config or default_backward_config(f, on_hopper=is_hopper(g_TF)), f)
     if t:
         with on_device(g_TF):
             _swiglu_backward_kernel[(t,)](

@@ -223,8 +223,11 @@ def transpose_codes(
 
 
 def default_config(t: int, n: int) -> TileConfig:
-    """The config for codes of that shape; small tiles where large ones would leave multiprocessors idle."""
-    return TRANSPOSE_CONFIGS[0] if t * n >= 1 << 22 else TRANSPOSE_CONFIGS[4]
+    """The config for codes of that shape; small tiles where large ones would leave multiprocessors idle.
+
+    One H200, 2026-11-15 (benchmarks/bench_rows.py): 256 x 128 takes 125 us at 16384 x 14336, 128 x 128 129.
+    """
+    return TRANSPOSE_CONFIGS[2] if t * n >= 1 << 22 else TRANSPOSE_CONFIGS[4]
 
 
 def _launch(q_TN: Tensor, scale_T: Tensor, scale: Tensor, q_NT: Tensor, config: TileConfig) -> None:
