@@ -6,10 +6,11 @@ producers. On a CPU, or without a C compiler, the rewritten graphs run eagerly (
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -19,19 +20,29 @@ from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
+from deepwell.engine.passes.match import value_of
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
+from deepwell.kernels.gemm import ALIGNMENT
+
+_FP8 = "fp8_row|fp8_row|fp8_row"
 
 
 @dataclass(slots=True, kw_only=True)
 class BackendOptions:
-    """What the passes need to know. `schemes` maps module paths to the schemes of their linears."""
+    """What the passes need to know, and what they did.
+
+    `schemes` maps module paths to the schemes of their linears. `parameters` gives the model's named parameters; where
+    it is None their names are read from Dynamo's sources.
+    """
 
     schemes: Mapping[str, str] = field(default_factory=dict)
     use_inductor: bool = False
     fuse_head: bool = True
+    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     counts: dict[str, int] = field(default_factory=dict)
-    deferred: list[DeferredOutput] = field(default_factory=list)
+    rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
+    graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
 
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
@@ -41,9 +52,10 @@ def compile_graph(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> Callable[..., Any]:
     """Rewrite one captured graph and compile what is left."""
-    rewrite(graph_module, options)
+    options.graphs += 1
+    deferred = rewrite(graph_module, example_inputs, options)
     compiler = _with_inductor if options.use_inductor else _eagerly
-    return _with_deferred_logits(compiler(graph_module, example_inputs, options), options.deferred)
+    return _with_deferred_logits(compiler(graph_module, example_inputs, options), deferred)
 
 
 def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOutput]) -> Callable[..., Any]:
@@ -60,40 +72,104 @@ def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOu
     return wrapped
 
 
-def rewrite(graph_module: fx.GraphModule, options: BackendOptions) -> None:
-    """The passes on Dynamo's graph, in order: each sees what the ones before it made."""
+def rewrite(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
+) -> list[DeferredOutput]:
+    """The passes on Dynamo's graph and on those nested in it. Returns the outputs that are deferred logits."""
+    return _rewrite(graph_module, parameter_names(graph_module.graph, example_inputs, options.parameters), options)
+
+
+def _rewrite(
+    graph_module: fx.GraphModule,
+    weights: Mapping[str, tuple[str, ...]],
+    options: BackendOptions,
+    outer: Mapping[str, fx.Node] | None = None,
+) -> list[DeferredOutput]:
+    """The passes in order: each sees what the ones before it made. `outer` says what a nested graph's inputs are."""
     graph = graph_module.graph
-    weights = parameter_names(graph)
-    options.note("attention", rewrite_attention(graph))
-    if options.fuse_head:
-        fp8_heads = [
-            node for node, name in weights.items() if "fp8_row" in options.schemes.get(name.removesuffix(".weight"), "")
-        ]
-        heads, options.deferred = rewrite_cross_entropy(graph, fp8_heads)
-        options.note("cross_entropy", heads)
+    for body, operands in _nested(graph_module):
+        names = {inner: weights[node.name] for inner, node in operands.items() if node.name in weights}
+        # A nested graph's outputs belong to the graph around it: nothing of it can be deferred.
+        inside = replace(options, fuse_head=False, counts=options.counts, rewritten=options.rewritten)
+        _rewrite(body, names, inside, operands)
+    masks, kv_heads = rewrite_attention(graph, outer)
+    options.note("causal_mask", masks)
+    options.note("kv_heads", kv_heads)
+    deferred = _rewrite_head(graph, weights, options) if options.fuse_head else []
     options.note("rms_norm", rewrite_rms_norm(graph))
-    linears, merged = rewrite_linears(graph, find_linears(graph, weights, options.schemes))
+    sites = find_linears(graph, weights, options.schemes)
+    linears, merged = rewrite_linears(graph, sites)
+    options.rewritten |= {site.path for site in sites}
     options.note("linear", linears)
     options.note("merged_linear", merged)
     options.note("swiglu", rewrite_swiglu(graph))
     graph.eliminate_dead_code()
     graph_module.recompile()
+    return deferred
 
 
-def parameter_names(graph: fx.Graph) -> dict[str, str]:
-    """Placeholder name -> parameter name, read from where Dynamo says the tensor came from."""
-    names = {}
-    for node in graph.nodes:
-        if node.op != "placeholder":
+def _rewrite_head(
+    graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], options: BackendOptions
+) -> list[DeferredOutput]:
+    """Head and loss: in bf16 or, where all three GEMMs and the sizes allow it, in FP8."""
+    schemes = {node: _scheme_of(names, options.schemes) for node, names in weights.items()}
+    sizes = {node.name: value.shape for node in graph.nodes if (value := value_of(node)) is not None}
+    is_whole = {node: all(size % ALIGNMENT == 0 for size in sizes[node]) for node in schemes}
+    fp8 = [node for node, (_, scheme) in schemes.items() if scheme == _FP8 and is_whole[node]]
+    others = [node for node, (_, scheme) in schemes.items() if scheme and node not in fp8]
+    heads, deferred = rewrite_cross_entropy(graph, fp8, others)
+    options.note("cross_entropy", len(heads))
+    options.rewritten |= {schemes[head.name][0] for head in heads if head.name in fp8}
+    return deferred
+
+
+def _nested(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, dict[str, fx.Node]]]:
+    """Graphs that a node runs as a whole (activation checkpointing), with the node behind each of their inputs."""
+    for node in graph_module.graph.nodes:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or not node.args:
             continue
-        source = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
-        if source is None:
+        first, *operands = node.args
+        body = getattr(graph_module, str(first.target), None) if isinstance(first, fx.Node) else None
+        if not isinstance(body, fx.GraphModule):
             continue
-        text = source.name() if callable(source.name) else source.name
-        parts = re.findall(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", text)
-        if parts:
-            names[node.name] = ".".join(parts)
-    return names
+        inputs = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        pairs = zip(inputs, operands, strict=False)
+        yield body, {inner.name: operand for inner, operand in pairs if isinstance(operand, fx.Node)}
+
+
+def _scheme_of(names: tuple[str, ...], schemes: Mapping[str, str]) -> tuple[str, str]:
+    """The path of a parameter that has a scheme and that scheme, empty where it has none."""
+    paths = (name.removesuffix(".weight") for name in names)
+    return next(((path, schemes[path]) for path in paths if path in schemes), ("", ""))
+
+
+def parameter_names(
+    graph: fx.Graph,
+    example_inputs: Sequence[Any],
+    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """Placeholder name -> the names of the parameter it stands for, several where it is tied.
+
+    Identity decides where the model is known: after a graph break Dynamo names tensors from the middle of the model.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if parameters is None:
+        named = ((node.name, _name_from_source(node)) for node in placeholders)
+        return {name: (parameter,) for name, parameter in named if parameter}
+    names: dict[int, tuple[str, ...]] = {}
+    for name, parameter in parameters():
+        names[id(parameter)] = (*names.get(id(parameter), ()), name)
+    pairs = zip(placeholders, example_inputs, strict=True)
+    return {node.name: names[id(value)] for node, value in pairs if id(value) in names}
+
+
+def _name_from_source(node: fx.Node) -> str:
+    """A parameter's name as Dynamo says where the tensor came from, "" where it is none."""
+    source = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
+    if source is None:
+        return ""
+    text = source.name() if callable(source.name) else source.name
+    return ".".join(re.findall(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", text))
 
 
 def _eagerly(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deepwell.errors import UnsupportedError
-from deepwell.graph.ir import IR
+from deepwell.graph.ir import IR, Site
 from deepwell.graph.ops import GroupedLinear, Linear
 from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.precision.gemm_format import GEMMS
@@ -38,9 +38,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """How one GEMM of one layer runs."""
+    """How one GEMM of one linear runs. `op` is its path inside its layer; `layer` is None outside the layers."""
 
     path: str
+    op: str
+    layer: int | None
     gemm: str
     format: str
     binding: str  # "native", "substitute", "emulated"
@@ -64,7 +66,7 @@ def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "saf
         if site.path not in resolution:
             continue
         row = resolution[site.path]
-        parts = [_bind_gemm(site.path, site.op, row[gemm], device) for gemm in GEMMS]
+        parts = [_bind_gemm(site, row[gemm], device) for gemm in GEMMS]
         for part in parts:
             if fallback == "strict" and part.binding != "native":
                 raise UnsupportedError(f"{site.path} {part.gemm}: {part.format} is {part.binding} here: {part.reason}")
@@ -75,22 +77,29 @@ def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "saf
     return Bound(bindings=tuple(bindings), schemes=schemes)
 
 
-def _bind_gemm(path: str, op: object, decision: Decision, device: Device) -> Binding:
+def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:
     def bound(binding: str, scheme: str, reason: str) -> Binding:
         return Binding(
-            path=path, gemm=decision.gemm, format=decision.format, binding=binding, scheme=scheme, reason=reason
+            path=site.path,
+            op=site.op.name,
+            layer=site.layer,
+            gemm=decision.gemm,
+            format=decision.format,
+            binding=binding,
+            scheme=scheme,
+            reason=reason,
         )
 
     if not decision.precision.is_low:
         return bound("native", "bf16", decision.rule)
-    if isinstance(op, GroupedLinear):
+    if isinstance(site.op, GroupedLinear):
         return bound("substitute", "bf16", "grouped expert GEMMs have no low-precision kernel yet: bf16")
-    if device.has_fp8 and decision.format in _FP8_FORMATS and isinstance(op, Linear):
-        if op.k % ALIGNMENT or op.n % ALIGNMENT:
-            return bound("substitute", "bf16", f"K={op.k}, N={op.n}: FP8 GEMMs take multiples of {ALIGNMENT}")
+    if device.has_fp8 and decision.format in _FP8_FORMATS and isinstance(site.op, Linear):
         exact = decision.format == "fp8" and decision.precision.option("scaling") == "row"
-        reason = "E4M3, one power-of-two scale per row, wgrad per tensor"
-        return bound("native" if exact else "substitute", "fp8_row", f"{device}: {reason}")
+        reason = f"{device}: E4M3, one power-of-two scale per row, wgrad per tensor"
+        if site.op.k % ALIGNMENT or site.op.n % ALIGNMENT:
+            reason += f"; K={site.op.k}, N={site.op.n} filled up to multiples of {ALIGNMENT}"
+        return bound("native" if exact else "substitute", "fp8_row", reason)
     options = "".join(f",{name}={value}" for name, value in decision.precision.options)
     reason = f"{device} has no {decision.format} tensor cores: operands rounded exactly, product in fp32"
     return bound("emulated", f"emulate:{decision.format}{options}", reason)

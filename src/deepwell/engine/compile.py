@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import shutil
+from functools import lru_cache
 
 import torch
 from torch import nn
 
+from deepwell.engine.backend import BackendOptions
 from deepwell.engine.binding import Device, bind
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, UnsupportedError
@@ -29,13 +31,14 @@ def compile(  # noqa: A001 - the public name
     precision_policy: PrecisionPolicy | None = None,
     fallback: str = "safe",
     inductor: bool | None = None,
+    fuse_head: bool = True,
 ) -> Engine:
     """Bind kernels to the model behind `ir` and return an engine that is called like it.
 
     `precision` names a recipe, `precision_policy` replaces it. `fallback="strict"` raises UnsupportedError where a
     format is not native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no
-    pass touches; by default on a GPU only. `hw` describes the machine to run on; the engine always runs where the
-    model is.
+    pass touches; by default on a GPU only. `fuse_head` computes head and loss together and the logits only where they
+    are looked at. `hw` describes the machine to run on; the engine always runs where the model is.
     """
     if isinstance(ir, nn.Module):
         ir = capture(ir)
@@ -48,7 +51,13 @@ def compile(  # noqa: A001 - the public name
     device = _device_of(model)
     policy = (precision_policy or PrecisionPolicy.recipe(precision)).copy().freeze()
     bound = bind(ir, policy.resolve(ir), device, fallback=fallback)
-    return Engine(ir, bound, policy, use_inductor=_use_inductor(inductor, device), device=str(device))
+    options = BackendOptions(
+        schemes=bound.schemes,
+        use_inductor=use_inductor(inductor, device),
+        fuse_head=fuse_head,
+        parameters=lambda: model.named_parameters(remove_duplicate=False),
+    )
+    return Engine(ir, bound, policy, options=options, device=str(device))
 
 
 def optimize_for_blackwell(
@@ -78,13 +87,20 @@ def _device_of(model: nn.Module) -> Device:
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; an engine runs on CUDA GPUs and on the CPU")
     if any(p.dtype is torch.bfloat16 for p in model.parameters()):
-        fault = bf16_fault(read_host().instruction_sets)
+        fault = _bf16_fault()
         if fault:
             raise UnsupportedError(f"bf16 on this CPU: {fault}")
     return Device(kind="cpu")
 
 
-def _use_inductor(asked: bool | None, device: Device) -> bool:
+@lru_cache(maxsize=1)
+def _bf16_fault() -> str:
+    """Asked once: the answer takes a process that loads torch."""
+    return bf16_fault(read_host().instruction_sets)
+
+
+def use_inductor(asked: bool | None, device: Device) -> bool:
+    """Whether Inductor compiles what no pass touches: on a GPU unless told otherwise. Raises UnsupportedError."""
     if asked and device.kind == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise UnsupportedError("inductor=True needs a C++ compiler on a CPU: install g++, or leave it out")
     return device.kind == "cuda" if asked is None else asked

@@ -3,7 +3,7 @@
 A training step needs the loss, not the logits, yet models return both. With head and loss fused, the logits of
 Llama-3 at 16k tokens would cost 4 GB and a GEMM for nobody. A `DeferredLogits` knows its shape, dtype and device;
 the first torch function that touches its values computes `hidden @ weight.T`, differentiable as the model's own
-would be.
+would be. It must be looked at before the weight changes: the logits of a weight that is gone cannot be had.
 """
 
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from deepwell.errors import NumericsError
 
 # Questions about a tensor that need no values.
 _FACTS: set[Any] = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")}
@@ -23,17 +25,24 @@ class DeferredLogits(torch.Tensor):
     _hidden: Tensor
     _weight: Tensor
     _value: Tensor | None
+    _made_with: tuple[int, int]
 
     @staticmethod
     def __new__(cls, hidden: Tensor, weight: Tensor) -> "DeferredLogits":
         shape = (*hidden.shape[:-1], weight.shape[0])
         out = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
         out._hidden, out._weight, out._value = hidden, weight, None
+        out._made_with = _state(weight)
         return out
 
     def materialize(self) -> Tensor:
-        """The logits themselves, computed once."""
+        """The logits themselves, computed once. Raises NumericsError where the head's weight changed since."""
         if self._value is None:
+            if _state(self._weight) != self._made_with:
+                raise NumericsError(
+                    "these logits were not computed with the loss, and the head's weight has changed since: "
+                    "read them before optimizer.step(), or compile with fuse_head=False"
+                )
             self._value = F.linear(self._hidden, self._weight)
         return self._value
 
@@ -48,5 +57,17 @@ class DeferredLogits(torch.Tensor):
     # Code that goes past torch functions (C++ extensions, make_fx) meets the values as well.
     __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.materialize().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """What changes when a weight is written in place or its data is swapped."""
+    version = 0 if weight.is_inference() else weight._version
+    return version, weight.data_ptr()

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Bound
+from deepwell.engine.report import EngineReport
+from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
-from deepwell.graph.table import text_table
 from deepwell.precision.policy import PrecisionPolicy
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
-    """What was bound to what and why, and which passes fired how often."""
-
-    model: str
-    device: str
-    bindings: tuple[dict[str, Any], ...]
-    passes: Mapping[str, int]
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def __str__(self) -> str:
-        keys = ("path", "gemm", "format", "binding", "scheme", "reason")
-        rows: list[tuple[str, ...]] = [("layer", "gemm", "format", "binding", "runs as", "why")]
-        rows += [tuple(str(row[key]) for key in keys) for row in self.bindings]
-        lines = [f"engine of {self.model} on {self.device}", "", *text_table(rows)]
-        fired = ", ".join(f"{name} {count}" for name, count in self.passes.items()) or "none yet: call the engine once"
-        return "\n".join([*lines, "", f"passes: {fired}", *(f"note: {note}" for note in self.notes)])
+# Training, evaluation, each mixture of fixed and open sizes: a graph each. Past its limit Dynamo would quietly run the
+# model as it was written, in high precision; here that is an error.
+_DYNAMO = {"recompile_limit": 64, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
 
 
 class Engine(nn.Module):
@@ -49,10 +28,10 @@ class Engine(nn.Module):
     not have are the model's.
     """
 
-    def __init__(self, ir: IR, bound: Bound, policy: PrecisionPolicy, *, use_inductor: bool, device: str) -> None:
-        super().__init__()
+    def __init__(self, ir: IR, bound: Bound, policy: PrecisionPolicy, *, options: BackendOptions, device: str) -> None:
         model = ir.require_module()
         self.__dict__["model"] = model
+        super().__init__()
         # The very dicts, not copies: what is registered on one is registered on both, under the same names.
         self.__dict__["_modules"] = model._modules
         self.__dict__["_parameters"] = model._parameters
@@ -60,34 +39,93 @@ class Engine(nn.Module):
         self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         self.__dict__["ir"], self.__dict__["policy"], self.__dict__["bound"] = ir, policy, bound
         self.__dict__["device_name"] = device
-        options = BackendOptions(schemes=bound.schemes, use_inductor=use_inductor)
+        self.__dict__["device_type"] = _device_type(model)
         self.__dict__["options"] = options
+        self.__dict__["breaks"] = {}
         self.__dict__["_compiled"] = torch.compile(model, backend=_backend(options))
-        self.training = model.training
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(*args, **kwargs)
+    # nn.Module keeps `training` for itself; the model's is the only one.
+    @property
+    def training(self) -> bool:
+        return self.model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if mode != self.model.training and "_compiled" in self.__dict__:
+            self.model.train(mode)
 
     def train(self, mode: bool = True) -> Engine:
         self.model.train(mode)
-        self.training = mode
         return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_devices(args, kwargs)
+        before, graphs = dict(counters["graph_break"]), self.options.graphs
+        with torch._dynamo.config.patch(_DYNAMO):
+            out = self._compiled(*args, **kwargs)
+        if self.options.graphs != graphs:
+            self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
+        return out
+
+    def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ConfigError where the model was moved since, or an input lies elsewhere."""
+        now = _device_type(self.model)
+        if now != self.device_type:
+            raise ConfigError(
+                f"this engine was compiled for {self.device_type} and its model is on {now} now; "
+                "compile again, or move it back"
+            )
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.dim() and value.device.type != now:
+                label = f"argument {name}" if isinstance(name, int) else name
+                raise ConfigError(f"{label} is on {value.device} and the engine on {now}; call .to({now!r}) on it")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, hooks included."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Into the model; the next call computes with the new weights."""
+        return self.model.load_state_dict(*args, **kwargs)
 
     def report(self) -> EngineReport:
         """Every GEMM's format, binding and reason, and how often each pass fired so far."""
         return EngineReport(
             model=self.ir.name,
             device=self.device_name,
-            bindings=tuple(asdict(b) for b in self.bound.bindings),
+            bindings=self.bound.bindings,
             passes=dict(self.options.counts),
-            notes=self.ir.notes,
+            graphs=self.options.graphs,
+            notes=(*self.ir.notes, *self._notes()),
         )
+
+    def _notes(self) -> list[str]:
+        """What did not go as the bindings say."""
+        notes = []
+        if not self.options.use_inductor:
+            notes.append("what no pass touches runs eagerly (AOT eager); inductor=True compiles it")
+        for reason in self.breaks:
+            notes.append(f"Dynamo broke the graph and each piece was compiled by itself: {_first_line(reason)}")
+        missed = [path for path in self.options.schemes if path not in self.options.rewritten]
+        if missed and self.options.graphs:
+            shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
+            notes.append(f"not met as a product with a parameter in what ran so far, in {self.ir.dtype}: {shown}")
+        return notes
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["model"], name)
+
+
+def _device_type(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), text)
 
 
 def _backend(options: BackendOptions) -> Callable[..., Any]:

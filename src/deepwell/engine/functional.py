@@ -36,16 +36,15 @@ class _Linear(torch.autograd.Function):
         how = parse_scheme(scheme)
         saved = []
         ctx.how, ctx.widths = how, [w.shape[0] for w in weights]
-        ctx.x_dtype = x_TK.dtype
         uses_fp8 = any(gemm.method == "fp8_row" for gemm in (how.fwd, how.dgrad, how.wgrad))
         if uses_fp8:
             q_NK, q_KN, w_scale = ops.quantize_weights(list(weights))
             q_TK, x_scale = ops.quantize_rows(x_TK)
             saved += [q_KN, w_scale, q_TK, x_scale]
-        w_NK = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         if how.fwd.method == "fp8_row":
-            y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, True)
+            y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, True).to(x_TK.dtype)
         else:
+            w_NK = weights[0] if len(weights) == 1 else torch.cat(list(weights))
             y_TN = _plain_gemm(how.fwd, x_TK, w_NK)
         ctx.uses_fp8 = uses_fp8
         ctx.plain_x, ctx.plain_w = how.wgrad.method != "fp8_row", how.dgrad.method != "fp8_row"
@@ -67,13 +66,14 @@ class _Linear(torch.autograd.Function):
         dx_TK = dw_NK = None
         if ctx.needs_input_grad[0]:
             if how.dgrad.method == "fp8_row":
-                dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, True)
+                dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, True).to(dy_TN.dtype)
             else:
                 w_NK = saved[0] if len(saved) == 1 else torch.cat(saved)
                 dx_TK = _plain_gemm(how.dgrad, dy_TN, w_NK.T)
         if any(ctx.needs_input_grad[2:]):
             if how.wgrad.method == "fp8_row":
-                dw_NK = ops.fp8_gemm(*ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(q_TK, x_scale), True)
+                codes = (*ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(q_TK, x_scale))
+                dw_NK = ops.fp8_gemm(*codes, True).to(dy_TN.dtype)
             else:
                 assert x_TK is not None
                 dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x_TK.T)
@@ -151,11 +151,14 @@ class _SwiGLU(torch.autograd.Function):
 # ---- head and loss ----
 
 
-def linear_cross_entropy(  # noqa: PLR0917 - called by graph nodes, which have no names for arguments
+def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: str, fp8: bool = False
 ) -> Tensor:
-    """Cross entropy of `x @ weight.T` without holding all logits."""
-    return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, target, ignore_index, reduction, fp8)
+    """Cross entropy of `x @ weight.T` without holding all logits; gradients are made only where somebody wants them."""
+    x_TD = x.reshape(-1, x.shape[-1])
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return ops.linear_cross_entropy_loss(x_TD, weight, target, ignore_index, reduction, fp8)
+    return _LinearCrossEntropy.apply(x_TD, weight, target, ignore_index, reduction, fp8)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

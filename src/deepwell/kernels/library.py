@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import gemm, rms_norm, swiglu
-from deepwell.kernels.linear_cross_entropy import linear_cross_entropy
+from deepwell.kernels.cross_entropy import Options as CrossEntropyOptions
+from deepwell.kernels.cross_entropy import cross_entropy
+from deepwell.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.transpose import transpose_codes
 
@@ -29,6 +32,11 @@ def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+def _dense(x: Tensor) -> Tensor:
+    """x with contiguous rows, as the kernels read them: itself, or a copy where a model transposed it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
 def _rows_of(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     return x_TK.new_empty(x_TK.shape, dtype=_FP8), x_TK.new_empty(x_TK.shape[0], dtype=torch.float32)
 
@@ -41,12 +49,17 @@ def _quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor
     k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
     q_NK = weights[0].new_empty((n, k), dtype=_FP8)
     q_KN = weights[0].new_empty((k, n), dtype=_FP8)
-    largest = amax(list(weights))
+    # A weight that the model stores as [K, N] is read as it lies; its two copies change places.
+    stored = [w.detach() if w.stride(1) == 1 or w.shape[1] == 1 else w.detach().T for w in weights]
+    largest = amax(stored)
     start = 0
-    for w in weights:
-        stop = start + w.shape[0]
-        _, _, scale = quantize_weight(w.detach(), largest, out=q_NK[start:stop], out_t=q_KN[:, start:stop])
-        start = stop
+    for w, lies in zip(weights, stored, strict=True):
+        rows = slice(start, start + w.shape[0])
+        out, out_t = q_NK[rows], q_KN[:, rows]
+        if lies.shape != w.shape or lies.stride() != w.stride():
+            out, out_t = out_t, out
+        _, _, scale = quantize_weight(lies, largest, out=out, out_t=out_t)
+        start = rows.stop
     return q_NK, q_KN, scale
 
 
@@ -61,7 +74,7 @@ def _round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
     return quantize(x.contiguous(), fmt, rounding=rounding, hadamard=signs).dequantize()
 
 
-_register("quantize_rows(Tensor x) -> (Tensor, Tensor)", quantize_rows, _rows_of)
+_register("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(_dense(x)), _rows_of)
 _register("quantize_weights(Tensor[] weights) -> (Tensor, Tensor, Tensor)", _quantize_weights, _fake_quantize_weights)
 _register(
     "transpose_codes(Tensor q, Tensor scale) -> (Tensor, Tensor)",
@@ -76,9 +89,27 @@ _register(
 
 # ---- GEMM ----
 
+
+def _fp8_gemm(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
+    """`gemm.fp8_gemm` of any shape: K and N are filled up with zeros to whole 16-byte lines."""
+    n, k = b_NK.shape
+    more_n, more_k = -n % gemm.ALIGNMENT, -k % gemm.ALIGNMENT
+    if not (more_n or more_k):
+        return gemm.fp8_gemm(a_MK, scale_a, b_NK, scale_b, fast=fast)
+    a, b = _filled(a_MK, 0, more_k), _filled(b_NK, more_n, more_k)
+    if scale_b.numel() > 1:
+        scale_b = F.pad(scale_b.reshape(-1), (0, more_n), value=1.0)
+    return gemm.fp8_gemm(a, scale_a, b, scale_b, fast=fast)[:, :n].contiguous()
+
+
+def _filled(q: Tensor, rows: int, columns: int) -> Tensor:
+    """FP8 codes with zeros (the byte 0) appended."""
+    return F.pad(q.view(torch.uint8), (0, columns, 0, rows)).view(q.dtype)
+
+
 _register(
     "fp8_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool fast) -> Tensor",
-    lambda a, scale_a, b, scale_b, fast: gemm.fp8_gemm(a, scale_a, b, scale_b, fast=fast),
+    _fp8_gemm,
     lambda a, scale_a, b, scale_b, fast: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),
 )
 
@@ -86,18 +117,18 @@ _register(
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
-    out = rms_norm.rms_norm(x, weight, options=rms_norm.Options(eps=eps, rounding=rounding))
+    out = rms_norm.rms_norm(_dense(x), weight, options=rms_norm.Options(eps=eps, rounding=rounding))
     return out.y, out.rstd
 
 
 def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=_FP8)
-    out = rms_norm.rms_norm(x, weight, options=options)
+    out = rms_norm.rms_norm(_dense(x), weight, options=options)
     return out.q, out.scale, out.rstd
 
 
 def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str) -> tuple[Any, ...]:
-    out = rms_norm.rms_norm_backward(dy, x, weight, rstd, options=rms_norm.Options(rounding=rounding))
+    out = rms_norm.rms_norm_backward(_dense(dy), _dense(x), weight, rstd, options=rms_norm.Options(rounding=rounding))
     return out.dx, out.dw
 
 
@@ -149,15 +180,47 @@ _register(
 
 # ---- head and loss ----
 
+
+def _linear_cross_entropy(
+    x: Tensor, w: Tensor, target: Tensor, ignore_index: int, reduction: str, fp8: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_cross_entropy` of any number of tokens: FP8 gets rows that do not count, up to whole lines."""
+    more = -x.shape[0] % gemm.ALIGNMENT if fp8 else 0
+    x_filled = F.pad(x, (0, 0, 0, more)) if more else x
+    target_filled = F.pad(target, (0, more), value=ignore_index) if more else target
+    loss, dx, dw = linear_cross_entropy(
+        x_filled, w, target_filled, ignore_index=ignore_index, reduction=reduction, fp8=fp8
+    )
+    return loss, dx[: x.shape[0]].contiguous() if more else dx, dw
+
+
+def _linear_cross_entropy_loss(
+    x: Tensor, w: Tensor, target: Tensor, ignore_index: int, reduction: str, fp8: bool
+) -> Tensor:
+    """The loss alone, for a forward that nobody differentiates: one GEMM a chunk instead of three."""
+    rows = max(1, CHUNK_BYTES // (w.shape[0] * x.element_size()))
+    options = CrossEntropyOptions(gradient="none", ignore_index=ignore_index)
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    codes = quantize_weight(w) if fp8 else None
+    for start in range(0, x.shape[0], rows):
+        part = x[start : start + rows]
+        z = part @ w.T if codes is None else _fp8_gemm(*quantize_rows(part), codes[0], codes[2], True).to(x.dtype)
+        total += cross_entropy(z, target[start : start + rows], options=options).loss.sum()
+    return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+_HEAD = "(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, bool fp8)"
 _register(
-    "linear_cross_entropy(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, bool fp8)"
-    " -> (Tensor, Tensor, Tensor)",
-    lambda x, w, target, ignore_index, reduction, fp8: linear_cross_entropy(
-        x, w, target, ignore_index=ignore_index, reduction=reduction, fp8=fp8
-    ),
+    f"linear_cross_entropy{_HEAD} -> (Tensor, Tensor, Tensor)",
+    _linear_cross_entropy,
     lambda x, w, target, ignore_index, reduction, fp8: (
         x.new_empty((), dtype=torch.float32),
         x.new_empty(x.shape),
         w.new_empty(w.shape),
     ),
+)
+_register(
+    f"linear_cross_entropy_loss{_HEAD} -> Tensor",
+    _linear_cross_entropy_loss,
+    lambda x, w, target, ignore_index, reduction, fp8: x.new_empty((), dtype=torch.float32),
 )

@@ -1,11 +1,13 @@
 """Hand softmax attention to the backend as what it is: causal, with its key-value heads unrepeated.
 
 Under compile, Hugging Face builds the causal mask from positions and passes it to SDPA, and repeats key-value heads
-to the number of query heads. cuDNN then computes the whole square and reads every head's copy. The mask depends on
-nothing but sizes, so it is evaluated here, once, on small ones; where it is the lower triangle it is dropped for
-`is_causal`.
+to the number of query heads. cuDNN then computes the whole square and reads every head's copy. Where the mask depends
+on nothing but sizes it is evaluated here, once; where it is the lower triangle it is dropped for `is_causal`. A size
+that is a symbol gets its example value and, so that a window longer than the example does not pass for a triangle, one
+beyond every constant that the mask is made with.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,27 +15,32 @@ from torch import fx
 
 from deepwell.engine.passes.match import SHAPE_OPS, argument, name_of, value_of
 
-_FORBIDDEN = {"placeholder", "get_attr", "call_module"}
+_FORBIDDEN = {"get_attr", "call_module", "output"}
+# The largest square that is tried for a symbolic size: 16M booleans.
+_LARGEST_TRIAL = 4096
 
 
-def rewrite_attention(graph: fx.Graph) -> int:
-    """Drop causal masks and repeated heads. Returns how many attentions changed."""
-    count = 0
+def rewrite_attention(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = None) -> tuple[int, int]:
+    """Drop causal masks and repeated heads. Returns how many of each.
+
+    `outer` names the nodes of the surrounding graph that a nested graph's inputs are: a mask may be made there.
+    """
+    outer = outer or {}
+    masks = heads = 0
     causal: dict[fx.Node, bool] = {}
     for node in list(graph.nodes):
         if name_of(node) != "attention":
             continue
-        changed = False
         mask = argument(node, 3, "attn_mask")
         if isinstance(mask, fx.Node):
+            mask = outer.get(mask.name, mask) if mask.op == "placeholder" else mask
             if mask not in causal:
                 causal[mask] = _is_causal(mask)
             if causal[mask]:
                 _set(node, attn_mask=None, is_causal=True)
-                changed = True
-        changed |= _keep_kv_heads(node)
-        count += changed
-    return count
+                masks += 1
+        heads += _keep_kv_heads(node)
+    return masks, heads
 
 
 def _set(node: fx.Node, **kwargs: Any) -> None:
@@ -46,20 +53,32 @@ def _set(node: fx.Node, **kwargs: Any) -> None:
 
 
 def _is_causal(mask: fx.Node) -> bool:
-    """Whether the mask's subgraph reads sizes alone and gives the lower triangle."""
+    """Whether the mask's subgraph reads sizes alone and gives the lower triangle, at every size it may get."""
     value = value_of(mask)
     if value is None or value.dtype is not torch.bool or value.dim() < 2 or value.shape[-1] != value.shape[-2]:
         return False
-    result = _evaluate(mask)
-    if result is None:
+    order = _subgraph(mask)
+    if order is None:
         return False
-    size = result.shape[-1]
-    triangle = torch.ones(size, size, dtype=torch.bool, device=result.device).tril()
-    return bool((result == triangle).all())
+    size = value.shape[-1]
+    if not isinstance(size, torch.SymInt):
+        return _is_triangle(_evaluate(order, {}))
+    symbol = size.node.expr
+    if not symbol.is_Symbol:
+        return False
+    trial = max([2, _hint(size), *_constants(order)]) + 1
+    return trial <= _LARGEST_TRIAL and all(_is_triangle(_evaluate(order, {symbol: n})) for n in (_hint(size), trial))
 
 
-def _evaluate(node: fx.Node) -> torch.Tensor | None:
-    """The value of a node that depends on constants alone, None where it reads an input, a parameter or a symbol."""
+def _is_triangle(mask: Any) -> bool:
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or mask.shape[-1] != mask.shape[-2]:
+        return False
+    size = mask.shape[-1]
+    return bool((mask == torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()).all())
+
+
+def _subgraph(node: fx.Node) -> list[fx.Node] | None:
+    """All that a node is computed from, in order; None where it reads a tensor that is not made here."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
     stack = [(node, False)]
@@ -71,20 +90,53 @@ def _evaluate(node: fx.Node) -> torch.Tensor | None:
         if current in seen:
             continue
         seen.add(current)
-        if current.op in _FORBIDDEN or isinstance(current.meta.get("example_value"), torch.SymInt):
+        is_size = _is_symbol(current)
+        if current.op in _FORBIDDEN or (current.op == "placeholder" and not is_size):
             return None
         stack.append((current, True))
-        stack += [(parent, False) for parent in current.all_input_nodes]
+        if not is_size:  # a size is known from its symbol, whatever tensor it was read from
+            stack += [(parent, False) for parent in current.all_input_nodes]
+    return order
+
+
+def _is_symbol(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymInt)
+
+
+def _hint(size: torch.SymInt) -> int:
+    return int(size.node.hint)
+
+
+def _constants(order: list[fx.Node]) -> list[int]:
+    """The whole numbers that a subgraph is made with: lengths of windows and chunks are among them."""
+    found: list[int] = []
+    for node in order:
+        fx.node.map_aggregate((node.args, node.kwargs), lambda a: found.append(abs(a)) if type(a) is int else None)
+    return found
+
+
+def _evaluate(order: list[fx.Node], sizes: Mapping[Any, int]) -> Any:
+    """The value of the last node with the symbols in `sizes` replaced, other sizes at their example values.
+
+    None where a size mixes both.
+    """
     values: dict[fx.Node, Any] = {}
     with torch.no_grad():
         for current in order:
+            if _is_symbol(current):
+                size = current.meta["example_value"]
+                is_free = not size.node.expr.free_symbols & sizes.keys()
+                replaced = size.node.expr.xreplace(dict(sizes))
+                if not is_free and not replaced.is_number:
+                    return None
+                values[current] = _hint(size) if is_free else int(replaced)
+                continue
             args, kwargs = fx.node.map_arg((current.args, current.kwargs), lambda n: values[n])
             if current.op == "call_function":
                 values[current] = current.target(*args, **kwargs)
             else:
                 values[current] = getattr(args[0], str(current.target))(*args[1:], **kwargs)
-    result = values[node]
-    return result if isinstance(result, torch.Tensor) else None
+    return values[order[-1]]
 
 
 def _keep_kv_heads(node: fx.Node) -> bool:

@@ -1,44 +1,69 @@
 """Put each linear's GEMMs into the formats that the policy and this machine decided; merge those that share an input.
 
-Merging q, k, v (and gate, up) costs nothing in low precision: the weights stay the model's own parameters, only their
-quantized copies lie side by side. One quantization of the input serves all, and each product of the backward is one
-GEMM.
+A linear is `F.linear`, `torch.addmm` with a [K, N] weight (GPT-2's Conv1D) or a product with a parameter. Merging q, k,
+v (and gate, up) costs nothing in FP8: the weights stay the model's own parameters, only their quantized copies lie side
+by side; one quantization of the input serves all, and each product of the backward is one GEMM. Emulated linears are
+never merged: each computes what its format says of its own operands.
 """
 
 import operator
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from deepwell.engine import functional
-from deepwell.engine.passes.match import argument, name_of, replace, value_of
+from deepwell.engine.passes.match import argument, name_of, replace, runs_in_kernels, transposed, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSite:
-    """A linear of the graph that leaves bf16."""
+    """A linear of the graph that leaves bf16. `is_kn`: the weight is stored [K, N]."""
 
     node: fx.Node
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
+    is_kn: bool
     scheme: str
     path: str
 
 
-def find_linears(graph: fx.Graph, weights: Mapping[str, str], schemes: Mapping[str, str]) -> list[LinearSite]:
-    """Linears whose weight is a parameter with a scheme. `weights` maps placeholder names to parameter names."""
+def linear_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
+    """(x, weight, bias, whether the weight is [K, N]) where the node is a linear, else None."""
+    name = name_of(node)
+    if name == "linear":
+        return node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias"), False
+    if name == "addmm" and node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1 and len(node.args) == 3:
+        bias, x, weight = node.args
+        is_row = value_of(bias) is not None and value_of(bias).dim() == 1
+        return (x, weight, bias, True) if is_row else None
+    if name == "matmul" and len(node.args) == 2:
+        x, right = node.args
+        weight = transposed(right)
+        return (x, weight, None, False) if weight is not None else (x, right, None, True)
+    return None
+
+
+def find_linears(
+    graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]
+) -> list[LinearSite]:
+    """Linears whose weight is a parameter with a scheme. `weights` maps placeholders to their parameters' names."""
     sites = []
     for node in graph.nodes:
-        if name_of(node) != "linear":
+        parts = linear_parts(node)
+        if parts is None:
             continue
-        x, weight = node.args[0], argument(node, 1, "weight")
-        path = weights.get(weight.name, "").removesuffix(".weight") if isinstance(weight, fx.Node) else ""
-        if path in schemes and value_of(x) is not None:
-            bias = argument(node, 2, "bias")
-            sites.append(LinearSite(node=node, x=x, weight=weight, bias=bias, scheme=schemes[path], path=path))
+        x, weight, bias, is_kn = parts
+        names = weights.get(weight.name, ()) if isinstance(weight, fx.Node) else ()
+        paths = [name.removesuffix(".weight") for name in names]
+        path = next((path for path in paths if path in schemes), None)
+        if path is None or not runs_in_kernels(x, weight) or value_of(weight).dim() != 2:
+            continue
+        sites.append(LinearSite(node=node, x=x, weight=weight, bias=bias, is_kn=is_kn, scheme=schemes[path], path=path))
     return sites
 
 
@@ -48,27 +73,38 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
     for site in sites:
         groups[site.x, site.scheme, site.bias is None].append(site)
     merged = 0
-    for (_, _, mergeable), group in groups.items():
-        if mergeable and len(group) > 1:
+    for (_, scheme, _), group in groups.items():
+        are_ready = all(site.bias is None or site.bias.op == "placeholder" for site in group)
+        if len(group) > 1 and "emulate" not in scheme and are_ready:
             _merge(graph, group)
             merged += 1
             continue
         for site in group:
             with graph.inserting_before(site.node):
                 new = graph.call_function(
-                    functional.low_precision_linear, (site.x, [site.weight], site.bias, site.scheme)
+                    functional.low_precision_linear, (site.x, [_weight_nk(graph, site)], site.bias, site.scheme)
                 )
             replace(site.node, new)
     return len(sites), merged
 
 
+def _weight_nk(graph: fx.Graph, site: LinearSite) -> fx.Node:
+    """The weight as [N, K], a view where the model stores [K, N]."""
+    if not site.is_kn:
+        return site.weight
+    view = graph.call_method("t", (site.weight,))
+    view.meta["example_value"] = value_of(site.weight).t()
+    return view
+
+
 def _merge(graph: fx.Graph, group: list[LinearSite]) -> None:
-    widths = tuple(int(value_of(site.weight).shape[0]) for site in group)
+    widths = tuple(int(value_of(site.node).shape[-1]) for site in group)
     # All read one input and parameters only, so the first one's place is early enough for every user.
     with graph.inserting_before(group[0].node):
-        packed = graph.call_function(
-            functional.low_precision_linear, (group[0].x, [site.weight for site in group], None, group[0].scheme)
-        )
+        weights = [_weight_nk(graph, site) for site in group]
+        biases = [site.bias for site in group]
+        bias = None if biases[0] is None else graph.call_function(torch.cat, (biases,))
+        packed = graph.call_function(functional.low_precision_linear, (group[0].x, weights, bias, group[0].scheme))
         split = graph.call_function(functional.split_columns, (packed, widths))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
     for site, part in zip(group, parts, strict=True):

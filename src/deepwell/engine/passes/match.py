@@ -38,14 +38,21 @@ _FUNCTIONS: dict[Any, str] = {
     F.embedding: "embedding",
     F.dropout: "dropout",
     torch._C._nn.gelu: "gelu",
+    torch.layer_norm: "layer_norm",
+    torch.addmm: "addmm",
+    torch.chunk: "chunk",
     torch.reshape: "reshape",
+    torch.flatten: "flatten",
     torch.transpose: "transpose",
+    torch.t: "t",
 }
 _METHODS = {
     "add", "mul", "pow", "mean", "rsqrt", "square", "to", "float", "type", "bfloat16", "half", "view", "reshape",
-    "flatten", "contiguous", "transpose", "expand", "unsqueeze", "repeat_interleave",
+    "flatten", "contiguous", "transpose", "expand", "unsqueeze", "repeat_interleave", "matmul", "addmm", "chunk", "t",
 }  # fmt: skip
 _METHOD_NAMES = {"add_": "add", "mul_": "mul", "type_as": "to"}
+
+KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 # Ops that only re-describe the same numbers: shape, layout or dtype.
 SHAPE_OPS = {"view", "reshape", "flatten", "contiguous"}
@@ -64,10 +71,27 @@ def name_of(node: Any) -> str:
     return ""
 
 
-def value_of(node: fx.Node) -> Any:
+def value_of(node: Any) -> Any:
     """The fake tensor Dynamo computed for a node, None where there is none."""
-    value = node.meta.get("example_value")
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def runs_in_kernels(*nodes: Any) -> bool:
+    """Whether these are tensors of one dtype that the kernels take; a float64 model is left as it is."""
+    dtypes = {value.dtype if (value := value_of(node)) is not None else None for node in nodes}
+    return len(dtypes) == 1 and dtypes <= KERNEL_DTYPES
+
+
+def transposed(node: Any) -> fx.Node | None:
+    """The matrix M where the node is M.T in one of its spellings, else None."""
+    if not isinstance(node, fx.Node) or value_of(node) is None or value_of(node).dim() != 2:
+        return None
+    is_attribute = node.target is getattr and node.args[1] in ("T", "mT")
+    is_call = name_of(node) == "t" or (
+        name_of(node) == "transpose" and {argument(node, 1, "dim0"), argument(node, 2, "dim1")} in ({0, 1}, {-2, -1})
+    )
+    return node.args[0] if is_attribute or is_call else None
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

@@ -11,7 +11,17 @@ import torch
 from torch import fx
 
 from deepwell.engine import functional
-from deepwell.engine.passes.match import CAST_OPS, argument, name_of, only_user, other_operand, replace, skip, value_of
+from deepwell.engine.passes.match import (
+    CAST_OPS,
+    argument,
+    name_of,
+    only_user,
+    other_operand,
+    replace,
+    runs_in_kernels,
+    skip,
+    value_of,
+)
 
 
 def rewrite_rms_norm(graph: fx.Graph) -> int:
@@ -28,10 +38,9 @@ def rewrite_rms_norm(graph: fx.Graph) -> int:
 def _from_function(graph: fx.Graph, node: fx.Node) -> bool:
     x, shape = node.args[0], argument(node, 1, "normalized_shape")
     weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
-    value = value_of(x) if isinstance(x, fx.Node) else None
-    if weight is None or value is None or len(tuple(shape)) != 1:
+    if weight is None or not runs_in_kernels(x) or not runs_in_kernels(weight) or len(tuple(shape)) != 1:
         return False
-    eps = torch.finfo(value.dtype).eps if eps is None else eps
+    eps = torch.finfo(value_of(x).dtype).eps if eps is None else eps
     _insert(graph, node, x, weight, eps, "torch")
     return True
 
@@ -46,7 +55,7 @@ def _from_pattern(graph: fx.Graph, rsqrt: fx.Node) -> bool:
         return False
     x = skip(x32, CAST_OPS)
     last = only_user(scaled)
-    if last is None or value_of(x) is None:
+    if last is None or not runs_in_kernels(x):
         return False
     if name_of(last) in CAST_OPS:  # cast, then times the weight
         product = only_user(last)
@@ -83,8 +92,8 @@ def _match_mean_square(node: Any) -> tuple[fx.Node, float] | None:
 
 
 def _is_weight(node: Any, x: fx.Node) -> bool:
-    value, x_value = (value_of(n) if isinstance(n, fx.Node) else None for n in (node, x))
-    return value is not None and x_value is not None and value.dim() == 1 and value.shape[0] == x_value.shape[-1]
+    value, x_value = value_of(node), value_of(x)
+    return runs_in_kernels(node) and value.dim() == 1 and value.shape[0] == x_value.shape[-1]
 
 
 def _same_dtype(node: fx.Node, x: fx.Node) -> bool:

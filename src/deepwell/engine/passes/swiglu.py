@@ -1,9 +1,9 @@
-"""Find `silu(gate) * up` and put one op in its place; packed where both are halves of one merged linear."""
+"""Find `silu(gate) * up` and put one op in its place; packed where both are halves of one tensor."""
 
 from torch import fx
 
 from deepwell.engine import functional
-from deepwell.engine.passes.match import name_of, only_user, other_operand, replace, value_of
+from deepwell.engine.passes.match import argument, name_of, only_user, other_operand, replace, runs_in_kernels, value_of
 
 
 def rewrite_swiglu(graph: fx.Graph) -> int:
@@ -16,7 +16,9 @@ def rewrite_swiglu(graph: fx.Graph) -> int:
         if product is None or name_of(product) != "mul":
             continue
         gate, up = silu.args[0], other_operand(product, silu)
-        if not isinstance(up, fx.Node) or value_of(up) is None or value_of(gate).shape != value_of(up).shape:
+        if not runs_in_kernels(gate, up) or argument(silu, 1, "inplace", False):
+            continue
+        if value_of(gate).shape != value_of(up).shape or not value_of(gate).dim():
             continue
         with graph.inserting_before(product):
             packed = _packed(gate, up)
@@ -30,11 +32,18 @@ def rewrite_swiglu(graph: fx.Graph) -> int:
 
 
 def _packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
-    """The merged tensor whose first half is the gate and whose second half is up."""
+    """The tensor whose first half of columns is the gate and whose second half is up."""
     halves = [node.args for node in (gate, up) if name_of(node) == "getitem"]
     if len(halves) != 2 or halves[0][0] is not halves[1][0] or (halves[0][1], halves[1][1]) != (0, 1):
         return None
     split = halves[0][0]
-    if split.target is not functional.split_columns or len(split.args[1]) != 2:
-        return None
-    return split.args[0]
+    is_merged = split.target is functional.split_columns and len(split.args[1]) == 2
+    is_chunk = name_of(split) == "chunk" and argument(split, 1, "chunks") == 2 and _is_last(split)
+    return split.args[0] if is_merged or is_chunk else None
+
+
+def _is_last(chunk: fx.Node) -> bool:
+    """Whether a chunk cuts the last dimension into equal halves."""
+    value = value_of(chunk.args[0])
+    dim = argument(chunk, 2, "dim", 0)
+    return value is not None and dim in (-1, value.dim() - 1) and value.shape[-1] % 2 == 0

@@ -1,0 +1,141 @@
+"""What an engine runs and why: every GEMM's format, binding and reason, and how often each pass fired.
+
+Printed, layers whose linears are bound alike are folded into one group; JSON keeps every row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepwell.engine.binding import Binding
+from deepwell.errors import ConfigError
+from deepwell.graph.table import WIDTH, layers_label, text_table
+from deepwell.precision.gemm_format import GEMMS
+
+_OP_WIDTH = 40
+_HEADER = ("linear layers", "gemms", "format", "binding", "runs as", "why")
+
+# One printed row before wrapping: op, gemms, format, binding, scheme, reason.
+_Line = tuple[str, str, str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What was bound to what and why, which passes fired how often, and what did not go as asked."""
+
+    model: str
+    device: str
+    bindings: tuple[Binding, ...]
+    passes: Mapping[str, int]
+    graphs: int = 0
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples as JSON has them
+        return data
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> EngineReport:
+        try:
+            return cls(
+                model=data["model"],
+                device=data["device"],
+                bindings=tuple(Binding(**row) for row in data["bindings"]),
+                passes=dict(data["passes"]),
+                graphs=data["graphs"],
+                notes=tuple(data["notes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"not the report of an engine: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineReport:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not JSON: {error}") from error
+        return cls.from_dict(data)
+
+    def __str__(self) -> str:
+        out = [f"engine of {self.model} on {self.device}", "", *_table(self.bindings)]
+        if self.graphs:
+            fired = ", ".join(f"{name} {count}" for name, count in self.passes.items() if count) or "none"
+            out += ["", *_wrapped(f"passes in {self.graphs} compiled graph{'s' * (self.graphs > 1)}: {fired}")]
+        else:
+            out += ["", "passes: none yet: call the engine once"]
+        for note in self.notes:
+            out += _wrapped(f"note: {note}")
+        return "\n".join(out)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _table(bindings: Sequence[Binding]) -> list[str]:
+    """The rows under their headings: stem, folded layers, tail."""
+    cells: list[Sequence[str]] = [_HEADER]
+    headings: dict[int, str] = {}
+    for where, lines in _folded(bindings):
+        headings[len(cells)] = where
+        for same in _neighbours(lines):
+            cells += _cells(same)
+    out = []
+    for number, line in enumerate(text_table(cells, indent="    ")):
+        if number in headings:
+            out.append(f"  {headings[number]}")
+        out.append(line)
+    return out
+
+
+def _folded(bindings: Sequence[Binding]) -> Iterator[tuple[str, tuple[_Line, ...]]]:
+    """Groups of layers that are bound alike, in the order of their first; what lies outside layers keeps its place."""
+    by_layer: dict[int | None, list[Binding]] = {}
+    for row in bindings:
+        by_layer.setdefault(row.layer, []).append(row)
+    outside = _lines(by_layer.pop(None, []))
+    folded: dict[tuple[_Line, ...], list[int]] = {}
+    for layer, rows in by_layer.items():
+        assert layer is not None
+        folded.setdefault(_lines(rows), []).append(layer)
+    for lines, layers in folded.items():
+        yield layers_label(layers), lines
+    if outside:
+        yield "outside the layers", outside
+
+
+def _lines(rows: Sequence[Binding]) -> tuple[_Line, ...]:
+    """One line for each linear, or one for each GEMM where its GEMMs are bound differently."""
+    lines: list[_Line] = []
+    for op, group in itertools.groupby(rows, key=lambda row: row.op):
+        by_how: dict[tuple[str, str, str, str], list[str]] = {}
+        for row in group:
+            by_how.setdefault((row.format, row.binding, row.scheme, row.reason), []).append(row.gemm)
+        lines += [(op, " ".join(gemms) if len(gemms) < len(GEMMS) else "all", *how) for how, gemms in by_how.items()]
+    return tuple(lines)
+
+
+def _neighbours(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
+    """Linears side by side in one module that are bound alike, to be printed as one row."""
+    for _, together in itertools.groupby(lines, key=lambda line: (line[0].rpartition(".")[0], line[1:])):
+        yield list(together)
+
+
+def _cells(lines: list[_Line]) -> list[list[str]]:
+    """One printed row, over as many lines as its names and its reason need."""
+    parent = lines[0][0].rpartition(".")[0]
+    names = ", ".join(line[0].rpartition(".")[2] for line in lines)
+    middle = lines[0][1:5]
+    room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - sum(max(5, len(text)) for text in middle))
+    left = textwrap.wrap(f"{parent}: {names}" if parent else names, _OP_WIDTH, subsequent_indent="  ")
+    right = textwrap.wrap(lines[0][5], room, break_long_words=False)
+    rows = itertools.zip_longest(left, right, fillvalue="")
+    return [[op, *(middle if i == 0 else ("",) * 4), why] for i, (op, why) in enumerate(rows)]
