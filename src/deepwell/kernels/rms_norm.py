@@ -162,12 +162,7 @@ def default_forward_config(columns: int) -> RowConfig:
 
 
 def default_backward_config(columns: int) -> BackwardConfig:
-    """Eight elements of each row a thread (weight, its gradient and three rows fit 64 registers), 32 warps in all.
-
-    One H200, 2026-11-15 (benchmarks/bench_rows.py), 16384 x 4096: one program with three stages 175 us, two with two 183.
-    """
-    if 2048 < columns <= 4096:
-        return BACKWARD_CONFIGS[2]
+    """Eight elements of each row a thread (weight, its gradient and three rows fit 64 registers), 32 warps in all."""
     num_warps = min(32, max(4, triton.next_power_of_2(columns) // 256))
     return BackwardConfig(num_warps=num_warps, programs_per_sm=32 // num_warps, num_stages=2)
 
