@@ -62,6 +62,7 @@ class _Assembly:
         self.flow = found.flow
         self.places = Places(self.flow, traced.stubbed)
         self.dtype = model_dtype(model)
+        self.fixed: list[str] = []  # ops whose rows no product of batch and length gives
         self.parameters = Parameters(model)
         self._add_leftover_parameters()
         self.sites = sorted(found.sites, key=found.order)
@@ -274,6 +275,8 @@ class _Assembly:
         if "rows" not in facts and "dims" in site.facts and site.kind != "attention":
             is_data = site.node in self.flow.from_input
             facts["rows"] = self.found.sizes.rows(site.facts["dims"], is_data=is_data, slack=site.facts.get("slack", 1))
+            if is_data and self.found.sizes.seq is not None and not facts["rows"].seq and facts["rows"].factor > 1:
+                self.fixed.append(site.name)
         if site.kind == "rope":
             facts["rows"] = self.found.sizes.rows((self.traced.batch or 1, self.traced.seq_len or 1))
         params = self._params(site, layer)
@@ -323,6 +326,11 @@ class _Assembly:
         notes = [f"not by {attempt.way}: {attempt.error}: {attempt.reason}" for attempt in self.traced.attempts]
         if self.traced.specialized:
             notes.append("the forward reads values: the graph holds for the example's values")
+        if self.fixed:
+            notes.append(
+                f"rows of {len(self.fixed)} ops are no product of batch and length and stand as in the example "
+                f"(first: {self.fixed[0]})"
+            )
         return (*notes, *self.found.notes)
 
 

@@ -47,6 +47,8 @@ class Sizes:
         """Rows and width of a value: the last axis is the width, unless it is the sequence behind channels."""
         if len(shape) >= 3 and self.size(shape[-1]).seq and not any(self.size(s).seq for s in shape[:-1]):
             return (*shape[:1], *shape[2:]), shape[1]
+        if shape and self.size(shape[-1]).seq:
+            return tuple(shape), 1  # scores: one number for each pair of positions
         return tuple(shape[:-1]), shape[-1] if shape else 1
 
     def _folded(self, size: int, batch: int, seq: int, slack: int) -> Extent:

@@ -190,6 +190,8 @@ class Flow:
             for arg in node.all_input_nodes:
                 current = [arg]
                 for writer, target in writes.get(root[arg], ()):
+                    if self.index[writer] < self.index[arg]:
+                        continue  # the view was taken after the write and holds it already
                     is_whole = target is arg or self.numel(target) == self.numel(root[arg])
                     current = [writer] if is_whole else [*current, writer]
                 self._current[node, arg] = tuple(current)

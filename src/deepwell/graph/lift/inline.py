@@ -57,7 +57,7 @@ def _write(graph: fx.Graph, module: fx.GraphModule, operands: list[Any]) -> Any:
             names = isinstance(inner[0], str) if inner else False  # invoke_subgraph names its body first
             values[node] = _write(graph, body, inner[1:] if names else inner)
         elif _picks(node, values):
-            values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+            values[node] = values[node.args[0]][node.args[1]]
         elif _body(node, module) is None:
             values[node] = graph.node_copy(node, values.__getitem__)
     return None

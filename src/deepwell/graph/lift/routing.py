@@ -117,7 +117,7 @@ def _surround(found: Finding, path: str, sites: list[Site], topk: Site | None) -
     cone = {
         n
         for n in flow.back(flow.sources[first.node], lambda n: not found.is_free(n) or not _inside(flow.path(n), path))
-        if found.is_free(n) and _inside(flow.path(n), path) and n in found.live
+        if found.is_free(n) and _inside(flow.path(n), path) and n in found.live and n not in flow.weights
     }
     reads = {s: None for n in cone for s in flow.sources[n] if s not in cone} if cone else dict.fromkeys(data)
     rows = {"rows": first.facts["rows"]} if "rows" in first.facts else {"dims": first.facts["dims"]}
