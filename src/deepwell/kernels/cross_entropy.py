@@ -121,9 +121,9 @@ _WIDE = tl.constexpr(8)
 
 
 @triton.jit
-def _power(x, lse2):
-    """exp(x - lse), written out so that every use is the same two instructions."""
-    return tl.exp2(tl.fma(x, _LOG2E, -lse2))
+def _share(x, highest, one_over_sum):
+    """softmax(x), written out so that every use is the same instructions; exactly 1 where x is the only logit."""
+    return tl.exp2((x - highest) * _LOG2E) * one_over_sum
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _cross_entropy_kernel(
     total_other = tl.sum(total * tl.exp2((top - top_other) * _LOG2E), axis=0)
     highest = tl.maximum(top_other, x_target)
     sum_all = total_other * tl.exp2((top_other - highest) * _LOG2E) + tl.exp2((x_target - highest) * _LOG2E)
-    lse2 = tl.fma(highest, _LOG2E, tl.log2(sum_all))
+    one_over_sum = tl.div_rn(1.0, sum_all)
     is_ignored = target == ignore_index
     # Not lse - x_target: where the target is the largest logit by far, that would cancel.
     tl.store(loss_ptr + t, tl.where(is_ignored, 0.0, tl.log2(sum_all) * _LN2 + (highest - x_target)))
@@ -173,15 +173,15 @@ def _cross_entropy_kernel(
         DTYPE: tl.constexpr = x_ptr.dtype.element_ty
         c = tl.load(c_ptr)
         if q_ptr is not None:
-            at_other = (_power(top_other, lse2) * c).to(DTYPE).to(tl.float32)
-            at_target = ((_power(x_target, lse2) - 1.0) * c).to(DTYPE).to(tl.float32)
+            at_other = (_share(top_other, highest, one_over_sum) * c).to(DTYPE).to(tl.float32)
+            at_target = ((_share(x_target, highest, one_over_sum) - 1.0) * c).to(DTYPE).to(tl.float32)
             bits = tl.maximum(magnitude_bits(at_other), magnitude_bits(at_target))
             enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2, ZERO_ROW)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
         for start in range(0, V, BLOCK):
             v = start + lane
             x = tl.load(x_row + v, mask=v < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            p = _power(x, lse2)
+            p = _share(x, highest, one_over_sum)
             grad = tl.where(is_ignored, 0.0, tl.where(v == target, p - 1.0, p) * c).to(DTYPE)
             if grad_ptr is not None:
                 tl.store(grad_ptr + t * stride_gt + v, grad, mask=v < V)
