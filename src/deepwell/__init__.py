@@ -6,6 +6,8 @@ The public names are loaded on first use: `import deepwell` loads no torch and t
 import importlib
 from typing import TYPE_CHECKING
 
+from deepwell.engine.entry_point import announce
+
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it. The one list of what `deepwell` exports.
@@ -51,3 +53,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# torch.compile(model, backend="deepwell") works from here on, whether torch is loaded yet or not.
+announce()

@@ -56,6 +56,7 @@ class Bound:
 
     bindings: tuple[Binding, ...]
     schemes: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "safe") -> Bound:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepwell.engine.backend import BackendOptions
 from deepwell.engine.binding import Device, bind
@@ -44,20 +46,25 @@ def compile(  # noqa: A001 - the public name
         ir = capture(ir)
     if not isinstance(ir, IR):
         raise ConfigError(f"ir is a {type(ir).__name__}; pass dw.capture(model) or the model itself")
-    if fallback not in FALLBACKS:
-        near = difflib.get_close_matches(str(fallback), FALLBACKS, n=1)
-        raise ConfigError(f"fallback is {fallback!r}; it takes {' or '.join(near or FALLBACKS)}")
+    check_fallback(fallback)
     model = ir.require_module()
-    device = _device_of(model)
+    device = device_of(list(model.parameters()))
     policy = (precision_policy or PrecisionPolicy.recipe(precision)).copy().freeze()
-    bound = bind(ir, policy.resolve(ir), device, fallback=fallback)
+    resolution = policy.resolve(ir)
+    bound = bind(ir, resolution, device, fallback=fallback)
+    notes = [*resolution.notes]
+    changes = policy.changes(ir)
+    if changes:
+        notes.append(
+            f"the policy changes at step {', '.join(map(str, changes))}; this engine keeps what it says of step 0"
+        )
     options = BackendOptions(
         schemes=bound.schemes,
         use_inductor=use_inductor(inductor, device),
         fuse_head=fuse_head,
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
-    return Engine(ir, bound, policy, options=options, device=str(device))
+    return Engine(ir, replace(bound, notes=tuple(notes)), policy, options=options, device=str(device))
 
 
 def optimize_for_blackwell(
@@ -72,8 +79,17 @@ def optimize_for_blackwell(
     return compile(capture(model), precision=precision)
 
 
-def _device_of(model: nn.Module) -> Device:
-    devices = {p.device for p in model.parameters()} or {torch.device("cpu")}
+def check_fallback(fallback: str) -> str:
+    """`fallback` itself; raises ConfigError where there is no such way."""
+    if fallback not in FALLBACKS:
+        near = difflib.get_close_matches(str(fallback), FALLBACKS, n=1)
+        raise ConfigError(f"fallback is {fallback!r}; it takes {' or '.join(near or FALLBACKS)}")
+    return fallback
+
+
+def device_of(tensors: Sequence[Tensor]) -> Device:
+    """The one device that all tensors lie on. Raises ConfigError or UnsupportedError where nothing can run there."""
+    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
     kinds = {device.type for device in devices}
     if "meta" in kinds:
         raise ConfigError("the model is on the meta device: it can be planned for, not run; give it real weights first")
@@ -86,7 +102,7 @@ def _device_of(model: nn.Module) -> Device:
         return Device(kind="cuda", capability=torch.cuda.get_device_capability(device))
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; an engine runs on CUDA GPUs and on the CPU")
-    if any(p.dtype is torch.bfloat16 for p in model.parameters()):
+    if any(tensor.dtype is torch.bfloat16 for tensor in tensors):
         fault = _bf16_fault()
         if fault:
             raise UnsupportedError(f"bf16 on this CPU: {fault}")

@@ -96,7 +96,7 @@ class Engine(nn.Module):
             bindings=self.bound.bindings,
             passes=dict(self.options.counts),
             graphs=self.options.graphs,
-            notes=(*self.ir.notes, *self._notes()),
+            notes=(*self.ir.notes, *self.bound.notes, *self._notes()),
         )
 
     def _notes(self) -> list[str]:
