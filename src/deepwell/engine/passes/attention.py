@@ -10,6 +10,7 @@ beyond every constant that the mask is made with.
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -126,7 +127,7 @@ def _evaluate(order: list[fx.Node], sizes: Mapping[Any, int]) -> Any:
             if _is_symbol(current):
                 size = current.meta["example_value"]
                 is_free = not size.node.expr.free_symbols & sizes.keys()
-                replaced = size.node.expr.xreplace(dict(sizes))
+                replaced = size.node.expr.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()})
                 if not is_free and not replaced.is_number:
                     return None
                 values[current] = _hint(size) if is_free else int(replaced)

@@ -1,0 +1,516 @@
+"""Each pass fires where it should, leaves alone what it must, and changes no number that it did not promise to change."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo_models
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.passes.attention import rewrite_attention
+from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
+from deepwell.engine.passes.fuse_quantize import fuse_quantize
+from deepwell.engine.passes.linear import find_linears, rewrite_linears
+from deepwell.engine.passes.rms_norm import rewrite_rms_norm
+from deepwell.engine.passes.swiglu import rewrite_swiglu
+from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.kernels import library
+
+FP8 = "fp8_row|fp8_row|fp8_row"
+assert library.NAMESPACE == "deepwell"
+
+# ---- attention ----
+
+
+def _qkv(heads: int = 4, kv_heads: int = 4, size: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(2, heads, size, 8), torch.randn(2, kv_heads, size, 8), torch.randn(2, kv_heads, size, 8)
+
+
+def _attend(make_mask: Callable[[int], Tensor]) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make_mask(q.shape[2]))
+
+    return attention
+
+
+def _causal(size: int) -> Tensor:
+    at = torch.arange(size)
+    return (at[None, :] <= at[:, None])[None, None]
+
+
+def _window(length: int) -> Callable[[int], Tensor]:
+    def mask(size: int) -> Tensor:
+        at = torch.arange(size)
+        return ((at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - length))[None, None]
+
+    return mask
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
+def test_a_causal_mask_is_dropped_for_is_causal(run_pass, dynamic) -> None:
+    # Hugging Face under compile builds it by hand; sizes may be symbols from the second shape on.
+    inputs = _qkv()
+    got = run_pass(_attend(_causal), rewrite_attention, *inputs, dynamic=dynamic)
+    assert got.found == (1, 0)
+    assert "arange" not in got.names()
+    torch.testing.assert_close(got.out, F.scaled_dot_product_attention(*inputs, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        _window(4),  # a sliding window cuts the triangle
+        lambda n: torch.ones(1, 1, n, n, dtype=torch.bool),  # every token sees every other
+        lambda n: _causal(n).logical_not().logical_or(torch.eye(n, dtype=torch.bool)),  # the upper triangle
+        lambda n: torch.zeros(1, 1, n, n).masked_fill(~_causal(n), float("-inf")),  # additive: not booleans
+    ],
+    ids=["window", "full", "upper", "additive"],
+)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
+def test_another_mask_stays(run_pass, mask, dynamic) -> None:
+    inputs = _qkv()
+    got = run_pass(_attend(mask), rewrite_attention, *inputs, dynamic=dynamic)
+    assert got.found == (0, 0)
+    assert_bitwise_equal(got.out, _attend(mask)(*inputs))
+
+
+def test_a_window_longer_than_the_example_stays_where_the_size_is_open(run_pass) -> None:
+    # At 12 tokens a window of 64 is a triangle; the same graph will run with 1000.
+    inputs = _qkv()
+    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=True).found == (0, 0)
+    torch._dynamo.reset()
+    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=False).found == (1, 0)
+
+
+def test_a_padding_mask_from_outside_stays(run_pass) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=_causal(q.shape[2]) & keep[:, None, None, :])
+
+    inputs = (*_qkv(), torch.ones(2, 12, dtype=torch.bool))
+    assert run_pass(attention, rewrite_attention, *inputs).found == (0, 0)
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    b, g, s, c = x.shape
+    return x[:, :, None, :, :].expand(b, g, times, s, c).reshape(b, g * times, s, c)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
+def test_repeated_key_value_heads_are_kept_once(run_pass, dynamic) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, _repeated(k, 2), _repeated(v, 2), is_causal=True)
+
+    inputs = _qkv(kv_heads=2)
+    got = run_pass(attention, rewrite_attention, *inputs, dynamic=dynamic)
+    assert got.found == (0, 1)
+    assert "expand" not in got.names()
+    torch.testing.assert_close(got.out, attention(*inputs))
+
+
+def test_heads_repeated_in_another_order_or_on_one_side_stay(run_pass) -> None:
+    # h0 h1 h0 h1 is not grouped-query attention's h0 h0 h1 h1.
+    def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, g, s, c = k.shape
+        k, v = (x[:, None].expand(b, 2, g, s, c).reshape(b, 2 * g, s, c) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def key_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, _repeated(k, 2), torch.cat((v, v), dim=1))
+
+    inputs = _qkv(kv_heads=2)
+    for function in (tiled, key_only):
+        got = run_pass(function, rewrite_attention, *inputs)
+        assert got.found == (0, 0)
+        assert_bitwise_equal(got.out, function(*inputs))
+
+
+# ---- head and loss ----
+
+HEAD = (torch.Size([6, 5, 16]), torch.Size([24, 16]))
+
+
+def _head_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    x, w = torch.randn(HEAD[0], dtype=dtype), torch.randn(HEAD[1], dtype=dtype)
+    return x, w, torch.randint(0, 24, (30,))
+
+
+def _fused(graph: Any) -> tuple[int, int]:
+    heads, deferred = rewrite_cross_entropy(graph)
+    return len(heads), len(deferred)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_head_and_loss_become_one(run_pass, dtype, reduction) -> None:
+    def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).float().view(-1, 24), y, reduction=reduction)
+
+    inputs = _head_inputs(dtype)
+    got = run_pass(loss, _fused, *inputs)
+    assert got.found == (1, 0)
+    assert got.names()[-1] == "linear_cross_entropy"
+    torch.testing.assert_close(got.out, loss(*inputs), rtol=1e-6, atol=0)
+
+
+def test_a_loss_of_bf16_logits_stays_bf16(run_pass) -> None:
+    def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).view(-1, 24), y)
+
+    inputs = _head_inputs(torch.bfloat16)
+    got = run_pass(loss, _fused, *inputs)
+    assert got.found == (1, 0)
+    assert got.out.dtype is torch.bfloat16
+
+
+def test_logits_that_the_model_returns_are_deferred(run_pass) -> None:
+    def both(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, w)
+        return F.cross_entropy(logits.view(-1, 24).float(), y), logits
+
+    inputs = _head_inputs()
+    got = run_pass(both, _fused, *inputs)
+    assert got.found == (1, 1)
+    assert_bitwise_equal(got.out[1], inputs[0])  # the head's input in their place
+
+
+def _weighted(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, weight=torch.ones(24))
+
+
+def _smoothed(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, label_smoothing=0.1)
+
+
+def _each(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def _with_penalty(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y) + logits.logsumexp(-1).square().mean()
+
+
+def _to_probabilities(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, F.one_hot(y, 24).to(logits.dtype))
+
+
+def _returned_cast(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(logits, y), logits.double()
+
+
+def _scaled(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits * 0.5, y)
+
+
+@pytest.mark.parametrize(
+    "loss", [_weighted, _smoothed, _each, _with_penalty, _to_probabilities, _returned_cast, _scaled]
+)
+def test_another_loss_is_left_alone(run_pass, loss) -> None:
+    def function(x: Tensor, w: Tensor, y: Tensor) -> Any:
+        return loss(F.linear(x, w).view(-1, 24), y)
+
+    inputs = _head_inputs()
+    assert run_pass(function, _fused, *inputs).found == (0, 0)
+
+
+def test_a_head_with_bias_or_in_float64_is_left_alone(run_pass) -> None:
+    def biased(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w, w[:, 0]).view(-1, 24), y)
+
+    def plain(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).view(-1, 24), y)
+
+    assert run_pass(biased, _fused, *_head_inputs()).found == (0, 0)
+    torch._dynamo.reset()
+    assert run_pass(plain, _fused, *_head_inputs(torch.float64)).found == (0, 0)
+
+
+# ---- RMSNorm ----
+
+
+def _llama_norm(x: Tensor, w: Tensor) -> Tensor:
+    h = x.to(torch.float32)
+    return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _gemma_norm(x: Tensor, w: Tensor) -> Tensor:
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + w.float())).type_as(x)
+
+
+def _squared_norm(x: Tensor, w: Tensor) -> Tensor:
+    h = x.float()
+    return (w.float() * (h * torch.rsqrt(1e-6 + (h * h).mean(-1, keepdim=True)))).to(x.dtype)
+
+
+def _torch_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (16,), w, 1e-6)
+
+
+@pytest.mark.parametrize("norm", [_llama_norm, _gemma_norm, _squared_norm, _torch_norm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_is_found_in_every_spelling(run_pass, norm, dtype) -> None:
+    x, w = torch.randn(3, 5, 16, dtype=dtype), torch.randn(16, dtype=dtype)
+    got = run_pass(norm, rewrite_rms_norm, x, w)
+    assert got.found == 1
+    assert got.names()[-1] == "rms_norm"
+    # The same roundings in the same places: at most the last bit of a sum in another order.
+    torch.testing.assert_close(got.out, norm(x, w), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def _norm_read_inside(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * (x * r).to(x.dtype), r
+
+
+def _norm_of_columns(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _norm_of_cubes(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 9.0)).to(x.dtype)
+
+
+def _norm_of_another(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x.cos() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _norm_without_weight(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (16,), None, 1e-6) + w
+
+
+@pytest.mark.parametrize(
+    "norm", [_norm_read_inside, _norm_of_columns, _norm_of_cubes, _norm_of_another, _norm_without_weight]
+)
+def test_what_is_no_rms_norm_is_left_alone(run_pass, norm) -> None:
+    assert run_pass(norm, rewrite_rms_norm, torch.randn(3, 5, 16), torch.randn(16)).found == 0
+
+
+def test_a_float64_norm_is_left_alone(run_pass) -> None:
+    x, w = torch.randn(3, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    assert run_pass(_torch_norm, rewrite_rms_norm, x, w).found == 0
+
+
+# ---- SwiGLU ----
+
+
+@pytest.mark.parametrize("order", ["gate first", "up first"])
+def test_swiglu_is_found_in_both_orders(run_pass, order) -> None:
+    def function(g: Tensor, u: Tensor) -> Tensor:
+        return F.silu(g) * u if order == "gate first" else u * F.silu(g)
+
+    g, u = torch.randn(3, 5, 16), torch.randn(3, 5, 16)
+    got = run_pass(function, rewrite_swiglu, g, u)
+    assert got.found == 1
+    torch.testing.assert_close(got.out, function(g, u))
+
+
+def test_swiglu_of_two_halves_is_packed(run_pass) -> None:
+    # Phi-3 and GLM make gate and up in one linear: no copy is needed to put them side by side.
+    def function(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return up * F.silu(gate)
+
+    x = torch.randn(3, 5, 32)
+    got = run_pass(function, rewrite_swiglu, x)
+    assert got.found == 1
+    assert got.names() == ["swiglu_packed"]
+    torch.testing.assert_close(got.out, function(x))
+
+
+def test_halves_in_another_order_are_not_packed(run_pass) -> None:
+    def function(x: Tensor) -> Tensor:
+        up, gate = x.chunk(2, dim=-1)
+        return up * F.silu(gate)
+
+    x = torch.randn(3, 5, 32)
+    got = run_pass(function, rewrite_swiglu, x)
+    assert got.names()[-1] == "swiglu"
+    torch.testing.assert_close(got.out, function(x))
+
+
+def _silu_read_twice(g: Tensor, u: Tensor) -> Tensor:
+    a = F.silu(g)
+    return a * u + a
+
+
+def _broadcast(g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(g) * u[:1]
+
+
+def _times_number(g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(g) * 2.0 + u
+
+
+@pytest.mark.parametrize("function", [_silu_read_twice, _broadcast, _times_number])
+def test_another_use_of_silu_is_left_alone(run_pass, function) -> None:
+    g, u = torch.randn(3, 16), torch.randn(3, 16)
+    got = run_pass(function, rewrite_swiglu, g, u)
+    assert got.found == 0
+    assert_bitwise_equal(got.out, function(g, u))
+
+
+# ---- linears ----
+
+
+def _linears(schemes: dict[str, str], names: dict[str, tuple[str, ...]]) -> Callable[[Any], tuple[int, int]]:
+    def rewrite(graph: Any) -> tuple[int, int]:
+        placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
+        weights = {name: names[key] for key in names for name in placeholders if name.strip("l_").startswith(key)}
+        return rewrite_linears(graph, find_linears(graph, weights, schemes))
+
+    return rewrite
+
+
+SPELLINGS = {
+    "linear": (lambda x, w, b: F.linear(x, w), (24, 16)),
+    "bias": (lambda x, w, b: F.linear(x, w, b), (24, 16)),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), (16, 24)),
+    "matmul with T": (lambda x, w, b: x @ w.T, (24, 16)),
+    "matmul with transpose": (lambda x, w, b: torch.matmul(x, w.transpose(0, 1)), (24, 16)),
+    "matmul": (lambda x, w, b: x @ w, (16, 24)),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("scheme", [FP8, "emulate:mxfp8|emulate:mxfp8|emulate:mxfp8"], ids=["fp8", "mxfp8"])
+def test_a_linear_is_found_in_every_spelling(run_pass, spelling, scheme) -> None:
+    function, shape = SPELLINGS[spelling]
+    x, w, b = torch.randn(32, 16), torch.randn(shape), torch.randn(24)
+    got = run_pass(function, _linears({"fc": scheme}, {"w": ("fc.weight",)}), x, w, b)
+    assert got.found == (1, 0)
+    assert "low_precision_linear" in got.names()
+    error = (got.out - function(x, w, b)).norm() / function(x, w, b).norm()
+    assert 0 < error < 0.05  # quantized, and the right product
+
+
+def test_linears_of_one_input_are_merged_with_their_biases(run_pass) -> None:
+    def function(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, w1, b1), F.linear(x, w2, b2)
+
+    inputs = (torch.randn(32, 16), torch.randn(24, 16), torch.randn(40, 16), torch.randn(24), torch.randn(40))
+    rewrite = _linears({"q": FP8, "k": FP8}, {"w1": ("q.weight",), "w2": ("k.weight",)})
+    got = run_pass(function, rewrite, *inputs)
+    assert got.found == (2, 1)
+    assert got.names().count("low_precision_linear") == 1
+    for mine, theirs in zip(got.out, function(*inputs), strict=True):
+        assert mine.shape == theirs.shape
+        assert (mine - theirs).norm() / theirs.norm() < 0.05
+
+
+def test_emulated_linears_and_those_of_other_schemes_stay_apart(run_pass) -> None:
+    # Two-level scales of a merged weight would not be those that each layer's format says.
+    def function(x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, w1), F.linear(x, w2)
+
+    inputs = (torch.randn(32, 16), torch.randn(16, 16), torch.randn(32, 16))
+    names = {"w1": ("q.weight",), "w2": ("k.weight",)}
+    nvfp4 = "emulate:nvfp4|emulate:nvfp4|emulate:nvfp4"
+    for schemes in ({"q": nvfp4, "k": nvfp4}, {"q": FP8, "k": "fp8_row|fp8_row|bf16"}):
+        torch._dynamo.reset()
+        assert run_pass(function, _linears(schemes, names), *inputs).found == (2, 0)
+
+
+def test_a_linear_without_a_scheme_or_in_float64_stays(run_pass) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w)
+
+    rewrite = _linears({"fc": FP8}, {"w": ("other.weight",)})
+    x, w = torch.randn(8, 16), torch.randn(24, 16)
+    assert run_pass(function, rewrite, x, w).found == (0, 0)
+    torch._dynamo.reset()
+    rewrite = _linears({"fc": FP8}, {"w": ("fc.weight",)})
+    assert run_pass(function, rewrite, x.double(), w.double()).found == (0, 0)
+
+
+def test_a_tied_weight_is_found_by_any_of_its_names(run_pass) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w)
+
+    rewrite = _linears({"head": FP8}, {"w": ("embed.weight", "head.weight")})
+    assert run_pass(function, rewrite, torch.randn(8, 16), torch.randn(24, 16)).found == (1, 0)
+
+
+# ---- quantization fused into its producer ----
+
+ops = torch.ops.deepwell
+
+
+def _normed_and_quantized(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y, rstd = ops.rms_norm(x, w, 1e-6, "llama")
+    return (*ops.quantize_rows(y), rstd)
+
+
+def _normed_and_quantized_twice(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y, rstd = ops.rms_norm(x, w, 1e-6, "llama")
+    return (*ops.quantize_rows(y), *ops.quantize_rows(y.view(2, 4, 16).view(8, 16)), rstd)
+
+
+def _normed_and_read(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y, _ = ops.rms_norm(x, w, 1e-6, "llama")
+    return (*ops.quantize_rows(y), y)
+
+
+def _gated(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return ops.quantize_rows(ops.swiglu(x))
+
+
+def _gated_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return ops.quantize_rows(ops.swiglu_backward(x[:, :8].contiguous(), x))
+
+
+@pytest.mark.parametrize(
+    ("function", "fused", "left"),
+    [
+        (_normed_and_quantized, 1, 0),
+        (_normed_and_quantized_twice, 1, 0),  # one quantization serves both
+        (_normed_and_read, 0, 1),  # somebody wants the high-precision value as well
+        (_gated, 1, 0),
+        (_gated_backward, 1, 0),
+    ],
+)
+def test_a_quantization_goes_into_its_producer_unless_others_read_it(function, fused, left) -> None:
+    x, w = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(16, dtype=torch.bfloat16)
+    graph_module = make_fx(function, tracing_mode="fake")(x, w)
+    assert fuse_quantize(graph_module.graph) == fused
+    graph_module.graph.lint()
+    graph_module.recompile()
+    targets = [node.target for node in graph_module.graph.nodes]
+    assert targets.count(ops.quantize_rows.default) == left
+    for got, ref in zip(graph_module(x, w), function(x, w), strict=True):
+        assert_bitwise_equal(got, ref)
+
+
+# ---- Hugging Face architectures ----
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", {"causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 5, "linear": 14, "swiglu": 2}),
+        ("qwen3", {"causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 9, "linear": 14, "swiglu": 2}),
+        ("qwen2", {"causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 5, "linear": 14, "swiglu": 2}),
+        ("olmo2", {"causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 9, "linear": 14, "swiglu": 2}),
+        ("phi3", {"causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 5, "linear": 8, "swiglu": 2}),
+    ],
+)
+def test_every_pass_fires_on_published_architectures(model_type, expected, batch) -> None:
+    # Two layers each, all linears but the head in FP8: what a Hopper GPU is given, run by the references.
+    overrides = {"num_key_value_heads": 2} | ({"sliding_window": None} if model_type == "phi3" else {})
+    model = zoo_models.tiny_model(model_type, **overrides).bfloat16()
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    options = BackendOptions(schemes=dict.fromkeys(linears, FP8))
+    compiled = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))
+    eager = model(**batch).loss
+    loss = compiled(**batch).loss
+    loss.backward()
+    assert {name: options.counts[name] for name in expected} == expected
+    # q, k, v and gate, up; Phi-3's are merged by the model itself.
+    assert options.counts["merged_linear"] == (0 if model_type == "phi3" else 4)
+    # In the forward the norms before the linears and SwiGLU, in the backward SwiGLU's gradient; OLMo 2 norms after.
+    assert options.counts["fused_quantize"] >= (4 if model_type == "olmo2" else 7)
+    assert options.rewritten == set(linears)
+    assert abs(loss.item() - eager.item()) < 0.01 * eager.item()
