@@ -204,8 +204,10 @@ def _is_schema(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters that a call must give, or may give without a name. Keyword options with defaults are not counted."""
     a = node.args
-    names = [arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+    needed = [arg for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default is None]
+    names = [arg.arg for arg in (*a.posonlyargs, *a.args, *needed)]
     return len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
 
 
