@@ -110,9 +110,10 @@ def _hint(size: torch.SymInt) -> int:
 
 def _constants(order: list[fx.Node]) -> list[int]:
     """The whole numbers that a subgraph is made with: lengths of windows and chunks are among them."""
-    found: list[int] = []
+    found = [_hint(node.meta["example_value"]) for node in order if _is_symbol(node)]
     for node in order:
-        fx.node.map_aggregate((node.args, node.kwargs), lambda a: found.append(abs(a)) if type(a) is int else None)
+        if not _is_symbol(node):
+            fx.node.map_aggregate((node.args, node.kwargs), lambda a: found.append(abs(a)) if type(a) is int else None)
     return found
 
 
