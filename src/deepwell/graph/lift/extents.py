@@ -20,8 +20,9 @@ class Sizes:
     seq: int | None
 
     def size(self, size: int, *, slack: int = 1) -> Extent:
-        """One axis: the sequence, the batch, a multiple of either, or a plain number."""
-        return self.rows((size,), is_data=False, slack=slack)
+        """One axis of a product: a multiple of the sequence, or a plain number (a small one may equal the batch)."""
+        found = self.rows((size,), is_data=False, slack=slack)
+        return found if found.seq else Extent(size)
 
     def rows(self, dims: Sequence[int], *, is_data: bool = True, slack: int = 1) -> Extent:
         """The product of some axes. `is_data`: the value follows from the input, so a batch of one is still a batch."""
