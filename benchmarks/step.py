@@ -161,9 +161,8 @@ def main():
         row["kernels"] = kernels
     base = rows[0]["ms"]
     for row in rows:
-        print(
-            f"{row['model']:8s} {row['variant']:12s} {row['ms']:8.2f} ms  x{base / row['ms']:.3f}  {row['peak_gb']:.2f} GB  cold {row['cold_s']:.0f} s"
-        )
+        facts = f"x{base / row['ms']:.3f}  {row['peak_gb']:.2f} GB  cold {row['cold_s']:.0f} s"
+        print(f"{row['model']:8s} {row['variant']:12s} {row['ms']:8.2f} ms  {facts}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

@@ -1,5 +1,5 @@
-"""The whole pipeline on one small model: what this machine is, what the model is, which format each GEMM gets, and how
-exactly each GEMM of a real training step comes out in it.
+"""The whole pipeline on one small model: what this machine is, what the model is, which format each GEMM gets, how
+exactly each GEMM of a real step comes out in it, and one training run twice: as the model is, and through the engine.
 
     python recipes/demo.py [--out DIR] [--recipe mxfp8]
 
@@ -9,7 +9,7 @@ Everything it prints is computed here and now, on this machine; the results stay
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import deepwell as dw
 from deepwell.formats.metrics import sqnr_db
 from deepwell.precision import PrecisionPolicy
+from deepwell.train.optim import AdamWDW
 from llama import TINY, Llama
 from text import batches, standard_library_bytes
 
@@ -95,9 +96,25 @@ def numerics_table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
     return table
 
 
+def train(step_fn: Callable[..., Tensor], model: Llama, data: list[tuple[Tensor, Tensor]], task: str, console: Console):
+    """Train `model` through `step_fn` (itself, or its engine) with Deepwell's AdamW; the loss of every step."""
+    optimizer = AdamWDW(model.parameters(), lr=1e-3, moments="fp32")
+    losses = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for tokens, targets in progress.track(data, description=task):
+            loss = step_fn(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+    return losses
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where the results go")
+    parser.add_argument("--steps", type=int, default=15, help="training steps of each run")
     parser.add_argument("--recipe", default="mxfp8", help="precision recipe: bf16, fp8, mxfp8, nvfp4")
     args = parser.parse_args()
     console = Console()
@@ -113,7 +130,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Llama(TINY).init_weights().to(device)
     text = standard_library_bytes()
-    tokens, targets = (t.to(device) for t in batches(text, batch=4, seq_len=256, count=1)[0])
+    data = [(x.to(device), y.to(device)) for x, y in batches(text, batch=2, seq_len=256, count=args.steps)]
+    tokens, targets = data[0]
     ir = dw.capture(model, (tokens, targets))
     console.print(str(ir), highlight=False, markup=False, soft_wrap=True)
     (args.out / "ir.json").write_text(ir.to_json())
@@ -129,6 +147,18 @@ def main() -> None:
     console.print(f"loss {loss:.4f} at random weights (uniform guess {torch.tensor(float(TINY.vocab)).log():.4f})")
     console.print(numerics_table(results))
     (args.out / "numerics.json").write_text(json.dumps({"loss": loss, "sqnr_db": results}, indent=1))
+
+    console.rule(f"5  compile and train: {args.steps} steps as it is, and through the engine")
+    plain = train(model, model, data, "as it is", console)
+    engine = dw.compile(dw.capture(Llama(TINY).init_weights().to(device), (tokens, targets)), precision_policy=policy)
+    engined = train(engine, engine.model, data, f"engine, {args.recipe}", console)
+    console.print(str(engine.report()), highlight=False, markup=False, soft_wrap=True)
+    gap = abs(engined[-1] - plain[-1]) / plain[-1]
+    console.print(
+        f"loss after {args.steps} steps: {plain[-1]:.4f} as it is, {engined[-1]:.4f} engine ({gap:.2%} apart)"
+    )
+    (args.out / "training.json").write_text(json.dumps({"plain": plain, "engine": engined}, indent=1))
+    (args.out / "report.json").write_text(engine.report().to_json())
 
     files = "\n".join(f"{path}  {path.stat().st_size:,} bytes" for path in sorted(args.out.glob("*.json")))
     console.print(Panel(files, title=f"results, after {time.perf_counter() - start:.0f} s", title_align="left"))
