@@ -367,7 +367,7 @@ def _linears(schemes: dict[str, str], names: dict[str, tuple[str, ...]]) -> Call
 
 SPELLINGS = {
     "linear": (lambda x, w, b: F.linear(x, w), (24, 16)),
-    "bias": (F.linear, (24, 16)),
+    "bias": (lambda x, w, b: F.linear(x, w, bias=b), (24, 16)),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), (16, 24)),
     "matmul with T": (lambda x, w, b: x @ w.T, (24, 16)),
     "matmul with transpose": (lambda x, w, b: torch.matmul(x, w.transpose(0, 1)), (24, 16)),

@@ -15,8 +15,10 @@ from torch import Tensor
 from deepwell.errors import NumericsError
 
 # Questions about a tensor that need no values.
-_FACTS: set[Any] = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")}
-_FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "layout", "nbytes", "itemsize")
+_FACTS: set[Any] = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size}
+_FACTS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device}
 
 
 class DeferredLogits(torch.Tensor):

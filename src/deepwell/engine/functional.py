@@ -86,6 +86,8 @@ def _plain_gemm(how: GemmScheme, left: Tensor, right: Tensor) -> Tensor:
     if how.method == "bf16":
         return left @ right.T
     assert how.format is not None
+    # The transform cancels in the product only where both sides have it.
+    assert how.format.lhs.hadamard == how.format.rhs.hadamard
     operands = (
         ops.round_to(t, side.format, side.rounding, side.hadamard)
         for t, side in ((left, how.format.lhs), (right, how.format.rhs))

@@ -70,8 +70,21 @@ def _fake_quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, T
 
 
 def _round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
+    """x rounded along its last dimension; zeros fill up the last run of the Hadamard transform and stay."""
     signs = DEFAULT_SIGNS if hadamard else None
+    if hadamard:
+        x = F.pad(x, (0, _hadamard_width(x) - x.shape[-1]))
     return quantize(x.contiguous(), fmt, rounding=rounding, hadamard=signs).dequantize()
+
+
+def _hadamard_width(x: Tensor) -> int:
+    run = len(DEFAULT_SIGNS)
+    return -(-x.shape[-1] // run) * run
+
+
+def _fake_round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
+    width = _hadamard_width(x) if hadamard else x.shape[-1]
+    return x.new_empty((*x.shape[:-1], width), dtype=torch.float32)
 
 
 _register("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(_dense(x)), _rows_of)
@@ -84,7 +97,7 @@ _register(
 _register(
     "round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor",
     _round_to,
-    lambda x, fmt, rounding, hadamard: x.new_empty(x.shape, dtype=torch.float32),
+    _fake_round_to,
 )
 
 # ---- GEMM ----
