@@ -69,7 +69,7 @@ def compiled(model, variant):
     from deepwell.engine.backend import BackendOptions, compile_graph
 
     fp8 = {"fp8": "fp8_row|fp8_row|fp8_row", "fp8_wbf16": "fp8_row|fp8_row|bf16", "bf16": None}[
-        variant.removesuffix("_nolce").removesuffix("_head")
+        variant.removesuffix("_nolce").removesuffix("_head").removesuffix("_re")
     ]
     head_too = variant.endswith("_head")
     linears = [
@@ -78,7 +78,10 @@ def compiled(model, variant):
         if isinstance(m, torch.nn.Linear) and (head_too or n not in ("head", "lm_head"))
     ]
     options = BackendOptions(
-        schemes=dict.fromkeys(linears, fp8) if fp8 else {}, use_inductor=True, fuse_head=not variant.endswith("_nolce")
+        schemes=dict.fromkeys(linears, fp8) if fp8 else {},
+        use_inductor=True,
+        fuse_head=not variant.endswith("_nolce"),
+        recompute="_re" in variant,
     )
     return torch.compile(model, backend=lambda gm, ex: compile_graph(gm, ex, options)), options
 
@@ -88,7 +91,7 @@ def optimizer_for(model, variant, which):
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     from deepwell.train.optim import AdamWDW
 
-    return AdamWDW(model.parameters(), lr=1e-5, moments="bf16")
+    return AdamWDW(model.parameters(), lr=1e-5, moments="bf16", stochastic_rounding=which != "nearest")
 
 
 def measure(name, variant, steps, which_optimizer, profile):

@@ -21,6 +21,7 @@ from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_e
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.match import value_of
+from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.kernels.gemm import ALIGNMENT
@@ -39,6 +40,7 @@ class BackendOptions:
     schemes: Mapping[str, str] = field(default_factory=dict)
     use_inductor: bool = False
     fuse_head: bool = True
+    recompute: bool = False  # make FP8 copies again in the backward instead of keeping them
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     counts: dict[str, int] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
@@ -187,14 +189,23 @@ def _with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Fusions(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             options.note("fused_quantize", fuse_quantize(graph))
 
         def uuid(self) -> Any:
-            return fuse_quantize.__module__
+            return get_hash_for_files((fuse_quantize.__code__.co_filename,))
 
-    patches = {"post_grad_custom_pre_pass": Fusions()}
+    class Marks(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            options.note("recomputed", mark_recomputed(graph))
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((mark_recomputed.__code__.co_filename,))
+
+    patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions()}
+    if options.recompute:
+        patches["joint_custom_pre_pass"] = Marks()
     return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
