@@ -1,0 +1,265 @@
+"""On a CPU the engine is exact: each GEMM equals the formats' reference on the same operands; gradients hold."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepwell as dw
+from deepwell.engine import functional
+from deepwell.engine.schemes import parse_scheme
+from deepwell.errors import ConfigError
+from deepwell.formats.hadamard import DEFAULT_SIGNS
+from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
+from deepwell.formats.quantize import quantize
+from deepwell.kernels.gemm import fp8_gemm_ref
+from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.precision.gemm_format import precision
+
+# 48 tokens, widths that are whole blocks and widths that are not.
+SHAPES = [(48, 64, 96), (37, 40, 24)]
+
+
+class One(nn.Module):
+    def __init__(self, k: int, n: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(k, n, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _rounded(x: Tensor, side) -> Tensor:
+    signs = DEFAULT_SIGNS if side.hadamard else None
+    if side.hadamard:
+        x = F.pad(x, (0, -x.shape[-1] % 16))
+    return quantize(x.contiguous(), side.format, rounding=side.rounding, hadamard=signs).dequantize()
+
+
+def _product(name: str, step: str, left: Tensor, right: Tensor, options: dict) -> Tensor:
+    """`left @ right.T` by the formats' reference alone."""
+    how = precision(name, options).gemm(step)
+    return (_rounded(left, how.lhs) @ _rounded(right, how.rhs).T).to(left.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mxfp8", {}),
+        ("mxfp8", {"gradients": "e5m2"}),
+        ("nvfp4", {"stochastic_rounding": False}),
+        ("nvfp4", {"stochastic_rounding": False, "hadamard": False}),
+        ("nvfp4", {}),  # stochastic: the same seed gives the same gradients
+        ("fp8", {}),
+        ("fp8", {"scaling": "row"}),
+        ("fp8", {"scaling": "1x128"}),
+        ("mxfp4", {"stochastic_rounding": False}),
+        ("mxfp6", {}),
+    ],
+    ids=str,
+)
+def test_each_gemm_equals_the_formats_reference_bit_for_bit(name, options, shape, dtype) -> None:
+    t, k, n = shape
+    model = One(k, n, dtype)
+    policy = dw.PrecisionPolicy()
+    policy.set_default(name, **options)
+    policy.set_layer_precision("path:linear", name, **options)  # the only linear looks like a head
+    engine = dw.compile(model, precision_policy=policy)
+    x = torch.randn(t, k, dtype=dtype, requires_grad=True)
+    dy = torch.randn(t, n, dtype=dtype)
+    y = engine(x)
+    assert engine.options.rewritten == {"linear"}
+    torch.manual_seed(7)
+    y.backward(dy)
+    w = model.linear.weight
+    assert_bitwise_equal(y, _product(name, "fwd", x, w, options), "y")
+    torch.manual_seed(7)
+    assert_bitwise_equal(x.grad, _product(name, "dgrad", dy, w.T, options), "dx")
+    assert_bitwise_equal(w.grad, _product(name, "wgrad", dy.T, x.T, options), "dw")
+
+
+def test_stochastic_rounding_of_gradients_is_right_on_average() -> None:
+    # 300 draws of one gradient: their mean comes near the exact product, far nearer than rounding to nearest does.
+    torch.manual_seed(0)
+    x, w, dy = torch.randn(32, 32), torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
+    scheme = "|".join(["emulate:nvfp4,hadamard=False"] * 3)
+
+    def gradient(how: str) -> Tensor:
+        return torch.autograd.grad(functional.low_precision_linear(x, [w], None, how), w, dy)[0]
+
+    draws = torch.stack([gradient(scheme) for _ in range(300)])
+    nearest = gradient("|".join(["emulate:nvfp4,stochastic_rounding=False,hadamard=False"] * 3))
+    # The activation is rounded to nearest in both: the mean converges to the product with that activation.
+    target = dy.T @ _rounded(x.T, precision("nvfp4", {"hadamard": False}).gemm("wgrad").rhs).T
+    assert draws.std(0).min() > 0
+    assert sqnr_db(target, draws.mean(0)) > sqnr_db(target, nearest) + 10
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fp8_rows_equal_the_kernels_reference(shape) -> None:
+    t, k, n = shape
+    x = torch.randn(t, k, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(n, k, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(t, n, dtype=torch.bfloat16)
+    y = functional.low_precision_linear(x, [w], None, "fp8_row|fp8_row|fp8_row")
+    y.backward(dy)
+    q_x, s_x = quantize_rows_ref(x.detach())
+    q_w, q_wt, s_w = torch.ops.deepwell.quantize_weights([w.detach()])
+    q_dy, s_dy = quantize_rows_ref(dy)
+    assert_bitwise_equal(y, fp8_gemm_ref(q_x, s_x, q_w, s_w, out_dtype=torch.bfloat16), "y")
+    assert_bitwise_equal(x.grad, fp8_gemm_ref(q_dy, s_dy, q_wt, s_w, out_dtype=torch.bfloat16), "dx")
+    # Signal to noise against the exact products: DESIGN's floor for E4M3.
+    for got, ref in (
+        (y, x.float() @ w.float().T),
+        (x.grad, dy.float() @ w.float()),
+        (w.grad, dy.float().T @ x.float()),
+    ):
+        assert sqnr_db(ref, got) > 27
+
+
+def test_merged_weights_give_the_products_of_their_parts() -> None:
+    x = torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(n, 48, dtype=torch.bfloat16, requires_grad=True) for n in (32, 16, 24)]
+    y = functional.low_precision_linear(x, weights, None, "fp8_row|fp8_row|fp8_row")
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert sqnr_db(x.detach().float() @ torch.cat(weights).detach().float().T, y) > 27
+    for w, part in zip(weights, dy.split([32, 16, 24], dim=1), strict=True):
+        assert w.grad.shape == w.shape
+        assert sqnr_db(part.float().T @ x.detach().float(), w.grad) > 27
+
+
+def test_a_weight_stored_the_other_way_has_the_same_codes() -> None:
+    w = torch.randn(24, 40)
+    for mine, ref in zip(
+        torch.ops.deepwell.quantize_weights([w.T.contiguous().T]), torch.ops.deepwell.quantize_weights([w]), strict=True
+    ):
+        assert_bitwise_equal(mine.contiguous(), ref)
+
+
+def test_mixed_schemes_run_each_gemm_by_itself() -> None:
+    x = torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(64, 48, dtype=torch.bfloat16, requires_grad=True)
+    y = functional.low_precision_linear(x, [w], None, "fp8_row|bf16|emulate:mxfp8")
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert_bitwise_equal(x.grad, dy @ w, "dx")
+    assert_bitwise_equal(w.grad, _product("mxfp8", "wgrad", dy.T, x.T, {}), "dw")
+
+
+def test_a_scheme_that_is_none_says_what_is() -> None:
+    with pytest.raises(ConfigError, match=r"fwd\|dgrad\|wgrad"):
+        parse_scheme("fp8_row")
+    with pytest.raises(ConfigError, match="bf16, fp8_row or emulate"):
+        parse_scheme("fp9|fp9|fp9")
+
+
+# ---- gradients of every differentiable op ----
+
+
+def _against_fp32(function, reference, inputs: list[Tensor]) -> None:
+    """Forward and gradients in bf16: no worse than twice torch's own error at bf16 against fp32."""
+
+    def run(f, tensors: list[Tensor]) -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
+        out = f(*leaves)
+        generator = torch.Generator().manual_seed(1)
+        out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
+        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.is_floating_point())]
+
+    exact = run(reference, [t.float() if t.is_floating_point() else t for t in inputs])
+    for got, own, ref in zip(run(function, inputs), run(reference, inputs), exact, strict=True):
+        assert_no_worse_than(got, own, ref)
+
+
+def _bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rounding", ["llama", "torch"])
+def test_rms_norm_gradients(rounding) -> None:
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        return (n.to(x.dtype) * w) if rounding == "llama" else (n * w.float()).to(x.dtype)
+
+    _against_fp32(lambda x, w: functional.rms_norm(x, w, 1e-6, rounding), reference, [_bf16(3, 7, 40), _bf16(40)])
+
+
+def test_swiglu_gradients() -> None:
+    _against_fp32(functional.swiglu, lambda g, u: F.silu(g) * u, [_bf16(3, 7, 24), _bf16(3, 7, 24)])
+    _against_fp32(functional.swiglu_packed, lambda x: F.silu(x[..., :24]) * x[..., 24:], [_bf16(3, 7, 48)])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_linear_cross_entropy_gradients(reduction) -> None:
+    target = torch.randint(0, 50, (28,))
+    target[3] = -100
+
+    def reference(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        logits = F.linear(x, w).float()
+        return F.cross_entropy(logits.view(-1, 50), y, ignore_index=-100, reduction=reduction)
+
+    def ours(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(x, w, y, -100, reduction)
+
+    _against_fp32(ours, reference, [_bf16(4, 7, 24), _bf16(50, 24), target])
+    with torch.no_grad():  # the forward that makes no gradients gives the same loss
+        x, w = _bf16(28, 24), _bf16(50, 24)
+        torch.testing.assert_close(ours(x, w, target), reference(x, w, target), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [32, 27])
+def test_an_fp8_head_takes_any_number_of_tokens(tokens) -> None:
+    x, w = _bf16(tokens, 32), _bf16(48, 32) / 5
+    y = torch.randint(0, 48, (tokens,))
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    loss = functional.linear_cross_entropy(*leaves, y, -100, "mean", True)
+    loss.backward()
+    exact = [t.float().requires_grad_() for t in (x, w)]
+    ref = F.cross_entropy(exact[0] @ exact[1].T, y)
+    ref.backward()
+    assert abs(loss - ref) < 0.02 * ref
+    for mine, theirs in zip(leaves, exact, strict=True):
+        assert mine.grad.shape == theirs.grad.shape
+        assert sqnr_db(theirs.grad, mine.grad) > 20  # a layer's gradients (docs/numerics.md)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            functional.linear_cross_entropy(x, w, y, -100, "mean", True), loss, rtol=1e-3, atol=0
+        )
+
+
+def test_bf16_linear_is_torchs_own() -> None:
+    x, w, b = _bf16(9, 24), _bf16(40, 24), _bf16(40)
+    _against_fp32(lambda x, w, b: functional.low_precision_linear(x, [w], b, "bf16|bf16|bf16"), F.linear, [x, w, b])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("quantize_rows", lambda: (_bf16(8, 32),)),
+        ("quantize_weights", lambda: ([_bf16(8, 32), _bf16(24, 32)],)),
+        ("transpose_codes", lambda: tuple(torch.ops.deepwell.quantize_rows(_bf16(16, 32)))),
+        ("round_to", lambda: (_bf16(8, 40), "nvfp4", "nearest", True)),
+        ("fp8_gemm", lambda: (*quantize_rows_ref(_bf16(7, 20)), *quantize_rows_ref(_bf16(9, 20)), True)),
+        ("rms_norm", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "llama")),
+        ("rms_norm_quantize", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "torch")),
+        ("rms_norm_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), torch.ones(8), "llama")),
+        ("swiglu", lambda: (_bf16(8, 32),)),
+        ("swiglu_quantize", lambda: (_bf16(8, 32),)),
+        ("swiglu_backward", lambda: (_bf16(8, 16), _bf16(8, 32))),
+        ("swiglu_backward_quantize", lambda: (_bf16(8, 16), _bf16(8, 32))),
+        ("linear_cross_entropy", lambda: (_bf16(8, 32), _bf16(20, 32), torch.arange(8), -100, "mean", False)),
+        ("linear_cross_entropy_loss", lambda: (_bf16(8, 32), _bf16(20, 32), torch.arange(8), -100, "sum", False)),
+    ],
+)
+def test_an_ops_fake_has_the_shapes_and_dtypes_of_its_result(name, arguments) -> None:
+    # What tracing believes and what runs must agree, or compiled code reads memory that is not there.
+    op = getattr(torch.ops.deepwell, name).default
+    inputs = arguments()
+    # The check of the schema multiplies its inputs, which torch cannot do with FP8.
+    has_fp8 = any(isinstance(t, Tensor) and t.dtype is torch.float8_e4m3fn for t in inputs)
+    torch.library.opcheck(
+        op, inputs, test_utils=("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
+    )
