@@ -196,9 +196,9 @@ class _RowOp(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embedding(_RowOp):
-    kind: ClassVar[str] = "embedding"
-    vocab: int
+class _VectorOp(_RowOp):
+    """An op that reads and writes vectors of `width`, one for each row unless it says otherwise."""
+
     width: int
 
     @property
@@ -206,24 +206,27 @@ class Embedding(_RowOp):
         return (self.rows, self.width)
 
     def elements_in(self, work: Workload) -> int:
-        return self.elements_out(work)  # only the rows that are looked up
+        return self.rows_at(work) * self.width
+
+    def elements_out(self, work: Workload) -> int:
+        return self.rows_at(work) * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding(_VectorOp):
+    """A table lookup; it reads the rows that are looked up, not the table."""
+
+    kind: ClassVar[str] = "embedding"
+    vocab: int
 
     def weight_bytes(self, work: Workload) -> int:
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm(_RowOp):
+class Norm(_VectorOp):
     kind: ClassVar[str] = "norm"
     norm: str  # "rms", "layer", "l2"
-    width: int
-
-    @property
-    def shape(self) -> tuple[Extent | int, ...]:
-        return (self.rows, self.width)
-
-    def elements_in(self, work: Workload) -> int:
-        return self.elements_out(work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,35 +369,22 @@ class Attention(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activation(_RowOp):
+class Activation(_VectorOp):
     """`f(x)`, or `f(gate) * up` where it is gated; `width` is the output's."""
 
     kind: ClassVar[str] = "activation"
     function: str  # "silu", "gelu", "gelu_tanh", "relu", ...
-    width: int
     gated: bool = False
 
-    @property
-    def shape(self) -> tuple[Extent | int, ...]:
-        return (self.rows, self.width)
-
     def elements_in(self, work: Workload) -> int:
-        return self.rows_at(work) * self.width * (2 if self.gated else 1)
-
-    def elements_out(self, work: Workload) -> int:
-        return self.rows_at(work) * self.width
+        return self.elements_out(work) * (2 if self.gated else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Add(_RowOp):
+class Add(_VectorOp):
     """A sum of two hidden states: residual streams, shared experts, token and position embeddings."""
 
     kind: ClassVar[str] = "add"
-    width: int
-
-    @property
-    def shape(self) -> tuple[Extent | int, ...]:
-        return (self.rows, self.width)
 
     def elements_in(self, work: Workload) -> int:
         return 2 * self.elements_out(work)
@@ -418,21 +408,10 @@ class TopK(_RowOp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch(_RowOp):
+class Dispatch(_VectorOp):
     """Gather tokens into expert order; `rows` counts the copies."""
 
     kind: ClassVar[str] = "dispatch"
-    width: int
-
-    @property
-    def shape(self) -> tuple[Extent | int, ...]:
-        return (self.rows, self.width)
-
-    def elements_in(self, work: Workload) -> int:
-        return self.rows_at(work) * self.width
-
-    def elements_out(self, work: Workload) -> int:
-        return self.rows_at(work) * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -515,19 +494,12 @@ class Loss(_RowOp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other(_RowOp):
+class Other(_VectorOp):
     """Anything the vocabulary has no word for; `function` says what it was. It keeps its weights and its bytes."""
 
     kind: ClassVar[str] = "other"
     function: str
     width: int = 1
-
-    @property
-    def shape(self) -> tuple[Extent | int, ...]:
-        return (self.rows, self.width)
-
-    def elements_in(self, work: Workload) -> int:
-        return self.elements_out(work)
 
 
 KINDS: dict[str, type[Op]] = {
