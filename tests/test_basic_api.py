@@ -1,0 +1,82 @@
+"""The public API in one file, as far as it is built: probe, capture, policy, compile, train, report."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepwell as dw
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
+from llama import Llama, LlamaConfig
+
+SMALL = LlamaConfig(width=64, num_heads=4, num_kv_heads=2, hidden=96, num_layers=2, vocab=128, max_positions=64)
+
+
+@pytest.fixture
+def model() -> Llama:
+    torch._dynamo.reset()
+    return Llama(SMALL).init_weights()
+
+
+@pytest.fixture
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 128, (2, 33))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_probe_describes_this_machine_and_named_ones() -> None:
+    hw = dw.probe()
+    assert hw.gpus[0].name
+    assert isinstance(hw.gpus[0].is_blackwell, bool)
+    assert dw.probe("8xB200").gpus[0].is_blackwell
+
+
+def test_capture_compile_train_and_report(model, data) -> None:
+    hw = dw.probe()
+    ir = dw.capture(model)
+    assert ir.num_layers == 2
+    policy = dw.PrecisionPolicy()
+    policy.set_default("mxfp8")
+    policy.set_layer_precision("attention", "bf16")
+    engine = dw.compile(ir, hw, precision="mxfp8", precision_policy=policy)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = engine(*data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    report = engine.report()
+    low = {row.op.split(".")[0] for row in report.bindings if row.format == "mxfp8"}
+    assert low == {"mlp"}
+    assert report.passes["linear"] == 2 * 3
+
+
+def test_one_call_does_it_all(model, data) -> None:
+    fast = dw.optimize_for_blackwell(model, precision="mxfp8", batch_size=2, seq_len=32)
+    torch.testing.assert_close(fast(*data), model(*data), rtol=2e-3, atol=0)
+    assert fast.report().passes["linear"] == 14
+
+
+def test_torch_compile_takes_the_name(model, data) -> None:
+    fast = torch.compile(model, backend="deepwell")
+    torch.testing.assert_close(fast(*data), model(*data), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8", "nvfp4", "fp4"])
+def test_every_recipe_runs_forward_and_backward(model, data, precision) -> None:
+    engine = dw.compile(dw.capture(model), precision=precision, fallback="safe")
+    loss = engine(*data)
+    loss.backward()
+    torch.testing.assert_close(loss, model(*data), rtol=2e-2, atol=0)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_formats_quantize_and_come_back() -> None:
+    x = torch.randn(32, 64)
+    q = dw.quantize(x, "mxfp8")
+    assert (q.dequantize() - x).norm() / x.norm() < 0.04
