@@ -20,8 +20,10 @@ from deepwell.precision.gemm_format import GEMMS
 _OP_WIDTH = 40
 _HEADER = ("linear layers", "gemms", "format", "binding", "runs as", "why")
 
-# One printed row before wrapping: op, gemms, format, binding, scheme, reason.
-_Line = tuple[str, str, str, str, str, str]
+# How some GEMMs of a linear run: gemms, format, binding, scheme, reason.
+_How = tuple[str, str, str, str, str]
+# A linear and how its GEMMs run, one entry where all three run alike.
+_Line = tuple[str, tuple[_How, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,29 +115,31 @@ def _folded(bindings: Sequence[Binding]) -> Iterator[tuple[str, tuple[_Line, ...
 
 
 def _lines(rows: Sequence[Binding]) -> tuple[_Line, ...]:
-    """One line for each linear, or one for each GEMM where its GEMMs are bound differently."""
+    """Each linear with how its GEMMs run."""
     lines: list[_Line] = []
     for op, group in itertools.groupby(rows, key=lambda row: row.op):
         by_how: dict[tuple[str, str, str, str], list[str]] = {}
         for row in group:
             by_how.setdefault((row.format, row.binding, row.scheme, row.reason), []).append(row.gemm)
-        lines += [(op, " ".join(gemms) if len(gemms) < len(GEMMS) else "all", *how) for how, gemms in by_how.items()]
+        hows = (("all" if len(gemms) == len(GEMMS) else " ".join(gemms), *how) for how, gemms in by_how.items())
+        lines.append((op, tuple(hows)))
     return tuple(lines)
 
 
 def _neighbours(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
-    """Linears side by side in one module that are bound alike, to be printed as one row."""
-    for _, together in itertools.groupby(lines, key=lambda line: (line[0].rpartition(".")[0], line[1:])):
+    """Linears side by side in one module that are bound alike, to be printed together."""
+    for _, together in itertools.groupby(lines, key=lambda line: (line[0].rpartition(".")[0], line[1])):
         yield list(together)
 
 
 def _cells(lines: list[_Line]) -> list[list[str]]:
-    """One printed row, over as many lines as its names and its reason need."""
+    """The printed lines of linears that are bound alike: their names beside how their GEMMs run."""
     parent = lines[0][0].rpartition(".")[0]
     names = ", ".join(line[0].rpartition(".")[2] for line in lines)
-    middle = lines[0][1:5]
-    room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - sum(max(5, len(text)) for text in middle))
     left = textwrap.wrap(f"{parent}: {names}" if parent else names, _OP_WIDTH, subsequent_indent="  ")
-    right = textwrap.wrap(lines[0][5], room, break_long_words=False)
-    rows = itertools.zip_longest(left, right, fillvalue="")
-    return [[op, *(middle if i == 0 else ("",) * 4), why] for i, (op, why) in enumerate(rows)]
+    right: list[tuple[str, ...]] = []
+    for *middle, why in lines[0][1]:
+        room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - sum(max(5, len(text)) for text in middle))
+        wrapped = textwrap.wrap(why, room, break_long_words=False)
+        right += [(*(middle if i == 0 else ("",) * 4), text) for i, text in enumerate(wrapped)]
+    return [[op, *(rest or ("",) * 5)] for op, rest in itertools.zip_longest(left, right, fillvalue="")]
