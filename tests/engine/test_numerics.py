@@ -187,9 +187,26 @@ def test_rms_norm_gradients(rounding) -> None:
     _against_fp32(lambda x, w: functional.rms_norm(x, w, 1e-6, rounding), reference, [_bf16(3, 7, 40), _bf16(40)])
 
 
-def test_swiglu_gradients() -> None:
-    _against_fp32(functional.swiglu, lambda g, u: F.silu(g) * u, [_bf16(3, 7, 24), _bf16(3, 7, 24)])
-    _against_fp32(functional.swiglu_packed, lambda x: F.silu(x[..., :24]) * x[..., 24:], [_bf16(3, 7, 48)])
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activation_gradients(act) -> None:
+    f = ACTIVATIONS[act]
+    _against_fp32(lambda g, u: functional.swiglu(g, u, act), lambda g, u: f(g) * u, [_bf16(3, 7, 24), _bf16(3, 7, 24)])
+    _against_fp32(lambda x: functional.swiglu_packed(x, act), lambda x: f(x[..., :24]) * x[..., 24:], [_bf16(3, 7, 48)])
+    _against_fp32(lambda x: functional.activation(x, act), f, [_bf16(3, 7, 24)])
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm_gradients(has_bias) -> None:
+    def ours(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return functional.layer_norm(x, w, b, 1e-5)
+
+    def reference(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return F.layer_norm(x, (40,), w, b, 1e-5)
+
+    _against_fp32(ours, reference, [_bf16(3, 7, 40), _bf16(40), *([_bf16(40)] if has_bias else [])])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -246,10 +263,17 @@ def test_bf16_linear_is_torchs_own() -> None:
         ("rms_norm", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "llama")),
         ("rms_norm_quantize", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "torch")),
         ("rms_norm_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), torch.ones(8), "llama")),
-        ("swiglu", lambda: (_bf16(8, 32),)),
-        ("swiglu_quantize", lambda: (_bf16(8, 32),)),
-        ("swiglu_backward", lambda: (_bf16(8, 16), _bf16(8, 32))),
-        ("swiglu_backward_quantize", lambda: (_bf16(8, 16), _bf16(8, 32))),
+        ("layer_norm", lambda: (_bf16(8, 32), _bf16(32), _bf16(32), 1e-5)),
+        ("layer_norm_quantize", lambda: (_bf16(8, 32), _bf16(32), None, 1e-5)),
+        ("layer_norm_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), torch.zeros(8), torch.ones(8))),
+        ("swiglu", lambda: (_bf16(8, 32), "silu")),
+        ("swiglu_quantize", lambda: (_bf16(8, 32), "gelu_tanh")),
+        ("swiglu_backward", lambda: (_bf16(8, 16), _bf16(8, 32), "gelu")),
+        ("swiglu_backward_quantize", lambda: (_bf16(8, 16), _bf16(8, 32), "silu")),
+        ("activation", lambda: (_bf16(8, 32), "gelu")),
+        ("activation_quantize", lambda: (_bf16(8, 32), "gelu_tanh")),
+        ("activation_backward", lambda: (_bf16(8, 32), _bf16(8, 32), "silu")),
+        ("activation_backward_quantize", lambda: (_bf16(8, 32), _bf16(8, 32), "gelu")),
         ("linear_cross_entropy", lambda: (_bf16(8, 32), _bf16(20, 32), torch.arange(8), -100, "mean", False)),
         ("linear_cross_entropy_loss", lambda: (_bf16(8, 32), _bf16(20, 32), torch.arange(8), -100, "sum", False)),
     ],

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.passes.attention import rewrite_attention
+from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
@@ -308,6 +309,18 @@ def test_swiglu_is_found_in_both_orders(run_pass, order) -> None:
     torch.testing.assert_close(got.out, function(g, u))
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_gated_gelu_is_found_too(run_pass, approximate) -> None:
+    # Gemma's MLP.
+    def function(g: Tensor, u: Tensor) -> Tensor:
+        return F.gelu(g, approximate=approximate) * u
+
+    g, u = torch.randn(3, 5, 16), torch.randn(3, 5, 16)
+    got = run_pass(function, rewrite_swiglu, g, u)
+    assert got.found == 1
+    torch.testing.assert_close(got.out, function(g, u), rtol=1e-5, atol=1e-6)
+
+
 def test_swiglu_of_two_halves_is_packed(run_pass) -> None:
     # Phi-3 and GLM make gate and up in one linear: no copy is needed to put them side by side.
     def function(x: Tensor) -> Tensor:
@@ -434,6 +447,51 @@ def test_a_tied_weight_is_found_by_any_of_its_names(run_pass) -> None:
     assert run_pass(function, rewrite, torch.randn(8, 16), torch.randn(24, 16)).found == (1, 0)
 
 
+# ---- what comes before an FP8 linear ----
+
+
+def _block(x: Tensor, w: Tensor, b: Tensor, fc: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.layer_norm(x, (16,), w, b)), fc)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "expected"),
+    [
+        (FP8, torch.bfloat16, (0, 1)),  # the norm feeds the activation, not the linear
+        ("emulate:mxfp8|emulate:mxfp8|emulate:mxfp8", torch.bfloat16, (0, 0)),  # nothing to write FP8 rows for
+        (None, torch.bfloat16, (0, 0)),
+        (FP8, torch.float64, (0, 0)),
+    ],
+)
+def test_an_activation_becomes_a_kernel_before_an_fp8_linear_only(run_pass, scheme, dtype, expected) -> None:
+    def rewrite(graph: Any) -> tuple[int, int]:
+        _linears({"fc": scheme} if scheme else {}, {"fc": ("fc.weight",)})(graph)
+        return rewrite_before_linears(graph)
+
+    inputs = [torch.randn(*shape, dtype=dtype) for shape in ((8, 16), (16,), (16,), (24, 16))]
+    got = run_pass(_block, rewrite, *inputs)
+    assert got.found == expected
+    assert (got.out - _block(*inputs)).norm() < 0.06 * _block(*inputs).norm()
+
+
+def test_a_layer_norm_becomes_a_kernel_before_an_fp8_linear(run_pass) -> None:
+    def function(x: Tensor, w: Tensor, b: Tensor, fc: Tensor) -> Tensor:
+        return F.linear(F.layer_norm(x, (16,), w, b).view(-1, 16), fc)
+
+    def rewrite(graph: Any) -> tuple[int, int]:
+        _linears({"fc": FP8}, {"fc": ("fc.weight",)})(graph)
+        return rewrite_before_linears(graph)
+
+    inputs = [_bf16(2, 4, 16), _bf16(16), _bf16(16), _bf16(24, 16)]
+    got = run_pass(function, rewrite, *inputs)
+    assert got.found == (1, 0)
+    assert (got.out - function(*inputs)).norm() < 0.06 * function(*inputs).norm()
+
+
+def _bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
 # ---- quantization fused into its producer ----
 
 ops = torch.ops.deepwell
@@ -455,11 +513,20 @@ def _normed_and_read(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def _gated(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return ops.quantize_rows(ops.swiglu(x))
+    return ops.quantize_rows(ops.swiglu(x, "silu"))
+
+
+def _layer_normed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y, mean, rstd = ops.layer_norm(x, w, None, 1e-5)
+    return (*ops.quantize_rows(y), mean, rstd)
+
+
+def _activated(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (*ops.quantize_rows(ops.activation(x, "gelu")), *ops.quantize_rows(ops.activation_backward(x, x, "gelu")))
 
 
 def _gated_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return ops.quantize_rows(ops.swiglu_backward(x[:, :8].contiguous(), x))
+    return ops.quantize_rows(ops.swiglu_backward(x[:, :8].contiguous(), x, "silu"))
 
 
 @pytest.mark.parametrize(
@@ -470,6 +537,8 @@ def _gated_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         (_normed_and_read, 0, 1),  # somebody wants the high-precision value as well
         (_gated, 1, 0),
         (_gated_backward, 1, 0),
+        (_layer_normed, 1, 0),
+        (_activated, 2, 0),
     ],
 )
 def test_a_quantization_goes_into_its_producer_unless_others_read_it(function, fused, left) -> None:
@@ -514,3 +583,28 @@ def test_every_pass_fires_on_published_architectures(model_type, expected, batch
     assert options.counts["fused_quantize"] >= (4 if model_type == "olmo2" else 7)
     assert options.rewritten == set(linears)
     assert abs(loss.item() - eager.item()) < 0.01 * eager.item()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "starcoder2", "gpt_bigcode"])
+def test_layer_norm_and_gelu_models_are_fused_with_their_quantization(model_type, batch) -> None:
+    model = zoo_models.tiny_model(model_type).bfloat16().eval()
+    linears = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n and "embed_out" not in n
+    ]
+    options = BackendOptions(schemes=dict.fromkeys(linears, FP8))
+    compiled = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))
+    eager, loss = model(**batch).loss, compiled(**batch).loss
+    loss.backward()
+    assert options.counts["layer_norm"] == 4 and options.counts["activation"] == 2
+    # Four norms and two activations of the forward. The activations' gradients are read by the biases' as well.
+    assert options.counts["fused_quantize"] == 6
+    assert abs(loss.item() - eager.item()) < 0.01 * eager.item()
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text"])
+def test_gated_gelu_models_fire_the_gated_pass(model_type, batch) -> None:
+    model = zoo_models.tiny_model(model_type).bfloat16().eval()
+    options = BackendOptions()
+    loss = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))(**batch).loss
+    assert options.counts["swiglu"] == model.config.num_hidden_layers
+    assert abs(loss.item() - model(**batch).loss.item()) < 2**-8 * loss.item()

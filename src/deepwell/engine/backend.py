@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.passes.attention import rewrite_attention
+from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
@@ -105,6 +106,9 @@ def _rewrite(
     options.note("linear", linears)
     options.note("merged_linear", merged)
     options.note("swiglu", rewrite_swiglu(graph))
+    norms, activations = rewrite_before_linears(graph)
+    options.note("layer_norm", norms)
+    options.note("activation", activations)
     graph.eliminate_dead_code()
     graph_module.recompile()
     return deferred

@@ -124,30 +124,69 @@ class _RMSNorm(torch.autograd.Function):
         return dx_TD, dw, None, None
 
 
-# ---- SwiGLU ----
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dimension."""
+    return _LayerNorm.apply(x.reshape(-1, x.shape[-1]), weight, bias, eps).view(x.shape)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` of two tensors."""
-    return swiglu_packed(torch.cat((gate, up), dim=-1))
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        y_TD, mean, rstd = ops.layer_norm(x_TD, weight, bias, eps)
+        ctx.save_for_backward(x_TD, weight, mean, rstd)
+        ctx.has_bias = bias is not None
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_TD, weight, mean, rstd = ctx.saved_tensors
+        dx_TD, dw, db = ops.layer_norm_backward(grads[0].contiguous(), x_TD, weight, mean, rstd)
+        return dx_TD, dw, db if ctx.has_bias else None, None
 
 
-def swiglu_packed(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` where gate is the first half of the columns and up the second."""
-    h_TF = _SwiGLU.apply(gate_up.reshape(-1, gate_up.shape[-1]))
+# ---- activations ----
+
+
+def swiglu(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """`act(gate) * up` of two tensors."""
+    return swiglu_packed(torch.cat((gate, up), dim=-1), act)
+
+
+def swiglu_packed(gate_up: Tensor, act: str) -> Tensor:
+    """`act(gate) * up` where gate is the first half of the columns and up the second."""
+    h_TF = _SwiGLU.apply(gate_up.reshape(-1, gate_up.shape[-1]), act)
     return h_TF.view(*gate_up.shape[:-1], h_TF.shape[-1])
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up_T2F: Tensor, act: str) -> Tensor:
         ctx.save_for_backward(gate_up_T2F)
-        return ops.swiglu(gate_up_T2F)
+        ctx.act = act
+        return ops.swiglu(gate_up_T2F, act)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (gate_up_T2F,) = ctx.saved_tensors
-        return (ops.swiglu_backward(grads[0].contiguous(), gate_up_T2F),)
+        return ops.swiglu_backward(grads[0].contiguous(), gate_up_T2F, ctx.act), None
+
+
+def activation(x: Tensor, act: str) -> Tensor:
+    """The plain activation of a tensor."""
+    return _Activation.apply(x.reshape(-1, x.shape[-1]), act).view(x.shape)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TF: Tensor, act: str) -> Tensor:
+        ctx.save_for_backward(x_TF)
+        ctx.act = act
+        return ops.activation(x_TF, act)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (x_TF,) = ctx.saved_tensors
+        return ops.activation_backward(grads[0].contiguous(), x_TF, ctx.act), None
 
 
 # ---- head and loss ----

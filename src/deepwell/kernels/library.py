@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import gemm, rms_norm, swiglu
+from deepwell.kernels import gemm, layer_norm, rms_norm, swiglu
 from deepwell.kernels.cross_entropy import Options as CrossEntropyOptions
 from deepwell.kernels.cross_entropy import cross_entropy
 from deepwell.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
@@ -165,30 +165,96 @@ _register(
     lambda dy, x, weight, rstd, rounding: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )
 
-# ---- SwiGLU ----
-
-_ROWS = swiglu.Options(write=False, fp8=_FP8)
+# ---- LayerNorm ----
 
 
-def _half(gate_up: Tensor) -> Tensor:
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
+    out = layer_norm.layer_norm(_dense(x), weight, bias, options=rms_norm.Options(eps=eps, rounding="torch"))
+    return out.y, out.mean, out.rstd
+
+
+def _layer_norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
+    options = rms_norm.Options(eps=eps, rounding="torch", write=False, fp8=_FP8)
+    out = layer_norm.layer_norm(_dense(x), weight, bias, options=options)
+    return out.q, out.scale, out.mean, out.rstd
+
+
+def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Any, ...]:
+    out = layer_norm.layer_norm_backward(_dense(dy), _dense(x), weight, mean, rstd)
+    return out.dx, out.dw, out.db
+
+
+_register(
+    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+    _layer_norm,
+    lambda x, weight, bias, eps: (x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
+)
+_register(
+    "layer_norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    _layer_norm_quantize,
+    lambda x, weight, bias, eps: (*_rows_of(x), _fake_rstd(x), _fake_rstd(x)),
+)
+_register(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    _layer_norm_backward,
+    lambda dy, x, weight, mean, rstd: (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape),
+        weight.new_empty(weight.shape),
+    ),
+)
+
+# ---- activations: gated (SwiGLU, GEGLU) and plain ----
+
+
+def _rows(act: str) -> swiglu.Options:
+    """FP8 rows instead of the result itself."""
+    return swiglu.Options(act=act, write=False, fp8=_FP8)
+
+
+def _half(gate_up: Tensor, act: str) -> Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-_register("swiglu(Tensor gate_up) -> Tensor", lambda gate_up: swiglu.swiglu(gate_up).h, _half)
 _register(
-    "swiglu_quantize(Tensor gate_up) -> (Tensor, Tensor)",
-    lambda gate_up: swiglu.swiglu(gate_up, options=_ROWS)[1:3],
-    lambda gate_up: _rows_of(_half(gate_up)),
+    "swiglu(Tensor gate_up, str act) -> Tensor",
+    lambda gate_up, act: swiglu.swiglu(_dense(gate_up), options=swiglu.Options(act=act)).h,
+    _half,
 )
 _register(
-    "swiglu_backward(Tensor dh, Tensor gate_up) -> Tensor",
-    lambda dh, gate_up: swiglu.swiglu_backward(dh, gate_up).grad,
-    lambda dh, gate_up: gate_up.new_empty(gate_up.shape),
+    "swiglu_quantize(Tensor gate_up, str act) -> (Tensor, Tensor)",
+    lambda gate_up, act: swiglu.swiglu(_dense(gate_up), options=_rows(act))[1:3],
+    lambda gate_up, act: _rows_of(_half(gate_up, act)),
 )
 _register(
-    "swiglu_backward_quantize(Tensor dh, Tensor gate_up) -> (Tensor, Tensor)",
-    lambda dh, gate_up: swiglu.swiglu_backward(dh, gate_up, options=_ROWS)[1:3],
-    lambda dh, gate_up: _rows_of(gate_up),
+    "swiglu_backward(Tensor dh, Tensor gate_up, str act) -> Tensor",
+    lambda dh, gate_up, act: swiglu.swiglu_backward(_dense(dh), _dense(gate_up), options=swiglu.Options(act=act)).grad,
+    lambda dh, gate_up, act: gate_up.new_empty(gate_up.shape),
+)
+_register(
+    "swiglu_backward_quantize(Tensor dh, Tensor gate_up, str act) -> (Tensor, Tensor)",
+    lambda dh, gate_up, act: swiglu.swiglu_backward(_dense(dh), _dense(gate_up), options=_rows(act))[1:3],
+    lambda dh, gate_up, act: _rows_of(gate_up),
+)
+_register(
+    "activation(Tensor x, str act) -> Tensor",
+    lambda x, act: swiglu.activation(_dense(x), options=swiglu.Options(act=act)).h,
+    lambda x, act: x.new_empty(x.shape),
+)
+_register(
+    "activation_quantize(Tensor x, str act) -> (Tensor, Tensor)",
+    lambda x, act: swiglu.activation(_dense(x), options=_rows(act))[1:3],
+    lambda x, act: _rows_of(x),
+)
+_register(
+    "activation_backward(Tensor dh, Tensor x, str act) -> Tensor",
+    lambda dh, x, act: swiglu.activation_backward(_dense(dh), _dense(x), options=swiglu.Options(act=act)).grad,
+    lambda dh, x, act: x.new_empty(x.shape),
+)
+_register(
+    "activation_backward_quantize(Tensor dh, Tensor x, str act) -> (Tensor, Tensor)",
+    lambda dh, x, act: swiglu.activation_backward(_dense(dh), _dense(x), options=_rows(act))[1:3],
+    lambda dh, x, act: _rows_of(x),
 )
 
 # ---- head and loss ----

@@ -2,9 +2,9 @@
 
 Works on AOTAutograd's forward or backward graph, where producers and quantizations are separate primitives:
 
-    rms_norm -> quantize_rows                 rms_norm_quantize
-    swiglu -> quantize_rows                   swiglu_quantize
-    swiglu_backward -> quantize_rows          swiglu_backward_quantize
+    rms_norm -> quantize_rows                 rms_norm_quantize             layer_norm alike
+    swiglu -> quantize_rows                   swiglu_quantize               activation alike
+    swiglu_backward -> quantize_rows          swiglu_backward_quantize      activation_backward alike
 
 A fusion happens where nobody else reads the high-precision value; else the two stay apart and share one quantization.
 """
@@ -24,6 +24,16 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops
 def fuse_quantize(graph: fx.Graph) -> int:
     """Fuse and share. Returns how many quantizations disappeared into their producer."""
     ops = torch.ops.deepwell
+    norms = {
+        ops.rms_norm.default: ops.rms_norm_quantize.default,
+        ops.layer_norm.default: ops.layer_norm_quantize.default,
+    }
+    singles = {
+        ops.swiglu.default: ops.swiglu_quantize.default,
+        ops.swiglu_backward.default: ops.swiglu_backward_quantize.default,
+        ops.activation.default: ops.activation_quantize.default,
+        ops.activation_backward.default: ops.activation_backward_quantize.default,
+    }
     _share(graph, ops.quantize_rows.default)
     count = 0
     for node in list(graph.nodes):
@@ -32,12 +42,10 @@ def fuse_quantize(graph: fx.Graph) -> int:
         producer, index = _producer(node.args[0])
         if producer is None:
             continue
-        if producer.target is ops.rms_norm.default and index == 0:
-            count += _fuse_norm(graph, node, producer)
-        elif producer.target is ops.swiglu.default:
-            count += _fuse_single(graph, node, producer, ops.swiglu_quantize.default)
-        elif producer.target is ops.swiglu_backward.default:
-            count += _fuse_single(graph, node, producer, ops.swiglu_backward_quantize.default)
+        if producer.target in norms and index == 0:
+            count += _fuse_norm(graph, node, producer, norms[producer.target])
+        elif producer.target in singles:
+            count += _fuse_single(graph, node, producer, singles[producer.target])
     graph.eliminate_dead_code()
     return count
 
@@ -82,16 +90,18 @@ def _read_only_by(node: fx.Node, quantize: fx.Node) -> bool:
     )
 
 
-def _fuse_norm(graph: fx.Graph, quantize: fx.Node, norm: fx.Node) -> bool:
+def _fuse_norm(graph: fx.Graph, quantize: fx.Node, norm: fx.Node, fused_op: object) -> bool:
+    """A norm returns its result first and statistics after it; fused, codes and scales take the result's place."""
     outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
     if len(outputs) != len(norm.users) or 0 not in outputs or not _read_only_by(outputs[0], quantize):
         return False
     with graph.inserting_before(norm):
-        fused = _call(graph, torch.ops.deepwell.rms_norm_quantize.default, norm.args)
+        fused = _call(graph, fused_op, norm.args)
         parts = _items(graph, fused)
     _adopt(quantize, parts[:2])
-    if 1 in outputs:
-        outputs[1].replace_all_uses_with(parts[2])
+    for index, output in outputs.items():
+        if index:
+            output.replace_all_uses_with(parts[index + 1])
     return True
 
 

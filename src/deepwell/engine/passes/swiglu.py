@@ -1,4 +1,4 @@
-"""Find `silu(gate) * up` and put one op in its place; packed where both are halves of one tensor."""
+"""Find `silu(gate) * up`, or GELU's, and put one op in its place; packed where both are halves of one tensor."""
 
 from torch import fx
 
@@ -7,28 +7,35 @@ from deepwell.engine.passes.match import argument, name_of, only_user, other_ope
 
 
 def rewrite_swiglu(graph: fx.Graph) -> int:
-    """Replace every gated SiLU whose inner values nobody else reads. Returns how many."""
+    """Replace every gated SiLU or GELU whose inner values nobody else reads. Returns how many."""
     count = 0
-    for silu in list(graph.nodes):
-        if name_of(silu) != "silu":
-            continue
-        product = only_user(silu)
+    for inner in list(graph.nodes):
+        act = activation_of(inner)
+        product = only_user(inner) if act else None
         if product is None or name_of(product) != "mul":
             continue
-        gate, up = silu.args[0], other_operand(product, silu)
-        if not runs_in_kernels(gate, up) or argument(silu, 1, "inplace", False):
-            continue
-        if value_of(gate).shape != value_of(up).shape or not value_of(gate).dim():
+        gate, up = inner.args[0], other_operand(product, inner)
+        if not runs_in_kernels(gate, up) or value_of(gate).shape != value_of(up).shape or not value_of(gate).dim():
             continue
         with graph.inserting_before(product):
             packed = _packed(gate, up)
             if packed is not None:
-                new = graph.call_function(functional.swiglu_packed, (packed,))
+                new = graph.call_function(functional.swiglu_packed, (packed, act))
             else:
-                new = graph.call_function(functional.swiglu, (gate, up))
+                new = graph.call_function(functional.swiglu, (gate, up, act))
         replace(product, new)
         count += 1
     return count
+
+
+def activation_of(node: fx.Node) -> str:
+    """The kernel's name of the activation that a node computes, "" where it is none."""
+    name = name_of(node)
+    if name == "silu":
+        return "" if argument(node, 1, "inplace", False) else "silu"
+    if name == "gelu":
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(node.kwargs.get("approximate", "none")), "")
+    return ""
 
 
 def _packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
