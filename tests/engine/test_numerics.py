@@ -270,6 +270,8 @@ def test_bf16_linear_is_torchs_own() -> None:
         ("swiglu_quantize", lambda: (_bf16(8, 32), "gelu_tanh")),
         ("swiglu_backward", lambda: (_bf16(8, 16), _bf16(8, 32), "gelu")),
         ("swiglu_backward_quantize", lambda: (_bf16(8, 16), _bf16(8, 32), "silu")),
+        ("swiglu_pair", lambda: (_bf16(8, 32), _bf16(8, 32), "silu")),
+        ("swiglu_pair_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(8, 32), "gelu_tanh")),
         ("activation", lambda: (_bf16(8, 32), "gelu")),
         ("activation_quantize", lambda: (_bf16(8, 32), "gelu_tanh")),
         ("activation_backward", lambda: (_bf16(8, 32), _bf16(8, 32), "silu")),

@@ -148,8 +148,24 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """`act(gate) * up` of two tensors."""
-    return swiglu_packed(torch.cat((gate, up), dim=-1), act)
+    """`act(gate) * up` of two tensors, read where they lie."""
+    width = gate.shape[-1]
+    return _SwiGLUPair.apply(gate.reshape(-1, width), up.reshape(-1, width), act).view(gate.shape)
+
+
+class _SwiGLUPair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_TF: Tensor, up_TF: Tensor, act: str) -> Tensor:
+        ctx.save_for_backward(gate_TF, up_TF)
+        ctx.act = act
+        return ops.swiglu_pair(gate_TF, up_TF, act)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gate_TF, up_TF = ctx.saved_tensors
+        both = ops.swiglu_pair_backward(grads[0].contiguous(), gate_TF, up_TF, ctx.act)
+        d_gate, d_up = both.split(gate_TF.shape[1], dim=1)
+        return d_gate, d_up, None
 
 
 def swiglu_packed(gate_up: Tensor, act: str) -> Tensor:

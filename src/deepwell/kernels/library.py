@@ -237,6 +237,18 @@ _register(
     lambda dh, gate_up, act: _rows_of(gate_up),
 )
 _register(
+    "swiglu_pair(Tensor gate, Tensor up, str act) -> Tensor",
+    lambda gate, up, act: swiglu.swiglu(_dense(gate), _dense(up), options=swiglu.Options(act=act)).h,
+    lambda gate, up, act: gate.new_empty(gate.shape),
+)
+_register(
+    "swiglu_pair_backward(Tensor dh, Tensor gate, Tensor up, str act) -> Tensor",
+    lambda dh, gate, up, act: (
+        swiglu.swiglu_backward(_dense(dh), _dense(gate), _dense(up), options=swiglu.Options(act=act)).grad
+    ),
+    lambda dh, gate, up, act: gate.new_empty((gate.shape[0], 2 * gate.shape[1])),
+)
+_register(
     "activation(Tensor x, str act) -> Tensor",
     lambda x, act: swiglu.activation(_dense(x), options=swiglu.Options(act=act)).h,
     lambda x, act: x.new_empty(x.shape),
