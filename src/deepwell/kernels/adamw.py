@@ -92,7 +92,7 @@ def adamw_ref(
     root = v.double().sqrt().float()
     p = p - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
     if scales is None:
-        exp_avg.copy_(_round_ref(m, exp_avg.dtype, noise.exp_avg))
+        exp_avg.copy_(_round_ref(m, exp_avg.dtype, None))
         exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise.exp_avg_sq))
     else:
         _encode_ref(m, exp_avg, scales[0], noise.exp_avg, is_root=False)
@@ -281,7 +281,10 @@ def update_tile(
 
     m_noise, v_noise = 0, 0
     if RANDOM_MOMENT:
-        m_noise = noise_of(first, stride, e, random, 1, ROWS, EACH)
+        # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
+        # by a thousandth, less than half a step of bf16, and would stand still.
+        if MOMENT == tl.uint8:
+            m_noise = noise_of(first, stride, e, random, 1, ROWS, EACH)
         v_noise = noise_of(first, stride, e, random, 2, ROWS, EACH)
     if MOMENT == tl.uint8:
         # What was masked is 0 still, so nothing beyond the end raises a block's scale.
@@ -292,7 +295,7 @@ def update_tile(
         tl.store(m_scale_ptr + block, m_scale, mask=is_live_block)
         tl.store(v_scale_ptr + block, v_scale, mask=is_live_block)
     elif RANDOM_MOMENT:
-        tl.store(m_ptr + e, round_bf16_at_random(m, m_noise), mask=is_live)
+        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
         tl.store(v_ptr + e, round_bf16_at_random(v, v_noise), mask=is_live)
     else:
         tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
