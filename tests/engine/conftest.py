@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import fx
 
+from deepwell.engine.passes.match import erase_unread
+
 # So that tests can `import zoo_models`, the tiny Hugging Face models of the graph tests.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "graph"))
 
@@ -47,7 +49,7 @@ def run_pass() -> Callable[..., Rewritten]:
 
         def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
             found = rewrite(graph_module.graph)
-            graph_module.graph.eliminate_dead_code()
+            erase_unread(graph_module.graph)
             graph_module.graph.lint()
             graph_module.recompile()
             seen.append((found, graph_module.graph))

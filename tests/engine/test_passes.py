@@ -57,7 +57,8 @@ def test_a_causal_mask_is_dropped_for_is_causal(run_pass, dynamic) -> None:
     inputs = _qkv()
     got = run_pass(_attend(_causal), rewrite_attention, *inputs, dynamic=dynamic)
     assert got.found == (1, 0)
-    assert "arange" not in got.names()
+    attention = next(node for node in got.graph.nodes if "attention" in str(node.target))
+    assert attention.kwargs == {"is_causal": True} and len(attention.args) == 3
     torch.testing.assert_close(got.out, F.scaled_dot_product_attention(*inputs, is_causal=True))
 
 
@@ -93,6 +94,27 @@ def test_a_padding_mask_from_outside_stays(run_pass) -> None:
 
     inputs = (*_qkv(), torch.ones(2, 12, dtype=torch.bool))
     assert run_pass(attention, rewrite_attention, *inputs).found == (0, 0)
+
+
+def _written_afterwards(size: int) -> Tensor:
+    mask = _causal(size)
+    mask[..., 3] = False
+    return mask
+
+
+def _written_through_a_view(size: int) -> Tensor:
+    mask = _causal(size)
+    mask[0, 0].fill_diagonal_(True).logical_or_(torch.eye(size, dtype=torch.bool).flip(0))
+    return mask
+
+
+@pytest.mark.parametrize("mask", [_written_afterwards, _written_through_a_view])
+def test_a_mask_that_is_written_into_stays(run_pass, mask) -> None:
+    # The write is no edge of the graph; looking at edges alone, the mask is a triangle.
+    inputs = _qkv()
+    got = run_pass(_attend(mask), rewrite_attention, *inputs)
+    assert got.found == (0, 0)
+    assert_bitwise_equal(got.out, _attend(mask)(*inputs))
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:
@@ -358,12 +380,39 @@ def _times_number(g: Tensor, u: Tensor) -> Tensor:
     return F.silu(g) * 2.0 + u
 
 
-@pytest.mark.parametrize("function", [_silu_read_twice, _broadcast, _times_number])
+def _into_up(g: Tensor, u: Tensor) -> Tensor:
+    u = u + 0
+    u *= F.silu(g)
+    return u + 1
+
+
+@pytest.mark.parametrize("function", [_silu_read_twice, _broadcast, _times_number, _into_up])
 def test_another_use_of_silu_is_left_alone(run_pass, function) -> None:
     g, u = torch.randn(3, 16), torch.randn(3, 16)
     got = run_pass(function, rewrite_swiglu, g, u)
     assert got.found == 0
     assert_bitwise_equal(got.out, function(g, u))
+
+
+# ---- writes without readers ----
+
+
+def test_what_is_written_in_place_survives_every_pass() -> None:
+    # DeepSeek's router scatters into a mask, GPT-OSS adds biases in place: nobody reads what those calls return.
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = torch.zeros_like(x)
+            kept.scatter_(1, x.topk(2).indices, 1.0)
+            kept[:, 0] = 2.0
+            y = x * kept
+            y.add_(1.0)
+            y += 1.0
+            return F.silu(y) * y
+
+    options, x = BackendOptions(), torch.randn(5, 16)
+    compiled = torch.compile(Writes(), backend=lambda graph, inputs: compile_graph(graph, inputs, options))
+    torch.testing.assert_close(compiled(x), Writes()(x))
+    assert options.counts["swiglu"] == 1
 
 
 # ---- linears ----

@@ -21,7 +21,7 @@ from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
-from deepwell.engine.passes.match import value_of
+from deepwell.engine.passes.match import erase_unread, value_of
 from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
@@ -41,6 +41,9 @@ class BackendOptions:
     schemes: Mapping[str, str] = field(default_factory=dict)
     use_inductor: bool = False
     fuse_head: bool = True
+    cuda_graphs: bool = (
+        False  # record forward and backward once and replay them: short kernels no longer wait for the host
+    )
     recompute: bool = False  # make FP8 copies again in the backward instead of keeping them
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     counts: dict[str, int] = field(default_factory=dict)
@@ -109,7 +112,7 @@ def _rewrite(
     norms, activations = rewrite_before_linears(graph)
     options.note("layer_norm", norms)
     options.note("activation", activations)
-    graph.eliminate_dead_code()
+    erase_unread(graph)
     graph_module.recompile()
     return deferred
 
@@ -210,6 +213,8 @@ def _with_inductor(
             return get_hash_for_files((mark_recomputed.__code__.co_filename,))
 
     patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions()}
+    if options.cuda_graphs:
+        patches["triton.cudagraphs"] = True
     if options.recompute:
         patches["joint_custom_pre_pass"] = Marks()
     return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import SHAPE_OPS, argument, name_of, value_of
+from deepwell.engine.passes.match import SHAPE_OPS, argument, is_in_place, name_of, value_of
 
 _FORBIDDEN = {"get_attr", "call_module", "output"}
 # The largest square that is tried for a symbolic size: 16M booleans.
@@ -59,7 +59,7 @@ def _is_causal(mask: fx.Node) -> bool:
     if value is None or value.dtype is not torch.bool or value.dim() < 2 or value.shape[-1] != value.shape[-2]:
         return False
     order = _subgraph(mask)
-    if order is None:
+    if order is None or _is_written(order):
         return False
     size = value.shape[-1]
     if not isinstance(size, torch.SymInt):
@@ -98,6 +98,18 @@ def _subgraph(node: fx.Node) -> list[fx.Node] | None:
         if not is_size:  # a size is known from its symbol, whatever tensor it was read from
             stack += [(parent, False) for parent in current.all_input_nodes]
     return order
+
+
+def _is_written(order: list[fx.Node]) -> bool:
+    """Whether something writes into a part of the subgraph, or into a view of it, beside the graph's edges."""
+    parts = {node for node in order if value_of(node) is not None}
+    for node in order[-1].graph.nodes:
+        target = node.args[0] if node.args and node not in parts and is_in_place(node) else None
+        while isinstance(target, fx.Node):
+            if target in parts:
+                return True
+            target = target.args[0] if target.args else None
+    return False
 
 
 def _is_symbol(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from deepwell.engine.passes.match import (
     CAST_OPS,
     SHAPE_OPS,
     argument,
+    erase_unread,
     name_of,
     replace,
     runs_in_kernels,
@@ -58,7 +59,7 @@ def rewrite_cross_entropy(
         if is_returned:
             deferred += _return_head_input(graph, logits, x, weight)
         heads.append(weight)
-    graph.eliminate_dead_code()
+    erase_unread(graph)
     return heads, deferred
 
 

@@ -52,6 +52,16 @@ _METHODS = {
 }  # fmt: skip
 _METHOD_NAMES = {"add_": "add", "mul_": "mul", "type_as": "to"}
 
+_IN_PLACE = {
+    operator.setitem,
+    operator.iadd,
+    operator.imul,
+    operator.isub,
+    operator.itruediv,
+    operator.iand,
+    operator.ior,
+}
+
 KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 # Ops that only re-describe the same numbers: shape, layout or dtype.
@@ -69,6 +79,24 @@ def name_of(node: Any) -> str:
         target = str(node.target)
         return target if target in _METHODS else _METHOD_NAMES.get(target, "")
     return ""
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a node writes into its first argument: `x.add_(y)`, `x += y`, `x[i] = y`, `f(x, inplace=True)`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
+
+
+def erase_unread(graph: fx.Graph) -> None:
+    """Drop known ops that nobody reads any more.
+
+    FX's own sweep takes what has no reader for dead, but Dynamo's graphs hold `x.scatter_(...)` whose work lies in x.
+    AOTAutograd drops what else is dead, once mutation is out of the graph.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and name_of(node) and not is_in_place(node):
+            graph.erase_node(node)
 
 
 def value_of(node: Any) -> Any:

@@ -14,6 +14,7 @@ from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     CAST_OPS,
     argument,
+    is_in_place,
     name_of,
     only_user,
     other_operand,
@@ -51,7 +52,7 @@ def _from_pattern(graph: fx.Graph, rsqrt: fx.Node) -> bool:
     if found is None or scaled is None or name_of(scaled) != "mul":
         return False
     x32, eps = found
-    if other_operand(scaled, rsqrt) is not x32:
+    if other_operand(scaled, rsqrt) is not x32 or is_in_place(scaled):
         return False
     x = skip(x32, CAST_OPS)
     last = only_user(scaled)

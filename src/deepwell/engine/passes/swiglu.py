@@ -3,7 +3,16 @@
 from torch import fx
 
 from deepwell.engine import functional
-from deepwell.engine.passes.match import argument, name_of, only_user, other_operand, replace, runs_in_kernels, value_of
+from deepwell.engine.passes.match import (
+    argument,
+    is_in_place,
+    name_of,
+    only_user,
+    other_operand,
+    replace,
+    runs_in_kernels,
+    value_of,
+)
 
 
 def rewrite_swiglu(graph: fx.Graph) -> int:
@@ -15,6 +24,8 @@ def rewrite_swiglu(graph: fx.Graph) -> int:
         if product is None or name_of(product) != "mul":
             continue
         gate, up = inner.args[0], other_operand(product, inner)
+        if is_in_place(product) and product.args[0] is not inner:  # `up *= ...`: others may read up afterwards
+            continue
         if not runs_in_kernels(gate, up) or value_of(gate).shape != value_of(up).shape or not value_of(gate).dim():
             continue
         with graph.inserting_before(product):
