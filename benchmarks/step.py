@@ -69,7 +69,7 @@ def compiled(model, variant):
     from deepwell.engine.backend import BackendOptions, compile_graph
 
     fp8 = {"fp8": "fp8_row|fp8_row|fp8_row", "fp8_wbf16": "fp8_row|fp8_row|bf16", "bf16": None}[
-        variant.removesuffix("_nolce").removesuffix("_head").removesuffix("_re")
+        variant.removesuffix("_nolce").removesuffix("_head").removesuffix("_re").removesuffix("_cg")
     ]
     head_too = variant.endswith("_head")
     linears = [
@@ -82,6 +82,7 @@ def compiled(model, variant):
         use_inductor=True,
         fuse_head=not variant.endswith("_nolce"),
         recompute="_re" in variant,
+        cuda_graphs="_cg" in variant,
     )
     return torch.compile(model, backend=lambda gm, ex: compile_graph(gm, ex, options)), options
 
