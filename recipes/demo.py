@@ -114,7 +114,7 @@ def train(step_fn: Callable[..., Tensor], model: Llama, data: list[tuple[Tensor,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where the results go")
-    parser.add_argument("--steps", type=int, default=15, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
     parser.add_argument("--recipe", default="mxfp8", help="precision recipe: bf16, fp8, mxfp8, nvfp4")
     args = parser.parse_args()
     console = Console()

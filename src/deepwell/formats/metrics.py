@@ -19,7 +19,7 @@ _REFERENCE_SLACK = 1e-6
 def sqnr_db(ref: Tensor, got: Tensor) -> float:
     """10 log10(|ref|^2 / |ref - got|^2), summed in float64; inf where they are equal, NaN where one is not finite."""
     _check_same_shape(ref, got)
-    ref64, got64 = ref.double(), got.double()
+    ref64, got64 = ref.detach().double(), got.detach().double()
     noise = float((ref64 - got64).square().sum())
     signal = float(ref64.square().sum())
     if not math.isfinite(noise) or not math.isfinite(signal):
