@@ -211,6 +211,19 @@ def test_several_shapes_share_one_graph(model) -> None:
     assert engine.options.counts["linear"] == 14 * engine.options.graphs
 
 
+def test_too_many_graphs_are_an_error_not_a_slow_model(monkeypatch) -> None:
+    # Past its limit Dynamo runs the model as it was written, in high precision, and says so in a log at best.
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    from deepwell.engine import engine as module
+
+    engine, x = dw.compile(MLP(), precision="mxfp8"), torch.randn(4, 20)
+    engine(x)
+    monkeypatch.setitem(module._DYNAMO, "recompile_limit", 1)
+    with pytest.raises(FailOnRecompileLimitHit), torch.no_grad():
+        engine(x)
+
+
 def test_gradients_accumulate_over_micro_batches(model, batch) -> None:
     engine = dw.compile(model, precision="bf16")
     halves = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(2)]
