@@ -602,6 +602,36 @@ def test_a_quantization_goes_into_its_producer_unless_others_read_it(function, f
         assert_bitwise_equal(got, ref)
 
 
+# ---- values made again in the backward ----
+
+
+def test_fp8_copies_are_made_again_instead_of_kept(batch) -> None:
+    # Inductor's partitioner reads the marks; the numbers must not change, the bytes that are kept must.
+    model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    kept_bytes, gradients = [], []
+    for recompute in (False, True):
+        torch._dynamo.reset()
+        options = BackendOptions(schemes=dict.fromkeys(linears, FP8), use_inductor=True, recompute=recompute)
+        compiled = torch.compile(model, backend=lambda graph, inputs, o=options: compile_graph(graph, inputs, o))
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, into: list[Tensor] = kept) -> Tensor:
+            into.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = compiled(**batch).loss
+        loss.backward()
+        kept_bytes.append(sum(t.nbytes for t in kept if t.dtype is torch.float8_e4m3fn and 74 in t.shape))
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    assert options.counts["recomputed"] > 0
+    assert kept_bytes[1] == 0 < kept_bytes[0]  # of the 74 tokens' FP8 copies, rows or columns
+    for again, once in zip(*reversed(gradients), strict=True):
+        assert_bitwise_equal(again, once)
+
+
 # ---- Hugging Face architectures ----
 
 
