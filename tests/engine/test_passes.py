@@ -394,6 +394,33 @@ def test_another_use_of_silu_is_left_alone(run_pass, function) -> None:
     assert_bitwise_equal(got.out, function(g, u))
 
 
+# ---- operands by name ----
+
+
+def test_operands_given_by_name_are_found() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.Parameter(torch.ones(16)), nn.Parameter(torch.randn(16, 16))
+            self.head = nn.Parameter(torch.randn(24, 16))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = F.rms_norm(input=x, normalized_shape=(16,), weight=self.norm, eps=1e-6)
+            q = F.linear(input=x, weight=self.up)[:, None]
+            x = F.scaled_dot_product_attention(query=q, key=q, value=q, attn_mask=_causal(q.shape[2]))[:, 0]
+            x = torch.mul(input=F.silu(input=x), other=x)
+            logits = F.linear(input=x, weight=self.head)
+            return F.cross_entropy(input=logits.flatten(0, 1), target=y, ignore_index=-1)
+
+    model, x, y = Named(), torch.randn(2, 5, 16), torch.randint(0, 24, (10,))
+    options = BackendOptions(schemes={"up": FP8})
+    compiled = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))
+    torch.testing.assert_close(compiled(x, y), model(x, y), rtol=0.05, atol=0)
+    fired = {name: count for name, count in options.counts.items() if count}
+    expected = ("causal_mask", "cross_entropy", "rms_norm", "linear", "swiglu", "fused_quantize")
+    assert fired == dict.fromkeys(expected, 1)
+
+
 # ---- writes without readers ----
 
 

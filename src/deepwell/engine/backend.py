@@ -21,7 +21,7 @@ from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
-from deepwell.engine.passes.match import erase_unread, value_of
+from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
 from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
@@ -93,6 +93,7 @@ def _rewrite(
 ) -> list[DeferredOutput]:
     """The passes in order: each sees what the ones before it made. `outer` says what a nested graph's inputs are."""
     graph = graph_module.graph
+    give_operands_by_position(graph)
     for body, operands in _nested(graph_module):
         names = {inner: weights[node.name] for inner, node in operands.items() if node.name in weights}
         # A nested graph's outputs belong to the graph around it: nothing of it can be deferred.

@@ -18,7 +18,7 @@ from deepwell.engine.backend import BackendOptions, compile_graph, parameter_nam
 from deepwell.engine.binding import bind
 from deepwell.engine.compile import check_fallback, device_of, use_inductor
 from deepwell.engine.passes.linear import linear_parts
-from deepwell.engine.passes.match import CAST_OPS, SHAPE_OPS, argument, name_of, value_of
+from deepwell.engine.passes.match import CAST_OPS, SHAPE_OPS, argument, give_operands_by_position, name_of, value_of
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import Linear
@@ -54,6 +54,7 @@ def deepwell(
 
 def ir_of_graph(graph: fx.Graph, names: Mapping[str, tuple[str, ...]]) -> IR:
     """The linears of a graph as an IR: enough for a policy to decide, without edges and costs."""
+    give_operands_by_position(graph)
     vocabularies = {
         int(value_of(weight).shape[0])
         for node in graph.nodes

@@ -81,6 +81,37 @@ def name_of(node: Any) -> str:
     return ""
 
 
+# Operands that passes read by position, where a model gives them by name.
+_OPERANDS = {
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("input", "mat1", "mat2"),
+    "matmul": ("input", "other"),
+    "mul": ("input", "other"),
+    "add": ("input", "other"),
+    "rsqrt": ("input",),
+    "pow": ("input", "exponent"),
+    "mean": ("input", "dim"),
+    "square": ("input",),
+    "silu": ("input",),
+    "gelu": ("input",),
+    "rms_norm": ("input",),
+    "layer_norm": ("input",),
+    "cross_entropy": ("input", "target"),
+    "attention": ("query", "key", "value"),
+    "chunk": ("input", "chunks"),
+}
+
+
+def give_operands_by_position(graph: fx.Graph) -> None:
+    """Turn `f(input=x, weight=w)` into `f(x, w)`, so that passes find operands in one place."""
+    for node in graph.nodes:
+        for name in _OPERANDS.get(name_of(node), ())[len(node.args) :]:
+            if name not in node.kwargs:
+                break
+            node.args = (*node.args, node.kwargs[name])
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}
+
+
 def is_in_place(node: fx.Node) -> bool:
     """Whether a node writes into its first argument: `x.add_(y)`, `x += y`, `x[i] = y`, `f(x, inplace=True)`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
