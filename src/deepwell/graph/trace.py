@@ -230,10 +230,18 @@ def _check_arguments(model: Any, ways: tuple[str, ...], deduplicate: bool | None
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings of half-run models (deprecations, meta tensors) tell the user nothing about the trace."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Warnings of half-run models (deprecations, meta tensors) tell the user nothing about the trace.
+
+    Nor does torch 2.11's report that it could not write our Dynamo settings into its own metrics (a set of functions).
+    """
+    metrics = logging.getLogger("torch._dynamo.metrics_context")
+    was_disabled, metrics.disabled = metrics.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        metrics.disabled = was_disabled
 
 
 # ---- the ways ----
