@@ -1,5 +1,6 @@
 """What the engine's tests share: one pass run on one captured graph, and tiny Hugging Face models."""
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,3 +70,10 @@ def batch() -> dict[str, torch.Tensor]:
 
     ids = torch.randint(3, zoo_models.VOCAB, (2, 37), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def cxx_compiler() -> None:
+    """Inductor writes C++ on a CPU; a bare machine has no compiler for it."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("Inductor on a CPU needs a C++ compiler")

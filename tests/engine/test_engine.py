@@ -1,7 +1,6 @@
 """An engine is a drop-in for its model: the same call, outputs, parameters and keys, whatever is done to it."""
 
 import io
-import shutil
 
 import pytest
 import torch
@@ -416,12 +415,10 @@ def test_without_fusing_the_head_logits_are_plain(model, batch) -> None:
 # ---- Inductor on a CPU ----
 
 
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor on a CPU needs a C++ compiler"
-)
 @pytest.mark.parametrize(
     "make", [MLP, lambda: zoo_models.tiny_model("llama", num_hidden_layers=1)], ids=["mlp", "llama"]
 )
+@pytest.mark.usefixtures("cxx_compiler")
 def test_inductor_compiles_what_no_pass_touches(make, batch) -> None:
     model = make().eval()
     inputs = {"x": torch.randn(8, 20)} if isinstance(model, MLP) else batch

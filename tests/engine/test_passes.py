@@ -632,6 +632,7 @@ def test_a_quantization_goes_into_its_producer_unless_others_read_it(function, f
 # ---- values made again in the backward ----
 
 
+@pytest.mark.usefixtures("cxx_compiler")
 def test_fp8_copies_are_made_again_instead_of_kept(batch) -> None:
     # Inductor's partitioner reads the marks; the numbers must not change, the bytes that are kept must.
     model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
