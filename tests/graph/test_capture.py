@@ -275,3 +275,13 @@ def test_capture_leaves_the_model_as_it_was() -> None:
 def test_a_compiled_model_is_captured_as_the_model_inside() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     assert capture(torch.compile(model)) == capture(model)  # type: ignore[arg-type]
+
+
+def test_a_capture_under_the_meta_device_equals_one_outside():
+    # Users build and capture in one `with` block; masks are then evaluated under it too.
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        inside = capture(model)
+    assert inside == capture(model)
+    assert next(op for op in inside.blocks[0].ops if op.kind == "attention").causal

@@ -34,7 +34,12 @@ class _Unknown(Exception):
 
 def read_mask(flow: Flow, probability: fx.Node, scores: fx.Node | None, mask: fx.Node | None) -> MaskFacts | None:
     """Facts of the mask between `scores` and the softmax `probability`, or of an explicit `mask`; None if unknown."""
-    target = mask if mask is not None else probability
+    # Values are wanted: on a CPU, also where the caller builds everything under `with torch.device("meta")`.
+    with torch.device("cpu"):
+        return _read_mask(flow, mask if mask is not None else probability, scores)
+
+
+def _read_mask(flow: Flow, target: fx.Node, scores: fx.Node | None) -> MaskFacts | None:
     visible = _visible(flow, target, scores, {})
     if visible is None:
         return None
