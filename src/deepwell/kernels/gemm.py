@@ -2,7 +2,7 @@
 
 Both operands lie along the contraction (Hopper's tensor cores take nothing else). Rows of A carry their own scale or
 share one; B has one scale for the tensor or one per row. Numerics: products of codes are exact; cuBLASLt adds them in
-fp32, with `fast` in the tensor cores' shorter accumulator (docs/numerics.md has its measured floor).
+fp32, with `fast` in the tensor cores' shorter accumulator (its floor in dB has not been measured yet).
 Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N.
 """
 
