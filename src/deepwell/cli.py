@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deepwell import __version__
+from deepwell import __version__, cli_bench, cli_validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -36,6 +36,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cli_bench.app, name="bench")
+app.add_typer(cli_validate.app, name="validate")
 
 
 def _print_version(value: bool) -> None:
