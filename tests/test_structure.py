@@ -29,6 +29,7 @@ LAYERS = (
     ("precision.guard",),
     ("moe", "engine"),
     ("train", "artifacts", "report"),
+    ("bench",),
     ("doctor",),
     ("cli", "__main__"),
 )
