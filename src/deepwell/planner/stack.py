@@ -1,0 +1,113 @@
+"""A software stack: the training framework a step runs on, as switches and a handful of fitted constants. Pure.
+
+Constants live in `stacks/NAME.json`, each with the rows it was fitted on; a name that has no file gets the generic
+stack, and says so. Switches are what a run turned on or off (attention kernel, dispatcher, gradient dtype ...); their
+effect is physics, not a fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from typing import Any
+
+from deepwell.errors import ConfigError
+
+GENERIC = "generic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackConstants:
+    """The fitted numbers of a stack; what each means stands in docs/planner.md."""
+
+    pointwise_passes: float = 1.0  # bytes that norms, activations, residuals and rope move, over the fused minimum
+    gemm_scale: float = 1.0  # GEMM and attention time over what the GPU's curve says
+    host_us_per_layer: float = 20.0  # host time per layer, direction and micro-batch that the GPU waits for
+    step_overhead_ms: float = 50.0  # per step: data, logging, gradient norm, host side of the optimizer
+    dp_exposed: float = 0.3  # share of gradient reduction and parameter gathering that nothing hides
+    comm_scale: float = 1.0  # collective time over what the fabric's curve says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A framework with its constants and switches."""
+
+    name: str
+    version: str = ""
+    constants: StackConstants = field(default=StackConstants())
+    switches: tuple[tuple[str, str], ...] = ()  # sorted pairs
+    fitted_on: str = ""
+    notes: tuple[str, ...] = ()
+
+    def switch(self, name: str, default: str = "") -> str:
+        """The value of a switch, or `default` where the stack is silent."""
+        for key, value in self.switches:
+            if key == name:
+                return value
+        return default
+
+    def with_switches(self, **changes: str | bool | None) -> Stack:
+        """The same stack with switches changed; None leaves one alone, True and False are written on and off."""
+        merged = dict(self.switches)
+        for key, value in changes.items():
+            if value is not None:
+                merged[key] = value if isinstance(value, str) else ("on" if value else "off")
+        return replace(self, switches=tuple(sorted(merged.items())))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "version": self.version,
+            "constants": {f.name: getattr(self.constants, f.name) for f in fields(self.constants)},
+            "switches": dict(self.switches),
+            "fitted_on": self.fitted_on,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Stack:
+        try:
+            return cls(
+                name=data["name"],
+                version=data.get("version", ""),
+                constants=StackConstants(**{key: float(value) for key, value in data["constants"].items()}),
+                switches=tuple(sorted((str(k), str(v)) for k, v in data.get("switches", {}).items())),
+                fitted_on=data.get("fitted_on", ""),
+                notes=tuple(data.get("notes", ())),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"data: not a software stack: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{key} {value}" for key, value in self.switches)
+        return f"{self.name} {self.version}".strip() + (f" ({shown})" if shown else "")
+
+
+def known_stacks() -> tuple[str, ...]:
+    """Names that have fitted constants of their own."""
+    folder = resources.files("deepwell.planner") / "stacks"
+    return tuple(sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+
+@functools.lru_cache(maxsize=64)
+def _load(name: str) -> Stack:
+    text = (resources.files("deepwell.planner") / "stacks" / f"{name}.json").read_text(encoding="utf-8")
+    return Stack.from_dict(json.loads(text))
+
+
+def get_stack(name: str, *, version: str = "", **switches: str | bool | None) -> Stack:
+    """The stack of that name; an unknown name gets the generic constants and a note that says so."""
+    wanted = name.strip().lower()
+    if wanted in known_stacks():
+        found = _load(wanted)
+    else:
+        note = f"stack {name!r} has no fitted constants: the generic ones stand in"
+        found = replace(_load(GENERIC), name=wanted, notes=(note,))
+    return replace(found, version=version).with_switches(**switches)
+
+
+def deepwell_stack() -> Stack:
+    """Deepwell's own stack: what `autoplan` plans for unless told otherwise."""
+    return get_stack("deepwell")
