@@ -21,7 +21,17 @@ SRC = ROOT / "src"
 LAYERS = (
     ("errors",),
     ("formats.spec",),
-    ("graph.ir", "graph.ops", "graph.op_json", "graph.table", "graph.configs", "graph.fusion", "precision", "hardware"),
+    (
+        "graph.ir",
+        "graph.ops",
+        "graph.op_json",
+        "graph.table",
+        "graph.configs",
+        "graph.configs_hybrid",
+        "graph.fusion",
+        "precision",
+        "hardware",
+    ),
     ("planner",),
     ("formats",),
     ("kernels",),

@@ -57,6 +57,8 @@ class _Family:
     expert_bias: bool = False
     experts_transposed: bool = False
     scoring: str = "softmax"
+    norm: str = "rms"
+    gated: bool = True  # gate and up before the MLP's down, or up alone
     window_by_default: bool = False  # sliding_window holds for every layer unless layer_types says otherwise
 
 
@@ -65,6 +67,7 @@ _FAMILIES = {
     "mistral": _Family(qkv_bias=False, o_bias=False, window_by_default=True),
     "qwen2": _Family(qkv_bias=True, o_bias=False),
     "qwen3": _Family(qk_norm=True),
+    "nemotron": _Family(norm="layer", gated=False, activation="relu2"),
     "mixtral": _Family(qkv_bias=False, o_bias=False, window_by_default=True),
     "qwen3_moe": _Family(qk_norm=True),
     "deepseek_v3": _Family(mla=True, scoring="sigmoid"),
@@ -93,6 +96,10 @@ def ir_from_config(config: Mapping[str, Any], *, dtype: str | None = None) -> IR
     dtype = dtype or _DTYPES.get(str(config.get("dtype", config.get("torch_dtype", "float32"))), "fp32")
     if model_type == "gpt2":
         return _gpt2(config, dtype)
+    if model_type == "nemotron_h":
+        from deepwell.graph.configs_hybrid import ir_from_hybrid_config
+
+        return ir_from_hybrid_config(config, dtype)
     notes: tuple[str, ...] = ()
     family = _FAMILIES.get(model_type)
     if family is None:
@@ -232,6 +239,14 @@ def _gated_mlp(
         )
     )
     return w.linear(f"{path}.down_proj", f"{role}.down", act, inner, hidden, bias=bias)
+
+
+def _plain_mlp(w: _Writer, config: Mapping[str, Any], family: _Family, source: str) -> str:
+    hidden, inner, bias = _need(config, "hidden_size"), _need(config, "intermediate_size"), bool(config.get("mlp_bias"))
+    function = _activation_name(config, family.activation or "gelu")
+    up = w.linear("mlp.up_proj", "mlp.up", source, hidden, inner, bias=bias)
+    act = w.emit(Activation(name="mlp.act", role="mlp", inputs=(up,), dtype=w.dtype, function=function, width=inner))
+    return w.linear("mlp.down_proj", "mlp.down", act, inner, hidden, bias=bias)
 
 
 def _attention(w: _Writer, config: Mapping[str, Any], family: _Family, source: str, window: int | None) -> str:
@@ -381,7 +396,7 @@ def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tupl
             params=(stem.param("model.embed_tokens.weight", vocab, hidden),),
         )
     )  # fmt: skip
-    normed = tail.norm("model.norm", BLOCK_INPUT, hidden)
+    normed = tail.norm("model.norm", BLOCK_INPUT, hidden, norm=family.norm)
     tied = "model.embed_tokens.weight" if config.get("tie_word_embeddings", family.tied) else None
     _head_and_loss(tail, normed, hidden, vocab, tied)
     return IR(
@@ -402,15 +417,17 @@ def _decoder_block(
 ) -> tuple[Op, ...]:
     hidden = _need(config, "hidden_size")
     w = _Writer(dtype)
-    normed = w.norm("input_layernorm", BLOCK_INPUT, hidden)
+    normed = w.norm("input_layernorm", BLOCK_INPUT, hidden, norm=family.norm)
     if family.mla:
         attended = _latent_attention(w, config, normed)
     else:
         attended = _attention(w, config, family, normed, window)
     stream = w.add("add", "residual", BLOCK_INPUT, attended, width=hidden)
-    normed = w.norm("post_attention_layernorm", stream, hidden)
+    normed = w.norm("post_attention_layernorm", stream, hidden, norm=family.norm)
     if is_moe:
         out = _moe(w, config, family, normed)
+    elif not family.gated:
+        out = _plain_mlp(w, config, family, normed)
     else:
         inner, bias = _need(config, "intermediate_size"), bool(config.get("mlp_bias", False))
         out = _gated_mlp(
