@@ -209,6 +209,26 @@ def test_layer_norm_gradients(has_bias) -> None:
     _against_fp32(ours, reference, [_bf16(3, 7, 40), _bf16(40), *([_bf16(40)] if has_bias else [])])
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("reads_sum", [True, False])
+def test_norm_after_addition_gradients(kind, reads_sum) -> None:
+    # The gradient that reaches the sum past the norm is added inside the norm's backward; at the end there is none.
+    def together(total: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([total, y], dim=-1) if reads_sum else y
+
+    def ours(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        if kind == "rms":
+            return together(*functional.add_rms_norm(x, r, w, 1e-6, "torch")) + 0 * b.sum()
+        return together(*functional.add_layer_norm(x, r, w, b, 1e-6))
+
+    def reference(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        total = x + r
+        y = F.rms_norm(total, (40,), w, 1e-6) + 0 * b.sum() if kind == "rms" else F.layer_norm(total, (40,), w, b, 1e-6)
+        return together(total, y)
+
+    _against_fp32(ours, reference, [_bf16(3, 7, 40), _bf16(3, 7, 40), _bf16(40), _bf16(40)])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_linear_cross_entropy_gradients(reduction) -> None:
     target = torch.randint(0, 50, (28,))
@@ -263,6 +283,11 @@ def test_bf16_linear_is_torchs_own() -> None:
         ("rms_norm", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "llama")),
         ("rms_norm_quantize", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "torch")),
         ("rms_norm_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), torch.ones(8), "llama")),
+        ("rms_norm_backward", lambda: (*[_bf16(8, 32)] * 2, _bf16(32), torch.ones(8), "llama", _bf16(8, 32))),
+        ("add_rms_norm", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), 1e-6, "llama")),
+        ("add_rms_norm_quantize", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), 1e-6, "torch")),
+        ("add_layer_norm", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), _bf16(32), 1e-5)),
+        ("add_layer_norm_quantize", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), None, 1e-5)),
         ("layer_norm", lambda: (_bf16(8, 32), _bf16(32), _bf16(32), 1e-5)),
         ("layer_norm_quantize", lambda: (_bf16(8, 32), _bf16(32), None, 1e-5)),
         ("layer_norm_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), torch.zeros(8), torch.ones(8))),

@@ -23,6 +23,7 @@ from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
 from deepwell.engine.passes.recompute import mark_recomputed
+from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.kernels.gemm import ALIGNMENT
@@ -113,6 +114,7 @@ def _rewrite(
     norms, activations = rewrite_before_linears(graph)
     options.note("layer_norm", norms)
     options.note("activation", activations)
+    options.note("residual_norm", rewrite_residual_norm(graph))
     erase_unread(graph)
     graph_module.recompile()
     return deferred
@@ -208,10 +210,11 @@ def _with_inductor(
 
     class Marks(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
+            norm_again_from_sums(graph)
             options.note("recomputed", mark_recomputed(graph))
 
         def uuid(self) -> Any:
-            return get_hash_for_files((mark_recomputed.__code__.co_filename,))
+            return get_hash_for_files((mark_recomputed.__code__.co_filename, norm_again_from_sums.__code__.co_filename))
 
     patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions()}
     if options.cuda_graphs:

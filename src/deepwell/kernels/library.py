@@ -140,8 +140,25 @@ def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> 
     return out.q, out.scale, out.rstd
 
 
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str) -> tuple[Any, ...]:
-    out = rms_norm.rms_norm_backward(_dense(dy), _dense(x), weight, rstd, options=rms_norm.Options(rounding=rounding))
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
+    options = rms_norm.Options(eps=eps, rounding=rounding)
+    out = rms_norm.rms_norm(_dense(x), weight, residual_TD=_dense(residual), options=options)
+    return out.y, out.total, out.rstd
+
+
+def _add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
+    options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=_FP8)
+    out = rms_norm.rms_norm(_dense(x), weight, residual_TD=_dense(residual), options=options)
+    return out.q, out.scale, out.total, out.rstd
+
+
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str, d_residual: Tensor | None = None
+) -> tuple[Any, ...]:
+    """`d_residual` is the gradient that reaches x past the norm; dx has it added."""
+    past = None if d_residual is None else _dense(d_residual)
+    options = rms_norm.Options(rounding=rounding)
+    out = rms_norm.rms_norm_backward(_dense(dy), _dense(x), weight, rstd, d_residual_TD=past, options=options)
     return out.dx, out.dw
 
 
@@ -159,10 +176,22 @@ _register(
     _rms_norm_quantize,
     lambda x, weight, eps, rounding: (*_rows_of(x), _fake_rstd(x)),
 )
+_ADD_RMS_NORM = "(Tensor x, Tensor residual, Tensor weight, float eps, str rounding)"
 _register(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str rounding) -> (Tensor, Tensor)",
+    f"add_rms_norm{_ADD_RMS_NORM} -> (Tensor, Tensor, Tensor)",
+    _add_rms_norm,
+    lambda x, residual, weight, eps, rounding: (x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x)),
+)
+_register(
+    f"add_rms_norm_quantize{_ADD_RMS_NORM} -> (Tensor, Tensor, Tensor, Tensor)",
+    _add_rms_norm_quantize,
+    lambda x, residual, weight, eps, rounding: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x)),
+)
+_register(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? d_residual=None)"
+    " -> (Tensor, Tensor)",
     _rms_norm_backward,
-    lambda dy, x, weight, rstd, rounding: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    lambda dy, x, weight, rstd, rounding, d_residual=None: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )
 
 # ---- LayerNorm ----
@@ -179,8 +208,25 @@ def _layer_norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return out.q, out.scale, out.mean, out.rstd
 
 
-def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Any, ...]:
-    out = layer_norm.layer_norm_backward(_dense(dy), _dense(x), weight, mean, rstd)
+def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
+    options = rms_norm.Options(eps=eps, rounding="torch")
+    out = layer_norm.layer_norm(_dense(x), weight, bias, residual_TD=_dense(residual), options=options)
+    return out.y, out.total, out.mean, out.rstd
+
+
+def _add_layer_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Any, ...]:
+    options = rms_norm.Options(eps=eps, rounding="torch", write=False, fp8=_FP8)
+    out = layer_norm.layer_norm(_dense(x), weight, bias, residual_TD=_dense(residual), options=options)
+    return out.q, out.scale, out.total, out.mean, out.rstd
+
+
+def _layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, d_residual: Tensor | None = None
+) -> tuple[Any, ...]:
+    past = None if d_residual is None else _dense(d_residual)
+    out = layer_norm.layer_norm_backward(_dense(dy), _dense(x), weight, mean, rstd, d_residual_TD=past)
     return out.dx, out.dw, out.db
 
 
@@ -194,10 +240,22 @@ _register(
     _layer_norm_quantize,
     lambda x, weight, bias, eps: (*_rows_of(x), _fake_rstd(x), _fake_rstd(x)),
 )
+_ADD_LAYER_NORM = "(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps)"
 _register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    f"add_layer_norm{_ADD_LAYER_NORM} -> (Tensor, Tensor, Tensor, Tensor)",
+    _add_layer_norm,
+    lambda x, residual, weight, bias, eps: (x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
+)
+_register(
+    f"add_layer_norm_quantize{_ADD_LAYER_NORM} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _add_layer_norm_quantize,
+    lambda x, residual, weight, bias, eps: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
+)
+_register(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? d_residual=None)"
+    " -> (Tensor, Tensor, Tensor)",
     _layer_norm_backward,
-    lambda dy, x, weight, mean, rstd: (
+    lambda dy, x, weight, mean, rstd, d_residual=None: (
         x.new_empty(x.shape),
         weight.new_empty(weight.shape),
         weight.new_empty(weight.shape),

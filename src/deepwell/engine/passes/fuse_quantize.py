@@ -2,7 +2,7 @@
 
 Works on AOTAutograd's forward or backward graph, where producers and quantizations are separate primitives:
 
-    rms_norm -> quantize_rows                 rms_norm_quantize             layer_norm alike
+    rms_norm -> quantize_rows                 rms_norm_quantize             layer_norm and add_* alike
     swiglu -> quantize_rows                   swiglu_quantize               activation alike
     swiglu_backward -> quantize_rows          swiglu_backward_quantize      activation_backward alike
 
@@ -27,6 +27,8 @@ def fuse_quantize(graph: fx.Graph) -> int:
     norms = {
         ops.rms_norm.default: ops.rms_norm_quantize.default,
         ops.layer_norm.default: ops.layer_norm_quantize.default,
+        ops.add_rms_norm.default: ops.add_rms_norm_quantize.default,
+        ops.add_layer_norm.default: ops.add_layer_norm_quantize.default,
     }
     singles = {
         ops.swiglu.default: ops.swiglu_quantize.default,

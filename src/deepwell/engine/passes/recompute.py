@@ -16,7 +16,7 @@ def mark_recomputed(graph: fx.Graph) -> int:
     """Mark the forward's cheap primitives in a joint graph. Returns how many nodes."""
     ops = torch.ops.deepwell
     cheap = {ops.rms_norm.default, ops.swiglu.default, ops.quantize_rows.default}
-    backward = _after_tangents(graph)
+    backward = after_tangents(graph)
     marked = 0
     for node in graph.nodes:
         owner = node.args[0] if _is_item(node) else node
@@ -31,7 +31,7 @@ def _is_item(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
 
 
-def _after_tangents(graph: fx.Graph) -> set[Any]:
+def after_tangents(graph: fx.Graph) -> set[Any]:
     """Nodes of the backward: all that follows from an incoming gradient."""
     found: set[Any] = set()
     for node in graph.nodes:
