@@ -27,12 +27,16 @@ def test_gives_the_published_words(counter, key, words):
 
 
 @triton.jit
-def _draw_kernel(tile_ptr, each_ptr, seed_ptr, first, ROWS: tl.constexpr):
+def _draw_kernel(tile_ptr, each_ptr, next_ptr, next_each_ptr, seed_ptr, first, ROWS: tl.constexpr):
     seed, tensor, step = tl.load(seed_ptr), tl.load(seed_ptr + 1), tl.load(seed_ptr + 2)
     e = tl.arange(0, ROWS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     start = first.to(tl.int64)
-    tl.store(tile_ptr + e, philox.random_bits(start, seed, tensor, step, 2, ROWS, 128, 128))
-    tl.store(each_ptr + e, philox.random_bits_each(start + e, seed, tensor, step, 2))
+    bits, neighbours = philox.random_bits(start, seed, tensor, step, 2, ROWS, 128, 128)
+    tl.store(tile_ptr + e, bits)
+    tl.store(next_ptr + e, neighbours)
+    bits, neighbours = philox.random_bits_each(start + e, seed, tensor, step, 2)
+    tl.store(each_ptr + e, bits)
+    tl.store(next_each_ptr + e, neighbours)
 
 
 def test_draws_a_tile_and_single_elements_alike(device):
@@ -42,11 +46,17 @@ def test_draws_a_tile_and_single_elements_alike(device):
     if device == "cpu":
         kernel = triton.runtime.interpreter.InterpretedFunction(_draw_kernel.fn)
     tile = torch.zeros((4, 128), dtype=torch.int32, device=device)
-    each = torch.zeros_like(tile)
-    kernel[(1,)](tile, each, torch.tensor([seed, 7, 9], device=device), first, ROWS=4)
+    each, neighbours, neighbours_each = (torch.zeros_like(tile) for _ in range(3))
+    key = torch.tensor([seed, 7, 9], device=device)
+    kernel[(1,)](tile, each, neighbours, neighbours_each, key, first, ROWS=4)
     ref = philox.random_bits_ref(first + 512, seed=seed, tensor=7, step=9, stream=2, device=torch.device(device))
     assert_bitwise_equal(tile.flatten(), ref[first:], "tile")
     assert_bitwise_equal(each.flatten(), ref[first:], "each")
+    swapped = ref.view(-1, 2)[:, [1, 0]].flatten()
+    assert_bitwise_equal(neighbours.flatten(), swapped[first:], "neighbours")
+    assert_bitwise_equal(neighbours_each.flatten(), swapped[first:], "neighbours, each")
+    odd = philox.neighbour_bits_ref(first + 511, seed=seed, tensor=7, step=9, stream=2, device=torch.device(device))
+    assert_bitwise_equal(odd, swapped[: first + 511], "an odd count")
 
 
 def test_bits_are_uniform_and_differ_by_every_part_of_the_key():

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
-from deepwell.kernels.philox import random_bits, random_bits_each, random_bits_ref
+from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FLT_MAX = torch.finfo(torch.float32).max
-# Streams of random bits: one for each number of an element that may be rounded at random.
-STREAM_PARAM, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ = 0, 1, 2
+# Streams of random bits. The second moment takes the neighbour's bits of the parameter's stream: one draw for both.
+STREAM_PARAM, STREAM_EXP_AVG = 0, 1
 
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
@@ -55,17 +55,12 @@ class Noise:
     def of(param: Tensor, *, seed: int, index: int, step: int, for_param: bool, for_moments: bool) -> "Noise":
         """The bits of the parameter number `index` at `step`."""
 
-        def bits(stream: int, wanted: bool) -> Tensor | None:
-            if not wanted:
-                return None
-            return random_bits_ref(
-                param.numel(), seed=seed, tensor=index, step=step, stream=stream, device=param.device
-            )
-
+        key = {"seed": seed, "tensor": index, "step": step, "device": param.device}
+        count = param.numel()
         return Noise(
-            param=bits(STREAM_PARAM, for_param),
-            exp_avg=bits(STREAM_EXP_AVG, for_moments),
-            exp_avg_sq=bits(STREAM_EXP_AVG_SQ, for_moments),
+            param=random_bits_ref(count, stream=STREAM_PARAM, **key) if for_param else None,
+            exp_avg=random_bits_ref(count, stream=STREAM_EXP_AVG, **key) if for_moments else None,
+            exp_avg_sq=neighbour_bits_ref(count, stream=STREAM_PARAM, **key) if for_moments else None,
         )
 
 
@@ -179,12 +174,14 @@ def update_numbers(p, g, m, v, hyper_ptr):
 
 @triton.jit
 def round_bf16_at_random(x, noise):
-    """fp32 x as bf16, up with the probability of its distance; 16 random bits an element. Inf and NaN stay."""
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    rounded = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
-    largest: tl.constexpr = 3.3895313892515355e38
-    rounded = tl.minimum(tl.maximum(rounded, -largest), largest)
-    return tl.where(magnitude < 0x7F800000, rounded, x).to(tl.bfloat16)
+    """fp32 x as bf16, up with the probability of its distance; 16 random bits an element. Inf and NaN stay.
+
+    What is beyond bf16's largest number is cut instead: to that number, or it is inf or NaN (quiet, as arithmetic
+    leaves it: the bit that says so is in the upper half).
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    upper = (bits + tl.where((bits & 0x7FFFFFFF) < 0x7F7F0000, noise, 0)) >> 16
+    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -225,7 +222,10 @@ def encode_e4m3(x, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr):
 
 @triton.jit
 def noise_of(first, stride, e, random, STREAM: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr):
-    """Random bits of a tile; `random` is (seed, tensor, step). EACH where rows do not begin at multiples of 8."""
+    """Random bits of a tile and of its neighbours; `random` is (seed, tensor, step).
+
+    EACH where rows do not begin at multiples of 8.
+    """
     seed, index, step = random
     if EACH:
         return random_bits_each(first + e, seed, index, step, STREAM)
@@ -280,12 +280,12 @@ def update_tile(
     p, m, v, root = update_numbers(p, g, m.to(tl.float32), v.to(tl.float32), hyper_ptr)
 
     m_noise, v_noise = 0, 0
-    if RANDOM_MOMENT:
+    if RANDOM_MOMENT or RANDOM_PARAM:
+        p_noise, v_noise = noise_of(first, stride, e, random, 0, ROWS, EACH)
+    if RANDOM_MOMENT and MOMENT == tl.uint8:
         # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
         # by a thousandth, less than half a step of bf16, and would stand still.
-        if MOMENT == tl.uint8:
-            m_noise = noise_of(first, stride, e, random, 1, ROWS, EACH)
-        v_noise = noise_of(first, stride, e, random, 2, ROWS, EACH)
+        m_noise, _ = noise_of(first, stride, e, random, 1, ROWS, EACH)
     if MOMENT == tl.uint8:
         # What was masked is 0 still, so nothing beyond the end raises a block's scale.
         m_code, m_scale = encode_e4m3(m, m_noise, False, RANDOM_MOMENT)
@@ -303,7 +303,7 @@ def update_tile(
     if HAS_MASTER:
         tl.store(master_ptr + e, p, mask=is_live)
     if RANDOM_PARAM:
-        stored = round_bf16_at_random(p, noise_of(first, stride, e, random, 0, ROWS, EACH))
+        stored = round_bf16_at_random(p, p_noise)
     else:
         stored = p.to(PARAM)
     tl.store(param_ptr + e, stored, mask=is_live)

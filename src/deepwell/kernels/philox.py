@@ -4,11 +4,12 @@
 
 Element e of tensor t at step s takes 16 bits of the call at counter (e // 8, stream, t, s) under the key `seed`: eight
 elements share one call, element e the half e % 2 (low first) of word (e % 8) // 2. So a result depends neither on the
-launch shape nor on what ran before, and a resumed run draws the same bits.
+launch shape nor on what ran before, and a resumed run draws the same bits. A second number of an element takes its
+neighbour's bits (element e ^ 1), the other half of the same word: the two are independent, and one call serves both.
 
 Seven rounds are the fewest that the paper found to pass TestU01's BigCrush; ten, its choice for general use, made the
-optimizer's update wait for integer arithmetic instead of memory. One H200, 2026-11-15, the update inside a step of
-benchmarks/step.py --model 8b-4l (1.92e9 parameters): 9.5 ms with ten rounds and three draws, 8.4 with seven and two.
+optimizer's update wait for integer arithmetic instead of memory. One H200, 2026-11-15, the update inside a training
+step of 1.92e9 parameters (8b-4l): 9.5 ms with ten rounds and three draws, 8.4 with seven and two.
 
 Numerics: both forms are bit-equal. Cost: about 45 integer instructions a call, 6 for an element.
 """
@@ -58,6 +59,13 @@ def random_bits_ref(count: int, *, seed: int, tensor: int, step: int, stream: in
     return halves.flatten()[:count].to(torch.int32)
 
 
+def neighbour_bits_ref(count: int, *, seed: int, tensor: int, step: int, stream: int, device: torch.device) -> Tensor:
+    """The bits of each element's neighbour e ^ 1, as int32."""
+    even = count + count % 2
+    bits = random_bits_ref(even, seed=seed, tensor=tensor, step=step, stream=stream, device=device)
+    return bits.view(-1, 2).flip(1).flatten()[:count]
+
+
 # ---- kernel functions ----
 
 
@@ -84,21 +92,25 @@ def _words(call, seed, tensor, step, STREAM: tl.constexpr):
 
 @triton.jit
 def random_bits(first, seed, tensor, step, STREAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stride):
-    """The bits of a (ROWS, COLUMNS) tile, rows `stride` elements apart from `first`; both multiples of 8. int32."""
+    """The bits of a (ROWS, COLUMNS) tile and those of its elements' neighbours, int32.
+
+    Rows lie `stride` elements apart from `first`, both multiples of 8.
+    """
     r = tl.arange(0, ROWS)[:, None].to(tl.int64)
     call = (first + r * stride) // 8 + tl.arange(0, COLUMNS // 8)[None, :]
     r0, r1, r2, r3 = _words(call, seed, tensor, step, STREAM)
     # Each join adds the fastest dimension: (.., word's upper bit, word's lower bit, half).
     words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
-    halves = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(halves, (ROWS, COLUMNS)).to(tl.int32)
+    low, high = (words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32)
+    return tl.reshape(tl.join(low, high), (ROWS, COLUMNS)), tl.reshape(tl.join(high, low), (ROWS, COLUMNS))
 
 
 @triton.jit
 def random_bits_each(element, seed, tensor, step, STREAM: tl.constexpr):
-    """The bits of each element by a call of its own: eight times the work, for rows that begin anywhere. int32."""
+    """As `random_bits`, each element by a call of its own: eight times the work, for rows that begin anywhere."""
     r0, r1, r2, r3 = _words(element // 8, seed, tensor, step, STREAM)
     place = (element % 8).to(tl.int32)
     word = place // 2
     chosen = tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3))
-    return tl.where(place % 2 == 0, chosen & 0xFFFF, chosen >> 16).to(tl.int32)
+    low, high = (chosen & 0xFFFF).to(tl.int32), (chosen >> 16).to(tl.int32)
+    return tl.where(place % 2 == 0, low, high), tl.where(place % 2 == 0, high, low)
