@@ -78,7 +78,7 @@ def test_every_constant_has_a_source():
 
 
 def test_every_machine_of_the_task_is_there_with_what_a_planner_needs():
-    wanted = "A100-40 A100-80 H100 H100-PCIe H200 H800 B100 B200 B300 GB200 GB300".split()
+    wanted = "A100-40 A100-80 A800-80 H100 H100-96G-500W H100-PCIe H200 H800 B100 B200 B300 GB200 GB300".split()
     assert sorted(machines()) == sorted(name.lower() for name in wanted)
     for machine in machines().values():
         gpu = machine.gpu()
