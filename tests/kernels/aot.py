@@ -25,6 +25,7 @@ _POINTERS = {
     torch.float8_e5m2: "*fp8e5",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 
 
@@ -49,11 +50,13 @@ def compile_kernel(
     *,
     arch: int,
     num_warps: int = 4,
+    num_stages: int | None = None,
 ) -> Compiled:
     """Compile for sm_`arch`; every parameter of the kernel must be named in `arguments`.
 
     An argument is a torch dtype (a pointer to it, 16-byte aligned), None (a pointer left out), "i32" (an integer that
-    is a multiple of 16), "i32:any" (any integer), "fp32", or a constexpr's value.
+    is a multiple of 16), "i32:any" (any integer), "fp32", "tensordesc<fp8e4nv[128, 128]>" (a TMA descriptor made by the
+    host), or a constexpr's value.
     """
     signature, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -63,12 +66,13 @@ def compile_kernel(
             constexprs[(i,)] = value
             continue
         signature[name] = _POINTERS[value] if isinstance(value, torch.dtype) else str(value).split(":")[0]
-        if not str(value).endswith(":any") and not signature[name].startswith("fp"):
+        if not str(value).endswith(":any") and not signature[name].startswith(("fp", "tensordesc")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     unknown = set(arguments) - set(kernel.arg_names)
     assert not unknown, f"{kernel.fn.__name__} has no parameters {sorted(unknown)}"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = made.asm["ptx"]
     registers, spill_bytes, stack_bytes = _assemble(ptx, arch)
     return Compiled(

@@ -49,7 +49,7 @@ def fp8_gemm(
 
     Raises ConfigError on shapes or dtypes that do not fit, UnsupportedError where K or N is no multiple of 16 on a GPU.
     """
-    _check(a_MK, scale_a, b_NK, scale_b)
+    check_operands(a_MK, scale_a, b_NK, scale_b)
     if not a_MK.is_cuda:
         return fp8_gemm_ref(a_MK, scale_a, b_NK, scale_b, out_dtype=out_dtype)
     m, k = a_MK.shape
@@ -64,7 +64,8 @@ def fp8_gemm(
     return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-def _check(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> None:
+def check_operands(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> None:
+    """Raise ConfigError unless both are FP8 matrices of one contraction with fp32 scales, one or one per row."""
     for name, operand, scale in (("a_MK", a_MK, scale_a), ("b_NK", b_NK, scale_b)):
         if operand.dim() != 2 or operand.dtype not in _FP8:
             raise ConfigError(
