@@ -21,6 +21,14 @@ PARAMETERS = {
     "deepseek-v3": 671_026_404_352,
     "gpt-oss-120b": 116_829_156_672,
     "gpt2": 124_439_808,
+    "gpt3-175b": 174_604_259_328,  # the paper rounds to 174,600 million in its table of sizes
+    "gpt-oss-20b": 20_914_757_184,
+    "kimi-k2": 1_026_408_209_408,  # without the router's correction bias, which is no parameter here
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
 TINY = {
     "model_type": "llama",
@@ -103,6 +111,8 @@ def test_active_parameters_are_the_published_ones() -> None:
     assert round(active["mixtral-8x7b"] / 1e9) == 13
     assert int(active["qwen3-30b-a3b"] / 1e8) == 33
     assert int(active["deepseek-v3"] / 1e9) == 37
+    assert int(active["kimi-k2"] / 1e9) == 32  # the card says 32B
+    assert round(active["qwen3-235b-a22b"] / 1e9) == 22
     gpt_oss = active["gpt-oss-120b"] - 201_088 * 2_880
     assert round(gpt_oss / 1e9, 1) == 5.1
     assert active["llama3-8b"] == PARAMETERS["llama3-8b"]
