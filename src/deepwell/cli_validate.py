@@ -4,6 +4,12 @@ Each command ends with status 1 where the answer is no. Imports stay inside the 
 torch to print its help.
 """
 
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
 app = typer.Typer(
@@ -14,3 +20,113 @@ app = typer.Typer(
 @app.callback()
 def options() -> None:
     """Check claims by measuring."""
+
+
+@app.command("parity")
+def parity_command(
+    arms: Annotated[
+        str, typer.Option("--arms", help="What to compare with bf16: fp8, fp8_head, mxfp8_emulated, policy.json, ...")
+    ] = "fp8",
+    seeds: Annotated[str, typer.Option("--seeds", help="One pair of runs for each, e.g. 0,1,2.")] = "0",
+    tokens: Annotated[float, typer.Option("--tokens", help="Training tokens of a run.")] = 50e6,
+    model: Annotated[str, typer.Option("--model", help="768-12l (135M parameters) or tiny.")] = "768-12l",
+    batch: Annotated[int, typer.Option("--batch", help="Sequences of a step.")] = 32,
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence.")] = 1024,
+    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 6e-4,
+    evals: Annotated[int, typer.Option("--evals", help="Held-out losses taken on the way.")] = 5,
+    eval_tokens: Annotated[int, typer.Option("--eval-tokens", help="Held-out tokens at the end.")] = 1 << 20,
+    bound: Annotated[float, typer.Option("--bound", help="Largest mean gap that passes, 0.0025 = 0.25%.")] = 0.0025,
+    out: Annotated[Path, typer.Option("--out", help="Folder of results and checkpoints; call again to go on.")] = Path(
+        "out/parity"
+    ),
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="Seconds after which to save and stop; call again to go on.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", help="Steps between checkpoints.")] = 500,
+    log_every: Annotated[int, typer.Option("--log-every", help="Steps between two losses of the curve.")] = 50,
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", help="Folder of text instead of the installed sources; repeatable.")
+    ] = None,
+    megabytes: Annotated[float, typer.Option("--megabytes", help="Text to use at most.")] = 190.0,
+    vocab: Annotated[int, typer.Option("--vocab", help="Size of the BPE that is trained on the text.")] = 32768,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="A tokenizer's JSON from an earlier call, instead of training.")
+    ] = None,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Only make the text's tokens, and say where they are kept.")
+    ] = False,
+    device: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU where there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Train the same model in bf16 and in other precisions and compare the held-out loss; status 1 where a gap fails.
+
+    The results are DIR/parity.json and DIR/parity.png. Unfinished runs keep a checkpoint there and go on at the next
+    call with the same options, also after a kill.
+    """
+    started = time.perf_counter()
+
+    def say(line: str) -> None:
+        typer.echo(line, err=as_json)
+
+    from deepwell.bench.corpus import make_corpus
+
+    corpus = make_corpus(text, megabytes=megabytes, vocab=vocab, tokenizer=tokenizer)
+    say(f"{corpus}; {time.perf_counter() - started:.0f} s")
+    say(f"tokenizer: {corpus.tokenizer}")
+    if prepare:
+        if as_json:
+            typer.echo(json.dumps({**corpus.to_dict(), "tokenizer": corpus.tokenizer}))
+        return
+
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.parity import Plan, Setup, run_plan
+    from deepwell.bench.parity_run import Pace
+    from deepwell.bench.variants import parse_variants
+
+    setup = Setup(
+        model=model,
+        tokens=int(tokens),
+        batch=batch,
+        seq_len=seq_len,
+        lr=lr,
+        evals=evals,
+        eval_tokens=eval_tokens,
+    )
+    plan = Plan(arms=parse_variants(arms), seeds=_numbers(seeds), setup=setup, device=pick_device(device))
+    pace = Pace(
+        log_every=log_every,
+        checkpoint_every=checkpoint_every,
+        deadline=None if budget is None else started + budget,
+    )
+    results, left = run_plan(plan, corpus, out, pace, say)
+    _show(results, left, bound, as_json, say)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    from deepwell.errors import ConfigError
+
+    try:
+        return tuple(int(item) for item in text.split(",") if item.strip())
+    except ValueError as error:
+        raise ConfigError(f"--seeds is {text!r}; give whole numbers with commas between them") from error
+
+
+def _show(results: Any, left: int, bound: float, as_json: bool, say: Callable[[str], None]) -> None:
+    """Verdicts, files and the status: 1 where an arm fails."""
+    from deepwell.bench.parity_plot import plot
+    from deepwell.errors import ConfigError
+
+    try:
+        picture = str(plot(results, results.path.with_suffix(".png")))
+    except ConfigError as error:
+        picture = f"no picture: {error}"
+    verdicts = results.verdicts(bound)
+    for verdict in verdicts:
+        say(str(verdict))
+    say(f"results: {results.path}; {picture}")
+    if left:
+        say(f"{left} runs are not finished: call again with the same options to go on")
+    if as_json:
+        typer.echo(json.dumps({**results.to_dict(), "verdicts": [v.to_dict() for v in verdicts], "left": left}))
+    if any(verdict.answer == "fail" for verdict in verdicts):
+        raise typer.Exit(1)

@@ -1,0 +1,255 @@
+"""Text that every machine has, as tokens: the sources of the standard library and of installed packages.
+
+Each content once, in an order that depends on content alone, 2% of the files held out by their hash; a byte-level BPE
+trained on the rest; tokens as uint16 arrays in the cache, under a name that says which text and which tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deepwell.bench.progress import bar
+from deepwell.errors import ConfigError
+from deepwell.hardware.cache import cache_dir
+
+# Python first; what follows is taken only where the limit leaves room.
+SUFFIXES = ((".py",), (".pyi", ".pyx", ".pxd", ".rst", ".md"), (".h", ".hpp", ".c", ".cc", ".cpp", ".cu", ".cuh"))
+SMALLEST, LARGEST = 200, 1_000_000
+HELD_OUT_EVERY = 50
+END = "<|end|>"  # between files; its token is 0
+_SAMPLE_BYTES = 48_000_000  # more text than this changes a 32k vocabulary little and costs minutes on few cores
+_CHUNK_BYTES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Files by content: (digest, text) in the order of the digests, split into training and held-out."""
+
+    train: tuple[str, ...]
+    held: tuple[str, ...]
+    fingerprint: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.train)) + sum(map(len, self.held))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Tokens on disk, and what they were made from."""
+
+    train: str
+    held: str
+    tokenizer: str
+    fingerprint: str  # of text and tokenizer: runs compare only where it is equal
+    vocab: int
+    num_files: int
+    num_bytes: int
+    num_train: int
+    num_held: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """What belongs beside a result: no paths of this machine."""
+        facts = asdict(self)
+        return {name: value for name, value in facts.items() if name not in ("train", "held", "tokenizer")}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_bytes / 1e6:.0f} MB of text in {self.num_files:,} files: {self.num_train / 1e6:.1f} M training "
+            f"tokens, {self.num_held / 1e6:.2f} M held out, vocabulary {self.vocab} ({self.fingerprint})"
+        )
+
+
+def python_roots() -> tuple[Path, ...]:
+    """The folders of the standard library and of installed packages."""
+    paths = sysconfig.get_paths()
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    found = dict.fromkeys((paths["stdlib"], paths["purelib"], paths["platlib"], *packages))
+    return tuple(Path(path) for path in found if Path(path).is_dir())
+
+
+def read_text(roots: Sequence[Path], limit_bytes: float) -> Text:
+    """The files under `roots`, each content once whatever its spacing, at most `limit_bytes`."""
+    found: dict[str, bytes] = {}
+    kept: list[str] = []
+    size = 0
+    for suffixes in SUFFIXES:
+        if size >= limit_bytes:
+            break
+        new = [digest for digest, data in _contents(roots, suffixes) if found.setdefault(digest, data) is data]
+        for digest in sorted(new):
+            if size < limit_bytes:
+                kept.append(digest)
+                size += len(found[digest])
+    kept.sort()
+    texts = {digest: found[digest].decode("utf-8", errors="ignore") for digest in kept}
+    train = tuple(text for digest, text in texts.items() if not _is_held_out(digest))
+    held = tuple(text for digest, text in texts.items() if _is_held_out(digest))
+    if not train or not held:
+        raise ConfigError(f"text: {len(kept)} files under {', '.join(map(str, roots))} are too few to hold some out")
+    return Text(train=train, held=held, fingerprint=hashlib.sha256("".join(kept).encode()).hexdigest()[:12])
+
+
+def _is_held_out(digest: str) -> bool:
+    return int(digest[:8], 16) % HELD_OUT_EVERY == 0
+
+
+def _contents(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    """(digest, content) of the readable files of a fit size, in the order of their paths."""
+    paths = [
+        os.path.join(folder, name)  # noqa: PTH118 - tens of thousands of files
+        for root in roots
+        for folder, _, names in os.walk(root)
+        for name in names
+        if name.endswith(suffixes)
+    ]
+    paths.sort()
+    with bar(f"reading {suffixes[0]} files", len(paths)) as advance, ThreadPoolExecutor() as pool:
+        for found in pool.map(_read, paths, chunksize=64):
+            advance(1)
+            if found is not None:
+                yield found
+
+
+def _read(path: str) -> tuple[str, bytes] | None:
+    try:
+        data = Path(path).read_bytes() if SMALLEST < Path(path).stat().st_size < LARGEST else b""
+    except OSError:
+        return None
+    # Vendored copies often differ in nothing but line ends and indentation: spacing does not count.
+    return (hashlib.sha256(data.translate(None, b" \t\r\n")).hexdigest(), data) if data else None
+
+
+def make_corpus(
+    roots: Sequence[Path] | None = None,
+    *,
+    megabytes: float = 190.0,
+    vocab: int = 32768,
+    tokenizer: Path | None = None,
+    folder: Path | None = None,
+) -> Corpus:
+    """The corpus of these folders, from the cache where it is there. `tokenizer` is a JSON to use instead of training.
+
+    Raises ConfigError where text or tokenizer are no use.
+    """
+    if not 300 <= vocab <= 65536:
+        raise ConfigError(f"vocab is {vocab}; a byte-level BPE in 16 bits takes 300 to 65536")
+    folder = folder or cache_dir() / "corpus"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = read_text(roots or python_roots(), megabytes * 1e6)
+    bpe, path = _tokenizer(text, vocab, tokenizer, folder)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    fingerprint = f"{text.fingerprint}-{digest}"
+    counts, files = {}, {}
+    for name, texts in (("train", text.train), ("held", text.held)):
+        files[name] = folder / f"{name}-{fingerprint}.npy"
+        counts[name] = _tokenize(bpe, texts, files[name], name)
+    return Corpus(
+        train=str(files["train"]),
+        held=str(files["held"]),
+        tokenizer=str(path),
+        fingerprint=fingerprint,
+        vocab=bpe.get_vocab_size(),
+        num_files=len(text.train) + len(text.held),
+        num_bytes=text.num_bytes,
+        num_train=counts["train"],
+        num_held=counts["held"],
+    )
+
+
+def _tokenizer(text: Text, vocab: int, given: Path | None, folder: Path) -> tuple[Any, Path]:
+    """The tokenizer and the file it is kept in."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError("the package tokenizers is not installed: pip install tokenizers") from error
+
+    if given is not None:
+        if not given.is_file():
+            raise ConfigError(f"tokenizer: there is no file {given}")
+        return _load_tokenizer(given), given
+    path = folder / f"bpe-{vocab}-{text.fingerprint}.json"
+    if path.is_file():
+        return _load_tokenizer(path), path
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab, initial_alphabet=alphabet, special_tokens=[END], show_progress=sys.stderr.isatty()
+    )
+    bpe.train_from_iterator(_sample(text.train), trainer)
+    _write_atomically(path, bpe.to_str().encode())
+    return bpe, path
+
+
+def _load_tokenizer(path: Path) -> Any:
+    import tokenizers
+
+    # Looked at first: the package raises bare Exceptions.
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        vocab = json.loads(text)["model"]["vocab"]
+        is_ours = vocab[END] == 0 and len(vocab) <= 65536
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"tokenizer: {path} is no tokenizer's JSON: {type(error).__name__}: {error}") from error
+    if not is_ours:
+        raise ConfigError(f"tokenizer: {path} was not written by this command: its token 0 is not {END}")
+    return tokenizers.Tokenizer.from_str(text)
+
+
+def _sample(texts: Sequence[str]) -> list[str]:
+    """Texts evenly spread over the corpus, as many as fit the sample."""
+    total = sum(map(len, texts))
+    step = max(1, -(-total // _SAMPLE_BYTES))
+    return list(texts[::step])
+
+
+def _tokenize(bpe: Any, texts: Sequence[str], path: Path, label: str) -> int:
+    """Write the texts' tokens to `path` unless it is there already; their number."""
+    import numpy as np
+
+    if path.is_file():
+        return int(np.load(path, mmap_mode="r").shape[0])
+    encode = getattr(bpe, "encode_batch_fast", bpe.encode_batch)
+    pieces: list[Any] = []
+    end = np.zeros(1, dtype=np.uint16)
+    with bar(f"tokenizing {label}", sum(map(len, texts))) as advance:
+        for chunk in _chunks(texts):
+            for encoding in encode(chunk, add_special_tokens=False):
+                pieces += [np.array(encoding.ids, dtype=np.uint16), end]
+            advance(sum(map(len, chunk)))
+    tokens = np.concatenate(pieces)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        np.save(file, tokens)
+    Path(file.name).replace(path)
+    return len(tokens)
+
+
+def _chunks(texts: Sequence[str]) -> Iterable[list[str]]:
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(data)
+    Path(file.name).replace(path)

@@ -1,0 +1,78 @@
+"""Where and with what a number was measured: versions, GPU, driver, date, the commit of the sources."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import deepwell
+
+_PACKAGES = ("torch", "triton", "torchao", "liger-kernel", "transformers", "tokenizers", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Facts that belong beside every measured number, ready for JSON."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "deepwell": deepwell.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "device": "cpu",
+    }
+    if torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
+        facts["capability"] = list(torch.cuda.get_device_capability())
+        facts["driver"] = _driver()
+    return facts
+
+
+def one_line(facts: dict[str, Any]) -> str:
+    """The facts that a table's caption names."""
+    packages = " ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    driver = f", driver {facts['driver']}" if facts.get("driver") else ""
+    return f"{facts['device']}{driver}, cuda {facts['cuda']}, {packages}, {facts['date']}, commit {facts['commit']}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that these sources lie in, with a + where files differ; None outside of one."""
+    git, folder = shutil.which("git"), Path(__file__).resolve().parent
+    if git is None:
+        return None
+
+    def ask(*arguments: str) -> str | None:
+        run = subprocess.run([git, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    commit = ask("rev-parse", "--short", "HEAD")
+    return commit and commit + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,0 +1,211 @@
+"""Does a precision policy cost accuracy? The same training run in bf16 and in the policy, pair by pair, over seeds.
+
+Runs that are finished stand in one JSON file, those that are not have a checkpoint beside it; calling again goes on
+where the last call stopped, also after a kill. The verdict:
+
+    gap      held-out loss over bf16's of the same seed, minus one; of the two evaluations (in the run's own precision,
+             and of its weights in bf16) the worse one
+    spread   (largest - smallest) / mean of bf16's held-out loss over seeds
+    pass          mean gap <= bound
+    fail          mean gap > bound, and not within the spread
+    cannot tell   spread > bound, and the gap within it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deepwell.bench.corpus import Corpus
+from deepwell.bench.environment import environment
+from deepwell.bench.parity_run import Pace, Record, Run, Setup
+from deepwell.bench.variants import Variant
+from deepwell.errors import ConfigError
+
+SCHEMA = 1
+BASELINE = "bf16"
+BOUND = 0.0025
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the pairs of one arm say. `spread` is None where one seed of bf16 is all there is."""
+
+    arm: str
+    tokens: int
+    seeds: tuple[int, ...]
+    gaps: tuple[float, ...]
+    gaps_bf16: tuple[float, ...]  # of the same weights evaluated in bf16
+    bound: float
+    spread: float | None
+
+    @property
+    def gap(self) -> float:
+        return max(statistics.fmean(self.gaps), statistics.fmean(self.gaps_bf16))
+
+    @property
+    def answer(self) -> str:
+        if self.spread is not None and self.spread > self.bound and abs(self.gap) <= self.spread:
+            return "cannot tell"
+        return "pass" if self.gap <= self.bound else "fail"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "gap": self.gap, "answer": self.answer}
+
+    def __str__(self) -> str:
+        pairs = ", ".join(f"{seed}: {gap:+.3%}" for seed, gap in zip(self.seeds, self.gaps, strict=True))
+        line = (
+            f"{self.answer:11s} {self.arm} at {self.tokens / 1e6:.0f} M tokens: mean gap {self.gap:+.3%} "
+            f"(bound {self.bound:.2%}); own precision {statistics.fmean(self.gaps):+.3%} [{pairs}], "
+            f"weights in bf16 {statistics.fmean(self.gaps_bf16):+.3%}; "
+        )
+        if self.spread is None:
+            return line + "one bf16 seed: its spread is not known"
+        line += f"bf16's spread over seeds {self.spread:.3%}"
+        if abs(self.gap) <= self.spread:
+            line += ", larger than the gap: the test cannot tell the two apart"
+        return line
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """The runs of one JSON file."""
+
+    path: Path
+    records: list[Record]
+    corpora: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """The results so far; empty where the file is not there yet. Raises ConfigError where it is no such file."""
+        if not path.is_file():
+            return cls(path=path, records=[], corpora={})
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["schema"] != SCHEMA:
+                raise ConfigError(f"{path} has schema {data['schema']!r}; this Deepwell reads {SCHEMA}")
+            return cls(path=path, records=[Record.from_dict(run) for run in data["runs"]], corpora=data["corpora"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no parity result ({error}): give --out another folder") from error
+
+    def find(self, key: str) -> Record | None:
+        return next((record for record in self.records if record.key == key), None)
+
+    def put(self, record: Record) -> None:
+        """Add or replace a run and write the file, whole or not at all."""
+        self.records = [*(old for old in self.records if old.key != record.key), record]
+        text = json.dumps(self.to_dict(), indent=1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+            file.write(text)
+        Path(file.name).replace(self.path)
+
+    def verdicts(self, bound: float = BOUND) -> list[Verdict]:
+        """One for each arm and setup that has finished pairs."""
+        done = [record for record in self.records if record.is_done]
+        base = {(_group(record), record.seed): record for record in done if record.arm == BASELINE}
+        spreads = {group: _spread([base[key] for key in base if key[0] == group]) for group, _ in base}
+        verdicts = []
+        for group in dict.fromkeys(_group(record) for record in done):
+            for arm in dict.fromkeys(r.arm for r in done if r.arm != BASELINE and _group(r) == group):
+                runs = {r.seed: r for r in done if r.arm == arm and _group(r) == group and (group, r.seed) in base}
+                if not runs:
+                    continue
+                pairs = [(runs[seed], base[group, seed]) for seed in sorted(runs)]
+                verdicts.append(
+                    Verdict(
+                        arm=arm,
+                        tokens=pairs[0][0].setup.tokens,
+                        seeds=tuple(sorted(runs)),
+                        gaps=tuple(run.final["own"] / other.final["own"] - 1 for run, other in pairs),
+                        gaps_bf16=tuple(run.final["bf16"] / other.final["bf16"] - 1 for run, other in pairs),
+                        bound=bound,
+                        spread=spreads[group],
+                    )
+                )
+        return verdicts
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "corpora": self.corpora,
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts()],
+            "runs": [record.to_dict() for record in self.records],
+        }
+
+
+def _group(record: Record) -> str:
+    """Equal for runs that may be compared: everything but arm and seed."""
+    return json.dumps([asdict(record.setup), record.data], sort_keys=True)
+
+
+def _spread(records: Sequence[Record]) -> float | None:
+    losses = [record.final["own"] for record in records]
+    return (max(losses) - min(losses)) / statistics.fmean(losses) if len(losses) > 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which runs are wanted: every arm beside bf16, for every seed."""
+
+    arms: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    setup: Setup
+    device: str
+
+    def runs(self) -> list[tuple[Variant, int]]:
+        """Pair by pair, so that a sitting that ends early leaves whole pairs. bf16 runs with the arms' CUDA graphs."""
+        names = dict.fromkeys([BASELINE, *(arm.name for arm in self.arms)])
+        return [(Variant.parse(name), seed) for seed in self.seeds for name in names]
+
+
+def run_plan(
+    plan: Plan, corpus: Corpus, folder: Path, pace: Pace, say: Callable[[str], None] = lambda _line: None
+) -> tuple[Results, int]:
+    """Do what is not done yet; the results, and how many runs are left where the deadline came first."""
+    results = Results.read(folder / "parity.json")
+    results.corpora[corpus.fingerprint] = corpus.to_dict()
+    wanted = plan.runs()
+    for number, (variant, seed) in enumerate(wanted):
+        probe = Record(arm=variant.name, seed=seed, setup=plan.setup, data=corpus.fingerprint)
+        earlier = results.find(probe.key)
+        if earlier is not None and earlier.is_done:
+            say(f"{variant.name} seed {seed}: done earlier, held-out {_held(earlier)}")
+            continue
+        if pace.deadline is not None and time.perf_counter() > pace.deadline:
+            return results, len(wanted) - number
+        record, is_done = _run_one(plan, variant, seed, corpus, folder, pace)
+        results.put(record)
+        if not is_done:
+            say(f"{variant.name} seed {seed}: stopped after {record.steps_done} of {plan.setup.steps} steps")
+            return results, len(wanted) - number
+        rate = plan.setup.steps * plan.setup.batch * plan.setup.seq_len / record.seconds
+        say(f"{variant.name} seed {seed}: held-out {_held(record)}, {record.seconds:.0f} s, {rate:,.0f} tokens/s")
+    return results, 0
+
+
+def _held(record: Record) -> str:
+    return f"{record.final['own']:.4f} ({record.final['bf16']:.4f} in bf16)"
+
+
+def _run_one(plan: Plan, variant: Variant, seed: int, corpus: Corpus, folder: Path, pace: Pace) -> tuple[Record, bool]:
+    import torch
+
+    torch._dynamo.reset()
+    run = Run(variant, seed, plan.setup, corpus, plan.device)
+    digest = hashlib.sha256(run.record.key.encode()).hexdigest()[:12]
+    checkpoint = folder / "checkpoints" / f"{Path(variant.name).stem}-{seed}-{digest}.safetensors"
+    if checkpoint.is_file():
+        run.load(checkpoint)
+    run.record.machine = environment()
+    is_done = run.train(pace, lambda one: one.save(checkpoint))
+    if is_done:
+        checkpoint.unlink(missing_ok=True)
+    return run.record, is_done

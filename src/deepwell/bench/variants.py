@@ -1,0 +1,137 @@
+"""Ways to run a model through Deepwell, by name: a recipe or policy file and words for the options.
+
+bf16   fp8   fp8_tensor   fp8_1x128   mxfp8   nvfp4   policy.json         the formats
+fp8_head   fp8_wbf16   mxfp8_emulated                                     which GEMMs, and exact emulation
+fp8_cg   fp8_re   fp8_nolce   fp8_cg_head   policy.json:cg_nolce          how the engine compiles
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from deepwell.engine.backend import BackendOptions
+from deepwell.engine.binding import Bound, Device, bind
+from deepwell.engine.compile import compile as compile_engine
+from deepwell.engine.compile import device_of, use_inductor
+from deepwell.engine.engine import Engine
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.graph.capture import capture
+from deepwell.precision.policy import PrecisionPolicy
+from deepwell.precision.recipes import RECIPES
+
+_SCALINGS = ("row", "tensor", "1x128")
+WORDS = {
+    "head": "the head in the same format",
+    "wbf16": "weight gradients in bf16",
+    "emulated": "operands rounded exactly, products in fp32, on any device",
+    "cg": "CUDA graphs",
+    "re": "FP8 copies made again in the backward instead of kept",
+    "nolce": "head and loss apart, all logits in memory",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run a model: `base` is a recipe's name or a policy file, `words` are keys of WORDS."""
+
+    name: str
+    base: str
+    scaling: str | None = None
+    words: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, name: str) -> Variant:
+        """The variant that a name means. Raises ConfigError where it means none."""
+        head, colon, tail = name.partition(":")
+        if head.endswith(".json"):
+            if not Path(head).is_file():
+                raise ConfigError(f"variant {name!r}: there is no policy file {head}")
+            words, base = [word for word in tail.split("_") if word], head
+        else:
+            base, *words = name.split("_")
+            if base not in RECIPES or colon:
+                raise ConfigError(f"variant {name!r} is not known: it begins with {', '.join(RECIPES)} or FILE.json")
+        scaling = next((word for word in words if word in _SCALINGS), None)
+        rest = [word for word in words if word != scaling]
+        unknown = [word for word in rest if word not in WORDS]
+        if unknown or len(set(rest)) != len(rest):
+            known = ", ".join((*_SCALINGS, *WORDS))
+            raise ConfigError(f"variant {name!r}: {' '.join(unknown) or 'a word twice'}; words are {known}")
+        if scaling and base != "fp8":
+            raise ConfigError(f"variant {name!r}: {scaling} is a scaling of fp8, not of {base}")
+        return cls(name=name, base=base, scaling=scaling, words=frozenset(rest))
+
+    def without(self, *words: str) -> Variant:
+        """The same variant without some of its words."""
+        return replace(self, words=self.words - set(words))
+
+    def policy(self) -> PrecisionPolicy:
+        """What the variant says of formats, as an open policy."""
+        if self.base.endswith(".json"):
+            policy = PrecisionPolicy.from_json(Path(self.base).read_text(encoding="utf-8"))
+        elif self.base == "fp8":
+            policy = PrecisionPolicy.recipe("fp8", scaling=self.scaling or "row")
+        else:
+            policy = PrecisionPolicy.recipe(self.base)
+        if "head" in self.words:
+            options = {"scaling": self.scaling or "row"} if self.base == "fp8" else {}
+            policy.set_layer_precision("head", "mxfp8" if self.base.endswith(".json") else self.base, **options)
+        if "wbf16" in self.words:
+            policy.set_default("bf16", gemms="wgrad")
+        return policy
+
+    def engine(self, model: nn.Module, example_inputs: Any) -> Engine:
+        """The model's engine. Raises UnsupportedError where the scaling that the name says is not what would run."""
+        ir = capture(model, example_inputs)
+        policy = self.policy()
+        if "emulated" in self.words:
+            engine = _emulated(ir, policy, model)
+        else:
+            engine = compile_engine(ir, precision_policy=policy)
+        if self.scaling:
+            _check_scaling(self, engine.bound)
+        # Read when the first call compiles.
+        engine.options.fuse_head = "nolce" not in self.words
+        engine.options.cuda_graphs = "cg" in self.words
+        engine.options.recompute = "re" in self.words
+        return engine
+
+
+def parse_variants(names: str | Sequence[str]) -> tuple[Variant, ...]:
+    """Variants from a comma-separated list."""
+    items = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    return tuple(Variant.parse(name) for name in items if name)
+
+
+def _emulated(ir: Any, policy: PrecisionPolicy, model: nn.Module) -> Engine:
+    """An engine whose low-precision GEMMs round operands exactly, also where the device has its own."""
+    policy.freeze()
+    resolution = policy.resolve(ir)
+    bound = bind(ir, resolution, Device(kind="emulation"))
+    options = BackendOptions(
+        schemes=bound.schemes,
+        use_inductor=use_inductor(None, device_of(list(model.parameters()))),
+        parameters=lambda: model.named_parameters(remove_duplicate=False),
+    )
+    return Engine(ir, replace(bound, notes=resolution.notes), policy, options=options, device="emulation")
+
+
+def _check_scaling(variant: Variant, bound: Bound) -> None:
+    for row in bound.bindings:
+        if row.binding == "substitute":
+            raise UnsupportedError(f"{variant.name}: {row.path} {row.gemm} would run as {row.scheme}: {row.reason}")
+
+
+def runs_as(engine: Engine) -> dict[str, int]:
+    """How many GEMMs run in which way, e.g. {"fp8 as fp8_row (native)": 84, "bf16": 3}."""
+    found: dict[str, int] = {}
+    for row in engine.bound.bindings:
+        low = row.scheme != "bf16"
+        label = f"{row.format} as {row.scheme} ({row.binding})" if low or row.binding != "native" else "bf16"
+        found[label] = found.get(label, 0) + 1
+    return found
