@@ -1,0 +1,135 @@
+"""The CSV of published runs, read strictly: what is malformed is an error that names line and column. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepwell.errors import ConfigError
+
+COUNTS = (
+    "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "experts", "topk", "num_gpus", "seq_len", "global_batch",
+    "micro_batch", "tp", "pp", "cp", "vpp", "ep", "etp", "dp",
+)  # fmt: skip
+NUMBERS = ("params_b", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "step_time_s", "peak_mem_gb")
+TEXTS = (
+    "source", "version", "model", "gpu", "dp_kind", "precision", "recompute", "notes", "status", "mem_unit", "tier",
+)  # fmt: skip
+# Columns of the published file that nothing here reads; a file may leave them out.
+OPTIONAL_NUMBERS = ("mfu", "hw_tflops_per_gpu")
+OPTIONAL_TEXTS = ("url", "derived", "flops_convention", "row_id")
+_NEEDED = ("source", "model", "gpu", "num_gpus")
+TIERS = ("A", "B", "C")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of the file. A blank cell is absent from `counts` and `numbers`, and "" in `texts`."""
+
+    line: int
+    texts: Mapping[str, str]
+    counts: Mapping[str, int]
+    numbers: Mapping[str, float]
+
+    def text(self, column: str) -> str:
+        return self.texts.get(column, "")
+
+    def count(self, column: str) -> int | None:
+        return self.counts.get(column)
+
+    def number(self, column: str) -> float | None:
+        return self.numbers.get(column)
+
+    @property
+    def notes(self) -> str:
+        return self.text("notes")
+
+
+def read_records(path: str | Path) -> tuple[Record, ...]:
+    """The rows of a CSV file with the columns of published_runs.csv. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a UTF-8 text file ({error})") from error
+    return parse_records(text, str(path))
+
+
+def parse_records(text: str, name: str) -> tuple[Record, ...]:
+    """The rows of a CSV text; `name` is what errors call it."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(reader, None)
+        if not header or not any(cell.strip() for cell in header):
+            raise ConfigError(f"{name}: the file is empty; its first line names the columns")
+        columns = _check_header([cell.strip() for cell in header], name)
+        return tuple(_records(reader, columns, name))
+    except csv.Error as error:
+        raise ConfigError(f"{name}, line {reader.line_num}: not CSV ({error})") from error
+
+
+def _check_header(columns: list[str], name: str) -> list[str]:
+    twice = sorted({column for column in columns if columns.count(column) > 1})
+    if twice:
+        raise ConfigError(f"{name}, line 1: column {twice[0]!r} is named twice")
+    missing = [column for column in (*TEXTS, *COUNTS, *NUMBERS) if column not in columns]
+    if missing:
+        raise ConfigError(
+            f"{name}, line 1: columns missing: {', '.join(missing)}; a file of runs has those of published_runs.csv"
+        )
+    return columns
+
+
+def _records(reader: Iterator[list[str]], columns: list[str], name: str) -> Iterator[Record]:
+    for cells in reader:
+        line = int(getattr(reader, "line_num", 0))
+        if not cells:
+            continue  # a blank line
+        if len(cells) != len(columns):
+            raise ConfigError(
+                f"{name}, line {line}: {len(cells)} cells for {len(columns)} columns; is a comma or a quote missing?"
+            )
+        row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True)}
+        where = f"{name}, line {line}"
+        record = Record(
+            line=line,
+            texts={column: row[column] for column in (*TEXTS, *OPTIONAL_TEXTS) if column in row},
+            counts={column: _count(row[column], where, column) for column in COUNTS if row[column]},
+            numbers={
+                column: _number(row[column], where, column)
+                for column in (*NUMBERS, *OPTIONAL_NUMBERS)
+                if row.get(column)
+            },
+        )
+        _check(record, where)
+        yield record
+
+
+def _check(record: Record, where: str) -> None:
+    for column in _NEEDED:
+        if not record.text(column) and record.count(column) is None:
+            raise ConfigError(f"{where}, column {column!r}: is blank; every row needs it")
+    if record.text("tier") not in TIERS:
+        raise ConfigError(f"{where}, column 'tier': got {record.text('tier')!r}; accepted: {', '.join(TIERS)}")
+    if not record.text("status"):
+        raise ConfigError(f"{where}, column 'status': is blank; accepted: ok, OOM, memory-only or what went wrong")
+
+
+def _number(text: str, where: str, column: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{where}, column {column!r}: {text!r} is no number") from None
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{where}, column {column!r}: {text!r} is no number above 0; leave an unknown cell blank")
+    return value
+
+
+def _count(text: str, where: str, column: str) -> int:
+    value = _number(text, where, column)
+    if value != int(value):
+        raise ConfigError(f"{where}, column {column!r}: {text!r} is no whole number")
+    return int(value)

@@ -1,0 +1,267 @@
+"""The software of a published run: which stack, and which of its switches the row's texts turn on. Pure.
+
+Sources write their switches into `notes`, `version`, `precision`, `dp_kind` and `recompute`. Every rule here is a
+phrase that several sources use; none names a row. What a source leaves open is the stack's habit, and marked so.
+"""
+
+from __future__ import annotations
+
+import re
+
+from deepwell.planner.layout import Overlap, Recompute
+from deepwell.planner.rows.record import Record
+
+# Where the stack's name comes from: the first phrase that is found in source, dp_kind or notes, in this order.
+_STACKS = (
+    ("maxtext", "maxtext"),
+    ("paxml", "paxml"),
+    ("jax-toolbox", "paxml"),
+    ("palm", "paxml"),
+    ("torchtitan", "torchtitan"),
+    ("llm-foundry", "llm-foundry"),
+    ("mosaicml", "llm-foundry"),
+    ("fms-fsdp", "fms-fsdp"),
+    ("internevo", "internevo"),
+    ("nanotron", "nanotron"),
+    ("aleph alpha", "aleph-alpha"),
+    ("gpt-neox", "gpt-neox"),
+    ("bloom", "megatron-deepspeed"),
+    ("mt-nlg", "megatron-deepspeed"),
+    ("deepspeed", "megatron-deepspeed"),
+    ("mlperf", "mlperf"),
+    ("megatron-bridge", "megatron-bridge"),
+    ("dgx cloud", "nemo"),
+    ("nemo", "nemo"),
+    ("megascale", "megascale"),
+    ("megatron", "megatron"),
+    ("korthikanti", "megatron"),
+    ("narayanan", "megatron"),
+    ("2603.07685", "megatron"),
+    ("deepseek", "deepseek"),
+    ("llama 3", "meta"),
+    ("deepwell", "deepwell"),
+)
+MEGATRON_FAMILY = frozenset({"megatron", "megatron-bridge", "nemo", "mlperf", "megatron-deepspeed", "megascale"})
+# Stacks whose tensor parallelism shards the sequence between the parallel regions unless a row says otherwise.
+_SEQUENCE_PARALLEL = frozenset(
+    {"megatron", "megatron-bridge", "nemo", "mlperf", "torchtitan", "nanotron", "megascale", "deepseek"}
+)
+_FULL_PRECISION_SHARDS = frozenset({"llm-foundry", "torchtitan", "fms-fsdp", "maxtext", "paxml"})
+
+
+def stack_name(record: Record) -> str:
+    """The training framework of the row; a source that no phrase names is its own, with generic constants."""
+    source = record.text("source").lower()
+    texts = (f"{source} | {record.text('dp_kind').lower()}", record.notes.lower())
+    if "megascale" in source and texts[1].startswith("megatron-lm"):
+        return "megatron"  # the baseline of that paper
+    if "dgx cloud" in source and "megatron-fsdp" in texts[0]:
+        return "megatron-bridge"
+    for text in (texts[0], f"{texts[0]} | {texts[1]}"):
+        for phrase, name in _STACKS:
+            if phrase in text:
+                return name
+    return re.sub(r"[^a-z0-9]+", "-", source).strip("-")
+
+
+def is_before_flash(record: Record) -> bool:
+    """Megatron's runs up to 2022 computed attention as separate GEMMs around a fused softmax."""
+    year = re.search(r"\b(20[12]\d)", f"{record.text('version')} {record.text('source')}")
+    return year is not None and int(year[1]) <= 2022
+
+
+def attention_kernel(record: Record, stack: str) -> str:
+    """How attention is computed: unfused, fused_softmax, flash1, flash2, flash3 or cudnn."""
+    notes = record.notes.lower()
+    named = re.search(r"kernel=([\w .+]+)", notes)
+    if named:
+        word = named[1].strip()
+        if "flash" in word:
+            return "flash1" if re.search(r"flash_attentionv?1|flash_attention$", word) else "flash2"
+        return {"torch": "unfused", "fused": "fused_softmax"}.get(word, "flash2")
+    if "flashattention-3" in notes or "fa3" in notes:
+        return "flash3"
+    if stack in MEGATRON_FAMILY and is_before_flash(record):
+        return "fused_softmax"
+    if stack in ("megatron-bridge", "mlperf", "nemo", "maxtext", "paxml") and not record.text("gpu").startswith("A"):
+        return "cudnn"
+    if stack == "megatron" and not record.text("gpu").startswith("A"):
+        return "cudnn"
+    return "flash2"
+
+
+def norm_kernel(record: Record, stack: str) -> str:
+    """fused or unfused norms: Aleph Alpha's sheets name the RMSNorm kernel; others fuse, except eager FSDP code."""
+    notes = record.notes.lower()
+    if "kernel=" in notes:
+        return "fused" if "rms kernel" in notes else "unfused"
+    if stack in ("llm-foundry", "internevo") or (stack not in MEGATRON_FAMILY and "eager" in notes):
+        return "unfused"
+    return "fused"
+
+
+def cuda_graphs(record: Record) -> str:
+    """off, full (the whole iteration), or the captured parts joined by +."""
+    notes = record.notes
+    if re.search(r"full[_ -]iteration|full CG", notes):
+        return "full"
+    parts = re.search(r"cuda_graph=transformer_engine:\[?([^\];]*)", notes)
+    if parts:
+        return "+".join(re.findall(r"\w+", parts[1])) or "off"
+    captured = re.search(r"TE (?:CUDA )?graphs ([\w+]+)", notes)
+    if captured:
+        return captured[1]
+    if re.search(r"router/preprocess CG", notes):
+        return "moe_router+moe_preprocess"
+    if re.search(r"partial CG|[Tt]ransformer E\w* CUDA graph", notes):
+        return "attn+moe_router+moe_preprocess"
+    if re.search(r"layer CUDA graphs|CUDA graphs|_cg\b|_cg_", notes):
+        return "layers"
+    return "off"
+
+
+def dispatcher(record: Record, stack: str) -> str:
+    """How tokens reach their experts: alltoall, deepep or hybridep."""
+    notes = record.notes.lower()
+    for word, name in (("hybridep", "hybridep"), ("deepep", "deepep"), ("alltoall", "alltoall")):
+        if word in notes:
+            return name
+    return "alltoall"
+
+
+def overlap(record: Record, stack: str) -> Overlap:
+    """The overlap switches that the row names; None leaves the stack's habit."""
+    notes = record.notes
+    ep: bool | None = None
+    if re.search(r"EP overlap off|no overlap", notes):
+        ep = False
+    elif re.search(r"EP a2a overlap|EP overlap|expert-parallel com\w* overlap", notes):
+        ep = True
+    elif re.search(r"\bcfg \w+@", notes) and "nearest" not in notes:
+        ep = False  # the matched configuration sets none
+    tp = True if re.search(r"tp-comm-overlap|TP comm overlap|[Aa]sync ?TP", notes) else None
+    named = bool(re.search(r"overlap-grad-reduce", notes))
+    return Overlap(tp=tp, ep=ep, grad_reduce=True if named else None, param_gather=True if named else None)
+
+
+def recompute(record: Record, layers_per_stage: int) -> tuple[Recompute, bool]:
+    """What the backward computes again, and whether the row says so."""
+    half = Recompute(kind="block", layers=max(1, layers_per_stage // 2))
+    text = record.text("recompute").strip()
+    low = text.lower()
+    if not low:
+        return Recompute(), False
+    if low.startswith("none"):
+        return Recompute(), True
+    if low.startswith("full"):
+        return Recompute(kind="full"), True
+    if low.startswith(("remat", "minimal")):
+        # MaxText's "minimal" policies keep the outputs of the projections and compute the rest again.
+        return Recompute(kind="selective", modules=("core_attn", "layernorm", "mlp_act")), True
+    if "mla" in low and "rmsnorm" in low:
+        return Recompute(kind="selective", modules=("layernorm", "mla_up_proj")), True
+    listed = re.findall(r"[a-z_]+", low.partition(":")[2])
+    if listed:
+        return Recompute(kind="selective", modules=tuple(listed)), True
+    if "layer" in low:
+        # torchtitan's "selective layer" checkpoints every second layer.
+        return half, True
+    if "sac" in low or " op" in low or "torchtitan" in low:
+        # torchtitan's per-op policy keeps attention and every second matmul, and computes the rest again.
+        return Recompute(kind="selective", modules=("layernorm", "mlp_act", "half_matmuls")), True
+    if record.text("source").lower().startswith("ibm"):
+        return half, True  # fms-fsdp checkpoints a share of the blocks; how large is not said
+    return Recompute(kind="selective", modules=("core_attn",)), True
+
+
+def is_sequence_parallel(record: Record, stack: str) -> bool:
+    """Megatron's sequence parallelism: said by the row, or the stack's habit where TP is used."""
+    if (record.count("tp") or 1) == 1:
+        return False
+    said = re.search(r"sequence_parallel=(\w+)", record.notes)
+    if said:
+        return said[1].lower() in ("true", "1", "yes", "on")
+    if re.search(r"\bSP off\b", record.notes):
+        return False
+    if "sequence parallel" in record.text("recompute").lower():
+        return True
+    if stack == "megatron" and is_before_flash(record):
+        return False
+    return stack in _SEQUENCE_PARALLEL
+
+
+def optimizer(record: Record, stack: str) -> str:
+    """The optimizer's state: Megatron keeps bf16 weights and an fp32 master copy, FSDP code keeps fp32 shards."""
+    if "muon" in record.notes.lower():
+        return "muon"
+    return "adamw_fp32" if stack in _FULL_PRECISION_SHARDS else "adamw"
+
+
+def fp8_scaling(record: Record) -> str:
+    """delayed, tensor (current scaling), blockwise, mx or nv; "" for bf16 and fp16."""
+    text = record.text("precision").lower()
+    if "nvfp4" in text:
+        return "nv"
+    if "mx" in text:
+        return "mx"
+    if "fp8" not in text:
+        return ""
+    if "block" in text:
+        return "blockwise"
+    return "tensor" if "-cs" in text or "tensorwise" in text or "torchao" in text else "delayed"
+
+
+def switches(record: Record, stack: str) -> dict[str, str]:
+    """Everything else a row turns on, as pairs for the stack."""
+    notes = record.notes
+    found = {
+        "attention": attention_kernel(record, stack),
+        "norms": norm_kernel(record, stack),
+        "cuda_graphs": cuda_graphs(record),
+        "fp8_scaling": fp8_scaling(record),
+    }
+    if record.count("experts") or "moe" in notes.lower():
+        found["dispatcher"] = dispatcher(record, stack)
+        found["permute_fusion"] = "off" if "moe_permute_fusion disabled" in notes else "on"
+    rules = (
+        ("compile", "on", r"torch\.compile|^compile;|; compile"),
+        ("compile", "off", r"FSDP eager"),
+        ("vboost", "on", r"vboost"),
+        ("launch_blocking", "on", r"CUDA_LAUNCH_BLOCKING=1"),
+        ("reduce_dtype", "bf16", r"MP mode PURE"),
+        ("reduce_dtype", "fp32", r"MP mode DEFAULT"),
+        ("task", "sft", r"\bSFT\b"),
+        ("task", "lora", r"\bLoRA\b"),
+        ("data", "packed", r"pack_sample_into_one=True"),
+        ("defer_embedding_wgrad", "on", r"deferred embedding wgrad"),
+        ("placement", "dp_last", r"_dplast"),
+        ("expandable_segments", "on", r"expandable_segments"),
+        ("stash", "paged", r"paged stash"),
+        ("tuned", "off", r"not perf-tuned"),
+        ("known_regression", "on", r"known cuDNN performance regression"),
+        ("grads", "fp32", r"fp32 grad accumulation"),
+        ("attention_variant", "sliding_window", r"sliding-window attention, LAMB"),
+    )
+    texts = f"{notes} | {record.text('precision')} | {record.text('version')}"
+    for name, value, pattern in rules:
+        if re.search(pattern, texts):
+            found[name] = value
+    if "fp8 all-gather" in record.text("precision"):
+        found["fp8_all_gather"] = "on"
+    per_param = re.search(r"\((\d+) B/param", notes)
+    if per_param:
+        found["state_bytes_per_param"] = per_param[1]
+    return {key: value for key, value in found.items() if value}
+
+
+def capacity_factor(record: Record) -> float | None:
+    """Rows per expert over the even share that are kept, where tokens are dropped or padded to a fixed capacity."""
+    fixed = re.search(r"(\d+\.\d+)x fixed expert capacity", record.notes)
+    if fixed:
+        return float(fixed[1])
+    return 1.0 if re.search(r"token-?drop", record.notes.replace(" ", ""), re.IGNORECASE) else None
+
+
+def is_balanced(record: Record) -> bool:
+    """Benchmarks override the router; runs with natural routing have busier and idler experts."""
+    return not re.search(r"natural (MoE )?routing", record.notes)
