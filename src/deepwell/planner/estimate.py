@@ -1,83 +1,382 @@
 """One training step's time and memory on one layout: the planner's answer to "how fast, and does it fit?". Pure.
 
-estimate(workload, hw, layout, stack) -> Estimate
+    estimate(workload, hw, layout, stack) -> Estimate
+
+    step = (pipeline of m micro-batches + exposed data parallelism + optimizer + overhead) * (1 + jitter log2 nodes)
+
+Blocks are priced once each (`cost.py`), stages are sums of blocks, and the schedule's event simulation puts the stages
+together. Equations and constants stand in docs/planner.md.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
+from deepwell.planner.actions import why_not
+from deepwell.planner.comm import Network, all_reduce_s, gather_s, send_s
+from deepwell.planner.cost import BlockTime, Pricing, optimizer_s, price_block
+from deepwell.planner.efficiency import Device, GpuConstants, device
 from deepwell.planner.estimate_values import GIB, PARTS, Estimate, StageMemory
-from deepwell.planner.layout import Layout
+from deepwell.planner.layout import Layout, Recompute
+from deepwell.planner.memory import BytesPerParam
+from deepwell.planner.rank_memory import rank_memory, rank_params, shards
+from deepwell.planner.schedule import simulate as simulate_schedule
+from deepwell.planner.shard import LocalBlock, Sizes, local_block
 from deepwell.planner.stack import Stack, deepwell_stack
 from deepwell.planner.workload import OPTIMIZERS, Workload
 
 __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
 
+# Share of hidden communication by which the computation beside it slows down: NCCL's kernels hold SMs and bandwidth
+# (Calculon's a100_80g.json has 15% for NVLink and 2% for InfiniBand; most of what is hidden crosses the network).
+_THEFT = 0.05
+
+# What validation on published runs found for step time: half-width that holds for about nine rows in ten.
+_BANDS = {"measured": 0.10, "table": 0.15, "spec": 0.40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One virtual stage: how many layers of each variant, and whether the ends of the model are in it."""
+
+    counts: tuple[int, ...]  # by variant
+    recomputed: tuple[int, ...]  # of them, layers that recompute (block recomputation)
+    has_stem: bool
+    has_tail: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A workload on a layout with all switches read: what time and memory are computed from."""
+
+    workload: Workload
+    layout: Layout
+    stack: Stack
+    micro_batches: int
+    stages: tuple[Stage, ...]
+    blocks: tuple[LocalBlock, ...]  # by variant
+    stem: LocalBlock
+    tail: LocalBlock
+    per_param: BytesPerParam
+    kernel: str
+    dropout: bool
+    loss: str
+
+    def rank_stages(self, rank: int) -> list[int]:
+        """Virtual stages of a pipeline rank: looped, or folded in a V."""
+        pp, v = self.layout.pp, self.layout.virtual_stages
+        if self.layout.schedule in ("zbv", "dualpipev"):
+            return [rank, 2 * pp - 1 - rank]
+        return [rank + i * pp for i in range(v)]
+
 
 def estimate(
-    workload: Workload, hw: Hardware, layout: Layout, stack: Stack | None = None, *, simulate: bool = True
+    workload: Workload,
+    hw: Hardware,
+    layout: Layout,
+    stack: Stack | None = None,
+    *,
+    simulate: bool = True,
+    constants: GpuConstants | None = None,
 ) -> Estimate:
-    """Predict one step. Raises ConfigError where the layout cannot run this workload on this machine."""
+    """Predict one step. Raises ConfigError where the layout cannot run this workload on this machine.
+
+    `simulate=False` replaces the schedule's event simulation by its closed form; `constants` overrides the GPU's own.
+    """
     stack = stack or deepwell_stack()
     if layout.gpus != hw.num_gpus:
         raise ConfigError(f"layout needs {layout.gpus} GPUs ({layout}); {hw.name} has {hw.num_gpus}")
-    micro_batches = layout.accumulation(workload.global_batch)
-    layers = layout.layers_of_stages(workload.ir.num_layers)
-    ir, gpu = workload.ir, hw.gpus[0]
-    peak = gpu.peak_tflops("bf16")
-    if peak is None:
-        raise ConfigError(f"{gpu.name} has no known bf16 peak; name a machine that has one, or probe --measure")
-    own = gpu.peak_tflops(workload.main_format) or peak
-    flops = ir.train_flops(workload.global_batch, workload.seq_len)
-    compute = flops / layout.gpus / (0.5 * own.value * 1e12)
-    again = compute / 3 if layout.recompute.kind == "full" else 0.0
-    bubble = (compute + again) * (layout.pp - 1) / (micro_batches * layout.virtual_stages)
-    seconds = dict.fromkeys(PARTS, 0.0)
-    seconds.update(gemm_fwd=compute / 3, gemm_dgrad=compute / 3, gemm_wgrad=compute / 3, recompute=again, bubble=bubble)
+    job = read_job(workload, layout, stack)
+    dev = device(hw.gpus[0], constants)
+    net = Network.of(hw, dev.constants, stack.constants.comm_scale)
+    seconds = step_seconds(job, dev, net, hw, simulate=simulate)
     step = sum(seconds.values())
     tokens = workload.tokens_per_step
-    memory = _first_memory(workload, layout, max(layers) * layout.virtual_stages / ir.num_layers)
+    flops = workload.ir.train_flops(1, workload.seq_len) * workload.global_batch
+    bf16 = dev.rate("bf16") / dev.constants.gemm_bf16
     return Estimate(
         step_s=step,
-        breakdown=tuple(seconds.items()),
+        breakdown=tuple((part, seconds.get(part, 0.0)) for part in PARTS),
         tokens_per_s_per_gpu=tokens / step / layout.gpus,
-        mfu_bf16=flops / layout.gpus / step / (peak.value * 1e12),
-        mfu_weighted=flops / layout.gpus / step / (own.value * 1e12),
+        mfu_bf16=flops / layout.gpus / step / bf16,
+        mfu_weighted=_ideal_s(job, hw) / step,
         model_flops_per_token=flops / tokens,
-        memory=memory,
+        memory=tuple(rank_memory(job, rank) for rank in range(layout.pp)),
         limit_gib=(hw.memory_bytes or 0) / GIB,
-        tier="spec",
-        error_band=0.5,
-        notes=stack.notes,
+        tier=dev.tier,
+        error_band=_BANDS[dev.tier],
+        notes=(*stack.notes, *_notes(workload)),
     )
 
 
-def _first_memory(workload: Workload, layout: Layout, share: float) -> tuple[StageMemory, ...]:
+def _notes(workload: Workload) -> tuple[str, ...]:
+    positions = workload.ir.max_positions
+    if positions and workload.seq_len > positions:
+        return (f"seq_len {workload.seq_len:,} is over the model's {positions:,} positions",)
+    return ()
+
+
+def _ideal_s(job: Job, hw: Hardware) -> float:
+    """Seconds of the model's own flops at the dense peak of each one's format, for MFU by formats."""
+    gpu, total = hw.gpus[0], 0.0
+    bf16 = gpu.peak_tflops("bf16") or gpu.peak_tflops("fp32")
+    assert bf16 is not None  # device() has refused a GPU without one
+
+    def peak(fmt: str) -> float:
+        own = gpu.peak_tflops(fmt)
+        return (own or bf16).value * 1e12
+
+    for index, block in enumerate(job.blocks):
+        layers = sum(stage.counts[index] for stage in job.stages)
+        gemms = sum(g.flops * sum(1 / peak(f) for f in g.formats) for g in block.gemms)
+        rest = 3 * (sum(a.flops for a in block.attention) + block.matmul_flops) / peak("bf16")
+        total += layers * (gemms + rest)
+    for block in (job.stem, job.tail):
+        total += sum(g.flops * sum(1 / peak(f) for f in g.formats) for g in block.gemms)
+    return total * job.micro_batches / job.layout.pp
+
+
+# ---- reading the job ----
+
+
+def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
+    """Shapes of every block on one rank, and the switches that the layout leaves to the stack."""
+    micro_batches = layout.accumulation(workload.global_batch)
+    _check(workload, layout)
+    dropout = stack.switch("dropout", "off") == "on"
+    load = 1.0 if workload.forced_balance else max(workload.imbalance, 1.0)
+    if workload.capacity_factor is not None:
+        load = min(load, workload.capacity_factor) if workload.capacity_factor >= 1 else workload.capacity_factor
+    sizes = Sizes(
+        micro_batch=layout.micro_batch, seq_len=workload.seq_len, tp=layout.tp, cp=layout.cp, ep=layout.ep,
+        etp=layout.etp, sequence_parallel=layout.sequence_parallel and layout.tp > 1, expert_load=load,
+        dropout=dropout, keeps_fp8=stack.switch("keeps_fp8", "on") == "on",
+    )  # fmt: skip
+    ir = workload.ir
+    ends = tuple((op.name, workload.end_formats(op)) for op in (*ir.stem, *ir.tail) if op.kind == "linear")
+    return Job(
+        workload=workload,
+        layout=layout,
+        stack=stack,
+        micro_batches=micro_batches,
+        stages=_stages(workload, layout),
+        blocks=tuple(local_block(ir.blocks[v.block].ops, v.formats, sizes) for v in workload.variants()),
+        stem=local_block(ir.stem, ends, sizes),
+        tail=local_block(ir.tail, ends, sizes),
+        per_param=_per_param(workload, stack),
+        kernel=workload.attention_kernel or stack.switch("attention", "best"),
+        dropout=dropout,
+        loss=stack.switch("loss", "fused"),
+    )
+
+
+def _check(workload: Workload, layout: Layout) -> None:
+    if workload.seq_len % layout.cp:
+        raise ConfigError(f"seq_len {workload.seq_len} is no multiple of cp {layout.cp}")
+    experts = workload.ir.num_experts
+    if experts and experts % layout.ep:
+        raise ConfigError(f"ep {layout.ep} does not divide the model's {experts} experts")
+    if layout.ep > 1 and not experts:
+        raise ConfigError(f"ep is {layout.ep}, but {workload.ir.name} has no experts")
+
+
+def _per_param(workload: Workload, stack: Stack) -> BytesPerParam:
     state = OPTIMIZERS[workload.optimizer]
-    params = workload.ir.num_params * share / layout.tp
-    shard = layout.dp // layout.dp_replicate * layout.cp
-    opt = 1 if layout.sharding == "ddp" else shard
-    hidden = max(op.width for op in workload.ir.stem if op.kind == "embedding")  # type: ignore[attr-defined]
-    per_layer = (2 if layout.recompute.kind == "full" else 34) * hidden * workload.seq_len * layout.micro_batch
-    stages = []
-    for stage in range(layout.pp):
-        in_flight = layout.pp - stage
-        acts = per_layer * share * workload.ir.num_layers * in_flight / layout.tp / layout.cp
+    return BytesPerParam(
+        weight=4.0 if workload.optimizer == "adamw_fp32" else 2.0,
+        grad={"fp32": 4.0, "bf16": 2.0, "both": 6.0}[stack.switch("grad_dtype", "fp32")],
+        master=state.master,
+        moments=state.moments,
+    )
+
+
+def _stages(workload: Workload, layout: Layout) -> tuple[Stage, ...]:
+    variants = workload.variants()
+    variant_of = [0] * workload.ir.num_layers
+    for index, variant in enumerate(variants):
+        for layer in variant.layers:
+            variant_of[layer] = index
+    stages, start = [], 0
+    sizes = layout.layers_of_stages(workload.ir.num_layers)
+    chosen = layout.recompute
+    for number, size in enumerate(sizes):
+        counts, again = [0] * len(variants), [0] * len(variants)
+        for place, layer in enumerate(range(start, start + size)):
+            counts[variant_of[layer]] += 1
+            is_again = chosen.kind == "full" or (chosen.kind == "block" and place < (chosen.layers or 0))
+            again[variant_of[layer]] += is_again
         stages.append(
-            StageMemory(
-                stage=stage,
-                params=2 * params / (shard if layout.sharding == "zero3" else 1),
-                master=state.master * params / opt,
-                moments=state.moments * params / opt,
-                grads=4 * params / (shard if layout.sharding in ("zero2", "zero3") else 1),
-                quantized_copies=0.0,
-                activations=(("layers", acts),),
-                logits=0.0,
-                comm_buffers=0.5 * GIB,
-                workspace=0.25 * GIB,
-                context=1.5 * GIB,
-                fragmentation=0.0,
+            Stage(
+                counts=tuple(counts), recomputed=tuple(again), has_stem=number == 0, has_tail=number == len(sizes) - 1
             )
         )
+        start += size
     return tuple(stages)
+
+
+# ---- time ----
+
+
+def _pricing(job: Job, dev: Device, net: Network, recompute: Recompute) -> Pricing:
+    overlap = job.layout.overlap
+    tp = overlap.tp if overlap.tp is not None else job.stack.switch("tp_overlap", "off") == "on"
+    ep = overlap.ep if overlap.ep is not None else job.stack.switch("ep_overlap", "off") == "on"
+    return Pricing(
+        device=dev, network=net, stack=job.stack, layout=job.layout, kernel=job.kernel, recompute=recompute,
+        fp8_scaling=job.stack.switch("fp8_scaling", "delayed"), dropout=job.dropout, loss=job.loss,
+        tp_overlap=tp, ep_overlap=ep,
+    )  # fmt: skip
+
+
+def _add(into: dict[str, float], seconds: dict[str, float], times: float = 1.0) -> None:
+    for part, value in seconds.items():
+        into[part] = into.get(part, 0.0) + times * value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageTime:
+    forward: dict[str, float]
+    backward: dict[str, float]
+    wgrad: float
+    f: float
+    b: float
+
+
+def _stage_times(job: Job, dev: Device, net: Network) -> list[_StageTime]:
+    chosen = job.layout.recompute
+    light = Recompute() if chosen.kind == "block" else chosen
+    plain = [price_block(block, _pricing(job, dev, net, light)) for block in job.blocks]
+    again = plain
+    if chosen.kind == "block":
+        again = [price_block(block, _pricing(job, dev, net, chosen)) for block in job.blocks]
+    ends = _pricing(job, dev, net, Recompute())
+    stem, tail = price_block(job.stem, ends), price_block(job.tail, ends)
+    known: dict[Stage, _StageTime] = {}
+    found = []
+    for stage in job.stages:
+        if stage not in known:
+            known[stage] = _stage_time(stage, plain, again, stem, tail)
+        found.append(known[stage])
+    return found
+
+
+def _stage_time(
+    stage: Stage, plain: list[BlockTime], again: list[BlockTime], stem: BlockTime, tail: BlockTime
+) -> _StageTime:
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    wgrad = 0.0
+    for index, count in enumerate(stage.counts):
+        redone = stage.recomputed[index]
+        for block, times in ((again[index], redone), (plain[index], count - redone)):
+            if times:
+                _add(forward, block.forward, times)
+                _add(backward, block.backward, times)
+                wgrad += times * block.wgrad
+    for end, is_here in ((stem, stage.has_stem), (tail, stage.has_tail)):
+        if is_here:
+            _add(forward, end.forward)
+            _add(backward, end.backward)
+            wgrad += end.wgrad
+    return _StageTime(
+        forward=forward, backward=backward, wgrad=wgrad, f=sum(forward.values()), b=sum(backward.values())
+    )
+
+
+def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate: bool = True) -> dict[str, float]:
+    """Seconds of the step by part, as the busiest pipeline rank spends them."""
+    layout, m = job.layout, job.micro_batches
+    stages = _stage_times(job, dev, net)
+    ranks = [job.rank_stages(rank) for rank in range(layout.pp)]
+    work = [sum(stages[i].f + stages[i].b for i in mine) for mine in ranks]
+    busiest = max(range(layout.pp), key=lambda rank: work[rank])
+    seconds: dict[str, float] = {}
+    for index in ranks[busiest]:
+        _add(seconds, stages[index].forward, m)
+        _add(seconds, stages[index].backward, m)
+    if layout.pp > 1:
+        span, messages = _pipeline(job, net, stages, work, simulate)
+        seconds["pp"] = messages
+        seconds["bubble"] = max(0.0, span - m * work[busiest] - messages)
+    f = sum(stages[i].f for i in ranks[busiest])
+    b = sum(stages[i].b for i in ranks[busiest])
+    seconds["dp"] = _data_parallel(job, net, ranks, f, b)
+    dense, expert = rank_params(job, ranks[busiest])
+    shard_d, shard_e = shards(job)
+    state = job.per_param.master + job.per_param.moments
+    seconds["optimizer"] = optimizer_s(dev, dense / shard_d, expert / shard_e, state)
+    seconds["host"] = seconds.get("host", 0.0) + job.stack.constants.step_overhead_ms * 1e-3
+    nodes = max(1.0, layout.gpus / hw.gpus_per_node)
+    seconds["straggler"] = dev.constants.jitter * math.log2(nodes) * sum(seconds.values())
+    return seconds
+
+
+def _pipeline(
+    job: Job, net: Network, stages: list[_StageTime], work: list[float], simulate: bool
+) -> tuple[float, float]:
+    """Seconds of the whole pipeline, and of them those that messages add to the busiest rank."""
+    layout, m = job.layout, job.micro_batches
+    split = layout.tp if layout.sequence_parallel or job.stack.switch("scatter_gather", "on") == "on" else 1
+    message = send_s(net, job.blocks[0].boundary_bytes / split, layout.tp * layout.cp * layout.dp)
+    overlap = layout.overlap.pp
+    hides = overlap if overlap is not None else layout.virtual_stages > 1
+    f, b = [stage.f for stage in stages], [stage.b for stage in stages]
+    w = [min(stage.wgrad, stage.b) for stage in stages]
+    waits = 0.0 if hides else 2.0 * m * layout.virtual_stages * message
+    if simulate and not why_not(layout.runs_as, layout.pp, m, layout.virtual_stages):
+        line = simulate_schedule(
+            layout.runs_as, layout.pp, m, layout.virtual_stages, f=f, b=b, w=w, p2p=message, p2p_blocks=not hides
+        )
+        return max(line.makespan, m * max(work) + waits), waits
+    fill = sum(sorted(work)[:-1]) / layout.virtual_stages + 2 * (layout.pp - 1) * message
+    if layout.schedule in ("zero_bubble", "zbv"):
+        fill *= 0.25
+    elif layout.schedule == "dualpipev":
+        fill *= 0.5
+    return m * max(work) + waits + fill, waits
+
+
+def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: float) -> float:
+    """Seconds of gradient reduction and weight gathering that the step waits for, on the fullest rank."""
+    layout, stack = job.layout, job.stack
+    dense, expert = max((rank_params(job, mine) for mine in ranks), key=sum)
+    group, stride = layout.dp * layout.cp, layout.tp
+    shard = group // layout.dp_replicate
+    grad = {"fp32": 4.0, "bf16": 2.0}[stack.switch("grad_reduce", "fp32")]
+    weight = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}[stack.switch("param_gather", "bf16")]
+    e_group, e_stride = layout.expert_dp, layout.ep * layout.etp
+
+    def reduce_s() -> float:
+        if layout.sharding == "ddp":
+            return all_reduce_s(net, grad * dense, group, stride) + all_reduce_s(net, grad * expert, e_group, e_stride)
+        inner = gather_s(net, grad * dense, shard, stride) + gather_s(net, grad * expert, e_group, e_stride)
+        outer = all_reduce_s(net, grad * dense / shard, layout.dp_replicate, stride * shard)
+        return inner + outer
+
+    gather = 0.0
+    if layout.sharding != "ddp":
+        gather = gather_s(net, weight * dense, shard, stride) + gather_s(net, weight * expert, e_group, e_stride)
+    overlap = layout.overlap
+    hides_grad = overlap.grad_reduce if overlap.grad_reduce is not None else stack.switch("overlap_grads", "on") == "on"
+    hides_param = (
+        overlap.param_gather if overlap.param_gather is not None else stack.switch("overlap_params", "on") == "on"
+    )
+    share = stack.constants.dp_exposed
+    if layout.sharding == "zero3":
+        per_batch = job.micro_batches
+        reduces = per_batch if stack.switch("reduce_each", "on") == "on" else 1
+        forward = _exposed(gather, f, share, hides_param)
+        backward = _exposed(gather + reduce_s() * reduces / per_batch, b, share, hides_grad)
+        return per_batch * (forward + backward)
+    return _exposed(reduce_s(), b, share, hides_grad) + _exposed(gather, f, share, hides_param)
+
+
+def _exposed(comm: float, window: float, share: float, hides: bool) -> float:
+    """What is left visible of communication beside `window` seconds of computation."""
+    if not hides:
+        return comm
+    hidden = min((1 - share) * comm, window)
+    return comm - hidden + _THEFT * hidden

@@ -112,6 +112,11 @@ class Layout:
         return self.pp * self.virtual_stages
 
     @property
+    def runs_as(self) -> Schedule:
+        """The schedule that runs: 1F1B over several stages per rank is the interleaved one."""
+        return "interleaved" if self.schedule == "1f1b" and self.virtual_stages > 1 else self.schedule
+
+    @property
     def expert_dp(self) -> int:
         """Copies of each expert inside one pipeline stage."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)

@@ -1,0 +1,227 @@
+"""Seconds of one block for one micro-batch on one rank, forward and backward, by what they are spent on. Pure.
+
+Communication here is what a block waits for: tensor, context and expert parallelism. Data and pipeline parallelism
+belong to the step (`estimate.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepwell.planner.comm import Network, all_reduce_s, all_to_all_s, gather_s, send_s
+from deepwell.planner.efficiency import Device, attention_s, bytes_s, linear_s
+from deepwell.planner.layout import Layout, Recompute
+from deepwell.planner.shard import HALF, LocalBlock, LocalGemm
+from deepwell.planner.stack import Stack
+
+# Bytes per element of a tensor that is quantized, for both its row and its column copy: read it and write two copies;
+# a current scale reads it once more for its maximum, NVFP4 does so too and rotates one copy (Hadamard).
+_QUANTIZE_BYTES = {"fp8": 4.0, "fp8_current": 6.0, "mxfp8": 4.1, "mxfp6": 4.1, "nvfp4": 6.2, "mxfp4": 6.2}
+
+# Bytes per logit of cross entropy, forward and backward: in one pass each over bf16 logits, or in fp32 with a pass for
+# each of maximum, difference, exponential, sum and division.
+LOSS_BYTES = {"fused": (4.0, 4.0), "unfused": (30.0, 14.0), "compiled": (8.0, 6.0)}
+
+# Share of tensor- or expert-parallel communication that stays visible when it is overlapped with GEMMs (first and last
+# chunk of a pipelined collective), and the slow-down of what runs beside it: NCCL holds 16 to 24 of 132 SMs.
+OVERLAPPED = 0.30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """Everything that turns shapes into seconds."""
+
+    device: Device
+    network: Network
+    stack: Stack
+    layout: Layout
+    kernel: str  # attention kernel
+    fp8_scaling: str  # "delayed", "current" or "block"
+    dropout: bool
+    loss: str
+    recompute: Recompute
+    tp_overlap: bool
+    ep_overlap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTime:
+    """Seconds of one block and micro-batch by part; the parts' names are those of an estimate's breakdown."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    wgrad: float  # the part of the backward that only the weights need
+
+    @property
+    def f(self) -> float:
+        return sum(self.forward.values())
+
+    @property
+    def b(self) -> float:
+        return sum(self.backward.values())
+
+
+def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
+    """The block's seconds under one pricing."""
+    constants = p.stack.constants
+    scale = constants.gemm_scale
+    gemm_f = gemm_d = gemm_w = 0.0
+    each: list[tuple[LocalGemm, float]] = []
+    for gemm in block.gemms:
+        fwd, dgrad, wgrad = linear_s(p.device, gemm)
+        gemm_f, gemm_d, gemm_w = gemm_f + scale * fwd, gemm_d + scale * dgrad, gemm_w + scale * wgrad
+        each.append((gemm, scale * fwd))
+    attention = [attention_s(p.device, a, p.kernel, p.dropout) for a in block.attention]
+    att_f, att_b = scale * sum(a for a, _ in attention), scale * sum(b for _, b in attention)
+    mixer = block.matmul_flops / (0.5 * p.device.rate("bf16"))
+    point_f, point_b, loss_f, loss_b = _passes(block, p)
+    quant_f, quant_b = _quantize(block, p)
+    tp_f, tp_b = _tensor_parallel(block, p, gemm_f)
+    cp_f, cp_b = _context_parallel(block, p, att_f, att_b)
+    ep_f, ep_b = _expert_parallel(block, p)
+    forward = {
+        "gemm_fwd": gemm_f + mixer, "attention": att_f, "pointwise": point_f, "quantize": quant_f, "loss": loss_f,
+        "tp": tp_f, "cp": cp_f, "ep": ep_f,
+    }  # fmt: skip
+    backward = {
+        "gemm_dgrad": gemm_d + 2 * mixer, "gemm_wgrad": gemm_w, "attention": att_b, "pointwise": point_b,
+        "quantize": quant_b, "loss": loss_b, "tp": tp_b, "cp": cp_b, "ep": ep_b,
+        "recompute": _recompute(p, each, att_f, point_f, forward, block),
+    }  # fmt: skip
+    if block.attention or block.gemms:
+        host = _host_s(p)
+        forward["host"] = max(0.0, host - sum(forward.values()))
+        backward["host"] = max(0.0, host * (2 if backward["recompute"] else 1) - sum(backward.values()))
+    return BlockTime(forward=forward, backward=backward, wgrad=gemm_w)
+
+
+def _host_s(p: Pricing) -> float:
+    """What the host needs to launch one layer in one direction; captured graphs need next to nothing."""
+    graphs = p.stack.switch("cuda_graphs", "full" if p.layout.cuda_graphs else "off")
+    share = {"full": 0.05, "partial": 0.5}.get(graphs, 1.0)
+    return share * p.stack.constants.host_us_per_layer * 1e-6
+
+
+def _passes(block: LocalBlock, p: Pricing) -> tuple[float, float, float, float]:
+    scale = p.stack.constants.pointwise_passes
+    loss_bytes = LOSS_BYTES[p.loss]
+    fwd = bwd = loss_f = loss_b = 0.0
+    for one in block.passes:
+        if one.kind == "loss":
+            loss_f += bytes_s(p.device, one.forward * loss_bytes[0])
+            loss_b += bytes_s(p.device, one.backward * loss_bytes[1])
+        else:
+            fwd += bytes_s(p.device, scale * one.forward)
+            bwd += bytes_s(p.device, scale * one.backward)
+    return fwd, bwd, loss_f, loss_b
+
+
+def _quantize(block: LocalBlock, p: Pricing) -> tuple[float, float]:
+    fwd = bwd = 0.0
+    for gemm in block.gemms:
+        if not gemm.is_low:
+            continue
+        name = "fp8_current" if gemm.formats[0] == "fp8" and p.fp8_scaling == "current" else gemm.formats[0]
+        size = _QUANTIZE_BYTES.get(name, 4.0)
+        rows = gemm.m * gemm.groups
+        if gemm.quantizes_input:
+            fwd += bytes_s(p.device, size * rows * gemm.k)
+        bwd += bytes_s(p.device, size * rows * gemm.n)
+    return fwd, bwd
+
+
+def _tensor_parallel(block: LocalBlock, p: Pricing, gemm: float) -> tuple[float, float]:
+    tp = p.layout.tp
+    if tp == 1:
+        return 0.0, 0.0
+    size = block.boundary_bytes
+    if p.layout.sequence_parallel:
+        one = gather_s(p.network, size, tp)
+        fwd = bwd = (block.gathers + block.reduces) * one
+    else:
+        one = all_reduce_s(p.network, size, tp)
+        fwd, bwd = block.reduces * one, block.gathers * one
+    if p.tp_overlap:
+        hidden = min((1 - OVERLAPPED) * fwd, 0.7 * gemm)
+        fwd, bwd = fwd - hidden, max(bwd - 2 * hidden, OVERLAPPED * bwd)
+    return fwd, bwd
+
+
+def _context_parallel(block: LocalBlock, p: Pricing, att_f: float, att_b: float) -> tuple[float, float]:
+    cp = p.layout.cp
+    if cp == 1 or not block.kv_bytes:
+        return 0.0, 0.0
+    if p.layout.context_parallel_kind == "allgather":
+        one = gather_s(p.network, block.kv_bytes * cp, cp, p.layout.tp)
+        return one, 2 * one
+    if p.layout.context_parallel_kind == "ulysses":
+        one = all_to_all_s(p.network, block.boundary_bytes / p.layout.tp, cp, p.layout.tp)
+        return 4 * one, 4 * one
+    # Ring: each of cp-1 hops runs beside the attention of the block that arrived before it.
+    local = p.network.is_local(cp, p.layout.tp)
+    hop = send_s(p.network, block.kv_bytes, 1 if local else p.network.domain)
+    fwd = (cp - 1) * max(0.0, hop - att_f / cp) + cp * p.network.latency_s
+    bwd = (cp - 1) * max(0.0, 2 * hop - att_b / cp) + cp * p.network.latency_s
+    return fwd, bwd
+
+
+def _expert_parallel(block: LocalBlock, p: Pricing) -> tuple[float, float]:
+    lay = p.layout
+    if not block.routed_bytes:
+        return 0.0, 0.0
+    total = 0.0
+    if lay.ep > 1:
+        local = p.network.local(lay.ep, lay.etp)
+        domains = max(1.0, lay.ep / local)
+        # A dispatcher that knows of nodes sends one copy per node and lets NVLink spread it.
+        merged = domains * (1 - (1 - 1 / domains) ** block.top_k) / block.top_k * domains / max(domains - 1, 1)
+        aware = p.stack.switch("dispatcher", "alltoall") in ("deepep", "hybridep")
+        per_node = min(1.0, merged) if aware and domains > 1 else 1.0
+        total += 2 * all_to_all_s(p.network, block.routed_bytes, lay.ep, lay.etp, per_node)
+    if lay.etp > 1:
+        total += 2 * gather_s(p.network, block.routed_bytes * lay.etp, lay.etp)
+    if p.ep_overlap:
+        total *= OVERLAPPED
+    return total, total
+
+
+def _recompute(
+    p: Pricing,
+    gemms: list[tuple[LocalGemm, float]],
+    att_f: float,
+    point_f: float,
+    forward: dict[str, float],
+    block: LocalBlock,
+) -> float:
+    """Seconds of forward that the backward repeats."""
+    chosen = p.recompute
+    if chosen.kind == "none" or not (block.attention or block.gemms):
+        return 0.0
+    if chosen.kind in ("full", "block"):
+        # The last product of a layer is not needed again, but frameworks rerun the whole layer.
+        return sum(forward.values())
+    modules = set(chosen.modules or ("core_attn",))
+    total = 0.0
+    if "core_attn" in modules:
+        total += att_f
+    if "layernorm" in modules:
+        total += 0.3 * point_f
+    if "mlp" in modules:
+        total += sum(t for g, t in gemms if g.role in ("mlp", "shared_experts") and g.part != "down") + 0.3 * point_f
+    if "moe_act" in modules:
+        total += 0.2 * point_f
+    if "moe" in modules:
+        total += sum(t for g, t in gemms if g.role == "experts") + forward["ep"] + 0.3 * point_f
+    if "mla_up_proj" in modules:
+        total += sum(t for g, t in gemms if g.part in ("q_b", "kv_b"))
+    if "shared_experts" in modules:
+        total += sum(t for g, t in gemms if g.role == "shared_experts")
+    if "sac" in modules:
+        # torchtitan's selective op policy keeps attention and every second product.
+        total += 0.5 * sum(t for _, t in gemms) + point_f
+    return total
+
+
+def optimizer_s(dev: Device, dense: float, expert: float, state_bytes: float) -> float:
+    """One AdamW step over this rank's shard: reads gradient and state, writes state and weight, and the norm before."""
+    return (dense + expert) * (2 * state_bytes + 4 + 4 + HALF) / dev.bytes_per_s

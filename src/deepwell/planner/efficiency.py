@@ -1,0 +1,217 @@
+"""Seconds of single kernels on one GPU: GEMM, attention, passes over memory. Pure.
+
+    gemm       waves * (2 tile_m tile_n k / (peak * eff / SMs) + tile_us)      or its bytes, whichever is longer
+    attention  pairs * flops / (peak * eff * depth(d)), diagonal tiles counted whole; unfused: three GEMMs and passes
+    pass       bytes / (bandwidth * eff)
+
+`GpuConstants` are the only fitted numbers here, at most ten per GPU; they live in `gpus.json` with what they were
+fitted on. Everything else is a data sheet's figure or carries its source.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from deepwell.errors import ConfigError
+from deepwell.hardware.model import Gpu
+from deepwell.planner.shard import HALF, LocalAttention, LocalGemm
+
+# Time between two kernels of one stream that the GPU cannot hide: drain, launch, fill.
+KERNEL_S = 2.5e-6
+
+# Output tiles that vendor GEMMs choose from, with their slow-down against the largest: a smaller tile reads its
+# operands more often (arithmetic intensity 128*128/(128+128) = 64 against 85).
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.06), (64, 128, 1.25), (64, 64, 1.6))
+
+# Share of the tail wave that persistent kernels and the overlap with the next kernel cannot fill.
+_TAIL = 0.5
+
+# Forward speed of attention kernels against the best one of the generation, and backward against the same: the
+# FlashAttention 2 paper (arXiv 2307.08691, A100: 1 reaches 0.6 of 2), the FlashAttention 3 paper (arXiv 2407.08608,
+# H100) and one H200 measured by Deepwell (cuDNN 577/553 TFLOP/s, torch's flash backend 337/289).
+_KERNELS: dict[tuple[str, int], tuple[float, float]] = {
+    ("flash1", 8): (0.62, 0.58),
+    ("triton", 8): (0.75, 0.65),
+    ("flash2", 8): (1.0, 0.9),
+    ("flash1", 9): (0.40, 0.36),
+    ("triton", 9): (0.45, 0.40),
+    ("flash2", 9): (0.60, 0.52),
+}
+_BEST_KERNEL = (1.0, 0.92)
+
+# Bytes per score that unfused attention moves besides its GEMMs' own operands, forward and backward: every pass reads
+# and writes a square of 2-byte (half) or 4-byte (fp32 softmax) scores.
+UNFUSED_BYTES = {"unfused": (34.0, 30.0), "fused_softmax": (6.0, 8.0)}
+DROPOUT_BYTES = (5.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConstants:
+    """The fitted numbers of one GPU."""
+
+    gemm_bf16: float = 0.72  # share of the dense peak that a large GEMM reaches under the power limit
+    gemm_fp8: float = 0.66
+    gemm_fp4: float = 0.55
+    tile_us: float = 1.0  # prologue and epilogue of one output tile
+    attention: float = 0.58  # share of the bf16 peak that the best forward kernel reaches at length
+    bandwidth: float = 0.80  # share of the data sheet's memory bandwidth
+    nvlink: float = 0.75  # share of NVLink's rate in collectives
+    network: float = 0.75  # share of the NICs' rate in collectives
+    latency_us: float = 12.0  # of one collective
+    jitter: float = 0.006  # of a step, for each doubling of nodes: the slowest rank sets the pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU ready to be asked for seconds."""
+
+    name: str
+    generation: int  # major compute capability, 0 for a CPU
+    sms: int
+    peaks: tuple[tuple[str, float], ...]  # format -> flop/s times its efficiency
+    bytes_per_s: float
+    constants: GpuConstants
+    tier: str
+
+    def rate(self, name: str) -> float:
+        for key, value in self.peaks:
+            if key == name:
+                return value
+        raise ConfigError(f"{self.name} has no known speed in {name}; it has {', '.join(k for k, _ in self.peaks)}")
+
+
+_CLASS = {
+    "fp32": "bf16", "tf32": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "mxfp6": "fp8",
+    "nvfp4": "fp4", "mxfp4": "fp4",
+}  # fmt: skip
+_RATES = {"fp8": "fp8", "mxfp8": "fp8", "mxfp6": "fp6", "nvfp4": "fp4", "mxfp4": "fp4"}
+FORMATS = ("bf16", "fp16", "fp8", "mxfp8", "mxfp6", "nvfp4", "mxfp4")
+
+
+@functools.lru_cache(maxsize=1)
+def _table() -> dict[str, Any]:
+    text = (resources.files("deepwell.planner") / "gpus.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def constants_key(gpu: Gpu) -> str:
+    """Which entry of gpus.json serves a GPU: its own, or its generation's."""
+    name = (gpu.machine or gpu.name).lower()
+    entries = _table()["gpus"]
+    for key, entry in entries.items():
+        if name in entry["machines"]:
+            return str(key)
+    if gpu.kind == "cpu":
+        return "cpu"
+    major = gpu.compute_capability[0] if gpu.compute_capability else 0
+    return {8: "a100", 9: "h100", 10: "b200"}.get(major, "generic")
+
+
+def gpu_constants(key: str) -> GpuConstants:
+    """The fitted constants of an entry of gpus.json."""
+    return GpuConstants(**_table()["gpus"][key]["constants"])
+
+
+def device(gpu: Gpu, constants: GpuConstants | None = None) -> Device:
+    """The GPU with its constants. Raises ConfigError where its peak or bandwidth is not known."""
+    key = constants_key(gpu)
+    own = constants or gpu_constants(key)
+    known = {peak.rate: peak.tflops * 1e12 for peak in gpu.peaks}
+    base = known.get("bf16") or known.get("fp32")
+    if base is None or gpu.memory_gb_per_s is None:
+        raise ConfigError(f"{gpu.name}: peak or memory bandwidth is not known; name a machine or probe --measure")
+    share = {"bf16": own.gemm_bf16, "fp8": own.gemm_fp8, "fp4": own.gemm_fp4}
+    peaks = []
+    for name in FORMATS:
+        peak = known.get(_RATES[name]) if name in _RATES else base
+        # A format that the tensor cores lack runs as its bf16 copy.
+        peaks.append((name, peak * share[_CLASS[name]] if peak else base * own.gemm_bf16))
+    return Device(
+        name=gpu.name,
+        generation=gpu.compute_capability[0] if gpu.compute_capability else 0,
+        sms=gpu.num_sms or (148 if (gpu.compute_capability or (0,))[0] >= 10 else 108),
+        peaks=tuple(peaks),
+        bytes_per_s=gpu.memory_gb_per_s * 1e9 * own.bandwidth,
+        constants=own,
+        tier="table" if key not in ("generic", "cpu") else "spec",
+    )
+
+
+_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "mxfp6": 1.03, "nvfp4": 0.56, "mxfp4": 0.53}
+
+
+def _tiles(m: float, n: float, tile_m: int, tile_n: int) -> float:
+    return math.ceil(m / tile_m) * math.ceil(n / tile_n)
+
+
+def gemm_s(dev: Device, fmt: str, m: float, n: float, k: float, groups: int = 1) -> float:
+    """Seconds of `groups` products [m, k] x [k, n] in one launch."""
+    if m <= 0:
+        return 0.0
+    per_sm = dev.rate(fmt) / dev.sms
+    overhead = dev.constants.tile_us * 1e-6
+    best = math.inf
+    for tile_m, tile_n, slow in _TILES:
+        waves = groups * _tiles(m, n, tile_m, tile_n) / dev.sms
+        waves += _TAIL * (math.ceil(waves) - waves) if waves > 1 else (1 - waves)
+        best = min(best, waves * (2.0 * tile_m * tile_n * k * slow / per_sm + overhead * tile_m * tile_n / 32768))
+    size = _BYTES[fmt]
+    moved = groups * (size * (m * k + k * n) + HALF * m * n)
+    return max(best, moved / dev.bytes_per_s) + KERNEL_S
+
+
+def linear_s(dev: Device, gemm: LocalGemm) -> tuple[float, float, float]:
+    """Seconds of one linear layer: forward, gradient of the input, gradient of the weight."""
+    fwd, dgrad, wgrad = gemm.formats
+    return (
+        gemm_s(dev, fwd, gemm.m, gemm.n, gemm.k, gemm.groups),
+        gemm_s(dev, dgrad, gemm.m, gemm.k, gemm.n, gemm.groups),
+        gemm_s(dev, wgrad, gemm.n, gemm.k, gemm.m, gemm.groups),
+    )
+
+
+def _depth(dim: float) -> float:
+    """Softmax work per pair does not shrink with the head: short heads waste tensor-core time. 1 at 128."""
+    return 1.25 * dim / (dim + 32)
+
+
+def attention_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool = False) -> tuple[float, float]:
+    """Seconds of attention, forward and backward, with the named kernel."""
+    if kernel in UNFUSED_BYTES:
+        return _unfused_s(dev, att, kernel, dropout)
+    fwd, bwd = _KERNELS.get((kernel, dev.generation), _BEST_KERNEL)
+    # Tiles on the mask's edge are computed whole: half a tile of 128 per query row.
+    pairs = min(att.pairs + 64 * att.q_len, att.q_len * att.kv_len) if att.causal else att.pairs
+    flops = 2.0 * att.batch * att.heads * pairs * (att.qk_dim + att.v_dim)
+    bf16_peak = dev.rate("bf16") / dev.constants.gemm_bf16
+    rate = bf16_peak * dev.constants.attention * _depth((att.qk_dim + att.v_dim) / 2)
+    moved = HALF * att.batch * att.heads * att.q_len * (att.qk_dim + att.v_dim)
+    floor = moved / dev.bytes_per_s
+    # Backward: five products for the forward's two (scores are recomputed).
+    return (
+        max(flops / (rate * fwd), floor) + KERNEL_S,
+        max(2.5 * flops / (rate * bwd), 3 * floor) + 2 * KERNEL_S,
+    )
+
+
+def _unfused_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool) -> tuple[float, float]:
+    groups = max(1, round(att.batch * att.heads))
+    qk = gemm_s(dev, "bf16", att.q_len, att.kv_len, att.qk_dim, groups)
+    pv = gemm_s(dev, "bf16", att.q_len, att.v_dim, att.kv_len, groups)
+    extra = DROPOUT_BYTES if dropout else (0.0, 0.0)
+    fwd, bwd = (a + b for a, b in zip(UNFUSED_BYTES[kernel], extra, strict=True))
+    return (
+        qk + pv + att.scores * fwd / dev.bytes_per_s + 4 * KERNEL_S,
+        2 * (qk + pv) + att.scores * bwd / dev.bytes_per_s + 4 * KERNEL_S,
+    )
+
+
+def bytes_s(dev: Device, nbytes: float) -> float:
+    """Seconds of one memory-bound kernel."""
+    return nbytes / dev.bytes_per_s + KERNEL_S if nbytes > 0 else 0.0

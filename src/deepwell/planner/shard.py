@@ -1,0 +1,429 @@
+"""One block of the IR as one rank of a layout sees it: local GEMMs, attention, passes over memory, saved tensors. Pure.
+
+    local_block(ops, formats, sizes) -> LocalBlock        one micro-batch; no seconds yet, only shapes and bytes
+
+Rules of sharding (Megatron's): projections into heads and into the MLP are split by columns, those out of them by rows;
+norms and sums are split over tokens under sequence parallelism and repeated without it; experts are spread over `ep`
+ranks and split by `etp`. What the ranks do together is what the IR says (`tests/planner/test_cost.py` holds it).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from deepwell.graph.ops import (
+    Activation,
+    Add,
+    Attention,
+    Combine,
+    Conv,
+    Dispatch,
+    Embedding,
+    GroupedLinear,
+    Linear,
+    Loss,
+    Matmul,
+    Norm,
+    Op,
+    Rope,
+    TopK,
+)
+from deepwell.graph.ops import Workload as Sizing
+
+COLUMN_PARTS = {"q", "k", "v", "qkv", "q_b", "kv_b", "up", "gate", "gate_up", "in"}
+ROW_PARTS = {"o", "down", "out"}
+_LOW = {"fp8", "mxfp8", "mxfp6", "nvfp4", "mxfp4"}
+_BF16 = ("bf16", "bf16", "bf16")
+HALF = 2  # bytes of a bf16 or fp16 element
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the shapes of one rank depend on."""
+
+    micro_batch: int
+    seq_len: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    expert_load: float = 1.0  # rows of the busiest rank over the even share
+    dropout: bool = False
+    keeps_fp8: bool = True  # inputs of low-precision GEMMs are kept as their quantized copies
+
+    @property
+    def token_split(self) -> int:
+        """Ranks over which a token-wise op is spread besides cp."""
+        return self.tp if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalGemm:
+    """One linear layer on one rank: `groups` products of [m, k] by [k, n], done forward and twice backward."""
+
+    name: str
+    role: str
+    part: str
+    m: float
+    n: int
+    k: int
+    groups: int
+    formats: tuple[str, str, str]
+    quantizes_input: bool  # False where an earlier layer has quantized the same tensor already
+
+    @property
+    def is_low(self) -> bool:
+        return any(name in _LOW for name in self.formats)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalAttention:
+    """Attention on one rank; `pairs` counts query-key pairs of one sequence and head on this rank."""
+
+    batch: int
+    heads: float
+    kv_heads: float
+    qk_dim: int
+    v_dim: int
+    q_len: float
+    kv_len: float
+    pairs: float
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Forward flops of the pairs that the mask leaves."""
+        return 2.0 * self.batch * self.heads * self.pairs * (self.qk_dim + self.v_dim)
+
+    @property
+    def scores(self) -> float:
+        """Elements of the full square that an unfused kernel writes."""
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A memory-bound op: bytes of its forward and backward."""
+
+    kind: str  # norm, add, activation, rope, router, permute, embedding, loss, mixer
+    role: str
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A tensor that the backward needs. `group` is what recomputing would free it: see Recompute.modules."""
+
+    kind: str  # attention, mlp, experts, norm, stream, mixer
+    group: str
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalBlock:
+    """Everything that time and memory need to know of a block on one rank, for one micro-batch."""
+
+    gemms: tuple[LocalGemm, ...]
+    attention: tuple[LocalAttention, ...]
+    passes: tuple[Pass, ...]
+    matmul_flops: float  # products of two activations that are no softmax attention
+    saved: tuple[Saved, ...]
+    input_bytes: float  # the hidden state that enters, as a rank keeps it for full recomputation
+    boundary_bytes: float  # the hidden state of the micro-batch, before sequence parallelism splits it
+    dense_params: float
+    expert_params: float
+    gathers: int  # column-parallel inputs, gathered under sequence parallelism
+    reduces: int  # row-parallel outputs
+    routed_bytes: float  # rows that one rank sends to experts, bf16
+    kv_bytes: float  # keys and values of this rank's tokens
+    top_k: int
+    widest: float  # elements of the largest local tensor, for the backward's working set
+
+
+@dataclass(slots=True)
+class _Builder:
+    sizes: Sizes
+    formats: dict[str, tuple[str, str, str]]
+    sizing: Sizing
+    gemms: list[LocalGemm] = field(default_factory=list)
+    attention: list[LocalAttention] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    saved: dict[tuple[str, str], Saved] = field(default_factory=dict)
+    elements: dict[str, float] = field(default_factory=dict)  # op -> local elements of its output
+    quantized: set[str] = field(default_factory=set)
+    gathered: set[str] = field(default_factory=set)
+    ops: dict[str, Op] = field(default_factory=dict)
+    matmul_flops: float = 0.0
+    dense_params: float = 0.0
+    expert_params: float = 0.0
+    reduces: int = 0
+    routed_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    top_k: int = 0
+
+    @property
+    def tokens(self) -> float:
+        return float(self.sizing.tokens)
+
+    def keep(self, tensor: str, kind: str, group: str, bytes_per_element: float, elements: float | None = None) -> None:
+        """Note that the backward needs `tensor`; a tensor kept in two precisions is two entries."""
+        size = self.elements.get(tensor, 0.0) if elements is None else elements
+        key = (tensor, f"{bytes_per_element:g}")
+        if key not in self.saved:
+            self.saved[key] = Saved(kind=kind, group=group, nbytes=size * bytes_per_element)
+
+    def pass_over(self, kind: str, op: Op, forward: float, backward: float) -> None:
+        self.passes.append(Pass(kind=kind, role=op.role, forward=forward, backward=backward))
+
+
+def expert_rows(sizes: Sizes, tokens: float, top_k: int) -> float:
+    """Rows that the experts of one rank compute: its share of the routed tokens, gathered over etp."""
+    return tokens / sizes.tp * top_k * sizes.etp * sizes.expert_load
+
+
+def _params(op: Op) -> int:
+    return sum(p.count for p in op.params if p.tied_to is None)
+
+
+def _split_of(op: Linear) -> str:
+    if op.role in ("head", "mixer"):
+        return "column" if op.role == "head" or op.part == "in" or (not op.part and op.n >= op.k) else "row"
+    if op.role in ("attention", "mlp", "shared_experts"):
+        return "column" if op.part in COLUMN_PARTS else ("row" if op.part in ROW_PARTS else "none")
+    return "none"
+
+
+def _kept_fraction(op: Linear, tp: int, kv_heads: int | None) -> float:
+    """Share of the columns that one rank holds; key and value heads fewer than ranks are repeated."""
+    if op.part in ("k", "v") and kv_heads is not None and kv_heads < tp:
+        return 1.0 / kv_heads
+    return 1.0 / tp
+
+
+def _linear(b: _Builder, op: Linear, kv_heads: int | None) -> None:
+    s, rows = b.sizes, float(op.rows.at(b.sizing))
+    split, n, k = _split_of(op), op.n, op.k
+    if split == "column":
+        n = max(1, round(op.n * _kept_fraction(op, s.tp, kv_heads)))
+        if s.tp > 1:
+            b.gathered.add(op.inputs[0] if op.inputs else op.name)
+    elif split == "row":
+        k = max(1, round(op.k / s.tp))
+        b.reduces += s.tp > 1
+    else:
+        rows /= s.token_split
+    b.dense_params += _params(op) / (s.tp if split != "none" else 1)
+    _gemm(b, op, rows, n, k, 1)
+    out_rows = rows / s.token_split if split == "row" else rows
+    b.elements[op.name] = out_rows * n
+    if op.bias and op.role == "mlp" and op.part == "up":
+        b.pass_over("activation", op, 0.0, HALF * b.elements[op.name])  # the bias gradient reads its output's once more
+
+
+def _gemm(b: _Builder, op: Linear | GroupedLinear, rows: float, n: int, k: int, groups: int) -> None:
+    formats = b.formats.get(op.name, _BF16)
+    source = op.inputs[0] if op.inputs else op.name
+    is_low = any(name in _LOW for name in formats)
+    b.gemms.append(
+        LocalGemm(
+            name=op.name, role=op.role, part=op.part, m=rows / groups, n=n, k=k, groups=groups, formats=formats,
+            quantizes_input=is_low and source not in b.quantized,
+        )
+    )  # fmt: skip
+    if is_low:
+        b.quantized.add(source)
+    size = 1.0625 if is_low and b.sizes.keeps_fp8 else float(HALF)  # one byte and a scale for each 32, or for a row
+    kind, group = _group_of(op, b.ops.get(source))
+    b.keep(source, kind, group, size)
+
+
+def _group_of(op: Op, producer: Op | None) -> tuple[str, str]:
+    """Under which heading a saved tensor is counted and which module's recomputation frees it."""
+    kind = {"experts": "experts", "shared_experts": "mlp", "mlp": "mlp", "mixer": "mixer"}.get(op.role, "attention")
+    if isinstance(producer, Norm):
+        return "norm", "layernorm"
+    if isinstance(producer, Activation):
+        return kind, "moe_act" if op.role == "experts" else "mlp"
+    if isinstance(producer, Attention):
+        return "attention", "attn_out"
+    if isinstance(producer, Dispatch):
+        return "experts", "moe"
+    return kind, "other"
+
+
+def _grouped(b: _Builder, op: GroupedLinear) -> None:
+    s = b.sizes
+    local = max(1, op.experts // s.ep)
+    rows = expert_rows(s, b.tokens, max(1, op.rows.factor))
+    is_row = op.part == "down"
+    n, k = (op.n, op.k // s.etp) if is_row else (op.n // s.etp, op.k)
+    b.expert_params += _params(op) / (s.ep * s.etp)
+    _gemm(b, op, rows, n, k, local)
+    b.elements[op.name] = rows * n
+
+
+def _attention(b: _Builder, op: Attention) -> None:
+    s = b.sizes
+    whole = Sizing(batch=s.micro_batch, seq_len=s.seq_len)
+    heads, kv_heads = op.q_heads / s.tp, max(1.0, op.kv_heads / s.tp)
+    tokens = op.batch.at(whole) * op.q_len.at(whole) / s.cp
+    b.attention.append(
+        LocalAttention(
+            batch=op.batch.at(whole), heads=heads, kv_heads=kv_heads, qk_dim=op.qk_dim, v_dim=op.v_dim,
+            q_len=op.q_len.at(whole) / s.cp, kv_len=op.kv_len.at(whole), pairs=op.pairs(whole) / s.cp, causal=op.causal,
+        )
+    )  # fmt: skip
+    out = tokens * heads * op.v_dim
+    b.elements[op.name] = out
+    qkv = tokens * (heads * op.qk_dim + kv_heads * (op.qk_dim + op.v_dim))
+    is_latent = any(o.part == "kv_b" for o in b.ops.values())
+    b.keep(f"{op.name}.qkv", "attention", "mla_up_proj" if is_latent else "qkv", HALF, qkv)
+    b.keep(op.name, "attention", "attn_out", HALF, out)
+    b.kv_bytes += tokens * kv_heads * (op.qk_dim + op.v_dim) * HALF
+    b.dense_params += _params(op) / s.tp
+
+
+def _token_op(b: _Builder, op: Op) -> None:
+    """Norms, sums, activations, rope and routing: bytes only."""
+    s, t = b.sizes, b.tokens
+    if isinstance(op, Norm):
+        inside_heads = op.rows.factor > 1
+        e = op.rows.at(b.sizing) * op.width / (s.tp if inside_heads else s.token_split)
+        b.pass_over("norm", op, 2 * HALF * e, 3 * HALF * e)
+        b.keep(op.inputs[0] if op.inputs else "@in", "norm", "qkv" if inside_heads else "stream", HALF, e)
+    elif isinstance(op, Add):
+        e = op.rows.at(b.sizing) * op.width / s.token_split
+        b.pass_over("add", op, 3 * HALF * e, 1.5 * HALF * e)
+        if s.dropout and op.role == "residual":
+            b.keep(f"{op.name}.mask", "norm", "other", 1, e)
+            b.pass_over("add", op, 3 * e, 3 * e)
+    elif isinstance(op, Activation):
+        is_expert = op.role == "experts"
+        rows = expert_rows(s, t, max(1, op.rows.factor)) if is_expert else float(op.rows.at(b.sizing))
+        e = rows * op.width / (s.etp if is_expert else s.tp)
+        inputs = 2 if op.gated else 1
+        b.pass_over("activation", op, (inputs + 1) * HALF * e, (2 * inputs + 1) * HALF * e)
+        kind = "experts" if is_expert else "mlp"
+        b.keep(op.inputs[0], kind, "moe" if is_expert else "mlp", HALF, inputs * e)
+    elif isinstance(op, Rope):
+        e = op.rows.at(b.sizing) * op.rotary_dim * (op.q_heads / s.tp + max(1.0, op.kv_heads / s.tp))
+        b.pass_over("rope", op, 2 * HALF * e, 2 * HALF * e)
+    elif isinstance(op, TopK):
+        e = t / s.tp * op.experts
+        b.pass_over("router", op, 6 * 4 * e, 6 * 4 * e)
+        b.keep(op.name, "experts", "other", 8, e)
+        b.top_k = max(b.top_k, op.top_k)
+        e = t / s.tp * op.top_k
+    elif isinstance(op, Dispatch):
+        e = expert_rows(s, t, max(1, op.rows.factor)) * op.width
+        b.pass_over("permute", op, 2 * HALF * e, 2 * HALF * e)
+        b.routed_bytes = t / s.tp * max(1, op.rows.factor) * op.width * HALF * s.expert_load
+    elif isinstance(op, Combine):
+        e = expert_rows(s, t, op.top_k) * op.width
+        b.pass_over("permute", op, 2 * HALF * e, 2 * HALF * e)
+        e = t / s.tp * op.width
+    elif isinstance(op, Embedding):
+        e = op.rows.at(b.sizing) * op.width / s.token_split
+        b.pass_over("embedding", op, 2 * HALF * e, 4 * HALF * e)
+    else:
+        e = b.elements.get(op.inputs[0], 0.0) if op.inputs else 0.0
+    b.elements[op.name] = e
+    b.dense_params += _params(op) / (s.tp if isinstance(op, Embedding) else 1)
+
+
+def _mixer(b: _Builder, op: Op) -> None:
+    """State-space scans, convolutions and what the vocabulary has no word for, split over heads by tp."""
+    s = b.sizes
+    e = op.elements_out(b.sizing) / s.tp
+    read = op.elements_in(b.sizing) / s.tp
+    b.matmul_flops += op.flops(b.sizing) / s.tp
+    b.pass_over("mixer", op, HALF * (read + e), 2 * HALF * (read + e))
+    b.keep(f"{op.name}.in", "mixer", "other", HALF, read)
+    b.elements[op.name] = e
+    b.dense_params += _params(op) / s.tp
+
+
+def _add_op(b: _Builder, op: Op, kv_heads: int | None) -> None:
+    b.ops[op.name] = op
+    if isinstance(op, Linear):
+        _linear(b, op, kv_heads)
+    elif isinstance(op, GroupedLinear):
+        _grouped(b, op)
+    elif isinstance(op, Attention):
+        _attention(b, op)
+    elif isinstance(op, Loss):
+        e = op.rows.at(b.sizing) * op.vocab / b.sizes.tp
+        b.pass_over("loss", op, e, e)  # in elements: how many bytes each costs is the stack's affair
+        b.elements[op.name] = 1.0
+    elif isinstance(op, (Matmul, Conv)) or op.kind == "other":
+        _mixer(b, op)
+    else:
+        _token_op(b, op)
+
+
+def _build(ops: Iterable[Op], formats: dict[str, tuple[str, str, str]], sizes: Sizes) -> LocalBlock:
+    local_seq = max(1, sizes.seq_len // sizes.cp)
+    b = _Builder(sizes=sizes, formats=formats, sizing=Sizing(batch=sizes.micro_batch, seq_len=local_seq))
+    ops = tuple(ops)
+    kv_heads = next((op.kv_heads for op in ops if isinstance(op, Attention)), None)
+    hidden = _hidden(ops)
+    b.elements["@in"] = b.tokens * hidden / sizes.token_split
+    for op in ops:
+        _add_op(b, op, kv_heads)
+    return LocalBlock(
+        gemms=tuple(b.gemms),
+        attention=tuple(b.attention),
+        passes=tuple(b.passes),
+        matmul_flops=b.matmul_flops,
+        saved=tuple(b.saved.values()),
+        input_bytes=HALF * b.tokens * hidden / sizes.token_split,
+        boundary_bytes=HALF * b.tokens * hidden,
+        dense_params=b.dense_params,
+        expert_params=b.expert_params,
+        gathers=len(b.gathered),
+        reduces=b.reduces,
+        routed_bytes=b.routed_bytes,
+        kv_bytes=b.kv_bytes,
+        top_k=b.top_k,
+        widest=max((e for name, e in b.elements.items() if not isinstance(b.ops.get(name), Loss)), default=0.0),
+    )
+
+
+def _hidden(ops: tuple[Op, ...]) -> int:
+    for op in ops:
+        if isinstance(op, (Norm, Embedding)) and op.rows.factor == 1:
+            return op.width
+    return next((op.k for op in ops if isinstance(op, Linear)), 1)
+
+
+class _Ops:
+    """A tuple of ops as a cache key by identity: hashing them all would cost more than building the block."""
+
+    __slots__ = ("ops",)
+
+    def __init__(self, ops: tuple[Op, ...]) -> None:
+        self.ops = ops
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ops) and self.ops is other.ops
+
+    def __hash__(self) -> int:
+        return id(self.ops)
+
+
+@functools.lru_cache(maxsize=65536)
+def _cached(key: _Ops, formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: Sizes) -> LocalBlock:
+    return _build(key.ops, dict(formats), sizes)
+
+
+def local_block(ops: tuple[Op, ...], formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: Sizes) -> LocalBlock:
+    """The block on one rank for one micro-batch; equal questions are answered once."""
+    return _cached(_Ops(ops), formats, sizes)
