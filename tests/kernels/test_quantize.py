@@ -119,6 +119,13 @@ def test_quantize_weight_writes_both_copies_of_the_tensor_format(device, shape, 
     assert_bitwise_equal(q, wanted.data, "row copy")
     assert_bitwise_equal(q_t, wanted.data.view(torch.uint8).T.contiguous().view(dtype), "transposed copy")
     assert_bitwise_equal(scale, wanted.scales, "scale")
+    # Each copy alone is the same copy.
+    rows, no_columns, rows_scale = Q.quantize_weight(w, pow2=pow2, dtype=dtype, write="rows")
+    no_rows, columns, columns_scale = Q.quantize_weight(w, pow2=pow2, dtype=dtype, write="columns")
+    assert no_columns is None and no_rows is None
+    assert_bitwise_equal(rows, q, "rows alone")
+    assert_bitwise_equal(columns, q_t, "columns alone")
+    assert rows_scale.item() == columns_scale.item() == scale.item()
 
 
 @pytest.mark.parametrize("config", Q.BOTH_CONFIGS, ids=str)
@@ -189,6 +196,7 @@ def test_an_empty_weight_still_has_a_scale(device):
         (lambda x: Q.quantize_rows(x, dtype=torch.int8), "dtype must be"),
         (lambda x: Q.amax([]), "at least one tensor"),
         (lambda x: Q.quantize_weight(x, torch.ones(2)), "amax must be one float32 number"),
+        (lambda x: Q.quantize_weight(x, write="row"), "write must be both, rows or columns"),
         (lambda x: Q.quantize_weight(x, out=torch.empty(3, 3, dtype=E4M3)), "out must have shape"),
         (lambda x: Q.quantize_weight(x, out_t=torch.empty(8, 6, dtype=E5M2)), "out_t has dtype"),
     ],
@@ -276,6 +284,8 @@ def test_the_weight_kernel_compiles_to_whole_vectors_both_ways_and_no_spills(arc
         "FP8_MAX": 448.0,
         "POW2": True,
         "MEASURE": True,
+        "ROWS": True,
+        "COLUMNS": True,
         "PACKING": packing,
         "BLOCK_T": config.rows,
         "BLOCK_K": config.columns,
@@ -286,6 +296,13 @@ def test_the_weight_kernel_compiles_to_whole_vectors_both_ways_and_no_spills(arc
     assert made.count(r"ld\.global\S*\.v4\.b32") > 0
     assert made.count(r"st\.global\S*\.v4\.b32") > 0
     assert made.count(r"st\.global\S*\.b8") == 0
+    if packing == "bytes":
+        alone = Q.ROWS_ONLY
+        arguments |= {"COLUMNS": False, "MEASURE": False, "BLOCK_T": alone.rows, "BLOCK_K": alone.columns}
+        made = aot.compile_kernel(Q._quantize_both_kernel, arguments, arch=arch, num_warps=alone.num_warps)
+        # Rows alone cross no shared memory.
+        assert made.spill_bytes == made.shared_bytes == 0
+        assert made.count(r"ld\.global\S*\.v4\.b32") > 0 and made.count(r"st\.global\S*\.b8") == 0
 
 
 @pytest.mark.gpu

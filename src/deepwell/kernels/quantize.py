@@ -100,6 +100,8 @@ BOTH_CONFIGS = (
     TileConfig(rows=64, columns=64, num_warps=4, packing="bytes"),
     TileConfig(rows=128, columns=128, num_warps=8, packing="bytes"),
 )
+# One copy that is not turned needs no square tiles: rows of 1 KiB.
+ROWS_ONLY = TileConfig(rows=8, columns=512, num_warps=4, packing="bytes")
 
 
 def default_row_config(columns: int) -> RowConfig:
@@ -194,10 +196,13 @@ def _quantize_both_kernel(
     FP8_MAX: tl.constexpr,
     POW2: tl.constexpr,
     MEASURE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PACKING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    # ROWS and COLUMNS say which copies are written.
     # Four tokens of a column are neighbours in the transposed copy: as one word they cross shared memory four times
     # cheaper than as bytes. Unless PACKING is "bytes", qt_ptr and stride_tk count words, GROUPS groups of four tokens.
     FP8: tl.constexpr = q_ptr.dtype.element_ty
@@ -215,9 +220,11 @@ def _quantize_both_kernel(
         bits = magnitude_bits(a)
     a = saturate(a * enc, FP8_MAX)
     q = a.to(FP8)
-    tl.store(q_tile, q, mask=mask)
+    if ROWS:
+        tl.store(q_tile, q, mask=mask)
     if PACKING == "bytes":
-        tl.store(t_tile, tl.trans(q), mask=tl.trans(mask))
+        if COLUMNS:
+            tl.store(t_tile, tl.trans(q), mask=tl.trans(mask))
     else:
         b = tl.load(x_tile + stride_xt, mask=mask, other=0.0).to(tl.float32)
         c = tl.load(x_tile + 2 * stride_xt, mask=mask, other=0.0).to(tl.float32)
@@ -227,9 +234,10 @@ def _quantize_both_kernel(
         b = saturate(b * enc, FP8_MAX)
         c = saturate(c * enc, FP8_MAX)
         d = saturate(d * enc, FP8_MAX)
-        tl.store(q_tile + stride_qt, b.to(FP8), mask=mask)
-        tl.store(q_tile + 2 * stride_qt, c.to(FP8), mask=mask)
-        tl.store(q_tile + 3 * stride_qt, d.to(FP8), mask=mask)
+        if ROWS:
+            tl.store(q_tile + stride_qt, b.to(FP8), mask=mask)
+            tl.store(q_tile + 2 * stride_qt, c.to(FP8), mask=mask)
+            tl.store(q_tile + 3 * stride_qt, d.to(FP8), mask=mask)
         if PACKING == "asm":
             PACK: tl.constexpr = _PACK_E4M3 if FP8_MAX == 448.0 else _PACK_E5M2
             word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
@@ -316,17 +324,21 @@ def quantize_weight(
     dtype: torch.dtype = torch.float8_e4m3fn,
     out: Tensor | None = None,
     out_t: Tensor | None = None,
+    write: str = "both",
     config: TileConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Quantize a weight with one scale and write it both ways from one read. Returns `(q_NK, q_KN, scale)`.
 
     `amax_of_w` is the largest magnitude (`amax(w)`, or of several weights that share a scale); measured where None.
-    `out` and `out_t` may be slices of larger buffers, so that several weights lie side by side in one operand.
+    `out` and `out_t` may be slices of larger buffers, so that several weights lie side by side in one operand. With
+    `write` "rows" or "columns" only q_NK or only q_KN is made and the other is None.
     """
     check_matrix("w_NK", w_NK)
+    if write not in ("both", "rows", "columns"):
+        raise ConfigError(f"write must be both, rows or columns, got {write!r}")
     given = amax(w_NK) if amax_of_w is None else amax_of_w
     q, q_t, scale, _ = _quantize_both(
-        w_NK, given, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=False
+        w_NK, given, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=False, write=write
     )
     return q, q_t, scale
 
@@ -346,7 +358,11 @@ def quantize_both_given_scale(
     Returns `(q_TK, q_KT, scale, measured_amax)`; what exceeds `amax_of_x` saturates.
     """
     check_matrix("x_TK", x_TK)
-    return _quantize_both(x_TK, amax_of_x, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=True)
+    q, q_t, scale, measured = _quantize_both(
+        x_TK, amax_of_x, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=True
+    )
+    assert q is not None and q_t is not None
+    return q, q_t, scale, measured
 
 
 def _quantize_both(
@@ -358,42 +374,51 @@ def _quantize_both(
     outs: tuple[Tensor | None, Tensor | None],
     config: TileConfig | None,
     measure: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    write: str = "both",
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     fp8_max = check_fp8("dtype", dtype)
     if given.numel() != 1 or given.dtype != torch.float32 or given.device != x_TK.device:
         got = f"{given.dtype} {tuple(given.shape)} on {given.device}"
         raise ConfigError(f"amax must be one float32 number on {x_TK.device}, got {got}")
     t, k = x_TK.shape
-    q = torch.empty((t, k), dtype=dtype, device=x_TK.device) if outs[0] is None else outs[0]
-    q_t = torch.empty((k, t), dtype=dtype, device=x_TK.device) if outs[1] is None else outs[1]
-    check_out("out", q, (t, k), dtype, x_TK)
-    check_out("out_t", q_t, (k, t), dtype, x_TK)
+    q, q_t = outs
+    if write != "columns":
+        q = torch.empty((t, k), dtype=dtype, device=x_TK.device) if q is None else q
+        check_out("out", q, (t, k), dtype, x_TK)
+    if write != "rows":
+        q_t = torch.empty((k, t), dtype=dtype, device=x_TK.device) if q_t is None else q_t
+        check_out("out_t", q_t, (k, t), dtype, x_TK)
     if not runs_kernel(x_TK, _quantize_both_kernel):
         codes, codes_t, scale = quantize_both_ref(x_TK, given, pow2=pow2, dtype=dtype)
-        q.view(torch.uint8).copy_(codes.view(torch.uint8))
-        q_t.view(torch.uint8).copy_(codes_t.view(torch.uint8))
+        for copy, made in ((q, codes), (q_t, codes_t)):
+            if copy is not None:
+                copy.view(torch.uint8).copy_(made.view(torch.uint8))
         return q, q_t, scale, amax_ref([x_TK])
     scale = torch.empty((), dtype=torch.float32, device=x_TK.device)
     bits = torch.zeros((), dtype=torch.int32, device=x_TK.device) if measure else scale
-    config = _fit_packing(config or BOTH_CONFIGS[0], x_TK, q_t)
+    config = ROWS_ONLY if q_t is None else _fit_packing(config or BOTH_CONFIGS[0], x_TK, q_t)
+    first, turned = (q_t if q is None else q), (q if q_t is None else q_t)
+    assert first is not None and turned is not None
     # An empty tensor still has a scale: one program writes it.
     grid = (max(1, triton.cdiv(k, config.columns)), max(1, triton.cdiv(t, config.rows)))
     with on_device(x_TK):
         _quantize_both_kernel[grid](
             x_TK,
             given,
-            q,
-            q_t if config.packing == "bytes" else q_t.view(torch.int32),
+            first,
+            turned if config.packing == "bytes" else turned.view(torch.int32),
             scale,
             bits,
             t if config.packing == "bytes" else t // 4,
             k,
             x_TK.stride(0),
-            q.stride(0),
-            q_t.stride(0) if config.packing == "bytes" else q_t.stride(0) // 4,
+            first.stride(0),
+            turned.stride(0) if config.packing == "bytes" else turned.stride(0) // 4,
             FP8_MAX=fp8_max,
             POW2=pow2,
             MEASURE=measure,
+            ROWS=q is not None,
+            COLUMNS=q_t is not None,
             PACKING=config.packing,
             BLOCK_T=config.rows,
             BLOCK_K=config.columns,
