@@ -1,0 +1,536 @@
+"""Rotary position embedding of merged q, k, v rows in one pass each way, FP8 rows of the gradient included.
+
+    half         y[i] = x[i] cos[i] - x[i + R/2] sin[i]       y[i + R/2] = x[i + R/2] cos[i + R/2] + x[i] sin[i + R/2]
+    interleaved  the same of the pairs (2i, 2i + 1)           columns R .. D of a head, and all of v, are copied
+    backward     the transposed rotation; dqkv holds dq, dk, dv where the forward found q, k, v
+    (q, scale) = FP8 rows of dqkv, one scale for all heads of a token
+
+Numerics: fp32 inside, one rounding to the input's dtype; the FP8 rows are bit-equal to quantizing the rounded dqkv.
+Cost: memory bound; bytes per element of a row in bf16: forward 2 + 2, backward 2 + 2, backward to FP8 2 + 1; the tables
+    stay in L2. v is copied although nothing rotates it: the merged rows need not outlive the forward then.
+    Floors at 4.25 TB/s: 16384 tokens of 48 heads x 128: 95 us, to FP8 71 us; 32768 of 36 x 64: 71 us, to FP8 53 us.
+"""
+
+# Shapes: B batch, S sequence, T = B * S tokens, H heads, D head width, R <= D rotated columns of a head, W row width.
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, saturate
+from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+from deepwell.kernels.checks import check_fp8
+from deepwell.kernels.quantize import quantize_rows_ref
+
+CONVENTIONS = ("half", "interleaved")
+# How q, k and v lie in a row: all heads of each side by side, or the three of one head (GPT-NeoX).
+PACKINGS = ("blocks", "heads")
+# The widest row that registers hold: 1024 threads of 32 elements.
+MAX_WIDTH = 32768
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class RopeGrads(NamedTuple):
+    """What the backward gives, one row a token; None for what was not asked for."""
+
+    grad: Tensor | None
+    q: Tensor | None
+    scale: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """What a merged row holds: how many heads of q, k and v, and in which order; which columns pair up."""
+
+    q: int
+    k: int
+    v: int
+    packing: str = "blocks"
+    convention: str = "half"
+
+    def __post_init__(self) -> None:
+        if self.packing not in PACKINGS:
+            raise ConfigError(f"packing must be one of {', '.join(PACKINGS)}, got {self.packing!r}")
+        check_convention(self.convention)
+        if min(self.q, self.k, self.v) < 1:
+            raise ConfigError(f"every one of q, k, v needs a head, got {self.q}, {self.k}, {self.v}")
+        if self.packing == "heads" and not self.q == self.k == self.v:
+            raise ConfigError(f"packing 'heads' needs as many k and v as q, got {self.q}, {self.k}, {self.v}")
+
+    @property
+    def total(self) -> int:
+        return self.q + self.k + self.v
+
+    def parts(self, row: Tensor, width: int) -> tuple[Tensor, ...]:
+        """q, k and v of merged rows [..., W] as views [..., H, D]."""
+        if self.packing == "heads":
+            return row.unflatten(-1, (self.q, 3, width)).unbind(-2)
+        parts = row.split([self.q * width, self.k * width, self.v * width], dim=-1)
+        return tuple(part.unflatten(-1, (-1, width)) for part in parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradOptions:
+    """What the backward writes: dqkv in the gradients' dtype, FP8 rows of it, or both."""
+
+    write: bool = True
+    fp8: torch.dtype | None = None
+    pow2: bool = True
+
+    def __post_init__(self) -> None:
+        if self.fp8 is not None:
+            check_fp8("fp8", self.fp8)
+        if not self.write and self.fp8 is None:
+            raise ConfigError("nothing would be written: set write=True or give fp8 a dtype")
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+def rotate_ref(x_BSHD: Tensor, cos: Tensor, sin: Tensor, convention: str, *, backward: bool = False) -> Tensor:
+    """Reference for `rope` and, transposed, for its backward."""
+    width = cos.shape[-1]
+    x, rest = x_BSHD[..., :width].float(), x_BSHD[..., width:]
+    x1, x2 = _pairs(x, convention)
+    (c1, c2), (s1, s2) = (_pairs(table.float().unsqueeze(-2), convention) for table in (cos, sin))
+    if backward:
+        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    else:
+        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+    y = torch.cat((y1, y2), dim=-1) if convention == "half" else torch.stack((y1, y2), dim=-1).flatten(-2)
+    return torch.cat((y.to(x_BSHD.dtype), rest), dim=-1).contiguous()
+
+
+def _pairs(x: Tensor, convention: str) -> tuple[Tensor, Tensor]:
+    if convention == "half":
+        half = x.shape[-1] // 2
+        return x[..., :half], x[..., half:]
+    return x[..., 0::2], x[..., 1::2]
+
+
+def rope_qkv_ref(qkv_BSW: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference for `rope_qkv`."""
+    q, k, v = heads.parts(qkv_BSW, qkv_BSW.shape[-1] // heads.total)
+    q, k = (rotate_ref(x, cos, sin, heads.convention) for x in (q, k))
+    return q, k, v.clone(memory_format=torch.contiguous_format)
+
+
+def rope_qkv_backward_ref(
+    grads: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, heads: Heads, options: GradOptions
+) -> RopeGrads:
+    """Reference for `rope_qkv_backward`."""
+    dq, dk, dv = grads
+    dq, dk = (rotate_ref(x, cos, sin, heads.convention, backward=True) for x in (dq, dk))
+    if heads.packing == "heads":
+        grad = torch.stack((dq, dk, dv), dim=-2).flatten(-3)
+    else:
+        grad = torch.cat((dq, dk, dv), dim=-2).flatten(-2)
+    grad = grad.flatten(0, 1)
+    q, scale = (None, None) if options.fp8 is None else quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8)
+    return RopeGrads(grad if options.write else None, q, scale)
+
+
+# ---- configs: what the tuner may choose from ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Tokens per program (a power of two), and its warps."""
+
+    rows: int
+    num_warps: int
+
+
+CONFIGS = (
+    RopeConfig(rows=1, num_warps=4),
+    RopeConfig(rows=1, num_warps=2),
+    RopeConfig(rows=1, num_warps=8),
+    RopeConfig(rows=1, num_warps=16),
+    RopeConfig(rows=1, num_warps=1),
+    RopeConfig(rows=2, num_warps=2),
+    RopeConfig(rows=2, num_warps=4),
+    RopeConfig(rows=2, num_warps=8),
+    RopeConfig(rows=4, num_warps=4),
+    RopeConfig(rows=4, num_warps=8),
+)
+
+
+def default_config(columns: int) -> RopeConfig:
+    """About 48 elements a thread: loads of 8 or 16 bytes also of the few heads of k and v, all of a row in flight."""
+    if columns <= 768:
+        return CONFIGS[8]
+    if columns <= 3072:
+        return CONFIGS[6]
+    return CONFIGS[0] if columns <= 12288 else CONFIGS[2] if columns <= 24576 else CONFIGS[3]
+
+
+# ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
+
+
+@triton.jit
+def _load_pairs(row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The rotated columns of a tile of heads [rows, heads, P] as fp32: first and second of each pair."""
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * P)[None, None, :]
+        x = tl.load(row + h * stride_h + d, mask=live & (d < R), other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], P, 2]))
+    else:
+        i = tl.arange(0, P)[None, None, :]
+        mask = live & (i < R // 2)
+        x1 = tl.load(row + h * stride_h + i, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(row + h * stride_h + i + R // 2, mask=mask, other=0.0).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def _store_pairs(row, h, stride_h, live, y1, y2, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    DTYPE: tl.constexpr = row.dtype.element_ty
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * P)[None, None, :]
+        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], y1.shape[1], 2 * P])
+        tl.store(row + h * stride_h + d, y.to(DTYPE), mask=live & (d < R))
+    else:
+        i = tl.arange(0, P)[None, None, :]
+        mask = live & (i < R // 2)
+        tl.store(row + h * stride_h + i, y1.to(DTYPE), mask=mask)
+        tl.store(row + h * stride_h + i + R // 2, y2.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def _load_rest(row, h, stride_h, live, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Columns START .. D of a tile of heads, which nothing rotates, as fp32."""
+    d = START + tl.arange(0, P)[None, None, :]
+    return tl.load(row + h * stride_h + d, mask=live & (d < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rest(row, h, stride_h, live, y, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    d = START + tl.arange(0, P)[None, None, :]
+    tl.store(row + h * stride_h + d, y.to(row.dtype.element_ty), mask=live & (d < D))
+
+
+@triton.jit
+def _rotate(x1, x2, c1, c2, s1, s2, DTYPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """One rotation, rounded to DTYPE. The explicit fma leaves the compiler no choice: every variant has these bits."""
+    if BACKWARD:
+        y1, y2 = tl.fma(x1, c1, x2 * s2), tl.fma(x2, c2, -(x1 * s1))
+    else:
+        y1, y2 = tl.fma(x1, c1, -(x2 * s1)), tl.fma(x2, c2, x1 * s2)
+    return y1.to(DTYPE).to(tl.float32), y2.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _largest(bits):
+    """The largest magnitude of each row of a tile [rows, heads, columns]."""
+    return tl.max(tl.max(bits, axis=2), axis=1)
+
+
+@triton.jit
+def _pair_bits(y1, y2):
+    return tl.maximum(magnitude_bits(y1), magnitude_bits(y2))
+
+
+@triton.jit
+def _encode(y, enc, FP8_MAX: tl.constexpr):
+    return saturate(y * enc[:, None, None], FP8_MAX)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    yq_ptr,
+    yk_ptr,
+    yv_ptr,
+    cq_ptr,
+    ck_ptr,
+    cv_ptr,
+    scale_ptr,
+    T,
+    S,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_cos_b,
+    stride_cos_s,
+    stride_sin_b,
+    stride_sin_s,
+    stride_yqt,
+    stride_ykt,
+    stride_yvt,
+    stride_yh,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_HQ: tl.constexpr,
+    BLOCK_HK: tl.constexpr,
+    BLOCK_HV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    # One program, ROWS tokens with all their heads. Tiles are [token, head, column]; y is written, c are its codes.
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    t32 = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    live = t32 < T
+    b, s = (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
+    t = t32.to(tl.int64)
+
+    hq = tl.arange(0, BLOCK_HQ)[None, :, None]
+    live_q = live & (hq < HQ)
+    q_row = q_ptr + b * stride_qb + s * stride_qs
+    q1, q2 = _load_pairs(q_row, hq, stride_qh, live_q, R, BLOCK_PAIRS, INTERLEAVED)
+    if R < D:
+        q3 = _load_rest(q_row, hq, stride_qh, live_q, R, D, BLOCK_REST)
+    if k_ptr is not None:
+        hk = tl.arange(0, BLOCK_HK)[None, :, None]
+        live_k = live & (hk < HK)
+        k_row = k_ptr + b * stride_kb + s * stride_ks
+        k1, k2 = _load_pairs(k_row, hk, stride_kh, live_k, R, BLOCK_PAIRS, INTERLEAVED)
+        if R < D:
+            k3 = _load_rest(k_row, hk, stride_kh, live_k, R, D, BLOCK_REST)
+    if v_ptr is not None:
+        hv = tl.arange(0, BLOCK_HV)[None, :, None]
+        live_v = live & (hv < HV)
+        v = _load_rest(v_ptr + b * stride_vb + s * stride_vs, hv, stride_vh, live_v, 0, D, BLOCK_D)
+
+    c1, c2 = _load_pairs(cos_ptr + b * stride_cos_b + s * stride_cos_s, 0, 0, live, R, BLOCK_PAIRS, INTERLEAVED)
+    s1, s2 = _load_pairs(sin_ptr + b * stride_sin_b + s * stride_sin_s, 0, 0, live, R, BLOCK_PAIRS, INTERLEAVED)
+    q1, q2 = _rotate(q1, q2, c1, c2, s1, s2, DTYPE, BACKWARD)
+    if k_ptr is not None:
+        k1, k2 = _rotate(k1, k2, c1, c2, s1, s2, DTYPE, BACKWARD)
+
+    if yq_ptr is not None:
+        _store_pairs(yq_ptr + t * stride_yqt, hq, stride_yh, live_q, q1, q2, R, BLOCK_PAIRS, INTERLEAVED)
+        if R < D:
+            _store_rest(yq_ptr + t * stride_yqt, hq, stride_yh, live_q, q3, R, D, BLOCK_REST)
+        if k_ptr is not None:
+            _store_pairs(yk_ptr + t * stride_ykt, hk, stride_yh, live_k, k1, k2, R, BLOCK_PAIRS, INTERLEAVED)
+            if R < D:
+                _store_rest(yk_ptr + t * stride_ykt, hk, stride_yh, live_k, k3, R, D, BLOCK_REST)
+        if v_ptr is not None:
+            _store_rest(yv_ptr + t * stride_yvt, hv, stride_yh, live_v, v, 0, D, BLOCK_D)
+
+    if cq_ptr is not None:
+        bits = tl.maximum(_largest(_pair_bits(q1, q2)), _largest(_pair_bits(k1, k2)))
+        bits = tl.maximum(bits, _largest(magnitude_bits(v)))
+        if R < D:
+            bits = tl.maximum(bits, tl.maximum(_largest(magnitude_bits(q3)), _largest(magnitude_bits(k3))))
+        enc = multiplier_from_bits(bits, FP8_MAX, POW2, ZERO_ROW)
+        q1, q2 = _encode(q1, enc, FP8_MAX), _encode(q2, enc, FP8_MAX)
+        _store_pairs(cq_ptr + t * stride_yqt, hq, stride_yh, live_q, q1, q2, R, BLOCK_PAIRS, INTERLEAVED)
+        k1, k2 = _encode(k1, enc, FP8_MAX), _encode(k2, enc, FP8_MAX)
+        _store_pairs(ck_ptr + t * stride_ykt, hk, stride_yh, live_k, k1, k2, R, BLOCK_PAIRS, INTERLEAVED)
+        _store_rest(cv_ptr + t * stride_yvt, hv, stride_yh, live_v, _encode(v, enc, FP8_MAX), 0, D, BLOCK_D)
+        if R < D:
+            _store_rest(cq_ptr + t * stride_yqt, hq, stride_yh, live_q, _encode(q3, enc, FP8_MAX), R, D, BLOCK_REST)
+            _store_rest(ck_ptr + t * stride_ykt, hk, stride_yh, live_k, _encode(k3, enc, FP8_MAX), R, D, BLOCK_REST)
+        token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        tl.store(scale_ptr + token, tl.div_rn(1.0, enc), mask=token < T)
+
+
+# ---- public wrappers: check, allocate, launch ----
+
+
+def rope_qkv(
+    qkv_BSW: Tensor, cos: Tensor, sin: Tensor, *, heads: Heads, config: RopeConfig | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q and k, and v, of merged rows, each in a buffer of its own: [B, S, H, D], contiguous.
+
+    `cos` and `sin` are [S, R], [1, S, R] or [B, S, R]. Raises ConfigError on a wrong argument.
+    """
+    check_operand("qkv_BSW", qkv_BSW, 3)
+    b, s, w = qkv_BSW.shape
+    if w % heads.total:
+        raise ConfigError(f"qkv_BSW has {w} columns, no multiple of its {heads.total} heads")
+    width = w // heads.total
+    check_tables(cos, sin, qkv_BSW, width)
+    if not runs_kernel(qkv_BSW, _rope_kernel):
+        return rope_qkv_ref(qkv_BSW, cos, sin, heads)
+    out = tuple(qkv_BSW.new_empty((b, s, h, width)) for h in (heads.q, heads.k, heads.v))
+    written = [x.flatten(0, 1) for x in out]
+    _launch(heads.parts(qkv_BSW, width), (cos, sin), written, heads.convention, config=config)
+    return out[0], out[1], out[2]
+
+
+def rope_qkv_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    packing: str = "blocks",
+    convention: str = "half",
+    options: GradOptions | None = None,
+    config: RopeConfig | None = None,
+) -> RopeGrads:
+    """Gradient of `rope_qkv` at its merged rows, [T, W], from those of q, k, v: [B, S, H, D] of any strides, D dense.
+
+    See `GradOptions`. Raises ConfigError on a wrong argument.
+    """
+    options = options or GradOptions()
+    dq = grads[0]
+    for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
+        check_operand(name, x, 4)
+        if (x.shape[:2], x.shape[3], x.dtype, x.device) != (dq.shape[:2], dq.shape[3], dq.dtype, dq.device):
+            raise ConfigError(
+                f"{name} must be like dq, {tuple(dq.shape)} {dq.dtype}, but for its heads; "
+                f"got {tuple(x.shape)} {x.dtype} on {x.device}"
+            )
+    heads = Heads(q=dq.shape[2], k=grads[1].shape[2], v=grads[2].shape[2], packing=packing, convention=convention)
+    b, s, _, width = dq.shape
+    check_tables(cos, sin, dq, width)
+    if not runs_kernel(dq, _rope_kernel):
+        return rope_qkv_backward_ref(grads, cos, sin, heads, options)
+    t, w = b * s, heads.total * width
+    grad = dq.new_empty((t, w)) if options.write else None
+    q = dq.new_empty((t, w), dtype=options.fp8) if options.fp8 else None
+    scale = dq.new_empty(t, dtype=torch.float32) if options.fp8 else None
+    _launch(
+        grads,
+        (cos, sin),
+        heads.parts(grad, width) if grad is not None else None,
+        convention,
+        backward=True,
+        rows=(heads.parts(q, width), scale, options) if q is not None else None,
+        config=config,
+    )
+    return RopeGrads(grad, q, scale)
+
+
+def rope(
+    x_BSHD: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    convention: str = "half",
+    backward: bool = False,
+    config: RopeConfig | None = None,
+) -> Tensor:
+    """The rotation of one tensor's heads (any strides, D dense), or its transpose for a gradient: [B, S, H, D]."""
+    check_operand("x_BSHD", x_BSHD, 4)
+    check_convention(convention)
+    check_tables(cos, sin, x_BSHD, x_BSHD.shape[-1])
+    if not runs_kernel(x_BSHD, _rope_kernel):
+        return rotate_ref(x_BSHD, cos, sin, convention, backward=backward)
+    y = x_BSHD.new_empty(x_BSHD.shape)
+    _launch((x_BSHD,), (cos, sin), [y.flatten(0, 1)], convention, backward=backward, config=config)
+    return y
+
+
+def check_convention(convention: str) -> None:
+    """Raise ConfigError unless the pairing of columns is one of `CONVENTIONS`."""
+    if convention not in CONVENTIONS:
+        raise ConfigError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
+
+
+def check_operand(name: str, x: Tensor, dims: int) -> None:
+    """Raise ConfigError unless x has that many dimensions, a float dtype and a dense last dimension."""
+    if not isinstance(x, Tensor) or x.ndim != dims:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(f"{name} must be a tensor of {dims} dimensions, got {got}")
+    if x.dtype not in _FLOATS:
+        raise ConfigError(f"{name} has dtype {x.dtype}; pass one of {', '.join(map(str, _FLOATS))}")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ConfigError(f"{name} has stride {x.stride(-1)} along its last dimension; call .contiguous() first")
+
+
+def check_tables(cos: Tensor, sin: Tensor, like: Tensor, width: int) -> None:
+    """Raise ConfigError unless cos and sin are tables for the positions of `like` [B, S, ...] and that head width."""
+    b, s = like.shape[:2]
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_operand(name, table, 3 if isinstance(table, Tensor) and table.ndim == 3 else 2)
+        if table.device != like.device:
+            raise ConfigError(f"{name} is on {table.device}, the other tensors on {like.device}; move one of them")
+        if table.shape[-2] != s or (table.ndim == 3 and table.shape[0] not in (1, b)):
+            raise ConfigError(
+                f"{name} must have shape [{s}, R], [1, {s}, R] or [{b}, {s}, R], got {tuple(table.shape)}"
+            )
+        r = table.shape[-1]
+        if r != cos.shape[-1] or r % 2 or not 2 <= r <= width:
+            raise ConfigError(f"{name} has {r} columns; cos and sin need the same even number, 2 to {width}")
+
+
+def _launch(
+    read: tuple[Tensor, ...],
+    tables: tuple[Tensor, Tensor],
+    write: Any,
+    convention: str,
+    *,
+    backward: bool = False,
+    rows: tuple[tuple[Tensor, ...], Tensor | None, GradOptions] | None = None,
+    config: RopeConfig | None = None,
+) -> None:
+    """Run the kernel on one operand or three [B, S, H, D]; results are [T, H, D] with one head stride for all."""
+    b, s, _, d = read[0].shape
+    heads = [x.shape[2] for x in read] + [1] * (3 - len(read))
+    columns = sum(x.shape[2] for x in read) * d
+    if columns > MAX_WIDTH:
+        raise UnsupportedError(f"rows of {columns} columns do not fit registers; at most {MAX_WIDTH}")
+    codes, scale, options = rows if rows is not None else (None, None, GradOptions())
+    like = write if write is not None else codes
+    assert like is not None
+    config = config or default_config(columns)
+    r = tables[0].shape[-1]
+    if b * s == 0:
+        return
+    with on_device(read[0]):
+        _rope_kernel[(triton.cdiv(b * s, config.rows),)](
+            *_three(read),
+            *tables,
+            *_three(write),
+            *_three(codes),
+            scale,
+            b * s,
+            s,
+            *(stride for x in _three(read) for stride in (x.stride()[:3] if x is not None else (0, 0, 0))),
+            *(stride for table in tables for stride in _table_strides(table)),
+            *(x.stride(0) if x is not None else 0 for x in _three(like)),
+            like[0].stride(1),
+            HQ=heads[0],
+            HK=heads[1],
+            HV=heads[2],
+            D=d,
+            R=r,
+            ROWS=config.rows,
+            BLOCK_HQ=triton.next_power_of_2(heads[0]),
+            BLOCK_HK=triton.next_power_of_2(heads[1]),
+            BLOCK_HV=triton.next_power_of_2(heads[2]),
+            BLOCK_D=triton.next_power_of_2(d),
+            BLOCK_PAIRS=triton.next_power_of_2(r // 2),
+            BLOCK_REST=triton.next_power_of_2(max(1, d - r)),
+            INTERLEAVED=convention == "interleaved",
+            BACKWARD=backward,
+            FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+            POW2=options.pow2,
+            num_warps=config.num_warps,
+        )
+
+
+def _three(operands: Any) -> list[Tensor | None]:
+    given = list(operands or ())
+    return given + [None] * (3 - len(given))
+
+
+def _table_strides(table: Tensor) -> tuple[int, int]:
+    """Distances from one sequence and from one position to the next; 0 where all sequences share a table."""
+    is_shared = table.ndim == 2 or table.shape[0] == 1
+    return 0 if is_shared else table.stride(0), table.stride(-2)
