@@ -263,6 +263,50 @@ class _Activation(torch.autograd.Function):
         return ops.activation_backward(grads[0].contiguous(), x_TF, ctx.act), None
 
 
+# ---- rotary embedding ----
+
+
+def rope_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], packing: str, convention: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q and k, and v, of merged rows [B, S, W], each a buffer [B, S, H, D] of its own."""
+    return _RopeQKV.apply(qkv, cos, sin, list(heads), packing, convention)
+
+
+class _RopeQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.how = how[1:]
+        return ops.rope_qkv(qkv, cos, sin, *how)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        d_qkv = ops.rope_qkv_backward(*grads, cos, sin, *ctx.how)
+        return d_qkv.view(*grads[0].shape[:2], d_qkv.shape[-1]), None, None, None, None, None
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, convention: str, heads_dim: int) -> Tensor:
+    """The rotation of one tensor whose heads are dimension 1 or 2; the result lies as [B, S, H, D]."""
+    if heads_dim == 1:
+        return _Rope.apply(x.transpose(1, 2), cos, sin, convention).transpose(1, 2)
+    return _Rope.apply(x, cos, sin, convention)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSHD: Tensor, cos: Tensor, sin: Tensor, convention: str) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.convention = convention
+        return ops.rope(x_BSHD, cos, sin, convention, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        return ops.rope(grads[0], cos, sin, ctx.convention, True), None, None, None
+
+
 # ---- head and loss ----
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import gemm, layer_norm, rms_norm, swiglu
+from deepwell.kernels import gemm, layer_norm, rms_norm, rope, swiglu
 from deepwell.kernels.cross_entropy import Options as CrossEntropyOptions
 from deepwell.kernels.cross_entropy import cross_entropy
 from deepwell.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
@@ -325,6 +325,63 @@ _register(
     "activation_backward_quantize(Tensor dh, Tensor x, str act) -> (Tensor, Tensor)",
     lambda dh, x, act: swiglu.activation_backward(_dense(dh), _dense(x), options=_rows(act))[1:3],
     lambda dh, x, act: _rows_of(x),
+)
+
+# ---- rotary embedding ----
+
+
+def _rope_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], packing: str, convention: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = heads
+    how = rope.Heads(q=q, k=k, v=v, packing=packing, convention=convention)
+    return rope.rope_qkv(_dense(qkv), _dense(cos), _dense(sin), heads=how)
+
+
+def _fake_rope_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], packing: str, convention: str
+) -> tuple[Tensor, ...]:
+    width = qkv.shape[-1] // sum(heads)
+    return tuple(qkv.new_empty((*qkv.shape[:2], h, width)) for h in heads)
+
+
+def _rope_grads(
+    options: rope.GradOptions, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: str, convention: str
+) -> rope.RopeGrads:
+    dq, dk, dv = (_dense(grad) for grad in grads)
+    return rope.rope_qkv_backward(
+        (dq, dk, dv), _dense(cos), _dense(sin), packing=packing, convention=convention, options=options
+    )
+
+
+def _fake_dqkv(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, packing: str, convention: str) -> Tensor:
+    heads = dq.shape[2] + dk.shape[2] + dv.shape[2]
+    return dq.new_empty((dq.shape[0] * dq.shape[1], heads * dq.shape[3]))
+
+
+_register(
+    "rope_qkv(Tensor qkv, Tensor cos, Tensor sin, int[] heads, str packing, str convention)"
+    " -> (Tensor, Tensor, Tensor)",
+    _rope_qkv,
+    _fake_rope_qkv,
+)
+_ROPE_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str packing, str convention)"
+_register(
+    f"rope_qkv_backward{_ROPE_GRADS} -> Tensor",
+    lambda dq, dk, dv, *how: _rope_grads(rope.GradOptions(), (dq, dk, dv), *how).grad,
+    _fake_dqkv,
+)
+_register(
+    f"rope_qkv_backward_rows{_ROPE_GRADS} -> (Tensor, Tensor)",
+    lambda dq, dk, dv, *how: _rope_grads(rope.GradOptions(write=False, fp8=_FP8), (dq, dk, dv), *how)[1:3],
+    lambda *operands: _rows_of(_fake_dqkv(*operands)),
+)
+_register(
+    "rope(Tensor x, Tensor cos, Tensor sin, str convention, bool backward) -> Tensor",
+    lambda x, cos, sin, convention, backward: rope.rope(
+        _dense(x), _dense(cos), _dense(sin), convention=convention, backward=backward
+    ),
+    lambda x, cos, sin, convention, backward: x.new_empty(x.shape),
 )
 
 # ---- head and loss ----

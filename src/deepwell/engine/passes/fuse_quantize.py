@@ -5,6 +5,7 @@ Works on AOTAutograd's forward or backward graph, where producers and quantizati
     rms_norm -> quantize_rows                 rms_norm_quantize             layer_norm and add_* alike
     swiglu -> quantize_rows                   swiglu_quantize               activation alike
     swiglu_backward -> quantize_rows          swiglu_backward_quantize      activation_backward alike
+    rope_qkv_backward -> quantize_rows        rope_qkv_backward_rows
 
 A fusion happens where nobody else reads the high-precision value; else the two stay apart and share one quantization.
 """
@@ -35,6 +36,7 @@ def fuse_quantize(graph: fx.Graph) -> int:
         ops.swiglu_backward.default: ops.swiglu_backward_quantize.default,
         ops.activation.default: ops.activation_quantize.default,
         ops.activation_backward.default: ops.activation_backward_quantize.default,
+        ops.rope_qkv_backward.default: ops.rope_qkv_backward_rows.default,
     }
     _share(graph, ops.quantize_rows.default)
     count = 0
