@@ -1,9 +1,9 @@
 """The persistent Triton GEMM: equal to its reference interpreted, compiled for both targets, and on a GPU."""
 
-import aot
 import pytest
 import torch
 
+import aot
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels import gemm_triton

@@ -4,8 +4,8 @@
 
 Each program stays on its SM and takes tile after tile; operands come and results go through TMA descriptors.
 Numerics: products of codes are exact. `promote=False` adds them up in the tensor cores' own accumulator (Hopper: about
-    14 bits), `promote=True` adds every step of K (128) into fp32 registers. Scales, bias and activation in fp32, one rounding at
-    the end. NaN stays: in a code, in a scale, under every activation.
+    14 bits), `promote=True` adds every step of K (128) into fp32 registers. Scales, bias and activation in fp32, one
+    rounding at the end. NaN stays: in a code, in a scale, under every activation.
 Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N.
     One prototype of the 128x256x128 tile reached 1271-1341 TFLOP/s on one H200 where cuBLASLt gave 1326-1371, and 920
     to 1090 with promotion.
