@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deepwell import __version__, cli_bench, cli_validate
+from deepwell import __version__, cli_bench, cli_build, cli_validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_validate.app, name="validate")
+app.command("build")(cli_build.build_command)
 
 
 def _print_version(value: bool) -> None:

@@ -1,0 +1,74 @@
+"""`deepwell build`: compile the CUTLASS kernels of csrc/ for this machine's GPUs, or for named architectures."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any
+
+import typer
+
+from deepwell.errors import UnsupportedError
+
+
+def build_command(
+    arch: Annotated[
+        str | None, typer.Option("--arch", help="Architectures, e.g. sm_90a,sm_100a; else those of the GPUs here.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", help="Compilers at once; each takes about 6 GB of memory.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Compile the CUTLASS kernels into the cache folder. Needs nvcc and `pip install 'deepwell[cutlass]'`.
+
+    A minute or two per source the first time; what is up to date is not compiled again.
+    """
+    from deepwell.kernels import cutlass_build as cb
+
+    archs = cb.check_archs([part.strip() for part in arch.split(",") if part.strip()] if arch else _archs_here())
+    tools = cb.find_toolchain(archs)
+    todo = sum(not path.is_file() for name in archs for path in cb.plan(name, tools).values())
+    built = []
+    with _progress(todo) as bar:
+        for name in archs:
+            built.append(cb.build(name, tools, jobs=jobs, progress=_teller(bar, name)))
+    if as_json:
+        typer.echo(json.dumps({"built": [library.to_dict() for library in built]}, indent=2))
+    else:
+        for library in built:
+            typer.echo(str(library))
+
+
+def _archs_here() -> Sequence[str]:
+    """The architectures of the GPUs of this machine. Raises UnsupportedError where there are none, or none known."""
+    from deepwell.hardware.probe import probe
+    from deepwell.kernels.cutlass_build import arch_of
+
+    found = [gpu.compute_capability for gpu in probe().gpus if gpu.compute_capability]
+    if not found:
+        raise UnsupportedError("no GPU was found to build for; name what to build for: --arch sm_90a,sm_100a")
+    return [arch_of(capability) for capability in dict.fromkeys(found)]
+
+
+def _progress(total: int) -> AbstractContextManager[Any]:
+    """A bar on stderr where somebody watches; nothing elsewhere."""
+    if not sys.stderr.isatty() or not total:
+        return nullcontext()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.add_task("building", total=total)
+    return bar
+
+
+def _teller(bar: Any, arch: str) -> Any:
+    def tell(source: str, state: str) -> None:
+        if bar is None:
+            return
+        if state == "started":
+            bar.update(bar.task_ids[0], description=f"{arch} {source}")
+        elif state == "done":
+            bar.advance(bar.task_ids[0])
+
+    return tell
