@@ -12,9 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli_validate_planner import planner_command
+
 app = typer.Typer(
     help="Check claims by measuring: accuracy of a policy, predictions of the planner.", no_args_is_help=True
 )
+
+
+app.command("planner")(planner_command)
 
 
 @app.callback()

@@ -432,7 +432,8 @@ def _group(record: Record, stack: str, sizes: dict[str, int]) -> tuple[str, ...]
     """What rows of one group share: source, model, GPU, count, sequence, batch, precision, version and kernels."""
     parts: tuple[Any, ...] = (
         record.text("source"), record.text("model"), record.count("heads"), record.text("gpu"),
-        record.count("num_gpus"), sizes["seq_len"], sizes["global_batch"], record.text("precision"), record.text("version"),
+        record.count("num_gpus"), sizes["seq_len"], sizes["global_batch"], record.text("precision"),
+        record.text("version"),
         software.attention_kernel(record, stack), software.norm_kernel(record, stack),
     )  # fmt: skip
     return tuple(str(part) for part in parts)

@@ -1,0 +1,206 @@
+"""How good predictions are: relative errors, memory verdicts, rank correlation and the regret of a pick. Pure.
+
+All are fractions. A relative error is predicted / measured - 1; regret is the picked layout's measured time over the
+best measured one's, minus 1, so that 0 is a perfect pick.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+class ErrorSummary(TypedDict):
+    n: int
+    median_abs_rel_err: float | None
+    mean_abs_rel_err: float | None
+    bias: float | None
+    within_10pct: float | None
+
+
+class VerdictSummary(TypedDict):
+    n: int
+    accuracy: float | None
+    precision: float | None
+    recall: float | None
+    true_oom: int
+    false_oom: int
+    true_fit: int
+    missed_oom: int
+
+
+class RegretSummary(TypedDict):
+    groups: int
+    within_5pct: float | None
+    mean: float | None
+    misses: int
+    random_within_5pct: float | None
+    random_mean: float | None
+    rule_within_5pct: float | None
+    rule_mean: float | None
+    rule_misses: int
+
+
+class RankSummary(TypedDict):
+    groups: int
+    spearman: float | None
+    kendall: float | None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def summarize_errors(errors: Sequence[float]) -> ErrorSummary:
+    """Summary of relative errors; bias is their mean, so a model that is too slow on average has a positive one."""
+    sizes = [abs(error) for error in errors]
+    return {
+        "n": len(sizes),
+        "median_abs_rel_err": statistics.median(sizes) if sizes else None,
+        "mean_abs_rel_err": _mean(sizes),
+        "bias": _mean(errors),
+        "within_10pct": _mean([float(size <= 0.10) for size in sizes]),
+    }
+
+
+def summarize_verdicts(verdicts: Sequence[tuple[bool, bool]]) -> VerdictSummary:
+    """Summary of (predicted out of memory, ran out of memory) pairs; running out is the positive class."""
+    both = sum(predicted and measured for predicted, measured in verdicts)
+    false_alarm = sum(predicted and not measured for predicted, measured in verdicts)
+    missed = sum(measured and not predicted for predicted, measured in verdicts)
+    neither = len(verdicts) - both - false_alarm - missed
+    return {
+        "n": len(verdicts),
+        "accuracy": (both + neither) / len(verdicts) if verdicts else None,
+        "precision": both / (both + false_alarm) if both + false_alarm else None,
+        "recall": both / (both + missed) if both + missed else None,
+        "true_oom": both,
+        "false_oom": false_alarm,
+        "true_fit": neither,
+        "missed_oom": missed,
+    }
+
+
+# ---- ranks ----
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 1; equal values share the mean of theirs."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    found = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for position in range(start, end + 1):
+            found[order[position]] = (start + end) / 2 + 1
+        start = end + 1
+    return found
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; None where one side is constant or there are fewer than two."""
+    if len(a) < 2:
+        return None
+    x, y = ranks(a), ranks(b)
+    mean = (len(a) + 1) / 2
+    cross = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
+    spread = sum((p - mean) ** 2 for p in x) * sum((q - mean) ** 2 for q in y)
+    return float(cross / spread**0.5) if spread > 0 else None
+
+
+def kendall(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Kendall's tau-b; None where one side is constant or there are fewer than two."""
+    agree = differ = ties_a = ties_b = 0
+    for i in range(len(a)):
+        for j in range(i):
+            da, db = a[i] - a[j], b[i] - b[j]
+            ties_a += da == 0
+            ties_b += db == 0
+            agree += da * db > 0
+            differ += da * db < 0
+    pairs = len(a) * (len(a) - 1) // 2
+    spread = (pairs - ties_a) * (pairs - ties_b)
+    return float((agree - differ) / spread**0.5) if spread > 0 else None
+
+
+# ---- picks ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One layout of a group: what was predicted, and the measured step or None where it ran out of memory.
+
+    `rule_key` orders choices for the rule of thumb, best first.
+    """
+
+    predicted_s: float
+    predicted_bytes: float
+    fits: bool
+    measured_s: float | None
+    rule_key: tuple[float, ...] = ()
+
+
+def pick_fastest(choices: Sequence[Choice]) -> Choice:
+    """The choice that is predicted fastest among those predicted to fit; where none is, the one nearest to fitting."""
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        return min(choices, key=lambda choice: choice.predicted_bytes)
+    return min(fitting, key=lambda choice: choice.predicted_s)
+
+
+def pick_by_rule(choices: Sequence[Choice]) -> Choice:
+    """The rule of thumb's choice, given the same verdicts on memory as ours."""
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        return min(choices, key=lambda choice: choice.predicted_bytes)
+    return min(fitting, key=lambda choice: choice.rule_key)
+
+
+def regret_of(choice: Choice, choices: Sequence[Choice]) -> float:
+    """Measured time over the best measured, minus 1. A choice that ran out of memory costs what the slowest does."""
+    times = [other.measured_s for other in choices if other.measured_s is not None]
+    taken = max(times) if choice.measured_s is None else choice.measured_s
+    return taken / min(times) - 1
+
+
+def _is_hit(choice: Choice, choices: Sequence[Choice]) -> bool:
+    return choice.measured_s is not None and regret_of(choice, choices) <= 0.05
+
+
+def summarize_regret(groups: Sequence[Sequence[Choice]]) -> RegretSummary:
+    """Regret over groups: our pick's, the expected one of a random pick, and the rule of thumb's."""
+    ours = [(pick_fastest(group), group) for group in groups]
+    rule = [(pick_by_rule(group), group) for group in groups]
+    random_means = [_mean([regret_of(choice, group) for choice in group]) or 0.0 for group in groups]
+    random_hits = [_mean([float(_is_hit(choice, group)) for choice in group]) or 0.0 for group in groups]
+    return {
+        "groups": len(groups),
+        "within_5pct": _mean([float(_is_hit(choice, group)) for choice, group in ours]),
+        "mean": _mean([regret_of(choice, group) for choice, group in ours]),
+        "misses": sum(choice.measured_s is None for choice, _ in ours),
+        "random_within_5pct": _mean(random_hits),
+        "random_mean": _mean(random_means),
+        "rule_within_5pct": _mean([float(_is_hit(choice, group)) for choice, group in rule]),
+        "rule_mean": _mean([regret_of(choice, group) for choice, group in rule]),
+        "rule_misses": sum(choice.measured_s is None for choice, _ in rule),
+    }
+
+
+def summarize_ranks(groups: Sequence[Sequence[Choice]]) -> RankSummary:
+    """Mean rank correlation of predicted and measured time, over groups with at least three measured layouts."""
+    rho: list[float] = []
+    tau: list[float] = []
+    for group in groups:
+        ran = [(choice.predicted_s, choice.measured_s) for choice in group if choice.measured_s is not None]
+        if len(ran) < 3:
+            continue
+        predicted, measured = [p for p, _ in ran], [m for _, m in ran]
+        r, t = spearman(predicted, measured), kendall(predicted, measured)
+        if r is not None and t is not None:
+            rho.append(r)
+            tau.append(t)
+    return {"groups": len(rho), "spearman": _mean(rho), "kendall": _mean(tau)}
