@@ -106,7 +106,11 @@ def test_fp8_rows_equal_the_kernels_reference(shape) -> None:
     y = functional.low_precision_linear(x, [w], None, "fp8_row|fp8_row|fp8_row")
     y.backward(dy)
     q_x, s_x = quantize_rows_ref(x.detach())
-    q_w, q_wt, s_w = torch.ops.deepwell.quantize_weights([w.detach()])
+    q_w, s_w, largest = torch.ops.deepwell.quantize_weights([w.detach()])
+    q_wt, s_wt = torch.ops.deepwell.quantize_weights_transposed([w.detach()], largest, dy)
+    # One scale, one set of codes: the backward multiplies by the weight that the forward multiplied by.
+    assert_bitwise_equal(q_wt.view(torch.uint8), q_w.view(torch.uint8).T.contiguous(), "transposed codes")
+    assert_bitwise_equal(s_wt, s_w, "scale")
     q_dy, s_dy = quantize_rows_ref(dy)
     assert_bitwise_equal(y, fp8_gemm_ref(q_x, s_x, q_w, s_w, out_dtype=torch.bfloat16), "y")
     assert_bitwise_equal(x.grad, fp8_gemm_ref(q_dy, s_dy, q_wt, s_w, out_dtype=torch.bfloat16), "dx")
@@ -133,10 +137,17 @@ def test_merged_weights_give_the_products_of_their_parts() -> None:
 
 def test_a_weight_stored_the_other_way_has_the_same_codes() -> None:
     w = torch.randn(24, 40)
+    turned = w.T.contiguous().T
+    ops = torch.ops.deepwell
+    largest = ops.quantize_weights([w])[2]
+    for mine, ref in zip(ops.quantize_weights([turned]), ops.quantize_weights([w]), strict=True):
+        assert_bitwise_equal(mine, ref)
     for mine, ref in zip(
-        torch.ops.deepwell.quantize_weights([w.T.contiguous().T]), torch.ops.deepwell.quantize_weights([w]), strict=True
+        ops.quantize_weights_transposed([turned], largest, w),
+        ops.quantize_weights_transposed([w], largest, w),
+        strict=True,
     ):
-        assert_bitwise_equal(mine.contiguous(), ref)
+        assert_bitwise_equal(mine, ref)
 
 
 def test_mixed_schemes_run_each_gemm_by_itself() -> None:
@@ -239,7 +250,7 @@ def test_linear_cross_entropy_gradients(reduction) -> None:
         return F.cross_entropy(logits.view(-1, 50), y, ignore_index=-100, reduction=reduction)
 
     def ours(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(x, w, y, -100, reduction)
+        return functional.linear_cross_entropy(x, w, None, y, -100, reduction, False, 1.0, 0.0)
 
     _against_fp32(ours, reference, [_bf16(4, 7, 24), _bf16(50, 24), target])
     with torch.no_grad():  # the forward that makes no gradients gives the same loss
@@ -247,12 +258,28 @@ def test_linear_cross_entropy_gradients(reduction) -> None:
         torch.testing.assert_close(ours(x, w, target), reference(x, w, target), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.25, -2.0])
+@pytest.mark.parametrize("cap", [0.0, 8.0])
+def test_gradients_of_a_head_with_bias_scale_and_cap(scale, cap) -> None:
+    target = torch.randint(0, 50, (28,))
+
+    def reference(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        z = F.linear(x, w, b) * scale
+        z = torch.tanh(z / cap) * cap if cap else z
+        return F.cross_entropy(z.float(), y)
+
+    def ours(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(x, w, b, y, -100, "mean", False, scale, cap)
+
+    _against_fp32(ours, reference, [_bf16(28, 24), _bf16(50, 24), _bf16(50), target])
+
+
 @pytest.mark.parametrize("tokens", [32, 27])
 def test_an_fp8_head_takes_any_number_of_tokens(tokens) -> None:
     x, w = _bf16(tokens, 32), _bf16(48, 32) / 5
     y = torch.randint(0, 48, (tokens,))
     leaves = [t.clone().requires_grad_() for t in (x, w)]
-    loss = functional.linear_cross_entropy(*leaves, y, -100, "mean", True)
+    loss = functional.linear_cross_entropy(*leaves, None, y, -100, "mean", True, 1.0, 0.0)
     loss.backward()
     exact = [t.float().requires_grad_() for t in (x, w)]
     ref = F.cross_entropy(exact[0] @ exact[1].T, y)
@@ -262,9 +289,12 @@ def test_an_fp8_head_takes_any_number_of_tokens(tokens) -> None:
         assert mine.grad.shape == theirs.grad.shape
         assert sqnr_db(theirs.grad, mine.grad) > 20  # a layer's gradients (docs/numerics.md)
     with torch.no_grad():
-        torch.testing.assert_close(
-            functional.linear_cross_entropy(x, w, y, -100, "mean", True), loss, rtol=1e-3, atol=0
-        )
+        again = functional.linear_cross_entropy(x, w, None, y, -100, "mean", True, 1.0, 0.0)
+        torch.testing.assert_close(again, loss, rtol=1e-3, atol=0)
+
+
+def _head(bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _bf16(8, 32), _bf16(20, 32), bias, torch.arange(8)
 
 
 def test_bf16_linear_is_torchs_own() -> None:
@@ -277,9 +307,11 @@ def test_bf16_linear_is_torchs_own() -> None:
     [
         ("quantize_rows", lambda: (_bf16(8, 32),)),
         ("quantize_weights", lambda: ([_bf16(8, 32), _bf16(24, 32)],)),
+        ("quantize_weights_transposed", lambda: ([_bf16(8, 32), _bf16(24, 32)], torch.tensor(4.0), _bf16(1))),
         ("transpose_codes", lambda: tuple(torch.ops.deepwell.quantize_rows(_bf16(16, 32)))),
         ("round_to", lambda: (_bf16(8, 40), "nvfp4", "nearest", True)),
         ("fp8_gemm", lambda: (*quantize_rows_ref(_bf16(7, 20)), *quantize_rows_ref(_bf16(9, 20)), True)),
+        ("swiglu_backward_recompute", lambda: (_bf16(8, 16), _bf16(8, 32), "silu")),
         ("rms_norm", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "llama")),
         ("rms_norm_quantize", lambda: (_bf16(8, 32), _bf16(32), 1e-6, "torch")),
         ("rms_norm_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), torch.ones(8), "llama")),
@@ -301,8 +333,9 @@ def test_bf16_linear_is_torchs_own() -> None:
         ("activation_quantize", lambda: (_bf16(8, 32), "gelu_tanh")),
         ("activation_backward", lambda: (_bf16(8, 32), _bf16(8, 32), "silu")),
         ("activation_backward_quantize", lambda: (_bf16(8, 32), _bf16(8, 32), "gelu")),
-        ("linear_cross_entropy", lambda: (_bf16(8, 32), _bf16(20, 32), torch.arange(8), -100, "mean", False)),
-        ("linear_cross_entropy_loss", lambda: (_bf16(8, 32), _bf16(20, 32), torch.arange(8), -100, "sum", False)),
+        ("linear_cross_entropy", lambda: (*_head(_bf16(20)), [True] * 3, -100, "mean", False, 1.0, 0.0)),
+        ("linear_cross_entropy", lambda: (*_head(None), [False, True, False], -100, "sum", False, 0.5, 30.0)),
+        ("linear_cross_entropy_loss", lambda: (*_head(None), -100, "sum", False, 1.0, 0.0)),
     ],
 )
 def test_an_ops_fake_has_the_shapes_and_dtypes_of_its_result(name, arguments) -> None:

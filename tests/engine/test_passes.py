@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
-from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
+from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
@@ -149,106 +149,6 @@ def test_heads_repeated_in_another_order_or_on_one_side_stay(run_pass) -> None:
         got = run_pass(function, rewrite_attention, *inputs)
         assert got.found == (0, 0)
         assert_bitwise_equal(got.out, function(*inputs))
-
-
-# ---- head and loss ----
-
-HEAD = (torch.Size([6, 5, 16]), torch.Size([24, 16]))
-
-
-def _head_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    x, w = torch.randn(HEAD[0], dtype=dtype), torch.randn(HEAD[1], dtype=dtype)
-    return x, w, torch.randint(0, 24, (30,))
-
-
-def _fused(graph: Any) -> tuple[int, int]:
-    heads, deferred = rewrite_cross_entropy(graph)
-    return len(heads), len(deferred)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_head_and_loss_become_one(run_pass, dtype, reduction) -> None:
-    def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, w).float().view(-1, 24), y, reduction=reduction)
-
-    inputs = _head_inputs(dtype)
-    got = run_pass(loss, _fused, *inputs)
-    assert got.found == (1, 0)
-    assert got.names()[-1] == "linear_cross_entropy"
-    torch.testing.assert_close(got.out, loss(*inputs), rtol=1e-6, atol=0)
-
-
-def test_a_loss_of_bf16_logits_stays_bf16(run_pass) -> None:
-    def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, w).view(-1, 24), y)
-
-    inputs = _head_inputs(torch.bfloat16)
-    got = run_pass(loss, _fused, *inputs)
-    assert got.found == (1, 0)
-    assert got.out.dtype is torch.bfloat16
-
-
-def test_logits_that_the_model_returns_are_deferred(run_pass) -> None:
-    def both(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x, w)
-        return F.cross_entropy(logits.view(-1, 24).float(), y), logits
-
-    inputs = _head_inputs()
-    got = run_pass(both, _fused, *inputs)
-    assert got.found == (1, 1)
-    assert_bitwise_equal(got.out[1], inputs[0])  # the head's input in their place
-
-
-def _weighted(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y, weight=torch.ones(24))
-
-
-def _smoothed(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y, label_smoothing=0.1)
-
-
-def _each(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y, reduction="none")
-
-
-def _with_penalty(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y) + logits.logsumexp(-1).square().mean()
-
-
-def _to_probabilities(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, F.one_hot(y, 24).to(logits.dtype))
-
-
-def _returned_cast(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(logits, y), logits.double()
-
-
-def _scaled(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits * 0.5, y)
-
-
-@pytest.mark.parametrize(
-    "loss", [_weighted, _smoothed, _each, _with_penalty, _to_probabilities, _returned_cast, _scaled]
-)
-def test_another_loss_is_left_alone(run_pass, loss) -> None:
-    def function(x: Tensor, w: Tensor, y: Tensor) -> Any:
-        return loss(F.linear(x, w).view(-1, 24), y)
-
-    inputs = _head_inputs()
-    assert run_pass(function, _fused, *inputs).found == (0, 0)
-
-
-def test_a_head_with_bias_or_in_float64_is_left_alone(run_pass) -> None:
-    def biased(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, w, w[:, 0]).view(-1, 24), y)
-
-    def plain(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, w).view(-1, 24), y)
-
-    assert run_pass(biased, _fused, *_head_inputs()).found == (0, 0)
-    torch._dynamo.reset()
-    assert run_pass(plain, _fused, *_head_inputs(torch.float64)).found == (0, 0)
 
 
 # ---- RMSNorm ----
@@ -632,6 +532,28 @@ def test_a_quantization_goes_into_its_producer_unless_others_read_it(function, f
 # ---- values made again in the backward ----
 
 
+def test_hidden_rows_are_made_again_where_their_gradient_is() -> None:
+    def backward(dy: Tensor, gate_up: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        # As a compiler orders it: what the wgrad reads comes before the dgrad that h's gradient waits for.
+        q_h, s_h = ops.swiglu_quantize(gate_up.view(8, 32), "silu")
+        turned = ops.transpose_codes(q_h, s_h)
+        dh = dy @ w
+        q, s = ops.swiglu_backward_quantize(dh, gate_up, "silu")
+        other = ops.swiglu_quantize(gate_up * 2, "silu")  # of other values: stays
+        return (*turned, q, s, *other)
+
+    dy, gate_up, w = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((8, 24), (8, 32), (24, 16)))
+    graph_module = make_fx(backward, tracing_mode="fake")(dy, gate_up, w)
+    assert fuse_recomputed_rows(graph_module.graph) == 1
+    graph_module.graph.lint()
+    graph_module.recompile()
+    targets = [node.target for node in graph_module.graph.nodes]
+    assert targets.count(ops.swiglu_quantize.default) == 1
+    assert targets.count(ops.swiglu_backward_quantize.default) == 0
+    for got, ref in zip(graph_module(dy, gate_up, w), backward(dy, gate_up, w), strict=True):
+        assert_bitwise_equal(got, ref)
+
+
 @pytest.mark.usefixtures("cxx_compiler")
 def test_fp8_copies_are_made_again_instead_of_kept(batch) -> None:
     # Inductor's partitioner reads the marks; the numbers must not change, the bytes that are kept must.
@@ -655,6 +577,7 @@ def test_fp8_copies_are_made_again_instead_of_kept(batch) -> None:
         gradients.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad(set_to_none=True)
     assert options.counts["recomputed"] > 0
+    assert options.counts["fused_recompute"] == 1  # one layer, one MLP
     assert kept_bytes[1] == 0 < kept_bytes[0]  # of the 74 tokens' FP8 copies, rows or columns
     for again, once in zip(*reversed(gradients), strict=True):
         assert_bitwise_equal(again, once)

@@ -18,13 +18,15 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
-from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy
+from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
+from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
 from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
+from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.kernels.gemm import ALIGNMENT
 
@@ -45,10 +47,11 @@ class BackendOptions:
     cuda_graphs: bool = (
         False  # record forward and backward once and replay them: short kernels no longer wait for the host
     )
-    recompute: bool = False  # make FP8 copies again in the backward instead of keeping them
+    recompute: bool = True  # make FP8 copies again in the backward instead of keeping them (with Inductor)
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
     counts: dict[str, int] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
+    remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
     graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
 
     def note(self, name: str, count: int) -> None:
@@ -73,7 +76,9 @@ def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOu
     def wrapped(*inputs: Any) -> Any:
         outputs = list(run(*inputs))
         for item in deferred:
-            outputs[item.index] = DeferredLogits(outputs[item.index], inputs[item.weight_input])
+            bias = None if item.bias_input is None else inputs[item.bias_input]
+            hidden, weight = outputs[item.index], inputs[item.weight_input]
+            outputs[item.index] = DeferredLogits(hidden, weight, bias, item.steps)
         return tuple(outputs)
 
     return wrapped
@@ -110,6 +115,9 @@ def _rewrite(
     options.rewritten |= {site.path for site in sites}
     options.note("linear", linears)
     options.note("merged_linear", merged)
+    rotated, at_once = rewrite_rope(graph)
+    options.note("rope", rotated)
+    options.note("rope_qkv", at_once)
     options.note("swiglu", rewrite_swiglu(graph))
     norms, activations = rewrite_before_linears(graph)
     options.note("layer_norm", norms)
@@ -129,6 +137,8 @@ def _rewrite_head(
     is_whole = {node: all(size % ALIGNMENT == 0 for size in sizes[node]) for node in schemes}
     fp8 = [node for node, (_, scheme) in schemes.items() if scheme == _FP8 and is_whole[node]]
     others = [node for node, (_, scheme) in schemes.items() if scheme and node not in fp8]
+    for reason in unfused_losses(graph):
+        options.remarks[f"all logits are held: the loss of the head has {reason}"] = None
     heads, deferred = rewrite_cross_entropy(graph, fp8, others)
     options.note("cross_entropy", len(heads))
     options.rewritten |= {schemes[head.name][0] for head in heads if head.name in fp8}
@@ -204,9 +214,10 @@ def _with_inductor(
     class Fusions(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             options.note("fused_quantize", fuse_quantize(graph))
+            options.note("fused_recompute", fuse_recomputed_rows(graph))
 
         def uuid(self) -> Any:
-            return get_hash_for_files((fuse_quantize.__code__.co_filename,))
+            return get_hash_for_files(tuple(f.__code__.co_filename for f in (fuse_quantize, fuse_recomputed_rows)))
 
     class Marks(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:

@@ -34,23 +34,24 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, scheme: str, *weights: Tensor) -> Tensor:
         how = parse_scheme(scheme)
-        saved = []
         ctx.how, ctx.widths = how, [w.shape[0] for w in weights]
-        uses_fp8 = any(gemm.method == "fp8_row" for gemm in (how.fwd, how.dgrad, how.wgrad))
+        # The backward reads x as codes or as values, and the weights, whose transposed codes it makes itself.
+        ctx.codes_of_x = how.wgrad.method == "fp8_row"
+        saved = []
+        uses_fp8 = any(gemm.method == "fp8_row" for gemm in (how.fwd, how.dgrad))
         if uses_fp8:
-            q_NK, q_KN, w_scale = ops.quantize_weights(list(weights))
+            q_NK, w_scale, largest = ops.quantize_weights(list(weights))
+            saved += [largest]
+        if how.fwd.method == "fp8_row" or ctx.codes_of_x:
             q_TK, x_scale = ops.quantize_rows(x_TK)
-            saved += [q_KN, w_scale, q_TK, x_scale]
         if how.fwd.method == "fp8_row":
             y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, True).to(x_TK.dtype)
         else:
             w_NK = weights[0] if len(weights) == 1 else torch.cat(list(weights))
             y_TN = _plain_gemm(how.fwd, x_TK, w_NK)
-        ctx.uses_fp8 = uses_fp8
-        ctx.plain_x, ctx.plain_w = how.wgrad.method != "fp8_row", how.dgrad.method != "fp8_row"
-        saved += [x_TK] if ctx.plain_x else []
-        saved += list(weights) if ctx.plain_w else []
-        ctx.save_for_backward(*saved)
+        ctx.has_amax = uses_fp8
+        saved += [q_TK, x_scale] if ctx.codes_of_x else [x_TK]
+        ctx.save_for_backward(*saved, *weights)
         return y_TN
 
     @staticmethod
@@ -58,25 +59,26 @@ class _Linear(torch.autograd.Function):
         (dy_TN,) = grads
         how: LinearScheme = ctx.how
         saved = list(ctx.saved_tensors)
-        q_KN, w_scale, q_TK, x_scale = [saved.pop(0) for _ in range(4)] if ctx.uses_fp8 else [None] * 4
-        x_TK = saved.pop(0) if ctx.plain_x else None
+        largest = saved.pop(0) if ctx.has_amax else None
+        x = [saved.pop(0) for _ in range(2 if ctx.codes_of_x else 1)]
         dy_TN = dy_TN.contiguous()
-        if ctx.uses_fp8:
-            q_TN, dy_scale = ops.quantize_rows(dy_TN)
+        wants_dx, wants_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
         dx_TK = dw_NK = None
-        if ctx.needs_input_grad[0]:
+        if (wants_dx and how.dgrad.method == "fp8_row") or (wants_dw and ctx.codes_of_x):
+            q_TN, dy_scale = ops.quantize_rows(dy_TN)
+        if wants_dx:
             if how.dgrad.method == "fp8_row":
+                q_KN, w_scale = ops.quantize_weights_transposed(saved, largest, q_TN)
                 dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, True).to(dy_TN.dtype)
             else:
                 w_NK = saved[0] if len(saved) == 1 else torch.cat(saved)
                 dx_TK = _plain_gemm(how.dgrad, dy_TN, w_NK.T)
-        if any(ctx.needs_input_grad[2:]):
-            if how.wgrad.method == "fp8_row":
-                codes = (*ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(q_TK, x_scale))
+        if wants_dw:
+            if ctx.codes_of_x:
+                codes = (*ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(*x))
                 dw_NK = ops.fp8_gemm(*codes, True).to(dy_TN.dtype)
             else:
-                assert x_TK is not None
-                dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x_TK.T)
+                dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x[0].T)
         parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)
         return dx_TK, None, *parts
 
@@ -310,25 +312,32 @@ class _Rope(torch.autograd.Function):
 # ---- head and loss ----
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: str, fp8: bool = False
-) -> Tensor:
-    """Cross entropy of `x @ weight.T` without holding all logits; gradients are made only where somebody wants them."""
+def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> Tensor:
+    """Cross entropy of `x @ weight.T + bias` without holding all logits.
+
+    `how`: ignore_index, reduction, whether the GEMMs are FP8, the logits' scale, their soft cap (0: none). Gradients
+    are made only where somebody wants them.
+    """
     x_TD = x.reshape(-1, x.shape[-1])
-    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-        return ops.linear_cross_entropy_loss(x_TD, weight, target, ignore_index, reduction, fp8)
-    return _LinearCrossEntropy.apply(x_TD, weight, target, ignore_index, reduction, fp8)
+    needs = [t is not None and t.requires_grad for t in (x, weight, bias)]
+    if not torch.is_grad_enabled() or not any(needs):
+        return ops.linear_cross_entropy_loss(x_TD, weight, bias, target, *how)
+    return _LinearCrossEntropy.apply(x_TD, weight, bias, target, needs, *how)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, target: Tensor, *how: Any) -> Tensor:
-        loss, dx_TD, dw = ops.linear_cross_entropy(x_TD, weight, target, *how)
-        ctx.save_for_backward(dx_TD, dw)
+    def forward(
+        ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, needs: list[bool], *how: Any
+    ) -> Tensor:
+        loss, *made = ops.linear_cross_entropy(x_TD, weight, bias, target, needs, *how)
+        ctx.save_for_backward(*(grad for grad, need in zip(made, needs, strict=True) if need))
+        ctx.needs, ctx.others = needs, 2 + len(how)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dx_TD, dw = ctx.saved_tensors
-        scale = grads[0]
-        return (dx_TD * scale).to(dx_TD.dtype), (dw * scale).to(dw.dtype), None, None, None, None
+        scale, made = grads[0], iter(ctx.saved_tensors)
+        found = [next(made) if need else None for need in ctx.needs]
+        scaled = [None if grad is None else (grad * scale).to(grad.dtype) for grad in found]
+        return *scaled, *[None] * ctx.others

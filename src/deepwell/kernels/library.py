@@ -14,9 +14,7 @@ from torch import Tensor
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import gemm, layer_norm, rms_norm, rope, swiglu
-from deepwell.kernels.cross_entropy import Options as CrossEntropyOptions
-from deepwell.kernels.cross_entropy import cross_entropy
-from deepwell.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
+from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.transpose import transpose_codes
 
@@ -45,28 +43,54 @@ def _rows_of(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Several weights side by side under one scale: (q [N, K], its transpose [K, N], scale)."""
-    k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
-    q_NK = weights[0].new_empty((n, k), dtype=_FP8)
-    q_KN = weights[0].new_empty((k, n), dtype=_FP8)
-    # A weight that the model stores as [K, N] is read as it lies; its two copies change places.
-    stored = [w.detach() if w.stride(1) == 1 or w.shape[1] == 1 else w.detach().T for w in weights]
-    largest = amax(stored)
+    """Several weights side by side under one scale, for the forward: (q [N, K], scale, amax)."""
+    largest = amax([_as_stored(w) for w in weights])
+    q_NK = weights[0].new_empty((sum(w.shape[0] for w in weights), weights[0].shape[1]), dtype=_FP8)
+    return q_NK, _quantize_into(weights, largest, q_NK, along_k=True), largest
+
+
+def _quantize_weights_transposed(weights: Sequence[Tensor], largest: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """The transposed copy of the same codes, for the backward: (q [K, N], scale).
+
+    Made when the backward asks for it, from weights that are there anyway: kept from the forward it would cost a byte
+    per parameter at the peak. `after` is any tensor of the backward: it keeps a compiler from moving this forward.
+    """
+    q_KN = weights[0].new_empty((weights[0].shape[1], sum(w.shape[0] for w in weights)), dtype=_FP8)
+    return q_KN, _quantize_into(weights, largest, q_KN, along_k=False)
+
+
+def _as_stored(w: Tensor) -> Tensor:
+    """A weight with its lines contiguous: one that the model stores as [K, N] is read as it lies."""
+    return w.detach() if w.stride(1) == 1 or w.shape[1] == 1 else w.detach().T
+
+
+def _quantize_into(weights: Sequence[Tensor], largest: Tensor, out: Tensor, *, along_k: bool) -> Tensor:
+    """Write the codes of weights side by side into `out`, [N, K] or turned. Returns their scale."""
     start = 0
-    for w, lies in zip(weights, stored, strict=True):
+    for w in weights:
         rows = slice(start, start + w.shape[0])
-        out, out_t = q_NK[rows], q_KN[:, rows]
-        if lies.shape != w.shape or lies.stride() != w.stride():
-            out, out_t = out_t, out
-        _, _, scale = quantize_weight(lies, largest, out=out, out_t=out_t)
+        part = out[rows] if along_k else out[:, rows]
+        stored = _as_stored(w)
+        is_turned = stored.shape != w.shape or stored.stride() != w.stride()
+        if along_k != is_turned:
+            scale = quantize_weight(stored, largest, out=part, write="rows")[2]
+        else:
+            scale = quantize_weight(stored, largest, out_t=part, write="columns")[2]
         start = rows.stop
-    return q_NK, q_KN, scale
+    return scale
 
 
 def _fake_quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
     empty = weights[0].new_empty
-    return empty((n, k), dtype=_FP8), empty((k, n), dtype=_FP8), empty((), dtype=torch.float32)
+    return empty((n, k), dtype=_FP8), empty((), dtype=torch.float32), empty((), dtype=torch.float32)
+
+
+def _fake_quantize_weights_transposed(
+    weights: Sequence[Tensor], largest: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
+    return weights[0].new_empty((k, n), dtype=_FP8), weights[0].new_empty((), dtype=torch.float32)
 
 
 def _round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
@@ -89,6 +113,11 @@ def _fake_round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor
 
 _register("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(_dense(x)), _rows_of)
 _register("quantize_weights(Tensor[] weights) -> (Tensor, Tensor, Tensor)", _quantize_weights, _fake_quantize_weights)
+_register(
+    "quantize_weights_transposed(Tensor[] weights, Tensor amax, Tensor after) -> (Tensor, Tensor)",
+    _quantize_weights_transposed,
+    _fake_quantize_weights_transposed,
+)
 _register(
     "transpose_codes(Tensor q, Tensor scale) -> (Tensor, Tensor)",
     transpose_codes,
@@ -295,6 +324,13 @@ _register(
     lambda dh, gate_up, act: _rows_of(gate_up),
 )
 _register(
+    "swiglu_backward_recompute(Tensor dh, Tensor gate_up, str act) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda dh, gate_up, act: swiglu.swiglu_backward(
+        _dense(dh), _dense(gate_up), options=swiglu.Options(act=act, write=False, fp8=_FP8, recompute_h=True)
+    )[1:],
+    lambda dh, gate_up, act: (*_rows_of(gate_up), *_rows_of(dh)),
+)
+_register(
     "swiglu_pair(Tensor gate, Tensor up, str act) -> Tensor",
     lambda gate, up, act: swiglu.swiglu(_dense(gate), _dense(up), options=swiglu.Options(act=act)).h,
     lambda gate, up, act: gate.new_empty(gate.shape),
@@ -387,46 +423,64 @@ _register(
 # ---- head and loss ----
 
 
-def _linear_cross_entropy(
-    x: Tensor, w: Tensor, target: Tensor, ignore_index: int, reduction: str, fp8: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_cross_entropy` of any number of tokens: FP8 gets rows that do not count, up to whole lines."""
-    more = -x.shape[0] % gemm.ALIGNMENT if fp8 else 0
-    x_filled = F.pad(x, (0, 0, 0, more)) if more else x
-    target_filled = F.pad(target, (0, more), value=ignore_index) if more else target
-    loss, dx, dw = linear_cross_entropy(
-        x_filled, w, target_filled, ignore_index=ignore_index, reduction=reduction, fp8=fp8
+def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Head:
+    """The arguments after the tensors; a soft cap of 0 is none."""
+    ignore_index, reduction, fp8, logit_scale, soft_cap = how
+    dx, dw, db = needs
+    return Head(
+        ignore_index=ignore_index,
+        reduction=reduction,
+        fp8=fp8,
+        logit_scale=logit_scale,
+        soft_cap=soft_cap or None,
+        dx=dx,
+        dw=dw,
+        db=db,
     )
-    return loss, dx[: x.shape[0]].contiguous() if more else dx, dw
 
 
-def _linear_cross_entropy_loss(
-    x: Tensor, w: Tensor, target: Tensor, ignore_index: int, reduction: str, fp8: bool
-) -> Tensor:
-    """The loss alone, for a forward that nobody differentiates: one GEMM a chunk instead of three."""
-    rows = max(1, CHUNK_BYTES // (w.shape[0] * x.element_size()))
-    options = CrossEntropyOptions(gradient="none", ignore_index=ignore_index)
-    total = torch.zeros((), dtype=torch.float32, device=x.device)
-    codes = quantize_weight(w) if fp8 else None
-    for start in range(0, x.shape[0], rows):
-        part = x[start : start + rows]
-        z = part @ w.T if codes is None else _fp8_gemm(*quantize_rows(part), codes[0], codes[2], True).to(x.dtype)
-        total += cross_entropy(z, target[start : start + rows], options=options).loss.sum()
-    return total / (target != ignore_index).sum() if reduction == "mean" else total
+def _packed(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else _dense(bias)
 
 
-_HEAD = "(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, bool fp8)"
+def _linear_cross_entropy(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
+) -> tuple[Tensor, ...]:
+    """`linear_cross_entropy` of any number of tokens: FP8 gets rows that do not count, up to whole lines.
+
+    Gradients that `needs` does not ask for are empty.
+    """
+    head = _head(how, needs)
+    more = -x.shape[0] % gemm.ALIGNMENT if head.fp8 else 0
+    x_filled = F.pad(x, (0, 0, 0, more)) if more else x
+    target_filled = F.pad(target, (0, more), value=head.ignore_index) if more else target
+    loss, dx, *others = linear_cross_entropy(x_filled, w, target_filled, bias_V=_packed(bias), head=head)
+    dx = dx[: x.shape[0]].contiguous() if dx is not None and more else dx
+    return loss, *(x.new_empty(0) if grad is None else grad for grad in (dx, *others))
+
+
+def _fake_linear_cross_entropy(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
+) -> tuple[Tensor, ...]:
+    wanted = [t if need else None for t, need in zip((x, w, bias), needs, strict=True)]
+    return x.new_empty((), dtype=torch.float32), *(
+        x.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted
+    )
+
+
+def _linear_cross_entropy_loss(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> Tensor:
+    return linear_cross_entropy_loss(x, w, target, bias_V=_packed(bias), head=_head(how))
+
+
+_HOW = "int ignore_index, str reduction, bool fp8, float logit_scale, float soft_cap"
 _register(
-    f"linear_cross_entropy{_HEAD} -> (Tensor, Tensor, Tensor)",
+    f"linear_cross_entropy(Tensor x, Tensor w, Tensor? bias, Tensor target, bool[] needs, {_HOW})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _linear_cross_entropy,
-    lambda x, w, target, ignore_index, reduction, fp8: (
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty(x.shape),
-        w.new_empty(w.shape),
-    ),
+    _fake_linear_cross_entropy,
 )
 _register(
-    f"linear_cross_entropy_loss{_HEAD} -> Tensor",
+    f"linear_cross_entropy_loss(Tensor x, Tensor w, Tensor? bias, Tensor target, {_HOW}) -> Tensor",
     _linear_cross_entropy_loss,
-    lambda x, w, target, ignore_index, reduction, fp8: x.new_empty((), dtype=torch.float32),
+    lambda x, w, bias, target, *how: x.new_empty((), dtype=torch.float32),
 )

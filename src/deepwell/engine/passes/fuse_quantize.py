@@ -59,7 +59,7 @@ def _share(graph: fx.Graph, target: object) -> None:
     for node in list(graph.nodes):
         if node.target is not target:
             continue
-        key = (_through_views(node.args[0]), node.args[1:])
+        key = (through_views(node.args[0]), node.args[1:])
         if key in first:
             node.replace_all_uses_with(first[key])
             graph.erase_node(node)
@@ -67,7 +67,7 @@ def _share(graph: fx.Graph, target: object) -> None:
             first[key] = node
 
 
-def _through_views(node: Any) -> Any:
+def through_views(node: Any) -> Any:
     """The tensor behind views that keep the rows: [T, D] -> [B, S, D] -> [T, D]."""
     while node.target in _VIEWS and _width(node) == _width(node.args[0]):
         node = node.args[0]
@@ -80,7 +80,7 @@ def _width(node: fx.Node) -> int | None:
 
 
 def _producer(node: fx.Node) -> tuple[fx.Node | None, int]:
-    source = _through_views(node)
+    source = through_views(node)
     if source.target is operator.getitem:
         return source.args[0], source.args[1]
     return source, 0
@@ -100,8 +100,8 @@ def _fuse_norm(graph: fx.Graph, quantize: fx.Node, norm: fx.Node, fused_op: obje
     if len(outputs) != len(norm.users) or 0 not in outputs or not _read_only_by(outputs[0], quantize):
         return False
     with graph.inserting_before(norm):
-        fused = _call(graph, fused_op, norm.args)
-        parts = _items(graph, fused)
+        fused = call_with_value(graph, fused_op, norm.args)
+        parts = items_of(graph, fused)
     _adopt(quantize, parts[:2])
     for index, output in outputs.items():
         if index:
@@ -113,8 +113,8 @@ def _fuse_single(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, fused_op
     if not _read_only_by(producer, quantize):
         return False
     with graph.inserting_before(producer):
-        fused = _call(graph, fused_op, producer.args)
-        parts = _items(graph, fused)
+        fused = call_with_value(graph, fused_op, producer.args)
+        parts = items_of(graph, fused)
     _adopt(quantize, parts)
     return True
 
@@ -126,7 +126,7 @@ def _adopt(quantize: fx.Node, parts: list[fx.Node]) -> None:
         user.replace_all_uses_with(parts[user.args[1]])
 
 
-def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...]) -> fx.Node:
+def call_with_value(graph: fx.Graph, op: Any, args: tuple[Any, ...]) -> fx.Node:
     """A call with the fake value that later compilation asks for."""
     node = graph.call_function(op, args)
     values = fx.node.map_arg(args, lambda n: n.meta["val"])
@@ -135,7 +135,7 @@ def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _items(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+def items_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     items = []
     for index, value in enumerate(node.meta["val"]):
         item = graph.call_function(operator.getitem, (node, index))

@@ -1,0 +1,51 @@
+"""Make the FP8 rows of an MLP's hidden values again inside the pass that computes their gradient.
+
+The backward reads gate and up to turn dh into their gradients; h = act(gate) * up follows from the same two numbers. So
+where the backward makes h's rows again (passes/recompute.py) they cost their own bytes and no second read:
+
+    swiglu_quantize(gate_up), swiglu_backward_quantize(dh, gate_up)  ->  swiglu_backward_recompute(dh, gate_up)
+
+The wgrad that reads h's rows then waits for dh, which is ready one GEMM later.
+"""
+
+import operator
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from deepwell.engine.passes.fuse_quantize import call_with_value, items_of, through_views
+
+
+def fuse_recomputed_rows(graph: fx.Graph) -> int:
+    """Join the pairs of a backward graph. Returns how many."""
+    ops = torch.ops.deepwell
+    forwards = {
+        (through_views(node.args[0]), node.args[1]): node
+        for node in graph.nodes
+        if node.target is ops.swiglu_quantize.default
+    }
+    count = 0
+    for node in list(graph.nodes):
+        if node.target is not ops.swiglu_backward_quantize.default:
+            continue
+        dh, gate_up, act = node.args
+        again = forwards.pop((through_views(gate_up), act), None)
+        if again is None:
+            continue
+        with graph.inserting_before(node):
+            joined = call_with_value(graph, ops.swiglu_backward_recompute.default, (dh, gate_up, act))
+            items = items_of(graph, joined)
+        _replace_items(node, items[:2])
+        _replace_items(again, items[2:])
+        count += 1
+    if count:
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()
+    return count
+
+
+def _replace_items(node: fx.Node, items: list[fx.Node]) -> None:
+    for user in list(node.users):
+        assert user.target is operator.getitem, "codes and scales are a pair"
+        user.replace_all_uses_with(items[user.args[1]])
