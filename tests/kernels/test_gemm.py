@@ -48,8 +48,9 @@ def test_one_scale_for_a_tensor_is_the_same_scale_for_every_row(device):
 
 def test_e5m2_gradients_and_no_rows(device):
     _, _, (q_a, s_a), (q_b, s_b) = _operands(16, 32, 64, device)
-    got = fp8_gemm(q_a.float().to(E5M2), s_a, q_b, s_b)
-    assert_bitwise_equal(got, fp8_gemm_ref(q_a.float().to(E5M2), s_a, q_b, s_b, out_dtype=torch.bfloat16))
+    got = fp8_gemm(q_a.float().to(E5M2), s_a, q_b, s_b, fast=False)
+    ref = fp8_gemm_ref(q_a.float().to(E5M2), s_a, q_b, s_b, out_dtype=torch.bfloat16)
+    assert sqnr_db(ref, got) > (80 if device == "cpu" else 60)
     assert fp8_gemm(q_a[:0], s_a[:0], q_b, s_b).shape == (0, 32)
 
 
@@ -60,7 +61,7 @@ def test_the_engines_op_fills_up_sizes_that_the_gemm_does_not_take(device, m, n,
     got = torch.ops.deepwell.fp8_gemm(q_a, s_a, q_b, s_b, False)
     ref = fp8_gemm_ref(q_a, s_a, q_b, s_b, out_dtype=torch.bfloat16)
     assert got.is_contiguous() and got.shape == (m, n)
-    torch.testing.assert_close(got, ref, rtol=2**-8, atol=1e-5)
+    assert sqnr_db(ref, got) > (80 if device == "cpu" else 50)
 
 
 def test_nan_in_a_scale_or_code_is_seen(device):

@@ -106,6 +106,9 @@ class Engine(nn.Module):
             notes.append("what no pass touches runs eagerly (AOT eager); inductor=True compiles it")
         for reason in self.breaks:
             notes.append(f"Dynamo broke the graph and each piece was compiled by itself: {_first_line(reason)}")
+        notes += self.options.remarks
+        if self.options.use_inductor and self.options.graphs and "fused_quantize" not in self.options.counts:
+            notes.append("compiled code came from Inductor's cache: what was fused in it was counted when it was made")
         missed = [path for path in self.options.schemes if path not in self.options.rewritten]
         if missed and self.options.graphs:
             shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
