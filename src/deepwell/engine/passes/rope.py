@@ -1,0 +1,441 @@
+"""Find rotary embedding written out and put one op in its place: of q, k and v at once where one linear made them.
+
+    x * cos + cat((-x[R/2:], x[:R/2])) * sin          "half": Llama, Mistral, Qwen, GPT-NeoX, Phi
+    x * cos + stack((-x[1::2], x[0::2])) * sin        "interleaved": GPT-J, Cohere, GLM
+    cat((the above of x[:R], x[R:]))                  partial rotation
+
+Where q, k and v are column ranges of one tensor the op reads its rows and writes three buffers, so that the merged rows
+need not outlive the forward; the backward writes one gradient, as FP8 rows where the linear wants them. v costs a copy.
+Runs after the linears were merged. Elsewhere q and k are rotated each by itself.
+"""
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepwell.engine import functional
+from deepwell.engine.passes.match import (
+    CAST_OPS,
+    KERNEL_DTYPES,
+    argument,
+    is_in_place,
+    name_of,
+    only_user,
+    other_operand,
+    replace,
+    runs_in_kernels,
+    skip,
+    value_of,
+)
+from deepwell.kernels.rope import MAX_WIDTH
+
+# Names beyond those that every pass asks about.
+_NAMES: dict[Any, str] = {
+    torch.cat: "cat",
+    torch.concat: "cat",
+    torch.stack: "stack",
+    operator.neg: "neg",
+    torch.neg: "neg",
+    torch.split: "split",
+    torch.permute: "permute",
+    torch.unsqueeze: "unsqueeze",
+    "neg": "neg",
+    "split": "split",
+    "permute": "permute",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSite:
+    """One tensor's rotation. `heads_dim` is 1 where x is [B, H, S, D] and 2 where it is [B, S, H, D]."""
+
+    last: fx.Node
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    convention: str
+    heads_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Where a tensor of heads lies in the rows of another: head h begins at column `start + h * step`."""
+
+    source: fx.Node
+    start: int
+    step: int
+    heads: int
+    width: int
+    heads_dim: int
+
+    def covers(self, packing: str, start: int) -> bool:
+        return self.start == start and self.step == (3 if packing == "heads" else 1) * self.width
+
+
+def rewrite_rope(graph: fx.Graph) -> tuple[int, int]:
+    """Replace every rotation. Returns how many tensors kernels rotate, and how many times q, k and v became one op."""
+    sites = [site for node in list(graph.nodes) if (site := _find(node)) is not None]
+    if not sites:
+        return 0, 0
+    groups: dict[tuple[Any, ...], list[tuple[RopeSite, Columns]]] = defaultdict(list)
+    for site in sites:
+        columns = _columns(site.x)
+        if columns is not None:
+            groups[(columns.source, *_tables_of(site), site.convention)].append((site, columns))
+    written = _written(graph)
+    done: set[fx.Node] = set()
+    for (source, *_), group in groups.items():
+        if len(group) != 2 or source in written:
+            continue
+        query, key = sorted(group, key=lambda item: item[1].start)
+        if _replace_three(graph, query, key):
+            done |= {query[0].last, key[0].last}
+    for site in sites:
+        if site.last not in done:
+            _replace_one(graph, site)
+    _erase_unread(graph)
+    return len(sites), len(done) // 2
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """All that something writes into, with what it is a view of: the op may read it earlier than the model did."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        target = node.args[0] if node.args and is_in_place(node) else None
+        while isinstance(target, fx.Node) and target not in found:
+            found.add(target)
+            target = target.args[0] if target.args else None
+    return found
+
+
+def _erase_unread(graph: fx.Graph) -> None:
+    """Drop what made up the rotations."""
+    pure = {*_NAMES.values(), *CAST_OPS, "mul", "add", "getitem", "chunk", "flatten", "reshape", "view", "transpose"}
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _op(node) in pure and not is_in_place(node):
+            graph.erase_node(node)
+
+
+# ---- one rotation ----
+
+
+def _op(node: Any) -> str:
+    if not isinstance(node, fx.Node):
+        return ""
+    known = node.op in ("call_function", "call_method")
+    return name_of(node) or (_NAMES.get(node.target, "") if known else "")
+
+
+def _find(node: fx.Node) -> RopeSite | None:
+    """The rotation whose sum this node is."""
+    if _op(node) != "add" or is_in_place(node) or len(node.args) != 2 or node.kwargs:
+        return None
+    for turned_product, plain_product in (node.args, node.args[::-1]):
+        site = _match(node, plain_product, turned_product)
+        if site is not None:
+            return site
+    return None
+
+
+def _match(total: fx.Node, plain: Any, turned: Any) -> RopeSite | None:
+    if any(_op(product) != "mul" or is_in_place(product) for product in (plain, turned)):
+        return None
+    for rotation, sin in (turned.args, turned.args[::-1]):
+        found = _turned(rotation)
+        if found is not None and found[0] in plain.args:
+            source, convention = found
+            return _site(total, source, other_operand(plain, source), sin, convention)
+    return None
+
+
+def _turned(node: Any) -> tuple[fx.Node, str] | None:
+    """(x, convention) where the node holds each pair (a, b) of x as (-b, a)."""
+    if _op(node) == "cat":
+        convention, parts = "half", node.args[0]
+    elif _op(node) in ("flatten", "reshape", "view") and _op(node.args[0]) == "stack":
+        convention, parts = "interleaved", node.args[0].args[0]
+        stack = node.args[0]
+        if argument(stack, 1, "dim", 0) not in (-1, value_of(stack).dim() - 1):
+            return None
+    else:
+        return None
+    if len(parts) != 2 or _op(parts[0]) != "neg":
+        return None
+    first, second = _slice(parts[1]), _slice(parts[0].args[0])
+    if first is None or second is None or first.source is not second.source:
+        return None
+    source = first.source
+    value, own = value_of(source), value_of(node)
+    if value is None or own is None or own.shape != value.shape or own.dim() != 4:
+        return None
+    if convention == "half" and argument(node, 1, "dim", 0) not in (-1, own.dim() - 1):
+        return None
+    width = int(value.shape[-1])
+    if convention == "half":
+        wanted = (range(0, width // 2), range(width // 2, width))
+    else:
+        wanted = (range(0, width, 2), range(1, width, 2))
+    return (source, convention) if width % 2 == 0 and (first.columns, second.columns) == wanted else None
+
+
+def _site(total: fx.Node, source: fx.Node, cos: Any, sin: Any, convention: str) -> RopeSite | None:
+    """The whole rotation around a matched sum: casts before and after it, columns that are passed by."""
+    rotated = value_of(source)
+    heads_dim = _heads_dim(rotated, cos, sin)
+    if heads_dim is None:
+        return None
+    last, x = total, source
+    part = _slice(source)
+    cat = only_user(total)
+    if part is not None and cat is not None and _op(cat) == "cat" and _passes_by(cat, total, part):
+        last, x = cat, part.source
+    # Computed in float32 between casts: they belong to it.
+    high = x if value_of(last).dtype == value_of(x).dtype else skip(x, CAST_OPS)
+    if value_of(last).dtype != value_of(high).dtype:
+        cast = only_user(last)
+        if cast is None or _op(cast) not in CAST_OPS or value_of(cast).dtype != value_of(high).dtype:
+            return None
+        last = cast
+    value = value_of(high)
+    if not runs_in_kernels(high) or value.stride(-1) != 1 or value.shape[heads_dim] * value.shape[-1] > MAX_WIDTH:
+        return None
+    return RopeSite(last=last, x=high, cos=cos, sin=sin, convention=convention, heads_dim=heads_dim)
+
+
+def _passes_by(cat: fx.Node, total: fx.Node, part: "_Slice") -> bool:
+    """Whether a cat puts the rest of a head behind its rotated columns."""
+    parts = cat.args[0]
+    if len(parts) != 2 or parts[0] is not total or argument(cat, 1, "dim", 0) not in (-1, 3):
+        return False
+    rest = _slice(parts[1])
+    width = int(value_of(part.source).shape[-1])
+    rotated = len(part.columns)
+    return (
+        rest is not None
+        and rest.source is part.source
+        and part.columns == range(rotated)
+        and rest.columns == range(rotated, width)
+    )
+
+
+def _heads_dim(x: Any, cos: Any, sin: Any) -> int | None:
+    """Which dimension of x [B, H, S, R] or [B, S, H, R] the tables are spread over; None where it is neither."""
+    tables = [value_of(cos), value_of(sin)]
+    if any(t is None or t.dtype not in KERNEL_DTYPES or t.requires_grad or t.dim() > 4 for t in tables):
+        return None
+    if tables[0].shape != tables[1].shape or tables[0].dim() < 2 or tables[0].shape[-1] != x.shape[-1]:
+        return None
+    shape = (1,) * (4 - tables[0].dim()) + tuple(tables[0].shape)
+    if shape[0] != 1 and shape[0] != x.shape[0]:
+        return None
+    if shape[1] == 1 and shape[2] == x.shape[2]:
+        return 1
+    return 2 if shape[2] == 1 and shape[1] == x.shape[1] and tables[0].dim() == 4 else None
+
+
+def _tables_of(site: RopeSite) -> tuple[fx.Node, ...]:
+    """cos and sin before a model spreads them over the heads, which it may do for q and for k."""
+    return tuple(_spread(node, site.heads_dim) or node for node in (site.cos, site.sin))
+
+
+def _spread(node: fx.Node, heads_dim: int) -> fx.Node | None:
+    is_spread = _op(node) == "unsqueeze" and argument(node, 1, "dim") == heads_dim and value_of(node).dim() == 4
+    return node.args[0] if is_spread and value_of(node.args[0]) is not None else None
+
+
+def _table(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
+    """The table as [S, R], [1, S, R] or [B, S, R]."""
+    value = value_of(node)
+    if value.dim() < 4:
+        return node
+    source = _spread(node, heads_dim)
+    if source is not None:
+        return source
+    new = graph.call_method("squeeze", (node, heads_dim))
+    new.meta["example_value"] = value.squeeze(heads_dim)
+    return new
+
+
+def _replace_one(graph: fx.Graph, site: RopeSite) -> None:
+    with graph.inserting_before(site.last):
+        tables = [_table(graph, table, site.heads_dim) for table in (site.cos, site.sin)]
+        new = graph.call_function(functional.rope, (site.x, *tables, site.convention, site.heads_dim))
+    replace(site.last, new)
+
+
+# ---- q, k and v of one tensor ----
+
+
+def _replace_three(graph: fx.Graph, first: tuple[RopeSite, Columns], second: tuple[RopeSite, Columns]) -> bool:
+    (query, q), (key, k) = first, second
+    if q.width != k.width:
+        return False
+    packing = "heads" if q.step == 3 * q.width else "blocks"
+    behind_q = q.width if packing == "heads" else q.heads * q.width
+    if not q.covers(packing, 0) or not k.covers(packing, behind_q):
+        return False
+    found = _value(graph, q, k, packing)
+    if found is None:
+        return False
+    v_node, v = found
+    place = _place(graph, (q.source, query.cos, query.sin), (query.last, key.last, v_node))
+    if place is None:
+        return False
+    with graph.inserting_before(place):
+        tables = [_table(graph, table, query.heads_dim) for table in (query.cos, query.sin)]
+        how = (q.heads, k.heads, v.heads), packing, query.convention
+        three = graph.call_function(functional.rope_qkv, (q.source, *tables, *how))
+        new = []
+        for i, heads_dim in enumerate((query.heads_dim, key.heads_dim, v.heads_dim)):
+            item = graph.call_function(operator.getitem, (three, i))
+            new.append(graph.call_method("transpose", (item, 1, 2)) if heads_dim == 1 else item)
+    for old, item in zip((query.last, key.last, v_node), new, strict=True):
+        replace(old, item)
+    return True
+
+
+def _value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[fx.Node, Columns] | None:
+    """The node that holds v: the columns that q and k leave."""
+    start = 2 * q.width if packing == "heads" else (q.heads + k.heads) * q.width
+    for node in graph.nodes:
+        v = _columns(node) if node.users else None
+        if v is None or v.source is not q.source or v.width != q.width or not v.covers(packing, start):
+            continue
+        total = (q.heads + k.heads + v.heads) * q.width
+        if total == _row_width(q.source) <= MAX_WIDTH and not _leads_on(node):
+            return node, v
+    return None
+
+
+def _leads_on(node: fx.Node) -> bool:
+    """Whether a reader of the node is again a tensor of heads, which is then the one that attention reads."""
+    return any(_columns(user) is not None for user in node.users)
+
+
+def _place(graph: fx.Graph, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]) -> fx.Node | None:
+    """The node before which all inputs are known and none of the outputs is read; None where there is no such place."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    known = max(order[node] for node in inputs)
+    place = next(node for node, i in order.items() if i > known and node.op not in ("placeholder", "get_attr"))
+    first_read = min(order[user] for node in outputs for user in (node, *node.users) if user is not node)
+    return place if order[place] <= first_read else None
+
+
+def _row_width(source: fx.Node) -> int:
+    value = value_of(source)
+    if value is not None:
+        return int(value.shape[-1])
+    split = next((user for user in source.users if user.target is functional.split_columns), None)
+    return sum(split.args[1]) if split is not None else 0
+
+
+# ---- views ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slice:
+    """A range of the last dimension of another tensor."""
+
+    source: fx.Node
+    columns: range
+
+
+def _slice(node: Any) -> _Slice | None:
+    """The columns that a node takes of another: `x[..., a:b:c]`, an item of chunk, split or a merged linear."""
+    if _op(node) != "getitem":
+        return None
+    source, index = node.args
+    if isinstance(index, tuple):
+        return _indexed(source, index)
+    if not isinstance(index, int) or not isinstance(source, fx.Node):
+        return None
+    widths = _widths(source)
+    if widths is None or not 0 <= index < len(widths):
+        return None
+    start = sum(widths[:index])
+    return _Slice(source=source.args[0], columns=range(start, start + widths[index]))
+
+
+def _indexed(source: Any, index: tuple[Any, ...]) -> _Slice | None:
+    value = value_of(source)
+    if value is None:
+        return None
+    *before, last = index
+    whole = [item is Ellipsis or item == slice(None) for item in before]
+    reaches = Ellipsis in before or len(index) == value.dim()
+    if not all(whole) or not reaches or not isinstance(last, slice):
+        return None
+    if any(part is not None and not isinstance(part, int) for part in (last.start, last.stop, last.step)):
+        return None
+    return _Slice(source=source, columns=range(*last.indices(int(value.shape[-1]))))
+
+
+def _widths(node: fx.Node) -> list[int] | None:
+    """The widths of the pieces that a node cuts the last dimension into."""
+    if node.target is functional.split_columns:
+        return [int(width) for width in node.args[1]]
+    name = _op(node)
+    if name not in ("chunk", "split") or value_of(node.args[0]) is None:
+        return None
+    value = value_of(node.args[0])
+    width = int(value.shape[-1])
+    if argument(node, 2, "dim", 0) not in (-1, value.dim() - 1):
+        return None
+    how = argument(node, 1, "chunks" if name == "chunk" else "split_size_or_sections")
+    if how is None and name == "split":
+        how = node.kwargs.get("split_size")
+    if isinstance(how, (list, tuple)):
+        return [int(piece) for piece in how] if all(isinstance(piece, int) for piece in how) else None
+    if not isinstance(how, int) or how < 1:
+        return None
+    size = -(-width // how) if name == "chunk" else how
+    return [min(size, width - start) for start in range(0, width, size)]
+
+
+def _columns(node: Any) -> Columns | None:
+    """Where the heads of a 4D tensor lie in the rows of a 3D one, seen through views alone."""
+    value = value_of(node)
+    if value is None or value.dim() != 4:
+        return None
+    part = _slice(node)  # GPT-NeoX cuts each head's q, k, v after it told the heads apart
+    inner = part.source if part is not None else node
+    heads_dim, inner = (1, inner.args[0]) if _swaps_heads(inner) else (2, inner)
+    if _op(inner) not in ("view", "reshape") or not isinstance(inner.args[0], fx.Node):
+        return None
+    rows, apart = value_of(inner.args[0]), value_of(inner)
+    if rows is None or apart is None or rows.dim() != 3 or apart.dim() != 4 or rows.shape[:2] != apart.shape[:2]:
+        return None
+    heads, step = (int(size) for size in apart.shape[2:])
+    columns = part.columns if part is not None else range(step)
+    if columns.step != 1:
+        return None
+    row = _slice(inner.args[0])
+    source, start = (row.source, row.columns) if row is not None else (inner.args[0], range(heads * step))
+    if start.step != 1 or len(start) != heads * step:
+        return None
+    return Columns(
+        source=source,
+        start=start.start + columns.start,
+        step=step,
+        heads=heads,
+        width=len(columns),
+        heads_dim=heads_dim,
+    )
+
+
+def _swaps_heads(node: Any) -> bool:
+    """Whether a node is x.transpose(1, 2) of four dimensions."""
+    value = value_of(node)
+    if value is None or value.dim() != 4:
+        return False
+    if _op(node) == "transpose":
+        dims = {argument(node, 1, "dim0"), argument(node, 2, "dim1")}
+        return dims in ({1, 2}, {-3, -2})
+    if _op(node) != "permute":
+        return False
+    order = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
+    return tuple(order) == (0, 2, 1, 3)
