@@ -1,13 +1,145 @@
 """`deepwell bench`: time whole training steps and single kernels beside their peers, and keep the tables.
 
-Imports stay inside the commands: the command line loads no torch.
+Imports stay inside the commands: the command line must not load torch to print its help. Status 1 where a row claims
+kernels that the profiler did not see.
 """
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(help="Time training steps and kernels beside their peers.", no_args_is_help=True)
 
+Json = Annotated[
+    str | None, typer.Option("--json", help="Keep the result in this file; - prints JSON instead of the table.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU where there is one.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")]
+
 
 @app.callback()
 def options() -> None:
     """Time training steps and kernels beside their peers."""
+
+
+@app.command("step")
+def step_command(
+    model: Annotated[
+        str, typer.Option("--model", help="8b-4l, hf-8b-4l, 1b-16l, 768-12l, llama3-8b, tiny, hf-tiny.")
+    ] = "8b-4l",
+    peers: Annotated[
+        str, typer.Option("--peers", help="eager, torch, torch-max, torchao, torchao-row, torchao-row-gw, liger.")
+    ] = "torch",
+    variants: Annotated[
+        str,
+        typer.Option("--variants", help="Deepwell's own: bf16, fp8, fp8_tensor, fp8_cg, fp8_cg_head, FILE.json, ..."),
+    ] = "bf16,fp8",
+    rounds: Annotated[int, typer.Option("--rounds", help="Turns of each entrant.")] = 5,
+    burst: Annotated[int, typer.Option("--burst", help="Timed steps of a turn.")] = 3,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="auto (Deepwell: adamw_dw, peers: torch's fused), torch, dw.")
+    ] = "auto",
+    one_by_one: Annotated[
+        bool, typer.Option("--one-by-one", help="Do not take turns: one entrant at a time in memory.")
+    ] = False,
+    checkpoint_layers: Annotated[
+        int, typer.Option("--checkpoint-layers", help="Layers that keep only their input (less memory).")
+    ] = 0,
+    quick: Quick = False,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Time whole training steps: forward, backward and AdamW."""
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.models import race_model
+    from deepwell.bench.peers import parse_peers
+    from deepwell.bench.report import step_table
+    from deepwell.bench.step import Entrant, StepOptions, run_steps
+    from deepwell.bench.variants import parse_variants
+
+    race = race_model(model).with_layers_checkpointed(checkpoint_layers)
+    entrants: list[Entrant] = [*parse_peers(peers), *parse_variants(variants)]
+    how = StepOptions(
+        device=pick_device(device),
+        rounds=2 if quick else rounds,
+        burst=1 if quick else burst,
+        optimizer=optimizer,
+        order="one by one" if one_by_one else "auto",
+    )
+    _show(run_steps(race, entrants, how), step_table, json_file)
+
+
+@app.command("attention")
+def attention_command(
+    batch: Annotated[int, typer.Option("--batch")] = 2,
+    heads: Annotated[int, typer.Option("--heads")] = 32,
+    kv_heads: Annotated[int, typer.Option("--kv-heads")] = 8,
+    seq_len: Annotated[int, typer.Option("--seq-len")] = 8192,
+    width: Annotated[int, typer.Option("--width", help="Of a head.")] = 128,
+    quick: Quick = False,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Time causal attention, forward and backward: softmax written out, flash, cuDNN, and what the engine calls."""
+    from deepwell.bench.attention import AttentionShape, run_attention
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.report import kernel_table
+
+    shape = AttentionShape(B=batch, H=heads, G=kv_heads, S=seq_len, D=width)
+    _show(run_attention(shape, pick_device(device), rounds=3 if quick else 10), kernel_table, json_file)
+
+
+@app.command("adamw")
+def adamw_command(
+    model: Annotated[str, typer.Option("--model", help="Whose parameters.")] = "8b-4l",
+    quick: Quick = False,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Time the optimizer alone: adamw_dw beside torch's fused AdamW, bf16 parameters and moments."""
+    from deepwell.bench.adamw import run_adamw
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.models import race_model
+    from deepwell.bench.report import kernel_table
+
+    _show(run_adamw(race_model(model), pick_device(device), rounds=3 if quick else 10), kernel_table, json_file)
+
+
+@app.command("compile")
+def compile_command(
+    model: Annotated[str, typer.Option("--model")] = "8b-4l",
+    entrants: Annotated[str, typer.Option("--entrants", help="Peers and variants.")] = "torch,fp8",
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Time the first step in a fresh process: with empty caches, and with those that the first process left."""
+    from deepwell.bench.compile_time import run_compile
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.models import race_model
+    from deepwell.bench.peers import PEERS
+    from deepwell.bench.report import kernel_table
+    from deepwell.bench.variants import Variant
+
+    names = [name.strip() for name in entrants.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            Variant.parse(name)
+    _show(run_compile(race_model(model).name, names, pick_device(device)), kernel_table, json_file)
+
+
+def _show(result: dict[str, Any], table: Callable[[dict[str, Any]], str], json_file: str | None) -> None:
+    """Print the table or the JSON, keep the file, and end with status 1 where a claim does not hold."""
+    from deepwell.bench.report import has_problems, write
+
+    if json_file == "-":
+        typer.echo(json.dumps(result))
+    else:
+        typer.echo(table(result))
+    if json_file not in (None, "-"):
+        write(result, Path(json_file))
+    if has_problems(result):
+        typer.echo("deepwell: a row claims kernels that did not run; see the last column", err=True)
+        raise typer.Exit(1)

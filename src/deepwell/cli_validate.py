@@ -60,6 +60,9 @@ def parity_command(
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Only make the text's tokens, and say where they are kept.")
     ] = False,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay recorded steps; on a GPU by default.")
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU where there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
@@ -97,7 +100,14 @@ def parity_command(
         evals=evals,
         eval_tokens=eval_tokens,
     )
-    plan = Plan(arms=parse_variants(arms), seeds=_numbers(seeds), setup=setup, device=pick_device(device))
+    where = pick_device(device)
+    plan = Plan(
+        arms=parse_variants(arms),
+        seeds=_numbers(seeds),
+        setup=setup,
+        device=where,
+        cuda_graphs=where == "cuda" and cuda_graphs is not False,
+    )
     pace = Pace(
         log_every=log_every,
         checkpoint_every=checkpoint_every,

@@ -49,8 +49,9 @@ class RMSNorm(nn.Module):
 
 def rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, each half of the head rotated by the same angle."""
-    half = torch.arange(0, config.head_width, 2).float() / config.head_width
-    angle_SC = torch.outer(torch.arange(config.max_positions).float(), config.rope_theta**-half).repeat(1, 2)
+    half = torch.arange(0, config.head_width, 2, dtype=torch.float32) / config.head_width
+    position = torch.arange(config.max_positions, dtype=torch.float32)
+    angle_SC = torch.outer(position, config.rope_theta**-half).repeat(1, 2)
     return angle_SC.cos(), angle_SC.sin()
 
 
@@ -132,7 +133,8 @@ class Llama(nn.Module):
                 weight.normal_(0.0, deviation, generator=generator)
         return self
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+    def hidden_states(self, tokens_BS: Tensor) -> Tensor:
+        """What the head reads."""
         S = tokens_BS.shape[1]
         x_BSD = self.embed(tokens_BS)
         cos_SC, sin_SC = self.cos_SC[:S].to(x_BSD.dtype), self.sin_SC[:S].to(x_BSD.dtype)
@@ -141,7 +143,10 @@ class Llama(nn.Module):
                 x_BSD = checkpoint(layer, x_BSD, cos_SC, sin_SC, use_reentrant=False)
             else:
                 x_BSD = layer(x_BSD, cos_SC, sin_SC)
-        logits_BSV = self.head(self.norm(x_BSD))
+        return self.norm(x_BSD)
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        logits_BSV = self.head(self.hidden_states(tokens_BS))
         if targets_BS is None:
             return logits_BSV
         return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())

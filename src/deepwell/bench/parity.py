@@ -25,12 +25,11 @@ from typing import Any
 
 from deepwell.bench.corpus import Corpus
 from deepwell.bench.environment import environment
-from deepwell.bench.parity_run import Pace, Record, Run, Setup
+from deepwell.bench.parity_run import BASELINE, Pace, Record, Run, Setup
 from deepwell.bench.variants import Variant
 from deepwell.errors import ConfigError
 
 SCHEMA = 1
-BASELINE = "bf16"
 BOUND = 0.0025
 
 
@@ -159,9 +158,10 @@ class Plan:
     seeds: tuple[int, ...]
     setup: Setup
     device: str
+    cuda_graphs: bool = False  # changes no number, and is not for emulation
 
     def runs(self) -> list[tuple[Variant, int]]:
-        """Pair by pair, so that a sitting that ends early leaves whole pairs. bf16 runs with the arms' CUDA graphs."""
+        """Pair by pair, so that a sitting that ends early leaves whole pairs."""
         names = dict.fromkeys([BASELINE, *(arm.name for arm in self.arms)])
         return [(Variant.parse(name), seed) for seed in self.seeds for name in names]
 
@@ -187,7 +187,9 @@ def run_plan(
             say(f"{variant.name} seed {seed}: stopped after {record.steps_done} of {plan.setup.steps} steps")
             return results, len(wanted) - number
         rate = plan.setup.steps * plan.setup.batch * plan.setup.seq_len / record.seconds
-        say(f"{variant.name} seed {seed}: held-out {_held(record)}, {record.seconds:.0f} s, {rate:,.0f} tokens/s")
+        ways = ", ".join(f"{count} GEMMs {way}" for way, count in record.runs_as.items())
+        speed = f"{record.seconds:.0f} s, {rate:,.0f} tokens/s"
+        say(f"{variant.name} seed {seed}: held-out {_held(record)}, {speed}; {ways}")
     return results, 0
 
 
@@ -199,7 +201,7 @@ def _run_one(plan: Plan, variant: Variant, seed: int, corpus: Corpus, folder: Pa
     import torch
 
     torch._dynamo.reset()
-    run = Run(variant, seed, plan.setup, corpus, plan.device)
+    run = Run(variant, seed, plan.setup, corpus, plan.device, cuda_graphs=plan.cuda_graphs)
     digest = hashlib.sha256(run.record.key.encode()).hexdigest()[:12]
     checkpoint = folder / "checkpoints" / f"{Path(variant.name).stem}-{seed}-{digest}.safetensors"
     if checkpoint.is_file():

@@ -35,6 +35,7 @@ MODELS = {
     "768-12l": LlamaConfig(width=768, num_heads=12, num_kv_heads=12, hidden=2048, num_layers=12, vocab=32768),
     "tiny": LlamaConfig(width=64, num_heads=2, num_kv_heads=2, hidden=128, num_layers=2, vocab=512),
 }
+BASELINE = "bf16"
 MAX_EPOCHS = 4
 
 
@@ -127,7 +128,9 @@ class Pace:
 class Run:
     """A run in progress. `train` goes on until it is done or the deadline comes, whatever happened before."""
 
-    def __init__(self, variant: Variant, seed: int, setup: Setup, corpus: Corpus, device: str) -> None:
+    def __init__(
+        self, variant: Variant, seed: int, setup: Setup, corpus: Corpus, device: str, *, cuda_graphs: bool = False
+    ) -> None:
         self.variant, self.setup, self.device = variant, setup, torch.device(device)
         self.record = Record(arm=variant.name, seed=seed, setup=setup, data=corpus.fingerprint)
         self.tokens, self.held = (_load_tokens(path, self.device) for path in (corpus.train, corpus.held))
@@ -135,9 +138,11 @@ class Run:
         self.model = _build(setup, corpus.vocab, seed, self.device)
         example = self._batch(0)
         self.engine = variant.engine(self.model, example)
+        self.engine.options.cuda_graphs = ("cg" in variant.words or cuda_graphs) and "emulated" not in variant.words
         # Evaluation has graphs of its own: it must not disturb what is recorded for training.
-        self.eval_own = variant.without("cg", "re").engine(self.model, example)
-        self.eval_bf16 = Variant.parse("bf16").engine(self.model, example)
+        self.eval_own = variant.without("cg").engine(self.model, example)
+        self.eval_bf16 = Variant.parse(BASELINE).engine(self.model, example)
+        self.eval_own.options.cuda_graphs = self.eval_bf16.options.cuda_graphs = False
         self.rates = setup.learning_rates().to(self.device, torch.float32)
         self.lr = self.rates[0].clone()
         self.optimizer = _optimizer(self.model, self.lr, setup)

@@ -31,6 +31,7 @@ WORDS = {
     "emulated": "operands rounded exactly, products in fp32, on any device",
     "cg": "CUDA graphs",
     "re": "FP8 copies made again in the backward instead of kept",
+    "keep": "FP8 copies kept for the backward",
     "nolce": "head and loss apart, all logits in memory",
 }
 
@@ -62,6 +63,8 @@ class Variant:
         if unknown or len(set(rest)) != len(rest):
             known = ", ".join((*_SCALINGS, *WORDS))
             raise ConfigError(f"variant {name!r}: {' '.join(unknown) or 'a word twice'}; words are {known}")
+        if {"re", "keep"} <= set(rest):
+            raise ConfigError(f"variant {name!r}: re and keep exclude each other")
         if scaling and base != "fp8":
             raise ConfigError(f"variant {name!r}: {scaling} is a scaling of fp8, not of {base}")
         return cls(name=name, base=base, scaling=scaling, words=frozenset(rest))
@@ -95,10 +98,13 @@ class Variant:
             engine = compile_engine(ir, precision_policy=policy)
         if self.scaling:
             _check_scaling(self, engine.bound)
-        # Read when the first call compiles.
-        engine.options.fuse_head = "nolce" not in self.words
-        engine.options.cuda_graphs = "cg" in self.words
-        engine.options.recompute = "re" in self.words
+        # Read when the first call compiles; what no word speaks of stays as the engine has it.
+        if "nolce" in self.words:
+            engine.options.fuse_head = False
+        if "cg" in self.words:
+            engine.options.cuda_graphs = True
+        if self.words & {"re", "keep"}:
+            engine.options.recompute = "re" in self.words
         return engine
 
 

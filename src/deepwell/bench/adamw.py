@@ -1,0 +1,79 @@
+"""AdamW over the parameters of a Llama-8B with four layers (1.92e9, bf16, bf16 moments): adamw_dw beside torch's.
+
+Bytes are counted, not measured: gradient read, parameter and both moments read and written.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.bench.attention import milliseconds
+from deepwell.bench.environment import environment
+from deepwell.bench.models import RaceModel
+from deepwell.bench.progress import bar
+from deepwell.bench.ran import profile
+from deepwell.train.optim import AdamWDW
+
+_BYTES = 2 + 2 * 2 + 2 * 2 * 2
+
+
+def shapes_of(model: RaceModel) -> list[tuple[int, ...]]:
+    """The parameters' shapes, without making them."""
+    with torch.device("meta"):
+        from deepwell.bench.llama import Llama
+
+        return [tuple(p.shape) for p in Llama(model.config).parameters()]
+
+
+def run_adamw(model: RaceModel, device: str = "cuda", *, rounds: int = 10) -> dict[str, Any]:
+    """One step of each optimizer in turns, on parameters and gradients of its own."""
+    rows: list[dict[str, Any]] = []
+    steps: dict[str, Any] = {}
+    ways: dict[str, Any] = {
+        "torch fused": lambda params: torch.optim.AdamW(params, lr=1e-5, fused=True),
+        "adamw_dw, nearest": lambda params: AdamWDW(params, lr=1e-5, moments="bf16", stochastic_rounding=False),
+        "adamw_dw": lambda params: AdamWDW(params, lr=1e-5, moments="bf16"),
+        "adamw_dw, clipped": lambda params: AdamWDW(params, lr=1e-5, moments="bf16", clip_norm=1.0),
+        "adamw_dw, fp8 moments": lambda params: AdamWDW(params, lr=1e-5, moments="fp8"),
+    }
+    params = _parameters(shapes_of(model), device)
+    count = sum(p.numel() for p in params)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with bar("adamw", rounds + 1) as advance:
+        for name, make in ways.items():
+            steps[name] = make(params).step
+            for _ in range(2):
+                steps[name]()
+        advance(1)
+        for _ in range(rounds):
+            for name, step in steps.items():
+                times[name].append(milliseconds(step, device))
+            advance(1)
+    base = statistics.median(times["torch fused"])
+    for name, found in times.items():
+        ms = statistics.median(found)
+        row: dict[str, Any] = {"optimizer": name, "ms": ms, "speed": base / ms}
+        if "moments" not in name:
+            row["TB/s"] = count * (_BYTES + 2 * name.endswith("clipped")) / ms / 1e9
+        if device == "cuda":
+            row["kernel"] = profile(steps[name])[0].name[:60]
+            row["problems"] = (
+                [] if ("adamw" in row["kernel"]) == name.startswith("adamw_dw") else ["another kernel ran"]
+            )
+        rows.append(row)
+    title = f"AdamW, {count / 1e9:.3f}e9 bf16 parameters in {len(params)} tensors; medians of {rounds}, in turns"
+    return {"bench": "adamw", "title": title, "environment": environment(), "rows": rows}
+
+
+def _parameters(shapes: list[tuple[int, ...]], device: str) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    params = []
+    for shape in shapes:
+        param = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator)
+        param.grad = torch.empty_like(param).normal_(std=1e-3, generator=generator)
+        params.append(param)
+    return params

@@ -1,0 +1,172 @@
+"""Causal attention, forward and backward: softmax written out, torch's flash, cuDNN, and what the engine calls.
+
+FLOPs are those of the lower triangle: 2 GEMMs forward and 5 backward, each 2 * B * H * S^2 * D / 2.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from deepwell.bench.environment import environment
+from deepwell.bench.progress import bar
+from deepwell.bench.ran import profile
+from deepwell.errors import ConfigError
+from deepwell.formats.metrics import sqnr_db
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """B batch, H query heads, G key-value heads, S sequence, D head width."""
+
+    B: int = 2
+    H: int = 32
+    G: int = 8
+    S: int = 8192
+    D: int = 128
+
+    def __post_init__(self) -> None:
+        if min(self.B, self.H, self.G, self.S, self.D) < 1 or self.H % self.G:
+            raise ConfigError(f"attention shape {self} is not one: sizes are positive and G divides H")
+
+    @property
+    def flops(self) -> float:
+        return 7 * self.B * self.H * self.S**2 * self.D
+
+
+def unfused(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+    """Attention as the formula says: scores, mask, softmax, values."""
+    repeat = q_BHSD.shape[1] // k_BGSD.shape[1]
+    k_BHSD, v_BHSD = k_BGSD.repeat_interleave(repeat, 1), v_BGSD.repeat_interleave(repeat, 1)
+    scores = q_BHSD @ k_BHSD.transpose(-2, -1) / math.sqrt(q_BHSD.shape[-1])
+    length = scores.shape[-1]
+    future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1) @ v_BHSD
+
+
+def _sdpa(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=True)
+
+
+def _with(backend: SDPBackend) -> Callable[..., Tensor]:
+    def call(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return _sdpa(q_BHSD, k_BGSD, v_BGSD)
+
+    return call
+
+
+def _through_the_engine() -> Callable[..., Tensor]:
+    """What an engine makes of a model's causal attention."""
+    from deepwell.engine.backend import BackendOptions, compile_graph
+
+    options = BackendOptions(use_inductor=torch.cuda.is_available())
+    return torch.compile(_sdpa, backend=lambda graph, example: compile_graph(graph, example, options))
+
+
+def _ways() -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    return {
+        "softmax, eager": lambda: unfused,
+        "softmax, torch.compile": lambda: torch.compile(unfused),
+        "torch flash": lambda: _with(SDPBackend.FLASH_ATTENTION),
+        "cuDNN": lambda: _with(SDPBackend.CUDNN_ATTENTION),
+        "Deepwell": _through_the_engine,
+    }
+
+
+def run_attention(shape: AttentionShape, device: str = "cuda", *, rounds: int = 10) -> dict[str, Any]:
+    """Forward and backward in turns; milliseconds, TFLOP/s, memory, SQNR against fp32, the longest kernel."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = [(shape.B, heads, shape.S, shape.D) for heads in (shape.H, shape.G, shape.G)]
+    inputs = [torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_() for size in sizes]
+    grad = torch.randn(sizes[0], generator=generator, device=device, dtype=dtype)
+    with torch.no_grad():
+        exact = unfused(*(tensor[:1, :1].float() for tensor in inputs))
+    rows: list[dict[str, Any]] = []
+    calls: dict[str, Callable[[], Tensor]] = {}
+    with bar("attention", rounds + 1) as advance:
+        for name, make in _ways().items():
+            step = _step(make(), inputs, grad)
+            row: dict[str, Any] = {"attention": name}
+            rows.append(row)
+            try:
+                row |= _first(step, device, exact)
+                calls[name] = step
+            except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+                # A backend that is not there, or scores that do not fit, say so by a RuntimeError.
+                row["note"] = f"not here: {str(error).splitlines()[0][:100]}"
+        advance(1)
+        times = _in_turns(calls, rounds, device, advance)
+    for row in rows:
+        found = times.get(row["attention"])
+        if found:
+            row["ms"] = statistics.median(found)
+            row["TFLOP/s"] = shape.flops / row["ms"] / 1e9
+    base = next((row["ms"] for row in rows if "ms" in row), None)
+    for row in rows:
+        if base and "ms" in row:
+            row["speed"] = base / row["ms"]
+            if device == "cuda":
+                row["kernel"] = profile(calls[row["attention"]])[0].name[:60]
+    title = f"causal attention, forward + backward, {str(dtype)[6:]}, {shape}; medians of {rounds}, in turns"
+    return {"bench": "attention", "title": title, "environment": environment(), "rows": rows}
+
+
+def _step(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        for tensor in inputs:
+            tensor.grad = None
+        out = call(*inputs)
+        out.backward(grad)
+        return out.detach()
+
+    return step
+
+
+def _first(step: Callable[[], Tensor], device: str, exact: Tensor) -> dict[str, Any]:
+    """Compile and warm up; the first head's output against fp32, and the peak of memory."""
+    row: dict[str, Any] = {"SQNR dB": sqnr_db(exact, step()[:1, :1].float())}
+    if device != "cuda":
+        return row
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return row | {"peak GB": (torch.cuda.max_memory_allocated() - before) / 1e9}
+
+
+def _in_turns(
+    calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, advance: Callable[[float], None]
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(milliseconds(call, device))
+        advance(1)
+    return times
+
+
+def milliseconds(call: Callable[[], Any], device: str) -> float:
+    """One call, by CUDA events on a GPU."""
+    if device != "cuda":
+        started = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - started)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    call()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last)

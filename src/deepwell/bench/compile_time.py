@@ -1,0 +1,85 @@
+"""How long the first step takes: in a fresh process with empty caches, and in another one with the caches it left.
+
+Run as a module it is that process: it makes one model and one entrant, takes a step and prints the seconds as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from deepwell.bench.environment import environment
+from deepwell.bench.progress import bar
+from deepwell.errors import ConfigError
+
+
+def run_compile(model: str, entrants: list[str], device: str, *, timeout: float = 900.0) -> dict[str, Any]:
+    """Cold and warm seconds of each entrant, each in a process of its own."""
+    rows = []
+    with bar("compile", 2 * len(entrants)) as advance:
+        for entrant in entrants:
+            with tempfile.TemporaryDirectory() as folder:
+                row: dict[str, Any] = {"entrant": entrant}
+                for label in ("cold s", "warm s"):
+                    found = _in_process(model, entrant, device, folder, timeout)
+                    advance(1)
+                    if "note" in found:
+                        row["note"] = found["note"]
+                        break
+                    row[label] = found["first_step_s"]
+                    row["model and optimizer s"] = found["build_s"]
+            rows.append(row)
+    title = f"{model}: seconds to the end of the first step, caches empty and as the first process left them"
+    return {"bench": "compile", "title": title, "model": model, "environment": environment(), "rows": rows}
+
+
+def _in_process(model: str, entrant: str, device: str, folder: str, timeout: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "deepwell.bench.compile_time", model, entrant, device]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "DEEPWELL_CACHE_DIR": "deepwell"}
+    env = {**os.environ, **{name: str(Path(folder) / place) for name, place in caches.items()}}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    try:
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"note": f"not done after {timeout:.0f} s"}
+    lines = run.stdout.splitlines()
+    if run.returncode or not lines:
+        return {"note": f"failed: {(run.stderr.strip().splitlines() or ['no output'])[-1][:120]}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def first_step(model_name: str, entrant_name: str, device: str) -> dict[str, Any]:
+    """Build the model and take one step, here and now."""
+    import torch
+
+    from deepwell.bench.models import race_model
+    from deepwell.bench.peers import PEERS
+    from deepwell.bench.step import StepOptions, Trainee
+    from deepwell.bench.variants import Variant
+
+    model = race_model(model_name)
+    entrant = PEERS[entrant_name] if entrant_name in PEERS else Variant.parse(entrant_name)
+    started = time.perf_counter()
+    trainee = Trainee(entrant, model, StepOptions(device=device), warmup=0)
+    built = time.perf_counter()
+    trainee.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return {"build_s": built - started, "first_step_s": time.perf_counter() - built}
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 3:
+        raise ConfigError(f"compile_time takes MODEL ENTRANT DEVICE, got {arguments}")
+    print(json.dumps(first_step(*arguments)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

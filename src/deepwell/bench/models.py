@@ -1,0 +1,123 @@
+"""The models of the race, by name: Llama shapes as a plain decoder or as Hugging Face builds them, with their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepwell.bench.llama import Llama, LlamaConfig
+from deepwell.errors import ConfigError
+
+_8B = LlamaConfig(width=4096, num_heads=32, num_kv_heads=8, hidden=14336, num_layers=4, vocab=128256)
+_1B = LlamaConfig(width=2048, num_heads=32, num_kv_heads=8, hidden=8192, num_layers=16, vocab=128256)
+_768 = LlamaConfig(width=768, num_heads=12, num_kv_heads=12, hidden=3072, num_layers=12, vocab=50304)
+_TINY = LlamaConfig(width=64, num_heads=4, num_kv_heads=2, hidden=192, num_layers=2, vocab=512, max_positions=256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceModel:
+    """A model and the batch that one step trains on."""
+
+    name: str
+    config: LlamaConfig
+    batch: int
+    seq_len: int
+    is_huggingface: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len
+
+    @property
+    def num_params(self) -> int:
+        c = self.config
+        kv = c.num_kv_heads * c.head_width
+        layer = 2 * c.width**2 + 2 * c.width * kv + 3 * c.width * c.hidden + 2 * c.width
+        return c.num_layers * layer + 2 * c.vocab * c.width + c.width
+
+    def resident_bytes(self) -> int:
+        """bf16 weights and two bf16 moments: what stays between steps."""
+        return 6 * self.num_params
+
+    def with_layers_checkpointed(self, count: int) -> RaceModel:
+        """The same model whose first layers keep only their input. Raises ConfigError for Hugging Face's."""
+        if count and self.is_huggingface:
+            raise ConfigError(f"--checkpoint-layers: {self.name} is Hugging Face's own model; leave it out")
+        return replace(self, config=replace(self.config, checkpointed_layers=count))
+
+    def build(self, device: str) -> nn.Module:
+        """The model in bf16 on the device, the same weights for everybody who builds it."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            if self.is_huggingface:
+                return _huggingface(self.config)
+            # Made in bf16: in fp32 first, the largest would need twice its memory for a moment.
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                return Llama(self.config).init_weights().bfloat16()
+            finally:
+                torch.set_default_dtype(before)
+
+    def example(self, device: str) -> tuple[Tensor, Tensor]:
+        """Random tokens and the tokens after them."""
+        generator = torch.Generator().manual_seed(0)
+        data = torch.randint(0, self.config.vocab, (self.batch, self.seq_len + 1), generator=generator).to(device)
+        return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+    def capture_inputs(self, example: tuple[Tensor, Tensor]) -> Any:
+        """The example as `dw.capture` takes it."""
+        return {"input_ids": example[0], "labels": example[0]} if self.is_huggingface else example
+
+    def loss_of(self, step_fn: Callable[..., Any], example: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of one call."""
+        if self.is_huggingface:
+            loss: Tensor = step_fn(input_ids=example[0], labels=example[0]).loss
+            return loss
+        return step_fn(*example)
+
+
+def _huggingface(config: LlamaConfig) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("the Hugging Face models need transformers: pip install transformers") from error
+
+    settings = transformers.LlamaConfig(
+        hidden_size=config.width,
+        intermediate_size=config.hidden,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        vocab_size=config.vocab,
+        max_position_embeddings=config.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        RaceModel(name="8b-4l", config=_8B, batch=2, seq_len=8192),
+        RaceModel(name="hf-8b-4l", config=_8B, batch=2, seq_len=8192, is_huggingface=True),
+        RaceModel(name="1b-16l", config=_1B, batch=2, seq_len=8192),
+        RaceModel(name="768-12l", config=_768, batch=32, seq_len=1024),
+        RaceModel(name="llama3-8b", config=replace(_8B, num_layers=32), batch=2, seq_len=8192),
+        RaceModel(name="tiny", config=_TINY, batch=2, seq_len=64),
+        RaceModel(name="hf-tiny", config=_TINY, batch=2, seq_len=64, is_huggingface=True),
+    )
+}
+
+
+def race_model(name: str) -> RaceModel:
+    """The model of that name. Raises ConfigError where there is none."""
+    if name not in MODELS:
+        raise ConfigError(f"--model is {name!r}; the race has {', '.join(MODELS)}")
+    return MODELS[name]

@@ -1,0 +1,133 @@
+"""The peers of the race: PyTorch itself, torchao's FP8 training and Liger, each as its makers would run it.
+
+A peer that is not installed, or has no such op, raises UnsupportedError with a line that says so; the table keeps the
+line in place of a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepwell.bench.llama import MLP, Llama, RMSNorm
+from deepwell.errors import ConfigError, UnsupportedError
+
+_HEADS = ("head", "lm_head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A way to run the model without Deepwell: `build` takes the model and gives what a step calls."""
+
+    name: str
+    about: str
+    build: Callable[[nn.Module], Callable[..., Any]]
+    uses_fp8: bool = False
+
+
+def _eager(model: nn.Module) -> Callable[..., Any]:
+    return model
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model)
+
+
+def _autotuned(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, mode="max-autotune-no-cudagraphs")
+
+
+def _autotuned_graphs(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, mode="max-autotune")
+
+
+def _torchao(recipe: str) -> Callable[[nn.Module], Callable[..., Any]]:
+    def build(model: nn.Module) -> Callable[..., Any]:
+        float8 = _need("torchao.float8", "torchao")
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        # The head stays in bf16, as torchao advises and as Deepwell's recipes do.
+        float8.convert_to_float8_training(model, config=config, module_filter_fn=_is_inner_linear)
+        return torch.compile(model)
+
+    return build
+
+
+def _is_inner_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _HEADS
+
+
+def _liger(model: nn.Module) -> Callable[..., Any]:
+    """Liger's RMSNorm, SwiGLU and fused head and loss; on a Hugging Face model also its RoPE, by its own patch."""
+    if not isinstance(model, Llama):
+        liger = _need("liger_kernel.transformers", "liger-kernel")
+        liger.apply_liger_kernel_to_llama(model=model)
+        return model
+    norm = _need("liger_kernel.transformers.rms_norm", "liger-kernel").LigerRMSNorm
+    silu_mul = _need("liger_kernel.ops.swiglu", "liger-kernel").LigerSiLUMulFunction
+    fused_loss = _need("liger_kernel.transformers", "liger-kernel").LigerFusedLinearCrossEntropyLoss()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, RMSNorm):
+                replacement = norm(child.weight.shape[0], eps=child.eps).to(child.weight)
+                replacement.weight = child.weight
+                setattr(parent, name, replacement)
+            elif isinstance(child, MLP):
+                child.__dict__["forward"] = _liger_mlp(child, silu_mul)
+    return _LigerLlama(model, fused_loss)
+
+
+def _liger_mlp(mlp: MLP, silu_mul: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: mlp.down_proj(silu_mul.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+class _LigerLlama(nn.Module):
+    """The plain decoder with Liger's head and loss."""
+
+    def __init__(self, model: Llama, fused_loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self.fused_loss = model, fused_loss
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        hidden = self.model.hidden_states(tokens_BS)
+        return self.fused_loss(self.model.head.weight, hidden.flatten(0, 1), targets_BS.flatten())
+
+
+def _need(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(f"{package} is not installed here ({error}): pip install {package}") from error
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(name="eager", about="PyTorch, not compiled", build=_eager),
+        Peer(name="torch", about="torch.compile, default", build=_compiled),
+        Peer(name="torch-max", about="torch.compile, max-autotune without CUDA graphs", build=_autotuned),
+        Peer(name="torch-max-cg", about="torch.compile, max-autotune", build=_autotuned_graphs),
+        Peer(name="torchao", about="torchao tensorwise, compiled", build=_torchao("tensorwise"), uses_fp8=True),
+        Peer(name="torchao-row", about="torchao rowwise, compiled", build=_torchao("rowwise"), uses_fp8=True),
+        Peer(
+            name="torchao-row-gw",
+            about="torchao rowwise, weight gradients in bf16, compiled",
+            build=_torchao("rowwise_with_gw_hp"),
+            uses_fp8=True,
+        ),
+        Peer(name="liger", about="Liger kernels, not compiled", build=_liger),
+    )
+}
+
+
+def parse_peers(names: str) -> tuple[Peer, ...]:
+    """Peers from a comma-separated list; empty for an empty one. Raises ConfigError where one is not known."""
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in found if name not in PEERS]
+    if unknown:
+        raise ConfigError(f"--peers: {', '.join(unknown)} is not known; peers are {', '.join(PEERS)}")
+    return tuple(PEERS[name] for name in dict.fromkeys(found))

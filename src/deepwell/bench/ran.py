@@ -1,0 +1,112 @@
+"""What a GPU ran, from the profiler, and whether that is what a row of the table claims.
+
+A claim follows from what the engine says it did: its bindings and the passes that fired. It fails where the kernels
+that do such a thing are not among those that ran, or run too seldom.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# cuBLASLt's kernels name their operands ("qq": two FP8), CUTLASS's and torch's their types; the last are our own.
+FP8_GEMM = r"nvjet_sm\d+_qq|gemm_e4m3|gemm_e5m2|e4m3_?e4m3|f8f6f4|float_e4m3|_gemm_fp8_kernel|fp8_gemm|scaled_mm_kernel"
+BF16_GEMM = r"nvjet_sm\d+_(?!qq)[a-z]|gemm_bf16|bf16gemm|_s16816gemm_bf16|gemmSN|cublasLt.*bf16"
+ATTENTION = r"flash|fmha|sdpa|attention"
+
+# Passes of the engine -> the kernels of which one must have run.
+_PASS_KERNELS = {
+    "rms_norm": r"\b_?(residual_|rms_)?norm\w*_kernel",
+    "layer_norm": r"\b_?(residual_|layer_)?norm\w*_kernel",
+    "residual_norm": r"norm\w*_kernel",
+    "swiglu": r"swiglu\w*_kernel",
+    "activation": r"(swiglu|activation|gelu)\w*_kernel",
+    "cross_entropy": r"cross_entropy\w*_kernel",
+    "rope": r"(rope|rotary|rotate)\w*",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel by name: how often it ran in one step, and for how long altogether."""
+
+    name: str
+    count: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """At least `at_least` (or, where `none` is set, none) of the kernels whose names match `pattern` ran."""
+
+    text: str
+    pattern: str
+    at_least: int = 1
+    none: bool = False
+
+    def problem(self, kernels: Iterable[Kernel]) -> str:
+        """Why the claim does not hold, "" where it does."""
+        count = sum(kernel.count for kernel in kernels if re.search(self.pattern, kernel.name))
+        if self.none:
+            return f"{self.text}: {count} kernels match {self.pattern}" if count else ""
+        return "" if count >= self.at_least else f"{self.text}: {count} of at least {self.at_least} kernels ran"
+
+
+def profile(step: Callable[[], Any]) -> list[Kernel]:
+    """The kernels of one step on the GPU, longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    rows = [event for event in trace.key_averages() if event.self_device_time_total > 0]
+    rows.sort(key=lambda event: -event.self_device_time_total)
+    return [Kernel(name=row.key, count=row.count, ms=row.self_device_time_total / 1e3) for row in rows]
+
+
+def engine_claims(schemes: Mapping[str, str], passes: Mapping[str, int], head: str) -> list[Claim]:
+    """What must have run on a GPU for an engine with these schemes and passes. `head` is the path of the head."""
+    fp8 = {path for path, scheme in schemes.items() if "fp8" in scheme}
+    claims = []
+    if fp8 - {head}:
+        # A merged GEMM does the work of two or three linears, forward and backward.
+        linears = passes.get("linear", 0) - 2 * passes.get("merged_linear", 0)
+        steps = min(scheme.count("fp8") for path, scheme in schemes.items() if path in fp8 - {head})
+        claims.append(Claim(text="linears in FP8", pattern=FP8_GEMM, at_least=max(1, steps * linears)))
+        claims.append(Claim(text="quantization", pattern=r"(quantize|norm|swiglu|transpose)\w*_kernel"))
+    elif not schemes:
+        claims.append(Claim(text="everything in bf16", pattern=FP8_GEMM, none=True))
+    if head in fp8:
+        claims.append(Claim(text="head in FP8", pattern=FP8_GEMM, at_least=3))
+    for name, pattern in _PASS_KERNELS.items():
+        if passes.get(name):
+            claims.append(Claim(text=f"pass {name}", pattern=pattern))
+    return claims
+
+
+def peer_claims(uses_fp8: bool) -> list[Claim]:
+    """What must have run for a peer: FP8 GEMMs where it says so, none where it does not."""
+    if uses_fp8:
+        return [Claim(text="linears in FP8", pattern=FP8_GEMM)]
+    return [Claim(text="no FP8", pattern=FP8_GEMM, none=True)]
+
+
+def problems(claims: Iterable[Claim], kernels: Iterable[Kernel]) -> list[str]:
+    """The claims that do not hold, each with its reason."""
+    ran = list(kernels)
+    return [problem for claim in claims if (problem := claim.problem(ran))]
+
+
+def shares(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Milliseconds by kind of work: GEMMs by format, attention, optimizer, the rest."""
+    kinds = {"fp8 gemm": FP8_GEMM, "attention": ATTENTION, "bf16 gemm": BF16_GEMM, "adamw": r"adam|multi_tensor_apply"}
+    found = dict.fromkeys((*kinds, "rest"), 0.0)
+    for kernel in kernels:
+        kind = next((kind for kind, pattern in kinds.items() if re.search(pattern, kernel.name)), "rest")
+        found[kind] += kernel.ms
+    return {kind: round(ms, 3) for kind, ms in found.items()}
