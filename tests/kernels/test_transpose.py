@@ -141,14 +141,15 @@ def test_the_byte_permutations_turn_a_four_by_four_block_over():
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch):
+@pytest.mark.parametrize(("fp8", "largest"), [(tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)], ids=["e4m3", "e5m2"])
+def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch, fp8, largest):
     config = TR.default_config(16384, 4096)
     arguments = {
         **dict.fromkeys(("q_ptr", "out_ptr"), torch.int32),
         **dict.fromkeys(("scale_t_ptr", "scale_ptr"), torch.float32),
         **dict.fromkeys(("T4", "N4", "stride_qt", "stride_on"), "i32"),
-        "FP8": tl.float8e4nv,
-        "FP8_MAX": 448.0,
+        "FP8": fp8,
+        "FP8_MAX": largest,
         "ASM": True,
         "BLOCK_T": config.rows,
         "BLOCK_N": config.columns,

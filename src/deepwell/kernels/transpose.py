@@ -70,6 +70,21 @@ _SHIFT_E4M3 = tl.constexpr(
     cvt.rn.satfinite.e4m3x2.f16x2 hi, b;
     mov.b32 $0, {lo, hi}; }"""
 )
+# The same of E5M2, which spans 2^32: the ratio comes as two factors, neither below fp16's smallest number. Exact again:
+# a product of 3 significant bits is inexact in fp16 only below 2^-22, and E5M2 rounds that to zero.
+_SHIFT_E5M2 = tl.constexpr(
+    """{ .reg .b16 lo, hi; .reg .b32 a, b;
+    mov.b32 {lo, hi}, $1;
+    cvt.rn.f16x2.e5m2x2 a, lo;
+    cvt.rn.f16x2.e5m2x2 b, hi;
+    mul.rn.f16x2 a, a, $2;
+    mul.rn.f16x2 b, b, $2;
+    mul.rn.f16x2 a, a, $3;
+    mul.rn.f16x2 b, b, $3;
+    cvt.rn.satfinite.e5m2x2.f16x2 lo, a;
+    cvt.rn.satfinite.e5m2x2.f16x2 hi, b;
+    mov.b32 $0, {lo, hi}; }"""
+)
 # Bytes of four words, transposed: result c holds byte c of each word.
 _TRANSPOSE_BYTES = tl.constexpr(
     """{ .reg .b32 ab, cd;
@@ -85,12 +100,26 @@ _TRANSPOSE_BYTES = tl.constexpr(
 
 
 @triton.jit
+def _half_twice(x):
+    """fp32 numbers as fp16, each in both halves of a word."""
+    half = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return half | (half << 16)
+
+
+@triton.jit
 def _shift_word(word, ratio, FP8: tl.constexpr, FP8_MAX: tl.constexpr, ASM: tl.constexpr):
     """Four codes of a word times a power of two <= 1, rounded to the nearest even code."""
     if ASM:
-        half = ratio.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        pair = tl.broadcast_to(half | (half << 16), word.shape)
-        return tl.inline_asm_elementwise(_SHIFT_E4M3, "=r,r,r", [word, pair], dtype=tl.int32, is_pure=True, pack=1)
+        if FP8_MAX == 448.0:
+            pair = tl.broadcast_to(_half_twice(ratio), word.shape)
+            return tl.inline_asm_elementwise(_SHIFT_E4M3, "=r,r,r", [word, pair], dtype=tl.int32, is_pure=True, pack=1)
+        # 2^-24 is fp16's smallest number. (NaN passes through neither maximum: the second factor keeps it.)
+        large = tl.maximum(ratio, 5.960464477539063e-08)
+        first = tl.broadcast_to(_half_twice(large), word.shape)
+        second = tl.broadcast_to(_half_twice(tl.div_rn(ratio, large)), word.shape)
+        return tl.inline_asm_elementwise(
+            _SHIFT_E5M2, "=r,r,r,r", [word, first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
     shifted = tl.zeros_like(word)
     for byte in tl.static_range(4):
         code = ((word >> (8 * byte)) & 0xFF).to(tl.uint8).to(FP8, bitcast=True)
@@ -258,12 +287,12 @@ def _launch(q_TN: Tensor, scale_T: Tensor, scale: Tensor, q_NT: Tensor, config: 
 
 
 def _fit_packing(config: TileConfig, q_TN: Tensor, q_NT: Tensor) -> TileConfig:
-    """Words need sizes and rows of whole words; PTX packing is for E4M3 (fp16 cannot hold all of E5M2's ratios)."""
+    """Words need sizes and rows of whole words; the interpreter reads no PTX."""
     in_words = all(size % 4 == 0 for size in (*q_TN.shape, q_TN.stride(0), q_NT.stride(0)))
     in_words = in_words and q_TN.data_ptr() % 4 == 0 and q_NT.data_ptr() % 4 == 0
     in_words = in_words and q_TN.storage_offset() % 4 == 0 and q_NT.storage_offset() % 4 == 0
     if config.packing != "bytes" and not in_words:
         return replace(config, packing="bytes")
-    if config.packing == "asm" and (q_TN.dtype != torch.float8_e4m3fn or is_interpreted(_transpose_words_kernel)):
+    if config.packing == "asm" and is_interpreted(_transpose_words_kernel):
         return replace(config, packing="words")
     return config
