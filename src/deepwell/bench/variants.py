@@ -2,7 +2,7 @@
 
 bf16   fp8   fp8_tensor   fp8_1x128   mxfp8   nvfp4   policy.json         the formats
 fp8_head   fp8_wbf16   mxfp8_emulated                                     which GEMMs, and exact emulation
-fp8_cg   fp8_re   fp8_nolce   fp8_cg_head   policy.json:cg_nolce          how the engine compiles
+fp8_cg   fp8_keep   fp8_nolce   fp8_cg_head   policy.json:cg_nolce          how the engine compiles
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = {
     "wbf16": "weight gradients in bf16",
     "emulated": "operands rounded exactly, products in fp32, on any device",
     "cg": "CUDA graphs",
-    "re": "FP8 copies made again in the backward instead of kept",
+    "keep": "FP8 copies kept for the backward instead of made again",
     "keep": "FP8 copies kept for the backward",
     "nolce": "head and loss apart, all logits in memory",
 }
@@ -104,7 +104,7 @@ class Variant:
         if "cg" in self.words:
             engine.options.cuda_graphs = True
         if self.words & {"re", "keep"}:
-            engine.options.recompute = "re" in self.words
+            engine.options.recompute = "keep" not in self.words
         return engine
 
 
