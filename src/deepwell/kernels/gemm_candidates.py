@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -99,9 +100,7 @@ def _rows_nk(b_KN: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     return _fill(b_NK if b_NK.stride(1) == 1 else b_NK.contiguous(), multiple, rows=True)
 
 
-def _finish(
-    c_MN: Tensor, n: int, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None
-) -> Tensor:
+def _finish(c_MN: Tensor, n: int, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None) -> Tensor:
     c_MN = c_MN if c_MN.shape[1] == n else c_MN[:, :n].contiguous()
     if bias is not None:
         c_MN = c_MN + bias.to(c_MN.dtype)
@@ -114,7 +113,8 @@ def _prepare_rows(b_KN: Tensor) -> _Codes:
 
 
 def _prepare_tensor(b_KN: Tensor) -> _Codes:
-    codes, _, scale = quantize_weight(_rows_nk(b_KN))
+    codes, _, scale = quantize_weight(_rows_nk(b_KN), write="rows")
+    assert codes is not None
     return _Codes(codes, scale, b_KN.shape[1])
 
 
@@ -144,8 +144,9 @@ def _tensor_chain(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One scale for a: its largest magnitude first, then the codes (with the transposed copy that training uses)."""
-    codes, _, scale = quantize_weight(_fill(_dense(a_MK), ALIGNMENT, rows=False))
+    """One scale for a: its largest magnitude first, then the codes."""
+    codes, _, scale = quantize_weight(_fill(_dense(a_MK), ALIGNMENT, rows=False), write="rows")
+    assert codes is not None
     c_MN = fp8_gemm(codes, scale, b.codes, b.scale, out_dtype=_WRITTEN)
     return _finish(c_MN, b.n, bias, activation, out_dtype or a_MK.dtype)
 
@@ -160,7 +161,9 @@ def _block_chain(
 ) -> Tensor:
     """1x128 scales for a, 128x128 for b, sums promoted to fp32 every 128."""
     if a_MK.shape[0] % 4:
-        raise UnsupportedError(f"cuBLASLt reads 1x128 scales in lines of 16 bytes; M={a_MK.shape[0]} is no multiple of 4")
+        raise UnsupportedError(
+            f"cuBLASLt reads 1x128 scales in lines of 16 bytes; M={a_MK.shape[0]} is no multiple of 4"
+        )
     kinds = F.ScalingType
     codes, scale = quantize_blocks.quantize_1x128(_fill(_dense(a_MK), _BLOCK, rows=False))
     c_MN = F.scaled_mm(
@@ -364,7 +367,7 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
 
 
 def _has_triton() -> bool:
-    return hasattr(triton, "__version__") and isinstance(triton.__version__, str)
+    return isinstance(triton, ModuleType)
 
 
 def _has_transformer_engine() -> bool:

@@ -4,6 +4,7 @@ On a GPU that is a fresh interpreter: a hung kernel ends with its context. On a 
 notebook or a closure can be tried too.
 """
 
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -23,7 +24,9 @@ from deepwell.kernels.proof import Proof, prove
 from deepwell.kernels.registry import Candidate
 
 _ENTRY = "from deepwell.kernels.isolate import main; main()"
-_NOT_IMPORTABLE = "cannot be tried in a process of its own: it is no function of a module; move it to one or pass trusted=True"
+_NOT_IMPORTABLE = (
+    "cannot be tried in a process of its own: it is no function of a module; move it to one or pass trusted=True"
+)
 
 
 def prove_apart(candidate: Candidate, device: str, dtype: str, timeout_s: float) -> Proof:

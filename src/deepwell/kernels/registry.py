@@ -280,6 +280,12 @@ class KernelRegistry:
         return f"KernelRegistry({sum(1 for _ in self)} candidates, registered: {own})"
 
 
+@lru_cache(maxsize=1)
+def default_registry() -> KernelRegistry:
+    """The one that doors without a registry of their own share, so that a choice is made once in a process."""
+    return KernelRegistry()
+
+
 def formats_for(precision: str) -> tuple[str, ...]:
     """The candidate formats that may serve what was asked for. Raises ConfigError on an unknown name.
 
@@ -356,4 +362,14 @@ def problem_of(
     )
 
 
-__all__ = ["OPS", "Candidate", "Choice", "KernelRegistry", "Problem", "Verdict", "fingerprint_of", "formats_for"]
+__all__ = [
+    "OPS",
+    "Candidate",
+    "Choice",
+    "KernelRegistry",
+    "Problem",
+    "Verdict",
+    "default_registry",
+    "fingerprint_of",
+    "formats_for",
+]

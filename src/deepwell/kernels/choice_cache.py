@@ -1,0 +1,188 @@
+"""Keeps proofs and choices of kernels on disk: one JSON file per device, torch, triton and driver.
+
+It lies beside the other caches (`hardware.cache.cache_dir`). What it says of a candidate holds for the sources that it
+names, by their hash; a choice holds for the very set of candidates that competed. A file that is corrupt, of another
+schema or of another machine is logged, ignored and written anew; it is never trusted.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepwell.errors import ConfigError
+from deepwell.hardware.cache import cache_dir, torch_version
+from deepwell.kernels.proof import Proof
+from deepwell.kernels.registry import Candidate, Choice
+
+SCHEMA = 1
+_log = logging.getLogger("deepwell.kernels")
+
+
+@lru_cache(maxsize=16)
+def identity(device: str) -> tuple[str, ...]:
+    """What a measurement depends on besides the kernels: the device's name and size, torch, triton, CUDA."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        found = torch.cuda.get_device_properties(place)
+        name = f"{found.name}, {found.multi_processor_count} SMs, sm_{found.major}{found.minor}"
+    else:
+        name = f"{place.type}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    return name, torch_version(), _triton_version(), str(torch.version.cuda)
+
+
+def _triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@dataclass(slots=True)
+class ChoiceCache:
+    """The file of one device, read when first asked."""
+
+    device: str
+    proofs: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, Any] = field(default_factory=dict)
+    is_read: bool = False
+
+    @property
+    def path(self) -> Path:
+        parts = identity(self.device)
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        label = "".join(c if c.isalnum() else "-" for c in parts[0].lower()).strip("-")[:40]
+        return cache_dir() / f"kernels-{label}-{digest}.json"
+
+    def proof(self, candidate: Candidate, dtype: str) -> Proof | None:
+        """What was proved of these very sources, or None."""
+        self._read()
+        if candidate.fingerprint is None:
+            return None
+        found = self.proofs.get(_proof_key(candidate, dtype))
+        return None if found is None else Proof(**found)
+
+    def keep_proof(self, candidate: Candidate, dtype: str, proof: Proof) -> None:
+        """Remember a proof, unless its sources cannot be told apart or memory was short, which may pass."""
+        if candidate.fingerprint is None or "out of memory" in proof.reason.lower():
+            return
+        self.proofs[_proof_key(candidate, dtype)] = asdict(proof)
+        self._write()
+
+    def choice(self, key: str, competitors: Sequence[Candidate]) -> Choice | None:
+        """The choice among exactly these candidates, or None."""
+        self._read()
+        found = self.choices.get(key)
+        if found is None or found["candidates"] != _keys(competitors):
+            return None
+        return Choice.from_dict({**found["choice"], "how": "cached"})
+
+    def keep_choice(self, key: str, competitors: Sequence[Candidate], choice: Choice) -> None:
+        if any(candidate.fingerprint is None for candidate in competitors):
+            return
+        self.choices[key] = {"candidates": _keys(competitors), "choice": choice.to_dict()}
+        self._write()
+
+    def figures(self, key: str) -> dict[str, float] | None:
+        """Other measurements that are kept beside the choices (`would_gain`)."""
+        self._read()
+        found = self.choices.get(key)
+        return None if found is None else dict(found["figures"])
+
+    def keep_figures(self, key: str, figures: dict[str, float]) -> None:
+        self.choices[key] = {"figures": figures}
+        self._write()
+
+    def _read(self) -> None:
+        if self.is_read:
+            return
+        self.is_read = True
+        loaded = _load(self.path, identity(self.device))
+        if loaded is not None:
+            self.proofs, self.choices = {**loaded["proofs"], **self.proofs}, {**loaded["choices"], **self.choices}
+
+    def _write(self) -> None:
+        """Whole or not at all, with what other processes wrote in the meantime."""
+        loaded = _load(self.path, identity(self.device))
+        if loaded is not None:
+            self.proofs, self.choices = {**loaded["proofs"], **self.proofs}, {**loaded["choices"], **self.choices}
+        data = {
+            "schema": SCHEMA,
+            "identity": list(identity(self.device)),
+            "proofs": self.proofs,
+            "choices": self.choices,
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, suffix=".tmp", delete=False, encoding="utf-8"
+            ) as file:
+                json.dump(data, file, indent=1)
+            Path(file.name).replace(self.path)
+        except OSError as error:
+            # Without a cache everything still works; it is measured again next time.
+            _log.warning("the choice of kernels could not be kept in %s (%s)", self.path.parent, error.strerror)
+
+
+def _keys(candidates: Sequence[Candidate]) -> list[str]:
+    return sorted(candidate.key for candidate in candidates)
+
+
+def _proof_key(candidate: Candidate, dtype: str) -> str:
+    return f"{candidate.op} {candidate.precision} {candidate.min_size} {dtype} {candidate.key}"
+
+
+def _load(path: Path, expected: tuple[str, ...]) -> dict[str, Any] | None:
+    """The checked contents of a file; None, and a line in the log, where it is no use."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        _log.warning("%s could not be read (%s): kernels are measured again", path.name, error)
+        return None
+    try:
+        return _checked(json.loads(text), expected)
+    except (json.JSONDecodeError, ConfigError) as error:
+        _log.warning("%s was ignored (%s): kernels are measured again", path.name, error)
+        return None
+
+
+def _checked(data: Any, expected: tuple[str, ...]) -> dict[str, Any]:
+    """Raise ConfigError unless every entry is what this module writes."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ConfigError("another schema")
+    if data.get("identity") != list(expected):
+        raise ConfigError("of another machine or version")
+    proofs, choices = data.get("proofs"), data.get("choices")
+    if not isinstance(proofs, dict) or not isinstance(choices, dict):
+        raise ConfigError("proofs or choices are missing")
+    try:
+        for proof in proofs.values():
+            if not isinstance(Proof(**proof).reason, str):
+                raise ConfigError("a proof whose reason is no text")
+        for entry in choices.values():
+            _check_entry(entry)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"an entry is damaged: {error}") from error
+    return data
+
+
+def _check_entry(entry: Any) -> None:
+    if "figures" in entry:
+        figures = entry["figures"].values()
+        if not all(isinstance(value, float) and math.isfinite(value) and value > 0 for value in figures):
+            raise ConfigError("a measurement that is no time")
+        return
+    choice = Choice.from_dict(entry["choice"])
+    if choice.kernel not in choice.ranking() or not all(isinstance(key, str) for key in entry["candidates"]):
+        raise ConfigError("a choice of a kernel that was set aside")

@@ -1,0 +1,273 @@
+"""CutlassKernel, CutlassConfig and MicroscaleManager: CUTLASS products and microscaled tensors by hand.
+
+Doors to the same kernels that the registry chooses from. Where the library that `deepwell build` makes is there, a
+product runs in it; else the registry's best stands in, and on a CPU the format is emulated exactly. `kernel.reason`
+says which and why.
+"""
+
+# Shapes: M rows of the result, N columns, K contraction, B blocks of 32 along it.
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.formats.quantize import quantize
+from deepwell.formats.spec import get_format
+from deepwell.formats.tensor import QuantizedTensor
+from deepwell.kernels.cutlass_library import ACTIVATIONS, Epilogue, gemm_block_scaled, gemm_rowwise, library_for
+from deepwell.precision.gemm_format import precision as parse_precision
+
+_MX_BLOCK = 32
+_BLACKWELL = (10, 0)
+_FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutlassConfig:
+    """What a kernel may use. `tile` names a configuration of the library; None takes the first of its family."""
+
+    use_tcgen05: bool = True  # Blackwell's block-scaled tensor cores; False keeps to FP8 with a scale per row
+    tmem_residency: bool = True  # sums stay in tensor memory; tcgen05 has no other way
+    microscale_block_size: int = _MX_BLOCK
+    tile: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.microscale_block_size not in (16, _MX_BLOCK):
+            raise ConfigError(
+                f"microscale_block_size is {self.microscale_block_size!r}; MX formats have 32, NVFP4 has 16"
+            )
+        if self.use_tcgen05 and not self.tmem_residency:
+            raise ConfigError("tmem_residency is False and use_tcgen05 True; tcgen05 adds up in tensor memory only")
+
+
+class CutlassKernel:
+    """One product of a fixed shape and format: `initialize`, then `gemm` as often as wanted."""
+
+    def __init__(self, config: CutlassConfig | None = None) -> None:
+        if config is not None and not isinstance(config, CutlassConfig):
+            raise ConfigError(f"config is a {type(config).__name__}; pass a CutlassConfig")
+        self.config = config or CutlassConfig()
+        self.shape: tuple[int, int, int] | None = None
+        self.precision = ""
+        self.use_microscaling = True
+        self.binding = ""  # "native", "substitute" or "emulated", known after the first product
+        self.reason = ""
+
+    def initialize(
+        self, m: int, n: int, k: int, precision: str = "mxfp8", use_microscaling: bool = True
+    ) -> "CutlassKernel":
+        """Fix the shape of a [M, K] @ b [K, N] and the format. Without microscaling, 8-bit formats are FP8 by rows."""
+        for name, value in (("m", m), ("n", n), ("k", k)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        fmt = parse_precision(precision).format
+        if use_microscaling and fmt.startswith("mx") and self.config.microscale_block_size != _MX_BLOCK:
+            raise ConfigError(
+                f"microscale_block_size is {self.config.microscale_block_size}; {fmt} has blocks of {_MX_BLOCK}"
+            )
+        if not use_microscaling and fmt not in ("bf16", "fp16", "fp32", "fp8", "mxfp8"):
+            raise ConfigError(f"use_microscaling is False; {fmt} has no scales but those of its blocks")
+        self.shape, self.use_microscaling = (m, n, k), use_microscaling
+        self.precision = fmt if use_microscaling or fmt != "mxfp8" else "fp8"
+        self.binding = self.reason = ""
+        return self
+
+    def gemm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scales: Tensor | None = None,
+        b_scales: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        """`act(a @ b + bias)`: of numbers, a [M, K] and b [K, N], in their dtype.
+
+        Of MXFP8 codes with their scales (`MicroscaleManager.quantize_mxfp8`), both along the contraction, a [M, K] and
+        b [N, K], in bf16. Raises ConfigError on what does not fit, also before `initialize`.
+        """
+        if self.shape is None:
+            raise ConfigError("the kernel has no shape yet; call initialize(m, n, k, precision) first")
+        if a_scales is None and b_scales is None:
+            self._check(a, b.T if isinstance(b, Tensor) and b.dim() == 2 else b)
+            return self._numbers(a, b, bias, activation)
+        if a_scales is None or b_scales is None:
+            missing = "a_scales" if a_scales is None else "b_scales"
+            raise ConfigError(f"{missing} is missing; codes mean nothing without their scales: pass both or neither")
+        if self.precision != "mxfp8":
+            raise ConfigError(f"the kernel was initialized for {self.precision}; codes with scales are mxfp8")
+        self._check(a, b)
+        left, right = _quantized(a, a_scales, "a"), _quantized(b, b_scales, "b")
+        return self._codes(left, right, bias, activation)
+
+    def _check(self, a: Tensor, b_NK: Tensor) -> None:
+        assert self.shape is not None
+        m, n, k = self.shape
+        for name, x, shape in (("a", a, (m, k)), ("b", b_NK, (n, k))):
+            if not isinstance(x, Tensor) or tuple(x.shape) != shape:
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ConfigError(f"{name} does not fit M={m}, N={n}, K={k} of initialize: its rows are {got}")
+            if x.dtype == _FP8 and self.precision == "mxfp8":
+                continue
+            if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                raise ConfigError(
+                    f"{name} has dtype {x.dtype}; pass numbers, or MXFP8 codes with a_scales and b_scales"
+                )
+
+    def _numbers(self, a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        if _FP8 in (a.dtype, b.dtype):
+            raise ConfigError("a or b holds FP8 codes without scales; pass a_scales and b_scales")
+        if self.precision in ("mxfp8", "nvfp4") and self._native(a):
+            how = parse_precision(self.precision).gemm("fwd")
+            left, right = quantize(a, how.lhs.format), quantize(b.T.contiguous(), how.rhs.format)
+            return self._codes(left, right, bias, activation).to(a.dtype)
+        from deepwell.kernels.dispatch import gemm
+        from deepwell.kernels.registry import default_registry
+
+        self._bind(a)
+        return gemm(default_registry(), a, b, precision=self.precision, bias=bias, activation=activation)
+
+    def _codes(
+        self, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        if activation not in ACTIVATIONS:
+            names = ", ".join(name for name in ACTIVATIONS if name)
+            raise ConfigError(f"activation is {activation!r}; it takes {names}")
+        if self._native(left.data):
+            alpha: Tensor | float = 1.0
+            if left.global_scale is not None and right.global_scale is not None:
+                alpha = (left.global_scale * right.global_scale).float().reshape(())
+            epilogue = Epilogue(
+                bias=None if bias is None else bias.to(torch.bfloat16), activation=activation, alpha=alpha
+            )
+            self.binding, self.reason = "native", "block-scaled tensor cores through CUTLASS"
+            return gemm_block_scaled(
+                left.data_for_gemm(),
+                left.scale_swizzled(),
+                right.data_for_gemm(),
+                right.scale_swizzled(),
+                epilogue=epilogue,
+                config=self.config.tile,
+            )
+        from deepwell.kernels.gemm_triton import activate_ref
+
+        self._bind(left.data, emulated=True)
+        c_MN = left.dequantize() @ right.dequantize().T
+        if bias is not None:
+            c_MN = c_MN + bias.float()
+        if activation == "gelu_tanh":
+            return torch.nn.functional.gelu(c_MN, approximate="tanh").to(torch.bfloat16)
+        return activate_ref(c_MN, None if activation == "none" else activation).to(torch.bfloat16)
+
+    def _native(self, a: Tensor) -> bool:
+        """Whether Blackwell's block-scaled kernels are built for a's device and wanted."""
+        if not a.is_cuda or not self.config.use_tcgen05 or torch.cuda.get_device_capability(a.device) < _BLACKWELL:
+            return False
+        try:
+            return self.precision in library_for(a.device).configs
+        except UnsupportedError:
+            return False
+
+    def _bind(self, a: Tensor, *, emulated: bool = False) -> None:
+        """Say how a product that is not native runs, and why."""
+        if self.precision in ("bf16", "fp16", "fp32"):
+            self.binding, self.reason = "native", f"{self.precision} through torch"
+        elif emulated or not a.is_cuda or self.precision not in ("fp8", "mxfp8"):
+            self.binding = "emulated"
+            self.reason = f"{a.device.type} runs {self.precision} exactly: operands rounded, product in fp32"
+        else:
+            self.binding = "native" if self.precision == "fp8" else "substitute"
+            try:
+                library_for(a.device)
+                self.reason = "FP8 with a scale per row; the CUTLASS kernels compete with the others"
+            except UnsupportedError as error:
+                self.reason = f"FP8 with a scale per row, without CUTLASS: {error}"
+
+    def __repr__(self) -> str:
+        if self.shape is None:
+            return f"CutlassKernel({self.config}, not initialized)"
+        bound = f", {self.binding}: {self.reason}" if self.binding else ""
+        return f"CutlassKernel({'x'.join(map(str, self.shape))} {self.precision}{bound})"
+
+
+def _quantized(codes: Tensor, scales: Tensor, name: str) -> QuantizedTensor:
+    """MXFP8 codes and scales as one value."""
+    if codes.dtype != _FP8:
+        raise ConfigError(f"{name} has dtype {codes.dtype}; with scales it must hold codes, {_FP8}")
+    wanted = (codes.shape[0], -(-codes.shape[1] // _MX_BLOCK))
+    if scales.dtype != torch.float8_e8m0fnu or tuple(scales.shape) != wanted:
+        got = f"{scales.dtype} {tuple(scales.shape)}"
+        raise ConfigError(f"{name}_scales is {got}; it must be torch.float8_e8m0fnu {wanted}")
+    return QuantizedTensor(
+        data=codes,
+        scales=scales,
+        global_scale=None,
+        format=get_format("mxfp8"),
+        axis=1,
+        shape=tuple(codes.shape),
+        dtype=torch.float32,
+    )
+
+
+class MicroscaleManager:
+    """MXFP8 tensors as two plain ones: E4M3 codes and E8M0 scales, a scale per 32 along the last dimension."""
+
+    @staticmethod
+    def quantize_mxfp8(x: Tensor, block_size: int = _MX_BLOCK) -> tuple[Tensor, Tensor]:
+        """(codes like x, scales [..., B]): bit for bit `deepwell.quantize(x, "mxfp8")`, on any device."""
+        _check_block(block_size)
+        made = quantize(x, "mxfp8")
+        assert made.scales is not None
+        return made.data, made.scales
+
+    @staticmethod
+    def dequantize_mxfp8(
+        codes: Tensor, scales: Tensor, block_size: int = _MX_BLOCK, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The numbers that codes and scales stand for, as `quantize_mxfp8` made them."""
+        _check_block(block_size)
+        if not isinstance(codes, Tensor) or codes.dtype != _FP8 or codes.dim() == 0:
+            got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+            raise ConfigError(f"codes is {got}; pass the {_FP8} tensor that quantize_mxfp8 returned")
+        flat = codes.reshape(-1, codes.shape[-1])
+        raw = scales.view(torch.uint8).reshape(flat.shape[0], -1).view(scales.dtype)
+        return _quantized(flat, raw, "codes").dequantize(dtype).view(codes.shape)
+
+
+def _check_block(block_size: int) -> None:
+    if block_size != _MX_BLOCK:
+        raise ConfigError(f"block_size is {block_size!r}; MXFP8 has one scale per {_MX_BLOCK} numbers")
+
+
+# ---- for the registry ----
+
+
+def rowwise_gemms() -> list[tuple[str, Callable[..., Tensor], str]]:
+    """(name, function, hash of the library) of each FP8 configuration for this GPU; none without a library."""
+    try:
+        library = library_for()
+    except UnsupportedError:
+        return []
+    digest = hashlib.sha256(Path(library.path).read_bytes()).hexdigest()[:16]
+    return [
+        (f"cutlass:{name}", partial(_rowwise, config=name), digest) for name in library.configs.get("fp8_rowwise", ())
+    ]
+
+
+def _rowwise(
+    a_MK: Tensor,
+    scale_a: Tensor,
+    b_NK: Tensor,
+    scale_b: Tensor,
+    *,
+    config: str,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    return gemm_rowwise(a_MK, scale_a, b_NK, scale_b, config=config).to(out_dtype)

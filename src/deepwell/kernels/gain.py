@@ -1,0 +1,102 @@
+"""Whether a linear layer is faster in FP8 than in bf16 here: measured, never guessed.
+
+    FP8    rows of x; the weight both ways; x w^T; rows of dy; dy w; both transposed; dy^T x
+    bf16   x w^T; dy w; dy^T x
+
+The whole of a training step's work on one layer, quantization included, as separate kernels. Where the engine fuses a
+quantization into the kernel before it, FP8 costs less than is measured here.
+"""
+
+# Shapes: T tokens, K and N the widths of the linear.
+
+from dataclasses import dataclass
+
+import torch
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm
+from deepwell.kernels.proof import operands
+from deepwell.kernels.quantize import quantize_rows, quantize_weight
+from deepwell.kernels.registry import Problem, fingerprint_of
+from deepwell.kernels.select import cache_of, median_us
+from deepwell.kernels.transpose import transpose_codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Microseconds of forward and backward of one linear in both precisions, at a number of tokens."""
+
+    n: int
+    k: int
+    tokens: int
+    fp8_us: float
+    bf16_us: float
+
+    @property
+    def gains(self) -> bool:
+        return self.fp8_us < self.bf16_us
+
+    @property
+    def reason(self) -> str:
+        verdict = "faster" if self.gains else "would not gain"
+        figures = f"FP8 {self.fp8_us:.0f} us, bf16 {self.bf16_us:.0f} us"
+        return f"{verdict}: {figures} forward and backward at {self.tokens} tokens"
+
+
+def would_gain(n: int, k: int, tokens: int, device: str = "cuda") -> Gain:
+    """Measure one linear [N, K] both ways, once per shape, bucket of tokens and machine; then it is remembered.
+
+    Raises ConfigError on sizes below 1, UnsupportedError off a GPU: emulation is not about speed.
+    """
+    for name, value in (("n", n), ("k", k), ("tokens", tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise UnsupportedError(f"on a {place.type} FP8 is emulated and its speed says nothing: formats run as asked")
+    device = str(place if place.index is not None else torch.device("cuda", torch.cuda.current_device()))
+    tokens = 1 << max(tokens - 1, 0).bit_length()
+    cache = cache_of(device)
+    key = f"linear {tokens}x{n}x{k} {fingerprint_of(quantize_rows, fp8_gemm, transpose_codes, _fp8_us)}"
+    figures = cache.figures(key)
+    if figures is None:
+        figures = measure(n, k, tokens, device)
+        cache.keep_figures(key, figures)
+    return Gain(n=n, k=k, tokens=tokens, fp8_us=figures["fp8_us"], bf16_us=figures["bf16_us"])
+
+
+def measure(n: int, k: int, tokens: int, device: str) -> dict[str, float]:
+    """Times of both ways. FP8 operands are whole 16-byte lines, as the engine fills them up."""
+    return {
+        "fp8_us": _fp8_us(*(-(-size // ALIGNMENT) * ALIGNMENT for size in (n, k, tokens)), device=device),
+        "bf16_us": _bf16_us(n, k, tokens, device=device),
+    }
+
+
+def _tensors(n: int, k: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, w [N, K], dy) in bf16."""
+    problem = Problem(op="gemm", m=tokens, n=n, k=k, precision="bf16", device=device)
+    x, w_KN, _ = operands(problem)
+    dy = operands(Problem(op="gemm", m=tokens, n=k, k=n, precision="bf16", device=device), gradients=True)[0]
+    return x, w_KN.T, dy
+
+
+def _fp8_us(n: int, k: int, tokens: int, *, device: str) -> float:
+    x, w, dy = _tensors(n, k, tokens, device)
+
+    def step() -> object:
+        q_x, s_x = quantize_rows(x)
+        q_w, q_wt, s_w = quantize_weight(w)
+        assert q_w is not None and q_wt is not None
+        y = fp8_gemm(q_x, s_x, q_w, s_w)
+        q_dy, s_dy = quantize_rows(dy)
+        dx = fp8_gemm(q_dy, s_dy, q_wt, s_w)
+        dw = fp8_gemm(*transpose_codes(q_dy, s_dy), *transpose_codes(q_x, s_x))
+        return y, dx, dw
+
+    return median_us(step, device)
+
+
+def _bf16_us(n: int, k: int, tokens: int, *, device: str) -> float:
+    x, w, dy = _tensors(n, k, tokens, device)
+    return median_us(lambda: (x @ w.T, dy @ w, dy.T @ x), device)

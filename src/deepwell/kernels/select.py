@@ -1,0 +1,285 @@
+"""Chooses among a registry's candidates: proved right on this device, then timed as whole chains, fastest first.
+
+A chain is what a layer pays: quantizing what it must, the product, bias and activation. Times are medians; candidates
+take turns, so that a clock that drifts hits all alike, and operands rotate through more memory than the L2 cache holds.
+A candidate that raises, hangs or is wrong is set aside with its reason; the reference remains.
+"""
+
+import itertools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import UnsupportedError
+from deepwell.kernels.choice_cache import ChoiceCache
+from deepwell.kernels.gemm_candidates import gemm_ref
+from deepwell.kernels.isolate import prove_apart
+from deepwell.kernels.proof import (
+    FAILURES,
+    FLOORS_DB,
+    Proof,
+    codes,
+    codes_floor_db,
+    compare_rows,
+    operands,
+    prepared,
+    prove,
+    run_fp8_gemm,
+    run_gemm,
+)
+from deepwell.kernels.registry import Candidate, Choice, KernelRegistry, Problem, Verdict
+
+_log = logging.getLogger("deepwell.kernels")
+_ROUNDS = 3
+# Seconds of timing per candidate; a GPU needs far less for a steady median than a CPU that others use too.
+_BUDGET_S = {"cuda": 0.02, "cpu": 0.05}
+_L2_BYTES = 128 << 20
+_MAX_COPIES = 8
+# Rows of the real shape that are compared with the reference: the first, the last and some between.
+_CHECKED_ROWS = 64
+
+_caches: dict[str, ChoiceCache] = {}
+
+
+def cache_of(device: str) -> ChoiceCache:
+    """The cache of a device in this process, one per file."""
+    fresh = ChoiceCache(device=device)
+    return _caches.setdefault(str(fresh.path), fresh)
+
+
+def forget() -> None:
+    """Drop what this process remembers, so that the files are read again."""
+    _caches.clear()
+
+
+# ---- choosing ----
+
+
+def choose(registry: KernelRegistry, problem: Problem) -> Choice:
+    """The choice for a problem's bucket: from the cache where the same candidates competed, else measured now."""
+    bucket = problem.bucket
+    competing, verdicts = _competitors(registry, problem)
+    if not competing:
+        reasons = "; ".join(f"{verdict.name}: {verdict.reason}" for verdict in verdicts) or "none is registered"
+        raise UnsupportedError(f"no kernel computes {problem.key} on {problem.device}: {reasons}")
+    cache = cache_of(problem.device)
+    known = cache.choice(problem.key, competing)
+    if known is not None and known.kernel not in registry.aside():
+        return known
+    passed: list[tuple[Candidate, Proof]] = []
+    for candidate in competing:
+        proof = proof_of(candidate, problem, cache, registry.proof_timeout_s)
+        if proof.is_passed:
+            passed.append((candidate, proof))
+        else:
+            _log.warning("kernel %s was set aside on %s: %s", candidate.name, problem.device, proof.reason)
+            verdicts.append(_verdict(candidate, reason=proof.reason, sqnr_db=proof.sqnr_db))
+    if not passed:
+        raise UnsupportedError(f"no kernel for {problem.key} is right on {problem.device}: {_reasons(verdicts)}")
+    if len(passed) == 1:
+        candidate, proof = passed[0]
+        timed = [_verdict(candidate, sqnr_db=proof.sqnr_db)]
+        how = "only one"
+    else:
+        timed = _race(bucket, passed)
+        how = "measured"
+    choice = _choice(problem, [*timed, *verdicts], how)
+    cache.keep_choice(problem.key, competing, choice)
+    return choice
+
+
+def _competitors(registry: KernelRegistry, problem: Problem) -> tuple[list[Candidate], list[Verdict]]:
+    """Those that take part, and verdicts on users' kernels that do not, so that nobody wonders where one is."""
+    competing, verdicts = [], []
+    for candidate in registry.candidates(problem.op, problem.precision):
+        reason = registry.aside().get(candidate.name) or candidate.why_not(problem)
+        # Emulation computes in the names of formats; nobody who asks for speed alone wants it.
+        if not reason and problem.precision == "auto" and candidate.origin == "reference":
+            continue
+        if not reason:
+            competing.append(candidate)
+        elif candidate.origin == "user" or candidate.name in registry.aside():
+            verdicts.append(_verdict(candidate, reason=reason))
+    # Exact emulation stands in only where nothing else is there: on a GPU it is orders slower and need not be timed.
+    fast = [candidate for candidate in competing if candidate.origin not in ("reference", "user")]
+    if fast and torch.device(problem.device).type != "cpu":
+        competing = [candidate for candidate in competing if candidate.origin != "reference"]
+    return competing, verdicts
+
+
+def proof_of(candidate: Candidate, problem: Problem, cache: ChoiceCache, timeout_s: float) -> Proof:
+    """The kept proof of these sources on this device, or a new one; references need none."""
+    if candidate.origin == "reference":
+        return Proof()
+    known = cache.proof(candidate, problem.dtype)
+    if known is not None:
+        return known
+    if candidate.trusted:
+        proof = prove(candidate, problem.device, problem.dtype)
+    else:
+        proof = prove_apart(candidate, problem.device, problem.dtype, timeout_s)
+    cache.keep_proof(candidate, problem.dtype, proof)
+    return proof
+
+
+def _verdict(candidate: Candidate, **what: Any) -> Verdict:
+    return Verdict(name=candidate.name, precision=candidate.precision, origin=candidate.origin, **what)
+
+
+def _reasons(verdicts: Sequence[Verdict]) -> str:
+    return "; ".join(f"{verdict.name} {verdict.reason}" for verdict in verdicts)
+
+
+def _choice(problem: Problem, verdicts: Sequence[Verdict], how: str) -> Choice:
+    able = [verdict for verdict in verdicts if not verdict.reason]
+    if not able:
+        raise UnsupportedError(f"no kernel for {problem.key} ran on {problem.device}: {_reasons(verdicts)}")
+    best = min(able, key=lambda verdict: math.inf if verdict.us is None else verdict.us)
+    return Choice(
+        problem=problem.key,
+        device=problem.device,
+        kernel=best.name,
+        us=best.us,
+        how=how,
+        verdicts=tuple(verdicts),
+    )
+
+
+# ---- timing ----
+
+
+@dataclass(slots=True)
+class _Runner:
+    """A candidate's chain over rotating operands; `turn` runs it once."""
+
+    candidate: Candidate
+    proof: Proof
+    calls: list[Callable[[], Tensor]]
+    times_us: list[float]
+    at: int = 0
+
+    def turn(self) -> Tensor:
+        self.at += 1
+        return self.calls[self.at % len(self.calls)]()
+
+
+def _race(problem: Problem, passed: Sequence[tuple[Candidate, Proof]]) -> list[Verdict]:
+    """Every candidate's time at the bucket's shape; one that fails or is wrong there gets the reason instead."""
+    inputs = _inputs(problem)
+    runners: list[_Runner] = []
+    verdicts: list[Verdict] = []
+    for candidate, proof in passed:
+        try:
+            runner = _Runner(candidate, proof, _calls(candidate, problem, inputs), [])
+            wrong, _ = _check_rows(candidate, problem, inputs[0], runner.calls[0]())
+        except UnsupportedError as error:
+            wrong = f"does not take this shape: {error}"
+        except FAILURES as error:
+            wrong = f"raised {type(error).__name__} at this shape: {str(error)[:200]}"
+        if wrong:
+            verdicts.append(_verdict(candidate, reason=wrong, sqnr_db=proof.sqnr_db))
+        else:
+            runners.append(runner)
+    _take_turns(runners, torch.device(problem.device))
+    for runner in runners:
+        us = statistics.median(runner.times_us)
+        verdicts.append(_verdict(runner.candidate, us=us, sqnr_db=runner.proof.sqnr_db))
+    return verdicts
+
+
+def _inputs(problem: Problem) -> list[tuple[Any, ...]]:
+    """Sets of operands, enough of them that none is still in the L2 cache when its turn comes."""
+    if torch.device(problem.device).type == "cpu":
+        copies = 1
+    else:
+        size = 2 * (problem.m * problem.k + problem.k * problem.n + problem.m * problem.n)
+        copies = max(1, min(_MAX_COPIES, -(-_L2_BYTES // size)))
+    make = codes if problem.op == "fp8_gemm" else operands
+    return [make(problem, seed) for seed in range(copies)]
+
+
+def _calls(candidate: Candidate, problem: Problem, inputs: Sequence[tuple[Any, ...]]) -> list[Callable[[], Tensor]]:
+    if problem.op == "fp8_gemm":
+        return [lambda given=given: run_fp8_gemm(candidate, given) for given in inputs]  # type: ignore[misc]
+    calls: list[Callable[[], Tensor]] = []
+    for a, b, bias in inputs:
+        ready = prepared(candidate, b) if problem.static_b else None
+
+        def call(a: Tensor = a, b: Tensor = b, bias: Tensor | None = bias, ready: Any = ready) -> Tensor:
+            right = ready if problem.static_b else prepared(candidate, b)
+            return run_gemm(candidate, a, right, bias=bias, activation=problem.activation)
+
+        calls.append(call)
+    return calls
+
+
+def _check_rows(candidate: Candidate, problem: Problem, given: tuple[Any, ...], got: Tensor) -> tuple[str, float]:
+    """Compare some rows at the real shape: a kernel may be right at the proof's sizes and wrong at this one."""
+    if tuple(got.shape) != (problem.m, problem.n):
+        return f"returns shape {tuple(got.shape)} for {problem.m}x{problem.n}", -math.inf
+    rows = torch.linspace(0, problem.m - 1, min(_CHECKED_ROWS, problem.m), device=got.device).long()
+    label = f"{problem.m}x{problem.n}x{problem.k}"
+    if problem.op == "fp8_gemm":
+        a, scale_a, b, scale_b = given
+        scale = scale_a[rows] if scale_a.numel() > 1 else scale_a
+        picked = a.view(torch.uint8)[rows].view(a.dtype)
+        ref = (picked.float() * scale.reshape(-1, 1)) @ (b.float() * scale_b.reshape(-1, 1)).T
+        floor = codes_floor_db(candidate, problem.k, problem.device)
+        return compare_rows(got[rows], ref.to(got.dtype), floor, label)
+    a, b, bias = given
+    ref = gemm_ref(a[rows], b, bias=bias, activation=problem.activation, out_dtype=torch.float32)
+    return compare_rows(got[rows], ref, FLOORS_DB.get(candidate.precision, 12.0), label)
+
+
+def _take_turns(runners: Sequence[_Runner], device: torch.device) -> None:
+    clock = _cuda_times if device.type == "cuda" else _cpu_times
+    budget = _BUDGET_S[device.type] / _ROUNDS
+    for runner in runners:
+        runner.turn()
+    for _ in range(_ROUNDS):
+        for runner in runners:
+            runner.times_us += clock(runner.turn, budget, device)
+
+
+def _cpu_times(run: Callable[[], object], budget_s: float, device: torch.device) -> list[float]:
+    times: list[float] = []
+    begin = time.perf_counter()
+    while not times or (time.perf_counter() - begin < budget_s and len(times) < 100):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def _cuda_times(run: Callable[[], object], budget_s: float, device: torch.device) -> list[float]:
+    """Times between events around each call. Kernels too short for the host to run ahead show what launching costs."""
+    with torch.cuda.device(device):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        run()
+        last.record()
+        last.synchronize()
+        count = max(5, min(200, int(budget_s * 1e3 / max(first.elapsed_time(last), 1e-3))))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            run()
+            mark.record()
+        marks[-1].synchronize()
+    return [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(marks)]
+
+
+def median_us(run: Callable[[], object], device: str, budget_s: float = 0.1) -> float:
+    """The median time of a call in microseconds, after two calls that do not count."""
+    place = torch.device(device)
+    for _ in range(2):
+        run()
+    clock = _cuda_times if place.type == "cuda" else _cpu_times
+    return statistics.median(clock(run, budget_s, place))

@@ -1,0 +1,336 @@
+"""Selection: only what is right is chosen, the fastest of it, and what is kept on disk is never trusted blindly."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+import user_kernels
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.hardware.cache import cache_dir
+from deepwell.kernels import KernelRegistry, choice_cache, gain, isolate, select
+from deepwell.kernels.gemm_candidates import built_in
+from deepwell.kernels.proof import Proof, codes_floor_db, prove
+from deepwell.kernels.registry import Candidate, Problem
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path / "cache"))
+    select.forget()
+    yield
+    select.forget()
+
+
+def problem(m=96, n=128, k=160, **more) -> Problem:
+    return Problem(op="gemm", m=m, n=n, k=k, **{"precision": "mxfp8", "dtype": "float32", **more})
+
+
+def registry_of(*functions, timeout_s=30.0, **how) -> KernelRegistry:
+    registry = KernelRegistry(proof_timeout_s=timeout_s)
+    for function in functions:
+        registry.register(function.__name__, function, **{"precision": "mxfp8", **how})
+    return registry
+
+
+def reason_of(registry, name, asked=None) -> str:
+    choice = registry.choose(asked or problem())
+    return next(verdict.reason for verdict in choice.verdicts if verdict.name == name)
+
+
+# ---- who is chosen ----
+
+
+def test_a_right_and_fast_kernel_is_chosen_over_emulation_and_a_slow_one():
+    registry = registry_of(user_kernels.right, user_kernels.slow)
+    choice = registry.choose(problem())
+    assert choice.kernel == "right" and choice.how == "measured"
+    times = {verdict.name: verdict.us for verdict in choice.verdicts}
+    assert times["right"] < times["emulated_mxfp8"] and times["right"] < times["slow"]
+    assert times["slow"] > 45_000  # it sleeps 50 ms: the clock measures what is called
+    assert "right" in registry.explain() and choice in registry.choices()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (user_kernels.wrong, r"wrong at 256x384x512: \d+\.\d dB against the reference, 27 are needed"),
+        (user_kernels.raises, r"raised KeyError: 'no such tile'"),
+        (user_kernels.crashes, "ended its process with status 7"),
+        (user_kernels.wrong_shape, r"returns \(384, 256\) on cpu at 256x384x512, it should be \(256, 384\)"),
+        (user_kernels.hides_nan, "hides a NaN of its input"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_wrong_is_set_aside_with_its_reason_and_the_reference_runs(kernel, reason, caplog):
+    registry = registry_of(kernel)
+    with caplog.at_level(logging.WARNING, "deepwell.kernels"):
+        choice = registry.choose(problem())
+    assert choice.kernel == "emulated_mxfp8"
+    found = reason_of(registry, kernel.__name__)
+    assert __import__("re").search(reason, found), found
+    assert kernel.__name__ in caplog.text
+
+
+def test_a_kernel_that_hangs_is_set_aside_after_the_timeout():
+    registry = registry_of(user_kernels.hangs, timeout_s=1.0)
+    assert registry.choose(problem()).kernel == "emulated_mxfp8"
+    assert reason_of(registry, "hangs") == "hangs: no answer within 1 s"
+
+
+def test_a_kernel_right_in_the_small_and_wrong_in_the_large_is_caught_at_the_real_shape():
+    registry = registry_of(user_kernels.wrong_when_large)
+    assert registry.choose(problem(m=512)).kernel == "wrong_when_large"
+    assert registry.choose(problem(m=600)).kernel == "emulated_mxfp8"
+    assert "wrong at 1024x128x160" in reason_of(registry, "wrong_when_large", problem(m=600))
+
+
+def test_a_kernel_may_refuse_a_shape():
+    def even_only(a, b):
+        if a.shape[0] % 2 or b.shape[1] % 128:
+            raise UnsupportedError("N must be a multiple of 128")
+        return a @ b
+
+    registry = KernelRegistry()
+    registry.register("even_only", even_only, precision="mxfp8")
+    assert registry.choose(problem(n=128)).kernel == "even_only"
+    assert "does not take this shape: N must be" in reason_of(registry, "even_only", problem(n=144))
+
+
+def test_min_size_keeps_a_kernel_out_and_the_proof_at_its_sizes():
+    seen = []
+
+    def large_only(a, b):
+        seen.append(min(*a.shape, b.shape[1]))
+        return a @ b
+
+    registry = KernelRegistry()
+    registry.register("large_only", large_only, precision="mxfp8", min_size=128, trusted=True)
+    assert registry.choose(problem(m=96)).kernel == "emulated_mxfp8"
+    assert "is 96, below its min_size of 128" in reason_of(registry, "large_only", problem(m=96))
+    assert not seen
+    assert registry.choose(problem(m=128)).kernel == "large_only"
+    assert min(seen) >= 128
+
+
+def test_bias_and_activation_reach_a_kernel_that_takes_them():
+    registry = registry_of(user_kernels.right_with_everything)
+    choice = registry.choose(problem(bias=True, activation="gelu"))
+    assert choice.kernel == "right_with_everything"
+
+
+def test_codes_compete_by_their_own_signature():
+    registry = KernelRegistry()
+    registry.register("fp8_right", user_kernels.fp8_right, op="fp8_gemm", precision="fp8")
+    registry.register("without", user_kernels.fp8_without_scales, op="fp8_gemm", precision="fp8")
+    choice = registry.choose(Problem(op="fp8_gemm", m=64, n=64, k=64, precision="fp8"))
+    assert choice.kernel in ("fp8_right", "fp8_gemm_ref")
+    verdicts = {verdict.name: verdict for verdict in choice.verdicts}
+    assert "wrong at 256x384x512" in verdicts["without"].reason
+    assert verdicts["fp8_right"].us is not None and verdicts["fp8_right"].sqnr_db > 60
+
+
+def test_where_nobody_is_left_the_reasons_are_told():
+    with pytest.raises(UnsupportedError, match="no kernel computes gemm 1x8x8 fp32 bfloat16"):
+        KernelRegistry().choose(problem(1, 8, 8, precision="fp32", dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("name", [c.name for c in built_in("gemm") if c.origin == "vendor" and "torch" in c.name])
+def test_torchs_own_products_pass_their_proof(name):
+    candidate = KernelRegistry().candidate("gemm", name)
+    proof = prove(candidate, "cpu")
+    assert proof.is_passed, proof.reason
+
+
+@pytest.mark.parametrize("name", [c.name for c in built_in("gemm") if c.origin == "reference"])
+def test_exact_emulation_passes_the_proof_that_others_must_pass(name):
+    # Else the floors would be out of reach for everybody.
+    proof = prove(KernelRegistry().candidate("gemm", name), "cpu", "float32")
+    assert proof.is_passed, proof.reason
+
+
+@pytest.mark.parametrize("name", [c.name for c in built_in("gemm") if "fp8_row" in c.name or "fp8_tensor" in c.name])
+def test_the_fp8_chains_pass_by_their_references_on_a_cpu(name):
+    # What a GPU runs with kernels, a CPU runs with their references: padding, epilogue and NaN are the chain's own.
+    proof = prove(KernelRegistry().candidate("gemm", name), "cpu")
+    assert proof.is_passed, proof.reason
+    assert proof.sqnr_db > 27
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["gemm", "fp8_gemm"])
+def test_every_built_in_candidate_proves_itself_on_the_gpu(op):
+    failed = {}
+    for candidate in built_in(op):
+        if candidate.refuses and candidate.refuses(Problem(op=op, m=1, n=1, k=1, precision="fp8", device="cuda:0")):
+            continue
+        proof = prove(candidate, "cuda:0")
+        if not proof.is_passed:
+            failed[candidate.name] = proof.reason
+    assert not failed
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_a_chain_and_keeps_it():
+    asked = problem(1024, 1024, 1024, precision="auto", dtype="bfloat16", device="cuda:0")
+    first = KernelRegistry(proof_timeout_s=120).choose(asked)
+    assert first.how == "measured" and first.us > 0
+    select.forget()
+    again = KernelRegistry().choose(asked)
+    assert again.how == "cached" and again.kernel == first.kernel
+
+
+def test_fast_sums_have_a_floor_that_sinks_with_k():
+    fast, exact = (
+        Candidate(name="k", op="fp8_gemm", precision="fp8", fn=print, origin="vendor", fast=is_fast)
+        for is_fast in (True, False)
+    )
+    assert codes_floor_db(exact, 16384, "cuda:0") == 60 == codes_floor_db(fast, 512, "cpu")
+    assert codes_floor_db(fast, 512, "cuda:0") == 40 > codes_floor_db(fast, 16384, "cuda:0") > 20
+
+
+# ---- processes ----
+
+
+def test_a_fresh_process_finds_functions_of_modules_by_their_files():
+    # What a GPU uses; the test's own modules are on no path that the child knows.
+    for function, reason in [(user_kernels.right, ""), (user_kernels.raises, "raised KeyError: 'no such tile'")]:
+        registry = registry_of(function)
+        address = isolate._address(registry.users()[0])
+        proof = isolate._in_fresh_process({**address, "device": "cpu", "dtype": "float32"}, 120)
+        assert proof.reason == reason
+
+
+def test_a_fresh_process_that_hangs_or_crashes_is_a_reason():
+    address = isolate._address(registry_of(user_kernels.crashes).users()[0])
+    proof = isolate._in_fresh_process({**address, "device": "cpu", "dtype": "float32"}, 120)
+    assert proof.reason.startswith("ended its process with status 7")
+    address = isolate._address(registry_of(user_kernels.hangs).users()[0])
+    proof = isolate._in_fresh_process({**address, "device": "cpu", "dtype": "float32"}, 1.0)
+    assert proof.reason == "hangs: no answer within 1 s"
+
+
+def test_built_in_candidates_are_found_by_name():
+    address = isolate._address(KernelRegistry().candidate("gemm", "torch_fp32"))
+    assert address["built_in"] and isolate._find(address).name == "torch_fp32"
+
+
+def test_a_closure_cannot_be_tried_on_a_gpu_unless_it_is_trusted():
+    registry = KernelRegistry()
+    registry.register("closure", lambda a, b: a @ b, precision="mxfp8")
+    assert isolate._address(registry.users()[0]) is None
+    proof = isolate.prove_apart(registry.users()[0], "cuda:0", "bfloat16", 1.0)
+    assert "move it to one or pass trusted=True" in proof.reason
+
+
+# ---- the cache ----
+
+
+def cache_file():
+    (path,) = cache_dir().glob("kernels-*.json")
+    return path
+
+
+def test_a_choice_is_kept_and_used_again_without_running_anything():
+    first = registry_of(user_kernels.right).choose(problem())
+    select.forget()
+    again = registry_of(user_kernels.right).choose(problem(m=70))  # another M of the same bucket
+    assert again.how == "cached" and again.kernel == first.kernel and again.us == first.us
+
+
+def test_other_candidates_or_other_sources_are_measured_anew(monkeypatch):
+    registry_of(user_kernels.right).choose(problem())
+    select.forget()
+    assert registry_of(user_kernels.right, user_kernels.slow).choose(problem()).how == "measured"
+    select.forget()
+    monkeypatch.setattr("deepwell.kernels.registry.file_hash", lambda path: "another source")
+    assert registry_of(user_kernels.right).choose(problem()).how == "measured"
+
+
+def test_a_proof_is_kept_so_that_a_hanging_kernel_hangs_once(monkeypatch):
+    registry_of(user_kernels.hangs, timeout_s=1.0).choose(problem())
+    select.forget()
+    monkeypatch.setattr(select, "prove_apart", lambda *args: pytest.fail("it was proved before"))
+    registry = registry_of(user_kernels.hangs, timeout_s=1.0)
+    assert registry.choose(problem(n=64)).kernel == "emulated_mxfp8"
+
+
+def test_shortage_of_memory_is_not_held_against_a_kernel():
+    cache = choice_cache.ChoiceCache(device="cpu")
+    candidate = registry_of(user_kernels.right).users()[0]
+    cache.keep_proof(candidate, "float32", Proof(reason="raised OutOfMemoryError: CUDA out of memory"))
+    assert cache.proof(candidate, "float32") is None
+
+
+DAMAGES = {
+    "not JSON": lambda text: text[: len(text) // 2],
+    "another schema": lambda text: text.replace('"schema": 1', '"schema": 99'),
+    "of another machine": lambda text: text.replace(choice_cache.identity("cpu")[0], "GeForce 256"),
+    "of another torch": lambda text: text.replace(torch.__version__.split("+")[0], "0.4.1", 1),
+    "a list": lambda text: "[]",
+    "no verdicts": lambda text: text.replace('"verdicts"', '"verdict"'),
+    "a kernel set aside": lambda text: text.replace('"kernel": "right"', '"kernel": "wrong"'),
+    "bytes": lambda text: "\x00\xff",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_or_foreign_cache_is_logged_and_rebuilt(damage, caplog):
+    registry_of(user_kernels.right, user_kernels.wrong).choose(problem())
+    path = cache_file()
+    good = path.read_text()
+    damaged = damage(good)
+    assert damaged != good
+    path.write_text(damaged)
+    select.forget()
+    with caplog.at_level(logging.WARNING, "deepwell.kernels"):
+        choice = registry_of(user_kernels.right, user_kernels.wrong).choose(problem())
+    assert choice.kernel == "right" and choice.how == "measured"
+    assert "kernels are measured again" in caplog.text
+    data = json.loads(path.read_text())
+    assert data["schema"] == 1 and data["identity"] == list(choice_cache.identity("cpu"))
+
+
+def test_without_a_folder_to_write_to_everything_works(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path / "file"))
+    select.forget()
+    with caplog.at_level(logging.WARNING, "deepwell.kernels"):
+        assert registry_of(user_kernels.right).choose(problem()).kernel == "right"
+    assert "could not be kept" in caplog.text
+
+
+def test_two_processes_keep_each_others_entries():
+    one, two = choice_cache.ChoiceCache(device="cpu"), choice_cache.ChoiceCache(device="cpu")
+    one.keep_figures("a", {"us": 1.0})
+    two.keep_figures("b", {"us": 2.0})
+    fresh = choice_cache.ChoiceCache(device="cpu")
+    assert fresh.figures("a") == {"us": 1.0} and fresh.figures("b") == {"us": 2.0}
+
+
+# ---- would it gain? ----
+
+
+def test_on_a_cpu_nothing_is_measured():
+    with pytest.raises(UnsupportedError, match="formats run as asked"):
+        gain.would_gain(128, 128, 1024, "cpu")
+    with pytest.raises(ConfigError, match="tokens is 0"):
+        gain.would_gain(128, 128, 0, "cpu")
+
+
+def test_both_chains_run_and_a_gain_says_its_figures():
+    # On a CPU the figures mean nothing, but the same code runs.
+    figures = gain.measure(20, 40, 24, "cpu")
+    assert set(figures) == {"fp8_us", "bf16_us"} and all(value > 0 for value in figures.values())
+    slow = gain.Gain(n=64, k=64, tokens=128, fp8_us=90.4, bf16_us=30.2)
+    assert not slow.gains
+    assert slow.reason == "would not gain: FP8 90 us, bf16 30 us forward and backward at 128 tokens"
+
+
+@pytest.mark.gpu
+def test_a_large_layer_gains_and_a_tiny_one_does_not():
+    large, tiny = gain.would_gain(8192, 4096, 8192), gain.would_gain(64, 64, 16)
+    assert large.gains and not tiny.gains
+    select.forget()
+    assert gain.would_gain(8192, 4096, 8192) == large  # from the file
