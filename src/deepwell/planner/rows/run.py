@@ -17,7 +17,7 @@ from typing import Any, Literal
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
-from deepwell.hardware.names import named_hardware
+from deepwell.hardware.names import machines, named_hardware
 from deepwell.planner.layout import Layout, Offload, Recompute, Schedule, Sharding
 from deepwell.planner.rows import switches as software
 from deepwell.planner.rows.models import build_ir
@@ -186,13 +186,16 @@ def _hardware(record: Record) -> Hardware:
 
 @functools.lru_cache(maxsize=512)
 def _cluster(gpu: str, count: int, nic: tuple[str, float] | None) -> Hardware:
-    one = named_hardware(gpu)
-    full = named_hardware(f"1x1x{gpu}").gpus[0].machine or gpu
-    per_node = _gpus_per_node(gpu)
-    if count > per_node and count % per_node:
-        raise ConfigError(f"num_gpus {count}: no whole nodes of {per_node} {one.gpus[0].name}")
-    nodes, each = (1, count) if count <= per_node else (count // per_node, per_node)
-    hardware = replace(named_hardware(f"{nodes}x{each}x{gpu}"), name=f"{nodes}x{each}x{full}")
+    try:
+        machine = named_hardware(f"1x1x{gpu}").gpus[0].machine or gpu
+    except ConfigError:
+        known = ", ".join(sorted(found.name for found in machines().values()))
+        raise ConfigError(f"gpu {gpu!r}: no machine of that name; known: {known}") from None
+    per_node = machines()[machine.lower()].gpus_per_node
+    # Whole nodes where the count allows it, else the largest equal parts of nodes.
+    each = next(size for size in range(min(count, per_node), 0, -1) if count % size == 0)
+    nodes = count // each
+    hardware = named_hardware(f"{nodes}x{each}x{machine}")
     fabric = hardware.fabric
     if fabric.nvlink_domain == 72 and count > 64 and count % 64 == 0:
         # Jobs of powers of two take 16 trays of a rack, so that groups of up to 64 GPUs stay inside its NVLink.
@@ -202,15 +205,6 @@ def _cluster(gpu: str, count: int, nic: tuple[str, float] | None) -> Hardware:
         per_gpu = gbit / 8 if scope == "gpu" else gbit / 8 / per_node
         fabric = replace(fabric, nic_gb_per_s=per_gpu)
     return replace(hardware, fabric=fabric)
-
-
-def _gpus_per_node(gpu: str) -> int:
-    for count in (8, 4, 2):
-        try:
-            return named_hardware(f"1x{count}x{gpu}").gpus_per_node
-        except ConfigError:
-            continue
-    return 1
 
 
 def _nic_from_notes(notes: str) -> tuple[str, float] | None:
