@@ -30,7 +30,7 @@ WORDS = {
     "wbf16": "weight gradients in bf16",
     "emulated": "operands rounded exactly, products in fp32, on any device",
     "cg": "CUDA graphs",
-    "keep": "FP8 copies kept for the backward instead of made again",
+    "re": "FP8 copies made again in the backward",
     "keep": "FP8 copies kept for the backward",
     "nolce": "head and loss apart, all logits in memory",
 }
@@ -104,7 +104,7 @@ class Variant:
         if "cg" in self.words:
             engine.options.cuda_graphs = True
         if self.words & {"re", "keep"}:
-            engine.options.recompute = "keep" not in self.words
+            engine.options.recompute = "re" in self.words
         return engine
 
 
