@@ -38,6 +38,8 @@ class Compiled:
     registers: int
     spill_bytes: int
     stack_bytes: int
+    # Columns of Blackwell's tensor memory, of 512.
+    tmem_columns: int = 0
 
     def count(self, pattern: str) -> int:
         """How often a regular expression occurs in the PTX."""
@@ -81,6 +83,7 @@ def compile_kernel(
         registers=registers,
         spill_bytes=spill_bytes,
         stack_bytes=stack_bytes,
+        tmem_columns=getattr(made.metadata, "tmem_size", 0) or 0,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from deepwell.errors import UnsupportedError
 from deepwell.graph.ir import IR, Site
 from deepwell.graph.ops import GroupedLinear, Linear
+from deepwell.hardware.capability import capability_of
 from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolution
@@ -19,6 +20,8 @@ from deepwell.precision.resolve import Decision, Resolution
 # FP8 tensor cores: Ada, Hopper and later.
 _FP8_CAPABILITY = (8, 9)
 _FP8_FORMATS = ("fp8", "mxfp8")
+# Formats with kernels for block-scaled tensor cores.
+_BLOCK_SCALED = ("mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +30,16 @@ class Device:
 
     kind: str  # "cuda" or "cpu"
     capability: tuple[int, int] = (0, 0)
+    # (format, reason) of block-scaled formats whose kernels did not pass their self-check on this device.
+    unproven: tuple[tuple[str, str], ...] = ()
 
     @property
     def has_fp8(self) -> bool:
         return self.kind == "cuda" and self.capability >= _FP8_CAPABILITY
+
+    def has_block_scaled(self, name: str) -> bool:
+        """Whether the tensor cores multiply the format as it is stored; the kernels must prove themselves as well."""
+        return self.kind == "cuda" and name in _BLOCK_SCALED and name in capability_of(self.capability).native_formats
 
     def __str__(self) -> str:
         return self.kind if self.kind != "cuda" else f"sm_{self.capability[0]}{self.capability[1]}"
@@ -95,12 +104,19 @@ def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:
         return bound("native", "bf16", decision.rule)
     if isinstance(site.op, GroupedLinear):
         return bound("substitute", "bf16", "grouped expert GEMMs have no low-precision kernel yet: bf16")
+    options = "".join(f",{name}={value}" for name, value in decision.precision.options)
+    unproven = ""
+    if device.has_block_scaled(decision.format) and isinstance(site.op, Linear):
+        failed = dict(device.unproven).get(decision.format)
+        if failed is None:
+            return bound("native", f"{decision.format}_native{options}", f"{device}: block-scaled tensor cores")
+        unproven = f"; no native {decision.format} kernel passed its self-check here ({failed})"
     if device.has_fp8 and decision.format in _FP8_FORMATS and isinstance(site.op, Linear):
         exact = decision.format == "fp8" and decision.precision.option("scaling") == "row"
         reason = f"{device}: E4M3, one power-of-two scale per row, wgrad per tensor"
         if site.op.k % ALIGNMENT or site.op.n % ALIGNMENT:
             reason += f"; K={site.op.k}, N={site.op.n} filled up to multiples of {ALIGNMENT}"
-        return bound("native" if exact else "substitute", "fp8_row", reason)
-    options = "".join(f",{name}={value}" for name, value in decision.precision.options)
-    reason = f"{device} has no {decision.format} tensor cores: operands rounded exactly, product in fp32"
+        return bound("native" if exact else "substitute", "fp8_row", reason + unproven)
+    lacks = unproven.removeprefix("; ") or f"{device} has no {decision.format} tensor cores"
+    reason = f"{lacks}: operands rounded exactly, product in fp32"
     return bound("emulated", f"emulate:{decision.format}{options}", reason)

@@ -18,8 +18,10 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR
 from deepwell.hardware.amx import bf16_fault
+from deepwell.hardware.capability import capability_of
 from deepwell.hardware.host import read_host
 from deepwell.hardware.model import Hardware
+from deepwell.kernels.block_scaled_proof import FORMATS, native_kernel
 from deepwell.precision.policy import PrecisionPolicy
 
 FALLBACKS = ("safe", "strict")
@@ -99,7 +101,8 @@ def device_of(tensors: Sequence[Tensor]) -> Device:
         )
     device = devices.pop()
     if device.type == "cuda":
-        return Device(kind="cuda", capability=torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device)
+        return Device(kind="cuda", capability=capability, unproven=unproven_formats(capability, device))
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; an engine runs on CUDA GPUs and on the CPU")
     if any(tensor.dtype is torch.bfloat16 for tensor in tensors):
@@ -107,6 +110,13 @@ def device_of(tensors: Sequence[Tensor]) -> Device:
         if fault:
             raise UnsupportedError(f"bf16 on this CPU: {fault}")
     return Device(kind="cpu")
+
+
+def unproven_formats(capability: tuple[int, int], device: torch.device) -> tuple[tuple[str, str], ...]:
+    """(format, reason) of each block-scaled format of the device whose kernels fail their self-check on it."""
+    native = [name for name in FORMATS if name in capability_of(capability).native_formats]
+    found = ((name, native_kernel(name, device)) for name in native)
+    return tuple((name, reason) for name, (kernel, reason) in found if kernel is None)
 
 
 @lru_cache(maxsize=1)

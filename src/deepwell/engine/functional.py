@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepwell.engine.native_linear import MxLinear, is_mxfp8_throughout, native_gemm
 from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.kernels import library as _library  # registers torch.ops.deepwell
 
@@ -24,7 +25,10 @@ ops = torch.ops.deepwell
 def low_precision_linear(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     """`x @ cat(weights).T + bias` with each of its three GEMMs run as `scheme` says."""
     x_TK = x.reshape(-1, x.shape[-1])
-    y_TN = _Linear.apply(x_TK, scheme, *weights)
+    if is_mxfp8_throughout(parse_scheme(scheme)):
+        y_TN = MxLinear.apply(x_TK, weights[0] if len(weights) == 1 else torch.cat(list(weights)))
+    else:
+        y_TN = _Linear.apply(x_TK, scheme, *weights)
     if bias is not None:
         y_TN = y_TN + bias
     return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
@@ -84,9 +88,11 @@ class _Linear(torch.autograd.Function):
 
 
 def _plain_gemm(how: GemmScheme, left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right.T`, as the model wrote it or with both operands rounded exactly along the contraction."""
+    """`left @ right.T`, as the model wrote it, in a native format, or with both operands rounded exactly."""
     if how.method == "bf16":
         return left @ right.T
+    if how.method == "native":
+        return native_gemm(how, left, right)
     assert how.format is not None
     # The transform cancels in the product only where both sides have it.
     assert how.format.lhs.hadamard == how.format.rhs.hadamard

@@ -2,6 +2,8 @@
 
     "bf16"                      the product as the model wrote it
     "fp8_row"                   Hopper: E4M3, one power-of-two scale per row (fwd, dgrad) or tensor (wgrad)
+    "mxfp8_native"              Blackwell: both operands in the policy's format, multiplied by block-scaled tensor cores
+    "nvfp4_native"              the same; options follow as in "nvfp4_native,hadamard=False"
     "emulate:<format>"          both operands rounded exactly to the policy's format, the product in fp32
 
 A scheme is the three joined by "|" in the order fwd, dgrad, wgrad.
@@ -18,7 +20,7 @@ STEPS = ("fwd", "dgrad", "wgrad")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmScheme:
-    """How one GEMM runs: `method` is bf16, fp8_row or emulate; `format` says what an emulated one does."""
+    """How one GEMM runs: `method` is bf16, fp8_row, native or emulate; `format` is what the last two round to."""
 
     method: str
     format: GemmFormat | None = None
@@ -45,8 +47,17 @@ def _parse_gemm(text: str, step: str) -> GemmScheme:
     if method in ("bf16", "fp8_row") and not rest:
         return GemmScheme(method=method)
     if method == "emulate" and rest:
-        name, *options = rest.split(",")
-        pairs = dict(option.split("=", maxsplit=1) for option in options)
-        chosen = {key: {"True": True, "False": False}.get(value, value) for key, value in pairs.items()}
-        return GemmScheme(method="emulate", format=precision(name, chosen).gemm(step))
-    raise ConfigError(f"gemm scheme {text!r} is not known; it is bf16, fp8_row or emulate:<format>")
+        return GemmScheme(method="emulate", format=_gemm_format(rest, step))
+    name, _, options = text.partition(",")
+    if name in ("mxfp8_native", "nvfp4_native"):
+        described = name.removesuffix("_native") + ("," + options if options else "")
+        return GemmScheme(method="native", format=_gemm_format(described, step))
+    raise ConfigError(f"gemm scheme {text!r} is not known; it is bf16, fp8_row, <format>_native or emulate:<format>")
+
+
+def _gemm_format(text: str, step: str) -> GemmFormat:
+    """What `nvfp4,hadamard=False` does in one GEMM."""
+    name, *options = text.split(",")
+    pairs = dict(option.split("=", maxsplit=1) for option in options)
+    chosen = {key: {"True": True, "False": False}.get(value, value) for key, value in pairs.items()}
+    return precision(name, chosen).gemm(step)

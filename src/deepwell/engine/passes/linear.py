@@ -75,7 +75,7 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
     merged = 0
     for (_, scheme, _), group in groups.items():
         are_ready = all(site.bias is None or site.bias.op == "placeholder" for site in group)
-        if len(group) > 1 and "emulate" not in scheme and are_ready:
+        if len(group) > 1 and "emulate" not in scheme and "native" not in scheme and are_ready:
             _merge(graph, group)
             merged += 1
             continue

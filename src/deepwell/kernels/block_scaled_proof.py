@@ -1,0 +1,161 @@
+"""The on-device self-check of the block-scaled kernels: none may be chosen before it matched its reference here.
+
+Each candidate multiplies operands of realistic and of uneven magnitudes, whole tiles and ragged sizes, on the very
+device, and is held against the fp32 product of the dequantized operands. Scales are uneven by row and by block, so that
+a scale read from the wrong place cannot hide. The quantizers are held bit for bit against `deepwell.formats`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.formats.metrics import sqnr_db
+from deepwell.formats.quantize import quantize
+from deepwell.kernels.block_scaled import CANDIDATES, Operand, block_scaled_gemm, block_scaled_gemm_ref
+from deepwell.kernels.quantize_mx import quantize_mxfp8, quantize_nvfp4
+
+FORMATS = ("mxfp8", "nvfp4")
+
+# Whole tiles of every kernel; then sizes that are no multiple of anything, one of them smaller than a tile.
+SHAPES = ((256, 512, 512), (200, 272, 320), (33, 48, 96))
+# fp32 results: DESIGN's floor for the product of the same operands. bf16 results: the rounding's own error, twice.
+_MIN_FP32_DB = 60.0
+_MAX_ROUNDING = 2.0
+
+Gemm = Callable[[Operand, Operand, torch.dtype], Tensor]
+_Copy = tuple[int, Tensor | None, Tensor | None]  # axis, codes, scales
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What a self-check found: which kernel, whether it may be used, and the figures or the reason."""
+
+    format: str
+    kernel: str
+    passed: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.format} {self.kernel}: {'passed' if self.passed else 'FAILED'}, {self.detail}"
+
+
+def operand(fmt: str, x: Tensor) -> Operand:
+    """`x` quantized along its rows as an operand of `block_scaled_gemm`."""
+    if fmt == "mxfp8":
+        made = quantize_mxfp8(x, columns=False)
+        assert made.q_TK is not None and made.scale is not None
+        return Operand(made.q_TK, made.scale)
+    if fmt == "nvfp4":
+        return Operand(*quantize_nvfp4(x))
+    raise ConfigError(f"format {fmt!r} has no block-scaled kernels; they are {', '.join(FORMATS)}")
+
+
+def _uneven(rows: int, columns: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Gaussian numbers whose rows and blocks of 16 differ in size: a scale from the wrong place is seen."""
+    x = torch.randn(rows, columns, generator=generator)
+    by_row = torch.exp2(torch.randint(-4, 4, (rows, 1), generator=generator).float())
+    by_block = torch.exp2(torch.randint(-3, 3, (rows, -(-columns // 16)), generator=generator).float())
+    return (x * by_row * by_block.repeat_interleave(16, dim=1)[:, :columns]).to(device, torch.bfloat16)
+
+
+def prove_gemm(fmt: str, kernel: str, device: torch.device, gemm: Gemm | None = None) -> Proof:
+    """Hold one candidate (or `gemm`, a stand-in) against the reference on `device`; its errors are findings."""
+
+    def of_candidate(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+        return block_scaled_gemm(a, b, out_dtype=out_dtype, candidate=kernel)
+
+    run = gemm or of_candidate
+    dtypes = (torch.bfloat16,) if kernel == "cutlass" else (torch.float32, torch.bfloat16)
+    generator = torch.Generator().manual_seed(20250611)
+    worst = float("inf")
+    try:
+        for m, n, k in SHAPES:
+            a, b = (operand(fmt, _uneven(rows, k, device, generator)) for rows in (m, n))
+            reference = block_scaled_gemm_ref(a, b, out_dtype=torch.float32)
+            for dtype in dtypes:
+                got = run(a, b, dtype)
+                wrong, db = _judge(got, reference, dtype)
+                if wrong:
+                    return Proof(format=fmt, kernel=kernel, passed=False, detail=f"{wrong} at {m} x {n} x {k}")
+                worst = min(worst, db)
+            hidden = _hides_nan(run, a, b)
+            if hidden:
+                return Proof(format=fmt, kernel=kernel, passed=False, detail=f"{hidden} at {m} x {n} x {k}")
+    except (UnsupportedError, RuntimeError) as error:
+        return Proof(format=fmt, kernel=kernel, passed=False, detail=str(error).splitlines()[0])
+    return Proof(format=fmt, kernel=kernel, passed=True, detail=f"at least {worst:.0f} dB on {len(SHAPES)} shapes")
+
+
+def _judge(got: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[str, float]:
+    """(what is wrong or nothing, dB against the reference in the result's dtype)."""
+    if got.dtype != dtype or got.shape != reference.shape:
+        return f"gave {got.dtype} {tuple(got.shape)}", 0.0
+    if not bool(got.isfinite().all()):
+        return f"{dtype}: gave numbers that are not finite", 0.0
+    if dtype == torch.float32:
+        db = sqnr_db(reference, got)
+        return (f"{db:.1f} dB in fp32, less than {_MIN_FP32_DB:.0f}" if db < _MIN_FP32_DB else "", db)
+    rounded = reference.to(dtype).double()
+    own = float((rounded - reference.double()).square().mean().sqrt())
+    error = float((got.double() - reference.double()).square().mean().sqrt())
+    if error > _MAX_ROUNDING * own:
+        return f"{dtype}: error {error:.3g}, more than twice the rounding's own {own:.3g}", 0.0
+    return "", sqnr_db(reference.to(dtype), got)
+
+
+def _hides_nan(run: Gemm, a: Operand, b: Operand) -> str:
+    """A row whose scale is NaN must give NaN: an overflow in training has to be seen."""
+    bad = a.scale.view(torch.uint8).clone()
+    # Row 0, block 0 stands first in tile order. 255 is E8M0's NaN; 0x7F is E4M3's.
+    bad[0] = 255 if a.global_scale is None else 0x7F
+    got = run(a._replace(scale=bad.view(a.scale.dtype)), b, torch.bfloat16)
+    if not bool(got[0].isnan().all()):
+        return "a NaN scale did not give NaN"
+    return "a NaN scale spoiled other rows" if bool(got[1:].isnan().any()) else ""
+
+
+def prove_quantizer(fmt: str, device: torch.device) -> Proof:
+    """Hold the Triton quantizer against `deepwell.formats` on `device`, bit for bit, both copies of MXFP8 included."""
+    generator = torch.Generator().manual_seed(20250612)
+    wrong = []
+    try:
+        for rows, _, columns in SHAPES:
+            x = _uneven(rows, columns, device, generator)
+            x[0, 0] = float("nan") if fmt == "mxfp8" else 0.0
+            if fmt == "mxfp8":
+                found = quantize_mxfp8(x)
+                pairs: list[_Copy] = [(1, found.q_TK, found.scale), (0, found.q_KT, found.scale_t)]
+            else:
+                rows_found = quantize_nvfp4(x)
+                pairs = [(1, rows_found.q, rows_found.scale)]
+            for axis, codes, scale in pairs:
+                wanted = quantize(x, fmt, axis=axis)
+                assert codes is not None and scale is not None
+                for got, want in ((codes, wanted.data), (scale, wanted.scale_swizzled())):
+                    if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
+                        wrong.append(f"{rows} x {columns} along axis {axis}")
+    except (UnsupportedError, RuntimeError) as error:
+        wrong.append(str(error).splitlines()[0])
+    detail = f"differs from the format: {'; '.join(dict.fromkeys(wrong))}" if wrong else "bit for bit the format"
+    return Proof(format=fmt, kernel="quantize", passed=not wrong, detail=detail)
+
+
+@lru_cache(maxsize=64)
+def proofs(fmt: str, device: torch.device) -> tuple[Proof, ...]:
+    """All checks of one format on one device, made once in a process: the quantizer, then each GEMM candidate."""
+    return (prove_quantizer(fmt, device), *(prove_gemm(fmt, kernel, device) for kernel in CANDIDATES))
+
+
+def native_kernel(fmt: str, device: torch.device) -> tuple[str | None, str]:
+    """(the first GEMM candidate that proved itself on `device` or None, the reason)."""
+    quantizer, *gemms = proofs(fmt, device)
+    if not quantizer.passed:
+        return None, f"its quantizer {quantizer.detail}"
+    for proof in gemms:
+        if proof.passed:
+            return proof.kernel, f"{proof.kernel} passed its self-check ({proof.detail})"
+    return None, "; ".join(f"{proof.kernel}: {proof.detail}" for proof in gemms)
