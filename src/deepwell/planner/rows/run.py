@@ -371,6 +371,13 @@ def _stage_layers(record: Record, stages: int, layers: int) -> tuple[int, ...] |
             return counts
     if stages == 1 or layers % stages == 0:
         return None
+    model = record.text("model").lower()
+    if re.match(r"deepseek-v3|kimi", model):
+        # Megatron-Bridge fills its layouts of DeepSeek-V3 from the front and leaves the rest to head and prediction
+        # layer (recipes/deepseek/deepseek_v3.py at v0.5.0).
+        each = -(-layers // stages)
+        rest = layers - each * (stages - 1)
+        return (*([each] * (stages - 1)), rest) if rest > 0 else None
     each, rest = divmod(layers + 2, stages)
     if rest == 0 and each >= 1:
         return (each - 1, *([each] * (stages - 2)), each - 1)
@@ -404,13 +411,21 @@ def _policy_named(name: str) -> PrecisionPolicy | str:
     if name == "nvfp4":
         # Benchmarks run every layer in NVFP4; the recipe that trains well keeps the ends in bf16.
         return PrecisionPolicy("nvfp4").freeze()
+    if name == "nvfp4 of nemotron-3-super":
+        # scripts/performance/configs/nemotronh/te_quant.cfg of Megatron-Bridge v0.5.0
+        policy = PrecisionPolicy("nvfp4")
+        for pattern in ("attention", "path:*_latent_proj", "path:mtp.*"):
+            policy.set_layer_precision(pattern, "bf16")
+        policy.set_layer_precision("path:*mixer.out_proj", "mxfp8")
+        return policy.freeze()
     return name
 
 
 def _policy(record: Record, assumptions: list[str]) -> PrecisionPolicy | str:
     text = record.text("precision").lower()
     if "nvfp4" in text:
-        return _policy_named("nvfp4")
+        is_mixed = record.text("model").lower().startswith("nemotron-3-super")
+        return _policy_named("nvfp4 of nemotron-3-super" if is_mixed else "nvfp4")
     if "mxfp8" in text or "fp8-mx" in text:
         return _policy_named("mxfp8")
     if "fp8" in text and not text.startswith(("bf16", "fp16")):

@@ -140,6 +140,8 @@ def overlap(record: Record, stack: str) -> Overlap:
     elif re.search(r"\bcfg \w+@", notes) and "nearest" not in notes:
         ep = False  # the matched configuration sets none
     tp = True if re.search(r"tp-comm-overlap|TP comm overlap|[Aa]sync ?TP", notes) else None
+    if stack == "megatron-bridge" and "nvfp4" in record.text("precision").lower():
+        tp = False  # scripts/performance/configs/llama at v0.2.0 to v0.5.0 turn it off for NVFP4
     named = bool(re.search(r"overlap-grad-reduce", notes))
     return Overlap(tp=tp, ep=ep, grad_reduce=True if named else None, param_gather=True if named else None)
 
@@ -194,6 +196,8 @@ def optimizer(record: Record, stack: str) -> str:
     """The optimizer's state: Megatron keeps bf16 weights and an fp32 master copy, FSDP code keeps fp32 shards."""
     if "muon" in record.notes.lower():
         return "muon"
+    if stack == "megatron-bridge" and re.match(r"deepseek-v3|moonlight", record.text("model").lower()):
+        return "adamw_bf16_moments"  # recipes/deepseek and recipes/moonlight at v0.5.0
     return "adamw_fp32" if stack in _FULL_PRECISION_SHARDS else "adamw"
 
 
@@ -239,9 +243,13 @@ def switches(record: Record, stack: str) -> dict[str, str]:
         ("stash", "paged", r"paged stash"),
         ("tuned", "off", r"not perf-tuned"),
         ("known_regression", "on", r"known cuDNN performance regression"),
-        ("grads", "fp32", r"fp32 grad accumulation"),
+        ("grads", "fp32", r"fp32 grad accumulation|not perf-tuned"),
         ("attention_variant", "sliding_window", r"sliding-window attention, LAMB"),
     )
+    if stack in ("megatron-bridge", "nemo", "mlperf"):
+        found["grads"] = "bf16"  # Megatron-Bridge's performance configs set grad_reduce_in_fp32 to False
+    if stack == "megatron-bridge" and found["cuda_graphs"] == "full" and "dispatcher" in found:
+        found["fused_grouped_mlp"] = "on"  # those of full-iteration graphs fuse the experts' GEMMs (v0.5.0)
     texts = f"{notes} | {record.text('precision')} | {record.text('version')}"
     for name, value, pattern in rules:
         if re.search(pattern, texts):
