@@ -224,6 +224,10 @@ def switches(record: Record, stack: str) -> dict[str, str]:
         "cuda_graphs": cuda_graphs(record),
         "fp8_scaling": fp8_scaling(record),
     }
+    if stack == "megatron" and is_before_flash(record):
+        found["dropout"] = "on"  # Megatron's GPT default of that time, 0.1; its masks are kept and its passes cost
+    if stack == "torchtitan" and "2024" in record.text("source") + record.text("version"):
+        found["loss"] = "unfused"  # the loss was compiled from 2025 on
     if record.count("experts") or "moe" in notes.lower():
         found["dispatcher"] = dispatcher(record, stack)
         found["permute_fusion"] = "off" if "moe_permute_fusion disabled" in notes else "on"
