@@ -5,6 +5,7 @@
 """
 
 import logging
+import math
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def gemm(
     Raises ConfigError on a wrong argument, UnsupportedError where gradients are wanted or nobody computes it here.
     """
     _check(a, b, bias, activation)
-    a_MK = a.reshape(-1, a.shape[-1])
+    a_MK = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     shape = (*a.shape[:-1], b.shape[1])
     if 0 in (*a_MK.shape, b.shape[1]):
         empty = a_MK.new_zeros((a_MK.shape[0], b.shape[1]))

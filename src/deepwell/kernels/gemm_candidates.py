@@ -305,7 +305,7 @@ def _chains() -> tuple[Candidate, ...]:
                 partial(_row_chain, multiply=multiply),
                 prepare=_prepare_rows,
                 origin="cutlass",
-                fast=True,
+                fast=not name.endswith("_exact"),
                 refuses=_needs_hopper,
                 fingerprint=sources + digest,
             )
@@ -360,7 +360,14 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
         )
     for name, multiply, digest in _cutlass_gemms():
         found.append(
-            of(name, multiply, origin="cutlass", fast=True, refuses=_needs_hopper, fingerprint=_sources(gemm) + digest)
+            of(
+                name,
+                multiply,
+                origin="cutlass",
+                fast=not name.endswith("_exact"),
+                refuses=_needs_hopper,
+                fingerprint=_sources(gemm) + digest,
+            )
         )
     found.append(of("fp8_gemm_ref", fp8_gemm_ref, origin="reference", trusted=True))
     return tuple(found)

@@ -167,7 +167,7 @@ class KernelRegistry:
     proof_timeout_s: float = 60.0
     _own: dict[tuple[str, str], Candidate] = field(default_factory=dict)
     _aside: dict[str, str] = field(default_factory=dict)
-    _choices: dict[tuple[str, str], Choice] = field(default_factory=dict)
+    _choices: dict[tuple[str, str, tuple[str, ...]], Choice] = field(default_factory=dict)
 
     def register(
         self,
@@ -233,13 +233,15 @@ class KernelRegistry:
 
     def choose(self, problem: Problem) -> Choice:
         """The fastest candidate that is right here. Measured once per bucket and device, then remembered on disk."""
-        known = self._choices.get((problem.device, problem.key))
+        # Within one bucket of M some sizes may be below a kernel's min_size and others not.
+        out = tuple(candidate.name for candidate in self._own.values() if candidate.why_not(problem))
+        known = self._choices.get((problem.device, problem.key, out))
         if known is not None and known.kernel not in self._aside:
             return known
         from deepwell.kernels.select import choose
 
         choice = choose(self, problem)
-        self._choices[problem.device, problem.key] = choice
+        self._choices[problem.device, problem.key, out] = choice
         return choice
 
     def candidate(self, op: str, name: str) -> Candidate:

@@ -34,7 +34,7 @@ from deepwell.kernels.proof import (
     run_fp8_gemm,
     run_gemm,
 )
-from deepwell.kernels.registry import Candidate, Choice, KernelRegistry, Problem, Verdict
+from deepwell.kernels.registry import Candidate, Choice, KernelRegistry, Problem, Verdict, formats_for
 
 _log = logging.getLogger("deepwell.kernels")
 _ROUNDS = 3
@@ -99,10 +99,10 @@ def _competitors(registry: KernelRegistry, problem: Problem) -> tuple[list[Candi
     """Those that take part, and verdicts on users' kernels that do not, so that nobody wonders where one is."""
     competing, verdicts = [], []
     for candidate in registry.candidates(problem.op, problem.precision):
-        reason = registry.aside().get(candidate.name) or candidate.why_not(problem)
-        # Emulation computes in the names of formats; nobody who asks for speed alone wants it.
-        if not reason and problem.precision == "auto" and candidate.origin == "reference":
+        # Emulation is exact in its own format; it stands in for no other.
+        if candidate.origin == "reference" and candidate.precision != formats_for(problem.precision)[0]:
             continue
+        reason = registry.aside().get(candidate.name) or candidate.why_not(problem)
         if not reason:
             competing.append(candidate)
         elif candidate.origin == "user" or candidate.name in registry.aside():
