@@ -73,6 +73,76 @@ def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, v, dtype, pow2)
     assert_bitwise_equal(got.scale, wanted.scales[:, 0], "scales")
 
 
+# A bias, a factor, a soft cap near and far from its bend, all together.
+BENT = {
+    "bias": (True, {}),
+    "scale": (False, {"logit_scale": 0.0625}),
+    "cap": (False, {"soft_cap": 30.0}),
+    "small cap": (False, {"soft_cap": 2.0, "logit_scale": -0.5}),
+    "all": (True, {"soft_cap": 5.0, "logit_scale": 1.5}),
+}
+
+
+def bent_gradient(x, bias, targets, scale, how, dtype):
+    x = x.to(dtype, copy=True).requires_grad_()
+    z = (x if bias is None else x + bias.to(dtype)) * how.get("logit_scale", 1.0)
+    cap = how.get("soft_cap")
+    loss = F.cross_entropy(z if cap is None else torch.tanh(z / cap) * cap, targets, reduction="none")
+    return loss.detach(), torch.autograd.grad(loss, x, torch.full_like(loss, scale))[0]
+
+
+@pytest.mark.parametrize("name", BENT)
+@pytest.mark.parametrize("v", [50, 3001])
+def test_bias_scale_and_cap_are_no_worse_than_torch(device, name, v):
+    has_bias, how = BENT[name]
+    x, targets = make(6, v, device)
+    bias = torch.randn(v, device=device).bfloat16() if has_bias else None
+    scale = torch.tensor(0.125, device=device)
+    options = C.Options(gradient="new", **how)
+    got = C.cross_entropy(x, targets, bias_V=bias, grad_scale=scale, options=options, config=SMALL)
+    exact = bent_gradient(x, bias, targets, 0.125, how, torch.float64)
+    assert_no_worse_than(got.loss, bent_gradient(x, bias, targets, 0.125, how, torch.float32)[0], exact[0])
+    assert_no_worse_than(got.grad, bent_gradient(x, bias, targets, 0.125, how, torch.bfloat16)[1], exact[1])
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_fp8_rows_of_bent_logits_are_the_quantized_gradient(device, name):
+    # Under a cap the largest gradient need not lie at the largest logit.
+    has_bias, how = BENT[name]
+    x, targets = make(9, 1100, device)
+    targets[4] = -100
+    bias = torch.randn(1100, device=device).bfloat16() if has_bias else None
+    scale = torch.tensor(1 / 9, device=device)
+    arguments = {"bias_V": bias, "grad_scale": scale, "config": SMALL}
+    high = C.cross_entropy(x, targets, options=C.Options(gradient="new", **how), **arguments).grad
+    got = C.cross_entropy(x, targets, options=C.Options(gradient="fp8", **how), **arguments)
+    wanted = quantize(high, "fp8_e4m3_row_pow2")
+    assert_bitwise_equal(got.q, wanted.data, "codes")
+    assert_bitwise_equal(got.scale, wanted.scales[:, 0], "scales")
+
+
+def test_a_cap_keeps_small_and_large_logits_exact(device):
+    # tanh of a small number is that number: its error must be relative to it, not to 1. A cap of inf is a mistake.
+    x = torch.tensor([[1e-4, -1e-4, 40.0, -40.0, float("inf"), -float("inf")]], device=device)
+    target = torch.tensor([0], device=device)
+    got = C.cross_entropy(x, target, options=C.Options(gradient="new", soft_cap=30.0))
+    z = 30 * torch.tanh(x.double() / 30)
+    exact = F.cross_entropy(z, target)
+    assert got.loss.item() == pytest.approx(exact.item(), rel=1e-6)
+    grad = (z.softmax(1) - F.one_hot(target, 6)) * (1 - (z / 30) ** 2)
+    torch.testing.assert_close(got.grad, grad.float(), rtol=1e-5, atol=1e-12)
+    assert (got.grad[0, 4:] == 0).all()
+
+
+def test_nan_shows_through_bias_and_cap(device):
+    x, targets = make(3, 70, device)
+    x[1, 5] = float("nan")
+    bias = torch.zeros(70, device=device)
+    got = C.cross_entropy(x, targets, bias_V=bias, options=C.Options(gradient="new", soft_cap=30.0), config=SMALL)
+    assert got.loss.isnan().tolist() == [False, True, False]
+    assert got.grad.isnan().any(1).tolist() == [False, True, False]
+
+
 def test_in_place_writes_the_same_gradient_over_the_logits_and_over_nothing_else(device):
     x, targets = make(4, 100, device)
     wanted = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=SMALL).grad
@@ -140,7 +210,10 @@ def test_int32_targets_and_fp32_logits_and_no_rows_are_taken(device):
         (lambda x, y: C.cross_entropy(x, y, grad_scale=torch.ones(3)), "grad_scale must be one float32 number"),
         (lambda x, y: C.cross_entropy(x[:, :0], y), "no columns"),
         (lambda x, y: C.cross_entropy(x.T, y), "logits_TV has stride"),
+        (lambda x, y: C.cross_entropy(x, y, bias_V=torch.zeros(3)), "bias_V must have shape"),
         (lambda x, y: C.Options(gradient="fp4"), "gradient must be one of"),
+        (lambda x, y: C.Options(logit_scale=float("inf")), "logit_scale is inf"),
+        (lambda x, y: C.Options(soft_cap=0.0), "soft_cap is 0.0"),
     ],
 )
 def test_wrong_arguments_are_named(call, names):
@@ -153,11 +226,15 @@ def test_wrong_arguments_are_named(call, names):
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("is_fp8", [True, False])
-def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8):
+@pytest.mark.parametrize("bent", ["plain", "bias", "scale", "cap", "all"])
+def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8, bent):
+    if is_fp8 and bent in ("cap", "all"):
+        pytest.skip("under a cap the gradient is written first and quantized by quantize_rows")
     config = C.default_config(128256)
     arguments = {
         "x_ptr": torch.bfloat16,
         "target_ptr": torch.int64,
+        "b_ptr": torch.bfloat16 if bent in ("bias", "all") else None,
         "loss_ptr": torch.float32,
         "grad_ptr": None if is_fp8 else torch.bfloat16,
         "q_ptr": E4M3 if is_fp8 else None,
@@ -167,12 +244,15 @@ def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8):
         "ignore_index": "i32:any",
         "FP8_MAX": 448.0,
         "POW2": True,
+        "SCALE": 0.0625 if bent in ("scale", "all") else 1.0,
+        "CAP": 30.0 if bent in ("cap", "all") else 0.0,
         "BLOCK": config.block,
     }
     made = aot.compile_kernel(C._cross_entropy_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == made.stack_bytes == 0
     vectors = config.block // (8 * 32 * config.num_warps)
-    assert made.count(r"ld\.global\S*\.v4\.b32") == 2 * vectors
+    # Twice over the row; the bias twice beside it.
+    assert made.count(r"ld\.global\S*\.v4\.b32") == (4 if bent in ("bias", "all") else 2) * vectors
     assert made.count(r"st\.global\S*\.v[24]\.b32") == vectors
     assert made.count(r"ex2\.approx") > 0
     # The one logarithm of a row is exact to a unit in the last place: lg2.approx would spoil small losses.

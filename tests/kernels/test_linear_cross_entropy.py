@@ -1,12 +1,19 @@
 """Head and loss in chunks: loss and gradients no worse than torch's own, whatever the chunk and the targets."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_no_worse_than, sqnr_db
-from deepwell.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from deepwell.kernels.linear_cross_entropy import (
+    Head,
+    linear_cross_entropy,
+    linear_cross_entropy_loss,
+    linear_cross_entropy_ref,
+)
 
 
 @pytest.fixture
@@ -33,7 +40,8 @@ def _torch(x, w, y, reduction):
 def test_loss_and_gradients_are_no_worse_than_torch(device, reduction, chunk):
     # One chunk, a ragged last one, one token each.
     x, w, y = _inputs(device)
-    got = linear_cross_entropy(x, w, y, reduction=reduction, chunk=chunk)
+    *got, db = linear_cross_entropy(x, w, y, head=Head(reduction=reduction), chunk=chunk)
+    assert db is None
     exact = _torch(x.double(), w.double(), y, reduction)
     own = _torch(x, w, y, reduction)
     # dW is rounded once a chunk: that many independent roundings stand beside torch's one.
@@ -44,7 +52,8 @@ def test_loss_and_gradients_are_no_worse_than_torch(device, reduction, chunk):
 
 def test_fp32_equals_the_reference(device):
     x, w, y = _inputs(device, dtype=torch.float32)
-    for mine, ref in zip(linear_cross_entropy(x, w, y, chunk=7), linear_cross_entropy_ref(x, w, y), strict=True):
+    got, wanted = linear_cross_entropy(x, w, y, chunk=7), linear_cross_entropy_ref(x, w, y)
+    for mine, ref in zip(got[:3], wanted[:3], strict=True):
         torch.testing.assert_close(mine, ref, rtol=2e-5, atol=2e-6)
 
 
@@ -53,36 +62,118 @@ def test_all_targets_ignored_and_no_tokens_are_torchs_nan(device):
     x, w, y = _inputs(device)
     ignored = torch.full_like(y, -100)
     assert linear_cross_entropy(x, w, ignored)[0].isnan()
-    loss, dx, dw = linear_cross_entropy(x, w, ignored, reduction="sum")
+    loss, dx, dw, _ = linear_cross_entropy(x, w, ignored, head=Head(reduction="sum"))
     assert loss == 0 and not dx.any() and not dw.any()
-    loss, dx, dw = linear_cross_entropy(x[:0], w, y[:0], reduction="sum")
+    loss, dx, dw, _ = linear_cross_entropy(x[:0], w, y[:0], head=Head(reduction="sum"))
     assert loss == 0 and dx.shape == (0, 32) and not dw.any()
 
 
 def test_another_ignore_index_counts(device):
     x, w, y = _inputs(device, dtype=torch.float32)
     y[y == -100] = 5
-    got = linear_cross_entropy(x, w, y, ignore_index=5)[0]
+    got = linear_cross_entropy(x, w, y, head=Head(ignore_index=5)).loss
     torch.testing.assert_close(got, F.cross_entropy(x @ w.T, y, ignore_index=5), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_fp8_keeps_the_loss_and_the_gradients_direction(device, chunk):
     x, w, y = _inputs(device, t=48, d=64, v=96)
-    loss, dx, dw = linear_cross_entropy(x, w, y, fp8=True, chunk=chunk)
-    ref, ref_dx, ref_dw = linear_cross_entropy_ref(x, w, y)
+    loss, dx, dw, _ = linear_cross_entropy(x, w, y, head=Head(fp8=True), chunk=chunk)
+    ref, ref_dx, ref_dw, _ = linear_cross_entropy_ref(x, w, y)
     assert abs(loss - ref) < 5e-3 * ref
     for mine, theirs in ((dx, ref_dx), (dw, ref_dw)):
         assert sqnr_db(theirs, mine) > 20  # a layer's gradients (docs/numerics.md)
 
 
+# A bias (Phi), a factor (Cohere, Granite), a soft cap (Gemma 2), all of them with a factor that turns the logits over.
+HEADS = {
+    "bias": (True, Head()),
+    "scale": (False, Head(logit_scale=0.25)),
+    "cap": (False, Head(soft_cap=4.0)),
+    "all": (True, Head(logit_scale=-1.5, soft_cap=5.0, reduction="sum")),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("chunk", [None, 10])
+def test_bias_scale_and_cap_are_no_worse_than_torch(device, name, chunk):
+    has_bias, head = HEADS[name]
+    x, w, y = _inputs(device)
+    x = x * 3  # logits that a cap bends
+    b = torch.randn(80, device=device).bfloat16() if has_bias else None
+
+    def plain(*tensors):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors if t is not None]
+        z = F.linear(*leaves) * head.logit_scale
+        z = torch.tanh(z / head.soft_cap) * head.soft_cap if head.soft_cap else z
+        z = z.float() if z.dtype is torch.bfloat16 else z
+        loss = F.cross_entropy(z, y, reduction=head.reduction)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    got = [t for t in linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=chunk) if t is not None]
+    own = plain(x, w, b)
+    exact = plain(*(t if t is None else t.double() for t in (x, w, b)))
+    # The loss is one number, which torch may hit by luck: it is held to what rounding x W^T to bf16 can do to it.
+    largest = (x.double() @ w.double().T).abs().max() * abs(head.logit_scale)
+    count = 1 if head.reduction == "mean" else len(y)
+    assert abs(got[0] - exact[0]) <= 2**-9 * largest * count
+    for mine, theirs, ref in zip(got[1:], own[1:], exact[1:], strict=True):
+        assert_no_worse_than(mine, theirs, ref.float(), factor=2 if chunk is None else 2 * 3**0.5)
+    alone = linear_cross_entropy_loss(x, w, y, bias_V=b, head=head)
+    torch.testing.assert_close(alone, got[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_fp8_takes_bias_scale_and_cap(device, name):
+    has_bias, head = HEADS[name]
+    x, w, y = _inputs(device, t=48, d=64, v=96)
+    b = torch.randn(96, device=device).bfloat16() if has_bias else None
+    head = dataclasses.replace(head, fp8=True)
+    got = linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=16)
+    ref = linear_cross_entropy_ref(x, w, y, bias_V=b, head=head)
+    assert abs(got.loss - ref.loss) < 1e-2 * ref.loss
+    for mine, theirs in zip(got[1:], ref[1:], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert sqnr_db(theirs, mine) > 20
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("wanted", ["dx", "dw", "db"])
+def test_only_the_gradients_that_are_wanted_are_made(device, wanted, fp8):
+    x, w, y = _inputs(device, t=32, d=32, v=48)
+    b = torch.randn(48, device=device).bfloat16()
+    whole = linear_cross_entropy(x, w, y, bias_V=b, head=Head(fp8=fp8))
+    only = {"dx": False, "dw": False, "db": False, wanted: True}
+    got = linear_cross_entropy(x, w, y, bias_V=b, head=Head(fp8=fp8, **only))
+    for name, mine, theirs in zip(("loss", "dx", "dw", "db"), got, whole, strict=True):
+        assert (mine is None) == (name not in ("loss", wanted))
+        if mine is not None:
+            assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda x, w, y: ((x, w, y), {"reduction": "none"}), "reduction is 'none'"),
+        ({"reduction": "none"}, "reduction is 'none'"),
+        ({"logit_scale": 0.0}, "logit_scale is 0.0"),
+        ({"logit_scale": float("nan")}, "logit_scale is nan"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0"),
+        ({"soft_cap": -30.0}, "soft_cap is -30.0"),
+    ],
+)
+def test_a_head_that_cannot_be_is_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Head(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (lambda x, w, y: ((x, w[:, :8], y), {}), "equal width"),
         (lambda x, w, y: ((x, w, y[:3]), {}), r"target_T has shape \(3,\)"),
-        (lambda x, w, y: ((x[:5], w, y[:5]), {"fp8": True}), "fp8 takes multiples of 16"),
+        (lambda x, w, y: ((x, w, y), {"bias_V": x[0]}), r"bias_V has shape \(32,\)"),
+        (lambda x, w, y: ((x[:5], w, y[:5]), {"head": Head(fp8=True)}), "fp8 takes multiples of 16"),
     ],
 )
 def test_wrong_arguments_are_named(device, arguments, message):

@@ -27,7 +27,6 @@ from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
-from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.kernels.gemm import ALIGNMENT
 
@@ -116,9 +115,6 @@ def _rewrite(
     options.rewritten |= {site.path for site in sites}
     options.note("linear", linears)
     options.note("merged_linear", merged)
-    rotated, at_once = rewrite_rope(graph)
-    options.note("rope", rotated)
-    options.note("rope_qkv", at_once)
     rotated, at_once = rewrite_rope(graph)
     options.note("rope", rotated)
     options.note("rope_qkv", at_once)

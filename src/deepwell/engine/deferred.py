@@ -2,10 +2,12 @@
 
 A training step needs the loss, not the logits, yet models return both. With head and loss fused, the logits of
 Llama-3 at 16k tokens would cost 4 GB and a GEMM for nobody. A `DeferredLogits` knows its shape, dtype and device;
-the first torch function that touches its values computes `hidden @ weight.T`, differentiable as the model's own
-would be. It must be looked at before the weight changes: the logits of a weight that is gone cannot be had.
+the first torch function that touches its values computes the head's linear and what the model does to its logits,
+differentiable as the model's own would be. It must be looked at before the weight changes: the logits of a weight that
+is gone cannot be had.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,32 +22,50 @@ _FACTS: set[Any] = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size}
 _FACTS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device}
 
+# One step of what a model does to its logits: ("mul" | "div", number), ("tanh", None), ("to", dtype).
+Step = tuple[str, Any]
+_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "mul": lambda z, number: z * number,
+    "div": lambda z, number: z / number,
+    "tanh": lambda z, _: torch.tanh(z),
+    "to": lambda z, dtype: z.to(dtype),
+    "contiguous": lambda z, _: z.contiguous(),
+}
+
 
 class DeferredLogits(torch.Tensor):
-    """A stand-in for `F.linear(hidden, weight)`."""
+    """A stand-in for `F.linear(hidden, weight, bias)` with `steps` done to it."""
 
     _hidden: Tensor
-    _weight: Tensor
+    _parameters: tuple[Tensor, ...]
+    _steps: Sequence[Step]
     _value: Tensor | None
-    _made_with: tuple[int, int]
+    _made_with: list[tuple[int, int]]
 
     @staticmethod
-    def __new__(cls, hidden: Tensor, weight: Tensor) -> "DeferredLogits":
+    def __new__(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, steps: Sequence[Step] = ()
+    ) -> "DeferredLogits":
         shape = (*hidden.shape[:-1], weight.shape[0])
-        out = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
-        out._hidden, out._weight, out._value = hidden, weight, None
-        out._made_with = _state(weight)
+        dtype = next((value for name, value in reversed(steps) if name == "to"), hidden.dtype)
+        out = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        out._hidden, out._steps, out._value = hidden, steps, None
+        out._parameters = (weight,) if bias is None else (weight, bias)
+        out._made_with = [_state(parameter) for parameter in out._parameters]
         return out
 
     def materialize(self) -> Tensor:
         """The logits themselves, computed once. Raises NumericsError where the head's weight changed since."""
         if self._value is None:
-            if _state(self._weight) != self._made_with:
+            if [_state(parameter) for parameter in self._parameters] != self._made_with:
                 raise NumericsError(
                     "these logits were not computed with the loss, and the head's weight has changed since: "
                     "read them before optimizer.step(), or compile with fuse_head=False"
                 )
-            self._value = F.linear(self._hidden, self._weight)
+            value = F.linear(self._hidden, *self._parameters)
+            for name, argument in self._steps:
+                value = _STEPS[name](value, argument)
+            self._value = value
         return self._value
 
     @classmethod

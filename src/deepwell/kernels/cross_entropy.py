@@ -1,13 +1,16 @@
 """Cross entropy of a chunk of logits: the loss of each row and its gradient, in place or as FP8 rows.
 
-    lse[t] = log sum_v exp(x[t, v])        loss[t] = lse[t] - x[t, target]
-    grad[t, v] = (exp(x[t, v] - lse[t]) - [v == target]) * c          c: the gradient that reaches the loss, one number
+    z[t, v] = a (x[t, v] + b[v])           with a soft cap k: z = k tanh(a (x + b) / k)
+    lse[t] = log sum_v exp(z[t, v])        loss[t] = lse[t] - z[t, target]
+    grad[t, v] = (exp(z[t, v] - lse[t]) - [v == target]) * c a, with a soft cap * (1 - tanh^2): the gradient of x
+                 c: the gradient that reaches the loss, one number; summed over t it is the gradient of b
     (q, scale) = FP8 rows of grad, rounded to the logits' dtype first
 
 Numerics: fp32 inside, one rounding of grad. A row whose target is `ignore_index` has loss 0 and gradient 0. A target
-    outside 0 .. V-1 gives NaN in loss and gradient: a GPU cannot raise. A NaN or +inf logit makes its row NaN. The
-    scale of a row is known before its gradient is written: the largest magnitude is that of the target or of the
-    largest other logit, through the same instructions.
+    outside 0 .. V-1 gives NaN in loss and gradient: a GPU cannot raise. A NaN or +inf logit makes its row NaN (+inf
+    under a soft cap is k). The scale of a row is known before its gradient is written: the largest magnitude is that of
+    the target or of the largest other logit, through the same instructions. Under a soft cap it is not, and the
+    gradient is written first and quantized after.
 Cost: memory bound; bytes per logit in bf16: one read for the sum, one read (from L2 where a row per multiprocessor fits
     in it) and one write for the gradient: 2 + 2 + 2, FP8 2 + 2 + 1. 4096 x 128256 at 4.25 TB/s: 741 us, FP8 618 us;
     with the second read from L2 494 and 371 us.
@@ -15,7 +18,8 @@ Cost: memory bound; bytes per logit in bf16: one read for the sum, one read (fro
 
 # Shapes: T tokens of the chunk, V vocabulary.
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +29,7 @@ from deepwell.errors import ConfigError
 from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, saturate
 from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
-from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
 
 GRADIENTS = ("none", "in_place", "new", "fp8")
 
@@ -47,19 +51,39 @@ class Options:
     fp8: torch.dtype = torch.float8_e4m3fn
     pow2: bool = True
     ignore_index: int = -100
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         if self.gradient not in GRADIENTS:
             raise ConfigError(f"gradient must be one of {', '.join(GRADIENTS)}, got {self.gradient!r}")
         check_fp8("fp8", self.fp8)
+        if not math.isfinite(self.logit_scale) or self.logit_scale == 0:
+            raise ConfigError(f"logit_scale is {self.logit_scale}; it must be a finite number other than 0")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise ConfigError(f"soft_cap is {self.soft_cap}; it must be a positive number, or None for no cap")
 
 
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
 
-def cross_entropy_ref(logits_TV: Tensor, targets_T: Tensor, grad_scale: Tensor, options: Options) -> Losses:
+def logits_ref(logits_TV: Tensor, bias_V: Tensor | None, options: Options) -> tuple[Tensor, Tensor | float]:
+    """The logits that the loss sees, in fp32, and their slope against those that were given."""
+    z = logits_TV.float()
+    if bias_V is not None:
+        z = z + bias_V.float()
+    z = z * options.logit_scale
+    if options.soft_cap is None:
+        return z, options.logit_scale
+    bent = torch.tanh(z / options.soft_cap)
+    return bent * options.soft_cap, (1 - bent * bent) * options.logit_scale
+
+
+def cross_entropy_ref(
+    logits_TV: Tensor, targets_T: Tensor, bias_V: Tensor | None, grad_scale: Tensor, options: Options
+) -> Losses:
     """Reference for `cross_entropy`."""
-    x, v = logits_TV.float(), logits_TV.shape[1]
+    (x, slope), v = logits_ref(logits_TV, bias_V, options), logits_TV.shape[1]
     ignored = targets_T == options.ignore_index
     valid = (targets_T >= 0) & (targets_T < v)
     index = torch.where(valid, targets_T, 0).long()[:, None]
@@ -70,7 +94,7 @@ def cross_entropy_ref(logits_TV: Tensor, targets_T: Tensor, grad_scale: Tensor, 
     if options.gradient == "none":
         return Losses(loss, None, None, None)
     grad = x.softmax(1).scatter_add(1, index, torch.full_like(index, -1, dtype=torch.float32))
-    grad = torch.where(valid[:, None], grad * grad_scale, float("nan"))
+    grad = torch.where(valid[:, None], grad * (grad_scale * slope), float("nan"))
     grad = torch.where(ignored[:, None], 0.0, grad).to(logits_TV.dtype)
     if options.gradient == "fp8":
         return Losses(loss, None, *quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8))
@@ -127,9 +151,35 @@ def _share(x, highest, one_over_sum):
 
 
 @triton.jit
+def _tanh_and_slope(y):
+    """tanh(y) and 1 - tanh(y)^2, neither by cancellation: a series near 0, exponentials beyond."""
+    size = tl.abs(y)
+    e = tl.exp2(size * (-2.0 * _LOG2E))
+    s = size * size
+    series = size * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
+    t = tl.where(size < 0.25, series, (1.0 - e) / (1.0 + e))
+    return tl.where(y < 0, -t, t), 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _logit_and_slope(x, b_row, v, is_valid, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """The logit that the loss sees, and its slope against the one that was loaded, without SCALE."""
+    slope = 1.0
+    if b_row is not None:
+        x += tl.load(b_row + v, mask=is_valid, other=0.0).to(tl.float32)
+    if SCALE != 1.0:
+        x *= SCALE
+    if CAP > 0.0:
+        bent, slope = _tanh_and_slope(x / CAP)
+        x = bent * CAP
+    return x, slope
+
+
+@triton.jit
 def _cross_entropy_kernel(
     x_ptr,
     target_ptr,
+    b_ptr,
     loss_ptr,
     grad_ptr,
     q_ptr,
@@ -141,6 +191,8 @@ def _cross_entropy_kernel(
     ignore_index,
     FP8_MAX: tl.constexpr,
     POW2: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # One program, one row. The target stands apart: the others' maximum alone tells the largest gradient beside it.
@@ -149,6 +201,7 @@ def _cross_entropy_kernel(
     target = tl.load(target_ptr + t)
     is_valid = (target >= 0) & (target < V)
     x_target = tl.load(x_row + target, mask=is_valid, other=float("nan")).to(tl.float32)
+    x_target, slope_target = _logit_and_slope(x_target, b_ptr, target, is_valid, SCALE, CAP)
     lane = tl.arange(0, BLOCK // _WIDE)[:, None] * _WIDE + tl.arange(0, _WIDE)[None, :]
 
     top = tl.full([BLOCK // _WIDE], _LOWEST, dtype=tl.float32)
@@ -156,6 +209,9 @@ def _cross_entropy_kernel(
     for start in range(0, V, BLOCK):
         v = start + lane
         x = tl.load(x_row + v, mask=v < V, other=_LOWEST, eviction_policy="evict_last").to(tl.float32)
+        x, slope_first = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)
+        if (SCALE != 1.0) or (CAP > 0.0):
+            x = tl.where(v < V, x, _LOWEST)
         x = tl.where(v == target, _LOWEST, x)
         new_top = tl.maximum(top, tl.max(x, axis=1))
         total = total * tl.exp2((top - new_top) * _LOG2E) + tl.sum(tl.exp2((x - new_top[:, None]) * _LOG2E), axis=1)
@@ -172,6 +228,8 @@ def _cross_entropy_kernel(
     if (grad_ptr is not None) or (q_ptr is not None):
         DTYPE: tl.constexpr = x_ptr.dtype.element_ty
         c = tl.load(c_ptr)
+        if SCALE != 1.0:
+            c *= SCALE
         if q_ptr is not None:
             at_other = (_share(top_other, highest, one_over_sum) * c).to(DTYPE).to(tl.float32)
             at_target = ((_share(x_target, highest, one_over_sum) - 1.0) * c).to(DTYPE).to(tl.float32)
@@ -181,8 +239,12 @@ def _cross_entropy_kernel(
         for start in range(0, V, BLOCK):
             v = start + lane
             x = tl.load(x_row + v, mask=v < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x, slope = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)
             p = _share(x, highest, one_over_sum)
-            grad = tl.where(is_ignored, 0.0, tl.where(v == target, p - 1.0, p) * c).to(DTYPE)
+            grad = tl.where(v == target, p - 1.0, p) * c
+            if CAP > 0.0:
+                grad *= slope
+            grad = tl.where(is_ignored, 0.0, grad).to(DTYPE)
             if grad_ptr is not None:
                 tl.store(grad_ptr + t * stride_gt + v, grad, mask=v < V)
             if q_ptr is not None:
@@ -197,6 +259,7 @@ def cross_entropy(
     logits_TV: Tensor,
     targets_T: Tensor,
     *,
+    bias_V: Tensor | None = None,
     grad_scale: Tensor | None = None,
     options: Options | None = None,
     config: Config | None = None,
@@ -204,6 +267,8 @@ def cross_entropy(
     """The loss of each row of a chunk of logits, in fp32, and its gradient times `grad_scale`.
 
     `grad_scale`, one number on the device, is 1 / (number of targets that count) for the mean of a batch; 1 where None.
+    `bias_V` is added to the logits, before the scale and the soft cap of `options`; the gradient is that of the logits
+    as they were given.
     With the default options the logits are overwritten by their gradient. Raises ConfigError on a wrong argument.
     """
     options = options or Options()
@@ -212,6 +277,8 @@ def cross_entropy(
     check_vector("targets_T", targets_T, t, logits_TV)
     if targets_T.dtype not in {torch.int64, torch.int32}:
         raise ConfigError(f"targets_T has dtype {targets_T.dtype}; pass int64 or int32")
+    if bias_V is not None:
+        check_vector("bias_V", bias_V, v, logits_TV)
     if v == 0 and t:
         raise ConfigError("logits_TV has no columns; a vocabulary has at least one entry")
     if grad_scale is None:
@@ -220,11 +287,23 @@ def cross_entropy(
         got = f"{grad_scale.dtype} {tuple(grad_scale.shape)} on {grad_scale.device}"
         raise ConfigError(f"grad_scale must be one float32 number on {logits_TV.device}, got {got}")
     if not runs_kernel(logits_TV, _cross_entropy_kernel):
-        return cross_entropy_ref(logits_TV, targets_T, grad_scale.reshape(()), options)
-    return _launch(logits_TV, targets_T, grad_scale, options, config or default_config(v))
+        return cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options)
+    config = config or default_config(v)
+    if options.gradient == "fp8" and options.soft_cap is not None:
+        high = _launch(logits_TV, targets_T, bias_V, grad_scale, replace(options, gradient="new"), config)
+        assert high.grad is not None
+        return Losses(high.loss, None, *quantize_rows(high.grad, pow2=options.pow2, dtype=options.fp8))
+    return _launch(logits_TV, targets_T, bias_V, grad_scale, options, config)
 
 
-def _launch(logits_TV: Tensor, targets_T: Tensor, grad_scale: Tensor, options: Options, config: Config) -> Losses:
+def _launch(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    bias_V: Tensor | None,
+    grad_scale: Tensor,
+    options: Options,
+    config: Config,
+) -> Losses:
     t, v = logits_TV.shape
     loss = torch.empty(t, dtype=torch.float32, device=logits_TV.device)
     grad = q = scale = None
@@ -240,6 +319,7 @@ def _launch(logits_TV: Tensor, targets_T: Tensor, grad_scale: Tensor, options: O
             _cross_entropy_kernel[(t,)](
                 logits_TV,
                 targets_T,
+                bias_V,
                 loss,
                 grad,
                 q,
@@ -251,6 +331,8 @@ def _launch(logits_TV: Tensor, targets_T: Tensor, grad_scale: Tensor, options: O
                 options.ignore_index,
                 FP8_MAX=check_fp8("fp8", options.fp8),
                 POW2=options.pow2,
+                SCALE=options.logit_scale,
+                CAP=options.soft_cap or 0.0,
                 BLOCK=config.block,
                 num_warps=config.num_warps,
             )

@@ -1,25 +1,31 @@
 """The head's GEMM and its cross entropy, forward and backward at once, in chunks: all logits never exist.
 
-    z = x W^T    loss = mean_t (logsumexp(z_t) - z_t[target_t])    dz = (softmax(z) - onehot) / count
-    dx = dz W    dW = dz^T x                                       over targets that are not ignored
+    u = x W^T + b    z = a u, or k tanh(a u / k) under a soft cap k        a: the model's scale of its logits
+    loss = mean_t (logsumexp(z_t) - z_t[target_t])    dz = (softmax(z) - onehot) / count    du = dz a (1 - (z/k)^2)
+    dx = du W    dW = du^T x    db = sum_t du         over targets that are not ignored
 
-Gradients are made in the forward pass, where the chunk's logits are at hand; the backward scales them.
-Numerics: softmax in fp32; logits and dz in bf16 as torch's own, dW added over chunks in bf16 by the GEMM (one
-rounding a
-    chunk). With `fp8` the GEMMs take E4M3: rows of x and dz with their own power-of-two scales, W with one; dz is never
-    larger than 1/count, so its transposed copy has a scale known beforehand and dW is one GEMM.
-Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also dz^T, T*V bytes.
+Gradients are made in the forward pass, where the chunk's logits are at hand; the backward scales them. Those that
+nobody wants (a frozen head, a frozen model under a trained head) are not computed.
+Numerics: softmax in fp32; x W^T and du in bf16 as torch's own, what lies between them in fp32; dW added over chunks in
+    bf16 by the GEMM (one rounding a chunk), db in fp32. With `fp8` the GEMMs take E4M3: rows of x and du with their own
+    power-of-two scales, W with one; du is never larger than a/count, so its transposed copy has a scale known
+    beforehand and dW is one GEMM, db another with a column of ones.
+Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes.
     On one H200 16384 x 4096 x 128256 takes 70 ms of bf16 GEMMs, half of that in FP8.
 """
 
 # Shapes: T tokens, C tokens of a chunk, D width, V vocabulary.
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.cross_entropy import Options, cross_entropy
+from deepwell.kernels.cross_entropy import Options, cross_entropy, logits_ref
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm
 from deepwell.kernels.quantize import quantize_rows, quantize_weight
 from deepwell.kernels.transpose import transpose_codes
@@ -27,21 +33,64 @@ from deepwell.kernels.transpose import transpose_codes
 # Bytes of logits that one chunk may hold: large chunks keep the GEMMs at full speed and add dW up less often.
 CHUNK_BYTES = 1 << 30
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """Which loss of which logits, and how it is computed. `dx`, `dw`, `db`: which gradients somebody wants."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    fp8: bool = False
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
+    dx: bool = True
+    dw: bool = True
+    db: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction is {self.reduction!r}; linear_cross_entropy takes mean or sum")
+        self.loss("none")  # checks the scale and the cap
+
+    def loss(self, gradient: str) -> Options:
+        """The options of the loss of one chunk."""
+        return Options(
+            gradient=gradient, ignore_index=self.ignore_index, logit_scale=self.logit_scale, soft_cap=self.soft_cap
+        )
+
+
+class HeadLoss(NamedTuple):
+    """The loss and the gradients that were asked for; None for the others."""
+
+    loss: Tensor
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+
+
 # ---- reference: what the chunks must add up to, in the plainest torch ----
 
 
 def linear_cross_entropy_ref(
-    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
-) -> tuple[Tensor, Tensor, Tensor]:
+    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, *, bias_V: Tensor | None = None, head: Head | None = None
+) -> HeadLoss:
     """Reference for `linear_cross_entropy`, through autograd on fp32 logits."""
-    x, w = x_TD.detach().float().requires_grad_(), w_VD.detach().float().requires_grad_()
+    head = head or Head()
+    given = [t if t is None else t.detach().float().requires_grad_() for t in (x_TD, w_VD, bias_V)]
+    leaves = [t for t in given if t is not None]
     with torch.enable_grad():
-        loss = F.cross_entropy(x @ w.T, target_T, ignore_index=ignore_index, reduction=reduction)
-        dx, dw = torch.autograd.grad(loss, (x, w))
-    return loss.detach(), dx.to(x_TD.dtype), dw.to(w_VD.dtype)
+        z, _ = logits_ref(leaves[0] @ leaves[1].T, given[2], head.loss("none"))
+        loss = F.cross_entropy(z, target_T, ignore_index=head.ignore_index, reduction=head.reduction)
+        dx, dw, *db = torch.autograd.grad(loss, leaves)
+    return HeadLoss(
+        loss.detach(),
+        dx.to(x_TD.dtype) if head.dx else None,
+        dw.to(w_VD.dtype) if head.dw else None,
+        db[0].to(bias_V.dtype) if bias_V is not None and head.db else None,
+    )
 
 
-# ---- public wrapper ----
+# ---- public wrappers ----
 
 
 def linear_cross_entropy(
@@ -49,75 +98,132 @@ def linear_cross_entropy(
     w_VD: Tensor,
     target_T: Tensor,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    fp8: bool = False,
+    bias_V: Tensor | None = None,
+    head: Head | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss (fp32 scalar) and the gradients of x and W for a loss gradient of 1.
+) -> HeadLoss:
+    """Loss (fp32 scalar) and the gradients of x, W and the bias for a loss gradient of 1.
 
-    Raises ConfigError on a reduction other than mean and sum, shapes that do not fit, or sizes FP8 cannot take.
+    Raises ConfigError on shapes that do not fit, or sizes FP8 cannot take.
     """
-    _check(x_TD, w_VD, target_T, reduction, fp8)
-    t, v = x_TD.shape[0], w_VD.shape[0]
-    chunk = min(chunk or max(ALIGNMENT, CHUNK_BYTES // (v * x_TD.element_size())), max(t, 1))
+    head = head or Head()
+    _check(x_TD, w_VD, target_T, bias_V, head.fp8)
+    t = x_TD.shape[0]
+    chunk = min(chunk or _rows_of_a_chunk(x_TD, w_VD), max(t, 1))
     # Chunks of equal size; FP8 contracts over a chunk's tokens in whole lines.
     chunk = -(-t // -(-t // chunk)) if t else 1
-    chunk = -(-chunk // ALIGNMENT) * ALIGNMENT if fp8 else chunk
-    factor = torch.ones((), dtype=torch.float32, device=x_TD.device)
-    if reduction == "mean":
-        factor = factor / (target_T != ignore_index).sum()
-    run = _chunks_fp8 if fp8 else _chunks
-    loss_T, dx_TD, dw_VD = run(x_TD, w_VD, target_T, factor, ignore_index, chunk)
-    return loss_T.sum() * factor, dx_TD, dw_VD
+    chunk = -(-chunk // ALIGNMENT) * ALIGNMENT if head.fp8 else chunk
+    factor = _factor(target_T, head)
+    run = _chunks_fp8 if head.fp8 else _chunks
+    out = run(x_TD, w_VD, bias_V, target_T, factor, head, chunk)
+    return out._replace(loss=out.loss.sum() * factor)
+
+
+def linear_cross_entropy_loss(
+    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, *, bias_V: Tensor | None = None, head: Head | None = None
+) -> Tensor:
+    """The loss alone, for a forward that nobody differentiates: one GEMM a chunk instead of three."""
+    head = head or Head()
+    factor = _factor(target_T, head)
+    total = torch.zeros_like(factor)
+    qw_VD, _, w_scale = quantize_weight(w_VD, write="rows") if head.fp8 else (None, None, factor)
+    for part in _parts(x_TD.shape[0], _rows_of_a_chunk(x_TD, w_VD)):
+        if qw_VD is None:
+            z_CV = x_TD[part] @ w_VD.T
+        else:
+            z_CV = fp8_gemm(*quantize_rows(x_TD[part]), qw_VD, w_scale, out_dtype=x_TD.dtype)
+        total += cross_entropy(z_CV, target_T[part], bias_V=bias_V, options=head.loss("none")).loss.sum()
+    return total * factor
+
+
+def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor) -> int:
+    return max(ALIGNMENT, CHUNK_BYTES // (w_VD.shape[0] * x_TD.element_size()))
+
+
+def _parts(t: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, t)) for start in range(0, t, chunk))
+
+
+def _factor(target_T: Tensor, head: Head) -> Tensor:
+    """What the sum of the losses is multiplied with."""
+    one = torch.ones((), dtype=torch.float32, device=target_T.device)
+    return one / (target_T != head.ignore_index).sum() if head.reduction == "mean" else one
 
 
 def _chunks(
-    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, factor: Tensor, ignore_index: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(gradient="in_place", ignore_index=ignore_index)
+    x_TD: Tensor,
+    w_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    factor: Tensor,
+    head: Head,
+    chunk: int,
+) -> HeadLoss:
     loss_T = torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
-    dx_TD, dw_VD = torch.empty_like(x_TD), torch.zeros_like(w_VD)
-    for start in range(0, x_TD.shape[0], chunk):
-        part = slice(start, start + chunk)
+    dx_TD = torch.empty_like(x_TD) if head.dx else None
+    dw_VD = torch.zeros_like(w_VD) if head.dw else None
+    db_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and head.db else None
+    for part in _parts(x_TD.shape[0], chunk):
         z_CV = x_TD[part] @ w_VD.T
         # Overwrites the logits by their gradient.
-        loss_T[part] = cross_entropy(z_CV, target_T[part], grad_scale=factor, options=options).loss
-        torch.mm(z_CV, w_VD, out=dx_TD[part])
-        dw_VD.addmm_(z_CV.T, x_TD[part])
-    return loss_T, dx_TD, dw_VD
+        options = head.loss("in_place")
+        made = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
+        loss_T[part] = made.loss
+        if dx_TD is not None:
+            torch.mm(z_CV, w_VD, out=dx_TD[part])
+        if dw_VD is not None:
+            dw_VD.addmm_(z_CV.T, x_TD[part])
+        if db_V is not None:
+            db_V += z_CV.sum(0, dtype=torch.float32)
+    return HeadLoss(loss_T, dx_TD, dw_VD, _as_bias(db_V, bias_V))
+
+
+def _as_bias(db_V: Tensor | None, bias_V: Tensor | None) -> Tensor | None:
+    return None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)
 
 
 def _chunks_fp8(
-    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, factor: Tensor, ignore_index: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(gradient="fp8", ignore_index=ignore_index)
+    x_TD: Tensor,
+    w_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    factor: Tensor,
+    head: Head,
+    chunk: int,
+) -> HeadLoss:
     t, v = x_TD.shape[0], w_VD.shape[0]
     qx_TD, x_scale = quantize_rows(x_TD)
     qw_VD, qw_DV, w_scale = quantize_weight(w_VD)
+    assert qw_VD is not None and qw_DV is not None
     loss_T, dx_TD = torch.empty(t, dtype=torch.float32, device=x_TD.device), torch.empty_like(x_TD)
     qg_VT = torch.empty((v, t), dtype=qx_TD.dtype, device=x_TD.device)
-    # |dz| <= 1/count: the scale of a row with that amax holds for all.
-    g_scale = quantize_rows(factor.reshape(1, 1))[1].reshape(())
-    for start in range(0, t, chunk):
-        part = slice(start, min(start + chunk, t))
+    # |du| <= a/count: the scale of a row with that amax holds for all.
+    g_scale = quantize_rows((factor * abs(head.logit_scale)).reshape(1, 1))[1].reshape(())
+    for part in _parts(t, chunk):
         z_CV = fp8_gemm(qx_TD[part], x_scale[part], qw_VD, w_scale, out_dtype=x_TD.dtype)
-        grads = cross_entropy(z_CV, target_T[part], grad_scale=factor, options=options)
+        options = head.loss("fp8")
+        grads = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
         assert grads.q is not None and grads.scale is not None
         loss_T[part] = grads.loss
-        dx_TD[part] = fp8_gemm(grads.q, grads.scale, qw_DV, w_scale, out_dtype=x_TD.dtype)
+        if head.dx:
+            dx_TD[part] = fp8_gemm(grads.q, grads.scale, qw_DV, w_scale, out_dtype=x_TD.dtype)
         transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
-    dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype)
-    return loss_T, dx_TD, dw_VD
+    dw_VD = db_V = None
+    if head.dw:
+        dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype)
+    if head.db and bias_V is not None:
+        ones = torch.ones((ALIGNMENT, t), dtype=x_TD.dtype, device=x_TD.device).to(qg_VT.dtype)
+        db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale))[:, 0].to(bias_V.dtype)
+    return HeadLoss(loss_T, dx_TD if head.dx else None, dw_VD, db_V)
 
 
-def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, reduction: str, fp8: bool) -> None:
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"reduction is {reduction!r}; linear_cross_entropy takes mean or sum")
+def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, fp8: bool) -> None:
     if x_TD.dim() != 2 or w_VD.dim() != 2 or x_TD.shape[1] != w_VD.shape[1]:
         raise ConfigError(f"x_TD {tuple(x_TD.shape)} and w_VD {tuple(w_VD.shape)} must be matrices of equal width")
     if target_T.shape != x_TD.shape[:1]:
         raise ConfigError(f"target_T has shape {tuple(target_T.shape)}; x_TD has {x_TD.shape[0]} rows")
+    if bias_V is not None and bias_V.shape != w_VD.shape[:1]:
+        raise ConfigError(f"bias_V has shape {tuple(bias_V.shape)}; w_VD has {w_VD.shape[0]} rows")
     if fp8 and any(size % ALIGNMENT for size in (*x_TD.shape, w_VD.shape[0])):
         sizes = f"T={x_TD.shape[0]}, D={x_TD.shape[1]}, V={w_VD.shape[0]}"
         raise ConfigError(f"fp8 takes multiples of {ALIGNMENT}, got {sizes}; pad or leave the head in bf16")

@@ -1,36 +1,58 @@
 """Find the head followed by its cross entropy and compute both without ever holding all logits.
 
-The logits may be cast, viewed and flattened on the way to the loss. Where the model also returns them (Hugging Face
-does), the graph returns the head's input instead, and the engine hands out logits that are computed when somebody
-looks at them.
+Between them the logits may be cast, viewed, scaled by a number (Granite, Cohere) and bent by a soft cap, which is
+`cap * tanh(logits / cap)` (Gemma 2). Where the model also returns them (Hugging Face does), the graph returns the
+head's input instead, and the engine hands out logits that are computed, by the same steps, when somebody looks at them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from deepwell.engine import functional
+from deepwell.engine.deferred import Step
 from deepwell.engine.passes.match import (
     CAST_OPS,
     SHAPE_OPS,
     argument,
     erase_unread,
+    is_in_place,
     name_of,
     replace,
     runs_in_kernels,
-    skip,
     value_of,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredOutput:
-    """Output `index` of the graph is a head's input now; its logits are `outputs[index] @ weight.T`."""
+    """Output `index` of the graph is a head's input now; its logits are the linear of that, then `steps`."""
 
     index: int
     weight_input: int  # which of the graph's inputs the weight is
+    bias_input: int | None = None
+    steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """A linear, what is done to its logits on the way to the loss, and what that amounts to."""
+
+    loss: fx.Node
+    path: tuple[fx.Node, ...]  # from the linear to what the loss reads
+    logit_scale: float
+    soft_cap: float  # 0: none
+
+    @property
+    def linear(self) -> fx.Node:
+        return self.path[0]
+
+    @property
+    def operands(self) -> tuple[Any, Any, Any]:
+        return self.linear.args[0], argument(self.linear, 1, "weight"), argument(self.linear, 2, "bias")
 
 
 def rewrite_cross_entropy(
@@ -44,82 +66,163 @@ def rewrite_cross_entropy(
     heads: list[fx.Node] = []
     deferred: list[DeferredOutput] = []
     for loss in list(graph.nodes):
-        if name_of(loss) != "cross_entropy" or not _is_plain(loss):
+        head = _find_head(loss) if name_of(loss) == "cross_entropy" and not _unusual(loss) else None
+        if head is None:
             continue
-        logits = skip(loss.args[0], CAST_OPS | SHAPE_OPS)
-        if not _is_head(logits, loss):
-            continue
-        x, weight = logits.args[0], argument(logits, 1, "weight")
+        _, weight, bias = head.operands
         if weight.name in other_weights:
             continue
-        is_returned = any(node is not loss for node in _readers(logits, loss))
-        if is_returned and (weight.op != "placeholder" or not _only_returned_itself(logits, loss)):
+        returned = _returned(head)
+        if returned is None or (returned and not all(p is None or p.op == "placeholder" for p in (weight, bias))):
             continue
-        _fuse(graph, loss, x, weight, weight.name in fp8_weights)
-        if is_returned:
-            deferred += _return_head_input(graph, logits, x, weight)
+        for node in returned:
+            deferred += _return_head_input(graph, head, node)
+        _fuse(graph, head, weight.name in fp8_weights)
         heads.append(weight)
     erase_unread(graph)
     return heads, deferred
 
 
-def _is_head(logits: fx.Node, loss: fx.Node) -> bool:
-    """A linear without bias whose result reaches the loss as rows of a matrix."""
-    if name_of(logits) != "linear" or argument(logits, 2, "bias") is not None:
-        return False
+def unfused_losses(graph: fx.Graph) -> list[str]:
+    """Why the losses of heads that stay as they are do so, in words for the report."""
+    losses = [node for node in graph.nodes if name_of(node) == "cross_entropy" and _find_head(node) is not None]
+    return [reason for loss in losses if (reason := _unusual(loss))]
+
+
+def _unusual(loss: fx.Node) -> str:
+    """Why a cross entropy is computed as it stands: "" where it is the plain mean or sum over class indices."""
+    target = argument(loss, 1, "target")
+    value = value_of(target) if isinstance(target, fx.Node) else None
+    if argument(loss, 2, "weight") is not None:
+        return "class weights"
+    if argument(loss, 7, "label_smoothing", 0.0):
+        return "label smoothing"
+    reduction = argument(loss, 6, "reduction", "mean")
+    if reduction not in ("mean", "sum"):
+        return f"reduction {reduction!r}"
+    if value is None or value.dtype is not torch.int64 or value.dim() != 1:
+        return "targets that are no vector of class indices"
+    return ""
+
+
+def _find_head(loss: fx.Node) -> _Head | None:
+    """The linear whose logits reach the loss as rows of a matrix, and what is done to them on the way."""
+    path: list[fx.Node] = []
+    node = loss.args[0]
+    while isinstance(node, fx.Node):
+        path.append(node)
+        if name_of(node) == "linear":
+            break
+        step = _step(node)
+        node = _operand(node) if step is not None or name_of(node) in SHAPE_OPS else None
+    if node is None or not path:
+        return None
+    path.reverse()
+    amount = _amount([step for node in path[1:] if (step := _step(node)) is not None])
+    operands = (path[0].args[0], argument(path[0], 1, "weight"))
     flat = value_of(loss.args[0])
-    is_matrix = flat is not None and flat.dim() == 2 and flat.shape[-1] == value_of(logits).shape[-1]
-    return is_matrix and runs_in_kernels(logits.args[0], argument(logits, 1, "weight"))
+    is_matrix = flat is not None and flat.dim() == 2 and flat.shape[-1] == value_of(path[0]).shape[-1]
+    bias = argument(path[0], 2, "bias")
+    if amount is None or not is_matrix or not runs_in_kernels(*operands, *([] if bias is None else [bias])):
+        return None
+    return _Head(loss=loss, path=tuple(path), logit_scale=amount[0], soft_cap=amount[1])
 
 
-def _fuse(graph: fx.Graph, loss: fx.Node, x: fx.Node, weight: fx.Node, is_fp8: bool) -> None:
+def _operand(node: fx.Node) -> Any:
+    """The tensor that a step works on: the first one of `0.5 * logits`, too."""
+    return next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
+
+
+def _step(node: fx.Node) -> Step | None:
+    """What a node does to the logits, as something that can be done again; None where it is no such step."""
+    name = name_of(node)
+    if is_in_place(node):
+        return None
+    if name in CAST_OPS and value_of(node) is not None:
+        return "to", value_of(node).dtype
+    if name == "contiguous":
+        return "contiguous", None
+    if name == "tanh":
+        return "tanh", None
+    numbers = [arg for arg in node.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+    if name in ("mul", "div") and len(node.args) == 2 and len(numbers) == 1 and not node.kwargs:
+        if name == "div" and node.args[1] is not numbers[0]:
+            return None
+        return name, float(numbers[0])
+    return None
+
+
+def _amount(steps: list[Step]) -> tuple[float, float] | None:
+    """(scale, cap) of steps that amount to `cap * tanh(scale * u / cap)`, or to `scale * u` with a cap of 0."""
+    factors, bends = [1.0, 1.0], 0
+    for name, value in steps:
+        if name == "tanh":
+            bends += 1
+        elif name == "mul" and bends < 2:
+            factors[bends] *= value
+        elif name == "div" and bends < 2 and value:
+            factors[bends] /= value
+        elif name not in ("to", "contiguous"):
+            return None
+    scale = factors[0] * factors[1]
+    if bends > 1 or scale == 0 or not abs(scale) < float("inf"):
+        return None
+    # tanh is odd: a negative cap is a negative scale.
+    return (scale, abs(factors[1])) if bends else (scale, 0.0)
+
+
+def _returned(head: _Head) -> list[fx.Node] | None:
+    """The nodes of the path that the graph returns; None where something but the loss and the output reads one."""
+    found = []
+    for node, after in zip(head.path, (*head.path[1:], head.loss), strict=True):
+        others = {reader for user in node.users if user is not after for reader in _readers(user)}
+        others.discard(head.loss)
+        if any(reader.op != "output" for reader in others):
+            return None
+        if not others:
+            continue
+        is_shaped = any(name_of(n) in SHAPE_OPS - {"contiguous"} for n in head.path[1 : head.path.index(node) + 1])
+        if is_shaped or not all(user.op == "output" for user in node.users if user is not after and _readers(user)):
+            return None  # a view of the logits is returned: it would have to be viewed again
+        found.append(node)
+    return found
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Who reads a node in the end, through casts and views."""
+    if name_of(node) not in CAST_OPS | SHAPE_OPS:
+        return {node}
+    return {reader for user in node.users for reader in _readers(user)}
+
+
+def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool) -> None:
+    loss, (x, weight, bias) = head.loss, head.operands
     ignore, reduction = argument(loss, 4, "ignore_index", -100), argument(loss, 6, "reduction", "mean")
+    how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap)
     with graph.inserting_before(loss):
-        new = graph.call_function(
-            functional.linear_cross_entropy, (x, weight, argument(loss, 1, "target"), ignore, reduction, is_fp8)
-        )
+        new = graph.call_function(functional.linear_cross_entropy, (x, weight, bias, argument(loss, 1, "target"), *how))
         if value_of(loss).dtype is not torch.float32:  # a loss of bf16 logits is bf16
             new = graph.call_method("to", (new, value_of(loss).dtype))
     replace(loss, new)
 
 
-def _is_plain(loss: fx.Node) -> bool:
-    """Neither class weights nor label smoothing, and class indices as targets."""
-    target = argument(loss, 1, "target")
-    value = value_of(target) if isinstance(target, fx.Node) else None
-    return (
-        argument(loss, 2, "weight") is None
-        and not argument(loss, 7, "label_smoothing", 0.0)
-        and argument(loss, 6, "reduction", "mean") in ("mean", "sum")
-        and value is not None
-        and value.dtype is torch.int64
-        and value.dim() == 1
-    )
-
-
-def _readers(logits: fx.Node, loss: fx.Node) -> list[fx.Node]:
-    """Nodes that read the logits, or a view of them."""
-    readers = []
-    for user in logits.users:
-        readers += _readers(user, loss) if name_of(user) in CAST_OPS | SHAPE_OPS else [user]
-    return readers
-
-
-def _only_returned_itself(logits: fx.Node, loss: fx.Node) -> bool:
-    """Whether all that reads the logits besides the loss is the graph's output, and it reads them as they are."""
-    views = [user for user in logits.users if user is not loss and user.op != "output"]
-    return all(
-        name_of(view) in CAST_OPS | SHAPE_OPS and all(reader is loss for reader in _readers(view, loss))
-        for view in views
-    )
-
-
-def _return_head_input(graph: fx.Graph, logits: fx.Node, x: fx.Node, weight: fx.Node) -> list[DeferredOutput]:
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+def _return_head_input(graph: fx.Graph, head: _Head, node: fx.Node) -> Iterator[DeferredOutput]:
+    """Return the head's input in the place of a node of the path."""
+    x, weight, bias = head.operands
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    steps = [_step(n) for n in head.path[1 : head.path.index(node) + 1]]
     values = list(output.args[0])
-    found = [i for i, value in enumerate(values) if value is logits]
+    found = [i for i, value in enumerate(values) if value is node]
     for index in found:
         values[index] = x
     output.args = (tuple(values),)
-    return [DeferredOutput(index=index, weight_input=inputs.index(weight)) for index in found]
+    return (
+        DeferredOutput(
+            index=index,
+            weight_input=inputs.index(weight),
+            bias_input=None if bias is None else inputs.index(bias),
+            steps=tuple(step for step in steps if step is not None),
+        )
+        for index in found
+    )

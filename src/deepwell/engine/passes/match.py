@@ -18,6 +18,9 @@ _FUNCTIONS: dict[Any, str] = {
     operator.mul: "mul",
     operator.imul: "mul",
     torch.mul: "mul",
+    operator.truediv: "div",
+    torch.div: "div",
+    torch.tanh: "tanh",
     operator.matmul: "matmul",
     torch.matmul: "matmul",
     operator.getitem: "getitem",
@@ -47,8 +50,9 @@ _FUNCTIONS: dict[Any, str] = {
     torch.t: "t",
 }
 _METHODS = {
-    "add", "mul", "pow", "mean", "rsqrt", "square", "to", "float", "type", "bfloat16", "half", "view", "reshape",
-    "flatten", "contiguous", "transpose", "expand", "unsqueeze", "repeat_interleave", "matmul", "addmm", "chunk", "t",
+    "add", "mul", "div", "tanh", "pow", "mean", "rsqrt", "square", "to", "float", "type", "bfloat16", "half", "view",
+    "reshape", "flatten", "contiguous", "transpose", "expand", "unsqueeze", "repeat_interleave", "matmul", "addmm",
+    "chunk", "t",
 }  # fmt: skip
 _METHOD_NAMES = {"add_": "add", "mul_": "mul", "type_as": "to"}
 
