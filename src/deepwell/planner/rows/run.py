@@ -281,7 +281,7 @@ def _layout(record: Record, stack: str, sizes: dict[str, int], ir: IR, assumptio
         again = _habitual_recompute(record, stack)
         assumptions.append(f"recompute {again}: not published")
     ep = record.count("ep") or 1
-    graphs = software.cuda_graphs(record)
+    graphs = software.cuda_graphs(record, stack)
     offloaded = re.search(r"activation CPU offload (\d+) layers", record.notes)
     return Layout(
         dp=dp,
@@ -308,8 +308,11 @@ def _layout(record: Record, stack: str, sizes: dict[str, int], ir: IR, assumptio
 def _habitual_recompute(record: Record, stack: str) -> Recompute:
     """What a stack does where the source is silent: published benchmarks recompute nothing unless memory asks for it.
 
-    JAX stacks rematerialize by default.
+    JAX stacks rematerialize by default, Megatron-Bridge has its habits.
     """
+    modules = software.habit(record, stack).recompute
+    if modules:
+        return Recompute(kind="selective", modules=modules)
     if stack in ("maxtext", "paxml"):
         return Recompute(kind="selective", modules=("core_attn", "layernorm", "mlp_act"))
     return Recompute()

@@ -7,6 +7,7 @@ phrase that several sources use; none names a row. What a source leaves open is 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from deepwell.planner.layout import Overlap, Recompute
 from deepwell.planner.rows.record import Record
@@ -46,6 +47,7 @@ MEGATRON_FAMILY = frozenset({"megatron", "megatron-bridge", "nemo", "mlperf", "m
 _SEQUENCE_PARALLEL = frozenset(
     {"megatron", "megatron-bridge", "nemo", "mlperf", "torchtitan", "nanotron", "megascale", "deepseek"}
 )
+_MODULES = ("core_attn", "layernorm", "moe_act", "moe", "mlp", "mla_up_proj")
 _FULL_PRECISION_SHARDS = frozenset({"llm-foundry", "torchtitan", "fms-fsdp", "maxtext", "paxml"})
 
 
@@ -100,8 +102,66 @@ def norm_kernel(record: Record, stack: str) -> str:
     return "fused"
 
 
-def cuda_graphs(record: Record) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habit:
+    """What Megatron-Bridge's performance configs of a release set for a MoE model, where a row does not say it."""
+
+    graphs: str = "off"
+    dispatcher: str = "alltoall"
+    ep_overlap: bool | None = None
+    recompute: tuple[str, ...] = ()
+
+
+def release(record: Record) -> tuple[int, int] | None:
+    """(year, month) of "NeMo 26.04.01" or "2026-08-14": (26, 4), (26, 8)."""
+    found = re.search(r"NeMo (\d\d)\.(\d\d)|\b20(\d\d)-(\d\d)", record.text("version"))
+    if found is None:
+        return None
+    return (int(found[1]), int(found[2])) if found[1] else (int(found[3]), int(found[4]))
+
+
+def habit(record: Record, stack: str) -> Habit:
+    """Megatron-Bridge's usual switches of that release and GPU; none for other stacks, dense models and untuned runs.
+
+    From scripts/performance/configs at v0.2.0 to v0.5.1 and perf_recipes at v0.6.0: HybridEP since 26.02, graphs of
+    attention, router and preprocessing on Blackwell since then, whole-iteration graphs with overlapped all-to-all for
+    MXFP8 since 26.06, never for hybrids. DeepSeek-V3 recomputes its up-projections, on an H100 its MLPs too.
+    """
+    model, when = record.text("model").lower(), release(record)
+    is_hybrid = model.startswith("nemotron-3")
+    is_known = stack == "megatron-bridge" and when is not None and (record.count("experts") or is_hybrid)
+    if not is_known or when is None or "not perf-tuned" in record.notes:
+        return Habit()
+    gpu = record.text("gpu")
+    again: tuple[str, ...] = ()
+    if model.startswith(("deepseek-v3", "kimi")):
+        again = ("mla_up_proj", "mlp") if gpu == "H100" else ("mla_up_proj",)
+    if when < (26, 2):
+        return Habit(recompute=again)
+    graphs = "off" if gpu in ("H100", "B200") else "attn+moe_router+moe_preprocess"
+    if is_hybrid:
+        graphs = "attn+mamba+moe_router+moe_preprocess" if gpu != "H100" else "mamba"
+    is_full = when >= (26, 6) and gpu in ("GB200", "GB300", "B300") and "mx" in record.text("precision").lower()
+    if is_full and not is_hybrid:
+        rest = again if gpu != "GB300" else ()
+        return Habit(graphs="full", dispatcher="hybridep", ep_overlap=True, recompute=rest)
+    return Habit(graphs=graphs, dispatcher="hybridep", recompute=again)
+
+
+def is_matched(record: Record) -> bool:
+    """Whether the row was matched to a published configuration, so that what it does not name is off."""
+    return bool(re.search(r"\bcfg \w+@", record.notes)) and "nearest" not in record.notes
+
+
+def cuda_graphs(record: Record, stack: str) -> str:
     """off, full (the whole iteration), or the captured parts joined by +."""
+    said = _named_graphs(record)
+    if said == "off" and not is_matched(record) and not re.search(r"eager execution|mem\w*-boundary", record.notes):
+        return habit(record, stack).graphs
+    return said
+
+
+def _named_graphs(record: Record) -> str:
     notes = record.notes
     if re.search(r"full[_ -]iteration|full CG", notes):
         return "full"
@@ -113,6 +173,9 @@ def cuda_graphs(record: Record) -> str:
         return captured[1]
     if re.search(r"router/preprocess CG", notes):
         return "moe_router+moe_preprocess"
+    scopes = re.search(r"Transformer Engine CUDA graph scopes ([\w, ]+)", notes)
+    if scopes:
+        return "+".join(word for word in re.findall(r"\w+", scopes[1]) if word != "and")
     if re.search(r"partial CG|[Tt]ransformer E\w* CUDA graph", notes):
         return "attn+moe_router+moe_preprocess"
     if re.search(r"layer CUDA graphs|CUDA graphs|_cg\b|_cg_", notes):
@@ -126,7 +189,7 @@ def dispatcher(record: Record, stack: str) -> str:
     for word, name in (("hybridep", "hybridep"), ("deepep", "deepep"), ("alltoall", "alltoall")):
         if word in notes:
             return name
-    return "alltoall"
+    return "alltoall" if is_matched(record) else habit(record, stack).dispatcher
 
 
 def overlap(record: Record, stack: str) -> Overlap:
@@ -137,8 +200,10 @@ def overlap(record: Record, stack: str) -> Overlap:
         ep = False
     elif re.search(r"EP a2a overlap|EP overlap|expert-parallel com\w* overlap", notes):
         ep = True
-    elif re.search(r"\bcfg \w+@", notes) and "nearest" not in notes:
+    elif is_matched(record):
         ep = False  # the matched configuration sets none
+    else:
+        ep = habit(record, stack).ep_overlap
     tp = True if re.search(r"tp-comm-overlap|TP comm overlap|[Aa]sync ?TP", notes) else None
     if stack == "megatron-bridge" and "nvfp4" in record.text("precision").lower():
         tp = False  # scripts/performance/configs/llama at v0.2.0 to v0.5.0 turn it off for NVFP4
@@ -151,6 +216,14 @@ def recompute(record: Record, layers_per_stage: int) -> tuple[Recompute, bool]:
     half = Recompute(kind="block", layers=max(1, layers_per_stage // 2))
     text = record.text("recompute").strip()
     low = text.lower()
+    if not low and "selective layernorm and MoE activation recompute" in record.notes:
+        return Recompute(kind="selective", modules=("layernorm", "moe_act")), True
+    listed = re.search(r"selective recompute of ([\w, ]+)", record.notes)
+    if not low and listed:
+        # Cards are cut off at a length, in the middle of a word: its beginning names the module still.
+        words = [next((m for m in _MODULES if m.startswith(word)), "") for word in re.findall(r"\w+", listed[1])]
+        words = [word for word in dict.fromkeys(words) if word]
+        return Recompute(kind="selective", modules=tuple(words)), True
     if not low:
         return Recompute(), False
     if low.startswith("none"):
@@ -162,9 +235,9 @@ def recompute(record: Record, layers_per_stage: int) -> tuple[Recompute, bool]:
         return Recompute(kind="selective", modules=("core_attn", "layernorm", "mlp_act")), True
     if "mla" in low and "rmsnorm" in low:
         return Recompute(kind="selective", modules=("layernorm", "mla_up_proj")), True
-    listed = re.findall(r"[a-z_]+", low.partition(":")[2])
-    if listed:
-        return Recompute(kind="selective", modules=tuple(listed)), True
+    modules = re.findall(r"[a-z_]+", low.partition(":")[2])
+    if modules:
+        return Recompute(kind="selective", modules=tuple(modules)), True
     if "layer" in low:
         # torchtitan's "selective layer" checkpoints every second layer.
         return half, True
@@ -196,8 +269,6 @@ def optimizer(record: Record, stack: str) -> str:
     """The optimizer's state: Megatron keeps bf16 weights and an fp32 master copy, FSDP code keeps fp32 shards."""
     if "muon" in record.notes.lower():
         return "muon"
-    if stack == "megatron-bridge" and re.match(r"deepseek-v3|moonlight", record.text("model").lower()):
-        return "adamw_bf16_moments"  # recipes/deepseek and recipes/moonlight at v0.5.0
     return "adamw_fp32" if stack in _FULL_PRECISION_SHARDS else "adamw"
 
 
@@ -221,14 +292,14 @@ def switches(record: Record, stack: str) -> dict[str, str]:
     found = {
         "attention": attention_kernel(record, stack),
         "norms": norm_kernel(record, stack),
-        "cuda_graphs": cuda_graphs(record),
+        "cuda_graphs": cuda_graphs(record, stack),
         "fp8_scaling": fp8_scaling(record),
     }
     if stack == "megatron" and is_before_flash(record):
         found["dropout"] = "on"  # Megatron's GPT default of that time, 0.1; its masks are kept and its passes cost
     if stack == "torchtitan" and "2024" in record.text("source") + record.text("version"):
         found["loss"] = "unfused"  # the loss was compiled from 2025 on
-    if record.count("experts") or "moe" in notes.lower():
+    if record.count("experts") or "moe" in notes.lower() or record.text("model").lower().startswith("nemotron-3"):
         found["dispatcher"] = dispatcher(record, stack)
         found["permute_fusion"] = "off" if "moe_permute_fusion disabled" in notes else "on"
     rules = (
@@ -247,11 +318,9 @@ def switches(record: Record, stack: str) -> dict[str, str]:
         ("stash", "paged", r"paged stash"),
         ("tuned", "off", r"not perf-tuned"),
         ("known_regression", "on", r"known cuDNN performance regression"),
-        ("grads", "fp32", r"fp32 grad accumulation|not perf-tuned"),
+        ("grad_dtype", "fp32", r"fp32 grad accumulation|not perf-tuned"),
         ("attention_variant", "sliding_window", r"sliding-window attention, LAMB"),
     )
-    if stack in ("megatron-bridge", "nemo", "mlperf"):
-        found["grads"] = "bf16"  # Megatron-Bridge's performance configs set grad_reduce_in_fp32 to False
     if stack == "megatron-bridge" and found["cuda_graphs"] == "full" and "dispatcher" in found:
         found["fused_grouped_mlp"] = "on"  # those of full-iteration graphs fuse the experts' GEMMs (v0.5.0)
     texts = f"{notes} | {record.text('precision')} | {record.text('version')}"
