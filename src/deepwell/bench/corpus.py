@@ -86,8 +86,11 @@ def read_text(roots: Sequence[Path], limit_bytes: float) -> Text:
     for suffixes in SUFFIXES:
         if size >= limit_bytes:
             break
-        new = [digest for digest, data in _contents(roots, suffixes) if found.setdefault(digest, data) is data]
-        for digest in sorted(new):
+        earlier = set(found)
+        for digest, data in _contents(roots, suffixes):
+            # Of copies that differ in spacing the smallest, wherever they lie.
+            found[digest] = min(found.get(digest, data), data) if digest not in earlier else found[digest]
+        for digest in sorted(found.keys() - earlier):
             if size < limit_bytes:
                 kept.append(digest)
                 size += len(found[digest])

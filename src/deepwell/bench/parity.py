@@ -162,8 +162,10 @@ class Plan:
 
     def runs(self) -> list[tuple[Variant, int]]:
         """Pair by pair, so that a sitting that ends early leaves whole pairs."""
-        names = dict.fromkeys([BASELINE, *(arm.name for arm in self.arms)])
-        return [(Variant.parse(name), seed) for seed in self.seeds for name in names]
+        arms = {arm.name: arm for arm in (Variant.parse(BASELINE), *self.arms)}
+        if len(arms) < len({BASELINE, *self.arms}):
+            raise ConfigError(f"--arms: two arms have one name: {', '.join(arm.name for arm in self.arms)}")
+        return [(arm, seed) for seed in self.seeds for arm in arms.values()]
 
 
 def run_plan(
@@ -174,8 +176,7 @@ def run_plan(
     results.corpora[corpus.fingerprint] = corpus.to_dict()
     wanted = plan.runs()
     for number, (variant, seed) in enumerate(wanted):
-        probe = Record(arm=variant.name, seed=seed, setup=plan.setup, data=corpus.fingerprint)
-        earlier = results.find(probe.key)
+        earlier = results.find(Record.of(variant, seed, plan.setup, corpus).key)
         if earlier is not None and earlier.is_done:
             say(f"{variant.name} seed {seed}: done earlier, held-out {_held(earlier)}")
             continue

@@ -28,6 +28,7 @@ from deepwell.bench.llama import Llama, LlamaConfig
 from deepwell.bench.progress import bar
 from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError
+from deepwell.graph.capture import capture
 from deepwell.train.optim import AdamWDW
 
 MODELS = {
@@ -82,6 +83,7 @@ class Record:
     seed: int
     setup: Setup
     data: str  # the corpus's fingerprint
+    policy: dict[str, Any] = field(default_factory=dict)
     steps_done: int = 0
     seconds: float = 0.0
     runs_as: dict[str, int] = field(default_factory=dict)
@@ -93,7 +95,13 @@ class Record:
     @property
     def key(self) -> str:
         """Equal for runs that are the same run."""
-        return json.dumps([self.arm, self.seed, asdict(self.setup), self.data], sort_keys=True)
+        return json.dumps([self.arm, self.policy, self.seed, asdict(self.setup), self.data], sort_keys=True)
+
+    @classmethod
+    def of(cls, variant: Variant, seed: int, setup: Setup, corpus: Corpus) -> Record:
+        """The record of a run that has not begun."""
+        policy = variant.policy().to_dict()
+        return cls(arm=variant.name, seed=seed, setup=setup, data=corpus.fingerprint, policy=policy)
 
     @property
     def is_done(self) -> bool:
@@ -132,16 +140,16 @@ class Run:
         self, variant: Variant, seed: int, setup: Setup, corpus: Corpus, device: str, *, cuda_graphs: bool = False
     ) -> None:
         self.variant, self.setup, self.device = variant, setup, torch.device(device)
-        self.record = Record(arm=variant.name, seed=seed, setup=setup, data=corpus.fingerprint)
+        self.record = Record.of(variant, seed, setup, corpus)
         self.tokens, self.held = (_load_tokens(path, self.device) for path in (corpus.train, corpus.held))
         self.starts = _order(len(self.tokens), setup, seed).to(self.device)
         self.model = _build(setup, corpus.vocab, seed, self.device)
-        example = self._batch(0)
-        self.engine = variant.engine(self.model, example)
+        ir = capture(self.model, self._batch(0))
+        self.engine = variant.engine_of(ir)
         self.engine.options.cuda_graphs = ("cg" in variant.words or cuda_graphs) and "emulated" not in variant.words
         # Evaluation has graphs of its own: it must not disturb what is recorded for training.
-        self.eval_own = variant.without("cg").engine(self.model, example)
-        self.eval_bf16 = Variant.parse(BASELINE).engine(self.model, example)
+        self.eval_own = variant.without("cg").engine_of(ir)
+        self.eval_bf16 = Variant.parse(BASELINE).engine_of(ir)
         self.eval_own.options.cuda_graphs = self.eval_bf16.options.cuda_graphs = False
         self.rates = setup.learning_rates().to(self.device, torch.float32)
         self.lr = self.rates[0].clone()

@@ -21,6 +21,7 @@ from deepwell.engine.compile import device_of, use_inductor
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.capture import capture
+from deepwell.graph.ir import IR
 from deepwell.precision.policy import PrecisionPolicy
 from deepwell.precision.recipes import RECIPES
 
@@ -53,6 +54,8 @@ class Variant:
             if not Path(head).is_file():
                 raise ConfigError(f"variant {name!r}: there is no policy file {head}")
             words, base = [word for word in tail.split("_") if word], head
+            # Without the folder: results name no path of one machine.
+            name = Path(head).stem + (f":{tail}" if tail else "")
         else:
             base, *words = name.split("_")
             if base not in RECIPES or colon:
@@ -90,10 +93,13 @@ class Variant:
 
     def engine(self, model: nn.Module, example_inputs: Any) -> Engine:
         """The model's engine. Raises UnsupportedError where the scaling that the name says is not what would run."""
-        ir = capture(model, example_inputs)
+        return self.engine_of(capture(model, example_inputs))
+
+    def engine_of(self, ir: IR) -> Engine:
+        """The engine of a captured model; see `engine`."""
         policy = self.policy()
         if "emulated" in self.words:
-            engine = _emulated(ir, policy, model)
+            engine = _emulated(ir, policy)
         else:
             engine = compile_engine(ir, precision_policy=policy)
         if self.scaling:
@@ -114,9 +120,10 @@ def parse_variants(names: str | Sequence[str]) -> tuple[Variant, ...]:
     return tuple(Variant.parse(name) for name in items if name)
 
 
-def _emulated(ir: Any, policy: PrecisionPolicy, model: nn.Module) -> Engine:
+def _emulated(ir: IR, policy: PrecisionPolicy) -> Engine:
     """An engine whose low-precision GEMMs round operands exactly, also where the device has its own."""
     policy.freeze()
+    model = ir.require_module()
     resolution = policy.resolve(ir)
     bound = bind(ir, resolution, Device(kind="emulation"))
     options = BackendOptions(
