@@ -97,7 +97,7 @@ def norm_kernel(record: Record, stack: str) -> str:
     notes = record.notes.lower()
     if "kernel=" in notes:
         return "fused" if "rms kernel" in notes else "unfused"
-    if stack in ("llm-foundry", "internevo") or (stack not in MEGATRON_FAMILY and "eager" in notes):
+    if stack not in MEGATRON_FAMILY and "eager" in notes:
         return "unfused"
     return "fused"
 
