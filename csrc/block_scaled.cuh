@@ -14,17 +14,26 @@
 
 namespace dw {
 
-template <class Operand, int Alignment, class MmaTile, class ClusterShape, class MainloopSchedule, class EpilogueSchedule>
+// kVector: elements that share a scale.
+template <class Operand, int kVector, int Alignment, class MmaTile, class ClusterShape, class MainloopSchedule, class EpilogueSchedule>
 struct BlockScaled {
   using Element = typename Operand::DataType;
   using ElementScale = typename Operand::ScaleFactorType;
   using ElementD = cutlass::bfloat16_t;
   static constexpr int kAlignmentD = 8;
+  // CUTLASS' own choice for 256 columns, 128 of them at once, takes 255 registers and spills with a bias and an
+  // activation; 64 columns do not.
+  using EpilogueTile = cute::Shape<cute::_128, cute::_64>;
+  // Two accumulators of 256 columns overlap in tensor memory by the width of an epilogue tile; the scales must fit into
+  // what that leaves of 512. Too many are no compile error, so say it here. A tile of 128 x 4 scales takes 4 columns.
+  static constexpr int kScaleColumns =
+      (1 + cute::size<1>(MmaTile{}) / 128) * cute::size<2>(MmaTile{}) / kVector / 4 * 4;
+  static_assert(cute::size<1>(MmaTile{}) < 256 || kScaleColumns <= cute::size<1>(EpilogueTile{}), "tensor memory");
   using Fusion = cutlass::epilogue::fusion::LinCombPerColBiasEltAct<Activation, ElementD, float, ElementD, void, float>;
 
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, MmaTile, ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float,
+      EpilogueTile, float, float,
       void, cutlass::layout::RowMajor, kAlignmentD,
       ElementD, cutlass::layout::RowMajor, kAlignmentD,
       EpilogueSchedule, Fusion>::CollectiveOp;

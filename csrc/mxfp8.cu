@@ -7,12 +7,12 @@ namespace {
 using Operand = cutlass::mx_float8_t<cutlass::float_e4m3_t>;
 
 // Two multiprocessors share a tile: half the traffic of B, for large products.
-struct Pair : dw::BlockScaled<Operand, 16, cute::Shape<dw::_256, dw::_256, dw::_128>, cute::Shape<dw::_2, dw::_1, dw::_1>,
+struct Pair : dw::BlockScaled<Operand, 32, 16, cute::Shape<dw::_256, dw::_256, dw::_128>, cute::Shape<dw::_2, dw::_1, dw::_1>,
                               cutlass::gemm::KernelTmaWarpSpecialized2SmMxf8f6f4Sm100, dw::Epilogue2Sm> {
   static constexpr const char* name = "256x256x128_2x1_2sm";
 };
 
-struct One : dw::BlockScaled<Operand, 16, cute::Shape<dw::_128, dw::_128, dw::_128>, cute::Shape<dw::_1, dw::_1, dw::_1>,
+struct One : dw::BlockScaled<Operand, 32, 16, cute::Shape<dw::_128, dw::_128, dw::_128>, cute::Shape<dw::_1, dw::_1, dw::_1>,
                              cutlass::gemm::KernelTmaWarpSpecialized1SmMxf8f6f4Sm100, dw::Epilogue1Sm> {
   static constexpr const char* name = "128x128x128_1x1_1sm";
 };

@@ -6,12 +6,12 @@ namespace {
 
 using Operand = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
 
-struct Pair : dw::BlockScaled<Operand, 32, cute::Shape<dw::_256, dw::_256, dw::_256>, cute::Shape<dw::_2, dw::_1, dw::_1>,
+struct Pair : dw::BlockScaled<Operand, 16, 32, cute::Shape<dw::_256, dw::_256, dw::_256>, cute::Shape<dw::_2, dw::_1, dw::_1>,
                               cutlass::gemm::KernelTmaWarpSpecialized2SmNvf4Sm100, dw::Epilogue2Sm> {
   static constexpr const char* name = "256x256x256_2x1_2sm";
 };
 
-struct One : dw::BlockScaled<Operand, 32, cute::Shape<dw::_128, dw::_128, dw::_256>, cute::Shape<dw::_1, dw::_1, dw::_1>,
+struct One : dw::BlockScaled<Operand, 16, 32, cute::Shape<dw::_128, dw::_128, dw::_256>, cute::Shape<dw::_1, dw::_1, dw::_1>,
                              cutlass::gemm::KernelTmaWarpSpecialized1SmNvf4Sm100, dw::Epilogue1Sm> {
   static constexpr const char* name = "128x128x256_1x1_1sm";
 };
