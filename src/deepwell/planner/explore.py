@@ -1,0 +1,326 @@
+"""The search: from families of degrees to the best layouts, by bounds first and by simulation last. Pure.
+
+    1. every family that the rules allow gets a bound: its time without recomputation and without waiting
+    2. families are opened in the order of their bounds until no bound is near what was found; inside one, batches,
+       schedules, sharding and recomputation are tried from the fastest on until one fits
+    3. the best are simulated event by event and refined: layers per stage, layers to recompute
+    4. a family that was opened and never fits is a miss, with the gigabytes of its leanest form
+
+Deterministic: no clocks, no randomness, ties are broken by what the layout says of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from deepwell.planner.actions import V_SHAPED
+from deepwell.planner.estimate import estimate
+from deepwell.planner.estimate_values import Estimate
+from deepwell.planner.layout import Layout, Recompute
+from deepwell.planner.schedule import bubble_floor
+from deepwell.planner.space import (
+    Family,
+    Pipeline,
+    Refusal,
+    Space,
+    families,
+    layout_of,
+    micro_batches,
+    pipelines,
+    recomputes,
+    shardings,
+)
+
+NEAR = 1.06  # what may be this much slower than the best is still looked at: the runners-up come from there
+SIMULATED = 16  # layouts that are simulated
+REFINED = 3  # of these, how many are refined
+
+WORDS = {
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert dispatch and combine",
+    "dp": "exposed gradient reduction and weight gathering",
+    "pointwise": "memory-bound passes",
+    "host": "host time",
+    "bubble": "pipeline bubbles",
+    "pp": "pipeline messages",
+    "recompute": "recomputation",
+}
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A layout with its estimate. `over_gib` is how much the fullest rank exceeds the limit, below 0 where it fits."""
+
+    family: Family
+    layout: Layout
+    estimate: Estimate
+    over_gib: float
+
+    @property
+    def fits(self) -> bool:
+        return self.over_gib <= 0
+
+    @property
+    def key(self) -> tuple[float, float, str]:
+        """Fastest first, then the leaner, then by name."""
+        return (self.estimate.step_s, self.estimate.peak_gib, self.layout.to_json())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The least time that a family can take, and the layout that it was read from."""
+
+    family: Family
+    seconds: float
+    scored: Scored
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a search found, best first."""
+
+    ranked: list[Scored] = field(default_factory=list)  # simulated, the best of each family
+    misses: list[Scored] = field(default_factory=list)  # the leanest of each family that does not fit, nearest first
+    refused: list[Refusal] = field(default_factory=list)
+    slower: list[Bound] = field(default_factory=list)  # families that were not opened: even their bound is slower
+    num_families: int = 0
+    num_layouts: int = 0
+
+
+class Explorer:
+    """Prices layouts of one space and remembers what it priced."""
+
+    def __init__(self, space: Space, progress: Progress | None = None) -> None:
+        self.space = space
+        self.progress = progress or (lambda phase, done, total: None)
+        self.best = float("inf")  # seconds of the fastest that fits so far
+        self._priced: dict[tuple[Layout, bool], Estimate] = {}
+
+    def price(self, family: Family, layout: Layout, *, simulate: bool = False) -> Scored:
+        key = (layout, simulate)
+        if key not in self._priced:
+            space = self.space
+            self._priced[key] = estimate(space.workload, space.hw, layout, space.stack, simulate=simulate)
+        found = self._priced[key]
+        limit = self.space.limit_gib
+        over = found.peak_gib - limit if limit is not None else -float("inf")
+        return Scored(family=family, layout=layout, estimate=found, over_gib=over)
+
+    @property
+    def num_priced(self) -> int:
+        return len(self._priced)
+
+    # ---- bounds ----
+
+    def run(self) -> Found:
+        found = Found()
+        todo, found.refused = families(self.space)
+        found.num_families = len(todo)
+        opened = self._open(self._bounds(todo), found)
+        found.ranked = self._simulate(opened)
+        found.misses.sort(key=lambda s: (s.over_gib, s.key))
+        found.num_layouts = self.num_priced
+        return found
+
+    def any_fits(self) -> bool:
+        """Whether some family fits in its leanest form; the widest shards are tried first."""
+        todo, _ = families(self.space)
+        todo.sort(key=lambda f: (-f.tp * f.pp * f.ep, f))
+        return any(
+            micro_batches(self.space, family) and self._could_fit(family, micro_batches(self.space, family)[0])
+            for family in todo
+        )
+
+    def _bounds(self, todo: list[Family]) -> list[Bound]:
+        bounds = []
+        for i, family in enumerate(todo):
+            self.progress("bounds", i, len(todo))
+            # The largest micro-batch has the best GEMMs, and what it waits for is not counted.
+            for batch in reversed(micro_batches(self.space, family)):
+                scored = self._fastest(family, batch)
+                if scored is not None:
+                    bounds.append(Bound(family=family, seconds=_floor(scored), scored=scored))
+                    break
+        bounds.sort(key=lambda b: (b.seconds, b.family))
+        return bounds
+
+    def _fastest(self, family: Family, batch: int) -> Scored | None:
+        """The family without recomputation, with the sharding that says least and the plainest schedule."""
+        lines = pipelines(self.space, family, batch)
+        if not lines:
+            return None
+        sharding, recompute = shardings(self.space, family)[0], recomputes(self.space)[0]
+        layout = layout_of(self.space, family, batch, lines[0], sharding, recompute)
+        return None if layout is None else self.price(family, layout)
+
+    # ---- opening a family ----
+
+    def _open(self, bounds: list[Bound], found: Found) -> list[Scored]:
+        opened: list[Scored] = []
+        for i, bound in enumerate(bounds):
+            self.progress("layouts", i, len(bounds))
+            if bound.seconds > self.best * NEAR:
+                found.slower.append(bound)
+                continue
+            mine = list(self._family(bound.family))
+            opened += mine
+            if not mine:
+                miss = self._leanest(bound.family)
+                if miss is not None and not miss.fits:
+                    found.misses.append(miss)
+        opened.sort(key=lambda s: s.key)
+        return opened
+
+    def _family(self, family: Family) -> Iterator[Scored]:
+        for batch in micro_batches(self.space, family):
+            fastest = self._fastest(family, batch)
+            if fastest is None or _floor(fastest) > self.best * NEAR:
+                continue
+            has_fitted = False
+            for line in self._lines(family, batch, fastest):
+                for scored in self._fitting(family, batch, line):
+                    has_fitted = True
+                    self.best = min(self.best, scored.estimate.step_s)
+                    yield scored
+            if not has_fitted and not self._could_fit(family, batch):
+                return  # a larger micro-batch holds more
+
+    def _lines(self, family: Family, batch: int, fastest: Scored) -> Iterator[Pipeline]:
+        """Schedules in the order of what their bubbles promise, as long as that is near the best."""
+        busy = _floor(fastest)
+        count = self.space.workload.global_batch // (family.dp * batch)
+        promised = [
+            (busy * (1 + bubble_floor(line.schedule, family.pp, count, line.virtual_stages)), i, line)
+            for i, line in enumerate(pipelines(self.space, family, batch))
+        ]
+        for seconds, _, line in sorted(promised):
+            if seconds <= self.best * NEAR:
+                yield line
+
+    def _fitting(self, family: Family, batch: int, line: Pipeline) -> Iterator[Scored]:
+        """For each sharding the least recomputation that fits, unless that is too slow already."""
+        ladder = recomputes(self.space)
+        for sharding in shardings(self.space, family):
+            for recompute in ladder:
+                layout = layout_of(self.space, family, batch, line, sharding, recompute)
+                if layout is None:
+                    return
+                scored = self.price(family, layout)
+                if _floor(scored) > self.best * NEAR:
+                    break  # more recomputation is slower still
+                if scored.fits:
+                    yield scored
+                    if recompute == ladder[0] and sharding.kind == "zero1":
+                        return  # neither recomputation nor more sharding can gain anything
+                    break
+
+    def _could_fit(self, family: Family, batch: int) -> bool:
+        return any(self.price(family, layout).fits for layout in self._lean_layouts(family, batch))
+
+    def _leanest(self, family: Family) -> Scored | None:
+        batches = micro_batches(self.space, family)
+        scored = [self.price(family, layout) for layout in self._lean_layouts(family, batches[0])]
+        return min(scored, key=lambda s: (s.over_gib, s.key), default=None)
+
+    def _lean_layouts(self, family: Family, batch: int) -> Iterator[Layout]:
+        """The forms of a family that need least memory: most sharding, most recomputation."""
+        lines = pipelines(self.space, family, batch)
+        leanest = [s for s in shardings(self.space, family) if s.replicas == 1][-1:] or shardings(self.space, family)[
+            -1:
+        ]
+        # Split backwards hold the same on every rank, 1f1b most on the first: either may be the leaner.
+        for line in lines[:1] + [p for p in lines[1:] if p.schedule in V_SHAPED][:1]:
+            for sharding in leanest:
+                layout = layout_of(self.space, family, batch, line, sharding, recomputes(self.space)[-1])
+                if layout is not None:
+                    yield layout
+
+    # ---- simulation and refinement ----
+
+    def _simulate(self, opened: list[Scored]) -> list[Scored]:
+        """The best of each family, simulated; the very best are refined."""
+        chosen = _diverse(opened, SIMULATED)
+        simulated = []
+        for i, scored in enumerate(chosen):
+            self.progress("simulating", i, len(chosen))
+            simulated.append(self.price(scored.family, scored.layout, simulate=True))
+        simulated = sorted((s for s in simulated if s.fits), key=lambda s: s.key)
+        refined = [self._refine(s) for s in _one_per_family(simulated)[:REFINED]]
+        return _one_per_family(sorted((*refined, *simulated), key=lambda s: s.key))
+
+    def _refine(self, scored: Scored) -> Scored:
+        scored = self._fewer_recomputed(scored)
+        return self._uneven_stages(scored)
+
+    def _fewer_recomputed(self, scored: Scored) -> Scored:
+        """Recompute only as many layers of each stage as memory asks for."""
+        allowed = self.space.constraints.allowed("recompute")
+        if scored.layout.recompute.kind == "none" or (allowed is not None and "block" not in allowed):
+            return scored
+        most = max(scored.layout.layers_of_stages(self.space.facts.num_layers))
+        low, high = 1, most  # the least number of layers that fits lies in between
+        best = scored
+        while low <= high:
+            middle = (low + high) // 2
+            layout = replace(scored.layout, recompute=Recompute(kind="block", layers=middle))
+            tried = self.price(scored.family, layout, simulate=True)
+            if tried.fits:
+                high = middle - 1
+                best = min(best, tried, key=lambda s: s.key)
+            else:
+                low = middle + 1
+        return best
+
+    def _uneven_stages(self, scored: Scored) -> Scored:
+        """Move single layers away from the stages with the embedding and the head while that makes the step shorter."""
+        if scored.layout.pp == 1:
+            return scored
+        best = scored
+        for _ in range(4):
+            tried = [self.price(best.family, layout, simulate=True) for layout in self._moves(best.layout)]
+            better = [s for s in tried if s.fits and s.estimate.step_s < best.estimate.step_s * (1 - 1e-6)]
+            if not better:
+                return best
+            best = min(better, key=lambda s: s.key)
+        return best
+
+    def _moves(self, layout: Layout) -> Iterator[Layout]:
+        layers = list(layout.layers_of_stages(self.space.facts.num_layers))
+        last = len(layers) - 1
+        smallest = min(range(1, last), key=lambda i: (layers[i], i)) if last > 1 else 0
+        for giver, taker in ((last, smallest), (0, smallest), (last, 0), (0, last)):
+            if giver != taker and layers[giver] > 1:
+                moved = layers.copy()
+                moved[giver] -= 1
+                moved[taker] += 1
+                yield replace(layout, stage_layers=tuple(moved))
+
+
+def _floor(scored: Scored) -> float:
+    """Seconds without what the pipeline waits for; stragglers are a share of everything, so theirs goes with it."""
+    seconds = scored.estimate.seconds
+    step = scored.estimate.step_s
+    waiting = seconds.get("bubble", 0.0) + seconds.get("pp", 0.0)
+    return step - waiting * step / max(step - seconds.get("straggler", 0.0), 1e-12)
+
+
+def _one_per_family(ranked: list[Scored]) -> list[Scored]:
+    best: dict[Family, Scored] = {}
+    for scored in ranked:
+        best.setdefault(scored.family, scored)
+    return list(best.values())
+
+
+def _diverse(opened: list[Scored], count: int) -> list[Scored]:
+    """The fastest, but of each family at most four, so that several families are simulated."""
+    taken: dict[Family, int] = {}
+    found: list[Scored] = []
+    for scored in opened:
+        if taken.get(scored.family, 0) < 4 and len(found) < count:
+            taken[scored.family] = taken.get(scored.family, 0) + 1
+            found.append(scored)
+    return found

@@ -1,0 +1,230 @@
+"""A plan in words: the table that `print(plan)` shows, its explanation, and what differs between two plans. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from deepwell.graph.table import WIDTH, short_count, text_table
+from deepwell.planner.estimate_values import GIB, StageMemory
+from deepwell.planner.explore import WORDS
+
+if TYPE_CHECKING:
+    from deepwell.planner.plan import Plan
+
+_SHOWN_RANKS = 8
+_SHOWN_REJECTED = 12
+_SHOWN_CHANGES = 16
+
+
+def plan_table(plan: Plan) -> str:
+    """What `print(plan)` shows: verdict, ranked layouts, memory, time, what was rejected."""
+    parts = [
+        _verdict(plan),
+        _ranked(plan),
+        _memory(plan),
+        _time(plan),
+        _kernels(plan),
+        _rejected(plan),
+        [*(f"warning: {w}" for w in plan.warnings), *(f"note: {n}" for n in plan.notes)],
+    ]
+    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
+
+
+def _verdict(plan: Plan) -> list[str]:
+    found, ir = plan.estimate, plan.workload.ir
+    limit = f" of {plan.limit_gib:.1f}" if plan.limit_gib is not None else ""
+    policy = plan.workload.policy if isinstance(plan.workload.policy, str) else plan.workload.main_format
+    used = f"{plan.gpus} of {plan.machine_gpus} GPUs" if plan.gpus != plan.machine_gpus else f"{plan.gpus} GPUs"
+    return [
+        f"plan for {plan.model} ({short_count(ir.num_params)} parameters, {ir.num_layers} layers) on {plan.machine}, "
+        f"{used}, {plan.goal}",
+        f"  {plan.workload.global_batch:,} x {plan.workload.seq_len:,} tokens per step, {policy}, "
+        f"{plan.workload.optimizer}, stack {plan.stack.name}",
+        f"  {plan.layout.describe()}, schedule {plan.layout.schedule}, {plan.accumulation} micro-batches"
+        + (f", layers {_layers(plan)}" if plan.layout.pp > 1 else ""),
+        f"  predicted step {found.step_s:.3f} s +-{found.error_band:.0%} ({found.tier} tier), "
+        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {found.mfu_bf16:.1%} of the bf16 peak, "
+        f"{found.mfu_weighted:.1%} of the formats' own",
+        f"  peak {found.peak_gib:.1f}{limit} GiB on the fullest rank, bubble {plan.bubble:.1%}, exposed communication "
+        f"{sum(plan.exposed.values()) / plan.step_s:.1%}",
+    ]
+
+
+def _layers(plan: Plan) -> str:
+    """Stage sizes, runs folded: "4, 14 x 8, 6"."""
+    runs: list[list[int]] = []
+    for count in plan.stage_layers:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return ", ".join(str(count) if times == 1 else f"{times} x {count}" for count, times in runs)
+
+
+def _ranked(plan: Plan) -> list[str]:
+    found = plan.estimate
+    header = ("", "layout", "schedule", "step s", "tok/s/GPU", "MFU", "GiB", "bubble", "exposed", "why not")
+    exposed = sum(plan.exposed.values()) / plan.step_s
+    rows = [
+        (
+            "1", plan.layout.describe(), plan.layout.schedule, f"{found.step_s:.3f}",
+            f"{found.tokens_per_s_per_gpu:,.0f}", f"{found.mfu_bf16:.1%}", f"{found.peak_gib:.1f}",
+            f"{plan.bubble:.1%}", f"{exposed:.1%}", "the plan",
+        )
+    ]  # fmt: skip
+    for place, one in enumerate(plan.runners_up, start=2):
+        rows.append(
+            (
+                str(place), one.layout.describe(), one.layout.schedule, f"{one.step_s:.3f}",
+                f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu_bf16:.1%}", f"{one.peak_gib:.1f}",
+                f"{one.bubble:.1%}", f"{one.exposed:.1%}", one.why_not,
+            )
+        )  # fmt: skip
+    return ["ranked", *text_table([header, *rows], right=range(3, 9))]
+
+
+_MEMORY = (
+    ("weights", lambda s: s.params),
+    ("master", lambda s: s.master),
+    ("moments", lambda s: s.moments),
+    ("grads", lambda s: s.grads),
+    ("copies", lambda s: s.quantized_copies),
+    ("activations", lambda s: s.activation_bytes),
+    ("logits", lambda s: s.logits),
+    ("buffers", lambda s: s.comm_buffers + s.workspace),
+    ("context", lambda s: s.context),
+    ("margin", lambda s: s.fragmentation),
+    ("device", lambda s: s.device),
+)
+
+
+def _memory(plan: Plan) -> list[str]:
+    stages = plan.estimate.memory
+    shown = stages if len(stages) <= _SHOWN_RANKS else (*stages[: _SHOWN_RANKS - 1], stages[-1])
+    rows = [_memory_row(stage) for stage in shown]
+    left_out = f", {len(stages) - len(shown)} between not shown" if len(shown) < len(stages) else ""
+    header = ("rank", *(name for name, _ in _MEMORY))
+    return [f"GiB of one GPU per pipeline rank{left_out}", *text_table([header, *rows], right=range(1, 12))]
+
+
+def _memory_row(stage: StageMemory) -> tuple[str, ...]:
+    return (str(stage.stage), *(f"{size(stage) / GIB:.1f}" for _, size in _MEMORY))
+
+
+def _time(plan: Plan) -> list[str]:
+    shown = [(name, s) for name, s in plan.estimate.breakdown if s > 0.0005 * plan.step_s]
+    words = [f"{name} {1000 * s:,.0f} ms ({s / plan.step_s:.1%})" for name, s in shown]
+    return ["time of a step", *_wrapped(", ".join(words))]
+
+
+def _kernels(plan: Plan) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for choice in plan.kernels:
+        names.setdefault(f"{choice.kernel} ({choice.format})", []).append(choice.layer.rpartition(".")[2])
+    lines = [f"{kernel}: {', '.join(dict.fromkeys(layers))}" for kernel, layers in names.items()]
+    return (
+        ["kernels (proposed; the registry measures on the device)", *(f"  {line}" for line in lines)] if lines else []
+    )
+
+
+def _rejected(plan: Plan) -> list[str]:
+    if not plan.rejected:
+        return []
+    shown = plan.rejected[:_SHOWN_REJECTED]
+    lines = ["rejected", *(f"  {one}" for one in shown)]
+    if len(plan.rejected) > len(shown):
+        lines.append(f"  and {len(plan.rejected) - len(shown)} more (plan.rejected)")
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+# ---- explain ----
+
+
+def explain(plan: Plan) -> str:
+    """Why this layout, in sentences: what limits it, what one step of each degree would do, what fell out."""
+    return "\n".join(line.rstrip() for line in _explanation(plan))
+
+
+def _explanation(plan: Plan) -> Iterator[str]:
+    found = plan.estimate
+    yield (
+        f"{plan.layout.describe()} was chosen as the {plan.goal} of {plan.searched.layouts:,} layouts in "
+        f"{plan.searched.families:,} families (constraints: {plan.constraints})."
+    )
+    yield ""
+    yield "Where the time goes:"
+    for name, seconds in sorted(found.breakdown, key=lambda item: -item[1]):
+        if seconds > 0.005 * found.step_s:
+            yield f"  {seconds / found.step_s:6.1%}  {WORDS.get(name, name)}"
+    fullest = max(found.memory, key=lambda stage: stage.device)
+    yield ""
+    yield f"What fills the fullest GPU (pipeline rank {fullest.stage}, {fullest.device / GIB:.1f} GiB):"
+    for name, size in sorted(((n, s(fullest)) for n, s in _MEMORY[:-1]), key=lambda item: -item[1]):
+        if size > 0.01 * fullest.device:
+            yield f"  {size / GIB:6.1f}  {name}"
+    yield ""
+    yield "One step away from it:"
+    for change in plan.sensitivity().changes[:_SHOWN_CHANGES]:
+        time = "" if change.slower is None else f"step {change.slower:+.1%}, {change.peak_gib:.1f} GiB"
+        verdict = f" ({change.note})" if change.note else ""
+        yield f"  {change.what}: {time}{verdict}" if time else f"  {change.what}: {change.note}"
+    kinds = {"rule": "Not possible:", "memory": "Does not fit:", "slower": "Possible, but slower at best:"}
+    for kind, title in kinds.items():
+        mine = [one for one in plan.rejected if one.kind == kind]
+        if mine:
+            yield ""
+            yield title
+            yield from (f"  {one}" for one in mine[:_SHOWN_REJECTED])
+            if len(mine) > _SHOWN_REJECTED:
+                yield f"  and {len(mine) - _SHOWN_REJECTED} more"
+    if plan.warnings or plan.notes:
+        yield ""
+        yield from (*(f"warning: {w}" for w in plan.warnings), *(f"note: {n}" for n in plan.notes))
+
+
+# ---- diff ----
+
+
+def diff(plan: Plan, other: Plan) -> str:
+    """A table of what differs: the request, the degrees, the predictions."""
+    rows = [(name, a, b) for name, a, b in _fields(plan, other) if a != b]
+    if not rows:
+        return "the plans are equal"
+    figures = _figures(plan, other)
+    return "\n".join(line.rstrip() for line in text_table([("", "this", "other"), *rows, *figures]))
+
+
+def _fields(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
+    def both(name: str, of: object) -> tuple[str, str, str]:
+        return name, str(of(plan)), str(of(other))  # type: ignore[operator]
+
+    yield both("model", lambda p: p.model)
+    yield both("machine", lambda p: p.machine)
+    yield both("goal", lambda p: p.goal)
+    yield both("constraints", lambda p: p.constraints)
+    yield both("sequence", lambda p: p.workload.seq_len)
+    yield both("global batch", lambda p: p.workload.global_batch)
+    yield both("precision", lambda p: p.workload.main_format)
+    yield both("stack", lambda p: p.stack.name)
+    for name in ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "sharding", "sequence_parallel", "schedule"):
+        yield both(name, lambda p, n=name: getattr(p.layout, n))
+    for name in ("virtual_stages", "micro_batch", "recompute", "offload"):
+        yield both(name, lambda p, n=name: getattr(p.layout, n))
+    yield both("stage layers", _layers)
+    yield both("step s", lambda p: f"{p.step_s:.4f}")
+    yield both("peak GiB", lambda p: f"{p.peak_gib:.2f}")
+
+
+def _figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
+    yield "tokens/s/GPU", f"{plan.tokens_per_s_per_gpu:,.0f}", f"{other.tokens_per_s_per_gpu:,.0f}"
+    yield "GPU-seconds per step", f"{plan.gpu_seconds:,.0f}", f"{other.gpu_seconds:,.0f}"
+    for name, seconds in plan.estimate.breakdown:
+        theirs = other.estimate.seconds.get(name, 0.0)
+        if max(seconds, theirs) > 0.01 * plan.step_s:
+            yield f"  {name} ms", f"{1000 * seconds:,.1f}", f"{1000 * theirs:,.1f}"

@@ -1,0 +1,374 @@
+"""The search space: every family of degrees that the rules allow, and what can be varied inside one. Pure.
+
+A family fixes tp, pp, cp, ep, etp (and so dp) on a number of GPUs. Inside it vary micro-batch, schedule with virtual
+stages, sharding and recomputation. Constraints narrow any of them; a degree that the user names is taken although a
+rule of thumb (not a law) speaks against it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from deepwell.errors import ConfigError
+from deepwell.hardware.model import Hardware
+from deepwell.planner.actions import SCHEDULES, why_not
+from deepwell.planner.layout import SHARDINGS, Layout, Offload, Recompute
+from deepwell.planner.stack import Stack
+from deepwell.planner.validity import (
+    REPLICATES_KV,
+    ModelFacts,
+    model_facts,
+    why_not_cp,
+    why_not_ep,
+    why_not_layout,
+    why_not_tp,
+)
+from deepwell.planner.workload import Workload
+
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "micro_batch", "virtual_stages", "gpus")
+_NAMES = ("sharding", "schedule", "recompute")
+_OTHER = ("sequence_parallel", "max_memory", "offload", "cuda_graphs", "context_parallel_kind")
+CONSTRAINTS = (*_COUNTS, *_NAMES, *_OTHER)
+RECOMPUTE_KINDS = ("none", "selective", "full", "block")
+MAX_MICRO_BATCH = 16
+MAX_STAGES_PER_RANK = 12
+RESERVE = 0.03  # of a GPU's memory, left free: a plan that is right to the last megabyte is wrong half the time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What the user fixed; None or empty leaves it open. Counts and names are the allowed ones."""
+
+    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    names: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    sequence_parallel: bool | None = None
+    max_memory: float | None = None  # GiB per GPU
+    offload: bool | None = None  # None: only where nothing fits without
+    cuda_graphs: bool = False
+    context_parallel_kind: str = "ring"
+
+    def allowed(self, name: str) -> tuple[Any, ...] | None:
+        """The values that `name` may have, or None where anything goes."""
+        return dict((*self.counts, *self.names)).get(name)
+
+    def describe(self) -> str:
+        words = [f"{name}={'|'.join(map(str, values))}" for name, values in (*self.counts, *self.names)]
+        words += [f"max_memory={self.max_memory:g} GiB"] if self.max_memory is not None else []
+        words += [f"offload={self.offload}"] if self.offload is not None else []
+        words += [f"sequence_parallel={self.sequence_parallel}"] if self.sequence_parallel is not None else []
+        return ", ".join(words) or "none"
+
+
+def read_constraints(given: Mapping[str, Any]) -> Constraints:
+    """Check keyword constraints, e.g. `tp=8, recompute="full", max_memory=70`. Raises ConfigError."""
+    counts, names, other = [], [], {}
+    for name, value in given.items():
+        if name not in CONSTRAINTS:
+            near = difflib.get_close_matches(name, CONSTRAINTS, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"accepted: {', '.join(CONSTRAINTS)}"
+            raise ConfigError(f"{name}: no such constraint; {hint}")
+        if value is None:
+            continue
+        if name in _COUNTS:
+            counts.append((name, tuple(sorted(set(_counts(name, value))))))
+        elif name in _NAMES:
+            names.append((name, _names(name, value)))
+        else:
+            other[name] = _other(name, value)
+    return Constraints(counts=tuple(sorted(counts)), names=tuple(sorted(names)), **other)
+
+
+def _counts(name: str, value: Any) -> list[int]:
+    values = list(value) if isinstance(value, (list, tuple, set, range)) else [value]
+    for one in values:
+        if isinstance(one, bool) or not isinstance(one, int) or one < 1:
+            raise ConfigError(f"{name}: got {one!r}; a whole number of at least 1, or a list of them")
+    if not values:
+        raise ConfigError(f"{name}: got an empty list; leave it out to allow any")
+    return values
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    known = {"sharding": SHARDINGS, "schedule": SCHEDULES, "recompute": RECOMPUTE_KINDS}[name]
+    values = (value,) if isinstance(value, str) else tuple(value)
+    for one in values:
+        if one not in known:
+            raise ConfigError(f"{name}: got {one!r}; accepted: {', '.join(known)}")
+    return values
+
+
+def _other(name: str, value: Any) -> Any:
+    if name == "max_memory":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ConfigError(f"max_memory: got {value!r}; GiB per GPU, above 0")
+        return float(value)
+    if name == "context_parallel_kind":
+        if value not in ("ring", "ulysses", "allgather"):
+            raise ConfigError(f"context_parallel_kind: got {value!r}; accepted: ring, ulysses, allgather")
+        return value
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: got {value!r}; True or False")
+    return value
+
+
+class Family(NamedTuple):
+    """Degrees that hang together; everything else varies inside."""
+
+    gpus: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    def describe(self) -> str:
+        words = [f"TP{self.tp}", f"PP{self.pp}", f"CP{self.cp}", f"EP{self.ep}", f"ETP{self.etp}"]
+        shown = [w for w in words if not w.endswith("P1")]
+        return " ".join([*(shown or ["pure"]), f"DP{self.dp}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A rule that spoke against some degree: one line, and how many families fell to it."""
+
+    reason: str
+    families: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What may be searched: the problem, the rules' facts and the constraints."""
+
+    workload: Workload
+    hw: Hardware
+    stack: Stack
+    facts: ModelFacts
+    constraints: Constraints
+
+    @property
+    def replicates_kv(self) -> bool:
+        return self.stack.name in REPLICATES_KV
+
+    @property
+    def limit_gib(self) -> float | None:
+        """What a rank may fill: max_memory if given, else all but a small reserve; None where nobody knows."""
+        if self.constraints.max_memory is not None:
+            return self.constraints.max_memory
+        return None if self.hw.memory_bytes is None else (1 - RESERVE) * self.hw.memory_bytes / (1 << 30)
+
+
+def make_space(workload: Workload, hw: Hardware, stack: Stack, constraints: Constraints) -> Space:
+    return Space(workload=workload, hw=hw, stack=stack, facts=model_facts(workload.ir), constraints=constraints)
+
+
+# ---- families ----
+
+
+def divisors(n: int) -> list[int]:
+    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+def families(space: Space) -> tuple[list[Family], list[Refusal]]:
+    """The families that the rules allow, and the refusals, each reason once with how often it decided."""
+    found: list[Family] = []
+    refused: dict[str, int] = {}
+
+    def refuse(reason: str) -> None:
+        refused[reason] = refused.get(reason, 0) + 1
+
+    gpus = space.hw.num_gpus
+    for tp in _tps(space, gpus, refuse):
+        for pp in _pps(space, gpus // tp, refuse):
+            for cp in _cps(space, gpus // tp // pp, refuse):
+                dp = gpus // (tp * pp * cp)
+                if not _dp_works(space, dp, refuse):
+                    continue
+                for ep, etp in _experts(space, tp, dp * cp * tp, refuse):
+                    found.append(Family(gpus, tp, pp, cp, ep, etp))
+    return found, [Refusal(reason=reason, families=n) for reason, n in refused.items()]
+
+
+def _choices(space: Space, name: str, usual: Iterable[int], total: int, refuse: Any) -> Iterator[int]:
+    """The values of a degree to try: the user's, or the usual ones; only those that divide what is left."""
+    given = space.constraints.allowed(name)
+    for value in given if given is not None else usual:
+        if total % value:
+            if given is not None:
+                refuse(f"{name.upper()} {value}: {total} GPUs do not divide")
+            continue
+        yield value
+
+
+def _tps(space: Space, gpus: int, refuse: Any) -> Iterator[int]:
+    named = space.constraints.allowed("tp") is not None
+    # Beyond 16 every published run pays more for the collectives than it gains; name a degree to try it.
+    usual = [d for d in divisors(gpus) if d <= 16]
+    for tp in _choices(space, "tp", usual, gpus, refuse):
+        reason = why_not_tp(space.facts, tp, space.hw, replicates_kv=space.replicates_kv)
+        if reason and not (named and "NVLink" in reason):
+            refuse(reason)
+            continue
+        yield tp
+
+
+def _pps(space: Space, left: int, refuse: Any) -> Iterator[int]:
+    layers = space.facts.num_layers
+    for pp in _choices(space, "pp", divisors(left), left, refuse):
+        if pp > max(1, layers):
+            refuse(f"PP {pp}: {layers} layers")
+            continue
+        yield pp
+
+
+def _cps(space: Space, left: int, refuse: Any) -> Iterator[int]:
+    seq_len = space.workload.seq_len
+    # Below 2,048 tokens of a sequence per rank no published run splits further; name a degree to try it.
+    usual = [d for d in divisors(left) if d == 1 or seq_len // d >= 2048]
+    for cp in _choices(space, "cp", usual, left, refuse):
+        reason = why_not_cp(space.facts, cp, seq_len, space.constraints.context_parallel_kind)
+        if reason:
+            refuse(reason)
+            continue
+        yield cp
+
+
+def _dp_works(space: Space, dp: int, refuse: Any) -> bool:
+    allowed = space.constraints.allowed("dp")
+    if allowed is not None and dp not in allowed:
+        return False
+    batch = space.workload.global_batch
+    if batch % dp:
+        refuse(f"DP {dp}: a global batch of {batch:,} does not divide")
+        return False
+    return True
+
+
+def _experts(space: Space, tp: int, stage_gpus: int, refuse: Any) -> Iterator[tuple[int, int]]:
+    facts = space.facts
+    most = max(facts.experts, default=1)
+    eps = space.constraints.allowed("ep") or [d for d in divisors(stage_gpus) if d <= most and most % d == 0]
+    # Inside an expert the split follows the dense layers' (etp = tp) or there is none; both are what engines offer.
+    etps = space.constraints.allowed("etp") or ([1, tp] if facts.is_moe and tp > 1 else [1])
+    for ep in eps:
+        for etp in etps:
+            reason = why_not_ep(facts, ep, etp)
+            if not reason and stage_gpus % (ep * etp):
+                reason = f"EP {ep} x ETP {etp}: {stage_gpus} GPUs per stage"
+            if reason:
+                refuse(reason)
+                continue
+            yield ep, etp
+
+
+# ---- inside a family ----
+
+
+def micro_batches(space: Space, family: Family) -> list[int]:
+    """Micro-batch sizes that divide what each data-parallel rank gets in a step."""
+    each = space.workload.global_batch // family.dp
+    allowed = space.constraints.allowed("micro_batch")
+    usual = [1 << i for i in range(MAX_MICRO_BATCH.bit_length()) if 1 << i <= MAX_MICRO_BATCH]
+    return [m for m in (allowed or usual) if m <= each and each % m == 0]
+
+
+class Pipeline(NamedTuple):
+    schedule: str
+    virtual_stages: int
+
+
+def pipelines(space: Space, family: Family, micro_batch: int) -> list[Pipeline]:
+    """Schedules with virtual stages that run with this family's microbatches, plain 1F1B first."""
+    if family.pp == 1:
+        return [Pipeline("1f1b", 1)]
+    schedules = space.constraints.allowed("schedule") or ("1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+    stages = space.constraints.allowed("virtual_stages")
+    count = space.workload.global_batch // (family.dp * micro_batch)
+    most = min(MAX_STAGES_PER_RANK, space.facts.num_layers // family.pp)
+    found = []
+    for schedule in schedules:
+        if schedule in ("gpipe", "1f1b"):
+            tried: Iterable[int] = (1,)
+        elif schedule in ("zbv", "dualpipev"):
+            tried = (2,)
+        elif schedule == "zero_bubble":
+            tried = (1, 2)
+        else:
+            tried = [
+                v for v in range(2, most + 1) if v in (2, 3, 4, most) or space.facts.num_layers % (v * family.pp) == 0
+            ]
+        for v in tried:
+            # Interleaving in rounds that are longer than pp is torch's alone; whole rounds run everywhere.
+            whole = schedule not in ("interleaved", "zero_bubble") or count % family.pp == 0
+            is_even = space.facts.num_layers % (family.pp * v) == 0
+            fits = v <= max(1, most) and whole and not why_not(schedule, family.pp, count, v)
+            if fits and (stages is None or v in stages) and (v <= 4 or is_even):
+                found.append(Pipeline(schedule, v))
+    return found
+
+
+class Sharding(NamedTuple):
+    kind: str
+    replicas: int  # copies of each shard (HSDP); 1: all of dp holds one copy
+
+
+def shardings(space: Space, family: Family) -> list[Sharding]:
+    """Cheapest in communication first."""
+    allowed = space.constraints.allowed("sharding")
+    if family.dp * family.cp == 1:
+        return [Sharding((allowed or ("ddp",))[0], 1)]
+    kinds = [s for s in ("zero1", "zero2", "zero3", "ddp") if (s in allowed if allowed else s != "ddp")]
+    replicas = space.constraints.allowed("dp_replicate")
+    if replicas is not None:
+        return [Sharding(kind, r) for kind in kinds for r in replicas if family.dp % r == 0]
+    return [Sharding(kind, r) for kind in kinds for r in ([1, *_replicas(space, family)] if kind == "zero3" else [1])]
+
+
+def _replicas(space: Space, family: Family) -> list[int]:
+    """Copies that keep each set of shards inside one NVLink domain, or inside eight of them (HSDP)."""
+    inner = max(1, space.hw.nvlink_domain // (family.tp * family.cp))
+    return [family.dp // shard for shard in (inner, 8 * inner) if 1 < shard < family.dp and family.dp % shard == 0]
+
+
+def recomputes(space: Space) -> list[Recompute]:
+    """Least work first. `block` is tried when the best is refined, unless it is asked for."""
+    allowed = space.constraints.allowed("recompute")
+    cheap: tuple[str, ...] = ("layernorm", "moe_act") if space.facts.is_moe else ("layernorm",)
+    if space.facts.is_latent:
+        cheap = (*cheap, "mla_up_proj")
+    ladder = [
+        Recompute(),
+        Recompute(kind="selective", modules=cheap),
+        Recompute(kind="selective", modules=(*cheap, "mlp", *(("moe",) if space.facts.is_moe else ()))),
+        Recompute(kind="full"),
+    ]
+    if allowed is None:
+        return ladder
+    kept = [r for r in ladder if r.kind in allowed]
+    return kept or [Recompute(kind="block", layers=1)]
+
+
+def layout_of(
+    space: Space, family: Family, micro_batch: int, pipeline: Pipeline, sharding: Sharding, recompute: Recompute
+) -> Layout | None:
+    """The layout, or None where a rule refuses the whole."""
+    sp = space.constraints.sequence_parallel
+    tokens = space.workload.seq_len % (family.tp * family.cp) == 0
+    layout = Layout(
+        dp=family.dp, tp=family.tp, pp=family.pp, cp=family.cp, ep=family.ep, etp=family.etp,
+        sharding=cast(Any, sharding.kind), dp_replicate=sharding.replicas,
+        schedule=cast(Any, pipeline.schedule), virtual_stages=pipeline.virtual_stages,
+        sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
+        micro_batch=micro_batch, recompute=recompute, cuda_graphs=space.constraints.cuda_graphs,
+        offload=Offload(optimizer=1.0) if space.constraints.offload else Offload(),
+        context_parallel_kind=cast(Any, space.constraints.context_parallel_kind),
+    )  # fmt: skip
+    facts, work = space.facts, space.workload
+    return None if why_not_layout(facts, layout, work.seq_len, work.global_batch) else layout
