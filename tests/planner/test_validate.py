@@ -25,8 +25,8 @@ def line(row_id, *, step="", memory="", **changes):
     cell.update(changes)
     return (
         f"{cell['source']},v1,llama,{cell['gpu']},ZeRO-1,BF16,none,{cell['notes']},{cell['status']},{cell['unit']},"
-        f"{cell['tier']},4,1024,4096,8,8,32000,,,8,2048,64,{cell['mbs']},{cell['tp']},1,1,,,,{8 // cell['tp']},,,,{step},"
-        f"{memory},{row_id}"
+        f"{cell['tier']},4,1024,4096,8,8,32000,,,8,2048,64,{cell['mbs']},{cell['tp']},1,1,,,,{8 // cell['tp']},,,,"
+        f"{step},{memory},{row_id}"
     )
 
 
@@ -191,3 +191,19 @@ def test_the_command_writes_json_to_stdout_for_a_dash(tmp_path):
     path.write_text("\n".join([HEADER, *FOUR]) + "\n", encoding="utf-8")
     result = CliRunner().invoke(app, ["validate", "planner", str(path), "--json", "-"])
     assert json.loads(result.output)["overall"]["regret"]["groups"] == 1
+
+
+def test_recomputation_that_is_not_published_is_the_least_that_fits():
+    # With none 100 GiB are predicted, with some 90, with full recomputation 60: only the last fits into 80.
+    sizes = {"none": 100.0, "selective": 90.0, "full": 60.0}
+
+    def predict(workload, hw, layout, stack):
+        return estimate_of(1.0, gib=sizes[layout.recompute.kind])
+
+    silent = runs_of(line(1, step="1.0").replace(",none,", ",,"))[0]
+    checked = check_run(silent, predict)
+    assert checked.run.layout.recompute.kind == "full" and checked.estimate.fits
+    assert "recompute full: not published" in checked.run.assumptions
+    # What is published stays, fitting or not.
+    said = check_run(runs_of(line(1, step="1.0"))[0], predict)
+    assert said.run.layout.recompute.kind == "none" and not said.estimate.fits

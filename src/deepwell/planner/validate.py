@@ -28,7 +28,7 @@ from deepwell.planner.metrics import (
     summarize_regret,
     summarize_verdicts,
 )
-from deepwell.planner.rows import RunRow
+from deepwell.planner.rows import RunRow, recompute_candidates
 from deepwell.planner.stack import Stack
 from deepwell.planner.workload import Workload
 
@@ -115,15 +115,25 @@ def _predicted(found: Estimate, compared: float | None) -> dict[str, Any]:
 
 
 def check_run(run: RunRow, predict: Predict = estimate) -> Checked:
-    """One run with its prediction; what the planner refuses becomes the reason."""
+    """One run with its prediction; what the planner refuses becomes the reason.
+
+    Where the source does not publish what was recomputed, the least recomputation that is predicted to fit is taken.
+    """
     if run.reason is not None or run.workload is None or run.hardware is None or run.layout is None:
         return Checked(run=run, estimate=None, reason=run.reason)
-    assert run.stack is not None
-    try:
-        found = predict(run.workload, run.hardware, run.layout, run.stack)
-    except (ConfigError, UnsupportedError, PlanError) as error:
-        return Checked(run=run, estimate=None, reason=str(error))
-    return Checked(run=run, estimate=found)
+    first: Checked | None = None
+    for candidate in recompute_candidates(run):
+        assert candidate.workload and candidate.hardware and candidate.layout and candidate.stack
+        try:
+            found = predict(candidate.workload, candidate.hardware, candidate.layout, candidate.stack)
+        except (ConfigError, UnsupportedError, PlanError) as error:
+            return Checked(run=run, estimate=None, reason=str(error))
+        checked = Checked(run=candidate, estimate=found)
+        if found.fits:
+            return checked
+        first = first or checked
+    assert first is not None
+    return first
 
 
 # ---- groups ----

@@ -4,3 +4,4 @@ from deepwell.planner.rows.run import Measured as Measured
 from deepwell.planner.rows.run import RunRow as RunRow
 from deepwell.planner.rows.run import packaged_runs as packaged_runs
 from deepwell.planner.rows.run import read_runs as read_runs
+from deepwell.planner.rows.run import recompute_candidates as recompute_candidates

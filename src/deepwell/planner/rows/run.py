@@ -61,6 +61,7 @@ class RunRow:
     reason: str | None = None
     assumptions: tuple[str, ...] = ()
     group: tuple[str, ...] = ()  # rows of one group differ in their layout only
+    is_recompute_known: bool = True
 
     @property
     def is_nvidia(self) -> bool:
@@ -135,6 +136,29 @@ def _with_inputs(run: RunRow, record: Record) -> RunRow:
         stack=get_stack(stack, version=record.text("version"), **software.switches(record, stack)),
         assumptions=tuple(assumptions),
         group=_group(record, stack, sizes),
+        is_recompute_known=software.recompute(record, 1)[1],
+    )
+
+
+def recompute_candidates(run: RunRow) -> tuple[RunRow, ...]:
+    """The run as read and, where its recomputation is not published, with more and more of it.
+
+    Benchmarks recompute no more than they must, so the first of these that fits is what was run most likely.
+    """
+    if run.is_recompute_known or run.layout is None:
+        return (run,)
+    habit, layout = run.layout.recompute, run.layout
+    choices = [habit]
+    if habit.kind == "none":
+        choices.append(Recompute(kind="selective", modules=("layernorm", "mlp_act", "moe_act")))
+    choices.append(Recompute(kind="full"))
+    return tuple(
+        replace(
+            run,
+            layout=replace(layout, recompute=choice),
+            assumptions=(*run.assumptions, f"recompute {choice}: not published"),
+        )
+        for choice in choices
     )
 
 
@@ -279,7 +303,6 @@ def _layout(record: Record, stack: str, sizes: dict[str, int], ir: IR, assumptio
     again, is_said = software.recompute(record, per_stage)
     if not is_said:
         again = _habitual_recompute(record, stack)
-        assumptions.append(f"recompute {again}: not published")
     ep = record.count("ep") or 1
     graphs = software.cuda_graphs(record, stack)
     offloaded = re.search(r"activation CPU offload (\d+) layers", record.notes)
@@ -332,6 +355,9 @@ def _sharding(record: Record, stack: str, dp: int) -> tuple[Sharding, int]:
         degree = record.count("dp")
         replicas = dp // degree if degree and degree < dp and dp % degree == 0 else 1
         return "zero3", replicas
+    if record.text("model").lower().startswith("nemotron-3-ultra") and stack == "megatron-bridge":
+        # Its recipes run Megatron-FSDP, sharded inside NVLink domains of 64 (perf_recipes/nemotronh at v0.6.0).
+        return "zero3", max(1, dp * (record.count("tp") or 1) // 64)
     if kind.startswith("none") or "no zero" in kind or "zero-0" in kind:
         return "ddp", 1
     if not kind and stack == "megatron-deepspeed":
