@@ -27,6 +27,7 @@ from deepwell.precision.policy import PrecisionPolicy
 
 GOALS = ("fastest", "smallest", "cheapest")
 ARCHITECTURES = {"blackwell": (10, 11, 12), "hopper": (9,), "ada": (8,), "ampere": (8,), "cpu": ()}
+COMPUTATION = "computation of the busiest rank"
 _MOE_KEYS = ("experts", "top_k", "capacity_factor", "imbalance")
 _MOST_SHOWN = 24  # rejected families of one kind; the rest is counted
 
@@ -314,11 +315,11 @@ def _why_slower(scored: Scored, best: Scored) -> str:
 def _losses(scored: Scored, best: Scored, without: tuple[str, ...] = ()) -> str:
     """The two parts of the step that lose most against the best, as shares of the best's step."""
     mine, theirs = scored.estimate, best.estimate
-    parts = {WORDS.get(name, "computation"): 0.0 for name in (*WORDS, "gemm_fwd")}
+    parts = {WORDS.get(name, COMPUTATION): 0.0 for name in (*WORDS, "gemm_fwd")}
     for name, value in mine.breakdown:
         if name in without:
             continue
-        word = WORDS.get(name, "computation")
+        word = WORDS.get(name, COMPUTATION)
         parts[word] += (value - theirs.seconds.get(name, 0.0)) / theirs.step_s
     worst = sorted(parts, key=lambda word: -parts[word])[:2]
     return ", ".join(f"{word} +{parts[word]:.1%}" for word in worst if parts[word] > 0.0005)

@@ -16,6 +16,7 @@ from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
 from deepwell.planner.actions import SCHEDULES, why_not
 from deepwell.planner.layout import SHARDINGS, Layout, Offload, Recompute
+from deepwell.planner.split import balanced_layers
 from deepwell.planner.stack import Stack
 from deepwell.planner.validity import (
     REPLICATES_KV,
@@ -365,6 +366,7 @@ def layout_of(
         dp=family.dp, tp=family.tp, pp=family.pp, cp=family.cp, ep=family.ep, etp=family.etp,
         sharding=cast(Any, sharding.kind), dp_replicate=sharding.replicas,
         schedule=cast(Any, pipeline.schedule), virtual_stages=pipeline.virtual_stages,
+        stage_layers=balanced_layers(space.workload, pipeline.schedule, family.pp, pipeline.virtual_stages),
         sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
         micro_batch=micro_batch, recompute=recompute, cuda_graphs=space.constraints.cuda_graphs,
         offload=Offload(optimizer=1.0) if space.constraints.offload else Offload(),
