@@ -24,7 +24,7 @@ def test_an_engine_trains_a_step(model_type, precision, gpu_batch) -> None:
     # 74 tokens: no GEMM of the backward has a whole number of 16-byte lines.
     model = zoo_models.tiny_model(model_type).bfloat16().cuda().eval()
     eager = model(**gpu_batch).loss.item()
-    engine = dw.compile(model, precision=precision)
+    engine = dw.compile(model, precision=precision, measure=False)  # so small a model would stay in bf16
     with torch._inductor.config.patch(force_disable_caches=True):  # what a cache gives back is not rewritten, nor counted
         loss = engine(**gpu_batch).loss
         loss.backward()
@@ -70,7 +70,7 @@ def test_products_keep_their_signal_whatever_their_size(sizes) -> None:
 def test_checkpointing_evaluation_and_other_shapes(gpu_batch) -> None:
     model = zoo_models.tiny_model("llama", num_key_value_heads=2).bfloat16().cuda()
     model.gradient_checkpointing_enable()
-    engine = dw.compile(model, precision="fp8")
+    engine = dw.compile(model, precision="fp8", measure=False)
     loss = engine(**gpu_batch).loss
     loss.backward()
     assert engine.options.counts["causal_mask"] == 2

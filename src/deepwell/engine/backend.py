@@ -16,11 +16,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from deepwell.engine.deferred import DeferredLogits
+from deepwell.engine.op_times import OpCall, record_calls
 from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
+from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
+from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
 from deepwell.engine.passes.recompute import mark_recomputed
@@ -28,7 +31,9 @@ from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residu
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
+from deepwell.kernels.gain import Gain, would_gain
 from deepwell.kernels.gemm import ALIGNMENT
+from deepwell.kernels.registry import KernelRegistry
 
 _FP8 = "fp8_row|fp8_row|fp8_row"
 
@@ -48,7 +53,13 @@ class BackendOptions:
         False  # record forward and backward once and replay them: short kernels no longer wait for the host
     )
     recompute: bool = True  # make FP8 copies again in the backward instead of keeping them (with Inductor)
+    registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
+    # Keep linears in bf16 where FP8 would not be faster ("safe"), or refuse to ("strict"); None measures nothing.
+    measure: str | None = None
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
+    kernels: dict[tuple[str, str, str, str], KernelRow] = field(default_factory=dict)
+    calls: dict[OpCall, int] = field(default_factory=dict)  # of Deepwell's ops in the compiled graphs
+    gains: dict[str, Gain] = field(default_factory=dict)  # by path, as last measured
     counts: dict[str, int] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
     remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
@@ -56,6 +67,12 @@ class BackendOptions:
 
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
+
+    def choose_kernels(self, graph: fx.Graph) -> None:
+        """Let the registry choose among kernels for the products of one of AOTAutograd's graphs; note what runs."""
+        if self.registry is not None:
+            merge_rows(self.kernels, choose_kernels(graph, self.registry))
+        record_calls(graph, self.calls)
 
 
 def compile_graph(
@@ -111,6 +128,9 @@ def _rewrite(
     deferred = _rewrite_head(graph, weights, options) if options.fuse_head else []
     options.note("rms_norm", rewrite_rms_norm(graph))
     sites = find_linears(graph, weights, options.schemes)
+    if options.measure:
+        sites, gains = keep_gaining(sites, would_gain, strict=options.measure == "strict")
+        options.gains.update(gains)
     linears, merged = rewrite_linears(graph, sites)
     options.rewritten |= {site.path for site in sites}
     options.note("linear", linears)
@@ -199,6 +219,7 @@ def _eagerly(
 ) -> Callable[..., Any]:
     def compiler(inner: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         options.note("fused_quantize", fuse_quantize(inner.graph))
+        options.choose_kernels(inner.graph)
         inner.recompile()
         return make_boxed_func(inner.forward)
 
@@ -215,8 +236,11 @@ def _with_inductor(
         def __call__(self, graph: fx.Graph) -> None:
             options.note("fused_quantize", fuse_quantize(graph))
             options.note("fused_recompute", fuse_recomputed_rows(graph))
+            options.choose_kernels(graph)
 
         def uuid(self) -> Any:
+            if options.registry is not None:
+                return None  # compiled code names kernels of this process: it is kept for no other
             return get_hash_for_files(tuple(f.__code__.co_filename for f in (fuse_quantize, fuse_recomputed_rows)))
 
     class Marks(CustomGraphPass):

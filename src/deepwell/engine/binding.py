@@ -6,13 +6,14 @@ report shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from deepwell.errors import UnsupportedError
 from deepwell.graph.ir import IR, Site
 from deepwell.graph.ops import GroupedLinear, Linear
 from deepwell.hardware.capability import capability_of
+from deepwell.kernels.gain import Gain
 from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolution
@@ -85,6 +86,20 @@ def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "saf
         if scheme != "bf16|bf16|bf16":
             schemes[site.path] = scheme
     return Bound(bindings=tuple(bindings), schemes=schemes)
+
+
+def with_gains(bindings: Sequence[Binding], gains: Mapping[str, Gain]) -> tuple[Binding, ...]:
+    """Bindings with what was measured when the model ran: FP8 that would not be faster stayed in bf16."""
+    rows = []
+    for row in bindings:
+        gain = gains.get(row.path)
+        if gain is None or row.scheme != "fp8_row":
+            rows.append(row)
+        elif gain.gains:
+            rows.append(replace(row, reason=f"{row.reason}; {gain.reason}"))
+        else:
+            rows.append(replace(row, binding="substitute", scheme="bf16", reason=gain.reason))
+    return tuple(rows)
 
 
 def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:

@@ -22,6 +22,8 @@ from deepwell.hardware.capability import capability_of
 from deepwell.hardware.host import read_host
 from deepwell.hardware.model import Hardware
 from deepwell.kernels.block_scaled_proof import FORMATS, native_kernel
+from deepwell.kernels.cutlass_library import why_unavailable
+from deepwell.kernels.registry import KernelRegistry, default_registry
 from deepwell.precision.policy import PrecisionPolicy
 
 FALLBACKS = ("safe", "strict")
@@ -36,13 +38,19 @@ def compile(  # noqa: A001 - the public name
     fallback: str = "safe",
     inductor: bool | None = None,
     fuse_head: bool = True,
+    use_cutlass: bool = False,
+    kernel_registry: KernelRegistry | None = None,
+    measure: bool | None = None,
 ) -> Engine:
     """Bind kernels to the model behind `ir` and return an engine that is called like it.
 
     `precision` names a recipe, `precision_policy` replaces it. `fallback="strict"` raises UnsupportedError where a
     format is not native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no
     pass touches; by default on a GPU only. `fuse_head` computes head and loss together and the logits only where they
-    are looked at. `hw` describes the machine to run on; the engine always runs where the model is.
+    are looked at. `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
+    `use_cutlass` lets Deepwell's own compete, CUTLASS among them. `measure` keeps layers in bf16 where FP8 would not be
+    faster on this GPU (with "strict": raises); by default with "safe". `hw` describes the machine to run on; the engine
+    always runs where the model is.
     """
     if isinstance(ir, nn.Module):
         ir = capture(ir)
@@ -60,8 +68,12 @@ def compile(  # noqa: A001 - the public name
         notes.append(
             f"the policy changes at step {', '.join(map(str, changes))}; this engine keeps what it says of step 0"
         )
+    registry, missing = registry_for(kernel_registry, use_cutlass, device)
+    notes += missing
     options = BackendOptions(
         schemes=bound.schemes,
+        registry=registry,
+        measure=measured_fallback(measure, fallback, device),
         use_inductor=use_inductor(inductor, device),
         fuse_head=fuse_head,
         parameters=lambda: model.named_parameters(remove_duplicate=False),
@@ -79,6 +91,25 @@ def optimize_for_blackwell(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
     return compile(capture(model), precision=precision)
+
+
+def registry_for(
+    registry: KernelRegistry | None, use_cutlass: bool, device: Device
+) -> tuple[KernelRegistry | None, list[str]]:
+    """Who chooses kernels, None where nobody was asked to, and a note where CUTLASS was asked for and is not there."""
+    if registry is not None and not isinstance(registry, KernelRegistry):
+        raise ConfigError(f"kernel_registry is a {type(registry).__name__}; pass a deepwell.kernels.KernelRegistry")
+    if not use_cutlass:
+        return registry, []
+    reason = why_unavailable() if device.kind == "cuda" else f"a {device.kind} has no CUTLASS kernels"
+    chooser = registry if registry is not None else default_registry()
+    return chooser, [f"use_cutlass: other kernels run instead: {reason}"] if reason else []
+
+
+def measured_fallback(measure: bool | None, fallback: str, device: Device) -> str | None:
+    """What BackendOptions.measure is to be: only FP8 hardware is worth a measurement, and "strict" only on demand."""
+    wanted = fallback == "safe" if measure is None else measure
+    return fallback if wanted and device.has_fp8 else None
 
 
 def check_fallback(fallback: str) -> str:

@@ -10,7 +10,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Bound
+from deepwell.engine.binding import Bound, with_gains
+from deepwell.engine.op_times import measure_calls
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
@@ -88,12 +89,19 @@ class Engine(nn.Module):
         """Into the model; the next call computes with the new weights."""
         return self.model.load_state_dict(*args, **kwargs)
 
-    def report(self) -> EngineReport:
-        """Every GEMM's format, binding and reason, and how often each pass fired so far."""
+    def report(self, *, measure: bool = False) -> EngineReport:
+        """Every GEMM's format, binding and reason, the kernels chosen, and how often each pass fired so far.
+
+        `measure` times every kernel of the compiled graphs at the shapes it has there; that takes a few seconds.
+        """
+        kernels = [*self.options.kernels.values()]
+        if measure:
+            kernels += measure_calls(self.options.calls)
         return EngineReport(
             model=self.ir.name,
             device=self.device_name,
-            bindings=self.bound.bindings,
+            bindings=with_gains(self.bound.bindings, self.options.gains),
+            kernels=tuple(kernels),
             passes=dict(self.options.counts),
             graphs=self.options.graphs,
             notes=(*self.ir.notes, *self.bound.notes, *self._notes()),
@@ -109,7 +117,11 @@ class Engine(nn.Module):
         notes += self.options.remarks
         if self.options.use_inductor and self.options.graphs and "fused_quantize" not in self.options.counts:
             notes.append("compiled code came from Inductor's cache: what was fused in it was counted when it was made")
-        missed = [path for path in self.options.schemes if path not in self.options.rewritten]
+        registry = self.options.registry
+        for name, reason in registry.aside().items() if registry is not None else ():
+            notes.append(f"kernel {name} was set aside: {reason}")
+        kept = {path for path, gain in self.options.gains.items() if not gain.gains}
+        missed = [path for path in self.options.schemes if path not in self.options.rewritten | kept]
         if missed and self.options.graphs:
             shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
             notes.append(f"not met as a product with a parameter in what ran so far, in {self.ir.dtype}: {shown}")

@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepwell.engine.binding import Binding
+from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.errors import ConfigError
 from deepwell.graph.table import WIDTH, layers_label, text_table
 from deepwell.precision.gemm_format import GEMMS
 
 _OP_WIDTH = 40
+_KERNEL_HEADER = ("kernels", "format", "times", "runs as", "us", "how")
 _HEADER = ("linear layers", "gemms", "format", "binding", "runs as", "why")
 
 # How some GEMMs of a linear run: gemms, format, binding, scheme, reason.
@@ -36,6 +38,7 @@ class EngineReport:
     passes: Mapping[str, int]
     graphs: int = 0
     notes: tuple[str, ...] = ()
+    kernels: tuple[KernelRow, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples as JSON has them
@@ -54,6 +57,7 @@ class EngineReport:
                 passes=dict(data["passes"]),
                 graphs=data["graphs"],
                 notes=tuple(data["notes"]),
+                kernels=tuple(_kernel_row(row) for row in data.get("kernels", ())),
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not the report of an engine: {type(error).__name__}: {error}") from error
@@ -73,6 +77,8 @@ class EngineReport:
             out += ["", *_wrapped(f"passes in {self.graphs} compiled graph{'s' * (self.graphs > 1)}: {fired}")]
         else:
             out += ["", "passes: none yet: call the engine once"]
+        if self.kernels:
+            out += ["", *_kernel_table(self.kernels)]
         for note in self.notes:
             out += _wrapped(f"note: {note}")
         return "\n".join(out)
@@ -80,6 +86,20 @@ class EngineReport:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _kernel_row(row: Mapping[str, Any]) -> KernelRow:
+    return KernelRow(**{**row, "set_aside": tuple((name, reason) for name, reason in row["set_aside"])})
+
+
+def _kernel_table(rows: Sequence[KernelRow]) -> list[str]:
+    """Each product and fused op of the compiled graphs: how often, by which kernel, how long; who was set aside."""
+    cells: list[Sequence[str]] = [_KERNEL_HEADER]
+    for row in rows:
+        us = "" if row.us is None else f"{row.us:.1f}"
+        cells.append((f"{row.op} {row.shape}", row.format, str(row.count), row.kernel, us, row.how))
+    reasons = dict.fromkeys(f"{name} was set aside: {reason}" for row in rows for name, reason in row.set_aside)
+    return [*text_table(cells, indent="    "), *(line for reason in reasons for line in _wrapped(f"kernel {reason}"))]
 
 
 def _table(bindings: Sequence[Binding]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
 from deepwell.engine.binding import bind
-from deepwell.engine.compile import check_fallback, device_of, use_inductor
+from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
 from deepwell.engine.passes.linear import linear_parts
 from deepwell.engine.passes.match import CAST_OPS, SHAPE_OPS, argument, give_operands_by_position, name_of, value_of
 from deepwell.errors import ConfigError
@@ -24,7 +24,16 @@ from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import Linear
 from deepwell.precision.policy import PrecisionPolicy
 
-OPTIONS = ("precision", "precision_policy", "fallback", "inductor", "fuse_head")
+OPTIONS = (
+    "precision",
+    "precision_policy",
+    "fallback",
+    "inductor",
+    "fuse_head",
+    "use_cutlass",
+    "kernel_registry",
+    "measure",
+)
 # Ops between a router's product and its top-k: a cast, a score function, a bias, a view.
 _ROUTER_REACH = 6
 
@@ -44,8 +53,11 @@ def deepwell(
     names = parameter_names(graph_module.graph, example_inputs)
     ir = ir_of_graph(graph_module.graph, names)
     bound = bind(ir, policy.copy().freeze().resolve(ir), device, fallback=fallback)
+    registry, _ = registry_for(chosen.get("kernel_registry"), chosen.get("use_cutlass", False), device)
     backend_options = BackendOptions(
         schemes=bound.schemes,
+        registry=registry,
+        measure=measured_fallback(chosen.get("measure"), fallback, device),
         use_inductor=use_inductor(chosen.get("inductor"), device),
         fuse_head=chosen.get("fuse_head", True),
     )

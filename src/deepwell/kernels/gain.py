@@ -18,7 +18,7 @@ from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm
 from deepwell.kernels.proof import operands
 from deepwell.kernels.quantize import quantize_rows, quantize_weight
 from deepwell.kernels.registry import Problem, fingerprint_of
-from deepwell.kernels.select import cache_of, median_us
+from deepwell.kernels.select import cache_of, median_us, on_real_tensors
 from deepwell.kernels.transpose import transpose_codes
 
 
@@ -60,7 +60,8 @@ def would_gain(n: int, k: int, tokens: int, device: str = "cuda") -> Gain:
     key = f"linear {tokens}x{n}x{k} {fingerprint_of(quantize_rows, fp8_gemm, transpose_codes, _fp8_us)}"
     figures = cache.figures(key)
     if figures is None:
-        figures = measure(n, k, tokens, device)
+        with on_real_tensors():
+            figures = measure(n, k, tokens, device)
         cache.keep_figures(key, figures)
     return Gain(n=n, k=k, tokens=tokens, fp8_us=figures["fp8_us"], bf16_us=figures["bf16_us"])
 

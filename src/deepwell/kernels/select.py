@@ -11,11 +11,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.choice_cache import ChoiceCache
@@ -62,8 +64,21 @@ def forget() -> None:
 # ---- choosing ----
 
 
+def on_real_tensors() -> AbstractContextManager[object]:
+    """Real tensors without gradients, also while a compiler traces with fake ones, as it does when an engine asks."""
+    stack = ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
 def choose(registry: KernelRegistry, problem: Problem) -> Choice:
     """The choice for a problem's bucket: from the cache where the same candidates competed, else measured now."""
+    with on_real_tensors():
+        return _choose(registry, problem)
+
+
+def _choose(registry: KernelRegistry, problem: Problem) -> Choice:
     bucket = problem.bucket
     competing, verdicts = _competitors(registry, problem)
     if not competing:
@@ -79,7 +94,6 @@ def choose(registry: KernelRegistry, problem: Problem) -> Choice:
         if proof.is_passed:
             passed.append((candidate, proof))
         else:
-            _log.warning("kernel %s was set aside on %s: %s", candidate.name, problem.device, proof.reason)
             verdicts.append(_verdict(candidate, reason=proof.reason, sqnr_db=proof.sqnr_db))
     if not passed:
         raise UnsupportedError(f"no kernel for {problem.key} is right on {problem.device}: {_reasons(verdicts)}")
@@ -125,6 +139,8 @@ def proof_of(candidate: Candidate, problem: Problem, cache: ChoiceCache, timeout
         proof = prove(candidate, problem.device, problem.dtype)
     else:
         proof = prove_apart(candidate, problem.device, problem.dtype, timeout_s)
+    if not proof.is_passed:
+        _log.warning("kernel %s was set aside on %s: %s", candidate.name, problem.device, proof.reason)
     cache.keep_proof(candidate, problem.dtype, proof)
     return proof
 

@@ -1,0 +1,171 @@
+"""Give each low-precision product of a compiled graph the kernel that a registry chooses for its shape.
+
+Works on AOTAutograd's forward or backward graph, where shapes are known:
+
+    fp8_gemm(a, scale_a, b, scale_b)                candidates of "fp8_gemm"
+    mm(round_to(x), round_to(w)^T)                  candidates of "gemm" for the format that both are rounded to
+
+The second only where rounding is to nearest: a kernel that rounds otherwise computes something else. What is chosen,
+its microseconds and who was set aside goes into the engine's report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepwell.errors import UnsupportedError
+from deepwell.kernels import chosen
+from deepwell.kernels.gemm import ALIGNMENT
+from deepwell.kernels.registry import Choice, KernelRegistry, Problem
+
+_TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+_DEFAULT = "cublaslt_fast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """One product of the compiled graphs: how often it occurs, the kernel that runs it, and what became of others."""
+
+    op: str
+    shape: str  # MxNxK
+    format: str
+    count: int
+    kernel: str
+    us: float | None = None
+    how: str = ""
+    set_aside: tuple[tuple[str, str], ...] = field(default=())
+
+
+def choose_kernels(graph: fx.Graph, registry: KernelRegistry) -> list[KernelRow]:
+    """Replace products by chosen ones. Returns a row for each product that a registry decided about."""
+    ops = torch.ops.deepwell
+    rows: list[KernelRow] = []
+    for node in list(graph.nodes):
+        if node.target is ops.fp8_gemm.default:
+            rows += _fp8_gemm(graph, node, registry)
+        elif node.target is torch.ops.aten.mm.default:
+            rows += _rounded_mm(graph, node, registry)
+    graph.eliminate_dead_code()
+    return rows
+
+
+def merge_rows(known: dict[tuple[str, str, str, str], KernelRow], rows: list[KernelRow]) -> None:
+    """Add rows up by op, shape, format and kernel."""
+    for row in rows:
+        key = (row.op, row.shape, row.format, row.kernel)
+        count = row.count + (known[key].count if key in known else 0)
+        known[key] = KernelRow(
+            op=row.op,
+            shape=row.shape,
+            format=row.format,
+            count=count,
+            kernel=row.kernel,
+            us=row.us,
+            how=row.how,
+            set_aside=row.set_aside,
+        )
+
+
+def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
+    a, b = node.args[0].meta["val"], node.args[2].meta["val"]
+    m, k, n = size_of(a.shape[0]), size_of(a.shape[1]), size_of(b.shape[0])
+    has_users = any(candidate.op == "fp8_gemm" for candidate in registry.users())
+    if 0 in (m, k, n) or k % ALIGNMENT or n % ALIGNMENT or not (a.is_cuda or has_users):
+        return []
+    problem = Problem(op="fp8_gemm", m=m, n=n, k=k, precision="fp8", device=str(a.device))
+    choice = _choose(registry, problem)
+    if choice is None:
+        return []
+    candidate = registry.candidate("fp8_gemm", choice.kernel)
+    if candidate.name != _DEFAULT and candidate.origin != "reference":
+        _replace(
+            graph, node, torch.ops.deepwell.chosen_fp8_gemm.default, (*node.args, chosen.install(registry, candidate))
+        )
+    return [_row(problem, choice, "fp8")]
+
+
+def _rounded_mm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
+    left, right = _rounded(node.args[0]), _rounded(_transposed(node.args[1]))
+    if left is None or right is None or not any(candidate.op == "gemm" for candidate in registry.users()):
+        return []
+    x, lhs = left
+    w, rhs = right
+    value, other = x.meta["val"], w.meta["val"]
+    fmt = _policy_format(lhs)
+    m, k, n = size_of(value.shape[0]), size_of(value.shape[1]), size_of(other.shape[0])
+    if 0 in (m, k, n) or value.dtype != other.dtype or fmt != _policy_format(rhs):
+        return []
+    dtype = str(value.dtype).removeprefix("torch.")
+    problem = Problem(op="gemm", m=m, n=n, k=k, precision=fmt, dtype=dtype, device=str(value.device))
+    choice = _choose(registry, problem)
+    if choice is None:
+        return []
+    candidate = registry.candidate("gemm", choice.kernel)
+    if candidate.origin == "user":
+        key = chosen.install(registry, candidate)
+        with graph.inserting_before(node):
+            w_KN = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
+            w_KN.meta["val"] = other.permute(1, 0)
+        args = (x, w_KN, key, lhs, rhs, node.meta["val"].dtype)
+        _replace(graph, node, torch.ops.deepwell.chosen_gemm.default, args)
+    return [_row(problem, choice, fmt)]
+
+
+def _choose(registry: KernelRegistry, problem: Problem) -> Choice | None:
+    try:
+        return registry.choose(problem)
+    except UnsupportedError:
+        return None  # nobody else computes it: the graph stays as it is
+
+
+def _row(problem: Problem, choice: Choice, fmt: str) -> KernelRow:
+    return KernelRow(
+        op=problem.op,
+        shape=f"{problem.m}x{problem.n}x{problem.k}",
+        format=fmt,
+        count=1,
+        kernel=choice.kernel,
+        us=choice.us,
+        how=choice.how,
+        set_aside=tuple((verdict.name, verdict.reason) for verdict in choice.set_aside()),
+    )
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _rounded(node: Any) -> tuple[fx.Node, str] | None:
+    """(what is rounded, its storage format) where a node rounds to nearest without a transform."""
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.deepwell.round_to.default:
+        return None
+    x, fmt, rounding, hadamard = node.args
+    return (x, fmt) if rounding == "nearest" and not hadamard else None
+
+
+def _transposed(node: Any) -> Any:
+    """What a node is the transpose of, None where it is something else."""
+    if not isinstance(node, fx.Node) or node.target not in _TRANSPOSES:
+        return None
+    return node.args[0]
+
+
+def _policy_format(storage: str) -> str:
+    """The policy's name of a storage format: fp8_e4m3_row_pow2 -> fp8, nvfp4_16x16 -> nvfp4."""
+    return storage.partition("_")[0]
+
+
+def size_of(size: Any) -> int:
+    """A size as it is now; an open one by the value that it was traced with."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 0

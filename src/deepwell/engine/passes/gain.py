@@ -1,0 +1,53 @@
+"""Keep linears in bf16 where FP8 would not be faster: measured on this GPU at the sizes of the captured graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from deepwell.engine.passes.choose_kernels import size_of
+from deepwell.engine.passes.linear import LinearSite
+from deepwell.engine.passes.match import value_of
+from deepwell.errors import UnsupportedError
+from deepwell.kernels.gain import Gain
+
+_FP8 = "fp8_row|fp8_row|fp8_row"
+
+
+def keep_gaining(
+    sites: Sequence[LinearSite], measure: Callable[[int, int, int, str], Gain], *, strict: bool
+) -> tuple[list[LinearSite], dict[str, Gain]]:
+    """The sites that leave bf16, and every measured linear's gain by its path.
+
+    Linears of one input are one GEMM and are measured as one. `strict` raises UnsupportedError instead of keeping bf16.
+    """
+    groups: dict[tuple[fx.Node, str, bool], list[LinearSite]] = defaultdict(list)
+    for site in sites:
+        groups[site.x, site.scheme, site.bias is None].append(site)
+    gains: dict[str, Gain] = {}
+    for (_, scheme, _), group in groups.items():
+        sizes = _sizes(group)
+        if scheme != _FP8 or sizes is None:
+            continue
+        gain = measure(*sizes)
+        for site in group:
+            gains[site.path] = gain
+        if strict and not gain.gains:
+            raise UnsupportedError(f"{group[0].path}: fp8 {gain.reason}; fallback='safe' keeps it in bf16")
+    kept = [site for site in sites if site.path not in gains or gains[site.path].gains]
+    return kept, gains
+
+
+def _sizes(group: Sequence[LinearSite]) -> tuple[int, int, int, str] | None:
+    """(N of all together, K, tokens, device), None where a size is not known."""
+    x = value_of(group[0].x)
+    if x is None or x.device.type != "cuda":
+        return None
+    widths = [size_of(value_of(site.node).shape[-1]) for site in group]
+    tokens = 1
+    for size in x.shape[:-1]:
+        tokens *= size_of(size)
+    k = size_of(x.shape[-1])
+    return (sum(widths), k, tokens, str(x.device)) if 0 not in (*widths, tokens, k) else None
