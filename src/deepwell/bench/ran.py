@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 # cuBLASLt's kernels name their operands ("qq": two FP8), CUTLASS's and torch's their types; the last are our own.
-FP8_GEMM = r"nvjet_sm\d+_qq|gemm_e4m3|gemm_e5m2|e4m3_?e4m3|f8f6f4|float_e4m3|_gemm_fp8_kernel|fp8_gemm|scaled_mm_kernel"
+FP8_GEMM = r"nvjet_sm\d+_qq|gemm_e4m3|gemm_e5m2|e4m3_?e4m3|f8f6f4|float_e4m3|_fp8_gemm_kernel|scaled_mm_kernel"
 BF16_GEMM = r"nvjet_sm\d+_(?!qq)[a-z]|gemm_bf16|bf16gemm|_s16816gemm_bf16|gemmSN|cublasLt.*bf16"
 ATTENTION = r"flash|fmha|sdpa|attention"
 
 # Passes of the engine -> the kernels of which one must have run.
 _PASS_KERNELS = {
-    "rms_norm": r"\b_?(residual_|rms_)?norm\w*_kernel",
-    "layer_norm": r"\b_?(residual_|layer_)?norm\w*_kernel",
-    "residual_norm": r"norm\w*_kernel",
+    # The backward's name: the optimizer has a _norm_kernel too, for clipping.
+    "rms_norm": r"norm\w*_backward\w*_kernel",
+    "layer_norm": r"norm\w*_backward\w*_kernel",
+    "residual_norm": r"norm\w*_backward\w*_kernel",
     "swiglu": r"swiglu\w*_kernel",
     "activation": r"(swiglu|activation|gelu)\w*_kernel",
     "cross_entropy": r"cross_entropy\w*_kernel",
-    "rope": r"(rope|rotary|rotate)\w*",
+    "rope": r"rope\w*_kernel",
 }
 
 

@@ -1,0 +1,65 @@
+"""A row's claims hold for the kernels that an H200 ran, and fail for those of another row.
+
+The names come from `benchmarks/results`, where every step keeps what the profiler saw.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepwell.bench.ran import Claim, Kernel, engine_claims, peer_claims, problems, shares
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+ROWS = {row["variant"]: row for row in json.loads((RESULTS / "step-8b-4l-h200-2026-11-15.json").read_text())}
+FP8 = "fp8_row|fp8_row|fp8_row"
+LINEARS = [f"layers.{layer}.{name}" for layer in range(4) for name in "qkvogud"]
+
+
+def kernels(variant: str) -> list[Kernel]:
+    return [Kernel(name=name, count=count, ms=ms) for name, count, ms in ROWS[variant]["kernels"]]
+
+
+def claims(variant: str, *, head: bool = False) -> list[Claim]:
+    schemes = dict.fromkeys([*LINEARS, *(["head"] if head else [])], FP8)
+    return engine_claims(schemes, ROWS[variant]["passes"], "head")
+
+
+def test_what_fp8_claims_is_what_ran() -> None:
+    assert problems(claims("fp8"), kernels("fp8")) == []
+    assert problems(claims("fp8_cg_head", head=True), kernels("fp8_cg_head")) == []
+
+
+def test_torch_compile_ran_no_fp8_and_may_not_claim_it() -> None:
+    assert problems(peer_claims(uses_fp8=False), kernels("torch")) == []
+    assert problems(peer_claims(uses_fp8=True), kernels("torch")) == ["linears in FP8: 0 of at least 1 kernels ran"]
+
+
+def test_fp8_claimed_over_bf16_kernels_fails_for_every_pass_that_fired() -> None:
+    # The very mistake the check is for: the engine says FP8, the profiler saw torch.compile's kernels.
+    found = problems(claims("fp8"), kernels("torch"))
+    assert {text.split(":")[0] for text in found} >= {
+        "linears in FP8",
+        "pass rms_norm",
+        "pass swiglu",
+        "pass cross_entropy",
+    }
+
+
+def test_half_of_the_linears_is_too_few() -> None:
+    half = [Kernel(name=k.name, count=k.count // 2, ms=k.ms) for k in kernels("fp8")]
+    assert any("linears in FP8: 24 of at least 36" in text for text in problems(claims("fp8"), half))
+
+
+def test_bf16_alone_may_run_no_fp8_gemm() -> None:
+    bf16 = engine_claims({}, {"rms_norm": 9}, "head")
+    assert any("everything in bf16" in text for text in problems(bf16, kernels("fp8")))
+
+
+@pytest.mark.parametrize("variant", list(ROWS))
+def test_the_shares_are_the_whole_and_gemms_are_the_largest(variant: str) -> None:
+    found = shares(kernels(variant))
+    assert sum(found.values()) == pytest.approx(sum(k.ms for k in kernels(variant)), abs=0.01)
+    assert found["attention"] > 30 and found["adamw"] > 8
+    assert found["fp8 gemm" if variant != "torch" else "bf16 gemm"] > 59
+    assert (found["fp8 gemm"] == 0) == (variant == "torch")
