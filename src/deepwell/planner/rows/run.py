@@ -147,19 +147,25 @@ def recompute_candidates(run: RunRow) -> tuple[RunRow, ...]:
     """
     if run.is_recompute_known or run.layout is None:
         return (run,)
-    habit, layout = run.layout.recompute, run.layout
-    choices = [habit]
-    if habit.kind == "none":
-        choices.append(Recompute(kind="selective", modules=("layernorm", "mlp_act", "moe_act")))
-    choices.append(Recompute(kind="full"))
+    layout = run.layout
+    choices = [layout]
+    if layout.recompute.kind == "none":
+        light = Recompute(kind="selective", modules=("layernorm", "mlp_act", "moe_act"))
+        choices.append(replace(layout, recompute=light))
+    if run.stack is not None and run.stack.name == "megatron-bridge" and layout.sharding == "zero3":
+        # Its FSDP configs send the activations of half to three quarters of the layers to the host instead
+        # (cpu_offloading_num_layers 40 of 80 and 95 of 126 at v0.1.0).
+        choices[1:] = [replace(layout, offload=Offload(activations=share)) for share in (0.5, 0.75)]
+    choices.append(replace(layout, recompute=Recompute(kind="full")))
     return tuple(
-        replace(
-            run,
-            layout=replace(layout, recompute=choice),
-            assumptions=(*run.assumptions, f"recompute {choice}: not published"),
-        )
+        replace(run, layout=choice, assumptions=(*run.assumptions, f"recompute {_kept(choice)}: not published"))
         for choice in choices
     )
+
+
+def _kept(layout: Layout) -> str:
+    share = layout.offload.activations
+    return f"{layout.recompute}" + (f" and {share:.0%} of the activations offloaded" if share else "")
 
 
 # ---- what was measured ----
