@@ -1,4 +1,4 @@
-"""Time the row kernels (quantize, transpose, norm, SwiGLU, cross entropy) in every config against torch's own.
+"""Time the row kernels (quantize, transpose, norm, SwiGLU, RoPE, cross entropy) in every config against torch's own.
 
     PYTHONPATH=src python3 benchmarks/bench_rows.py [--only transpose,rms_norm] [--shape 8b|1b|768] [--json FILE]
 
@@ -21,12 +21,15 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from deepwell.kernels import cross_entropy, quantize, rms_norm, swiglu, transpose
+from deepwell.kernels import cross_entropy, quantize, rms_norm, rope, swiglu, transpose
 from deepwell.kernels.quantize import quantize_rows_ref
 
 E4M3 = torch.float8_e4m3fn
 # (tokens, model width, hidden width, vocabulary) of a Llama-8B, a 1B and a 768-wide decoder.
 SHAPES = {"8b": (16384, 4096, 14336, 128256), "1b": (16384, 2048, 8192, 128256), "768": (32768, 768, 3072, 50304)}
+
+# (sequences, q heads, k heads, v heads, head width) of the model of that width.
+HEADS = {4096: (2, 32, 8, 8, 128), 2048: (2, 32, 8, 8, 64), 768: (32, 12, 12, 12, 64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +280,102 @@ def swiglu_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
             )
 
 
+def rope_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
+    batch, hq, hk, hv, width = HEADS[d]
+    heads, seq = rope.Heads(q=hq, k=hk, v=hv), t // batch
+    columns = heads.total * width
+    angle = torch.outer(
+        torch.arange(seq, device=device).float(), 5e5 ** -torch.linspace(0, 1, width // 2 + 1)[:-1].to(device)
+    )
+    cos, sin = (table.repeat(1, 2).bfloat16() for table in (angle.cos(), angle.sin()))
+    qkv = spread(t, columns, device).view(batch, seq, columns)
+    # As attention's backward leaves them: laid out like q, k and v themselves.
+    grads = tuple(spread(t, h * width, device).view(batch, seq, h, width) for h in (hq, hk, hv))
+    short_tables, short_grads = (cos[:64], sin[:64]), tuple(g[:, :64] for g in grads)
+    ref = rope.rope_qkv_ref(qkv[:, :64], *short_tables, heads)
+    forward = {"op": "rope(qkv) -> q, k, v", "shape": (t, columns)}
+    for config in rope.CONFIGS:
+
+        def run_forward(c=config) -> tuple[Tensor, ...]:
+            return rope.rope_qkv(qkv, cos, sin, heads=heads, config=c)
+
+        yield Case(
+            **forward,
+            variant=short(config),
+            num_bytes=4 * t * columns,
+            run=run_forward,
+            check=lambda run=run_forward: first(
+                *(same_bits(a[:, :64].contiguous(), b) for a, b in zip(run(), ref, strict=True))
+            ),
+        )
+    yield from _plain_rope(qkv, grads, (cos, sin), heads, forward)
+    for options in (rope.GradOptions(), rope.GradOptions(write=False, fp8=E4M3), rope.GradOptions(fp8=E4M3)):
+        want = rope.rope_qkv_backward_ref(short_grads, *short_tables, heads, options)
+        written = [name for name, is_there in (("bf16", options.write), ("q", options.fp8 is not None)) if is_there]
+        for config in rope.CONFIGS:
+
+            def run_backward(c=config, o=options) -> rope.RopeGrads:
+                return rope.rope_qkv_backward(grads, cos, sin, options=o, config=c)
+
+            yield Case(
+                op=f"rope backward -> {', '.join(written)}",
+                shape=(t, columns),
+                variant=short(config),
+                num_bytes=(2 + 2 * options.write + (options.fp8 is not None)) * t * columns,
+                run=run_backward,
+                check=lambda run=run_backward, want=want: first(
+                    *(
+                        same_bits(a.unflatten(0, (batch, seq))[:, :64].contiguous(), b)
+                        for a, b in zip(run(), want, strict=True)
+                        if b is not None
+                    )
+                ),
+            )
+
+
+def _plain_rope(
+    qkv: Tensor, grads: tuple[Tensor, ...], tables: tuple[Tensor, Tensor], heads: rope.Heads, forward: dict
+) -> Iterator[Case]:
+    """What torch.compile makes of the written-out rotation, and Liger's kernel, which rotates q and k in place."""
+    width, (t, columns) = grads[0].shape[-1], forward["shape"]
+    rotated = (heads.q + heads.k) * width
+
+    def turn(x: Tensor, sign: int) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = (table[:, None, :] for table in tables)
+        return x * cos + sign * torch.cat((-b, a), dim=-1) * sin
+
+    @torch.compile(dynamic=False)
+    def plain(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = heads.parts(qkv, width)
+        return turn(q, 1), turn(k, 1), v
+
+    @torch.compile(dynamic=False)
+    def plain_backward(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        return torch.cat((turn(dq, -1), turn(dk, -1), dv), dim=-2).flatten(-2).flatten(0, 1)
+
+    yield Case(**forward, variant="torch.compile, v a view", num_bytes=4 * t * rotated, run=lambda: plain(qkv))
+    backward = {"op": "rope backward -> bf16", "shape": (t, columns), "num_bytes": 4 * t * columns}
+    yield Case(**backward, variant="torch.compile", run=lambda: plain_backward(*grads))
+    yield Case(
+        op="rope backward -> q",
+        shape=(t, columns),
+        variant="torch.compile, then quantize_rows",
+        num_bytes=3 * t * columns,
+        run=lambda: quantize.quantize_rows(plain_backward(*grads)),
+    )
+    liger = _liger("liger_kernel.ops.rope")
+    if liger:
+        q, k = (x.clone().transpose(1, 2) for x in grads[:2])
+        cos, sin = (table[None] for table in tables)
+        yield Case(
+            **forward,
+            variant="Liger, q and k in place",
+            num_bytes=4 * t * rotated,
+            run=lambda: liger.rope_forward(q, k, cos, sin),
+        )
+
+
 def cross_entropy_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
     t = min(t, 4096)
     logits = (3 * torch.randn(t, v, device=device)).bfloat16()
@@ -333,6 +432,7 @@ CASES = {
     "quantize": quantize_cases,
     "rms_norm": rms_norm_cases,
     "swiglu": swiglu_cases,
+    "rope": rope_cases,
     "cross_entropy": cross_entropy_cases,
 }
 
