@@ -189,6 +189,45 @@ def test_gpus_that_are_no_whole_nodes_are_spread_evenly():
     assert (hw.num_nodes, hw.gpus_per_node) == (2, 6)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "machine"),
+    [
+        ("H100-80G", "H100"),
+        ("H100 SXM", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("GB200 NVL72", "GB200"),
+        ("B200 (DGX)", "B200"),
+        ("A100-40G", "A100-40"),
+        ("H100-95G-HBM2e", "H100-96G-500W"),
+    ],
+)
+def test_gpus_are_found_however_a_source_writes_them(gpu, machine):
+    assert run_of(gpu=gpu).hardware.gpus[0].name == machine
+
+
+# Sources that the packaged file does not hold, as they would call themselves.
+@pytest.mark.parametrize(
+    ("source", "stack"),
+    [
+        ("Megatron-MoE-ModelZoo", "megatron"),
+        ("arXiv 2603.07685 Table 11", "megatron"),
+        ("MLPerf Training v5.1", "mlperf"),
+        ("nanotron best-config heatmap", "nanotron"),
+        ("torchtitan asyncTP 2025-06", "torchtitan"),
+        ("GPT-NeoX benchmarks", "gpt-neox"),
+        ("A Lab of its own", "a-lab-of-its-own"),
+    ],
+)
+def test_sources_that_are_new_get_a_stack(source, stack):
+    run = run_of(source=source)
+    assert run.reason is None and run.stack.name == stack
+
+
+def test_a_model_that_is_only_named_has_its_published_shape():
+    run = run_of(model="llama3-70b", layers="", hidden="", ffn="", heads="", kv_heads="", vocab="", params_b="")
+    assert run.workload.ir.num_params == pytest.approx(70.55e9, rel=0.001)
+
+
 def test_large_jobs_of_nvl72_racks_use_64_gpus_of_each():
     assert run_of(gpu="GB200", num_gpus="256", global_batch="256").hardware.nvlink_domain == 64
     assert run_of(gpu="GB200", num_gpus="72", global_batch="144", tp="2", pp="1").hardware.nvlink_domain == 72

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.graph.configs import published_config, published_models
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import BLOCK_INPUT, Linear, Loss, Norm, Op, Param
 from deepwell.planner.rows.record import Record
@@ -69,6 +70,8 @@ def model_config(record: Record, pad_vocab: int = 1) -> dict[str, Any]:
     for key, config in _NAMED.items():
         if name.startswith(key):
             return {**config, "architectures": [key]}
+    if record.count("hidden") is None and name in published_models():
+        return published_config(name)
     shape = _shape(record, name)
     vocab = -(-shape["vocab"] // pad_vocab) * pad_vocab
     base = {"architectures": [record.text("model")], "vocab_size": vocab, "num_hidden_layers": shape["layers"]}

@@ -216,11 +216,7 @@ def _hardware(record: Record) -> Hardware:
 
 @functools.lru_cache(maxsize=512)
 def _cluster(gpu: str, count: int, nic: tuple[str, float] | None) -> Hardware:
-    try:
-        machine = named_hardware(f"1x1x{gpu}").gpus[0].machine or gpu
-    except ConfigError:
-        known = ", ".join(sorted(found.name for found in machines().values()))
-        raise ConfigError(f"gpu {gpu!r}: no machine of that name; known: {known}") from None
+    machine = _machine_name(gpu)
     per_node = machines()[machine.lower()].gpus_per_node
     # Whole nodes where the count allows it, else the largest equal parts of nodes.
     each = next(size for size in range(min(count, per_node), 0, -1) if count % size == 0)
@@ -235,6 +231,19 @@ def _cluster(gpu: str, count: int, nic: tuple[str, float] | None) -> Hardware:
         per_gpu = gbit / 8 if scope == "gpu" else gbit / 8 / per_node
         fabric = replace(fabric, nic_gb_per_s=per_gpu)
     return replace(hardware, fabric=fabric)
+
+
+def _machine_name(gpu: str) -> str:
+    """The machine that a source means: as it is written, else without board, rack and memory behind the name."""
+    words = re.split(r"[\s_-]+", gpu.removeprefix("NVIDIA").strip())
+    for length in range(len(words), 0, -1):
+        try:
+            found = named_hardware("1x1x" + "-".join(words[:length]))
+        except ConfigError:
+            continue
+        return found.gpus[0].machine or gpu
+    known = ", ".join(sorted(found.name for found in machines().values()))
+    raise ConfigError(f"gpu {gpu!r}: no machine of that name; known: {known}")
 
 
 def _nic_from_notes(notes: str) -> tuple[str, float] | None:
@@ -458,7 +467,7 @@ def _policy_named(name: str) -> PrecisionPolicy | str:
 
 def _policy(record: Record, assumptions: list[str]) -> PrecisionPolicy | str:
     text = record.text("precision").lower()
-    if "nvfp4" in text:
+    if "fp4" in text:
         is_mixed = record.text("model").lower().startswith("nemotron-3-super")
         return _policy_named("nvfp4 of nemotron-3-super" if is_mixed else "nvfp4")
     if "mxfp8" in text or "fp8-mx" in text:
