@@ -1,8 +1,10 @@
 """`deepwell build`: compile the CUTLASS kernels of csrc/ for this machine's GPUs, or for named architectures."""
 
 import json
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
@@ -38,12 +40,17 @@ def build_command(
             typer.echo(str(library))
 
 
-def _archs_here() -> Sequence[str]:
-    """The architectures of the GPUs of this machine. Raises UnsupportedError where there are none, or none known."""
+def _archs_here(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
+    """Those that TORCH_CUDA_ARCH_LIST names, as torch's own builds read it; else those of the GPUs of this machine.
+
+    Raises UnsupportedError where there are none, or none known.
+    """
     from deepwell.hardware.probe import probe
     from deepwell.kernels.cutlass_build import arch_of
 
-    found = [gpu.compute_capability for gpu in probe().gpus if gpu.compute_capability]
+    listed = re.findall(r"(\d+)\.(\d)[af]?(?:\+PTX)?", environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    found = [(int(major), int(minor)) for major, minor in listed]
+    found = found or [gpu.compute_capability for gpu in probe().gpus if gpu.compute_capability]
     if not found:
         raise UnsupportedError("no GPU was found to build for; name what to build for: --arch sm_90a,sm_100a")
     return [arch_of(capability) for capability in dict.fromkeys(found)]

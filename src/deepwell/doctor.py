@@ -90,10 +90,10 @@ def diagnose(environ: Mapping[str, str] | None = None) -> Diagnosis:
     checks = [check_python(), check_packages(), *check_gpus(hw), torch_check]
     if torch is not None:
         checks += [check_cuda(torch, hw), check_cpu_bf16(hw, environ)]
-    checks += [check_triton(hw), check_transformers(), check_nvcc(environ), check_cutlass(), check_native()]
+    checks += [check_triton(hw), check_transformers(), check_nvcc(environ), check_cutlass()]
     checks += [check_compiler(environ), check_cache(environ)]
     if torch is not None:
-        checks.append(check_formats())
+        checks += [check_formats(), *check_native(torch, hw, environ)]
     checks += [Check(name=name, status=status, detail=text) for name, status, text in environment_findings(environ)]
     return Diagnosis(checks=tuple(checks))
 
@@ -237,11 +237,13 @@ def check_cutlass() -> Check:
     return Check(name="cutlass", status="absent", detail=detail)
 
 
-def check_native() -> Check:
-    libraries = sorted(Path(__file__).parent.rglob("libdeepwell*.so"))
-    if libraries:
-        return Check(name="native library", status="ok", detail=", ".join(library.name for library in libraries))
-    return Check(name="native library", status="absent", detail="not built yet: kernels of torch and Triton are used")
+def check_native(torch: Any, hw: Hardware, environ: Mapping[str, str]) -> list[Check]:
+    """The CUTLASS library, and on a Blackwell that torch can use the self-check of every block-scaled kernel."""
+    native = importlib.import_module("deepwell.doctor_native")
+    findings = [native.library_finding(hw, environ)]
+    if hw.kind != "cpu" and torch.cuda.is_available():
+        findings += native.self_check_findings(hw)
+    return [Check(**dataclasses.asdict(finding)) for finding in findings]
 
 
 def check_compiler(environ: Mapping[str, str]) -> Check:

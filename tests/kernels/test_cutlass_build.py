@@ -126,7 +126,11 @@ def test_only_what_changed_is_compiled_again(tools, tmp_path):
     assert compiled(tmp_path) == ["fp8_blockwise", "link"]
     # Another library beside the first: a process that has mapped the old one keeps its file; then the old one goes.
     assert after.path != before.path and not Path(before.path).exists()
-    # A header for CUTLASS sources concerns all of them, but not the ABI's own file.
+    # A header concerns those that include it, also through another: not the ABI's own file, not another family.
+    with (tools.sources / "block_scaled.cuh").open("a") as file:
+        file.write("// changed\n")
+    cb.build("sm_90a", tools)
+    assert compiled(tmp_path) == []
     with (tools.sources / "launch.cuh").open("a") as file:
         file.write("// changed\n")
     cb.build("sm_90a", tools)
@@ -211,6 +215,14 @@ def test_the_command_says_what_is_wrong_in_one_line(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     run = CliRunner().invoke(app, ["build"])
     assert run.exit_code == 2 and "nvcc was not found" in run.stderr
+
+
+def test_torchs_list_of_architectures_is_honoured():
+    from deepwell.cli_build import _archs_here
+
+    assert _archs_here({"TORCH_CUDA_ARCH_LIST": "9.0a;10.0a+PTX"}) == ["sm_90a", "sm_100a"]
+    with pytest.raises(UnsupportedError, match=r"8\.0"):
+        _archs_here({"TORCH_CUDA_ARCH_LIST": "8.0 8.6"})
 
 
 # ---- the real compiler ----

@@ -289,10 +289,20 @@ def _digest(arch: str, name: str, tools: Toolchain) -> str:
     # The flags without the folders: the same build elsewhere is the same build.
     facts = [arch, name, *_FLAGS, _dotted(tools.nvcc_version), _dotted(tools.cutlass_version)]
     digest.update("\n".join(facts).encode())
-    headers = sorted([*tools.sources.glob("*.h"), *([] if name == "abi" else tools.sources.glob("*.cuh"))])
-    for path in [tools.sources / f"{name}.cu", *headers]:
+    for path in _with_headers(tools.sources / f"{name}.cu"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _with_headers(source: Path) -> list[Path]:
+    """A source and those of our own headers that it includes, also through each other."""
+    found = [source]
+    for path in found:
+        for name in re.findall(r'^\s*#include "([\w.]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            header = source.parent / name
+            if header.is_file() and header not in found:
+                found.append(header)
+    return found
 
 
 # ---- manifest ----
