@@ -45,6 +45,13 @@ class OpCall:
         return self.target._schema.name.partition("::")[2]
 
     @property
+    def kernel(self) -> str:
+        """What computes it on its device."""
+        if torch.device(self.device).type == "cpu":
+            return "reference"
+        return "cublaslt_fast" if self.name == "fp8_gemm" else "deepwell"
+
+    @property
     def shape(self) -> str:
         """MxNxK of a product; else the first tensor's."""
         specs: list[TensorSpec] = []
@@ -73,7 +80,7 @@ def measure_calls(calls: Mapping[OpCall, int]) -> list[KernelRow]:
     """A row with the median microseconds of each call; where one cannot be run by itself, the reason instead."""
     rows = []
     for call, count in calls.items():
-        row = KernelRow(op=call.name, shape=call.shape, format="", count=count, kernel="deepwell")
+        row = KernelRow(op=call.name, shape=call.shape, format="", count=count, kernel=call.kernel)
         try:
             rows.append(replace(row, us=_measure(call), how="measured"))
         except FAILURES as error:

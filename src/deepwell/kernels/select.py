@@ -102,7 +102,7 @@ def _choose(registry: KernelRegistry, problem: Problem) -> Choice:
         timed = [_verdict(candidate, sqnr_db=proof.sqnr_db)]
         how = "only one"
     else:
-        timed = _race(bucket, passed)
+        timed = race(bucket, passed)
         how = "measured"
     choice = _choice(problem, [*timed, *verdicts], how)
     cache.keep_choice(problem.key, competing, choice)
@@ -186,15 +186,20 @@ class _Runner:
         return self.calls[self.at % len(self.calls)]()
 
 
-def _race(problem: Problem, passed: Sequence[tuple[Candidate, Proof]]) -> list[Verdict]:
-    """Every candidate's time at the bucket's shape; one that fails or is wrong there gets the reason instead."""
+def race(problem: Problem, passed: Sequence[tuple[Candidate, Proof]]) -> list[Verdict]:
+    """Every candidate's time at the problem's own shape; one that fails or is wrong there gets the reason instead.
+
+    Signal to noise is the proof's, or that of some rows at this shape where the proof says nothing.
+    """
     inputs = _inputs(problem)
     runners: list[_Runner] = []
     verdicts: list[Verdict] = []
     for candidate, proof in passed:
         try:
             runner = _Runner(candidate, proof, _calls(candidate, problem, inputs), [])
-            wrong, _ = _check_rows(candidate, problem, inputs[0], runner.calls[0]())
+            wrong, db = _check_rows(candidate, problem, inputs[0], runner.calls[0]())
+            if proof.sqnr_db is None and not wrong:
+                runner.proof = Proof(sqnr_db=min(db, 999.0))
         except UnsupportedError as error:
             wrong = f"does not take this shape: {error}"
         except FAILURES as error:
