@@ -18,9 +18,10 @@ from deepwell.planner.stack import Stack
 # a current scale reads it once more for its maximum, NVFP4 does so too and rotates one copy (Hadamard).
 _QUANTIZE_BYTES = {"fp8": 4.0, "fp8_current": 6.0, "mxfp8": 4.1, "mxfp6": 4.1, "nvfp4": 6.2, "mxfp4": 6.2}
 
-# Bytes per logit of cross entropy, forward and backward: in one pass each over bf16 logits, or in fp32 with a pass for
-# each of maximum, difference, exponential, sum and division.
-LOSS_BYTES = {"fused": (4.0, 4.0), "unfused": (30.0, 14.0), "compiled": (8.0, 6.0)}
+# Bytes per logit of cross entropy, forward and backward: in one pass each over bf16 logits; what a compiler makes of it;
+# Megatron's fused vocabulary-parallel loss in fp32; or in fp32 with a pass for each of maximum, difference, exponential,
+# sum and division.
+LOSS_BYTES = {"fused": (4.0, 4.0), "compiled": (8.0, 6.0), "megatron": (14.0, 8.0), "unfused": (30.0, 14.0)}
 
 # Share of tensor- or expert-parallel communication that stays visible when it is overlapped with GEMMs (first and last
 # chunk of a pipelined collective), and the slow-down of what runs beside it: NCCL holds 16 to 24 of 132 SMs.
@@ -36,12 +37,13 @@ class Pricing:
     stack: Stack
     layout: Layout
     kernel: str  # attention kernel
-    fp8_scaling: str  # "delayed", "current" or "block"
+    fp8_scaling: str  # "delayed", "tensor" (current), "blockwise", "mx", "nv"
     dropout: bool
     loss: str
     recompute: Recompute
     tp_overlap: bool
     ep_overlap: bool
+    is_frozen: bool  # LoRA: the weights have no gradients; the adapters' own products are thin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
     each: list[tuple[LocalGemm, float]] = []
     for gemm in block.gemms:
         fwd, dgrad, wgrad = linear_s(p.device, gemm)
+        if p.is_frozen:
+            wgrad = 0.0
         gemm_f, gemm_d, gemm_w = gemm_f + scale * fwd, gemm_d + scale * dgrad, gemm_w + scale * wgrad
         each.append((gemm, scale * fwd))
     attention = [attention_s(p.device, a, p.kernel, p.dropout) for a in block.attention]
@@ -89,27 +93,57 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
         "recompute": _recompute(p, each, att_f, point_f, forward, block),
     }  # fmt: skip
     if block.attention or block.gemms:
-        host = _host_s(p)
-        forward["host"] = max(0.0, host - sum(forward.values()))
-        backward["host"] = max(0.0, host * (2 if backward["recompute"] else 1) - sum(backward.values()))
+        host_f, host_b = _host_s(block, p)
+        forward["host"] = _waits(sum(forward.values()), host_f)
+        backward["host"] = _waits(sum(backward.values()), host_b + (host_f if backward["recompute"] else 0.0))
     return BlockTime(forward=forward, backward=backward, wgrad=gemm_w)
 
 
-def _host_s(p: Pricing) -> float:
-    """What the host needs to launch one layer in one direction; captured graphs need next to nothing."""
-    graphs = p.stack.switch("cuda_graphs", "full" if p.layout.cuda_graphs else "off")
-    share = {"full": 0.05, "partial": 0.5}.get(graphs, 1.0)
-    return share * p.stack.constants.host_us_per_layer * 1e-6
+def _waits(gpu: float, host: float) -> float:
+    """What the GPU waits for a host that runs ahead when it can: a smooth maximum, for layers differ in their ops."""
+    if host < 0.1 * gpu:
+        return 0.0
+    return float((gpu**4 + host**4) ** 0.25 - gpu)
+
+
+# Kernels that a captured graph still costs the host, and what routing adds to a layer: sorting, counting, splits of the
+# all-to-all, and with the plain dispatcher a wait for the counts on the host.
+_GRAPH_SHARE = 0.03
+_ROUTING_KERNELS = {"alltoall": 40, "deepep": 20, "hybridep": 12}
+
+
+def _host_s(block: LocalBlock, p: Pricing) -> tuple[float, float]:
+    """Host time to launch the block forward and backward: kernels times the stack's time for each."""
+    graphs = p.stack.switch("cuda_graphs", "layers" if p.layout.cuda_graphs else "off")
+    parts = set(graphs.split("+"))
+    experts = sum((2 if g.is_low else 1) * g.groups for g in block.gemms if g.role == "experts")
+    dense = sum(2 if g.is_low else 1 for g in block.gemms if g.role != "experts")
+    dense += len(block.passes) + len(block.attention) + block.gathers + block.reduces
+    routing = _ROUTING_KERNELS.get(p.stack.switch("dispatcher", "alltoall"), 40) if block.routed_bytes else 0
+    if p.stack.switch("grouped_gemm", "looped") == "fused":
+        experts = min(experts, 8)
+    if parts & {"full", "layers"}:
+        dense, experts, routing = (_GRAPH_SHARE * x for x in (dense, experts, routing))
+    if "attn" in parts:
+        dense = (0.3 if block.routed_bytes else _GRAPH_SHARE) * dense
+    if parts & {"moe_router", "moe_preprocess"}:
+        routing *= 0.5
+    each = p.stack.constants.host_us * 1e-6
+    return each * (dense + experts + routing), each * (2 * dense + 2 * experts + routing)
 
 
 def _passes(block: LocalBlock, p: Pricing) -> tuple[float, float, float, float]:
     scale = p.stack.constants.pointwise_passes
     loss_bytes = LOSS_BYTES[p.loss]
+    # Without a vocabulary-parallel loss every rank gathers the logits and works on all of them.
+    copies = p.layout.tp if p.stack.switch("logits", "sharded") == "gathered" else 1
     fwd = bwd = loss_f = loss_b = 0.0
     for one in block.passes:
         if one.kind == "loss":
-            loss_f += bytes_s(p.device, one.forward * loss_bytes[0])
-            loss_b += bytes_s(p.device, one.backward * loss_bytes[1])
+            loss_f += bytes_s(p.device, copies * one.forward * loss_bytes[0])
+            if copies > 1:
+                loss_f += gather_s(p.network, HALF * copies * one.forward, copies)
+            loss_b += bytes_s(p.device, copies * one.backward * loss_bytes[1])
         else:
             fwd += bytes_s(p.device, scale * one.forward)
             bwd += bytes_s(p.device, scale * one.backward)
@@ -121,7 +155,7 @@ def _quantize(block: LocalBlock, p: Pricing) -> tuple[float, float]:
     for gemm in block.gemms:
         if not gemm.is_low:
             continue
-        name = "fp8_current" if gemm.formats[0] == "fp8" and p.fp8_scaling == "current" else gemm.formats[0]
+        name = "fp8_current" if gemm.formats[0] == "fp8" and p.fp8_scaling == "tensor" else gemm.formats[0]
         size = _QUANTIZE_BYTES.get(name, 4.0)
         rows = gemm.m * gemm.groups
         if gemm.quantizes_input:
@@ -216,9 +250,11 @@ def _recompute(
         total += sum(t for g, t in gemms if g.part in ("q_b", "kv_b"))
     if "shared_experts" in modules:
         total += sum(t for g, t in gemms if g.role == "shared_experts")
-    if "sac" in modules:
-        # torchtitan's selective op policy keeps attention and every second product.
-        total += 0.5 * sum(t for _, t in gemms) + point_f
+    if "mlp_act" in modules:
+        total += 0.3 * point_f
+    if "half_matmuls" in modules:
+        # torchtitan's per-op policy keeps attention and every second product.
+        total += 0.5 * sum(t for _, t in gemms)
     return total
 
 

@@ -28,6 +28,8 @@ KERNEL_S = 2.5e-6
 # operands more often (arithmetic intensity 128*128/(128+128) = 64 against 85).
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.06), (64, 128, 1.25), (64, 64, 1.6))
 
+_FULL_TILE = 128 * 256
+
 # Share of the tail wave that persistent kernels and the overlap with the next kernel cannot fill.
 _TAIL = 0.5
 
@@ -73,16 +75,13 @@ class Device:
     name: str
     generation: int  # major compute capability, 0 for a CPU
     sms: int
-    peaks: tuple[tuple[str, float], ...]  # format -> flop/s times its efficiency
+    rates: dict[str, float]  # format -> flop/s of a large GEMM
     bytes_per_s: float
     constants: GpuConstants
     tier: str
 
     def rate(self, name: str) -> float:
-        for key, value in self.peaks:
-            if key == name:
-                return value
-        raise ConfigError(f"{self.name} has no known speed in {name}; it has {', '.join(k for k, _ in self.peaks)}")
+        return self.rates[name]
 
 
 _CLASS = {
@@ -90,7 +89,7 @@ _CLASS = {
     "nvfp4": "fp4", "mxfp4": "fp4",
 }  # fmt: skip
 _RATES = {"fp8": "fp8", "mxfp8": "fp8", "mxfp6": "fp6", "nvfp4": "fp4", "mxfp4": "fp4"}
-FORMATS = ("bf16", "fp16", "fp8", "mxfp8", "mxfp6", "nvfp4", "mxfp4")
+FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "mxfp6", "nvfp4", "mxfp4")
 
 
 @functools.lru_cache(maxsize=1)
@@ -127,43 +126,56 @@ def device(gpu: Gpu, constants: GpuConstants | None = None) -> Device:
     if base is None or gpu.memory_gb_per_s is None:
         raise ConfigError(f"{gpu.name}: peak or memory bandwidth is not known; name a machine or probe --measure")
     share = {"bf16": own.gemm_bf16, "fp8": own.gemm_fp8, "fp4": own.gemm_fp4}
-    peaks = []
+    rates = {}
     for name in FORMATS:
         peak = known.get(_RATES[name]) if name in _RATES else base
         # A format that the tensor cores lack runs as its bf16 copy.
-        peaks.append((name, peak * share[_CLASS[name]] if peak else base * own.gemm_bf16))
+        rates[name] = peak * share[_CLASS[name]] if peak else base * own.gemm_bf16
     return Device(
         name=gpu.name,
         generation=gpu.compute_capability[0] if gpu.compute_capability else 0,
         sms=gpu.num_sms or (148 if (gpu.compute_capability or (0,))[0] >= 10 else 108),
-        peaks=tuple(peaks),
+        rates=rates,
         bytes_per_s=gpu.memory_gb_per_s * 1e9 * own.bandwidth,
         constants=own,
         tier="table" if key not in ("generic", "cpu") else "spec",
     )
 
 
-_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "mxfp6": 1.03, "nvfp4": 0.56, "mxfp4": 0.53}
+_BYTES = {
+    "fp32": 4.0,
+    "tf32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1.0,
+    "mxfp8": 1.03,
+    "mxfp6": 1.03,
+    "nvfp4": 0.56,
+    "mxfp4": 0.53,
+}
 
 
-def _tiles(m: float, n: float, tile_m: int, tile_n: int) -> float:
-    return math.ceil(m / tile_m) * math.ceil(n / tile_n)
+@functools.lru_cache(maxsize=200_000)
+def _work(m: float, n: float, groups: int, sms: int) -> tuple[float, float]:
+    """Output area that one SM computes for the whole product with the best tile: with its slow-down, and plain."""
+    best = (math.inf, math.inf)
+    for tile_m, tile_n, slow in _TILES:
+        waves = groups * math.ceil(m / tile_m) * math.ceil(n / tile_n) / sms
+        waves += _TAIL * (math.ceil(waves) - waves) if waves > 1 else (1 - waves)
+        area = waves * tile_m * tile_n
+        best = min(best, (area * slow, area))
+    return best
 
 
 def gemm_s(dev: Device, fmt: str, m: float, n: float, k: float, groups: int = 1) -> float:
     """Seconds of `groups` products [m, k] x [k, n] in one launch."""
     if m <= 0:
         return 0.0
-    per_sm = dev.rate(fmt) / dev.sms
-    overhead = dev.constants.tile_us * 1e-6
-    best = math.inf
-    for tile_m, tile_n, slow in _TILES:
-        waves = groups * _tiles(m, n, tile_m, tile_n) / dev.sms
-        waves += _TAIL * (math.ceil(waves) - waves) if waves > 1 else (1 - waves)
-        best = min(best, waves * (2.0 * tile_m * tile_n * k * slow / per_sm + overhead * tile_m * tile_n / 32768))
-    size = _BYTES[fmt]
-    moved = groups * (size * (m * k + k * n) + HALF * m * n)
-    return max(best, moved / dev.bytes_per_s) + KERNEL_S
+    slowed, area = _work(m, n, groups, dev.sms)
+    busy = 2.0 * slowed * k * dev.sms / dev.rates[fmt] + area * dev.constants.tile_us * 1e-6 / _FULL_TILE
+    moved = groups * (_BYTES[fmt] * (m * k + k * n) + HALF * m * n)
+    # Grouped products of today's stacks are loops of launches over a few streams.
+    return max(busy, moved / dev.bytes_per_s) + KERNEL_S * max(1.0, groups / 4)
 
 
 def linear_s(dev: Device, gemm: LocalGemm) -> tuple[float, float, float]:

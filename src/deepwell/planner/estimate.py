@@ -22,13 +22,16 @@ from deepwell.planner.efficiency import Device, GpuConstants, device
 from deepwell.planner.estimate_values import GIB, PARTS, Estimate, StageMemory
 from deepwell.planner.layout import Layout, Recompute
 from deepwell.planner.memory import BytesPerParam
-from deepwell.planner.rank_memory import rank_memory, rank_params, shards
+from deepwell.planner.rank_memory import rank_memory, rank_params, shards, trained_share
 from deepwell.planner.schedule import simulate as simulate_schedule
 from deepwell.planner.shard import LocalBlock, Sizes, local_block
 from deepwell.planner.stack import Stack, deepwell_stack
 from deepwell.planner.workload import OPTIMIZERS, Workload
 
 __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
+
+# Share of overlapped gradient reduction and weight gathering that stays visible: the first and last buckets.
+_EXPOSED = 0.25
 
 # Share of hidden communication by which the computation beside it slows down: NCCL's kernels hold SMs and bandwidth
 # (Calculon's a100_80g.json has 15% for NVLink and 2% for InfiniBand; most of what is hidden crosses the network).
@@ -154,6 +157,8 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
         micro_batch=layout.micro_batch, seq_len=workload.seq_len, tp=layout.tp, cp=layout.cp, ep=layout.ep,
         etp=layout.etp, sequence_parallel=layout.sequence_parallel and layout.tp > 1, expert_load=load,
         dropout=dropout, keeps_fp8=stack.switch("keeps_fp8", "on") == "on",
+        eager_norms=stack.switch("norms", "fused") == "unfused",
+        eager_gates=stack.switch("swiglu", "fused") == "unfused",
     )  # fmt: skip
     ir = workload.ir
     ends = tuple((op.name, workload.end_formats(op)) for op in (*ir.stem, *ir.tail) if op.kind == "linear")
@@ -185,11 +190,20 @@ def _check(workload: Workload, layout: Layout) -> None:
 
 def _per_param(workload: Workload, stack: Stack) -> BytesPerParam:
     state = OPTIMIZERS[workload.optimizer]
+    moments = state.moments
+    if stack.switch("latent_attention_moments") == "bf16" and workload.optimizer == "adamw":
+        # Megatron-Bridge's recipes of DeepSeek-V3 and Moonlight keep both moments in bf16 (precision-aware optimizer).
+        is_latent = any(op.part == "kv_b" for block in workload.ir.blocks for op in block.ops)
+        moments = 4.0 if is_latent else moments
+    total = stack.switch("state_bytes_per_param")
+    grad = {"fp32": 4.0, "bf16": 2.0, "both": 6.0}[stack.switch("grad_dtype", "fp32")]
+    if total:
+        grad = max(0.0, float(total) - 2.0 - state.master - moments)
     return BytesPerParam(
         weight=4.0 if workload.optimizer == "adamw_fp32" else 2.0,
-        grad={"fp32": 4.0, "bf16": 2.0, "both": 6.0}[stack.switch("grad_dtype", "fp32")],
+        grad=grad,
         master=state.master,
-        moments=state.moments,
+        moments=moments,
     )
 
 
@@ -227,7 +241,7 @@ def _pricing(job: Job, dev: Device, net: Network, recompute: Recompute) -> Prici
     return Pricing(
         device=dev, network=net, stack=job.stack, layout=job.layout, kernel=job.kernel, recompute=recompute,
         fp8_scaling=job.stack.switch("fp8_scaling", "delayed"), dropout=job.dropout, loss=job.loss,
-        tp_overlap=tp, ep_overlap=ep,
+        tp_overlap=tp, ep_overlap=ep, is_frozen=job.workload.lora is not None,
     )  # fmt: skip
 
 
@@ -303,11 +317,12 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
         seconds["bubble"] = max(0.0, span - m * work[busiest] - messages)
     f = sum(stages[i].f for i in ranks[busiest])
     b = sum(stages[i].b for i in ranks[busiest])
-    seconds["dp"] = _data_parallel(job, net, ranks, f, b)
+    trained = trained_share(job)
+    seconds["dp"] = _data_parallel(job, net, ranks, f, b, trained)
     dense, expert = rank_params(job, ranks[busiest])
     shard_d, shard_e = shards(job)
     state = job.per_param.master + job.per_param.moments
-    seconds["optimizer"] = optimizer_s(dev, dense / shard_d, expert / shard_e, state)
+    seconds["optimizer"] = trained * optimizer_s(dev, dense / shard_d, expert / shard_e, state)
     seconds["host"] = seconds.get("host", 0.0) + job.stack.constants.step_overhead_ms * 1e-3
     nodes = max(1.0, layout.gpus / hw.gpus_per_node)
     seconds["straggler"] = dev.constants.jitter * math.log2(nodes) * sum(seconds.values())
@@ -339,14 +354,16 @@ def _pipeline(
     return m * max(work) + waits + fill, waits
 
 
-def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: float) -> float:
+def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: float, trained: float) -> float:
     """Seconds of gradient reduction and weight gathering that the step waits for, on the fullest rank."""
     layout, stack = job.layout, job.stack
     dense, expert = max((rank_params(job, mine) for mine in ranks), key=sum)
     group, stride = layout.dp * layout.cp, layout.tp
     shard = group // layout.dp_replicate
-    grad = {"fp32": 4.0, "bf16": 2.0}[stack.switch("grad_reduce", "fp32")]
-    weight = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}[stack.switch("param_gather", "bf16")]
+    grad = trained * {"fp32": 4.0, "bf16": 2.0}[stack.switch("reduce_dtype", "fp32")]
+    is_low = any(g.is_low for block in job.blocks for g in block.gemms)
+    gathers_fp8 = is_low and "on" in (stack.switch("fp8_params"), stack.switch("fp8_all_gather"))
+    weight = (1.0 if gathers_fp8 else 2.0) * (1.0 if layout.sharding == "zero3" else trained)
     e_group, e_stride = layout.expert_dp, layout.ep * layout.etp
 
     def reduce_s() -> float:
@@ -364,7 +381,7 @@ def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: 
     hides_param = (
         overlap.param_gather if overlap.param_gather is not None else stack.switch("overlap_params", "on") == "on"
     )
-    share = stack.constants.dp_exposed
+    share = _EXPOSED
     if layout.sharding == "zero3":
         per_batch = job.micro_batches
         reduces = per_batch if stack.switch("reduce_each", "on") == "on" else 1

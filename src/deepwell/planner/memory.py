@@ -48,11 +48,15 @@ def saved_bytes(block: LocalBlock, recompute: Recompute, kernel: str, dropout: b
     if recompute.kind == "selective":
         for module in modules:
             freed |= _FREED.get(module, set())
+    if "half_matmuls" in modules:
+        # torchtitan's per-op policy: the layer's input, attention's output and every second product stay.
+        products = HALF * sum(g.m * g.n * g.groups for g in block.gemms)
+        attention = sum(HALF * a.batch * a.heads * a.q_len * a.v_dim for a in block.attention)
+        return {"stream": block.input_bytes, "attention": attention, "products": 0.5 * products}
     kept: dict[str, float] = {}
     for tensor in block.saved:
         if tensor.group not in freed:
-            share = 0.5 if "sac" in modules and tensor.kind in ("mlp", "norm") else 1.0
-            kept[tensor.kind] = kept.get(tensor.kind, 0.0) + share * tensor.nbytes
+            kept[tensor.kind] = kept.get(tensor.kind, 0.0) + tensor.nbytes
     if kernel in UNFUSED_BYTES and "scores" not in freed:
         # Softmax's result, and with dropout its mask and result; fp32 softmax keeps its own copy besides.
         each = (5.0 if dropout else 2.0) + (4.0 if kernel == "unfused" else 0.0)

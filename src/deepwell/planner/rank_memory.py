@@ -17,6 +17,9 @@ _CONTEXT = 0.9 * GIB
 _NCCL_PER_GROUP = 0.25 * GIB
 _WORKSPACE = 0.25 * GIB
 
+# Bytes per logit at the loss's peak: bf16 logits, and their fp32 copy, softmax and gradient where each is a tensor.
+LOGIT_BYTES = {"fused": 4.0, "compiled": 6.0, "megatron": 14.0, "unfused": 14.0}
+
 
 def rank_memory(job: Job, rank: int) -> StageMemory:
     """What one GPU of pipeline rank `rank` holds."""
@@ -28,25 +31,26 @@ def rank_memory(job: Job, rank: int) -> StageMemory:
     weights_split = layout.sharding == "zero3"
     grads_split = layout.sharding in ("zero2", "zero3")
     state = dense / shard_d + expert / shard_e
+    trained = trained_share(job)
     kept = layout.offload.optimizer
     activations, transient = _activations(job, rank)
     logits = _logits(job) if any(job.stages[i].has_tail for i in stages) else 0.0
     buffers = _gathered(job) if weights_split else 0.0
     is_low = any(g.is_low for block in job.blocks for g in block.gemms)
     copies = 0.0
-    if is_low and not weights_split:
-        copies = {"off": 0.0, "on": 2.0}[job.stack.switch("fp8_weight_copies", "on")] * (dense + expert)
+    if is_low and not weights_split and job.stack.switch("fp8_params", "off") == "off":
+        # Row and column copies beside the bf16 weights; where the weights themselves are FP8 these are the weights.
+        copies = 2.0 * (dense + expert)
     groups = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
-    allocated = (state if weights_split else dense + expert) * per.weight + state * (per.master + per.moments) * (
-        1 - kept
-    )
-    fragmentation = 0.03 * (allocated + sum(activations.values()))
+    # Long-lived buffers pack well; activations come and go in many sizes and leave holes.
+    held = sum(activations.values()) * (1 - layout.offload.activations)
+    fragmentation = job.stack.constants.holes * (held + transient + logits)
     return StageMemory(
         stage=rank,
         params=(state if weights_split else dense + expert) * per.weight,
-        master=state * per.master * (1 - kept),
-        moments=state * per.moments * (1 - kept),
-        grads=(state if grads_split else dense + expert) * per.grad,
+        master=trained * state * per.master * (1 - kept),
+        moments=trained * state * per.moments * (1 - kept),
+        grads=trained * (state if grads_split else dense + expert) * per.grad,
         quantized_copies=copies,
         activations=tuple((kind, size * (1 - layout.offload.activations)) for kind, size in activations.items()),
         logits=logits,
@@ -67,6 +71,19 @@ def rank_params(job: Job, stages: list[int]) -> tuple[float, float]:
             expert += count * block.expert_params
         dense += job.stem.dense_params * stage.has_stem + job.tail.dense_params * stage.has_tail
     return dense, expert
+
+
+def trained_share(job: Job) -> float:
+    """Share of the weights that have gradients and optimizer state: all, or LoRA's adapters of rank r on k x n layers."""
+    lora = job.workload.lora
+    if lora is None:
+        return 1.0
+    whole = adapters = 0.0
+    for block in job.blocks:
+        for gemm in block.gemms:
+            whole += gemm.k * gemm.n * gemm.groups
+            adapters += lora.rank * (gemm.k + gemm.n) * gemm.groups if gemm.role in lora.targets else 0.0
+    return min(1.0, adapters / max(whole, 1.0))
 
 
 def shards(job: Job) -> tuple[int, int]:
@@ -105,7 +122,10 @@ def _activations(job: Job, rank: int) -> tuple[dict[str, float], float]:
 
 def _logits(job: Job) -> float:
     """Logits of one micro-batch on the last stage with the copies that the loss makes."""
-    per = {"fused": 4.0, "unfused": 14.0, "compiled": 8.0}[job.loss]
+    per = LOGIT_BYTES[job.loss]
+    if job.stack.switch("logits", "sharded") == "gathered" and job.layout.tp > 1:
+        # Every rank gathers the whole vocabulary: the pieces, their concatenation and its gradient are tensors too.
+        per = (per + 14.0) * job.layout.tp
     return per * sum(one.forward for one in job.tail.passes if one.kind == "loss")
 
 

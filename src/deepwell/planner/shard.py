@@ -53,6 +53,9 @@ class Sizes:
     expert_load: float = 1.0  # rows of the busiest rank over the even share
     dropout: bool = False
     keeps_fp8: bool = True  # inputs of low-precision GEMMs are kept as their quantized copies
+    # RMS norms and gates may run as separate torch ops, each of which keeps what its own backward needs.
+    eager_norms: bool = False
+    eager_gates: bool = False
 
     @property
     def token_split(self) -> int:
@@ -297,8 +300,14 @@ def _token_op(b: _Builder, op: Op) -> None:
     if isinstance(op, Norm):
         inside_heads = op.rows.factor > 1
         e = op.rows.at(b.sizing) * op.width / (s.tp if inside_heads else s.token_split)
-        b.pass_over("norm", op, 2 * HALF * e, 3 * HALF * e)
+        if s.eager_norms and op.norm == "rms":
+            # To fp32, square, mean, scale, back and times the weight: each its own pass.
+            b.pass_over("norm", op, 36 * e, 50 * e)
+        else:
+            b.pass_over("norm", op, 2 * HALF * e, 3 * HALF * e)
         b.keep(op.inputs[0] if op.inputs else "@in", "norm", "qkv" if inside_heads else "stream", HALF, e)
+        if s.eager_norms and op.norm == "rms":
+            b.keep(f"{op.name}.fp32", "norm", "layernorm", 8, e)  # the input in fp32, and the normalized one
     elif isinstance(op, Add):
         e = op.rows.at(b.sizing) * op.width / s.token_split
         b.pass_over("add", op, 3 * HALF * e, 1.5 * HALF * e)
@@ -310,12 +319,16 @@ def _token_op(b: _Builder, op: Op) -> None:
         rows = expert_rows(s, t, max(1, op.rows.factor)) if is_expert else float(op.rows.at(b.sizing))
         e = rows * op.width / (s.etp if is_expert else s.tp)
         inputs = 2 if op.gated else 1
-        b.pass_over("activation", op, (inputs + 1) * HALF * e, (2 * inputs + 1) * HALF * e)
+        extra = 2.0 * HALF * e if s.eager_gates and op.gated else 0.0
+        b.pass_over("activation", op, (inputs + 1) * HALF * e + extra, (2 * inputs + 1) * HALF * e + 2 * extra)
         kind = "experts" if is_expert else "mlp"
         b.keep(op.inputs[0], kind, "moe" if is_expert else "mlp", HALF, inputs * e)
+        if s.eager_gates and op.gated:
+            b.keep(f"{op.name}.gate", kind, "moe" if is_expert else "mlp", HALF, e)
     elif isinstance(op, Rope):
         e = op.rows.at(b.sizing) * op.rotary_dim * (op.q_heads / s.tp + max(1.0, op.kv_heads / s.tp))
-        b.pass_over("rope", op, 2 * HALF * e, 2 * HALF * e)
+        passes = 8 if s.eager_gates else 2  # slices, a negation, a concatenation, two products and a sum
+        b.pass_over("rope", op, passes * HALF * e, passes * HALF * e)
     elif isinstance(op, TopK):
         e = t / s.tp * op.experts
         b.pass_over("router", op, 6 * 4 * e, 6 * 4 * e)
@@ -346,7 +359,9 @@ def _mixer(b: _Builder, op: Op) -> None:
     read = op.elements_in(b.sizing) / s.tp
     b.matmul_flops += op.flops(b.sizing) / s.tp
     b.pass_over("mixer", op, HALF * (read + e), 2 * HALF * (read + e))
-    b.keep(f"{op.name}.in", "mixer", "other", HALF, read)
+    if isinstance(op, Conv) or op.flops(b.sizing):
+        # The scan's kernel keeps the projection's output, which is the convolution's input, and recomputes the rest.
+        b.keep(f"{op.name}.in", "mixer", "other", HALF, read if isinstance(op, Conv) else 0.0)
     b.elements[op.name] = e
     b.dense_params += _params(op) / s.tp
 
