@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
-from deepwell.formats.quantize import quantize
 from deepwell.kernels import gemm, layer_norm, rms_norm, rope, swiglu
 from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
+from deepwell.kernels.round_to import round_to
 from deepwell.kernels.transpose import transpose_codes
 
 NAMESPACE = "deepwell"
@@ -98,7 +98,7 @@ def _round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
     signs = DEFAULT_SIGNS if hadamard else None
     if hadamard:
         x = F.pad(x, (0, _hadamard_width(x) - x.shape[-1]))
-    return quantize(x.contiguous(), fmt, rounding=rounding, hadamard=signs).dequantize()
+    return round_to(x.contiguous(), fmt, rounding=rounding, hadamard=signs)
 
 
 def _hadamard_width(x: Tensor) -> int:
