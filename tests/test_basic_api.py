@@ -80,3 +80,33 @@ def test_formats_quantize_and_come_back() -> None:
     x = torch.randn(32, 64)
     q = dw.quantize(x, "mxfp8")
     assert (q.dequantize() - x).norm() / x.norm() < 0.04
+
+
+def test_a_users_kernel_is_registered_and_compiled_in(model, data) -> None:
+    from deepwell.kernels import KernelRegistry
+
+    def my_custom_kernel(a, b):
+        return a @ b
+
+    registry = KernelRegistry()
+    registry.register("custom_gemm", my_custom_kernel, precision="mxfp8", min_size=32)
+    engine = dw.compile(dw.capture(model), dw.probe(), precision="mxfp8", use_cutlass=True, kernel_registry=registry)
+    engine(*data).backward()
+    assert "custom_gemm" in {row.kernel for row in engine.report().kernels}
+
+
+def test_the_doors_to_single_kernels() -> None:
+    from deepwell.kernels.cutlass_bindings import CutlassConfig, CutlassKernel, MicroscaleManager
+    from deepwell.kernels.production_kernels import ProductionKernelManager
+
+    m, n, k = 32, 48, 64
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    manager = ProductionKernelManager()
+    torch.testing.assert_close(manager.gemm(a, b, activation="gelu"), torch.nn.functional.gelu(a @ b))
+    config = CutlassConfig(use_tcgen05=True, tmem_residency=True, microscale_block_size=32)
+    kernel = CutlassKernel(config)
+    kernel.initialize(m, n, k, "mxfp8", use_microscaling=True)
+    result = kernel.gemm(a, b)
+    assert (result - a @ b).norm() / (a @ b).norm() < 0.05
+    x_quant, x_scales = MicroscaleManager.quantize_mxfp8(a)
+    assert (MicroscaleManager.dequantize_mxfp8(x_quant, x_scales) - a).norm() / a.norm() < 0.04
