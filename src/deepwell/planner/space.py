@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from deepwell.errors import ConfigError
@@ -165,8 +165,26 @@ class Space:
         return None if self.hw.memory_bytes is None else (1 - RESERVE) * self.hw.memory_bytes / (1 << 30)
 
 
+# What an engine runs, where that is less than the planner knows: see export_megatron.py and export_torchtitan.py.
+_ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "megatron": {"schedule": ("1f1b", "interleaved"), "sharding": ("ddp", "zero1")},
+    "torchtitan": {
+        "schedule": ("1f1b", "interleaved", "zbv", "dualpipev"),
+        "sharding": ("zero2", "zero3"),
+        "recompute": ("none", "selective", "full"),
+        "etp": (1,),
+    },
+}
+_ENGINES |= {"nemo": _ENGINES["megatron"], "megatron-bridge": _ENGINES["megatron"]}
+
+
 def make_space(workload: Workload, hw: Hardware, stack: Stack, constraints: Constraints) -> Space:
-    return Space(workload=workload, hw=hw, stack=stack, facts=model_facts(workload.ir), constraints=constraints)
+    """The space of a problem: what the engine cannot run is left out unless the user names it."""
+    counts, names = dict(constraints.counts), dict(constraints.names)
+    for name, values in _ENGINES.get(stack.name, {}).items():
+        (counts if name in _COUNTS else names).setdefault(name, values)
+    narrowed = replace(constraints, counts=tuple(sorted(counts.items())), names=tuple(sorted(names.items())))
+    return Space(workload=workload, hw=hw, stack=stack, facts=model_facts(workload.ir), constraints=narrowed)
 
 
 # ---- families ----
