@@ -68,7 +68,7 @@ def _hadamard_kernel(x_ptr, signs_ptr, out_ptr, N, INVERSE: tl.constexpr, ROWS: 
 
 
 def round_to(x: Tensor, fmt: str, *, rounding: str = "nearest", hadamard: Sequence[int] | None = None) -> Tensor:
-    """x rounded to `fmt` along its last dimension, in fp32; `hadamard` are the signs of the transform to round under."""
+    """x rounded to `fmt` along its last dimension, in fp32; `hadamard` are the signs of a transform to round under."""
     if not _has_kernels(x, fmt, hadamard) or (fmt == "mxfp8" and rounding != "nearest"):
         return round_to_ref(x, fmt, rounding=rounding, hadamard=hadamard)
     x_TK = x.contiguous().flatten(0, -2)
