@@ -17,6 +17,8 @@ _PUBLIC = {
     "capture": "deepwell.graph.capture",
     "IR": "deepwell.graph.ir",
     "PrecisionPolicy": "deepwell.precision.policy",
+    "autoplan": "deepwell.planner.search",
+    "Plan": "deepwell.planner.plan",
     "compile": "deepwell.engine.compile",
     "optimize_for_blackwell": "deepwell.engine.compile",
     "Engine": "deepwell.engine.engine",
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from deepwell.graph.capture import capture
     from deepwell.graph.ir import IR
     from deepwell.hardware.probe import Hardware, probe
+    from deepwell.planner.plan import Plan
+    from deepwell.planner.search import autoplan
     from deepwell.precision.policy import PrecisionPolicy
 
 
