@@ -81,6 +81,14 @@ def test_our_pick_is_the_fastest_that_is_predicted_to_fit():
     assert regret_of(picked, group) == pytest.approx(0.1)  # 2.2 over the best measured, 2.0
 
 
+def test_a_pick_leaves_five_percent_of_the_memory_where_it_can():
+    def sized(predicted, size):
+        return Choice(predicted_s=predicted, predicted_bytes=size, fits=True, measured_s=predicted, limit_bytes=100.0)
+
+    assert pick_fastest((sized(1.0, 96.0), sized(2.0, 94.0))).predicted_s == 2.0
+    assert pick_fastest((sized(1.0, 96.0), sized(2.0, 97.0))).predicted_s == 1.0  # no room anywhere: what fits
+
+
 def test_where_nothing_is_predicted_to_fit_the_smallest_is_picked():
     group = (choice(1.0, 1.0, fits=False, size=30.0), choice(2.0, 2.0, fits=False, size=20.0))
     assert pick_fastest(group).predicted_bytes == 20.0

@@ -129,6 +129,10 @@ def kendall(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 # ---- picks ----
 
+# Predicted memory is a few percent off, and running out costs more than the last percents of speed bring: a pick
+# leaves that much room where it can.
+ROOM = 0.95
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -141,23 +145,29 @@ class Choice:
     predicted_bytes: float
     fits: bool
     measured_s: float | None
+    limit_bytes: float = float("inf")
     rule_key: tuple[float, ...] = ()
+
+
+def _candidates(choices: Sequence[Choice]) -> list[Choice]:
+    """Choices predicted to fit with room to spare, else those that fit at all, else the one nearest to fitting."""
+    for fitting in (
+        [choice for choice in choices if choice.fits and choice.predicted_bytes <= ROOM * choice.limit_bytes],
+        [choice for choice in choices if choice.fits],
+    ):
+        if fitting:
+            return fitting
+    return [min(choices, key=lambda choice: choice.predicted_bytes)]
 
 
 def pick_fastest(choices: Sequence[Choice]) -> Choice:
     """The choice that is predicted fastest among those predicted to fit; where none is, the one nearest to fitting."""
-    fitting = [choice for choice in choices if choice.fits]
-    if not fitting:
-        return min(choices, key=lambda choice: choice.predicted_bytes)
-    return min(fitting, key=lambda choice: choice.predicted_s)
+    return min(_candidates(choices), key=lambda choice: choice.predicted_s)
 
 
 def pick_by_rule(choices: Sequence[Choice]) -> Choice:
     """The rule of thumb's choice, given the same verdicts on memory as ours."""
-    fitting = [choice for choice in choices if choice.fits]
-    if not fitting:
-        return min(choices, key=lambda choice: choice.predicted_bytes)
-    return min(fitting, key=lambda choice: choice.rule_key)
+    return min(_candidates(choices), key=lambda choice: choice.rule_key)
 
 
 def regret_of(choice: Choice, choices: Sequence[Choice]) -> float:

@@ -173,6 +173,7 @@ def _choice(layout: Layout, trials: Sequence[Checked]) -> Choice:
         predicted_bytes=first.estimate.peak_gib * GIB,
         fits=first.estimate.fits,
         measured_s=sum(times) / len(times) if times else None,
+        limit_bytes=first.estimate.limit_gib * GIB,
         rule_key=rule_key(layout, first.run.hardware.nvlink_domain),
     )
 
