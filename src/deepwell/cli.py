@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deepwell import __version__, cli_bench, cli_build, cli_validate
+from deepwell import __version__, cli_bench, cli_build, cli_plan, cli_validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -39,6 +39,7 @@ app = typer.Typer(
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_validate.app, name="validate")
 app.command("build")(cli_build.build_command)
+app.command("plan")(cli_plan.plan_command)
 
 
 def _print_version(value: bool) -> None:
