@@ -200,7 +200,13 @@ def test_rms_norm_gradients(rounding) -> None:
     _against_fp32(lambda x, w: functional.rms_norm(x, w, 1e-6, rounding), reference, [_bf16(3, 7, 40), _bf16(40)])
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+}
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -209,6 +215,9 @@ def test_activation_gradients(act) -> None:
     _against_fp32(lambda g, u: functional.swiglu(g, u, act), lambda g, u: f(g) * u, [_bf16(3, 7, 24), _bf16(3, 7, 24)])
     _against_fp32(lambda x: functional.swiglu_packed(x, act), lambda x: f(x[..., :24]) * x[..., 24:], [_bf16(3, 7, 48)])
     _against_fp32(lambda x: functional.activation(x, act), f, [_bf16(3, 7, 24)])
+    _against_fp32(
+        lambda x, b: functional.bias_activation(x, b, act), lambda x, b: f(x + b), [_bf16(3, 7, 24), _bf16(24)]
+    )
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -347,6 +356,10 @@ def test_bf16_linear_is_torchs_own() -> None:
         ("activation_quantize", lambda: (_bf16(8, 32), "gelu_tanh")),
         ("activation_backward", lambda: (_bf16(8, 32), _bf16(8, 32), "silu")),
         ("activation_backward_quantize", lambda: (_bf16(8, 32), _bf16(8, 32), "gelu")),
+        ("bias_activation", lambda: (_bf16(8, 32), _bf16(32), "gelu")),
+        ("bias_activation_quantize", lambda: (_bf16(8, 32), _bf16(32), "relu")),
+        ("bias_activation_backward", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), "quick_gelu")),
+        ("bias_activation_backward_quantize", lambda: (_bf16(8, 32), _bf16(8, 32), _bf16(32), "silu")),
         ("linear_cross_entropy", lambda: (*_head(_bf16(20)), [True] * 3, -100, "mean", False, 1.0, 0.0)),
         ("linear_cross_entropy", lambda: (*_head(None), [False, True, False], -100, "sum", False, 0.5, 30.0)),
         ("linear_cross_entropy_loss", lambda: (*_head(None), -100, "sum", False, 1.0, 0.0)),

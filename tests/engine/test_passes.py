@@ -51,11 +51,25 @@ def _window(length: int) -> Callable[[int], Tensor]:
     return mask
 
 
+def _additive(size: int, shut: float = float("-inf")) -> Tensor:
+    return torch.zeros(1, 1, size, size).masked_fill(~_causal(size), shut)
+
+
+MASKS = {
+    "boolean": _causal,  # Hugging Face under compile builds it by hand
+    "-inf": _additive,
+    "triu": lambda n: torch.full((n, n), float("-inf")).triu(1),  # what papers' code does
+    "lowest": lambda n: _additive(n, torch.finfo(torch.float32).min),  # older Hugging Face models
+    "inverted": lambda n: (1.0 - _causal(n).float()) * torch.finfo(torch.float32).min,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
-def test_a_causal_mask_is_dropped_for_is_causal(run_pass, dynamic) -> None:
-    # Hugging Face under compile builds it by hand; sizes may be symbols from the second shape on.
+def test_a_causal_mask_is_dropped_for_is_causal(run_pass, mask, dynamic) -> None:
+    # Sizes may be symbols from the second shape on.
     inputs = _qkv()
-    got = run_pass(_attend(_causal), rewrite_attention, *inputs, dynamic=dynamic)
+    got = run_pass(_attend(MASKS[mask]), rewrite_attention, *inputs, dynamic=dynamic)
     assert got.found == (1, 0)
     attention = next(node for node in got.graph.nodes if "attention" in str(node.target))
     assert attention.kwargs == {"is_causal": True} and len(attention.args) == 3
@@ -68,9 +82,12 @@ def test_a_causal_mask_is_dropped_for_is_causal(run_pass, dynamic) -> None:
         _window(4),  # a sliding window cuts the triangle
         lambda n: torch.ones(1, 1, n, n, dtype=torch.bool),  # every token sees every other
         lambda n: _causal(n).logical_not().logical_or(torch.eye(n, dtype=torch.bool)),  # the upper triangle
-        lambda n: torch.zeros(1, 1, n, n).masked_fill(~_causal(n), float("-inf")),  # additive: not booleans
+        lambda n: _additive(n) + torch.arange(n)[None, None, None, :] * -0.5,  # ALiBi: a slope inside the triangle
+        lambda n: torch.zeros(1, 1, n, n).masked_fill(~_causal(n), -1e4),  # a large score outweighs it
+        lambda n: torch.zeros(1, 1, n, n).masked_fill(~_window(4)(n), float("-inf")),
+        lambda n: _causal(n).float(),  # 1 is added to the lower triangle, and nothing is shut
     ],
-    ids=["window", "full", "upper", "additive"],
+    ids=["window", "full", "upper", "alibi", "weak", "additive window", "ones"],
 )
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
 def test_another_mask_stays(run_pass, mask, dynamic) -> None:
@@ -433,14 +450,14 @@ def _block(x: Tensor, w: Tensor, b: Tensor, fc: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("scheme", "dtype", "expected"),
     [
-        (FP8, torch.bfloat16, (0, 1)),  # the norm feeds the activation, not the linear
-        ("emulate:mxfp8|emulate:mxfp8|emulate:mxfp8", torch.bfloat16, (0, 0)),  # nothing to write FP8 rows for
-        (None, torch.bfloat16, (0, 0)),
-        (FP8, torch.float64, (0, 0)),
+        (FP8, torch.bfloat16, (0, 1, 0)),  # the norm feeds the activation, not the linear
+        ("emulate:mxfp8|emulate:mxfp8|emulate:mxfp8", torch.bfloat16, (0, 0, 0)),  # nothing to write FP8 rows for
+        (None, torch.bfloat16, (0, 0, 0)),
+        (FP8, torch.float64, (0, 0, 0)),
     ],
 )
 def test_an_activation_becomes_a_kernel_before_an_fp8_linear_only(run_pass, scheme, dtype, expected) -> None:
-    def rewrite(graph: Any) -> tuple[int, int]:
+    def rewrite(graph: Any) -> tuple[int, int, int]:
         _linears({"fc": scheme} if scheme else {}, {"fc": ("fc.weight",)})(graph)
         return rewrite_before_linears(graph)
 
@@ -454,14 +471,53 @@ def test_a_layer_norm_becomes_a_kernel_before_an_fp8_linear(run_pass) -> None:
     def function(x: Tensor, w: Tensor, b: Tensor, fc: Tensor) -> Tensor:
         return F.linear(F.layer_norm(x, (16,), w, b).view(-1, 16), fc)
 
-    def rewrite(graph: Any) -> tuple[int, int]:
+    def rewrite(graph: Any) -> tuple[int, int, int]:
         _linears({"fc": FP8}, {"fc": ("fc.weight",)})(graph)
         return rewrite_before_linears(graph)
 
     inputs = [_bf16(2, 4, 16), _bf16(16), _bf16(16), _bf16(24, 16)]
     got = run_pass(function, rewrite, *inputs)
-    assert got.found == (1, 0)
+    assert got.found == (1, 0, 0)
     assert (got.out - function(*inputs)).norm() < 0.06 * function(*inputs).norm()
+
+
+def _mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up, bias).view(-1, 48)), down)
+
+
+def _mlp_relu(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.relu(F.linear(x, up, bias)), down)
+
+
+def _mlp_tanh(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up, bias), approximate="tanh"), down)
+
+
+def _mlp_read_twice(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    hidden = F.linear(x, up, bias)
+    return F.linear(F.gelu(hidden), down) + hidden.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "scheme", "expected"),
+    [
+        (_mlp, FP8, (0, 1, 1)),
+        (_mlp_relu, FP8, (0, 1, 1)),
+        (_mlp_tanh, FP8, (0, 1, 1)),
+        (_mlp_read_twice, FP8, (0, 1, 0)),  # somebody reads the sum with its bias
+        (_mlp, "bf16|fp8_row|fp8_row", (0, 1, 0)),  # the product itself is torch's, which adds the bias at no cost
+    ],
+)
+def test_an_activation_takes_the_bias_of_the_linear_before_it(run_pass, function, scheme, expected) -> None:
+    def rewrite(graph: Any) -> tuple[int, int, int]:
+        _linears({"up": scheme, "down": FP8}, {"up": ("up.weight",), "down": ("down.weight",)})(graph)
+        return rewrite_before_linears(graph)
+
+    inputs = [_bf16(2, 4, 16), _bf16(48, 16), _bf16(48), _bf16(16, 48)]
+    got = run_pass(function, rewrite, *inputs)
+    assert got.found == expected
+    ref = function(*inputs)
+    assert (got.out - ref).norm() < 0.08 * ref.norm()
 
 
 def _bf16(*shape: int) -> Tensor:
@@ -501,6 +557,17 @@ def _activated(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (*ops.quantize_rows(ops.activation(x, "gelu")), *ops.quantize_rows(ops.activation_backward(x, x, "gelu")))
 
 
+def _biased(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    dx, db = ops.bias_activation_backward(x, x, w, "gelu")
+    return (*ops.quantize_rows(ops.bias_activation(x, w, "gelu")), *ops.quantize_rows(dx), db)
+
+
+def _added_and_normed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y, total, rstd = ops.add_rms_norm(x, x, w, 1e-6, "llama")
+    z, second, mean, _ = ops.add_layer_norm(x, total, w, w, 1e-5)
+    return (*ops.quantize_rows(y), total, rstd, *ops.quantize_rows(z), second, mean)
+
+
 def _gated_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return ops.quantize_rows(ops.swiglu_backward(x[:, :8].contiguous(), x, "silu"))
 
@@ -515,6 +582,8 @@ def _gated_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         (_gated_backward, 1, 0),
         (_layer_normed, 1, 0),
         (_activated, 2, 0),
+        (_biased, 2, 0),
+        (_added_and_normed, 2, 0),
     ],
 )
 def test_a_quantization_goes_into_its_producer_unless_others_read_it(function, fused, left) -> None:
@@ -626,8 +695,8 @@ def test_layer_norm_and_gelu_models_are_fused_with_their_quantization(model_type
     eager, loss = model(**batch).loss, compiled(**batch).loss
     loss.backward()
     assert options.counts["layer_norm"] == 4 and options.counts["activation"] == 2
-    # Four norms and two activations of the forward. The activations' gradients are read by the biases' as well.
-    assert options.counts["fused_quantize"] == 6
+    # Four norms and two activations of the forward; the activations' gradients, which sum the biases' along.
+    assert options.counts["bias_activation"] == 2 and options.counts["fused_quantize"] >= 8
     assert abs(loss.item() - eager.item()) < 0.01 * eager.item()
 
 

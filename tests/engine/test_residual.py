@@ -25,7 +25,7 @@ def _rewrite(graph: fx.Graph) -> int:
         if node.target in (F.layer_norm, torch.layer_norm):
             x, _, weight, bias, eps = (*node.args, *node.kwargs.values())[:5]
             node.target, node.args, node.kwargs = functional.layer_norm, (x, weight, bias, eps), {}
-    assert rewrite_before_linears(graph) == (0, 0)
+    assert rewrite_before_linears(graph) == (0, 0, 0)
     return rewrite_residual_norm(graph)
 
 

@@ -12,7 +12,13 @@ from deepwell.kernels import swiglu as S
 from deepwell.kernels.quantize import RowConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TORCH = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+TORCH = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+}
 # Whole rows and rows in tiles, the last tile ragged.
 CONFIGS = [RowConfig(tile=0, num_warps=4), RowConfig(tile=128, num_warps=4)]
 
@@ -138,7 +144,7 @@ def test_no_tokens_give_empty_results(device):
         (lambda x: S.swiglu(x, x[:, :4]), "up_TF must have shape"),
         (lambda x: S.swiglu(x, x.half()), "up_TF has dtype"),
         (lambda x: S.swiglu_backward(x, x), "dh_TF must have shape"),
-        (lambda x: S.Options(act="relu"), "act must be one of"),
+        (lambda x: S.Options(act="mish"), "act must be one of"),
         (lambda x: S.Options(write=False), "nothing would be written"),
         (lambda x: S.Options(fp8=torch.int8), "fp8 must be"),
     ],
@@ -157,6 +163,7 @@ def test_the_forward_compiles_to_vectors_without_spills(arch, columns):
     config = S.default_forward_config(columns)
     arguments = {
         **dict.fromkeys(("g_ptr", "u_ptr"), torch.bfloat16),
+        "b_ptr": None,
         "h_ptr": None,
         "q_ptr": E4M3,
         "scale_ptr": torch.float32,

@@ -24,6 +24,7 @@ from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_e
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.gain import keep_gaining
+from deepwell.engine.passes.gelu import rewrite_gelu
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
 from deepwell.engine.passes.recompute import mark_recomputed
@@ -126,6 +127,7 @@ def _rewrite(
     options.note("causal_mask", masks)
     options.note("kv_heads", kv_heads)
     deferred = _rewrite_head(graph, weights, options) if options.fuse_head else []
+    options.note("gelu", rewrite_gelu(graph))
     options.note("rms_norm", rewrite_rms_norm(graph))
     sites = find_linears(graph, weights, options.schemes)
     if options.measure:
@@ -139,9 +141,10 @@ def _rewrite(
     options.note("rope", rotated)
     options.note("rope_qkv", at_once)
     options.note("swiglu", rewrite_swiglu(graph))
-    norms, activations = rewrite_before_linears(graph)
+    norms, activations, biases = rewrite_before_linears(graph)
     options.note("layer_norm", norms)
     options.note("activation", activations)
+    options.note("bias_activation", biases)
     options.note("residual_norm", rewrite_residual_norm(graph))
     erase_unread(graph)
     graph_module.recompile()

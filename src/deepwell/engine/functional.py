@@ -253,6 +253,12 @@ class _SwiGLU(torch.autograd.Function):
         return ops.swiglu_backward(grads[0].contiguous(), gate_up_T2F, ctx.act), None
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """`x * sigmoid(1.702 x)`, which torch has no name for; rounded once, as torch's own activations are."""
+    x32 = x.float()
+    return (x32 * torch.sigmoid(1.702 * x32)).to(x.dtype)
+
+
 def activation(x: Tensor, act: str) -> Tensor:
     """The plain activation of a tensor."""
     return _Activation.apply(x.reshape(-1, x.shape[-1]), act).view(x.shape)
@@ -269,6 +275,24 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (x_TF,) = ctx.saved_tensors
         return ops.activation_backward(grads[0].contiguous(), x_TF, ctx.act), None
+
+
+def bias_activation(x: Tensor, bias: Tensor, act: str) -> Tensor:
+    """The activation of a linear's product and its bias."""
+    return _BiasActivation.apply(x.reshape(-1, x.shape[-1]), bias, act).view(x.shape)
+
+
+class _BiasActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TF: Tensor, bias: Tensor, act: str) -> Tensor:
+        ctx.save_for_backward(x_TF, bias)
+        ctx.act = act
+        return ops.bias_activation(x_TF, bias, act)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_TF, bias = ctx.saved_tensors
+        return *ops.bias_activation_backward(grads[0].contiguous(), x_TF, bias, ctx.act), None
 
 
 # ---- rotary embedding ----

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
-from deepwell.kernels import gemm, layer_norm, rms_norm, rope, swiglu
+from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, swiglu
 from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.round_to import round_to
@@ -363,6 +363,35 @@ _register(
     lambda dh, x, act: _rows_of(x),
 )
 
+_register(
+    "bias_activation(Tensor x, Tensor bias, str act) -> Tensor",
+    lambda x, bias, act: bias_activation.bias_activation(_dense(x), _dense(bias), options=swiglu.Options(act=act)).h,
+    lambda x, bias, act: x.new_empty(x.shape),
+)
+_register(
+    "bias_activation_quantize(Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
+    lambda x, bias, act: bias_activation.bias_activation(_dense(x), _dense(bias), options=_rows(act))[1:3],
+    lambda x, bias, act: _rows_of(x),
+)
+
+
+def _bias_activation_grads(
+    dh: Tensor, x: Tensor, bias: Tensor, options: swiglu.Options
+) -> bias_activation.BiasActivationGrads:
+    return bias_activation.bias_activation_backward(_dense(dh), _dense(x), _dense(bias), options=options)
+
+
+_register(
+    "bias_activation_backward(Tensor dh, Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
+    lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, swiglu.Options(act=act))[0::3],
+    lambda dh, x, bias, act: (x.new_empty(x.shape), bias.new_empty(bias.shape)),
+)
+_register(
+    "bias_activation_backward_quantize(Tensor dh, Tensor x, Tensor bias, str act) -> (Tensor, Tensor, Tensor)",
+    lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, _rows(act))[1:],
+    lambda dh, x, bias, act: (*_rows_of(x), bias.new_empty(bias.shape)),
+)
+
 # ---- rotary embedding ----
 
 
@@ -411,6 +440,11 @@ _register(
     f"rope_qkv_backward_rows{_ROPE_GRADS} -> (Tensor, Tensor)",
     lambda dq, dk, dv, *how: _rope_grads(rope.GradOptions(write=False, fp8=_FP8), (dq, dk, dv), *how)[1:3],
     lambda *operands: _rows_of(_fake_dqkv(*operands)),
+)
+_register(
+    f"rope_qkv_backward_beside{_ROPE_GRADS} -> (Tensor, Tensor, Tensor)",
+    lambda dq, dk, dv, *how: tuple(_rope_grads(rope.GradOptions(fp8=_FP8), (dq, dk, dv), *how)),
+    lambda *operands: (_fake_dqkv(*operands), *_rows_of(_fake_dqkv(*operands))),
 )
 _register(
     "rope(Tensor x, Tensor cos, Tensor sin, str convention, bool backward) -> Tensor",

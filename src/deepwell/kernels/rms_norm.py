@@ -291,7 +291,7 @@ def _norm_backward_kernel(
 
 
 @triton.jit
-def _sum_programs_kernel(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+def sum_programs_kernel(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
     for start in range(0, P, BLOCK_P):
@@ -471,7 +471,7 @@ def norm_backward(
         )
         for partial, out in ((dw_PD, dw), (db_PD, db)):
             if partial is not None:
-                _sum_programs_kernel[(triton.cdiv(d, 32),)](
+                sum_programs_kernel[(triton.cdiv(d, 32),)](
                     partial, out, num_programs, d, BLOCK_P=32, BLOCK_D=32, num_warps=4
                 )
     return NormGrads(dx, q, scale, dw, db)

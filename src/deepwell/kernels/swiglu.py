@@ -5,6 +5,8 @@
     silu       act(g) = g * s(g)                             s the logistic function
     gelu_tanh  act(g) = g * s(2 z),  z = sqrt(2/pi) (g + 0.044715 g^3)       (0.5 g (1 + tanh z), without cancellation)
     gelu       act(g) = g * (1 + erf(g / sqrt 2)) / 2
+    quick_gelu act(g) = g * s(1.702 g)            relu  act(g) = max(g, 0)
+    with a bias: g + b in the place of g (`bias_activation.py`, which has the backward)
     (q, scale) = FP8 rows of h, or of [dg, du] with one scale for both halves of a row
 
 Numerics: fp32 inside; h, dg and du are rounded once to the input's dtype and quantized from there, so that (q, scale)
@@ -29,7 +31,7 @@ from deepwell.kernels._triton import is_hopper, on_device, runs_kernel, tl, trit
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "quick_gelu", "relu")
 # The widest row a whole-row config takes; wider ones go in two passes.
 MAX_WHOLE_ROW = 16384
 _E4M3_MAX = tl.constexpr(448.0)
@@ -84,14 +86,19 @@ def act_ref(g: Tensor, act: str) -> tuple[Tensor, Tensor]:
     if act == "gelu":
         phi = 0.5 * (1 + torch.erf(g * 0.5**0.5))
         return g * phi, phi + g * torch.exp(-0.5 * g * g) * 0.3989422804014327
+    if act == "quick_gelu":
+        s = torch.sigmoid(1.702 * g)
+        return g * s, s * (1 + 1.702 * g * (1 - s))
+    if act == "relu":
+        return g.relu(), torch.where(g <= 0, 0.0, 1.0)
     c = 0.7978845608028654
     s = torch.sigmoid(2 * c * (g + 0.044715 * g * g * g))
     return g * s, s + g * s * (1 - s) * 2 * c * (1 + 3 * 0.044715 * g * g)
 
 
-def swiglu_ref(g_TF: Tensor, u_TF: Tensor | None, options: Options) -> Activated:
-    """Reference for `swiglu` and `activation`."""
-    a, _ = act_ref(g_TF.float(), options.act)
+def swiglu_ref(g_TF: Tensor, u_TF: Tensor | None, options: Options, bias_F: Tensor | None = None) -> Activated:
+    """Reference for `swiglu`, `activation` and, with a bias, `bias_activation`."""
+    a, _ = act_ref(g_TF.float() if bias_F is None else g_TF.float() + bias_F.float(), options.act)
     h = (a if u_TF is None else a * u_TF.float()).to(g_TF.dtype)
     q, scale = _rows_of(h, options)
     return Activated(h if options.write else None, q, scale)
@@ -167,27 +174,39 @@ def _act(g, ACT: tl.constexpr):
         return g * tl.sigmoid(g)
     elif ACT == "gelu_tanh":
         return g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+    elif ACT == "quick_gelu":
+        return g * tl.sigmoid(1.702 * g)
+    elif ACT == "relu":
+        return tl.where(g <= 0.0, 0.0, g)  # NaN stays
     else:
         return g * (0.5 * (1.0 + tl.erf(g * 0.7071067811865476)))
 
 
 @triton.jit
-def _act_and_slope(g, ACT: tl.constexpr):
+def act_and_slope(g, ACT: tl.constexpr):
     if ACT == "silu":
         s = tl.sigmoid(g)
         return g * s, s * (1.0 + g * (1.0 - s))
     elif ACT == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
         return g * s, s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    elif ACT == "quick_gelu":
+        s = tl.sigmoid(1.702 * g)
+        return g * s, s * (1.0 + 1.702 * g * (1.0 - s))
+    elif ACT == "relu":
+        return tl.where(g <= 0.0, 0.0, g), tl.where(g <= 0.0, 0.0, 1.0)
     else:
         phi = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         return g * phi, phi + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
 
 
 @triton.jit
-def _load_h(g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr):
+def _load_h(g_row, u_row, b_ptr, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr):
     """h of one tile, rounded to the input's dtype."""
-    h = _act(tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32), ACT)
+    g = tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if b_ptr is not None:
+        g += tl.load(b_ptr + f, mask=mask, other=0.0).to(tl.float32)
+    h = _act(g, ACT)
     if u_row is not None:
         h *= tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     return h.to(DTYPE)
@@ -197,6 +216,7 @@ def _load_h(g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT
 def _swiglu_kernel(
     g_ptr,
     u_ptr,
+    b_ptr,
     h_ptr,
     q_ptr,
     scale_ptr,
@@ -221,7 +241,7 @@ def _swiglu_kernel(
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
             f = start + columns
-            h = _load_h(g_row, u_row, f, f < F, DTYPE, ACT, "evict_last")
+            h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_last")
             if h_ptr is not None:
                 tl.store(h_ptr + t * F + f, h, mask=f < F)
             bits = tl.maximum(bits, magnitude_bits(h.to(tl.float32)))
@@ -229,12 +249,12 @@ def _swiglu_kernel(
             enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
-                h = _load_h(g_row, u_row, f, f < F, DTYPE, ACT, "evict_first").to(tl.float32)
+                h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_first").to(tl.float32)
                 tl.store(q_ptr + t * F + f, saturate(h * enc, FP8_MAX).to(q_ptr.dtype.element_ty), mask=f < F)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
     else:
         mask = columns < F
-        h = _load_h(g_row, u_row, columns, mask, DTYPE, ACT, "")
+        h = _load_h(g_row, u_row, b_ptr, columns, mask, DTYPE, ACT, "")
         if h_ptr is not None:
             tl.store(h_ptr + t * F + columns, h, mask=mask)
         if q_ptr is not None:
@@ -248,7 +268,7 @@ def _load_grads(dh_row, g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.cons
     """(dg, du, h) of one tile, rounded to the input's dtype; du and h are the same value where there is no up."""
     dh = tl.load(dh_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     g = tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    a, slope = _act_and_slope(g, ACT)
+    a, slope = act_and_slope(g, ACT)
     if u_row is not None:
         u = tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
         return (dh * u * slope).to(DTYPE), (dh * a).to(DTYPE), (a * u).to(DTYPE)
@@ -362,13 +382,13 @@ def swiglu(
     Raises ConfigError on a wrong argument.
     """
     g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
-    return _forward(g, u, options or Options(), config)
+    return forward(g, u, options or Options(), config)
 
 
 def activation(x_TF: Tensor, *, options: Options | None = None, config: RowConfig | None = None) -> Activated:
     """The plain activation of `x_TF`, GELU (tanh) unless `options` says otherwise."""
     check_matrix("x_TF", x_TF)
-    return _forward(x_TF, None, options or Options(act="gelu_tanh"), config)
+    return forward(x_TF, None, options or Options(act="gelu_tanh"), config)
 
 
 def swiglu_backward(
@@ -410,9 +430,17 @@ def _check_config(config: RowConfig, columns: int) -> RowConfig:
     return config
 
 
-def _forward(g_TF: Tensor, u_TF: Tensor | None, options: Options, config: RowConfig | None) -> Activated:
+def forward(
+    g_TF: Tensor,
+    u_TF: Tensor | None,
+    options: Options,
+    config: RowConfig | None,
+    *,
+    bias_F: Tensor | None = None,
+) -> Activated:
+    """The forward of all activations; `bias_F` is added to the gate."""
     if not runs_kernel(g_TF, _swiglu_kernel):
-        return swiglu_ref(g_TF, u_TF, options)
+        return swiglu_ref(g_TF, u_TF, options, bias_F)
     t, f = g_TF.shape
     h = torch.empty((t, f), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
     q, scale = _allocate_rows(g_TF, f, options.fp8)
@@ -422,6 +450,7 @@ def _forward(g_TF: Tensor, u_TF: Tensor | None, options: Options, config: RowCon
             _swiglu_kernel[(t,)](
                 g_TF,
                 u_TF,
+                bias_F,
                 h,
                 q,
                 scale,

@@ -2,7 +2,8 @@
 
 Under compile, Hugging Face builds the causal mask from positions and passes it to SDPA, and repeats key-value heads
 to the number of query heads. cuDNN then computes the whole square and reads every head's copy. Where the mask depends
-on nothing but sizes it is evaluated here, once; where it is the lower triangle it is dropped for `is_causal`. A size
+on nothing but sizes it is evaluated here, once; where it is the lower triangle, as booleans or as what is added to the
+scores (0, and -inf or a dtype's lowest number), it is dropped for `is_causal`. A size
 that is a symbol gets its example value and, so that a window longer than the example does not pass for a triangle, one
 beyond every constant that the mask is made with.
 """
@@ -56,7 +57,9 @@ def _set(node: fx.Node, **kwargs: Any) -> None:
 def _is_causal(mask: fx.Node) -> bool:
     """Whether the mask's subgraph reads sizes alone and gives the lower triangle, at every size it may get."""
     value = value_of(mask)
-    if value is None or value.dtype is not torch.bool or value.dim() < 2 or value.shape[-1] != value.shape[-2]:
+    if value is None or value.dim() < 2 or value.shape[-1] != value.shape[-2]:
+        return False
+    if value.dtype is not torch.bool and not value.dtype.is_floating_point:
         return False
     order = _subgraph(mask)
     if order is None or _is_written(order):
@@ -72,10 +75,18 @@ def _is_causal(mask: fx.Node) -> bool:
 
 
 def _is_triangle(mask: Any) -> bool:
-    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or mask.shape[-1] != mask.shape[-2]:
+    """Whether a mask lets through the lower triangle and nothing else: True, or 0 beside what no score outweighs."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     size = mask.shape[-1]
-    return bool((mask == torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()).all())
+    if mask.dtype.is_floating_point:
+        shut = mask <= torch.finfo(mask.dtype).min / 2  # -inf, finfo.min, and what a model makes of them by addition
+        if not bool(((mask == 0) | shut).all()):
+            return False  # a bias of positions (ALiBi) is none
+        mask = ~shut
+    return mask.dtype is torch.bool and bool(
+        (mask == torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()).all()
+    )
 
 
 def _subgraph(node: fx.Node) -> list[fx.Node] | None:

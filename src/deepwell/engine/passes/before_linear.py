@@ -1,7 +1,8 @@
 """LayerNorm and plain activations before an FP8 linear become kernels that can write its FP8 rows.
 
 Only there: what feeds a product in high precision Inductor fuses as well, with its neighbours at that. RMSNorm and
-gated activations have passes of their own.
+gated activations have passes of their own. Where the activation reads an FP8 linear too, as between the two of an MLP,
+its kernel takes that linear's bias along: no pass over the product for the bias, and none for the bias's gradient.
 """
 
 from typing import Any
@@ -9,22 +10,46 @@ from typing import Any
 from torch import fx
 
 from deepwell.engine import functional
-from deepwell.engine.passes.match import SHAPE_OPS, argument, name_of, replace, runs_in_kernels
+from deepwell.engine.passes.match import SHAPE_OPS, argument, name_of, only_user, replace, runs_in_kernels, value_of
 from deepwell.engine.passes.swiglu import activation_of
 
 
-def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int]:
-    """Replace them after the linear pass ran. Returns how many LayerNorms and how many activations."""
-    norms = activations = 0
+def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
+    """Replace them after the linear pass ran. Returns how many LayerNorms, activations, and activations with a bias."""
+    norms = activations = biases = 0
     for node in list(graph.nodes):
         if name_of(node) == "layer_norm" and _feeds_fp8(node):
             norms += _replace_norm(graph, node)
         elif activation_of(node) and _feeds_fp8(node) and runs_in_kernels(node.args[0]):
+            bias = _take_bias(node)
             with graph.inserting_before(node):
-                new = graph.call_function(functional.activation, (node.args[0], activation_of(node)))
+                if bias is None:
+                    new = graph.call_function(functional.activation, (node.args[0], activation_of(node)))
+                else:
+                    new = graph.call_function(functional.bias_activation, (node.args[0], bias, activation_of(node)))
             replace(node, new)
             activations += 1
-    return norms, activations
+            biases += bias is not None
+    return norms, activations, biases
+
+
+def _take_bias(activation: fx.Node) -> fx.Node | None:
+    """Take the bias from the FP8 linear whose product the activation alone reads; None where there is none."""
+    node = activation.args[0]
+    while name_of(node) in SHAPE_OPS and only_user(node) is not None and _width(node) == _width(node.args[0]):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not functional.low_precision_linear or only_user(node) is None:
+        return None
+    x, weights, bias, scheme = node.args
+    if bias is None or not scheme.startswith("fp8_row") or not runs_in_kernels(bias, activation.args[0]):
+        return None
+    node.args = (x, weights, None, scheme)
+    return bias
+
+
+def _width(node: Any) -> Any:
+    value = value_of(node)
+    return value.shape[-1] if value is not None and value.dim() else None
 
 
 def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:

@@ -7,7 +7,8 @@ Works on AOTAutograd's forward or backward graph, where producers and quantizati
     swiglu_backward -> quantize_rows          swiglu_backward_quantize      activation_backward alike
     rope_qkv_backward -> quantize_rows        rope_qkv_backward_rows
 
-A fusion happens where nobody else reads the high-precision value; else the two stay apart and share one quantization.
+A fusion happens where nobody else reads the high-precision value; else the two stay apart and share one quantization,
+but for rope_qkv_backward, which writes both then (a bias of q, k, v reads its gradient in high precision).
 """
 
 import operator
@@ -30,14 +31,17 @@ def fuse_quantize(graph: fx.Graph) -> int:
         ops.layer_norm.default: ops.layer_norm_quantize.default,
         ops.add_rms_norm.default: ops.add_rms_norm_quantize.default,
         ops.add_layer_norm.default: ops.add_layer_norm_quantize.default,
+        ops.bias_activation_backward.default: ops.bias_activation_backward_quantize.default,
     }
     singles = {
         ops.swiglu.default: ops.swiglu_quantize.default,
         ops.swiglu_backward.default: ops.swiglu_backward_quantize.default,
         ops.activation.default: ops.activation_quantize.default,
         ops.activation_backward.default: ops.activation_backward_quantize.default,
+        ops.bias_activation.default: ops.bias_activation_quantize.default,
         ops.rope_qkv_backward.default: ops.rope_qkv_backward_rows.default,
     }
+    beside = {ops.rope_qkv_backward.default: ops.rope_qkv_backward_beside.default}
     _share(graph, ops.quantize_rows.default)
     count = 0
     for node in list(graph.nodes):
@@ -49,7 +53,10 @@ def fuse_quantize(graph: fx.Graph) -> int:
         if producer.target in norms and index == 0:
             count += _fuse_norm(graph, node, producer, norms[producer.target])
         elif producer.target in singles:
-            count += _fuse_single(graph, node, producer, singles[producer.target])
+            is_fused = _fuse_single(graph, node, producer, singles[producer.target])
+            if not is_fused and producer.target in beside:
+                is_fused = _fuse_beside(graph, node, producer, beside[producer.target])
+            count += is_fused
     graph.eliminate_dead_code()
     return count
 
@@ -116,6 +123,16 @@ def _fuse_single(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, fused_op
         fused = call_with_value(graph, fused_op, producer.args)
         parts = items_of(graph, fused)
     _adopt(quantize, parts)
+    return True
+
+
+def _fuse_beside(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, fused_op: object) -> bool:
+    """Write the value and its codes in one pass."""
+    with graph.inserting_before(producer):
+        fused = call_with_value(graph, fused_op, producer.args)
+        parts = items_of(graph, fused)
+    _adopt(quantize, parts[1:])
+    producer.replace_all_uses_with(parts[0])
     return True
 
 

@@ -21,6 +21,15 @@ _FUNCTIONS: dict[Any, str] = {
     operator.truediv: "div",
     torch.div: "div",
     torch.tanh: "tanh",
+    F.tanh: "tanh",
+    torch.erf: "erf",
+    torch.sigmoid: "sigmoid",
+    F.sigmoid: "sigmoid",
+    operator.sub: "sub",
+    torch.sub: "sub",
+    torch.sqrt: "sqrt",
+    F.relu: "relu",
+    torch.relu: "relu",
     operator.matmul: "matmul",
     torch.matmul: "matmul",
     operator.getitem: "getitem",
@@ -50,9 +59,9 @@ _FUNCTIONS: dict[Any, str] = {
     torch.t: "t",
 }
 _METHODS = {
-    "add", "mul", "div", "tanh", "pow", "mean", "rsqrt", "square", "to", "float", "type", "bfloat16", "half", "view",
-    "reshape", "flatten", "contiguous", "transpose", "expand", "unsqueeze", "repeat_interleave", "matmul", "addmm",
-    "chunk", "t",
+    "add", "sub", "mul", "div", "tanh", "erf", "sigmoid", "sqrt", "relu", "pow", "mean", "rsqrt", "square", "to",
+    "float", "type", "bfloat16", "half", "view", "reshape", "flatten", "contiguous", "transpose", "expand", "unsqueeze",
+    "repeat_interleave", "matmul", "addmm", "chunk", "t",
 }  # fmt: skip
 _METHOD_NAMES = {"add_": "add", "mul_": "mul", "type_as": "to"}
 
@@ -98,6 +107,10 @@ _OPERANDS = {
     "square": ("input",),
     "silu": ("input",),
     "gelu": ("input",),
+    "relu": ("input",),
+    "tanh": ("input",),
+    "erf": ("input",),
+    "sigmoid": ("input",),
     "rms_norm": ("input",),
     "layer_norm": ("input",),
     "cross_entropy": ("input", "target"),
@@ -120,7 +133,8 @@ def is_in_place(node: fx.Node) -> bool:
     """Whether a node writes into its first argument: `x.add_(y)`, `x += y`, `x[i] = y`, `f(x, inplace=True)`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
-    return is_method or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
+    is_asked = name in ("relu", "silu") and len(node.args) > 1 and bool(node.args[1])
+    return is_method or is_asked or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
 def erase_unread(graph: fx.Graph) -> None:

@@ -46,7 +46,9 @@ def activation_of(node: fx.Node) -> str:
         return "" if argument(node, 1, "inplace", False) else "silu"
     if name == "gelu":
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(node.kwargs.get("approximate", "none")), "")
-    return ""
+    if name == "relu":
+        return "" if is_in_place(node) or argument(node, 1, "inplace", False) else "relu"
+    return "quick_gelu" if node.target is functional.quick_gelu else ""
 
 
 def _packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
