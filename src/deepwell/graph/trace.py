@@ -13,6 +13,7 @@ Four ways, tried in order; what failed before the one that worked is kept with i
 The model, its config, its random states and Dynamo's settings are left as they were.
 """
 
+import copy
 import logging
 import time
 import traceback
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import pgo
 
 from deepwell.errors import CaptureError, ConfigError
 from deepwell.graph.dedupe import stub_duplicates
@@ -269,9 +271,8 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
         raise _GraphTaken
 
     outputs = None
-    torch._dynamo.reset()
     try:
-        with torch._dynamo.config.patch(_dynamo_settings()):
+        with torch._dynamo.config.patch(_dynamo_settings()), _shapes_forgotten():
             outputs = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(
                 *inputs.args, **inputs.kwargs
             )
@@ -279,7 +280,9 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
         if not isinstance(error.inner_exception, _GraphTaken):
             raise
     finally:
-        torch._dynamo.reset()
+        if run:
+            # Only a graph that ran is kept in Dynamo's cache, with all that it holds on to.
+            torch._dynamo.reset()
     if len(taken) != 1:
         raise CaptureError(f"Dynamo gave {len(taken)} graphs for {type(model).__name__}, not one")
     module, tensors = taken[0]
@@ -293,6 +296,19 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
     return _Found(module, placeholders, outputs=outputs)
 
 
+@contextmanager
+def _shapes_forgotten() -> Iterator[None]:
+    """Keep from Dynamo which sizes the example had: a size seen twice with two values is compiled as a symbol.
+
+    Not `torch._dynamo.reset()`, which would also throw away what others compiled, CUDA graphs included.
+    """
+    kept = copy.deepcopy(pgo._CODE_STATE)
+    try:
+        yield
+    finally:
+        pgo._CODE_STATE = kept
+
+
 def _dynamo_settings() -> dict[str, Any]:
     """Settings under which most models are one graph: values may be read into it, log lines do not break it."""
     settings: dict[str, Any] = {
@@ -303,6 +319,9 @@ def _dynamo_settings() -> dict[str, Any]:
         "suppress_errors": False,
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
+        # Every trace is one more compilation of the same code.
+        "recompile_limit": 1 << 20,
+        "accumulated_recompile_limit": 1 << 20,
     }
     methods = ("debug", "info", "warning", "error", "warning_once", "info_once", "warning_advice")
     loggers = {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)} | {warnings.warn}
