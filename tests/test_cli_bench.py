@@ -31,6 +31,12 @@ def test_json_alone_goes_to_stdout() -> None:
     assert json.loads(shown.stdout)["bench"] == "adamw"
 
 
+def test_gemms_are_timed_beside_bf16() -> None:
+    shown = run("gemm", "--device", "cpu", "--json", "-")
+    assert shown.exit_code == 0, shown.output
+    assert any(row["kernel"] == "torch_bf16" and row["us"] for row in json.loads(shown.stdout)["rows"])
+
+
 def test_a_claim_that_fails_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepwell.bench import adamw
 
@@ -57,7 +63,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments: tuple[str, ...], piece: st
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-@pytest.mark.parametrize("command", ["step", "attention", "adamw", "compile"])
+@pytest.mark.parametrize("command", ["step", "gemm", "attention", "adamw", "compile"])
 def test_without_a_gpu_the_error_says_what_to_try(command: str) -> None:
     shown = run(command)
     assert shown.exit_code == 2 and "--device cpu --model tiny" in shown.stderr

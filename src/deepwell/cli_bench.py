@@ -72,6 +72,22 @@ def step_command(
     _show(run_steps(race, entrants, how), step_table, json_file)
 
 
+@app.command("gemm")
+def gemm_command(
+    quick: Annotated[bool, typer.Option("--quick", help="The first and the last shape only.")] = False,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Time every GEMM candidate on the race's eight shapes: whole chains and GEMMs alone, beside bf16."""
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.gemm import SHAPES, gemm_table, run_gemms
+
+    where = pick_device(device)
+    shapes = (SHAPES[0], SHAPES[-1]) if quick else SHAPES
+    # A CPU emulates: one small shape shows that it works.
+    _show(run_gemms(where, shapes=shapes if where == "cuda" else ((128, 192, 256),)), gemm_table, json_file)
+
+
 @app.command("attention")
 def attention_command(
     batch: Annotated[int, typer.Option("--batch")] = 2,
