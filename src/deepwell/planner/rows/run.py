@@ -136,7 +136,7 @@ def _with_inputs(run: RunRow, record: Record) -> RunRow:
         stack=get_stack(stack, version=record.text("version"), **software.switches(record, stack)),
         assumptions=tuple(assumptions),
         group=_group(record, stack, sizes),
-        is_recompute_known=software.recompute(record, 1)[1],
+        is_recompute_known=software.recompute(record, 1)[1] or software.habit(record, stack).is_recompute_known,
     )
 
 

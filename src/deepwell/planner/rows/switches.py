@@ -110,6 +110,7 @@ class Habit:
     dispatcher: str = "alltoall"
     ep_overlap: bool | None = None
     recompute: tuple[str, ...] = ()
+    is_recompute_known: bool = False
 
 
 def release(record: Record) -> tuple[int, int] | None:
@@ -144,8 +145,8 @@ def habit(record: Record, stack: str) -> Habit:
     is_full = when >= (26, 6) and gpu in ("GB200", "GB300", "B300") and "mx" in record.text("precision").lower()
     if is_full and not is_hybrid:
         rest = again if gpu != "GB300" else ()
-        return Habit(graphs="full", dispatcher="hybridep", ep_overlap=True, recompute=rest)
-    return Habit(graphs=graphs, dispatcher="hybridep", recompute=again)
+        return Habit(graphs="full", dispatcher="hybridep", ep_overlap=True, recompute=rest, is_recompute_known=True)
+    return Habit(graphs=graphs, dispatcher="hybridep", recompute=again, is_recompute_known=is_hybrid)
 
 
 def is_matched(record: Record) -> bool:
