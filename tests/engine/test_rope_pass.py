@@ -205,19 +205,20 @@ def _fp8_options(model: nn.Module) -> BackendOptions:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "at_once", "rows"),
+    ("model_type", "at_once", "backward"),
     [
-        ("llama", 1, 1),
-        ("mistral", 1, 1),
-        ("qwen2", 1, 0),  # its bias reads the gradient in high precision
-        ("qwen3", 0, 0),  # norms of q and k lie between
-        ("phi3", 1, 1),  # one linear in the model itself
-        ("gpt_neox", 1, 0),  # q, k, v of a head side by side, a quarter rotated; with bias
-        ("stablelm", 1, 1),  # a quarter rotated
-        ("cohere", 0, 0),  # interleaved, in float32
+        ("llama", 1, "rope_qkv_backward_rows"),
+        ("mistral", 1, "rope_qkv_backward_rows"),
+        ("qwen2", 1, "rope_qkv_backward_beside"),  # its bias reads the gradient in high precision
+        ("qwen3", 0, "rope"),  # norms of q and k lie between
+        ("phi3", 1, "rope_qkv_backward_rows"),  # one linear in the model itself
+        ("gpt_neox", 1, "rope_qkv_backward_beside"),  # q, k, v of a head side by side, a quarter rotated; with bias
+        ("stablelm", 1, "rope_qkv_backward_rows"),  # a quarter rotated
+        ("cohere", 1, "rope_qkv_backward"),  # interleaved, in float32; merged with the MLP's linears
+        ("gptj", 1, "rope_qkv_backward_rows"),  # interleaved, heads behind positions, tables made twice
     ],
 )
-def test_the_pass_fires_on_published_architectures(model_type, at_once, rows, batch, monkeypatch) -> None:
+def test_the_pass_fires_on_published_architectures(model_type, at_once, backward, batch, monkeypatch) -> None:
     one_layer = {"num_hidden_layers": 1} | ({"layer_types": ["full_attention"]} if "qwen" in model_type else {})
     model = zoo_models.tiny_model(model_type, **one_layer).bfloat16()
     options, graphs = _fp8_options(model), _seen_graphs(monkeypatch)
@@ -225,8 +226,9 @@ def test_the_pass_fires_on_published_architectures(model_type, at_once, rows, ba
     loss.backward()
     assert (options.counts["rope"], options.counts["rope_qkv"]) == (2, at_once)
     called = [str(node.target) for graph in graphs for node in graph.nodes]
-    assert called.count("deepwell.rope_qkv_backward_rows.default") == rows
-    assert called.count("deepwell.rope_qkv_backward.default") == at_once - rows
+    rotations = [name.split(".")[1] for name in called if name.startswith("deepwell.rope")]
+    forward = ["rope_qkv"] if at_once else ["rope", "rope"]
+    assert rotations == forward + ([backward] if at_once else [backward, backward])
     assert abs(loss.item() - model(**batch).loss.item()) < 0.01 * loss.item()
 
 

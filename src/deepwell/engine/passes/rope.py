@@ -43,6 +43,7 @@ _NAMES: dict[Any, str] = {
     torch.split: "split",
     torch.permute: "permute",
     torch.unsqueeze: "unsqueeze",
+    torch.repeat_interleave: "repeat_interleave",
     "neg": "neg",
     "split": "split",
     "permute": "permute",
@@ -193,17 +194,22 @@ def _site(total: fx.Node, source: fx.Node, cos: Any, sin: Any, convention: str) 
     cat = only_user(total)
     if part is not None and cat is not None and _op(cat) == "cat" and _passes_by(cat, total, part):
         last, x = cat, part.source
-    # Computed in float32 between casts: they belong to it.
-    high = x if value_of(last).dtype == value_of(x).dtype else skip(x, CAST_OPS)
+    last, high = _without_casts(last, x)
     if value_of(last).dtype != value_of(high).dtype:
-        cast = only_user(last)
-        if cast is None or _op(cast) not in CAST_OPS or value_of(cast).dtype != value_of(high).dtype:
-            return None
-        last = cast
+        return None
     value = value_of(high)
     if not runs_in_kernels(high) or value.stride(-1) != 1 or value.shape[heads_dim] * value.shape[-1] > MAX_WIDTH:
         return None
     return RopeSite(last=last, x=high, cos=cos, sin=sin, convention=convention, heads_dim=heads_dim)
+
+
+def _without_casts(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Last and first value where a rotation is computed in float32 between casts: those belong to it."""
+    low, cast = skip(x, CAST_OPS), only_user(last)
+    is_cast = cast is not None and _op(cast) in CAST_OPS
+    if is_cast and value_of(cast).dtype == value_of(low).dtype != value_of(last).dtype:
+        return cast, low
+    return last, x
 
 
 def _passes_by(cat: fx.Node, total: fx.Node, part: "_Slice") -> bool:
@@ -237,9 +243,15 @@ def _heads_dim(x: Any, cos: Any, sin: Any) -> int | None:
     return 2 if shape[2] == 1 and shape[1] == x.shape[1] and tables[0].dim() == 4 else None
 
 
-def _tables_of(site: RopeSite) -> tuple[fx.Node, ...]:
-    """cos and sin before a model spreads them over the heads, which it may do for q and for k."""
-    return tuple(_spread(node, site.heads_dim) or node for node in (site.cos, site.sin))
+def _tables_of(site: RopeSite) -> tuple[Any, ...]:
+    """What tells tables apart: a model may spread the same ones over the heads once for q and once for k."""
+    return tuple(_identity(node) for node in (site.cos, site.sin))
+
+
+def _identity(node: fx.Node) -> Any:
+    if _op(node) not in {"unsqueeze", "getitem", "repeat_interleave", *CAST_OPS}:
+        return node
+    return _op(node), _identity(node.args[0]), str(node.args[1:]), str(node.kwargs)
 
 
 def _spread(node: fx.Node, heads_dim: int) -> fx.Node | None:
@@ -285,10 +297,11 @@ def _replace_three(graph: fx.Graph, first: tuple[RopeSite, Columns], second: tup
     place = _place(graph, (q.source, query.cos, query.sin), (query.last, key.last, v_node))
     if place is None:
         return False
+    source = _only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
     with graph.inserting_before(place):
         tables = [_table(graph, table, query.heads_dim) for table in (query.cos, query.sin)]
         how = (q.heads, k.heads, v.heads), packing, query.convention
-        three = graph.call_function(functional.rope_qkv, (q.source, *tables, *how))
+        three = graph.call_function(functional.rope_qkv, (source, *tables, *how))
         new = []
         for i, heads_dim in enumerate((query.heads_dim, key.heads_dim, v.heads_dim)):
             item = graph.call_function(operator.getitem, (three, i))
@@ -306,7 +319,7 @@ def _value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[fx.No
         if v is None or v.source is not q.source or v.width != q.width or not v.covers(packing, start):
             continue
         total = (q.heads + k.heads + v.heads) * q.width
-        if total == _row_width(q.source) <= MAX_WIDTH and not _leads_on(node):
+        if total in _cuts(q.source) and total <= MAX_WIDTH and not _leads_on(node):
             return node, v
     return None
 
@@ -325,12 +338,34 @@ def _place(graph: fx.Graph, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node,
     return place if order[place] <= first_read else None
 
 
-def _row_width(source: fx.Node) -> int:
+def _cuts(source: fx.Node) -> set[int]:
+    """The columns at which q, k and v may end: the last, or one between two linears that were merged."""
+    split = _merged_split(source)
     value = value_of(source)
-    if value is not None:
-        return int(value.shape[-1])
-    split = next((user for user in source.users if user.target is functional.split_columns), None)
-    return sum(split.args[1]) if split is not None else 0
+    found = {int(value.shape[-1])} if value is not None else set()
+    return found | ({sum(split.args[1][:i]) for i in range(1, len(split.args[1]) + 1)} if split is not None else set())
+
+
+def _merged_split(source: fx.Node) -> fx.Node | None:
+    return next((user for user in source.users if user.target is functional.split_columns), None)
+
+
+def _only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
+    """The columns of q, k and v alone, where a parallel MLP's linear was merged with them (GPT-J, Phi, Cohere)."""
+    split = _merged_split(source)
+    if split is None or sum(split.args[1]) == total:
+        return source
+    widths: tuple[int, ...] = tuple(split.args[1])
+    taken = next(i for i in range(len(widths)) if sum(widths[:i]) == total)
+    with graph.inserting_before(split):
+        again = graph.call_function(functional.split_columns, (source, (total, *widths[taken:])))
+        three = graph.call_function(operator.getitem, (again, 0))
+    for item in list(split.users):
+        index = item.args[1]
+        if index >= taken:
+            with graph.inserting_before(item):
+                replace(item, graph.call_function(operator.getitem, (again, index - taken + 1)))
+    return three
 
 
 # ---- views ----
