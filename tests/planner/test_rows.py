@@ -56,6 +56,13 @@ def test_tokens_stand_in_for_a_step_time_that_is_not_given():
     assert run_of(step_time_s="", tokens_per_s_per_gpu="4096").measured.step_s == pytest.approx(8.0)
 
 
+def test_published_tflops_order_layouts_but_are_no_step_time():
+    run = run_of(step_time_s="", model_tflops_per_gpu="400")
+    flops = run.workload.ir.train_flops(64, 8192)
+    assert run.measured.step_s is None and run.measured.ranking_s == pytest.approx(flops / (400e12 * 16))
+    assert run_of().measured.ranking_s == 2.5
+
+
 # Each: the text, and pieces that the message must hold; line and column are what a user needs to find the mistake.
 MALFORMED = [
     ("", ("empty",)),

@@ -167,7 +167,7 @@ def layout_groups(checked: Iterable[Checked]) -> dict[tuple[str, ...], tuple[Cho
 def _choice(layout: Layout, trials: Sequence[Checked]) -> Choice:
     first = trials[0]
     assert first.estimate is not None and first.run.hardware is not None
-    times = [one.run.measured.step_s for one in trials if one.run.measured.step_s is not None]
+    times = [one.run.measured.ranking_s for one in trials if one.run.measured.ranking_s is not None]
     return Choice(
         predicted_s=first.estimate.step_s,
         predicted_bytes=first.estimate.peak_gib * GIB,

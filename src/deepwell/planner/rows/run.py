@@ -37,6 +37,7 @@ class Measured:
 
     outcome: Outcome
     step_s: float | None = None
+    ranking_s: float | None = None  # step_s, or a time behind the published TFLOP/s that only orders layouts
     memory_bytes: float | None = None
     memory_kind: MemoryKind | None = None
 
@@ -130,6 +131,7 @@ def _with_inputs(run: RunRow, record: Record) -> RunRow:
         assumptions.append("sequences taken as full; the source packs instruction data")
     return replace(
         run,
+        measured=replace(run.measured, ranking_s=run.measured.step_s or _step_from_tflops(record, workload)),
         workload=workload,
         hardware=hardware,
         layout=layout,
@@ -188,6 +190,19 @@ def _measured(record: Record) -> Measured:
     return Measured(
         outcome=outcome, step_s=step if outcome == "ok" else None, memory_bytes=size, memory_kind=kind
     )  # fmt: skip
+
+
+def _step_from_tflops(record: Record, workload: Workload) -> float | None:
+    """A step time where only model TFLOP/s are published, counted as Megatron does now: causal attention, one head.
+
+    Good enough to rank layouts of one group, where a constant factor cancels; not to score a prediction.
+    """
+    speed, convention = record.number("model_tflops_per_gpu"), record.text("flops_convention").lower()
+    counts_as_we_do = not convention or "causal" in convention or "megatron-core" in convention
+    if speed is None or not counts_as_we_do or record.text("status").lower() != "ok":
+        return None
+    flops = workload.ir.train_flops(workload.global_batch, workload.seq_len)
+    return flops / (speed * 1e12 * (record.count("num_gpus") or 1))
 
 
 def _memory(record: Record) -> tuple[float | None, MemoryKind | None]:
