@@ -337,17 +337,44 @@ def test_the_quantizers_pass_theirs_and_a_wrong_one_does_not(monkeypatch):
 
 
 def test_the_first_candidate_that_passes_is_taken_and_none_is_a_reason(monkeypatch):
-    device = torch.device("cpu")
+    device, tried = torch.device("cpu"), []
 
     def found(**passed):
-        gemms = [proof.Proof(format="mxfp8", kernel=k, passed=v, detail=f"{k}'s words") for k, v in passed.items()]
-        quantizer = proof.Proof(format="mxfp8", kernel="quantize", passed=True, detail="")
-        monkeypatch.setattr(proof, "proofs", lambda fmt, device: (quantizer, *gemms))
+        tried.clear()
+
+        def proof_of(fmt, kernel, device):
+            tried.append(kernel)
+            return proof.Proof(format=fmt, kernel=kernel, passed=passed.get(kernel, True), detail=f"{kernel}'s words")
+
+        monkeypatch.setattr(proof, "proof_of", proof_of)
         return proof.native_kernel("mxfp8", device)
 
-    assert found(vendor=False, triton=True, cutlass=True)[0] == "triton"
+    # What stands behind the first that passes is not even tried: a kernel that hangs cannot stop a training run.
+    assert found(vendor=False, triton=True)[0] == "triton" and tried == ["quantize", "vendor", "triton"]
     kernel, reason = found(vendor=False, triton=False, cutlass=False)
     assert kernel is None and "vendor's words" in reason and "cutlass's words" in reason
+    kernel, reason = found(quantize=False)
+    assert kernel is None and "quantize's words" in reason and tried == ["quantize"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "timeout_s", "reason"),
+    [
+        ("import time; time.sleep(60)", 1.0, "hangs"),
+        ("import os; os.abort()", 60.0, "ended its process with status -6"),
+        ("raise SystemExit('no kernel image')", 60.0, "no kernel image"),
+        ("print('hello')", 60.0, "instead of a proof"),
+        ("pass", 60.0, "ended its process"),
+    ],
+)
+def test_a_kernel_that_hangs_or_crashes_alone_is_a_finding(entry, timeout_s, reason):
+    found = proof.prove_apart("mxfp8", "triton", torch.device("cpu"), timeout_s, entry)
+    assert not found.passed and reason in found.detail
+
+
+def test_a_proof_from_another_process_is_the_same_proof():
+    device = torch.device("cpu")
+    assert proof.prove_apart("nvfp4", "vendor", device) == proof.prove_gemm("nvfp4", "vendor", device)
 
 
 @pytest.mark.gpu

@@ -48,6 +48,17 @@ triton: Any = _load("triton")
 tl: Any = _load("triton.language")
 
 
+def _launch_errors() -> tuple[type[Exception], ...]:
+    try:
+        return RuntimeError, importlib.import_module("triton.errors").TritonError
+    except ModuleNotFoundError:
+        return (RuntimeError,)
+
+
+# What the launch of a kernel may raise: CUDA's and torch's errors, and those of Triton's compiler and launcher.
+LAUNCH_ERRORS = _launch_errors()
+
+
 @lru_cache(maxsize=64)
 def _check_device(index: int) -> None:
     capability = torch.cuda.get_device_capability(index)

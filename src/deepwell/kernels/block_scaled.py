@@ -27,7 +27,7 @@ from deepwell.formats import layout
 from deepwell.formats.elements import decode, decode_e8m0, unpack_codes
 from deepwell.formats.spec import E2M1, E4M3, E5M2, ElementFormat
 from deepwell.kernels import cutlass_library
-from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+from deepwell.kernels._triton import LAUNCH_ERRORS, on_device, runs_kernel, tl, triton
 
 _ELEMENTS: dict[torch.dtype, ElementFormat] = {
     torch.float8_e4m3fn: E4M3,
@@ -202,6 +202,9 @@ def _cutlass(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
 
 
 def _triton(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config | None = None) -> Tensor:
+    if a.global_scale is not None and a.data.is_cuda and torch.cuda.get_device_capability(a.data.device)[0] < 10:
+        # Not an error message but the end of the process: Triton 3.6's compiler crashes on it.
+        raise UnsupportedError("Triton compiles NVFP4 products for Blackwell only")
     config = config or _default_config(a)
     m, n, k = a.data.shape[0], b.data.shape[0], a.length
     pack = 2 if a.data.dtype == torch.uint8 else 1
@@ -286,7 +289,7 @@ def block_scaled_gemm(
             out = _triton(a, b, out_dtype, config)
         else:
             out = _cutlass(a, b, out_dtype)
-    except RuntimeError as error:
+    except LAUNCH_ERRORS as error:
         # torch has no check of the architecture here: cuBLASLt says no in its own words.
         if isinstance(error, (UnsupportedError, torch.OutOfMemoryError)):
             raise

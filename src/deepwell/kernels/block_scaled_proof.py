@@ -5,16 +5,21 @@ device, and is held against the fp32 product of the dequantized operands. Scales
 a scale read from the wrong place cannot hide. The quantizers are held bit for bit against `deepwell.formats`.
 """
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
+from deepwell.kernels._triton import LAUNCH_ERRORS
 from deepwell.kernels.block_scaled import CANDIDATES, Operand, block_scaled_gemm, block_scaled_gemm_ref
 from deepwell.kernels.quantize_mx import quantize_mxfp8, quantize_nvfp4
 
@@ -85,8 +90,8 @@ def prove_gemm(fmt: str, kernel: str, device: torch.device, gemm: Gemm | None = 
             hidden = _hides_nan(run, a, b)
             if hidden:
                 return Proof(format=fmt, kernel=kernel, passed=False, detail=f"{hidden} at {m} x {n} x {k}")
-    except (UnsupportedError, RuntimeError) as error:
-        return Proof(format=fmt, kernel=kernel, passed=False, detail=str(error).splitlines()[0])
+    except LAUNCH_ERRORS as error:
+        return Proof(format=fmt, kernel=kernel, passed=False, detail=_first_line(error))
     return Proof(format=fmt, kernel=kernel, passed=True, detail=f"at least {worst:.0f} dB on {len(SHAPES)} shapes")
 
 
@@ -138,24 +143,84 @@ def prove_quantizer(fmt: str, device: torch.device) -> Proof:
                 for got, want in ((codes, wanted.data), (scale, wanted.scale_swizzled())):
                     if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
                         wrong.append(f"{rows} x {columns} along axis {axis}")
-    except (UnsupportedError, RuntimeError) as error:
-        wrong.append(str(error).splitlines()[0])
+    except LAUNCH_ERRORS as error:
+        wrong.append(_first_line(error))
     detail = f"differs from the format: {'; '.join(dict.fromkeys(wrong))}" if wrong else "bit for bit the format"
     return Proof(format=fmt, kernel="quantize", passed=not wrong, detail=detail)
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ---- which kernels may be used ----
+
+
 @lru_cache(maxsize=64)
+def proof_of(fmt: str, kernel: str, device: torch.device) -> Proof:
+    """The check of one kernel ("quantize" or a GEMM candidate) on one device, made once in a process.
+
+    Triton's and CUTLASS' products have never run on a Blackwell: a GPU tries them in a process of its own, which can be
+    ended when it hangs and may crash without harm.
+    """
+    if kernel == "quantize":
+        return prove_quantizer(fmt, device)
+    if kernel == "vendor" or device.type != "cuda":
+        return prove_gemm(fmt, kernel, device)
+    return prove_apart(fmt, kernel, device)
+
+
 def proofs(fmt: str, device: torch.device) -> tuple[Proof, ...]:
-    """All checks of one format on one device, made once in a process: the quantizer, then each GEMM candidate."""
-    return (prove_quantizer(fmt, device), *(prove_gemm(fmt, kernel, device) for kernel in CANDIDATES))
+    """All checks of one format on one device: the quantizer, then each GEMM candidate."""
+    return tuple(proof_of(fmt, kernel, device) for kernel in ("quantize", *CANDIDATES))
 
 
 def native_kernel(fmt: str, device: torch.device) -> tuple[str | None, str]:
-    """(the first GEMM candidate that proved itself on `device` or None, the reason)."""
-    quantizer, *gemms = proofs(fmt, device)
+    """(the first GEMM candidate that proves itself on `device` or None, the reason). Those behind it are not tried."""
+    quantizer = proof_of(fmt, "quantize", device)
     if not quantizer.passed:
         return None, f"its quantizer {quantizer.detail}"
-    for proof in gemms:
+    failed = []
+    for kernel in CANDIDATES:
+        proof = proof_of(fmt, kernel, device)
         if proof.passed:
-            return proof.kernel, f"{proof.kernel} passed its self-check ({proof.detail})"
-    return None, "; ".join(f"{proof.kernel}: {proof.detail}" for proof in gemms)
+            return kernel, f"{kernel} passed its self-check ({proof.detail})"
+        failed.append(f"{kernel}: {proof.detail}")
+    return None, "; ".join(failed)
+
+
+# ---- in a process of its own ----
+
+_ENTRY = "from deepwell.kernels.block_scaled_proof import main; main()"
+
+
+def prove_apart(fmt: str, kernel: str, device: torch.device, timeout_s: float = 180.0, entry: str = _ENTRY) -> Proof:
+    """`prove_gemm` in a fresh interpreter; one that hangs, crashes or says nothing is a finding."""
+
+    def failed(detail: str) -> Proof:
+        return Proof(format=fmt, kernel=kernel, passed=False, detail=detail)
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    request = json.dumps({"fmt": fmt, "kernel": kernel, "device": str(device)})
+    command = [sys.executable, "-c", entry]
+    try:
+        run = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return failed(f"hangs: no answer within {timeout_s:g} s")
+    lines = run.stdout.strip().splitlines()
+    if run.returncode or not lines:
+        said = run.stderr.strip().splitlines()
+        return failed(f"ended its process with status {run.returncode}" + (f": {said[-1][:200]}" if said else ""))
+    try:
+        return Proof(**json.loads(lines[-1]))
+    except (json.JSONDecodeError, TypeError):
+        return failed(f"its process answered {lines[-1][:200]!r} instead of a proof")
+
+
+def main() -> None:
+    """The fresh interpreter: read a request, prove, print the proof as JSON."""
+    request = json.loads(sys.stdin.read())
+    found = prove_gemm(request["fmt"], request["kernel"], torch.device(request["device"]))
+    print(json.dumps(asdict(found)), flush=True)
