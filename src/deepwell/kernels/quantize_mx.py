@@ -23,9 +23,11 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.formats import layout
 from deepwell.formats.quantize import quantize
-from deepwell.kernels._fp8 import FLT_MAX, INF_BITS, magnitude_bits, saturate
+from deepwell.kernels._fp8 import FLT_MAX, INF_BITS, code_bytes, magnitude_bits, saturate
 from deepwell.kernels._triton import is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix
+from deepwell.kernels.quantize import _PACK_E4M3 as PACK_E4M3
+from deepwell.kernels.quantize import _PACK_E5M2 as PACK_E5M2
 from deepwell.kernels.quantize import amax as measure_amax
 
 MX_BLOCK = 32
@@ -91,11 +93,16 @@ def quantize_nvfp4_ref(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MxConfig:
-    """The tile of one program; both sides are multiples of 32."""
+    """The tile of one program; both sides are multiples of 32.
+
+    packing is how both copies are written: "bytes" transposes codes, "words" and "asm" four tokens of a column as one
+    word, which crosses shared memory four times cheaper ("asm" packs by PTX). Words need T to be a multiple of 4.
+    """
 
     rows: int
     columns: int
     num_warps: int
+    packing: str = "bytes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +124,10 @@ MX_CONFIGS = (
     MxConfig(rows=128, columns=64, num_warps=4),
     MxConfig(rows=32, columns=128, num_warps=4),
     MxConfig(rows=64, columns=64, num_warps=4),
+    MxConfig(rows=128, columns=128, num_warps=8, packing="asm"),
+    MxConfig(rows=128, columns=64, num_warps=4, packing="asm"),
+    MxConfig(rows=64, columns=64, num_warps=4, packing="asm"),
+    MxConfig(rows=128, columns=64, num_warps=4, packing="words"),
 )
 NV_CONFIGS = (
     NvConfig(rows=16, columns=256, num_warps=4),
@@ -208,24 +219,11 @@ def _quantize_mx_kernel(
     k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (t < T)[:, None] & (k < K)[None, :]
     x = tl.load(x_ptr + t[:, None] * stride_xt + k[None, :], mask=mask, other=0.0).to(tl.float32)
-    bits = magnitude_bits(x)
     # Blocks past the end are all zero: byte 0, what the tile order is filled up with.
     if ROWS:
-        amax = tl.max(tl.reshape(bits, [BLOCK_T, BLOCK_K // _MX, _MX]), axis=2)
-        byte = _e8m0_byte(amax, INV_MAX)
-        blocks = tl.reshape(x, [BLOCK_T, BLOCK_K // _MX, _MX]) * _e8m0_multiplier(byte)[:, :, None]
-        q = saturate(tl.reshape(blocks, [BLOCK_T, BLOCK_K]), MAX).to(q_ptr.dtype.element_ty)
-        tl.store(q_ptr + t[:, None] * K + k[None, :], q, mask=mask)
-        C = tl.cdiv(K, _MX)
-        c = tl.program_id(0).to(tl.int64) * (BLOCK_K // _MX) + tl.arange(0, BLOCK_K // _MX)
-        at = _scale_offset(t[:, None], c[None, :], C, SWIZZLED)
-        if SWIZZLED:
-            inside = (t < tl.cdiv(T, 128) * 128)[:, None] & (c < tl.cdiv(C, 4) * 4)[None, :]
-        else:
-            inside = (t < T)[:, None] & (c < C)[None, :]
-        tl.store(scale_ptr + at, byte.to(tl.uint8), mask=inside)
+        _mx_row(x, t, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
     if COLUMNS:
-        amax_t = tl.max(tl.reshape(bits, [BLOCK_T // _MX, _MX, BLOCK_K]), axis=1)
+        amax_t = tl.max(tl.reshape(magnitude_bits(x), [BLOCK_T // _MX, _MX, BLOCK_K]), axis=1)
         byte_t = _e8m0_byte(amax_t, INV_MAX)
         blocks_t = tl.reshape(x, [BLOCK_T // _MX, _MX, BLOCK_K]) * _e8m0_multiplier(byte_t)[:, None, :]
         q_t = saturate(tl.reshape(blocks_t, [BLOCK_T, BLOCK_K]), MAX).to(qt_ptr.dtype.element_ty)
@@ -238,6 +236,84 @@ def _quantize_mx_kernel(
         else:
             inside_t = (k < K)[:, None] & (ct < CT)[None, :]
         tl.store(scale_t_ptr + at_t, tl.trans(byte_t).to(tl.uint8), mask=inside_t)
+
+
+@triton.jit
+def _mx_row(x, t, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED: tl.constexpr):
+    """Codes and scales along the rows of a tile."""
+    ROWS: tl.constexpr = x.shape[0]
+    BLOCKS: tl.constexpr = x.shape[1] // _MX
+    byte = _e8m0_byte(tl.max(tl.reshape(magnitude_bits(x), [ROWS, BLOCKS, _MX]), axis=2), INV_MAX)
+    blocks = tl.reshape(x, [ROWS, BLOCKS, _MX]) * _e8m0_multiplier(byte)[:, :, None]
+    q = saturate(tl.reshape(blocks, [ROWS, BLOCKS * _MX]), MAX).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + t[:, None] * K + k[None, :], q, mask=mask)
+    C = tl.cdiv(K, _MX)
+    c = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = _scale_offset(t[:, None], c[None, :], C, SWIZZLED)
+    if SWIZZLED:
+        inside = (t < tl.cdiv(T, 128) * 128)[:, None] & (c < tl.cdiv(C, 4) * 4)[None, :]
+    else:
+        inside = (t < T)[:, None] & (c < C)[None, :]
+    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _quantize_mx_words_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    words_ptr,
+    scale_t_ptr,
+    T,
+    K,
+    stride_xt,
+    MAX: tl.constexpr,
+    INV_MAX: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # Both copies. Four tokens of a column are neighbours in the transposed copy; words_ptr sees it as (K, T / 4) words.
+    GROUPS: tl.constexpr = BLOCK_T // 4
+    EIGHT: tl.constexpr = _MX // 4
+    FP8: tl.constexpr = q_ptr.dtype.element_ty
+    i = tl.program_id(1).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (i * 4 < T)[:, None] & (k < K)[None, :]
+    x_tile = x_ptr + (i * 4)[:, None] * stride_xt + k[None, :]
+    a = tl.load(x_tile, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_tile + stride_xt, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(x_tile + 2 * stride_xt, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(x_tile + 3 * stride_xt, mask=mask, other=0.0).to(tl.float32)
+    _mx_row(a, i * 4, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
+    _mx_row(b, i * 4 + 1, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
+    _mx_row(c, i * 4 + 2, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
+    _mx_row(d, i * 4 + 3, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
+
+    bits = tl.maximum(
+        tl.maximum(magnitude_bits(a), magnitude_bits(b)), tl.maximum(magnitude_bits(c), magnitude_bits(d))
+    )
+    byte_t = _e8m0_byte(tl.max(tl.reshape(bits, [GROUPS // EIGHT, EIGHT, BLOCK_K]), axis=1), INV_MAX)
+    wide = tl.broadcast_to(_e8m0_multiplier(byte_t)[:, None, :], [GROUPS // EIGHT, EIGHT, BLOCK_K])
+    enc = tl.reshape(wide, [GROUPS, BLOCK_K])
+    a, b, c, d = a * enc, b * enc, c * enc, d * enc
+    if ASM:
+        # The conversion saturates by itself and keeps NaN.
+        PACK: tl.constexpr = PACK_E4M3 if MAX == 448.0 else PACK_E5M2
+        word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        word = code_bytes(a, FP8, MAX) | (code_bytes(b, FP8, MAX) << 8)
+        word |= (code_bytes(c, FP8, MAX) << 16) | (code_bytes(d, FP8, MAX) << 24)
+    tl.store(words_ptr + k[:, None] * (T // 4) + i[None, :], tl.trans(word), mask=tl.trans(mask))
+    CT = tl.cdiv(T, _MX)
+    ct = tl.program_id(1).to(tl.int64) * (BLOCK_T // _MX) + tl.arange(0, BLOCK_T // _MX)
+    at = _scale_offset(k[:, None], ct[None, :], CT, SWIZZLED)
+    if SWIZZLED:
+        inside = (k < tl.cdiv(K, 128) * 128)[:, None] & (ct < tl.cdiv(CT, 4) * 4)[None, :]
+    else:
+        inside = (k < K)[:, None] & (ct < CT)[None, :]
+    tl.store(scale_t_ptr + at, tl.trans(byte_t).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -356,30 +432,40 @@ def quantize_mxfp8(
     t, k = x_TK.shape
     q_TK, scale = _mx_outputs(x_TK, t, k, dtype, swizzled) if rows else (None, None)
     q_KT, scale_t = _mx_outputs(x_TK, k, t, dtype, swizzled) if columns else (None, None)
-    config = config or MX_CONFIGS[0]
+    copies = MxCopies(q_TK, scale, q_KT, scale_t)
+    if t and k:
+        _launch_mx(x_TK, copies, swizzled, fp8_max, config or MX_CONFIGS[0])
+    return copies
+
+
+def _launch_mx(x_TK: Tensor, copies: MxCopies, swizzled: bool, fp8_max: float, config: MxConfig) -> None:
+    t, k = x_TK.shape
     # The tile order is filled up to 128 rows and 4 blocks of 32 either way.
     grid_t, grid_k = (layout.padded_shape(n, 0)[0] if swizzled else n for n in (t, k))
-    if t and k:
-        with on_device(x_TK):
-            _quantize_mx_kernel[(triton.cdiv(grid_k, config.columns), triton.cdiv(grid_t, config.rows))](
-                x_TK,
-                q_TK,
-                None if scale is None else scale.view(torch.uint8),
-                q_KT,
-                None if scale_t is None else scale_t.view(torch.uint8),
-                t,
-                k,
-                x_TK.stride(0),
-                MAX=fp8_max,
-                INV_MAX=1 / fp8_max,
-                ROWS=rows,
-                COLUMNS=columns,
-                SWIZZLED=swizzled,
-                BLOCK_T=config.rows,
-                BLOCK_K=config.columns,
-                num_warps=config.num_warps,
+    grid = (triton.cdiv(grid_k, config.columns), triton.cdiv(grid_t, config.rows))
+    scale, scale_t = (None if s is None else s.view(torch.uint8) for s in (copies.scale, copies.scale_t))
+    both = copies.q_TK is not None and copies.q_KT is not None
+    common = {
+        "MAX": fp8_max,
+        "INV_MAX": 1 / fp8_max,
+        "SWIZZLED": swizzled,
+        "BLOCK_T": config.rows,
+        "BLOCK_K": config.columns,
+        "num_warps": config.num_warps,
+    }
+    with on_device(x_TK):
+        if both and config.packing != "bytes" and t % 4 == 0:
+            assert copies.q_KT is not None
+            words = copies.q_KT.view(torch.int32)
+            asm = config.packing == "asm" and not is_interpreted(_quantize_mx_words_kernel)
+            _quantize_mx_words_kernel[grid](
+                x_TK, copies.q_TK, scale, words, scale_t, t, k, x_TK.stride(0), ASM=asm, **common
             )
-    return MxCopies(q_TK, scale, q_KT, scale_t)
+            return
+        sides = {"ROWS": copies.q_TK is not None, "COLUMNS": copies.q_KT is not None}
+        _quantize_mx_kernel[grid](
+            x_TK, copies.q_TK, scale, copies.q_KT, scale_t, t, k, x_TK.stride(0), **sides, **common
+        )
 
 
 def _mx_outputs(x: Tensor, rows: int, length: int, dtype: torch.dtype, swizzled: bool) -> tuple[Tensor, Tensor]:
