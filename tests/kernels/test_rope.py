@@ -276,7 +276,7 @@ MODELS = [
 ]
 
 
-def compiled(shape, arch, *, fp8, interleaved=False, config=None):
+def compiled(shape, arch, *, fp8, interleaved=False, alone=False, config=None):
     hq, hk, hv, d, r = shape
     config = config or R.default_config((hq + hk + hv) * d)
     power = triton.next_power_of_2
@@ -291,6 +291,8 @@ def compiled(shape, arch, *, fp8, interleaved=False, config=None):
         **{"BLOCK_PAIRS": power(r // 2), "BLOCK_REST": power(max(1, d - r))},
         **{"INTERLEAVED": interleaved, "BACKWARD": fp8, "FP8_MAX": 448.0, "POW2": True},
     }
+    if alone:
+        arguments |= dict.fromkeys(("k_ptr", "v_ptr", "yk_ptr", "yv_ptr"))
     return aot.compile_kernel(R._rope_kernel, arguments, arch=arch, num_warps=config.num_warps)
 
 
@@ -312,6 +314,14 @@ def test_q_is_read_and_written_sixteen_bytes_at_a_time(arch, shape):
     assert made.count(r"st\.global\S*\.v4\.b32") >= 5
     # Nothing is exchanged between threads: no barrier, no shared memory.
     assert made.count(r"bar\.sync") == made.shared_bytes == 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_one_tensor_alone_compiles_to_the_same_accesses(arch):
+    made = compiled((32, 1, 1, 128, 128), arch, fp8=False, alone=True)
+    assert made.spill_bytes == made.shared_bytes == 0
+    assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+    assert made.count(r"st\.global\S*\.v4\.b32") >= 4
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)

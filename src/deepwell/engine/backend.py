@@ -25,7 +25,7 @@ from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.gelu import rewrite_gelu
-from deepwell.engine.passes.linear import find_linears, rewrite_linears
+from deepwell.engine.passes.linear import find_linears, merge_plain_linears, rewrite_linears
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
 from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
@@ -53,6 +53,7 @@ class BackendOptions:
     cuda_graphs: bool = (
         False  # record forward and backward once and replay them: short kernels no longer wait for the host
     )
+    merge_plain: bool = False  # merge q, k, v and gate, up also in high precision: weights are copied in every step
     recompute: bool = True  # make FP8 copies again in the backward instead of keeping them (with Inductor)
     registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
     # Keep linears in bf16 where FP8 would not be faster ("safe"), or refuse to ("strict"); None measures nothing.
@@ -137,6 +138,8 @@ def _rewrite(
     options.rewritten |= {site.path for site in sites}
     options.note("linear", linears)
     options.note("merged_linear", merged)
+    if options.merge_plain:
+        options.note("merged_plain_linear", merge_plain_linears(graph, weights))
     rotated, at_once = rewrite_rope(graph)
     options.note("rope", rotated)
     options.note("rope_qkv", at_once)
