@@ -296,6 +296,9 @@ def switches(record: Record, stack: str) -> dict[str, str]:
         "cuda_graphs": cuda_graphs(record, stack),
         "fp8_scaling": fp8_scaling(record),
     }
+    if stack == "megatron" and not is_before_flash(record):
+        # Megatron-LM's own recipes from 2024 on: bf16 gradients, FP8 weights where the GEMMs are FP8.
+        found.update(grad_dtype="bf16", reduce_dtype="bf16", fp8_params="on")
     if stack == "megatron" and is_before_flash(record):
         found["dropout"] = "on"  # Megatron's GPT default of that time, 0.1; its masks are kept and its passes cost
     if stack == "torchtitan" and "2024" in record.text("source") + record.text("version"):
