@@ -502,13 +502,6 @@ def test_nan_and_inf_in_the_input_stay_visible(scheme) -> None:
             assert out[[0, 2, 3]].isfinite().all()
 
 
-def test_a_policy_that_changes_with_steps_is_a_note(model) -> None:
-    policy = dw.PrecisionPolicy("mxfp8")
-    policy.set_layer_precision("mlp", "bf16", steps="100:")
-    notes = dw.compile(model, precision_policy=policy).report().notes
-    assert any("changes at step 100" in note for note in notes)
-
-
 # ---- the report ----
 
 

@@ -67,6 +67,11 @@ class BackendOptions:
     remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
     graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
 
+    def for_schemes(self, schemes: Mapping[str, str]) -> "BackendOptions":
+        """The same choices for other schemes, with nothing done yet."""
+        done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
+        return replace(self, schemes=schemes, **done)  # type: ignore[arg-type]
+
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.engine.backend import BackendOptions
-from deepwell.engine.binding import Device, bind
+from deepwell.engine.binding import Bound, Device, bind
 from deepwell.engine.engine import Engine
+from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR
@@ -24,6 +25,7 @@ from deepwell.hardware.model import Hardware
 from deepwell.kernels.block_scaled_proof import FORMATS, native_kernel
 from deepwell.kernels.cutlass_library import why_unavailable
 from deepwell.kernels.registry import KernelRegistry, default_registry
+from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
 
 FALLBACKS = ("safe", "strict")
@@ -33,10 +35,13 @@ def compile(  # noqa: A001 - the public name
     ir: IR | nn.Module,
     hw: Hardware | None = None,
     *,
-    precision: str = "mxfp8",
+    plan: Plan | None = None,
+    precision: str | None = None,
     precision_policy: PrecisionPolicy | None = None,
     fallback: str = "safe",
     inductor: bool | None = None,
+    cuda_graphs: bool | None = None,
+    recompute: bool = False,
     fuse_head: bool = True,
     use_cutlass: bool = False,
     kernel_registry: KernelRegistry | None = None,
@@ -44,10 +49,13 @@ def compile(  # noqa: A001 - the public name
 ) -> Engine:
     """Bind kernels to the model behind `ir` and return an engine that is called like it.
 
-    `precision` names a recipe, `precision_policy` replaces it. `fallback="strict"` raises UnsupportedError where a
-    format is not native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no
-    pass touches; by default on a GPU only. `fuse_head` computes head and loss together and the logits only where they
-    are looked at. `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
+    `precision` names a recipe ("mxfp8" where nothing is said), `precision_policy` replaces it; a `plan` brings its own
+    policy and says which layers are recomputed. `fallback="strict"` raises UnsupportedError where a format is not
+    native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no pass touches; by
+    default on a GPU only. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels
+    are shorter than their launches; off by default. `recompute` keeps each layer's input alone and computes the layer
+    again in the backward. `fuse_head` computes head and loss together and the logits only where they are looked at.
+    `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
     `use_cutlass` lets Deepwell's own compete, CUTLASS among them. `measure` keeps layers in bf16 where FP8 would not be
     faster on this GPU (with "strict": raises); by default with "safe". `hw` describes the machine to run on; the engine
     always runs where the model is.
@@ -59,26 +67,34 @@ def compile(  # noqa: A001 - the public name
     check_fallback(fallback)
     model = ir.require_module()
     device = device_of(list(model.parameters()))
-    policy = (precision_policy or PrecisionPolicy.recipe(precision)).copy().freeze()
-    resolution = policy.resolve(ir)
-    bound = bind(ir, resolution, device, fallback=fallback)
-    notes = [*resolution.notes]
-    changes = policy.changes(ir)
-    if changes:
-        notes.append(
-            f"the policy changes at step {', '.join(map(str, changes))}; this engine keeps what it says of step 0"
-        )
+    if plan is not None:
+        check_plan(plan, ir)
+    policy = policy_of(plan, precision, precision_policy).copy().freeze()
     registry, missing = registry_for(kernel_registry, use_cutlass, device)
-    notes += missing
+    layers, kept = recomputed_layers(plan, recompute)
     options = BackendOptions(
-        schemes=bound.schemes,
         registry=registry,
         measure=measured_fallback(measure, fallback, device),
         use_inductor=use_inductor(inductor, device),
+        cuda_graphs=use_cuda_graphs(cuda_graphs, device),
         fuse_head=fuse_head,
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
-    return Engine(ir, replace(bound, notes=tuple(notes)), policy, options=options, device=str(device))
+
+    def bind_at(step: int) -> tuple[Bound, BackendOptions]:
+        resolution = policy.resolve(ir, step)
+        bound = bind(ir, resolution, device, fallback=fallback)
+        notes = (*resolution.notes, *missing, *kept)
+        return replace(bound, notes=notes), options.for_schemes(bound.schemes)
+
+    if fallback == "strict":
+        for step in policy.changes(ir):
+            bind_at(step)  # better now than after a thousand steps
+    bound, first = bind_at(0)
+    engine = Engine(ir, bound, policy, options=first, device=str(device), bind_at=bind_at, plan=plan)
+    if layers is not None:
+        engine.recompute(LayerRecompute(ir, layers or None))
+    return engine
 
 
 def optimize_for_blackwell(
@@ -91,6 +107,48 @@ def optimize_for_blackwell(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
     return compile(capture(model), precision=precision)
+
+
+def policy_of(plan: Plan | None, precision: str | None, policy: PrecisionPolicy | None) -> PrecisionPolicy:
+    """What was asked for by name or as a policy, else the plan's, else MXFP8's recipe."""
+    if policy is not None:
+        return policy
+    if precision is None and plan is not None:
+        return plan.workload.precision_policy
+    return PrecisionPolicy.recipe(precision or "mxfp8")
+
+
+def check_plan(plan: Plan, ir: IR) -> None:
+    """Raise ConfigError where a plan is none, or one of another model."""
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is a {type(plan).__name__}; pass what dw.autoplan(...) returned")
+    planned = plan.workload.ir
+    if (planned.num_params, planned.num_layers) != (ir.num_params, ir.num_layers):
+        raise ConfigError(
+            f"plan is of {plan.model} with {planned.num_layers} layers and {planned.num_params:,} parameters; "
+            f"ir has {ir.num_layers} and {ir.num_params:,}: plan for this model"
+        )
+
+
+def recomputed_layers(plan: Plan | None, recompute: bool) -> tuple[int | None, list[str]]:
+    """How many layers are computed again (0: all, None: none), and notes on what of the plan is not done so."""
+    if recompute or plan is None:
+        return 0 if recompute else None, []
+    chosen = plan.layout.recompute
+    if chosen.kind == "full":
+        return 0, []
+    if chosen.kind == "block":
+        return chosen.layers or None, []
+    others = sorted(set(chosen.modules) - {"core_attn"})
+    # Attention kernels keep no scores: core_attn is recomputed in any case.
+    return None, [f"the plan recomputes {', '.join(others)}; the engine keeps them"] if others else []
+
+
+def use_cuda_graphs(asked: bool | None, device: Device) -> bool:
+    """Whether forward and backward are recorded and replayed: where asked to. Raises UnsupportedError off a GPU."""
+    if asked and device.kind != "cuda":
+        raise UnsupportedError(f"cuda_graphs=True needs a CUDA GPU; the model is on {device.kind}")
+    return bool(asked)
 
 
 def registry_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +13,15 @@ from torch._dynamo.utils import counters
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Bound, with_gains
 from deepwell.engine.op_times import measure_calls
+from deepwell.engine.recompute import LayerRecompute
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
+from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
+
+# What a step's formats are bound to, and the options to compile them with.
+BindAt = Callable[[int], tuple[Bound, BackendOptions]]
 
 # Training, evaluation, each mixture of fixed and open sizes: a graph each. Past its limit Dynamo would quietly run the
 # model as it was written, in high precision; here that is an error.
@@ -29,7 +35,17 @@ class Engine(nn.Module):
     not have are the model's.
     """
 
-    def __init__(self, ir: IR, bound: Bound, policy: PrecisionPolicy, *, options: BackendOptions, device: str) -> None:
+    def __init__(
+        self,
+        ir: IR,
+        bound: Bound,
+        policy: PrecisionPolicy,
+        *,
+        options: BackendOptions,
+        device: str,
+        bind_at: BindAt | None = None,
+        plan: Plan | None = None,
+    ) -> None:
         model = ir.require_module()
         self.__dict__["model"] = model
         super().__init__()
@@ -38,12 +54,39 @@ class Engine(nn.Module):
         self.__dict__["_parameters"] = model._parameters
         self.__dict__["_buffers"] = model._buffers
         self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        self.__dict__["ir"], self.__dict__["policy"], self.__dict__["bound"] = ir, policy, bound
+        self.__dict__["ir"], self.__dict__["policy"], self.__dict__["plan"] = ir, policy, plan
         self.__dict__["device_name"] = device
         self.__dict__["device_type"] = _device_type(model)
-        self.__dict__["options"] = options
         self.__dict__["breaks"] = {}
-        self.__dict__["_compiled"] = torch.compile(model, backend=_backend(options))
+        self.__dict__["_recompute"] = None
+        self.__dict__["_bind_at"], self.__dict__["_phases"] = bind_at, {}
+        self.__dict__["_changes"] = policy.changes(ir) if bind_at is not None else ()
+        self._enter(0, bound, options)
+
+    def at_step(self, step: int) -> Engine:
+        """Bind what the policy says of a training step, and return the engine itself; call it before that step.
+
+        Between two steps at which the policy changes nothing happens. Where formats do change, the model is compiled
+        for them at the next call; formats that were bound before are there already.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"step is {step!r}; it must be a whole number from 0 on")
+        span = max((change for change in self._changes if change <= step), default=0)
+        if span != self.step:
+            self._enter(span, *self._bind_at(span))
+        return self
+
+    def _enter(self, step: int, bound: Bound, options: BackendOptions) -> None:
+        """Make the bindings of a span of steps the engine's own; equal schemes share one compiled model."""
+        key = tuple(sorted(bound.schemes.items()))
+        if key not in self._phases:
+            self._phases[key] = (options, torch.compile(self.model, backend=_backend(options)))
+        self.__dict__["step"], self.__dict__["bound"] = step, bound
+        self.__dict__["options"], self.__dict__["_compiled"] = self._phases[key]
+
+    def recompute(self, layers: LayerRecompute) -> None:
+        """Compute these layers again in the backward instead of keeping what they hold."""
+        self.__dict__["_recompute"] = layers
 
     # nn.Module keeps `training` for itself; the model's is the only one.
     @property
@@ -62,7 +105,8 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_devices(args, kwargs)
         before, graphs = dict(counters["graph_break"]), self.options.graphs
-        with torch._dynamo.config.patch(_DYNAMO):
+        recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
+        with torch._dynamo.config.patch(_DYNAMO), recomputed:
             out = self._compiled(*args, **kwargs)
         if self.options.graphs != graphs:
             self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
@@ -105,11 +149,18 @@ class Engine(nn.Module):
             passes=dict(self.options.counts),
             graphs=self.options.graphs,
             notes=(*self.ir.notes, *self.bound.notes, *self._notes()),
+            step=self.step,
+            plan="" if self.plan is None else str(self.plan.layout),
         )
 
     def _notes(self) -> list[str]:
         """What did not go as the bindings say."""
         notes = []
+        if self._changes:
+            steps = ", ".join(map(str, self._changes))
+            notes.append(f"the policy changes at step {steps}; bound now is what it says of step {self.step}: at_step")
+        if self._recompute is not None:
+            notes.append(f"computed again in the backward: {len(self._recompute.paths)} of {self.ir.num_layers} layers")
         if not self.options.use_inductor:
             notes.append("what no pass touches runs eagerly (AOT eager); inductor=True compiles it")
         for reason in self.breaks:

@@ -39,6 +39,8 @@ class EngineReport:
     graphs: int = 0
     notes: tuple[str, ...] = ()
     kernels: tuple[KernelRow, ...] = ()
+    step: int = 0  # the first training step of those whose formats are bound
+    plan: str = ""  # the layout of the plan it was compiled for
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples as JSON has them
@@ -58,6 +60,8 @@ class EngineReport:
                 graphs=data["graphs"],
                 notes=tuple(data["notes"]),
                 kernels=tuple(_kernel_row(row) for row in data.get("kernels", ())),
+                step=data.get("step", 0),
+                plan=data.get("plan", ""),
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not the report of an engine: {type(error).__name__}: {error}") from error
@@ -71,7 +75,9 @@ class EngineReport:
         return cls.from_dict(data)
 
     def __str__(self) -> str:
-        out = [f"engine of {self.model} on {self.device}", "", *_table(self.bindings)]
+        since = f", from step {self.step} on" if self.step else ""
+        out = [f"engine of {self.model} on {self.device}{since}", *([f"plan {self.plan}"] if self.plan else [])]
+        out += ["", *_table(self.bindings)]
         if self.graphs:
             fired = ", ".join(f"{name} {count}" for name, count in self.passes.items() if count) or "none"
             out += ["", *_wrapped(f"passes in {self.graphs} compiled graph{'s' * (self.graphs > 1)}: {fired}")]
