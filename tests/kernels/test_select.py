@@ -12,7 +12,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.hardware.cache import cache_dir
 from deepwell.kernels import KernelRegistry, choice_cache, gain, isolate, select
 from deepwell.kernels.gemm_candidates import built_in
-from deepwell.kernels.proof import Proof, codes_floor_db, prove
+from deepwell.kernels.proof import Proof, codes_floor_db, operands, prepared, prove, run_gemm
 from deepwell.kernels.registry import Candidate, Problem
 
 
@@ -157,6 +157,35 @@ def test_the_fp8_chains_pass_by_their_references_on_a_cpu(name):
     proof = prove(KernelRegistry().candidate("gemm", name), "cpu")
     assert proof.is_passed, proof.reason
     assert proof.sqnr_db > 27
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+def test_blackwells_chains_are_the_emulation_bit_for_bit_by_their_references(fmt):
+    problem_of_fmt = problem(precision=fmt, dtype="bfloat16")
+    a, b, _ = operands(problem_of_fmt)
+    registry = KernelRegistry()
+    exact = run_gemm(registry.candidate("gemm", f"emulated_{fmt}"), a, b)
+    for name in (f"cublaslt_{fmt}", f"triton_{fmt}", f"cutlass_{fmt}"):
+        candidate = registry.candidate("gemm", name)
+        assert prove(candidate, "cpu").is_passed
+        assert torch.equal(run_gemm(candidate, a, prepared(candidate, b)), exact)
+        assert "needs a Blackwell GPU" in candidate.why_not(problem_of_fmt)
+
+
+def test_a_substitute_does_not_compete_with_kernels_of_the_very_format():
+    def candidate(name, fmt, origin):
+        return Candidate(name=name, op="gemm", precision=fmt, fn=user_kernels.right, origin=origin)
+
+    native, substitute = candidate("native", "mxfp8", "vendor"), candidate("fp8_row", "fp8", "vendor")
+    users, emulated = candidate("users", "fp8", "user"), candidate("emulated", "mxfp8", "reference")
+    passed = [(c, Proof()) for c in (native, substitute, users)]
+    kept, dropped = select._prefer_native(problem(), passed)
+    assert [c.name for c, _ in kept] == ["native", "users"]
+    assert [(v.name, "stands in for mxfp8 only where" in v.reason) for v in dropped] == [("fp8_row", True)]
+    # Without one the substitute runs; emulation does not count as a kernel.
+    others = [(substitute, Proof()), (emulated, Proof())]
+    assert select._prefer_native(problem(), others) == (others, [])
+    assert select._prefer_native(problem(precision="auto"), passed) == (passed, [])
 
 
 @pytest.mark.gpu

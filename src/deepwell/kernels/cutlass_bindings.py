@@ -268,6 +268,10 @@ def _rowwise(
     scale_b: Tensor,
     *,
     config: str,
+    bias: Tensor | None = None,
+    activation: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    return gemm_rowwise(a_MK, scale_a, b_NK, scale_b, config=config).to(out_dtype)
+    epilogue = Epilogue(bias=bias, activation=activation)
+    scales = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
+    return gemm_rowwise(a_MK, scales[0], b_NK, scales[1], epilogue=epilogue, config=config).to(out_dtype)

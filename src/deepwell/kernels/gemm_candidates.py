@@ -25,6 +25,7 @@ from deepwell.kernels import quantize as quantizers
 from deepwell.kernels._triton import triton
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm, fp8_gemm_ref
 from deepwell.kernels.gemm_triton import CONFIGS, activate_ref, fp8_gemm_triton
+from deepwell.kernels.native_candidates import native_chains
 from deepwell.kernels.quantize import quantize_rows, quantize_weight
 from deepwell.kernels.registry import Candidate, Problem, file_hash
 from deepwell.precision.gemm_format import precision as parse_precision
@@ -179,22 +180,20 @@ def _block_chain(
     return _finish(c_MN, b.n, bias, activation, out_dtype or a_MK.dtype)
 
 
-def _triton_chain(
+def _fused_chain(
     a_MK: Tensor,
     b: _Codes,
     *,
+    multiply: Callable[..., Tensor],
     bias: Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
-    config: gemm_triton.Config,
 ) -> Tensor:
     """As the row chain, with bias and activation in the GEMM's own epilogue."""
     codes, scale = quantize_rows(_fill(_dense(a_MK), ALIGNMENT, rows=False))
-    filled = None if bias is None else F.pad(bias, (0, b.codes.shape[0] - b.n))
-    dtype = out_dtype or a_MK.dtype
-    options = {"activation": activation, "out_dtype": _WRITTEN, "config": config}
-    c_MN = fp8_gemm_triton(codes, scale, b.codes, b.scale, bias=filled, **options)  # type: ignore[arg-type]
-    return _finish(c_MN, b.n, None, None, dtype)
+    filled = None if bias is None else F.pad(bias.to(_WRITTEN), (0, b.codes.shape[0] - b.n))
+    c_MN = multiply(codes, scale, b.codes, b.scale, bias=filled, activation=activation, out_dtype=_WRITTEN)
+    return _finish(c_MN, b.n, None, None, out_dtype or a_MK.dtype)
 
 
 def _dense(a_MK: Tensor) -> Tensor:
@@ -290,7 +289,7 @@ def _chains() -> tuple[Candidate, ...]:
         found.append(
             chain(
                 f"triton_fp8_row:{config.name}",
-                partial(_triton_chain, config=config),
+                partial(_fused_chain, multiply=partial(fp8_gemm_triton, config=config)),
                 prepare=_prepare_rows,
                 origin="triton",
                 fast=not config.promote,
@@ -302,7 +301,7 @@ def _chains() -> tuple[Candidate, ...]:
         found.append(
             chain(
                 name,
-                partial(_row_chain, multiply=multiply),
+                partial(_fused_chain, multiply=multiply),
                 prepare=_prepare_rows,
                 origin="cutlass",
                 fast=not name.endswith("_exact"),
@@ -321,6 +320,7 @@ def _chains() -> tuple[Candidate, ...]:
                 refuses=_needs_fp8_gpu,
             )
         )
+    found += native_chains(_sources)
     for name in _DTYPES:
         found.append(
             chain(

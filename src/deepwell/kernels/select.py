@@ -95,6 +95,8 @@ def _choose(registry: KernelRegistry, problem: Problem) -> Choice:
             passed.append((candidate, proof))
         else:
             verdicts.append(_verdict(candidate, reason=proof.reason, sqnr_db=proof.sqnr_db))
+    passed, substitutes = _prefer_native(problem, passed)
+    verdicts += substitutes
     if not passed:
         raise UnsupportedError(f"no kernel for {problem.key} is right on {problem.device}: {_reasons(verdicts)}")
     if len(passed) == 1:
@@ -126,6 +128,24 @@ def _competitors(registry: KernelRegistry, problem: Problem) -> tuple[list[Candi
     if fast and torch.device(problem.device).type != "cpu":
         competing = [candidate for candidate in competing if candidate.origin != "reference"]
     return competing, verdicts
+
+
+def _prefer_native(
+    problem: Problem, passed: list[tuple[Candidate, Proof]]
+) -> tuple[list[tuple[Candidate, Proof]], list[Verdict]]:
+    """Where a kernel of the very format is right here, Deepwell's own of another format do not stand in for it."""
+    asked = formats_for(problem.precision)[0]
+    is_native = any(
+        candidate.precision == asked and candidate.origin not in ("reference", "user") for candidate, _ in passed
+    )
+    if problem.precision == "auto" or not is_native:
+        return passed, []
+    kept = [
+        (candidate, proof) for candidate, proof in passed if candidate.precision == asked or candidate.origin == "user"
+    ]
+    reason = f"stands in for {asked} only where that has no kernel of its own"
+    dropped = [_verdict(c, reason=reason, sqnr_db=p.sqnr_db) for c, p in passed if (c, p) not in kept]
+    return kept, dropped
 
 
 def proof_of(candidate: Candidate, problem: Problem, cache: ChoiceCache, timeout_s: float) -> Proof:
