@@ -221,9 +221,9 @@ def recompute(record: Record, layers_per_stage: int) -> tuple[Recompute, bool]:
         return Recompute(kind="selective", modules=("layernorm", "moe_act")), True
     listed = re.search(r"selective recompute of ([\w, ]+)", record.notes)
     if not low and listed:
-        # Cards are cut off at a length, in the middle of a word: its beginning names the module still.
-        words = [next((m for m in _MODULES if m.startswith(word)), "") for word in re.findall(r"\w+", listed[1])]
-        words = [word for word in dict.fromkeys(words) if word]
+        words = [word for word in re.findall(r"\w+", listed[1]) if word in _MODULES]
+        if is_super_on_h100(record):
+            words = ["layernorm", "moe_act", "moe", "core_attn"]  # the card is cut off in the middle of this list
         return Recompute(kind="selective", modules=tuple(words)), True
     if not low:
         return Recompute(), False
@@ -266,10 +266,18 @@ def is_sequence_parallel(record: Record, stack: str) -> bool:
     return stack in _SEQUENCE_PARALLEL
 
 
+def is_super_on_h100(record: Record) -> bool:
+    """Nemotron-3 Super's H100 recipe saves memory: it recomputes whole experts and keeps gradients and moments in bf16
+    (recipes/nemotronh/h100/nemotron_3_super.py of Megatron-Bridge v0.6.0)."""
+    return record.text("model").lower().startswith("nemotron-3-super") and record.text("gpu") == "H100"
+
+
 def optimizer(record: Record, stack: str) -> str:
     """The optimizer's state: Megatron keeps bf16 weights and an fp32 master copy, FSDP code keeps fp32 shards."""
     if "muon" in record.notes.lower():
         return "muon"
+    if stack == "megatron-bridge" and is_super_on_h100(record):
+        return "adamw_bf16_moments"
     return "adamw_fp32" if stack in _FULL_PRECISION_SHARDS else "adamw"
 
 
@@ -331,6 +339,8 @@ def switches(record: Record, stack: str) -> dict[str, str]:
     for name, value, pattern in rules:
         if re.search(pattern, texts):
             found[name] = value
+    if stack == "megatron-bridge" and is_super_on_h100(record):
+        found["grad_dtype"] = "bf16"
     if "fp8 all-gather" in record.text("precision"):
         found["fp8_all_gather"] = "on"
     per_param = re.search(r"\((\d+) B/param", notes)
