@@ -32,11 +32,21 @@ from deepwell.planner.space import (
     shardings,
 )
 
-NEAR = 1.06  # what may be this much slower than the best is still looked at: the runners-up come from there
-SIMULATED = 16  # layouts that are simulated
+NEAR = 1.04  # what may be this much slower than the best is looked at closely
+WIDE = 1.25  # and this much, until there are enough runners-up
+RUNNERS_UP = 8
+SIMULATED = 40  # layouts that are simulated at most
 REFINED = 3  # of these, how many are refined
 
 WORDS = {
+    "gemm_fwd": "GEMMs, forward",
+    "gemm_dgrad": "GEMMs, gradients of inputs",
+    "gemm_wgrad": "GEMMs, gradients of weights",
+    "attention": "attention",
+    "quantize": "quantization",
+    "loss": "loss",
+    "optimizer": "optimizer",
+    "straggler": "stragglers (margin)",
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",
     "ep": "expert dispatch and combine",
@@ -98,6 +108,7 @@ class Explorer:
         self.space = space
         self.progress = progress or (lambda phase, done, total: None)
         self.best = float("inf")  # seconds of the fastest that fits so far
+        self.bar = float("inf")  # seconds beyond which a layout of the family that is open is not worth pricing
         self._priced: dict[tuple[Layout, bool], Estimate] = {}
 
     def price(self, family: Family, layout: Layout, *, simulate: bool = False) -> Scored:
@@ -163,9 +174,12 @@ class Explorer:
         opened: list[Scored] = []
         for i, bound in enumerate(bounds):
             self.progress("layouts", i, len(bounds))
-            if bound.seconds > self.best * NEAR:
+            near = NEAR if len({s.family for s in opened}) >= RUNNERS_UP else WIDE
+            if bound.seconds > self.best * near:
                 found.slower.append(bound)
                 continue
+            # A family that is here for the sake of runners-up is held to its own bound, not to the best.
+            self.bar = max(self.best * NEAR, bound.seconds * NEAR)
             mine = list(self._family(bound.family))
             opened += mine
             if not mine:
@@ -178,13 +192,14 @@ class Explorer:
     def _family(self, family: Family) -> Iterator[Scored]:
         for batch in micro_batches(self.space, family):
             fastest = self._fastest(family, batch)
-            if fastest is None or _floor(fastest) > self.best * NEAR:
+            if fastest is None or _floor(fastest) > self.bar:
                 continue
             has_fitted = False
             for line in self._lines(family, batch, fastest):
                 for scored in self._fitting(family, batch, line):
                     has_fitted = True
                     self.best = min(self.best, scored.estimate.step_s)
+                    self.bar = max(min(self.bar, scored.estimate.step_s * NEAR), self.best * NEAR)
                     yield scored
             if not has_fitted and not self._could_fit(family, batch):
                 return  # a larger micro-batch holds more
@@ -198,7 +213,7 @@ class Explorer:
             for i, line in enumerate(pipelines(self.space, family, batch))
         ]
         for seconds, _, line in sorted(promised):
-            if seconds <= self.best * NEAR:
+            if seconds <= self.bar:
                 yield line
 
     def _fitting(self, family: Family, batch: int, line: Pipeline) -> Iterator[Scored]:
@@ -210,7 +225,7 @@ class Explorer:
                 if layout is None:
                     return
                 scored = self.price(family, layout)
-                if _floor(scored) > self.best * NEAR:
+                if _floor(scored) > self.bar:
                     break  # more recomputation is slower still
                 if scored.fits:
                     yield scored
@@ -242,13 +257,23 @@ class Explorer:
     # ---- simulation and refinement ----
 
     def _simulate(self, opened: list[Scored]) -> list[Scored]:
-        """The best of each family, simulated; the very best are refined."""
-        chosen = _diverse(opened, SIMULATED)
-        simulated = []
-        for i, scored in enumerate(chosen):
-            self.progress("simulating", i, len(chosen))
-            simulated.append(self.price(scored.family, scored.layout, simulate=True))
-        simulated = sorted((s for s in simulated if s.fits), key=lambda s: s.key)
+        """The best of each family, simulated; the very best are refined.
+
+        The closed form that opened them is too kind to split backwards with few microbatches, so layouts are simulated
+        in its order until none that is left promises less than the best that was simulated.
+        """
+        simulated: list[Scored] = []
+        chosen = _diverse(opened)
+        for i, scored in enumerate(chosen[:SIMULATED]):
+            self.progress("simulating", i, min(len(chosen), SIMULATED))
+            is_new = all(s.family != scored.family for s in simulated)
+            best = min((s.estimate.step_s for s in simulated), default=float("inf"))
+            if scored.estimate.step_s > best and not (is_new and len(_one_per_family(simulated)) <= RUNNERS_UP):
+                continue
+            again = self.price(scored.family, scored.layout, simulate=True)
+            if again.fits:
+                simulated.append(again)
+        simulated.sort(key=lambda s: s.key)
         refined = [self._refine(s) for s in _one_per_family(simulated)[:REFINED]]
         return _one_per_family(sorted((*refined, *simulated), key=lambda s: s.key))
 
@@ -315,12 +340,13 @@ def _one_per_family(ranked: list[Scored]) -> list[Scored]:
     return list(best.values())
 
 
-def _diverse(opened: list[Scored], count: int) -> list[Scored]:
-    """The fastest, but of each family at most four, so that several families are simulated."""
-    taken: dict[Family, int] = {}
+def _diverse(opened: list[Scored]) -> list[Scored]:
+    """The fastest by the closed form, of each family and schedule the first two."""
+    taken: dict[tuple[Family, str], int] = {}
     found: list[Scored] = []
     for scored in opened:
-        if taken.get(scored.family, 0) < 4 and len(found) < count:
-            taken[scored.family] = taken.get(scored.family, 0) + 1
+        kind = (scored.family, scored.layout.schedule)
+        taken[kind] = taken.get(kind, 0) + 1
+        if taken[kind] <= 2:
             found.append(scored)
     return found

@@ -16,6 +16,7 @@ from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import kernel_choices
+from deepwell.planner.estimate_values import PARTS
 from deepwell.planner.explore import WORDS, Bound, Explorer, Found, Progress, Scored
 from deepwell.planner.nofit import no_fit, over_text
 from deepwell.planner.plan import COMMUNICATION, Alternative, Plan, Rejected, Searched
@@ -315,14 +316,19 @@ def _why_slower(scored: Scored, best: Scored) -> str:
 def _losses(scored: Scored, best: Scored, without: tuple[str, ...] = ()) -> str:
     """The two parts of the step that lose most against the best, as shares of the best's step."""
     mine, theirs = scored.estimate, best.estimate
-    parts = {WORDS.get(name, COMPUTATION): 0.0 for name in (*WORDS, "gemm_fwd")}
+    parts = {_loss_word(name): 0.0 for name in PARTS}
     for name, value in mine.breakdown:
         if name in without:
             continue
-        word = WORDS.get(name, COMPUTATION)
+        word = _loss_word(name)
         parts[word] += (value - theirs.seconds.get(name, 0.0)) / theirs.step_s
     worst = sorted(parts, key=lambda word: -parts[word])[:2]
     return ", ".join(f"{word} +{parts[word]:.1%}" for word in worst if parts[word] > 0.0005)
+
+
+def _loss_word(name: str) -> str:
+    is_waiting = name in (*COMMUNICATION, "bubble", "recompute", "host", "optimizer", "straggler")
+    return WORDS[name] if is_waiting else COMPUTATION
 
 
 def _refused(refused: list[Refusal]) -> list[Rejected]:

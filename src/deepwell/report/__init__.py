@@ -1,0 +1,1 @@
+"""HTML pages that people look at: self-contained, offline, no torch."""
