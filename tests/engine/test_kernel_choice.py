@@ -144,10 +144,36 @@ def test_stochastic_rounding_and_transforms_are_not_given_away(model):
     assert {row.shape for row in engine.report().kernels} == {"48x128x64", "48x32x128"}
 
 
-def test_codes_compete_too(model, monkeypatch):
-    # A CPU that is taken for Hopper: the FP8 ops run by their references.
+@pytest.fixture
+def _as_hopper(monkeypatch):
+    """A CPU that is taken for Hopper: the FP8 ops run by their references."""
     monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
+
+
+def test_on_fp8_hardware_a_whole_chain_runs_where_codes_are_not_shared(model, _as_hopper):
+    registry = registry_of(user_kernels.right, trusted=True)
+    model = model.bfloat16()
+    engine = dw.compile(model, precision_policy=policy_of("mxfp8"), kernel_registry=registry, measure=False)
+    x = torch.randn(48, 64).bfloat16()
+    with torch.no_grad():
+        y = engine(x)
+    report = engine.report()
+    # Evaluation quantizes x for one product: the kernel gets the numbers, and the model is as exact as it is.
+    assert {row.kernel for row in report.kernels} == {"right"}
+    assert sqnr_db(model(x), y) > 45
+
+
+def test_on_fp8_hardware_a_whole_chain_that_cannot_compete_is_told_why(model, _as_hopper):
+    registry = registry_of(user_kernels.right, trusted=True)
+    model = model.bfloat16()
+    engine = dw.compile(model, precision_policy=policy_of("mxfp8"), kernel_registry=registry, measure=False)
+    engine(torch.randn(48, 64).bfloat16().requires_grad_()).sum().backward()
+    rows = engine.report().kernels
+    assert len(rows) == 6 and all("register it for fp8_gemm" in dict(row.set_aside)["right"] for row in rows)
+
+
+def test_codes_compete_too(model, _as_hopper):
     registry = KernelRegistry()
     registry.register("codes", user_kernels.fp8_right, op="fp8_gemm", precision="fp8", trusted=True)
     model = model.bfloat16()

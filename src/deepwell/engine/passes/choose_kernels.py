@@ -2,8 +2,9 @@
 
 Works on AOTAutograd's forward or backward graph, where shapes are known:
 
-    fp8_gemm(a, scale_a, b, scale_b)                candidates of "fp8_gemm"
-    mm(round_to(x), round_to(w)^T)                  candidates of "gemm" for the format that both are rounded to
+    fp8_gemm(a, scale_a, b, scale_b)          candidates of "fp8_gemm"; users' of "gemm" where x is quantized for it
+                                              alone, as in evaluation
+    mm(round_to(x), round_to(w)^T)            candidates of "gemm" for the format that both are rounded to
 
 The second only where rounding is to nearest: a kernel that rounds otherwise computes something else. What is chosen,
 its microseconds and who was set aside goes into the engine's report.
@@ -11,7 +12,8 @@ its microseconds and who was set aside goes into the engine's report.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from deepwell.kernels.registry import Choice, KernelRegistry, Problem
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
 _DEFAULT = "cublaslt_fast"
+_FP8 = ("fp8", "mxfp8")  # what FP8 hardware runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +76,12 @@ def merge_rows(known: dict[tuple[str, str, str, str], KernelRow], rows: list[Ker
 def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
     a, b = node.args[0].meta["val"], node.args[2].meta["val"]
     m, k, n = size_of(a.shape[0]), size_of(a.shape[1]), size_of(b.shape[0])
-    has_users = any(candidate.op == "fp8_gemm" for candidate in registry.users())
-    if 0 in (m, k, n) or k % ALIGNMENT or n % ALIGNMENT or not (a.is_cuda or has_users):
+    if 0 in (m, k, n) or k % ALIGNMENT or n % ALIGNMENT or not (a.is_cuda or registry.users()):
         return []
     problem = Problem(op="fp8_gemm", m=m, n=n, k=k, precision="fp8", device=str(a.device))
+    whole, aside = _whole_chain(graph, node, registry, problem)
+    if whole is not None:
+        return [whole]
     choice = _choose(registry, problem)
     if choice is None:
         return []
@@ -85,7 +90,50 @@ def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[
         _replace(
             graph, node, torch.ops.deepwell.chosen_fp8_gemm.default, (*node.args, chosen.install(registry, candidate))
         )
-    return [_row(problem, choice, "fp8")]
+    row = _row(problem, choice, "fp8")
+    return [replace(row, set_aside=(*row.set_aside, *aside))]
+
+
+def _whole_chain(
+    graph: fx.Graph, node: fx.Node, registry: KernelRegistry, problem: Problem
+) -> tuple[KernelRow | None, list[tuple[str, str]]]:
+    """(the row of a user's kernel that took quantization and product, why those of "gemm" could not compete)."""
+    users = [candidate for candidate in registry.users() if candidate.op == "gemm" and candidate.precision in _FP8]
+    if not users:
+        return None, []
+    found, reason = _numbers(node)
+    if found is None:
+        return None, [(candidate.name, reason) for candidate in users]
+    x, w = found
+    value, other = x.meta["val"], w.meta["val"]
+    dtype = str(value.dtype).removeprefix("torch.")
+    asked = replace(problem, op="gemm", precision="mxfp8", dtype=dtype)
+    choice = _choose(registry, asked)
+    if choice is None or registry.candidate("gemm", choice.kernel).origin != "user":
+        return None, [(v.name, v.reason or "slower") for v in (choice.verdicts if choice else ()) if v.origin == "user"]
+    key = chosen.install(registry, registry.candidate("gemm", choice.kernel))
+    with graph.inserting_before(node):
+        w_KN = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
+        w_KN.meta["val"] = other.permute(1, 0)
+    args = (x, w_KN, key, "fp8_e4m3_row_pow2", "fp8_e4m3_tensor_pow2", node.meta["val"].dtype)
+    _replace(graph, node, torch.ops.deepwell.chosen_gemm.default, args)
+    return _row(asked, choice, "fp8"), []
+
+
+def _numbers(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node] | None, str]:
+    """The numbers x and w [N, K] whose codes a product multiplies, or why there are none to give to a kernel."""
+    ops = torch.ops.deepwell
+    rows, weights = (arg.args[0] if arg.target is operator.getitem else None for arg in (node.args[0], node.args[2]))
+    if rows is None or rows.target is not ops.quantize_rows.default:
+        return None, "x exists as codes only, written by the kernel before: register it for fp8_gemm"
+    if any(reader is not node for part in rows.users for reader in part.users):
+        return None, "other products read the same codes of x: register it for fp8_gemm"
+    if weights is None or weights.target is not ops.quantize_weights.default or len(weights.args[0]) != 1:
+        return None, "the weight exists as codes only or is merged with others: register it for fp8_gemm"
+    x, w = rows.args[0], weights.args[0][0]
+    if x.meta["val"].dtype != w.meta["val"].dtype:
+        return None, "x and the weight have different dtypes"
+    return (x, w), ""
 
 
 def _rounded_mm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
