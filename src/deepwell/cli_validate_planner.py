@@ -15,6 +15,9 @@ def planner_command(
     json_out: Annotated[
         str | None, typer.Option("--json", metavar="OUT", help="Write every figure and row to OUT; - is stdout.")
     ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as Markdown, for documents.")
+    ] = False,
 ) -> None:
     """Compare predicted step times, memory and picks with published runs, per source and overall."""
     from deepwell.errors import ConfigError
@@ -35,7 +38,12 @@ def planner_command(
     if json_out == "-":
         typer.echo(result.to_json())
         return
-    typer.echo(str(result))
+    if as_markdown:
+        from deepwell.planner.validate_table import validation_markdown
+
+        typer.echo(validation_markdown(result))
+    else:
+        typer.echo(str(result))
     if json_out is not None:
         try:
             Path(json_out).write_text(result.to_json() + "\n", encoding="utf-8")

@@ -178,6 +178,15 @@ def test_the_real_planner_is_deterministic_on_a_file(tmp_path):
     assert all(row["reason"] is None and row["predicted"]["step_s"] > 0 for row in data["rows"])
 
 
+def test_the_table_can_be_written_as_markdown(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([HEADER, *FOUR]) + "\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["validate", "planner", str(path), "--markdown"])
+    lines = result.output.strip().splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["source", "---", "a lab", "**overall (tier A)**"]
+    assert len({line.count("|") for line in lines}) == 1
+
+
 def test_the_command_refuses_a_malformed_file_in_one_line(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("\n".join([HEADER, FOUR[0].replace(",64,", ",sixty,")]) + "\n", encoding="utf-8")

@@ -18,12 +18,12 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f}%"
 
 
-def _cells(name: str, scores: dict[str, Any]) -> list[str]:
+def _cells(name: str, scores: dict[str, Any], *, cut: bool = True) -> list[str]:
     step, memory, oom = scores["step_time"], scores["memory"], scores["oom"]
     regret, rank, rows = scores["regret"], scores["rank"], scores["rows"]
     tier = "" if scores["tiers"] == "A" else f" ({'+'.join(scores['tiers'])})"
     width = _COLUMNS[0][1] - len(tier)
-    label = (name if len(name) <= width else name[: width - 2] + "..") + tier
+    label = (name if len(name) <= width or not cut else name[: width - 2] + "..") + tier
     rho = "-" if rank["spearman"] is None else f"{rank['spearman']:.2f}"
     return [
         label, str(rows["total"]), str(rows["predicted"]), str(step["n"]), _percent(step["median_abs_rel_err"]),
@@ -38,6 +38,15 @@ def _cells(name: str, scores: dict[str, Any]) -> list[str]:
 def _line(cells: list[str]) -> str:
     first, *rest = zip(cells, (width for _, width in _COLUMNS), strict=True)
     return first[0].ljust(first[1]) + "".join(cell.rjust(width + 1) for cell, width in rest)
+
+
+def validation_markdown(validation: Validation) -> str:
+    """The same table as docs/planner.md holds it."""
+    names = [name for name, _ in _COLUMNS]
+    rows = [_cells(name, scores, cut=False) for name, scores in validation.sources.items()]
+    rows.append(_cells("**overall (tier A)**", validation.overall, cut=False))
+    lines = [names, ["---", *("---:" for _ in names[1:])], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def validation_table(validation: Validation) -> str:
