@@ -53,6 +53,7 @@ class BackendOptions:
     cuda_graphs: bool = (
         False  # record forward and backward once and replay them: short kernels no longer wait for the host
     )
+    rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
     merge_plain: bool = False  # merge q, k, v and gate, up also in high precision: weights are copied in every step
     recompute: bool = True  # make FP8 copies again in the backward instead of keeping them (with Inductor)
     registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
@@ -145,7 +146,7 @@ def _rewrite(
     options.note("merged_linear", merged)
     if options.merge_plain:
         options.note("merged_plain_linear", merge_plain_linears(graph, weights))
-    rotated, at_once = rewrite_rope(graph)
+    rotated, at_once = rewrite_rope(graph, alone=options.rope_alone)
     options.note("rope", rotated)
     options.note("rope_qkv", at_once)
     options.note("swiglu", rewrite_swiglu(graph))
@@ -242,6 +243,10 @@ def _with_inductor(
 ) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    from deepwell.engine.inductor_ops import register_fallbacks
+
+    register_fallbacks()
 
     class Fusions(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
