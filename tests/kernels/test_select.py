@@ -9,8 +9,9 @@ import torch
 
 import user_kernels
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.formats.quantize import quantize
 from deepwell.hardware.cache import cache_dir
-from deepwell.kernels import KernelRegistry, choice_cache, gain, isolate, select
+from deepwell.kernels import KernelRegistry, choice_cache, gain, gemm_candidates, isolate, select
 from deepwell.kernels.gemm_candidates import built_in
 from deepwell.kernels.proof import Proof, codes_floor_db, operands, prepared, prove, run_gemm
 from deepwell.kernels.registry import Candidate, Problem
@@ -170,6 +171,17 @@ def test_blackwells_chains_are_the_emulation_bit_for_bit_by_their_references(fmt
         assert prove(candidate, "cpu").is_passed
         assert torch.equal(run_gemm(candidate, a, prepared(candidate, b)), exact)
         assert "needs a Blackwell GPU" in candidate.why_not(problem_of_fmt)
+
+
+def test_square_blocks_lie_as_cublaslt_reads_them():
+    # K's blocks fastest, filled up to a multiple of four; what is filled up with zeros has no effect.
+    b = torch.randn(200, 640).bfloat16().T  # [K, N]: 5 blocks of K, 1.6 of N
+    weight = gemm_candidates._prepare_128x128(b)
+    assert weight.codes.shape == (256, 640) and weight.n == 200
+    assert weight.scale.shape == (8, 2) and weight.scale.stride() == (1, 8)
+    scales = weight.scale.T[:, :5].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    back = (weight.codes.float() * scales)[:200]
+    assert torch.equal(back, quantize(b.T.contiguous(), "fp8_e4m3_128x128_pow2").dequantize())
 
 
 def test_a_substitute_does_not_compete_with_kernels_of_the_very_format():
