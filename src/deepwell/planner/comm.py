@@ -33,14 +33,14 @@ class Network:
     gpus: int
 
     @classmethod
-    def of(cls, hw: Hardware, constants: GpuConstants, scale: float = 1.0) -> Network:
-        """`scale` is the stack's: time over what the fabric's curve says."""
+    def of(cls, hw: Hardware, constants: GpuConstants, scale: float = 1.0, network_scale: float = 1.0) -> Network:
+        """The scales are the stack's: time over what the fabric's curve says, inside NVLink and across nodes."""
         fabric = hw.fabric
         nvlink = fabric.nvlink_gb_per_s or fabric.pcie_gb_per_s or 10.0
         nic = fabric.nic_gb_per_s or 12.5  # 100 Gb/s where nobody says
         return cls(
             nvlink=nvlink * 1e9 * constants.nvlink / scale,
-            nic=nic * 1e9 * constants.network / scale,
+            nic=nic * 1e9 * constants.network / network_scale,
             domain=max(1, hw.nvlink_domain if fabric.nvlink_gb_per_s else hw.gpus_per_node),
             latency_s=constants.latency_us * 1e-6,
             gpus=hw.num_gpus,

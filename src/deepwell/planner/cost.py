@@ -19,9 +19,12 @@ from deepwell.planner.stack import Stack
 _QUANTIZE_BYTES = {"fp8": 4.0, "fp8_current": 6.0, "mxfp8": 4.1, "mxfp6": 4.1, "nvfp4": 6.2, "mxfp4": 6.2}
 
 # Bytes per logit of cross entropy, forward and backward: in one pass each over bf16 logits; what a compiler makes of it;
-# Megatron's fused vocabulary-parallel loss in fp32; or in fp32 with a pass for each of maximum, difference, exponential,
+# Transformer Engine's and Megatron's vocabulary-parallel losses; or in fp32 with a pass for each of maximum, difference, exponential,
 # sum and division.
-LOSS_BYTES = {"fused": (4.0, 4.0), "compiled": (8.0, 6.0), "megatron": (14.0, 8.0), "unfused": (30.0, 14.0)}
+LOSS_BYTES = {"fused": (4.0, 4.0), "compiled": (8.0, 6.0), "te": (8.0, 6.0), "megatron": (14.0, 8.0), "unfused": (30.0, 14.0)}
+
+# Share of the bf16 GEMM rate that chunked state-space scans reach: small products between scans, always in bf16.
+_SCAN = 0.25
 
 # Share of tensor- or expert-parallel communication that stays visible when it is overlapped with GEMMs (first and last
 # chunk of a pipelined collective), and the slow-down of what runs beside it: NCCL holds 16 to 24 of 132 SMs.
@@ -77,7 +80,7 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
         each.append((gemm, scale * fwd))
     attention = [attention_s(p.device, a, p.kernel, p.dropout) for a in block.attention]
     att_f, att_b = scale * sum(a for a, _ in attention), scale * sum(b for _, b in attention)
-    mixer = block.matmul_flops / (0.5 * p.device.rate("bf16"))
+    mixer = block.matmul_flops / (_SCAN * p.device.rate("bf16"))
     point_f, point_b, loss_f, loss_b = _passes(block, p)
     quant_f, quant_b = _quantize(block, p)
     tp_f, tp_b = _tensor_parallel(block, p, gemm_f)
@@ -94,8 +97,11 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
     }  # fmt: skip
     if block.attention or block.gemms:
         host_f, host_b = _host_s(block, p)
-        forward["host"] = _waits(sum(forward.values()), host_f)
-        backward["host"] = _waits(sum(backward.values()), host_b + (host_f if backward["recompute"] else 0.0))
+        if backward["recompute"]:
+            host_b += host_f
+        blocking = p.stack.switch("launch_blocking") == "on"  # every launch waits for its kernel: nothing runs ahead
+        forward["host"] = host_f if blocking else _waits(sum(forward.values()), host_f)
+        backward["host"] = host_b if blocking else _waits(sum(backward.values()), host_b)
     return BlockTime(forward=forward, backward=backward, wgrad=gemm_w)
 
 
@@ -138,7 +144,10 @@ def _passes(block: LocalBlock, p: Pricing) -> tuple[float, float, float, float]:
     # Without a vocabulary-parallel loss every rank gathers the logits and works on all of them.
     copies = p.layout.tp if p.stack.switch("logits", "sharded") == "gathered" else 1
     fwd = bwd = loss_f = loss_b = 0.0
+    fused_experts = p.stack.switch("fused_grouped_mlp") == "on"
     for one in block.passes:
+        if fused_experts and one.role == "experts" and one.kind == "activation":
+            continue  # in the grouped GEMM's epilogue
         if one.kind == "loss":
             loss_f += bytes_s(p.device, copies * one.forward * loss_bytes[0])
             if copies > 1:
@@ -152,8 +161,9 @@ def _passes(block: LocalBlock, p: Pricing) -> tuple[float, float, float, float]:
 
 def _quantize(block: LocalBlock, p: Pricing) -> tuple[float, float]:
     fwd = bwd = 0.0
+    fused_experts = p.stack.switch("fused_grouped_mlp") == "on"
     for gemm in block.gemms:
-        if not gemm.is_low:
+        if not gemm.is_low or (gemm.role == "experts" and fused_experts):
             continue
         name = "fp8_current" if gemm.formats[0] == "fp8" and p.fp8_scaling == "tensor" else gemm.formats[0]
         size = _QUANTIZE_BYTES.get(name, 4.0)

@@ -33,6 +33,13 @@ __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
 # Share of overlapped gradient reduction and weight gathering that stays visible: the first and last buckets.
 _EXPOSED = 0.25
 
+# Once per step: the next batch, the gradient's norm, the host side of the optimizer, logging.
+_STEP_S = 0.04
+
+# One broadcast per owner of a shard, where weights come back that way and not by an all-gather (InternEvo's published
+# scaling: 2.7 ms for each rank of the shard group).
+_BROADCAST_S = 2.7e-3
+
 # Share of hidden communication by which the computation beside it slows down: NCCL's kernels hold SMs and bandwidth
 # (Calculon's a100_80g.json has 15% for NVLink and 2% for InfiniBand; most of what is hidden crosses the network).
 _THEFT = 0.05
@@ -94,7 +101,7 @@ def estimate(
         raise ConfigError(f"layout needs {layout.gpus} GPUs ({layout}); {hw.name} has {hw.num_gpus}")
     job = read_job(workload, layout, stack)
     dev = device(hw.gpus[0], constants)
-    net = Network.of(hw, dev.constants, stack.constants.comm_scale)
+    net = Network.of(hw, dev.constants, stack.constants.comm_scale, stack.constants.network_scale)
     seconds = step_seconds(job, dev, net, hw, simulate=simulate)
     step = sum(seconds.values())
     tokens = workload.tokens_per_step
@@ -323,7 +330,7 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
     shard_d, shard_e = shards(job)
     state = job.per_param.master + job.per_param.moments
     seconds["optimizer"] = trained * optimizer_s(dev, dense / shard_d, expert / shard_e, state)
-    seconds["host"] = seconds.get("host", 0.0) + job.stack.constants.step_overhead_ms * 1e-3
+    seconds["host"] = seconds.get("host", 0.0) + _STEP_S
     nodes = max(1.0, layout.gpus / hw.gpus_per_node)
     seconds["straggler"] = dev.constants.jitter * math.log2(nodes) * sum(seconds.values())
     return seconds
@@ -376,6 +383,8 @@ def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: 
     gather = 0.0
     if layout.sharding != "ddp":
         gather = gather_s(net, weight * dense, shard, stride) + gather_s(net, weight * expert, e_group, e_stride)
+        if stack.switch("weights_return", "all-gather") == "broadcast":
+            gather += _BROADCAST_S * shard
     overlap = layout.overlap
     hides_grad = overlap.grad_reduce if overlap.grad_reduce is not None else stack.switch("overlap_grads", "on") == "on"
     hides_param = (

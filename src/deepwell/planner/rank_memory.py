@@ -18,7 +18,7 @@ _NCCL_PER_GROUP = 0.25 * GIB
 _WORKSPACE = 0.25 * GIB
 
 # Bytes per logit at the loss's peak: bf16 logits, and their fp32 copy, softmax and gradient where each is a tensor.
-LOGIT_BYTES = {"fused": 4.0, "compiled": 6.0, "megatron": 14.0, "unfused": 14.0}
+LOGIT_BYTES = {"fused": 4.0, "compiled": 6.0, "te": 8.0, "megatron": 14.0, "unfused": 14.0}
 
 
 def rank_memory(job: Job, rank: int) -> StageMemory:
@@ -126,7 +126,8 @@ def _logits(job: Job) -> float:
     if job.stack.switch("logits", "sharded") == "gathered" and job.layout.tp > 1:
         # Every rank gathers the whole vocabulary: the pieces, their concatenation and its gradient are tensors too.
         per = (per + 14.0) * job.layout.tp
-    return per * sum(one.forward for one in job.tail.passes if one.kind == "loss")
+    # Heads that predict further tokens have their losses one after the other.
+    return per * max((one.forward for one in job.tail.passes if one.kind == "loss"), default=0.0)
 
 
 def _gathered(job: Job) -> float:

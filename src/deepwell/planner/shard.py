@@ -271,6 +271,9 @@ def _grouped(b: _Builder, op: GroupedLinear) -> None:
     b.expert_params += _params(op) / (s.ep * s.etp)
     _gemm(b, op, rows, n, k, local)
     b.elements[op.name] = rows * n
+    if op.bias:
+        # Biases of experts are added row by row and their gradients summed by group: passes of their own.
+        b.pass_over("expert_bias", op, 2 * HALF * rows * n, HALF * rows * n)
 
 
 def _attention(b: _Builder, op: Attention) -> None:
@@ -307,7 +310,8 @@ def _token_op(b: _Builder, op: Op) -> None:
             b.pass_over("norm", op, 2 * HALF * e, 3 * HALF * e)
         b.keep(op.inputs[0] if op.inputs else "@in", "norm", "qkv" if inside_heads else "stream", HALF, e)
         if s.eager_norms and op.norm == "rms":
-            b.keep(f"{op.name}.fp32", "norm", "layernorm", 8, e)  # the input in fp32, and the normalized one
+            # The input in fp32 stands for the one in bf16, and the normalized one in bf16 is kept besides.
+            b.keep(f"{op.name}.fp32", "norm", "layernorm", 4, e)
     elif isinstance(op, Add):
         e = op.rows.at(b.sizing) * op.width / s.token_split
         b.pass_over("add", op, 3 * HALF * e, 1.5 * HALF * e)
@@ -319,7 +323,8 @@ def _token_op(b: _Builder, op: Op) -> None:
         rows = expert_rows(s, t, max(1, op.rows.factor)) if is_expert else float(op.rows.at(b.sizing))
         e = rows * op.width / (s.etp if is_expert else s.tp)
         inputs = 2 if op.gated else 1
-        extra = 2.0 * HALF * e if s.eager_gates and op.gated else 0.0
+        is_split = (s.eager_gates and op.gated) or op.function == "clamped_swiglu"
+        extra = 2.0 * HALF * e if is_split else 0.0
         b.pass_over("activation", op, (inputs + 1) * HALF * e + extra, (2 * inputs + 1) * HALF * e + 2 * extra)
         kind = "experts" if is_expert else "mlp"
         b.keep(op.inputs[0], kind, "moe" if is_expert else "mlp", HALF, inputs * e)

@@ -25,8 +25,8 @@ class StackConstants:
     pointwise_passes: float = 1.3  # bytes that norms, activations, residuals and rope move, over the least possible
     gemm_scale: float = 1.03  # GEMM and attention time over what the GPU's curve says
     host_us: float = 6.0  # host time to launch one kernel, framework included
-    step_overhead_ms: float = 30.0  # per step: data, logging, gradient norm, host side of the optimizer
-    comm_scale: float = 1.0  # collective time over what the fabric's curve says
+    comm_scale: float = 1.0  # time of collectives inside NVLink over what the fabric's curve says
+    network_scale: float = 1.0  # the same across the network of the clusters that this stack was measured on
     holes: float = 0.05  # memory reserved over allocated, as a share of what comes and goes in a step
 
 
