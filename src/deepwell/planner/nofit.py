@@ -24,6 +24,8 @@ def over_text(space: Space, scored: Scored) -> str:
         "gradients": fullest.grads,
         "optimizer state": fullest.master + fullest.moments,
         "logits": fullest.logits,
+        "gathered weights": fullest.comm_buffers,
+        "working set": fullest.workspace,
     }
     largest = sorted(held, key=lambda name: -held[name])[:2]
     filled = ", ".join(f"{name} {held[name] / GIB:.1f}" for name in largest)

@@ -276,11 +276,15 @@ def _experts(space: Space, tp: int, stage_gpus: int, refuse: Any) -> Iterator[tu
     eps = space.constraints.allowed("ep") or [d for d in divisors(stage_gpus) if d <= most and most % d == 0]
     # Inside an expert the split follows the dense layers' (etp = tp) or there is none; both are what engines offer.
     etps = space.constraints.allowed("etp") or ([1, tp] if facts.is_moe and tp > 1 else [1])
+    is_named = any(space.constraints.allowed(name) for name in ("ep", "etp"))
     for ep in eps:
         for etp in etps:
             reason = why_not_ep(facts, ep, etp)
             if not reason and stage_gpus % (ep * etp):
-                reason = f"EP {ep} x ETP {etp}: {stage_gpus} GPUs per stage"
+                # That a product of degrees does not divide is arithmetic, and news only to who asked for it.
+                if is_named:
+                    refuse(f"EP {ep} x ETP {etp}: {stage_gpus} GPUs per stage")
+                continue
             if reason:
                 refuse(reason)
                 continue

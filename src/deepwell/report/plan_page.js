@@ -39,7 +39,8 @@
 
   // ---- ranked plans ----
   const KINDS = { plan: "the plan", fits: "fits, slower", slower: "slower at best", memory: "does not fit", rule: "not possible" };
-  const state = { q: "", tp: "", schedule: "", kinds: new Set(Object.keys(KINDS)) };
+  const FIRST = 20; // rows before the button that shows the rest
+  const state = { q: "", tp: "", schedule: "", kinds: new Set(Object.keys(KINDS)), all: false };
   const readState = () => {
     const given = new URLSearchParams(location.hash.slice(1));
     state.q = given.get("q") || "";
@@ -64,7 +65,7 @@
     });
   };
   const COLUMNS = [
-    ["", "n", (r) => r.rank || ""], ["layout", "l", (r) => r.layout], ["", "k", (r) => KINDS[r.kind]], ["schedule", "", (r) => r.schedule || ""],
+    ["", "n", (r) => r.rank || ""], ["layout", "l", (r) => r.layout], ["", "k", (r) => KINDS[r.kind]], ["schedule", "s", (r) => r.schedule || ""],
     ["step s", "n", (r) => (r.step_s ? r.step_s.toFixed(3) : "")], ["tok/s/GPU", "n", (r) => (r.tokens ? number(r.tokens) : "")],
     ["MFU", "n", (r) => (r.mfu ? percent(r.mfu) : "")], ["GiB", "n", (r) => (r.gib ? r.gib.toFixed(1) : "")],
     ["bubble", "n", (r) => (r.bubble === undefined ? "" : percent(r.bubble))], ["exposed", "n", (r) => (r.exposed === undefined ? "" : percent(r.exposed))],
@@ -73,15 +74,18 @@
   let pareto;
   const fillPlans = () => {
     const rows = shown();
+    const drawn = state.all ? rows : rows.slice(0, FIRST);
     const body = $("plan-rows");
-    body.replaceChildren(...rows.map((row) => {
+    body.replaceChildren(...drawn.map((row) => {
       // What was never priced has no numbers: its reason takes their place.
       const cells = row.step_s ? COLUMNS : COLUMNS.slice(0, 3);
-      const line = make("tr", { class: row.kind }, ...cells.map(([, style, of]) => make("td", { class: style }, String(of(row)))));
+      const line = make("tr", { class: row.kind }, ...cells.map(([name, style, of]) => make("td", { class: style, "data-head": name }, String(of(row)))));
       if (!row.step_s) line.append(make("td", { colspan: String(COLUMNS.length - 3) }, row.why));
       return line;
     }));
     $("plan-count").textContent = rows.length + " of " + DATA.plans.length;
+    $("plan-more").hidden = rows.length <= FIRST;
+    $("plan-more").textContent = state.all ? "show the first " + FIRST : "show all " + rows.length;
     const points = rows.filter((row) => row.gib);
     pareto.setOption({ series: [{ id: "points", data: points.map((row) => ({ value: [row.gib, row.tokens], row, itemStyle: { color: row.kind === "plan" ? css("--accent") : COLOURS[9] }, symbolSize: row.kind === "plan" ? 16 : 11 })) }] });
   };
@@ -109,6 +113,7 @@
     });
     host.append(make("div", { class: "filters" }, search, select("filter-tp", "TP", "tp"), select("filter-schedule", "schedule", "schedule"), ...boxes, make("span", { class: "count", id: "plan-count" })));
     host.append(make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...COLUMNS.map(([name, style]) => make("th", { class: style === "n" ? "n" : "" }, name)))), make("tbody", { id: "plan-rows" }))));
+    host.append(make("button", { type: "button", id: "plan-more", onclick: () => { state.all = !state.all; fillPlans(); } }));
     fillPlans();
   };
 
@@ -211,8 +216,9 @@
       return button;
     })));
     const domains = make("div", { class: "domains" });
-    for (let first = 0; first < t.drawn; first += t.nvlink_domain) {
-      const last = Math.min(first + t.nvlink_domain, t.drawn);
+    const drawn = isNarrow() ? Math.min(t.drawn, Math.max(t.nvlink_domain, 48)) : t.drawn;
+    for (let first = 0; first < drawn; first += t.nvlink_domain) {
+      const last = Math.min(first + t.nvlink_domain, drawn);
       const box = make("div", { class: "gpus" });
       box.style.gridTemplateColumns = "repeat(" + Math.min(isNarrow() ? 8 : 12, last - first) + ", 26px)";
       for (let rank = first; rank < last; rank++) {
@@ -223,7 +229,7 @@
       }
       domains.append(make("div", { class: "domain" }, make("div", { class: "name" }, (t.nvlink_domain > 1 ? "NVLink domain: GPUs " : "GPU ") + first + (last - first > 1 ? " to " + (last - 1) : "")), box));
     }
-    const rest = t.gpus - t.drawn;
+    const rest = t.gpus - drawn;
     host.append(domains, make("p", { class: "legend" }, "Each square is a GPU; the number is its place on the chosen axis. " + t.num_nodes + " nodes of " + t.gpus_per_node + (t.nvlink_gb_per_s ? ", NVLink " + t.nvlink_gb_per_s + " GB/s" : "") + (t.nic_gb_per_s ? ", network " + t.nic_gb_per_s + " GB/s" : "") + " per GPU and direction." + (rest > 0 ? " " + number(rest) + " more GPUs repeat the pattern." : "")));
     paint();
   };
