@@ -112,6 +112,15 @@ def test_errors_of_a_library_carry_its_words_the_shape_and_cudas(host):
         cl.gemm_block_scaled(q.data, q.scale_swizzled(), q.data, q.scale_swizzled(), library=host)
 
 
+def test_block_scales_that_tma_cannot_read_are_named(host):
+    q = quantize(torch.randn(16, 64), "mxfp8")
+    scale = q.scale_swizzled()
+    shifted = torch.cat([scale.view(torch.uint8)[:1], scale.view(torch.uint8)])[1:].view(scale.dtype)
+    assert shifted.data_ptr() % 16
+    with pytest.raises(ConfigError, match=r"scale_b begins within a line.*clone"):
+        cl.gemm_block_scaled(q.data, scale, q.data, shifted, library=host)
+
+
 def test_wrong_arguments_are_named_before_the_library_sees_them(host):
     a, scale_a, b, scale_b = operands()
     for message, call in (

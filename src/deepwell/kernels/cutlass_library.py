@@ -264,6 +264,7 @@ def gemm_blockwise(
     ):
         if scale.dtype != torch.float32 or tuple(scale.shape) != shape or not scale.is_contiguous():
             raise ConfigError(f"{name} is {scale.dtype} {tuple(scale.shape)}; it must be contiguous fp32 {shape}")
+        _check_aligned(name, scale)
     found = library or library_for(a_MK.device)
     gemm, out = _problem(a_MK, scale_a, b_NK, scale_b, out, epilogue)
     return _run(found, "fp8_blockwise", gemm, config, out)
@@ -291,9 +292,16 @@ def gemm_block_scaled(
         needed = high * wide
         if scale.element_size() != 1 or scale.numel() != needed or not scale.is_contiguous():
             raise ConfigError(f"{name} has {scale.numel()} x {scale.dtype}; in tile order it has {needed} bytes")
+        _check_aligned(name, scale)
     found = library or library_for(a_MK.device)
     gemm, out = _problem(a_MK, scale_a, b_NK, scale_b, out, epilogue)
     return _run(found, family, gemm, config, out)
+
+
+def _check_aligned(name: str, scale: Tensor) -> None:
+    """Block scales are loaded by TMA, which begins at whole lines of 16 bytes."""
+    if scale.numel() and scale.data_ptr() % 16:
+        raise ConfigError(f"{name} begins within a line of 16 bytes; call .clone() on a slice")
 
 
 def _problem(
