@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from deepwell.bench.gemm import SHAPES, gemm_table, run_gemms
+from deepwell.kernels.gemm_candidates import register_library
+from deepwell.kernels.registry import KernelRegistry
 
 
 def main() -> None:
@@ -17,11 +19,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="keep the rows in this file")
     parser.add_argument("--quick", action="store_true", help="the first and the last shape only (a CPU: a tiny one)")
+    parser.add_argument("--library", help="a CUTLASS library of `deepwell build` for this GPU, to compete as well")
     arguments = parser.parse_args()
     shapes = (SHAPES[0], SHAPES[-1]) if arguments.quick else SHAPES
     if arguments.device == "cpu":
         shapes = ((128, 192, 256),)
-    result = run_gemms(arguments.device, shapes=shapes)
+    registry = KernelRegistry()
+    if arguments.library:
+        register_library(registry, arguments.library)
+    result = run_gemms(arguments.device, shapes=shapes, registry=registry)
     print(gemm_table(result))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))

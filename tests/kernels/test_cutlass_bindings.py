@@ -8,8 +8,9 @@ import torch
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import cutlass_bindings
+from deepwell.kernels import KernelRegistry, cutlass_bindings, cutlass_library
 from deepwell.kernels.cutlass_bindings import CutlassConfig, CutlassKernel, MicroscaleManager
+from deepwell.kernels.gemm_candidates import register_library
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -140,6 +141,21 @@ def test_each_configuration_of_a_library_is_a_candidate(monkeypatch, tmp_path):
     assert [name for name, _, _ in first] == ["cutlass:128x256x128_fast", "cutlass:128x128x128_exact"]
     (tmp_path / "kernels.so").write_bytes(b"another build")
     assert cutlass_bindings.rowwise_gemms()[0][2] != first[0][2]
+
+
+def test_a_library_that_lies_elsewhere_can_compete(monkeypatch, tmp_path):
+    configs = {"fp8_rowwise": ("128x256x128_fast", "128x128x128_exact")}
+    library = SimpleNamespace(path=str(tmp_path / "kernels.so"), configs=configs)
+    (tmp_path / "kernels.so").write_bytes(b"one build")
+    monkeypatch.setattr(cutlass_library, "load_library", lambda path: library)
+    registry = KernelRegistry()
+    register_library(registry, "kernels.so")
+    assert [(c.name, c.op, c.fast) for c in registry.users()] == [
+        ("cutlass:128x256x128_fast (file)", "fp8_gemm", True),
+        ("cutlass:128x256x128_fast (file)", "gemm", True),
+        ("cutlass:128x128x128_exact (file)", "fp8_gemm", False),
+        ("cutlass:128x128x128_exact (file)", "gemm", False),
+    ]
 
 
 def test_without_a_library_there_are_none(monkeypatch):

@@ -20,7 +20,14 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import quantize
 from deepwell.formats.spec import get_format
 from deepwell.formats.tensor import QuantizedTensor
-from deepwell.kernels.cutlass_library import ACTIVATIONS, Epilogue, gemm_block_scaled, gemm_rowwise, library_for
+from deepwell.kernels.cutlass_library import (
+    ACTIVATIONS,
+    Epilogue,
+    Library,
+    gemm_block_scaled,
+    gemm_rowwise,
+    library_for,
+)
 from deepwell.precision.gemm_format import precision as parse_precision
 
 _MX_BLOCK = 32
@@ -249,15 +256,17 @@ def _check_block(block_size: int) -> None:
 # ---- for the registry ----
 
 
-def rowwise_gemms() -> list[tuple[str, Callable[..., Tensor], str]]:
+def rowwise_gemms(library: Library | None = None) -> list[tuple[str, Callable[..., Tensor], str]]:
     """(name, function, hash of the library) of each FP8 configuration for this GPU; none without a library."""
+    given = library
     try:
-        library = library_for()
+        library = library or library_for()
     except UnsupportedError:
         return []
     digest = hashlib.sha256(Path(library.path).read_bytes()).hexdigest()[:16]
     return [
-        (f"cutlass:{name}", partial(_rowwise, config=name), digest) for name in library.configs.get("fp8_rowwise", ())
+        (f"cutlass:{name}", partial(_rowwise, config=name, library=given), digest)
+        for name in library.configs.get("fp8_rowwise", ())
     ]
 
 
@@ -271,7 +280,10 @@ def _rowwise(
     bias: Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    library: Library | None = None,
 ) -> Tensor:
     epilogue = Epilogue(bias=bias, activation=activation)
     scales = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
-    return gemm_rowwise(a_MK, scales[0], b_NK, scales[1], epilogue=epilogue, config=config).to(out_dtype)
+    return gemm_rowwise(a_MK, scales[0], b_NK, scales[1], epilogue=epilogue, config=config, library=library).to(
+        out_dtype
+    )

@@ -27,7 +27,7 @@ from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm, fp8_gemm_ref
 from deepwell.kernels.gemm_triton import CONFIGS, activate_ref, fp8_gemm_triton
 from deepwell.kernels.native_candidates import native_chains
 from deepwell.kernels.quantize import quantize_rows, quantize_weight
-from deepwell.kernels.registry import Candidate, Problem, file_hash
+from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, file_hash
 from deepwell.precision.gemm_format import precision as parse_precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -373,6 +373,18 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
     return tuple(found)
 
 
+def register_library(registry: KernelRegistry, path: str) -> None:
+    """Let the configurations of a CUTLASS library compete that lies elsewhere than `deepwell build` puts it."""
+    from deepwell.kernels.cutlass_bindings import rowwise_gemms
+    from deepwell.kernels.cutlass_library import load_library
+
+    for name, multiply, _ in rowwise_gemms(load_library(path)):
+        how: dict[str, Any] = {"precision": "fp8", "trusted": True, "fast": not name.endswith("_exact")}
+        registry.register(f"{name} (file)", multiply, op="fp8_gemm", **how)
+        chain = partial(_fused_chain, multiply=multiply)
+        registry.register(f"{name} (file)", chain, op="gemm", prepare=_prepare_rows, **how)
+
+
 def _has_triton() -> bool:
     return isinstance(triton, ModuleType)
 
@@ -388,4 +400,4 @@ def _cutlass_gemms() -> list[tuple[str, Callable[..., Tensor], str]]:
     return rowwise_gemms()
 
 
-__all__ = ["EMULATED", "built_in", "emulated_gemm", "gemm_ref"]
+__all__ = ["EMULATED", "built_in", "emulated_gemm", "gemm_ref", "register_library"]

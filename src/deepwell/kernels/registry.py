@@ -179,16 +179,25 @@ class KernelRegistry:
         op: str = "gemm",
         prepare: Callable[..., Any] | None = None,
         trusted: bool = False,
+        fast: bool = False,
     ) -> Any:
         """Let `fn` compete for `op` (signatures: this module's docstring). Without `fn`, a decorator.
 
         `min_size` is the least that each of M, N, K must be. `prepare(b)`, where given, makes what `fn` gets instead of
-        b. `trusted` skips the separate process in which an unknown kernel proves itself; a kernel that is
-        neither in a module nor trusted cannot be tried on a GPU. Raises ConfigError on a wrong argument.
+        b. `fast` says that an "fp8_gemm" sums in the tensor cores' own shorter accumulator. `trusted` skips the
+        separate process in which an unknown kernel proves itself; a kernel that is neither in a module nor trusted
+        cannot be tried on a GPU. Raises ConfigError on a wrong argument.
         """
         if fn is None:
             return lambda function: self.register(
-                name, function, precision=precision, min_size=min_size, op=op, prepare=prepare, trusted=trusted
+                name,
+                function,
+                precision=precision,
+                min_size=min_size,
+                op=op,
+                prepare=prepare,
+                trusted=trusted,
+                fast=fast,
             )
         self._check(name, fn, op, min_size)
         self._own[op, name] = Candidate(
@@ -200,6 +209,7 @@ class KernelRegistry:
             prepare=prepare,
             min_size=min_size,
             trusted=trusted,
+            fast=fast,
             fingerprint=fingerprint_of(fn, *([prepare] if prepare else [])),
         )
         self._choices.clear()
