@@ -314,7 +314,7 @@ def in_fp16_sums(a, b, dtype):
         (swapped_scale_tiles, "dB|error|finite"),
         (without_global_scale, "dB|error|gave"),
         (short_sum, "dB|error"),
-        (hides_nan, "NaN scale"),
+        (hides_nan, "NaN in an operand"),
         (raises, "NOT_SUPPORTED"),
         (in_fp16_sums, "dB|error"),
     ],
