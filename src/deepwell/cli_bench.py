@@ -31,7 +31,7 @@ def step_command(
         str, typer.Option("--model", help="8b-4l, hf-8b-4l, 1b-16l, 768-12l, llama3-8b, tiny, hf-tiny.")
     ] = "8b-4l",
     peers: Annotated[
-        str, typer.Option("--peers", help="eager, torch, torch-max, torchao, torchao-row, torchao-row-gw, liger.")
+        str, typer.Option("--peers", help="eager, torch, torch-max, torchao, torchao-row, torchao-row-gw, liger, ...")
     ] = "torch",
     variants: Annotated[
         str,

@@ -151,6 +151,9 @@ class Run:
         self.eval_own = variant.without("cg").engine_of(ir)
         self.eval_bf16 = Variant.parse(BASELINE).engine_of(ir)
         self.eval_own.options.cuda_graphs = self.eval_bf16.options.cuda_graphs = False
+        for engine in (self.engine, self.eval_own, self.eval_bf16):
+            # Accuracy is the policy's: no linear may stay in bf16 because that was faster here and now.
+            engine.options.measure = None
         self.rates = setup.learning_rates().to(self.device, torch.float32)
         self.lr = self.rates[0].clone()
         self.optimizer = _optimizer(self.model, self.lr, setup)

@@ -81,6 +81,10 @@ def _liger(model: nn.Module) -> Callable[..., Any]:
     return _LigerLlama(model, fused_loss)
 
 
+def _liger_compiled(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(_liger(model))
+
+
 def _liger_mlp(mlp: MLP, silu_mul: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: mlp.down_proj(silu_mul.apply(mlp.gate_proj(x), mlp.up_proj(x)))
 
@@ -120,6 +124,7 @@ PEERS = {
             uses_fp8=True,
         ),
         Peer(name="liger", about="Liger kernels, not compiled", build=_liger),
+        Peer(name="liger-compiled", about="Liger kernels, the rest by torch.compile", build=_liger_compiled),
     )
 }
 

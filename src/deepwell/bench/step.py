@@ -74,6 +74,7 @@ class StepRow:
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
     claims: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # of the engine
     note: str = ""
 
 
@@ -132,7 +133,10 @@ class Trainee:
         row = self.row
         row.ms, row.min_ms, row.max_ms = statistics.median(self.times), min(self.times), max(self.times)
         row.tokens_per_s = self.model.tokens / row.ms * 1e3
-        row.passes = dict(self.engine.options.counts) if self.engine is not None else {}
+        if self.engine is not None:
+            # Once more: what the first steps measured may have kept linears in bf16.
+            row.runs_as, row.passes = runs_as(self.engine), dict(self.engine.options.counts)
+            row.notes = list(self.engine.report().notes)
         if options.device == "cuda":
             kernels = profile(self.step)
             row.kernels = [(one.name[:120], one.count, round(one.ms, 3)) for one in kernels[: options.kernels]]

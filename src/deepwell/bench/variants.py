@@ -141,9 +141,9 @@ def _check_scaling(variant: Variant, bound: Bound) -> None:
 
 
 def runs_as(engine: Engine) -> dict[str, int]:
-    """How many GEMMs run in which way, e.g. {"fp8 as fp8_row (native)": 84, "bf16": 3}."""
+    """How many GEMMs run in which way, e.g. {"fp8 as fp8_row (native)": 84, "bf16": 3}; as far as is known by now."""
     found: dict[str, int] = {}
-    for row in engine.bound.bindings:
+    for row in engine.report().bindings:
         low = row.scheme != "bf16"
         label = f"{row.format} as {row.scheme} ({row.binding})" if low or row.binding != "native" else "bf16"
         found[label] = found.get(label, 0) + 1
