@@ -11,7 +11,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import deepwell as dw
 from deepwell.engine.backend import parameter_names
-from deepwell.engine.torch_backend import ir_of_graph
+from deepwell.engine.torch_backend import forget_reports, ir_of_graph, last_report
+from deepwell.errors import ConfigError
 
 RUN = """
 import torch.nn as nn
@@ -88,12 +89,72 @@ def test_roles_are_read_from_the_graph(model_type, roles, batch) -> None:
     assert {path: found[path] for path in roles} == roles
 
 
+class Stack(torch.nn.Module):
+    """Six layers with a graph break after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(6))
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x))
+        torch._dynamo.graph_break()
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return x
+
+
+def _formats(report) -> dict[int, str]:
+    return {row.layer: row.format for row in report.bindings if row.gemm == "fwd"}
+
+
+def test_positions_are_the_models_over_several_graphs() -> None:
+    policy = dw.PrecisionPolicy("mxfp8")
+    policy.set_layer_precision("first 3 blocks", "bf16")
+    torch.compile(Stack(), backend="deepwell", options={"precision_policy": policy})(torch.randn(4, 16))
+    report = last_report()
+    assert report.graphs == 2 and report.passes["linear"] == 3
+    assert _formats(report) == {n: "bf16" if n < 3 else "mxfp8" for n in range(6)}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_last_layers_are_known_where_their_number_is_told(told) -> None:
+    policy = dw.PrecisionPolicy("mxfp8")
+    policy.set_layer_precision("last 2 blocks", "bf16")
+    options = {"precision_policy": policy, **({"num_layers": 6} if told else {})}
+    torch.compile(Stack(), backend="deepwell", options=options)(torch.randn(4, 16))
+    report = last_report()
+    if told:
+        assert _formats(report) == {n: "bf16" if n >= 4 else "mxfp8" for n in range(6)}
+        assert not report.notes
+    else:  # the first graph takes its own last two for the model's, and the report says so
+        assert _formats(report)[0] == "bf16"
+        assert any("the first graph showed 2 layers and this one 6" in note for note in report.notes)
+
+
+def test_the_report_is_the_last_calls_own(batch) -> None:
+    forget_reports()
+    with pytest.raises(ConfigError, match="call the compiled model once"):
+        last_report()
+    model = zoo_models.tiny_model("llama")
+    torch.compile(model, backend="deepwell", options={"precision": "mxfp8"})(**batch)
+    report = last_report()
+    assert report.passes["linear"] == 14 and report.passes["cross_entropy"] == 1 and report.graphs == 1
+    assert {row.format for row in report.bindings} == {"mxfp8", "bf16"}
+    assert "self_attn: q_proj, k_proj, v_proj" in str(report)
+    torch._dynamo.reset()
+    small, x = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.randn(4, 16)
+    torch.compile(small, backend="deepwell", options={"precision": "bf16"})(x)
+    assert last_report().passes["linear"] == 0 and len(last_report().bindings) == 3
+
+
 def test_options_are_checked() -> None:
     model, x = torch.nn.Linear(16, 16), torch.randn(4, 16)
     for options, message in (
         ({"precison": "mxfp8"}, "precison.*takes precision"),
         ({"precision": "mxfp9"}, "mxfp9"),
         ({"fallback": "never"}, "fallback is 'never'"),
+        ({"num_layers": 0}, "num_layers is 0"),
         ({"precision_policy": dw.PrecisionPolicy("mxfp8"), "fallback": "strict"}, "emulated here"),
     ):
         torch._dynamo.reset()

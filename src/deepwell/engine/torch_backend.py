@@ -2,23 +2,29 @@
 
 A backend sees one graph and no model, so the linears are read from the graph: a head by the embedding or the loss it
 belongs to, a router by the top-k behind it, the rest by the names of their modules. From there on it is the same: a
-policy, its resolution, this device's bindings.
+policy, its resolution, this device's bindings; `last_report()` is the engine's report of what was compiled last.
+
+Where Dynamo breaks a model into several graphs, a layer's number is read from its path, so that "first 2 blocks" are
+the model's first. Of its last ones the first graphs cannot know: `options={"num_layers": 32}` says how many there are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
-from deepwell.engine.binding import bind
+from deepwell.engine.binding import Bound, bind
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
 from deepwell.engine.passes.linear import linear_parts
 from deepwell.engine.passes.match import CAST_OPS, SHAPE_OPS, argument, give_operands_by_position, name_of, value_of
+from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import Linear
@@ -33,6 +39,7 @@ OPTIONS = (
     "use_cutlass",
     "kernel_registry",
     "measure",
+    "num_layers",
 )
 # Ops between a router's product and its top-k: a cast, a score function, a bias, a view.
 _ROUTER_REACH = 6
@@ -42,6 +49,7 @@ def deepwell(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's. `options` are those of `dw.compile`: precision, precision_policy, fallback ..."""
+    call = _call_of(options)
     chosen = dict(options or {})
     unknown = sorted(set(chosen) - set(OPTIONS))
     if unknown:
@@ -51,9 +59,10 @@ def deepwell(
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     device = device_of(tensors)
     names = parameter_names(graph_module.graph, example_inputs)
-    ir = ir_of_graph(graph_module.graph, names)
-    bound = bind(ir, policy.copy().freeze().resolve(ir), device, fallback=fallback)
-    registry, _ = registry_for(chosen.get("kernel_registry"), chosen.get("use_cutlass", False), device)
+    ir = ir_of_graph(graph_module.graph, names, call.layers, _num_layers(chosen.get("num_layers")))
+    resolution = policy.copy().freeze().resolve(ir)
+    bound = bind(ir, resolution, device, fallback=fallback)
+    registry, missing = registry_for(chosen.get("kernel_registry"), chosen.get("use_cutlass", False), device)
     backend_options = BackendOptions(
         schemes=bound.schemes,
         registry=registry,
@@ -61,11 +70,106 @@ def deepwell(
         use_inductor=use_inductor(chosen.get("inductor"), device),
         fuse_head=chosen.get("fuse_head", True),
     )
+    notes = (*resolution.notes, *missing, *call.notes_on_layers(policy, ir, "num_layers" in chosen))
+    call.graphs.append(_Graph(device=str(device), bound=replace(bound, notes=notes), options=backend_options))
     return compile_graph(graph_module, example_inputs, backend_options)
 
 
-def ir_of_graph(graph: fx.Graph, names: Mapping[str, tuple[str, ...]]) -> IR:
-    """The linears of a graph as an IR: enough for a policy to decide, without edges and costs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    """One compiled graph: what was bound, and the options that count what passes do in it."""
+
+    device: str
+    bound: Bound
+    options: BackendOptions
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """What one `torch.compile(..., backend="deepwell")` compiled so far; `options` is the very object it was given."""
+
+    options: Any
+    graphs: list[_Graph] = field(default_factory=list)
+    layers: dict[str, int] = field(default_factory=dict)  # list of layers -> how many of it were seen
+    first_layers: int = 0  # how many the first graph's policy counted with
+
+    def notes_on_layers(self, policy: PrecisionPolicy, ir: IR, is_told: bool) -> list[str]:
+        """A note where an earlier graph counted its last layers from a number that was too small."""
+        if not self.graphs:
+            self.first_layers = ir.num_layers
+        counts_from_end = any("last" in (rule.pattern or "") for rule in policy.rules)
+        if is_told or not counts_from_end or ir.num_layers <= self.first_layers:
+            return []
+        return [
+            f"a rule counts from the last layer; the first graph showed {self.first_layers} layers and this one "
+            f"{ir.num_layers}: pass options={{'num_layers': ...}}"
+        ]
+
+
+# The last few calls: a process compiles a handful of models.
+_calls: deque[_Call] = deque(maxlen=8)
+
+
+def _call_of(options: Any) -> _Call:
+    """The record of the torch.compile that these options were given to; it becomes the last one."""
+    found = next((call for call in _calls if call.options is options), None)
+    if found is None:
+        found = _Call(options=options)
+    else:
+        _calls.remove(found)
+    _calls.append(found)
+    return found
+
+
+def last_report() -> EngineReport:
+    """The report of the graphs that the last compiling `torch.compile(..., backend="deepwell")` has made so far.
+
+    Calls without options cannot be told apart and share one. Raises ConfigError where nothing was compiled yet.
+    """
+    if not _calls or not _calls[-1].graphs:
+        raise ConfigError("no graph was compiled by backend='deepwell' yet: call the compiled model once")
+    graphs = _calls[-1].graphs
+    passes: dict[str, int] = {}
+    for graph in graphs:
+        for name, count in graph.options.counts.items():
+            passes[name] = passes.get(name, 0) + count
+    rows = {(row.path, row.gemm): row for graph in graphs for row in graph.bound.bindings}
+    notes = (*(note for g in graphs for note in g.bound.notes), *(r for g in graphs for r in g.options.remarks))
+    return EngineReport(
+        model="torch.compile's model",
+        device=graphs[-1].device,
+        bindings=tuple(rows.values()),
+        passes=passes,
+        graphs=len(graphs),
+        notes=tuple(dict.fromkeys(notes)),
+        kernels=tuple(row for graph in graphs for row in graph.options.kernels.values()),
+    )
+
+
+def forget_reports() -> None:
+    """Drop what was recorded, as `torch._dynamo.reset()` drops what was compiled."""
+    _calls.clear()
+
+
+def _num_layers(given: Any) -> int:
+    if given is None:
+        return 0
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConfigError(f"options: num_layers is {given!r}; it must be a whole number of at least 1")
+    return given
+
+
+def ir_of_graph(
+    graph: fx.Graph,
+    names: Mapping[str, tuple[str, ...]],
+    seen: dict[str, int] | None = None,
+    num_layers: int = 0,
+) -> IR:
+    """The linears of a graph as an IR: enough for a policy to decide, without edges and costs.
+
+    A layer stands where its number says, whatever part of the model the graph holds. `seen` remembers how many layers
+    graphs before this one showed; `num_layers` is how many the model's longest list of them has, if that is known.
+    """
     give_operands_by_position(graph)
     vocabularies = {
         int(value_of(weight).shape[0])
@@ -90,9 +194,23 @@ def ir_of_graph(graph: fx.Graph, names: Mapping[str, tuple[str, ...]]) -> IR:
     for layer, linear in found.values():
         layers.setdefault(layer, []).append(linear)
     outside = tuple(layers.pop("", ()))
-    blocks = tuple(Block(ops=tuple(ops)) for ops in layers.values())
-    places = tuple(Layer(path=path, block=index) for index, path in enumerate(layers))
+    paths = _all_layers(layers, {} if seen is None else seen, num_layers)
+    # Those that lie in other graphs have no linears here.
+    blocks = (*(Block(ops=tuple(ops)) for ops in layers.values()), Block(ops=()))
+    index = {path: number for number, path in enumerate(layers)}
+    places = tuple(Layer(path=path, block=index.get(path, len(layers))) for path in paths)
     return IR(name="graph", dtype="bf16", stem=(), blocks=blocks, layers=places, tail=outside)
+
+
+def _all_layers(layers: Iterable[str], seen: dict[str, int], num_layers: int) -> list[str]:
+    """The paths of all layers that a model with these has: 0, 1, 2 ... of each list, as far as is known."""
+    for path in layers:
+        prefix, _, number = path.rpartition(".")
+        seen[prefix] = max(seen.get(prefix, 0), int(number) + 1)
+    if seen and num_layers:
+        longest = max(seen, key=lambda prefix: seen[prefix])
+        seen[longest] = max(seen[longest], num_layers)
+    return [f"{prefix}.{number}".lstrip(".") for prefix, count in seen.items() for number in range(count)]
 
 
 def _layer_of(path: str) -> tuple[str, str]:
@@ -132,4 +250,4 @@ def _reaches_topk(node: fx.Node, steps: int) -> bool:
     return False
 
 
-__all__ = ["OPTIONS", "deepwell", "ir_of_graph"]
+__all__ = ["OPTIONS", "deepwell", "forget_reports", "ir_of_graph", "last_report"]

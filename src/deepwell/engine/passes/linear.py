@@ -83,7 +83,8 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
         for site in group:
             with graph.inserting_before(site.node):
                 new = graph.call_function(
-                    functional.low_precision_linear, (site.x, [_weight_nk(graph, site)], site.bias, site.scheme)
+                    functional.low_precision_linear,
+                    (_input_of(site), [_weight_nk(graph, site)], site.bias, site.scheme),
                 )
             replace(site.node, new)
     return len(sites), merged
@@ -121,7 +122,7 @@ def _pays(group: list[fx.Node]) -> bool:
 def _merge_plain(graph: fx.Graph, group: list[fx.Node]) -> None:
     widths = tuple(int(value_of(node).shape[-1]) for node in group)
     with graph.inserting_before(group[0]):
-        operands = [parts for node in group if (parts := linear_parts(node)) is not None]
+        operands = [found for node in group if (found := linear_parts(node)) is not None]
         x, _, first_bias, _ = operands[0]
         weight = graph.call_function(torch.cat, ([weight for _, weight, _, _ in operands],))
         bias = None if first_bias is None else graph.call_function(torch.cat, ([bias for _, _, bias, _ in operands],))
@@ -130,6 +131,13 @@ def _merge_plain(graph: fx.Graph, group: list[fx.Node]) -> None:
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
     for node, part in zip(group, parts, strict=True):
         replace(node, part)
+
+
+def _input_of(site: LinearSite) -> Any:
+    """What the linear reads now: where that was another linear's output (LoRA), the one in its place."""
+    parts = linear_parts(site.node)
+    assert parts is not None
+    return parts[0]
 
 
 def _weight_nk(graph: fx.Graph, site: LinearSite) -> fx.Node:
@@ -148,7 +156,9 @@ def _merge(graph: fx.Graph, group: list[LinearSite]) -> None:
         weights = [_weight_nk(graph, site) for site in group]
         biases = [site.bias for site in group]
         bias = None if biases[0] is None else graph.call_function(torch.cat, (biases,))
-        packed = graph.call_function(functional.low_precision_linear, (group[0].x, weights, bias, group[0].scheme))
+        packed = graph.call_function(
+            functional.low_precision_linear, (_input_of(group[0]), weights, bias, group[0].scheme)
+        )
         split = graph.call_function(functional.split_columns, (packed, widths))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
     for site, part in zip(group, parts, strict=True):
