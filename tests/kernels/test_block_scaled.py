@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter
+from triton.runtime import OutOfResources, interpreter
 
 import aot
 from deepwell.errors import ConfigError, UnsupportedError
@@ -299,6 +299,15 @@ def raises(a, b, dtype):
     raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul")
 
 
+def refuses(a, b, dtype):
+    """torch's checks of values are ValueErrors."""
+    raise ValueError("scale_a must be swizzled to SWIZZLE_32_4_4 format")
+
+
+def does_not_compile(a, b, dtype):
+    raise OutOfResources(300000, 232448, "shared memory")
+
+
 def in_fp16_sums(a, b, dtype):
     """Sums in half precision: the right shape of answer, the wrong accumulator."""
     left, other = B.dequantize_operand(a), B.dequantize_operand(b)
@@ -316,6 +325,8 @@ def in_fp16_sums(a, b, dtype):
         (short_sum, "dB|error"),
         (hides_nan, "NaN in an operand"),
         (raises, "NOT_SUPPORTED"),
+        (refuses, "swizzled"),
+        (does_not_compile, "shared memory"),
         (in_fp16_sums, "dB|error"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -50,12 +50,13 @@ tl: Any = _load("triton.language")
 
 def _launch_errors() -> tuple[type[Exception], ...]:
     try:
-        return RuntimeError, importlib.import_module("triton.errors").TritonError
+        return RuntimeError, ValueError, importlib.import_module("triton.errors").TritonError
     except ModuleNotFoundError:
-        return (RuntimeError,)
+        return RuntimeError, ValueError
 
 
-# What the launch of a kernel may raise: CUDA's and torch's errors, and those of Triton's compiler and launcher.
+# What the launch of a kernel may raise: CUDA's errors, torch's checks (of values: a ValueError), Triton's compiler and
+# launcher.
 LAUNCH_ERRORS = _launch_errors()
 
 

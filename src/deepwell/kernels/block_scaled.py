@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.errors import ConfigError, DeepwellError, UnsupportedError
 from deepwell.formats import layout
 from deepwell.formats.elements import decode, decode_e8m0, unpack_codes
 from deepwell.formats.spec import E2M1, E4M3, E5M2, ElementFormat
@@ -291,7 +291,7 @@ def block_scaled_gemm(
             out = _cutlass(a, b, out_dtype)
     except LAUNCH_ERRORS as error:
         # torch has no check of the architecture here: cuBLASLt says no in its own words.
-        if isinstance(error, (UnsupportedError, torch.OutOfMemoryError)):
+        if isinstance(error, (DeepwellError, torch.OutOfMemoryError)):
             raise
         raise UnsupportedError(f"block_scaled_gemm ({candidate}) on {a.data.device}: {error}") from error
     return out if out.shape[1] == n else out[:, :n].contiguous()
