@@ -136,6 +136,14 @@ def test_what_the_planner_refuses_becomes_the_rows_reason():
     assert sum(result.overall["not_used"].values()) == 2
 
 
+def test_a_row_that_breaks_the_planner_is_reported_and_the_others_are_predicted():
+    def breaks(workload, hw, layout, stack):
+        return estimate_of([1.0][layout.tp - 1])  # IndexError above TP 1
+
+    first, second = validate(runs_of(line(1, step="1.0"), line(2, tp=2, step="1.0")), predict=breaks).checked
+    assert first.estimate is not None and "IndexError" in second.reason
+
+
 def test_a_file_without_rows_is_refused():
     with pytest.raises(ConfigError, match="there are none"):
         validate(())

@@ -240,6 +240,10 @@ def _sizes(record: Record, assumptions: list[str]) -> dict[str, int]:
     if batch is None and micro is not None and rounds:
         batch = micro * int(rounds[1]) * dp
         assumptions.append("global batch from the micro-batches that the source gives")
+    ramp = re.search(r"batch \d+->(\d+)", record.notes)
+    if batch is None and ramp:
+        batch = int(ramp[1])
+        assumptions.append(f"global batch {batch}, at the end of its ramp")
     if batch is None and record.text("status").lower().startswith("oom"):
         batch = dp * (micro or 1)
         assumptions.append(f"global batch {batch}: the smallest, as it ran out of memory")
@@ -347,6 +351,8 @@ def _virtual_stages(record: Record, pp: int, layers: int, assumptions: list[str]
     said = record.count("vpp")
     if pp == 1:
         return 1
+    if "DualPipe" in record.notes:
+        return 2  # every rank holds a chunk of the way in and one of the way back
     if said is not None:
         return said
     if "interleaved schedule" in record.notes and layers % (2 * pp) == 0:

@@ -359,4 +359,4 @@ def capacity_factor(record: Record) -> float | None:
 
 def is_balanced(record: Record) -> bool:
     """Benchmarks override the router; runs with natural routing have busier and idler experts."""
-    return not re.search(r"natural (MoE )?routing", record.notes)
+    return not re.search(r"natural (MoE )?routing|memory-boundary", record.notes)
