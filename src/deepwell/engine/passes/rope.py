@@ -77,8 +77,11 @@ class Columns:
         return self.start == start and self.step == (3 if packing == "heads" else 1) * self.width
 
 
-def rewrite_rope(graph: fx.Graph) -> tuple[int, int]:
-    """Replace every rotation. Returns how many tensors kernels rotate, and how many times q, k and v became one op."""
+def rewrite_rope(graph: fx.Graph, *, alone: bool = True) -> tuple[int, int]:
+    """Replace every rotation. Returns how many tensors kernels rotate, and how many times q, k and v became one op.
+
+    `alone=False` leaves q and k that no merged rows hold as they are: Inductor moves the same bytes for them.
+    """
     sites = [site for node in list(graph.nodes) if (site := _find(node)) is not None]
     if not sites:
         return 0, 0
@@ -95,11 +98,11 @@ def rewrite_rope(graph: fx.Graph) -> tuple[int, int]:
         query, key = sorted(group, key=lambda item: item[1].start)
         if _replace_three(graph, query, key):
             done |= {query[0].last, key[0].last}
-    for site in sites:
-        if site.last not in done:
-            _replace_one(graph, site)
+    others = [site for site in sites if alone and site.last not in done]
+    for site in others:
+        _replace_one(graph, site)
     _erase_unread(graph)
-    return len(sites), len(done) // 2
+    return len(done) + len(others), len(done) // 2
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
