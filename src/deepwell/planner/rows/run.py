@@ -129,9 +129,12 @@ def _with_inputs(run: RunRow, record: Record) -> RunRow:
     )
     if "task=SFT" in record.notes or "task=LoRA" in record.notes:
         assumptions.append("sequences taken as full; the source packs instruction data")
+    measured, tokens = run.measured, record.number("tokens_per_s_per_gpu")
+    if measured.outcome == "ok" and measured.step_s is None and tokens is not None:
+        measured = replace(measured, step_s=workload.tokens_per_step / tokens / run.num_gpus)
     return replace(
         run,
-        measured=replace(run.measured, ranking_s=run.measured.step_s or _step_from_tflops(record, workload)),
+        measured=replace(measured, ranking_s=measured.step_s or _step_from_tflops(record, workload)),
         workload=workload,
         hardware=hardware,
         layout=layout,
@@ -181,15 +184,9 @@ def _measured(record: Record) -> Measured:
         outcome = "memory"
     else:
         outcome = "ok" if status == "ok" else "other"
-    step = record.number("step_time_s")
-    tokens, gpus = record.number("tokens_per_s_per_gpu"), record.count("num_gpus") or 0
-    if step is None and tokens is not None:
-        batch, length = record.count("global_batch"), record.count("seq_len")
-        step = batch * length / tokens / gpus if batch and length and gpus else None
+    step = record.number("step_time_s") if outcome == "ok" else None  # from tokens a second once the batch is known
     size, kind = _memory(record)
-    return Measured(
-        outcome=outcome, step_s=step if outcome == "ok" else None, memory_bytes=size, memory_kind=kind
-    )  # fmt: skip
+    return Measured(outcome=outcome, step_s=step, memory_bytes=size, memory_kind=kind)
 
 
 def _step_from_tflops(record: Record, workload: Workload) -> float | None:

@@ -190,6 +190,8 @@ def dispatcher(record: Record, stack: str) -> str:
     for word, name in (("hybridep", "hybridep"), ("deepep", "deepep"), ("alltoall", "alltoall")):
         if word in notes:
             return name
+    if stack == "deepseek":
+        return "deepep"  # their own library
     return "alltoall" if is_matched(record) else habit(record, stack).dispatcher
 
 
@@ -199,7 +201,7 @@ def overlap(record: Record, stack: str) -> Overlap:
     ep: bool | None = None
     if re.search(r"EP overlap off|no overlap", notes):
         ep = False
-    elif re.search(r"EP a2a overlap|EP overlap|expert-parallel com\w* overlap", notes):
+    elif re.search(r"DualPipe|EP a2a overlap|EP overlap|expert-parallel com\w* overlap", notes):
         ep = True
     elif is_matched(record):
         ep = False  # the matched configuration sets none
