@@ -220,18 +220,25 @@ class Explorer:
         """For each sharding the least recomputation that fits, unless that is too slow already."""
         ladder = recomputes(self.space)
         for sharding in shardings(self.space, family):
-            for recompute in ladder:
-                layout = layout_of(self.space, family, batch, line, sharding, recompute)
+            # Down the ladder memory shrinks and time grows, so the first that fits is found by halving.
+            low, high = 0, len(ladder)
+            first: Scored | None = None
+            while low < high:
+                middle = (low + high) // 2
+                layout = layout_of(self.space, family, batch, line, sharding, ladder[middle])
                 if layout is None:
                     return
                 scored = self.price(family, layout)
-                if _floor(scored) > self.bar:
-                    break  # more recomputation is slower still
                 if scored.fits:
-                    yield scored
-                    if recompute == ladder[0] and sharding.kind == "zero1":
-                        return  # neither recomputation nor more sharding can gain anything
-                    break
+                    first, high = scored, middle
+                elif _floor(scored) > self.bar:
+                    break  # what fits recomputes more, and is slower still
+                else:
+                    low = middle + 1
+            if first is not None and _floor(first) <= self.bar:
+                yield first
+                if first.layout.recompute == ladder[0] and sharding.kind == "zero1":
+                    return  # neither recomputation nor more sharding can gain anything
 
     def _could_fit(self, family: Family, batch: int) -> bool:
         return any(self.price(family, layout).fits for layout in self._lean_layouts(family, batch))

@@ -307,6 +307,12 @@ class Pipeline(NamedTuple):
     virtual_stages: int
 
 
+def _interleavings(space: Space, pp: int, most: int) -> list[int]:
+    """Stages per rank worth trying: two, and the middle and the largest of those that split the layers evenly."""
+    even = [v for v in range(2, most + 1) if space.facts.num_layers % (v * pp) == 0]
+    return sorted({*([2] if most >= 2 else []), *even[-1:], *even[len(even) // 2 : len(even) // 2 + 1]})
+
+
 def pipelines(space: Space, family: Family, micro_batch: int) -> list[Pipeline]:
     """Schedules with virtual stages that run with this family's microbatches, plain 1F1B first."""
     if family.pp == 1:
@@ -324,15 +330,12 @@ def pipelines(space: Space, family: Family, micro_batch: int) -> list[Pipeline]:
         elif schedule == "zero_bubble":
             tried = (1, 2)
         else:
-            tried = [
-                v for v in range(2, most + 1) if v in (2, 3, 4, most) or space.facts.num_layers % (v * family.pp) == 0
-            ]
+            tried = _interleavings(space, family.pp, most) if stages is None else stages
         for v in tried:
             # Interleaving in rounds that are longer than pp is torch's alone; whole rounds run everywhere.
             whole = schedule not in ("interleaved", "zero_bubble") or count % family.pp == 0
-            is_even = space.facts.num_layers % (family.pp * v) == 0
             fits = v <= max(1, most) and whole and not why_not(schedule, family.pp, count, v)
-            if fits and (stages is None or v in stages) and (v <= 4 or is_even):
+            if fits and (stages is None or v in stages):
                 found.append(Pipeline(schedule, v))
     return found
 
