@@ -85,9 +85,12 @@ def attention_kernel(record: Record, stack: str) -> str:
         return "flash3"
     if stack in MEGATRON_FAMILY and is_before_flash(record):
         return "fused_softmax"
-    if stack in ("megatron-bridge", "mlperf", "nemo", "maxtext", "paxml") and not record.text("gpu").startswith("A"):
-        return "cudnn"
-    if stack == "megatron" and not record.text("gpu").startswith("A"):
+    gpu = record.text("gpu")
+    if gpu.startswith("A"):
+        return "flash2"
+    if stack == "deepseek":
+        return "flash3"  # their kernels for Hopper
+    if stack in ("megatron", "megatron-bridge", "mlperf", "nemo", "maxtext", "paxml") or gpu.startswith(("B", "GB")):
         return "cudnn"
     return "flash2"
 
