@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -26,6 +27,10 @@ BindAt = Callable[[int], tuple[Bound, BackendOptions]]
 # Training, evaluation, each mixture of fixed and open sizes: a graph each. Past its limit Dynamo would quietly run the
 # model as it was written, in high precision; here that is an error.
 _DYNAMO = {"recompile_limit": 64, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
+# Its name in torch 2.11 and later.
+_IGNORED_LOGGING = next(
+    name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(torch._dynamo.config, name)
+)
 
 
 class Engine(nn.Module):
@@ -106,7 +111,7 @@ class Engine(nn.Module):
         self._check_devices(args, kwargs)
         before, graphs = dict(counters["graph_break"]), self.options.graphs
         recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
-        with torch._dynamo.config.patch(_DYNAMO), recomputed:
+        with torch._dynamo.config.patch({**_DYNAMO, _IGNORED_LOGGING: _chatter()}), recomputed:
             out = self._compiled(*args, **kwargs)
         if self.options.graphs != graphs:
             self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
@@ -183,6 +188,15 @@ class Engine(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["model"], name)
+
+
+def _chatter() -> set[Any]:
+    """Logging that is no reason to break a graph: GPT-2 tells once, between its head and its loss, which loss it takes.
+
+    A `warning` that a model gives at every call still breaks it and is heard.
+    """
+    methods = ("debug", "info", "info_once", "warning_once")
+    return {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)}
 
 
 def _device_type(model: nn.Module) -> str:
