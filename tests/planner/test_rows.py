@@ -51,6 +51,10 @@ def test_a_row_becomes_workload_machine_layout_and_stack():
     assert run.measured.step_s == 2.5 and run.measured.outcome == "ok"
 
 
+def test_a_plus_behind_a_tier_is_still_that_tier():
+    assert run_of(tier="A+").tier == "A"
+
+
 def test_tokens_stand_in_for_a_step_time_that_is_not_given():
     # 64 * 8192 tokens over 16 GPUs at 4,096 a second each take 8 s.
     assert run_of(step_time_s="", tokens_per_s_per_gpu="4096").measured.step_s == pytest.approx(8.0)

@@ -98,12 +98,11 @@ def _records(reader: Iterator[list[str]], columns: list[str], name: str) -> Iter
             line=line,
             texts={column: row[column] for column in (*TEXTS, *OPTIONAL_TEXTS) if column in row},
             counts={column: _count(row[column], where, column) for column in COUNTS if row[column]},
-            numbers={
-                column: _number(row[column], where, column)
-                for column in (*NUMBERS, *OPTIONAL_NUMBERS)
-                if row.get(column)
-            },
+            numbers={column: _number(row[column], where, column) for column in NUMBERS if row[column]},
         )
+        for column in OPTIONAL_NUMBERS:
+            if row.get(column):
+                _any_number(row[column], where, column)
         _check(record, where)
         yield record
 
@@ -112,17 +111,21 @@ def _check(record: Record, where: str) -> None:
     for column in _NEEDED:
         if not record.text(column) and record.count(column) is None:
             raise ConfigError(f"{where}, column {column!r}: is blank; every row needs it")
-    if record.text("tier") not in TIERS:
+    if record.text("tier")[:1] not in TIERS:
         raise ConfigError(f"{where}, column 'tier': got {record.text('tier')!r}; accepted: {', '.join(TIERS)}")
     if not record.text("status"):
         raise ConfigError(f"{where}, column 'status': is blank; accepted: ok, OOM, memory-only or what went wrong")
 
 
-def _number(text: str, where: str, column: str) -> float:
+def _any_number(text: str, where: str, column: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
         raise ConfigError(f"{where}, column {column!r}: {text!r} is no number") from None
+
+
+def _number(text: str, where: str, column: str) -> float:
+    value = _any_number(text, where, column)
     if not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{where}, column {column!r}: {text!r} is no number above 0; leave an unknown cell blank")
     return value

@@ -95,7 +95,7 @@ def build_run(record: Record) -> RunRow:
         model=record.text("model"),
         gpu=record.text("gpu"),
         num_gpus=record.count("num_gpus") or 0,
-        tier=record.text("tier"),
+        tier=record.text("tier")[:1],  # "A+" is an A
         measured=_measured(record),
     )
     try:
