@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from deepwell.planner.actions import V_SHAPED
 from deepwell.planner.estimate import estimate
 from deepwell.planner.estimate_values import Estimate
-from deepwell.planner.layout import Layout, Recompute
+from deepwell.planner.layout import SHARDINGS, Layout, Recompute
 from deepwell.planner.schedule import bubble_floor
 from deepwell.planner.space import (
     Family,
@@ -137,14 +137,17 @@ class Explorer:
         found.num_layouts = self.num_priced
         return found
 
-    def any_fits(self) -> bool:
-        """Whether some family fits in its leanest form; the widest shards are tried first."""
+    def first_fit(self) -> Scored | None:
+        """Some layout that fits, in its leanest form, or None; the widest splits are tried first."""
         todo, _ = families(self.space)
         todo.sort(key=lambda f: (-f.tp * f.pp * f.ep, f))
-        return any(
-            micro_batches(self.space, family) and self._could_fit(family, micro_batches(self.space, family)[0])
-            for family in todo
-        )
+        for family in todo:
+            for batch in micro_batches(self.space, family)[:1]:
+                for layout in self._lean_layouts(family, batch):
+                    scored = self.price(family, layout)
+                    if scored.fits:
+                        return scored
+        return None
 
     def _bounds(self, todo: list[Family]) -> list[Bound]:
         bounds = []
@@ -251,15 +254,12 @@ class Explorer:
     def _lean_layouts(self, family: Family, batch: int) -> Iterator[Layout]:
         """The forms of a family that need least memory: most sharding, most recomputation."""
         lines = pipelines(self.space, family, batch)
-        leanest = [s for s in shardings(self.space, family) if s.replicas == 1][-1:] or shardings(self.space, family)[
-            -1:
-        ]
+        leanest = max(shardings(self.space, family), key=lambda s: (SHARDINGS.index(s.kind), -s.replicas))
         # Split backwards hold the same on every rank, 1f1b most on the first: either may be the leaner.
         for line in lines[:1] + [p for p in lines[1:] if p.schedule in V_SHAPED][:1]:
-            for sharding in leanest:
-                layout = layout_of(self.space, family, batch, line, sharding, recomputes(self.space)[-1])
-                if layout is not None:
-                    yield layout
+            layout = layout_of(self.space, family, batch, line, leanest, recomputes(self.space)[-1])
+            if layout is not None:
+                yield layout
 
     # ---- simulation and refinement ----
 

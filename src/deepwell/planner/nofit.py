@@ -70,10 +70,10 @@ def _remedies(space: Space, nearest: Scored) -> list[str]:
     if space.constraints.max_memory is not None and (space.hw.memory_bytes or 0) / GIB > nearest.estimate.peak_gib:
         found.append(f"max_memory of at least {nearest.estimate.peak_gib:.0f} GiB")
     if space.constraints.counts or space.constraints.names:
-        open_space = replace(space, constraints=Constraints(max_memory=space.constraints.max_memory))
-        ranked = Explorer(open_space).run().ranked
-        if ranked:
-            found.append(f"other constraints: {ranked[0].layout.describe()} fits")
+        wider = make_space(space.workload, space.hw, space.stack, Constraints(max_memory=space.constraints.max_memory))
+        other = Explorer(wider).first_fit() if wider.constraints != space.constraints else None
+        if other is not None:
+            found.append(f"other constraints, e.g. {other.layout.describe()}")
     found += _cheaper_state(space, nearest, limit)
     found += _shorter_sequence(space, nearest, limit)
     found += _more_gpus(space)
@@ -120,6 +120,6 @@ def _more_gpus(space: Space) -> list[str]:
         if hw.num_gpus > _MOST_GPUS:
             return []
         bigger = make_space(space.workload, hw, space.stack, fixed)
-        if Explorer(bigger).any_fits():
+        if Explorer(bigger).first_fit() is not None:
             return [f"{hw.num_gpus:,} GPUs"]
     return []

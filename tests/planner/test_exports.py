@@ -1,0 +1,160 @@
+"""Exports use only names that the other engines publish, and say what the plan says."""
+
+import ast
+import re
+import shlex
+from typing import Any
+
+import pytest
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.planner.export_megatron import bridge_overrides, megatron_arguments, stage_string
+from deepwell.planner.export_torchtitan import MODELS, torchtitan_config
+from deepwell.planner.exports import export, published_names
+from deepwell.planner.plan import Plan
+from deepwell.planner.search import autoplan
+
+NAMES = published_names()
+
+
+@pytest.fixture(scope="module")
+def dense() -> Plan:
+    return autoplan("llama3-70b", "8x8xH100", seq_len=4096, global_batch=256, stack="megatron", tp=4, pp=4)
+
+
+@pytest.fixture(scope="module")
+def experts() -> Plan:
+    fixed: dict[str, Any] = {"tp": 1, "pp": 8, "ep": 64, "cp": 1, "micro_batch": 1}
+    moe = {"capacity_factor": 1.25}
+    return autoplan("deepseek-v3", "64x8xH100", seq_len=4096, global_batch=4096, stack="megatron", moe=moe, **fixed)
+
+
+def test_the_names_carry_their_source_and_commit() -> None:
+    for engine in ("megatron-lm", "megatron-bridge", "torchtitan"):
+        assert re.fullmatch(r"[0-9a-f]{40}", NAMES[engine]["commit"])
+        assert NAMES[engine]["source"]
+
+
+def parsed(arguments: list[str]) -> dict[str, str]:
+    pairs = {}
+    for line in arguments:
+        words = shlex.split(line)
+        pairs[words[0]] = " ".join(words[1:])
+    return pairs
+
+
+def test_megatron_arguments_are_published_and_true(dense: Plan, experts: Plan) -> None:
+    for plan in (dense, experts):
+        found = parsed(megatron_arguments(plan))
+        unknown = set(found) - set(NAMES["megatron-lm"]["arguments"])
+        assert not unknown
+        layout = plan.layout
+        assert found["--tensor-model-parallel-size"] == str(layout.tp)
+        assert found["--pipeline-model-parallel-size"] == str(layout.pp)
+        assert found["--micro-batch-size"] == str(layout.micro_batch)
+        assert found["--global-batch-size"] == str(plan.workload.global_batch)
+        assert found["--num-layers"] == str(plan.workload.ir.num_layers)
+        # Megatron accepts one way of saying how stages are cut, not two.
+        assert ("--pipeline-model-parallel-layout" in found) + ("--num-virtual-stages-per-pipeline-rank" in found) <= 1
+
+
+def test_the_model_shape_is_read_from_the_ir(dense: Plan, experts: Plan) -> None:
+    llama = parsed(megatron_arguments(dense))
+    assert (llama["--hidden-size"], llama["--ffn-hidden-size"]) == ("8192", "28672")
+    assert llama["--num-query-groups"] == "8"
+    assert {"--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"} <= set(llama)
+    deepseek = parsed(megatron_arguments(experts))
+    assert deepseek["--num-experts"] == "256"
+    assert deepseek["--moe-router-topk"] == "8"
+    assert deepseek["--q-lora-rank"] == "1536"
+    assert deepseek["--kv-lora-rank"] == "512"
+    assert (deepseek["--qk-head-dim"], deepseek["--qk-pos-emb-head-dim"], deepseek["--v-head-dim"]) == (
+        "128",
+        "64",
+        "128",
+    )
+    assert deepseek["--moe-layer-freq"].startswith("([0,0,0,1,1")
+    assert deepseek["--moe-expert-capacity-factor"] == "1.25"
+    assert "--num-query-groups" not in deepseek
+
+
+def test_uneven_stages_are_written_as_megatron_reads_them(experts: Plan) -> None:
+    # Its grammar: E embedding, t a layer, L the loss, "|" between stages, "*n" repeats.
+    text = stage_string(experts)
+    stages = [re.sub(r"t\*(\d+)", lambda m: "t" * int(m[1]), stage) for stage in text.split("|")]
+    assert len(stages) == experts.layout.num_stages
+    assert sum(stage.count("t") for stage in stages) == 61
+    assert stages[0].startswith("E")
+    assert stages[-1].endswith("L")
+
+
+def test_bridge_overrides_are_published_and_true(dense: Plan, experts: Plan) -> None:
+    allowed = {*NAMES["megatron-bridge"]["overrides"], "mixed_precision"}
+    for plan in (dense, experts):
+        pairs = dict(item.split("=", 1) for item in bridge_overrides(plan))
+        assert set(pairs) <= allowed
+        assert pairs["mixed_precision"] in NAMES["megatron-bridge"]["mixed_precision"]
+        assert pairs["model.tensor_model_parallel_size"] == str(plan.layout.tp)
+        assert pairs["train.global_batch_size"] == str(plan.workload.global_batch)
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "qwen3-30b-a3b"])
+def test_torchtitan_configs_use_published_names(model: str) -> None:
+    plan = autoplan(model, "8x8xH100", seq_len=4096, global_batch=256, stack="torchtitan")
+    tree = ast.parse(torchtitan_config(plan))
+    calls = {ast.unparse(n.func): n for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    parallelism = {k.arg: ast.unparse(k.value) for k in calls["ParallelismConfig"].keywords}
+    assert set(parallelism) <= set(NAMES["torchtitan"]["parallelism"])
+    assert parallelism["tensor_parallel_degree"] == str(plan.layout.tp)
+    assert parallelism["expert_parallel_degree"] == str(plan.layout.ep)
+    shards, copies = parallelism["data_parallel_shard_degree"], parallelism["data_parallel_replicate_degree"]
+    assert int(shards) * int(copies) == plan.layout.dp
+    assigned = {ast.unparse(t) for n in ast.walk(tree) if isinstance(n, ast.Assign) for t in n.targets}
+    training = {name.removeprefix("config.training.") for name in assigned if name.startswith("config.training.")}
+    assert training <= set(NAMES["torchtitan"]["training"])
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    converters = {name for name in imported if name.endswith("Converter")}
+    assert converters
+    assert converters <= set(NAMES["torchtitan"]["converters"])
+
+
+def test_torchtitan_stages_hold_every_module_once() -> None:
+    plan = autoplan("llama3-8b", "8xH100", seq_len=4096, global_batch=64, stack="torchtitan", pp=2, sharding="zero3")
+    tree = ast.parse(torchtitan_config(plan))
+    value = next(
+        k.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call)
+        for k in n.keywords
+        if k.arg == "module_fqns_per_model_part"
+    )
+    parts = ast.literal_eval(value)
+    flat = [name for part in parts for name in part]
+    assert flat == ["tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "lm_head"]
+    assert len(parts) == plan.layout.num_stages
+
+
+def test_every_known_model_is_in_torchtitans_registry() -> None:
+    for known in MODELS.values():
+        registry = NAMES["torchtitan"]["models"][known.module]
+        assert known.base in registry["configs"]
+        assert known.flavor in registry["flavors"]
+
+
+def test_what_an_engine_cannot_run_is_refused_with_what_to_plan_instead() -> None:
+    request: dict[str, Any] = {"seq_len": 4096, "global_batch": 64}
+    zbv = autoplan("llama3-8b", "8xH100", pp=2, schedule="zbv", **request)
+    with pytest.raises(UnsupportedError, match="stack='megatron'"):
+        export(zbv, "megatron")
+    zero1 = autoplan("llama3-8b", "8xH100", sharding="zero1", **request)
+    with pytest.raises(UnsupportedError, match="FSDP2"):
+        export(zero1, "torchtitan")
+    unknown = autoplan("gpt2", "8xH100", seq_len=1024, global_batch=64, stack="torchtitan")
+    with pytest.raises(UnsupportedError, match="registry has no such model"):
+        export(unknown, "torchtitan")
+    with pytest.raises(ConfigError, match="accepted: deepwell"):
+        export(zbv, "jax")
+
+
+def test_deepwells_own_export_is_the_plan(dense: Plan) -> None:
+    assert Plan.from_json(dense.export("deepwell")) == dense
