@@ -70,8 +70,9 @@ def model_config(record: Record, pad_vocab: int = 1) -> dict[str, Any]:
     for key, config in _NAMED.items():
         if name.startswith(key):
             return {**config, "architectures": [key]}
-    if record.count("hidden") is None and name in published_models():
-        return published_config(name)
+    published = name.replace("llama3.1", "llama3")
+    if any(record.count(key) is None for key in ("hidden", "ffn", "vocab")) and published in published_models():
+        return published_config(published)
     shape = _shape(record, name)
     vocab = -(-shape["vocab"] // pad_vocab) * pad_vocab
     base = {"architectures": [record.text("model")], "vocab_size": vocab, "num_hidden_layers": shape["layers"]}
