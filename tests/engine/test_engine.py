@@ -1,6 +1,7 @@
 """An engine is a drop-in for its model: the same call, outputs, parameters and keys, whatever is done to it."""
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,68 @@ def test_the_next_forward_uses_changed_weights(change, scheme) -> None:
     assert_bitwise_equal(after, fresh)
 
 
+def _copy_through_the_engine(model: nn.Module, engine: nn.Module) -> None:
+    engine.load_state_dict({name: -2 * value for name, value in model.state_dict().items()})
+
+
+def _swap_in_optimizer(model: nn.Module, engine: nn.Module) -> None:
+    class Swapping(torch.optim.Optimizer):
+        """Gives parameters new memory instead of writing into theirs, as sharded optimizers do."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data = p.data * -2
+
+    Swapping(engine.parameters()).step()
+
+
+def _write_through_a_view(model: nn.Module, engine: nn.Module) -> None:
+    with torch.no_grad():
+        model.up.weight.view(-1)[:7].fill_(3.0)
+
+
+def _write_through_numpy(model: nn.Module, engine: nn.Module) -> None:
+    # No version counter moves: only quantizing what lies there now is safe.
+    model.up.weight.detach().numpy()[:] *= -2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, engine: _edit_in_place(model),
+        lambda model, engine: _load(model),
+        lambda model, engine: _swap_data(model),
+        lambda model, engine: _replace_parameter(model),
+        lambda model, engine: _foreign_optimizer(model),
+        _copy_through_the_engine,
+        _swap_in_optimizer,
+        _write_through_a_view,
+        _write_through_numpy,
+    ],
+    ids=["in place", "load", "data", "replaced", "optimizer", "engine", "swapped", "view", "numpy"],
+)
+def test_an_engine_never_multiplies_by_a_weight_that_is_gone(change) -> None:
+    model, x = MLP(k=32, hidden=64, n=32), torch.randn(8, 32, requires_grad=True)
+    engine = dw.compile(model, precision_policy=dw.PrecisionPolicy("mxfp8"))
+    engine(x).sum().backward()
+    before = engine(x).detach()
+    change(model, engine)
+    x.grad = None
+    out = engine(x)
+    out.sum().backward()
+    got = x.grad.clone()  # the backward, too, multiplies by what is there now
+    torch._dynamo.reset()
+    fresh, x.grad = dw.compile(model, precision_policy=dw.PrecisionPolicy("mxfp8")), None
+    ref = fresh(x)
+    ref.sum().backward()
+    assert not torch.equal(out, before)
+    assert_bitwise_equal(out, ref)
+    assert_bitwise_equal(got, x.grad)
+
+
 # ---- ways of training ----
 
 
@@ -233,6 +296,34 @@ def test_gradients_accumulate_over_micro_batches(model, batch) -> None:
     model(**batch).loss.backward()
     for name, grad in _gradients(model).items():
         torch.testing.assert_close(accumulated[name], grad, **FP32, msg=name)
+
+
+def test_accumulation_in_low_precision_is_the_sum_of_the_micro_batches(model, batch) -> None:
+    engine = dw.compile(model, precision="mxfp8")
+    halves = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(2)]
+    apart = []
+    for half in halves:
+        engine(**half).loss.backward()
+        apart.append(_gradients(model))
+        model.zero_grad(set_to_none=True)
+    for half in halves:
+        engine(**half).loss.backward()
+    for name, grad in _gradients(model).items():
+        torch.testing.assert_close(grad, apart[0][name] + apart[1][name], **FP32, msg=name)
+    assert engine.options.graphs == 1
+
+
+def test_training_and_evaluation_take_turns_without_compiling_again(model, batch) -> None:
+    engine = dw.compile(model, precision="mxfp8")
+    losses = []
+    for _ in range(3):
+        engine.train()
+        engine(**batch).loss.backward()
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(**batch).loss.item())
+    assert engine.options.graphs == 2  # one with gradients, one without
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
@@ -500,6 +591,45 @@ def test_nan_and_inf_in_the_input_stay_visible(scheme) -> None:
         assert not out[1].isfinite().any()
         if scheme in ("fp8_row", "emulate:mxfp8"):  # scales of rows and blocks keep it in its row
             assert out[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8", "nvfp4"])
+def test_nan_in_a_weight_reaches_the_loss(precision, batch) -> None:
+    # Clamping to a format's range must not make a number of it.
+    model = zoo_models.tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] = float("nan")
+    loss = dw.compile(model, precision=precision)(**batch).loss
+    assert loss.isnan()
+
+
+@pytest.mark.parametrize("sizes", [(20, 36, 10), (17, 33, 5), (16, 48, 32)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_fp8_rows_take_any_size(sizes, tokens) -> None:
+    # Hopper's GEMMs want multiples of 16 in K and N, and in T for the weight's gradient: zeros fill up.
+    k, hidden, n = sizes
+    model = MLP(k=k, hidden=hidden, n=n)
+    options = BackendOptions(schemes=dict.fromkeys(("up", "down"), "fp8_row|fp8_row|fp8_row"))
+    compiled = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))
+    x = torch.randn(tokens, k)
+    out = compiled(x)
+    out.square().sum().backward()
+    assert options.rewritten == {"up", "down"} and out.shape == (tokens, n)
+    assert (out - model(x)).norm() < 0.15 * model(x).norm()
+    assert all(p.grad.shape == p.shape and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_module_without_linears_runs_as_it_is() -> None:
+    model, x = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 9)
+    engine = dw.compile(model, precision="mxfp8")
+    torch.testing.assert_close(engine(x), model(x))
+    assert not engine.options.rewritten
+
+
+def test_what_is_no_module_is_named() -> None:
+    for bad in (3, None, torch.randn(2, 2), nn.Linear):
+        with pytest.raises(ConfigError, match="ir is a"):
+            dw.compile(bad)
 
 
 # ---- the report ----
