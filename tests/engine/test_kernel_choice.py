@@ -252,13 +252,17 @@ def _as_if_on_a_gpu(monkeypatch):
 def test_a_layer_that_would_not_gain_stays_in_bf16_with_its_microseconds(model, monkeypatch):
     _as_if_on_a_gpu(monkeypatch)
 
-    def measured(n, k, tokens, device):
+    rows = []
+
+    def measured(n, k, tokens, device, fused):
+        rows.append(fused)
         return Gain(n=n, k=k, tokens=tokens, fp8_us=10.0 if n == 128 else 90.0, bf16_us=30.0)
 
     monkeypatch.setattr(backend, "would_gain", measured)
     model = model.bfloat16()
     engine = dw.compile(model, precision_policy=policy_of("mxfp8"))
     engine(torch.randn(48, 64).bfloat16())
+    assert rows == ["", ""]  # no kernel of ours makes tanh
     rows = {(row.path, row.gemm): row for row in engine.report().bindings}
     assert rows["0", "fwd"].scheme == "fp8_row" and "faster: FP8 10 us, bf16 30 us" in rows["0", "fwd"].reason
     kept = rows["2", "wgrad"]
@@ -266,6 +270,36 @@ def test_a_layer_that_would_not_gain_stays_in_bf16_with_its_microseconds(model, 
     assert kept.reason == "would not gain: FP8 90 us, bf16 30 us forward and backward at 48 tokens"
     assert engine.report().passes["linear"] == 1
     assert not any("not met" in note for note in engine.report().notes)
+
+
+def test_rows_that_another_kernel_writes_are_not_measured(monkeypatch):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.RMSNorm(64)
+            self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x):
+            normed = self.norm(x)
+            h = torch.nn.functional.scaled_dot_product_attention(self.q(normed)[None], self.k(normed)[None], x[None])
+            return self.down(torch.nn.functional.gelu(self.up(h[0].contiguous())))
+
+    found = {}
+
+    def measured(n, k, tokens, device, fused):
+        found[n, k] = fused
+        return Gain(n=n, k=k, tokens=tokens, fp8_us=1.0, bf16_us=2.0)
+
+    sizes = _as_if_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(backend, "would_gain", measured)
+    policy = dw.PrecisionPolicy("mxfp8")
+    for path in ("q", "k", "up", "down"):
+        policy.set_layer_precision(f"path:{path}", "mxfp8")
+    dw.compile(Block().bfloat16(), precision_policy=policy)(torch.randn(48, 64).bfloat16())
+    assert len(sizes) == 3
+    # A norm before q and k, and several readers; attention before up, an activation after it and before down.
+    assert list(found.values()) == ["x dy", "dy", "x"]
 
 
 def test_strict_raises_where_safe_would_keep_bf16(model, monkeypatch):
@@ -289,9 +323,8 @@ def test_linears_of_one_input_are_measured_as_one_product(monkeypatch):
             return self.q(x), self.k(x)
 
     sizes = _as_if_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(
-        backend, "would_gain", lambda n, k, tokens, device: Gain(n=n, k=k, tokens=tokens, fp8_us=1.0, bf16_us=2.0)
-    )
+    fast = Gain(n=1, k=1, tokens=1, fp8_us=1.0, bf16_us=2.0)
+    monkeypatch.setattr(backend, "would_gain", lambda *sizes: fast)
     policy = dw.PrecisionPolicy("mxfp8")
     for path in ("q", "k"):
         policy.set_layer_precision(f"path:{path}", "mxfp8")

@@ -358,7 +358,8 @@ def test_on_a_cpu_nothing_is_measured():
 
 def test_both_chains_run_and_a_gain_says_its_figures():
     # On a CPU the figures mean nothing, but the same code runs.
-    figures = gain.measure(20, 40, 24, "cpu")
+    for fused in ("", "x", "dy", "x dy"):
+        figures = gain.measure(20, 40, 24, "cpu", fused)
     assert set(figures) == {"fp8_us", "bf16_us"} and all(value > 0 for value in figures.values())
     slow = gain.Gain(n=64, k=64, tokens=128, fp8_us=90.4, bf16_us=30.2)
     assert not slow.gains

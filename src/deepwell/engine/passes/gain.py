@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from deepwell.engine import functional
 from deepwell.engine.passes.choose_kernels import size_of
 from deepwell.engine.passes.linear import LinearSite
-from deepwell.engine.passes.match import value_of
+from deepwell.engine.passes.match import SHAPE_OPS, name_of, value_of
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.gain import Gain
 
@@ -17,7 +18,7 @@ _FP8 = "fp8_row|fp8_row|fp8_row"
 
 
 def keep_gaining(
-    sites: Sequence[LinearSite], measure: Callable[[int, int, int, str], Gain], *, strict: bool
+    sites: Sequence[LinearSite], measure: Callable[[int, int, int, str, str], Gain], *, strict: bool
 ) -> tuple[list[LinearSite], dict[str, Gain]]:
     """The sites that leave bf16, and every measured linear's gain by its path.
 
@@ -31,13 +32,35 @@ def keep_gaining(
         sizes = _sizes(group)
         if scheme != _FP8 or sizes is None:
             continue
-        gain = measure(*sizes)
+        gain = measure(*sizes, _fused_rows(group))
         for site in group:
             gains[site.path] = gain
         if strict and not gain.gains:
             raise UnsupportedError(f"{group[0].path}: fp8 {gain.reason}; fallback='safe' keeps it in bf16")
     kept = [site for site in sites if site.path not in gains or gains[site.path].gains]
     return kept, gains
+
+
+def _fused_rows(group: Sequence[LinearSite]) -> str:
+    """Which FP8 rows of a linear the kernel before it will write: of x, of dy, of both.
+
+    Norms and activations write rows of their result, attention does not. RoPE and gated activations, which read several
+    linears of one input, and plain activations write rows of their gradient.
+    """
+    source = group[0].x
+    while isinstance(source, fx.Node) and name_of(source) in (*SHAPE_OPS, "transpose", "permute", "contiguous"):
+        source = source.args[0]
+    fused = ["x"] if _writes_rows(source) else []
+    readers = [user for site in group for user in site.node.users]
+    if len(group) > 1 or any(_writes_rows(user) for user in readers):
+        fused.append("dy")
+    return " ".join(fused)
+
+
+def _writes_rows(node: fx.Node) -> bool:
+    """Whether an op is a norm or an activation, plain or gated, whose kernels write FP8 rows."""
+    ours = (functional.rms_norm, functional.layer_norm, functional.activation)
+    return node.target in ours or name_of(node) in ("rms_norm", "layer_norm", "gelu", "silu", "mul")
 
 
 def _sizes(group: Sequence[LinearSite]) -> tuple[int, int, int, str] | None:
