@@ -17,8 +17,8 @@ demo: setup ## run the demonstration
 
 test: lint ## lint, types and tests; the GPU tests too where a GPU is present
 	@marks=$$($(python) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ", end="")') && \
-	echo "test: pytest -n 2 -m \"$${marks}not slow and not browser\"" && \
-	$(test_env) $(python) -m pytest -n 2 -m "$${marks}not slow and not browser" --durations=10 $(ARGS)
+	echo "test: pytest -n 2 -m \"$${marks}not slow\"" && \
+	$(test_env) $(python) -m pytest -n 2 -m "$${marks}not slow" --durations=10 $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy
 	@echo "lint: ruff check, ruff format --check, mypy"

@@ -174,6 +174,19 @@ say "installing Deepwell with the packages of constraints.txt"
 pip_install -c "$effective" 'setuptools>=77'
 pip_install -c "$effective" --no-build-isolation -e '.[hf,tensorboard,dev]'
 
+# ---- a browser for the tests of the HTML pages, where the system gives one ----
+
+has_browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
+
+# Debian only: Ubuntu's chromium is a snap, which containers cannot install.
+if ! has_browser >/dev/null; then
+  if [ "$(id -u)" = 0 ] && grep -qs '^ID=debian' /etc/os-release && command -v apt-get >/dev/null; then
+    say "installing chromium for the tests of the HTML pages"
+    DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 || true
+  fi
+  has_browser >/dev/null || say "no chromium: the tests marked browser will be skipped (sudo apt install chromium)"
+fi
+
 say "checking: $("$venv/bin/python" -c 'import torch, deepwell; print("deepwell", deepwell.__version__, "with torch", torch.__version__)')"
 rm -f "$unfinished"
 printf '%s\n' "$key" >"$stamp.new"
