@@ -19,13 +19,14 @@ def gpu_batch(batch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox", "gpt2", "opt", "phi", "granite", "gemma2"])
 def test_an_engine_trains_a_step(model_type, precision, gpu_batch) -> None:
     # 74 tokens: no GEMM of the backward has a whole number of 16-byte lines.
     model = zoo_models.tiny_model(model_type).bfloat16().cuda().eval()
     eager = model(**gpu_batch).loss.item()
     engine = dw.compile(model, precision=precision, measure=False)  # so small a model would stay in bf16
-    with torch._inductor.config.patch(force_disable_caches=True):  # what a cache gives back is not rewritten, nor counted
+    # What a cache gives back is not rewritten, nor counted.
+    with torch._inductor.config.patch(force_disable_caches=True):
         loss = engine(**gpu_batch).loss
         loss.backward()
     assert abs(loss.item() - eager) < (2**-8 if precision == "bf16" else 0.01) * eager
