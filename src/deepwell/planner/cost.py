@@ -23,12 +23,19 @@ _QUANTIZE_BYTES = {"fp8": 4.0, "fp8_current": 6.0, "mxfp8": 4.1, "mxfp6": 4.1, "
 # sum and division.
 LOSS_BYTES = {"fused": (4.0, 4.0), "compiled": (8.0, 6.0), "te": (8.0, 6.0), "megatron": (14.0, 8.0), "unfused": (30.0, 14.0)}
 
+# Times that routed rows are copied on each side of the experts: the plain dispatcher sorts by rank, exchanges, sorts by
+# expert and pads; the fused ones write rows to their place once and pad.
+_PERMUTES = {"alltoall": 3.5, "deepep": 2.5, "hybridep": 1.75}
+
 # Share of the bf16 GEMM rate that chunked state-space scans reach: small products between scans, always in bf16.
-_SCAN = 0.25
+# Their Triton kernels do without Blackwell's tensor memory, so the share is far lower there.
+_SCAN = {8: 0.25, 9: 0.25}
+_SCAN_LATER = 0.05
 
 # Share of tensor- or expert-parallel communication that stays visible when it is overlapped with GEMMs (first and last
 # chunk of a pipelined collective), and the slow-down of what runs beside it: NCCL holds 16 to 24 of 132 SMs.
 OVERLAPPED = 0.30
+_COLLECTIVE_LAUNCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +87,7 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
         each.append((gemm, scale * fwd))
     attention = [attention_s(p.device, a, p.kernel, p.dropout) for a in block.attention]
     att_f, att_b = scale * sum(a for a, _ in attention), scale * sum(b for _, b in attention)
-    mixer = block.matmul_flops / (_SCAN * p.device.rate("bf16"))
+    mixer = block.matmul_flops / (_SCAN.get(p.device.generation, _SCAN_LATER) * p.device.rate("bf16"))
     point_f, point_b, loss_f, loss_b = _passes(block, p)
     quant_f, quant_b = _quantize(block, p)
     tp_f, tp_b = _tensor_parallel(block, p, gemm_f)
@@ -107,14 +114,13 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
 
 def _waits(gpu: float, host: float) -> float:
     """What the GPU waits for a host that runs ahead when it can: a smooth maximum, for layers differ in their ops."""
-    if host < 0.1 * gpu:
-        return 0.0
     return float((gpu**4 + host**4) ** 0.25 - gpu)
 
 
 # Kernels that a captured graph still costs the host, and what routing adds to a layer: sorting, counting, splits of the
 # all-to-all, and with the plain dispatcher a wait for the counts on the host.
 _GRAPH_SHARE = 0.03
+_EAGER_OPS = 8
 _ROUTING_KERNELS = {"alltoall": 40, "deepep": 20, "hybridep": 12}
 
 
@@ -122,9 +128,12 @@ def _host_s(block: LocalBlock, p: Pricing) -> tuple[float, float]:
     """Host time to launch the block forward and backward: kernels times the stack's time for each."""
     graphs = p.stack.switch("cuda_graphs", "layers" if p.layout.cuda_graphs else "off")
     parts = set(graphs.split("+"))
-    experts = sum((2 if g.is_low else 1) * g.groups for g in block.gemms if g.role == "experts")
+    # Experts are looped over below Python, which costs a fraction of a framework op for each.
+    experts = sum((2 if g.is_low else 1) * (1 + 0.15 * g.groups) for g in block.gemms if g.role == "experts")
     dense = sum(2 if g.is_low else 1 for g in block.gemms if g.role != "experts")
-    dense += len(block.passes) + len(block.attention) + block.gathers + block.reduces
+    # Eager code runs a norm or a rotation as many small ops.
+    dense += sum(_EAGER_OPS if one.is_eager else 1 for one in block.passes)
+    dense += len(block.attention) + block.gathers + block.reduces
     routing = _ROUTING_KERNELS.get(p.stack.switch("dispatcher", "alltoall"), 40) if block.routed_bytes else 0
     if p.stack.switch("grouped_gemm", "looped") == "fused":
         experts = min(experts, 8)
@@ -144,6 +153,7 @@ def _passes(block: LocalBlock, p: Pricing) -> tuple[float, float, float, float]:
     # Without a vocabulary-parallel loss every rank gathers the logits and works on all of them.
     copies = p.layout.tp if p.stack.switch("logits", "sharded") == "gathered" else 1
     fwd = bwd = loss_f = loss_b = 0.0
+    moves = _PERMUTES.get(p.stack.switch("dispatcher", "alltoall"), 3.0)
     fused_experts = p.stack.switch("fused_grouped_mlp") == "on"
     for one in block.passes:
         if fused_experts and one.role == "experts" and one.kind == "activation":
@@ -153,6 +163,9 @@ def _passes(block: LocalBlock, p: Pricing) -> tuple[float, float, float, float]:
             if copies > 1:
                 loss_f += gather_s(p.network, HALF * copies * one.forward, copies)
             loss_b += bytes_s(p.device, copies * one.backward * loss_bytes[1])
+        elif one.kind == "permute":
+            fwd += bytes_s(p.device, moves * one.forward)
+            bwd += bytes_s(p.device, moves * one.backward)
         else:
             fwd += bytes_s(p.device, scale * one.forward)
             bwd += bytes_s(p.device, scale * one.backward)
@@ -179,11 +192,13 @@ def _tensor_parallel(block: LocalBlock, p: Pricing, gemm: float) -> tuple[float,
     if tp == 1:
         return 0.0, 0.0
     size = block.boundary_bytes
+    # A collective that nothing overlaps starts after the host has seen to its streams and events.
+    launch = 0.0 if p.tp_overlap else _COLLECTIVE_LAUNCHES * p.stack.constants.host_us * 1e-6
     if p.layout.sequence_parallel:
-        one = gather_s(p.network, size, tp)
+        one = gather_s(p.network, size, tp) + launch
         fwd = bwd = (block.gathers + block.reduces) * one
     else:
-        one = all_reduce_s(p.network, size, tp)
+        one = all_reduce_s(p.network, size, tp) + launch
         fwd, bwd = block.reduces * one, block.gathers * one
     if p.tp_overlap:
         hidden = min((1 - OVERLAPPED) * fwd, 0.7 * gemm)

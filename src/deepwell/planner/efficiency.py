@@ -188,9 +188,13 @@ def linear_s(dev: Device, gemm: LocalGemm) -> tuple[float, float, float]:
     )
 
 
-def _depth(dim: float) -> float:
-    """Softmax work per pair does not shrink with the head: short heads waste tensor-core time. 1 at 128."""
-    return 1.25 * dim / (dim + 32)
+def _depth(dim: float, generation: int) -> float:
+    """Softmax work per pair does not shrink with the head, so short heads waste tensor-core time. 1 at 128.
+
+    Blackwell doubled the tensor cores and not the exponentials (16 a cycle and SM), which makes it steeper.
+    """
+    softmax = 32.0 if generation < 10 else 96.0
+    return (1 + softmax / 128) * dim / (dim + softmax)
 
 
 def attention_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool = False) -> tuple[float, float]:
@@ -202,7 +206,7 @@ def attention_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool = F
     pairs = min(att.pairs + 64 * att.q_len, att.q_len * att.kv_len) if att.causal else att.pairs
     flops = 2.0 * att.batch * att.heads * pairs * (att.qk_dim + att.v_dim)
     bf16_peak = dev.rate("bf16") / dev.constants.gemm_bf16
-    rate = bf16_peak * dev.constants.attention * _depth((att.qk_dim + att.v_dim) / 2)
+    rate = bf16_peak * dev.constants.attention * _depth((att.qk_dim + att.v_dim) / 2, dev.generation)
     moved = HALF * att.batch * att.heads * att.q_len * (att.qk_dim + att.v_dim)
     floor = moved / dev.bytes_per_s
     # Backward: five products for the forward's two (scores are recomputed).

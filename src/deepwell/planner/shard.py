@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deepwell.graph.ops import (
     Activation,
@@ -119,6 +119,7 @@ class Pass:
     role: str
     forward: float
     backward: float
+    is_eager: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +184,8 @@ class _Builder:
         if key not in self.saved:
             self.saved[key] = Saved(kind=kind, group=group, nbytes=size * bytes_per_element)
 
-    def pass_over(self, kind: str, op: Op, forward: float, backward: float) -> None:
-        self.passes.append(Pass(kind=kind, role=op.role, forward=forward, backward=backward))
+    def pass_over(self, kind: str, op: Op, forward: float, backward: float, is_eager: bool = False) -> None:
+        self.passes.append(Pass(kind=kind, role=op.role, forward=forward, backward=backward, is_eager=is_eager))
 
 
 def expert_rows(sizes: Sizes, tokens: float, top_k: int) -> float:
@@ -280,11 +281,13 @@ def _attention(b: _Builder, op: Attention) -> None:
     s = b.sizes
     whole = Sizing(batch=s.micro_batch, seq_len=s.seq_len)
     heads, kv_heads = op.q_heads / s.tp, max(1.0, op.kv_heads / s.tp)
+    # Kernels with learned sinks mask a window and do not skip what lies outside it.
+    pairs = replace(op, window=None).pairs(whole) if op.params and op.window else op.pairs(whole)
     tokens = op.batch.at(whole) * op.q_len.at(whole) / s.cp
     b.attention.append(
         LocalAttention(
             batch=op.batch.at(whole), heads=heads, kv_heads=kv_heads, qk_dim=op.qk_dim, v_dim=op.v_dim,
-            q_len=op.q_len.at(whole) / s.cp, kv_len=op.kv_len.at(whole), pairs=op.pairs(whole) / s.cp, causal=op.causal,
+            q_len=op.q_len.at(whole) / s.cp, kv_len=op.kv_len.at(whole), pairs=pairs / s.cp, causal=op.causal,
         )
     )  # fmt: skip
     out = tokens * heads * op.v_dim
@@ -305,7 +308,7 @@ def _token_op(b: _Builder, op: Op) -> None:
         e = op.rows.at(b.sizing) * op.width / (s.tp if inside_heads else s.token_split)
         if s.eager_norms and op.norm == "rms":
             # To fp32, square, mean, scale, back and times the weight: each its own pass.
-            b.pass_over("norm", op, 36 * e, 50 * e)
+            b.pass_over("norm", op, 36 * e, 50 * e, is_eager=True)
         else:
             b.pass_over("norm", op, 2 * HALF * e, 3 * HALF * e)
         b.keep(op.inputs[0] if op.inputs else "@in", "norm", "qkv" if inside_heads else "stream", HALF, e)
@@ -333,10 +336,11 @@ def _token_op(b: _Builder, op: Op) -> None:
     elif isinstance(op, Rope):
         e = op.rows.at(b.sizing) * op.rotary_dim * (op.q_heads / s.tp + max(1.0, op.kv_heads / s.tp))
         passes = 8 if s.eager_gates else 2  # slices, a negation, a concatenation, two products and a sum
-        b.pass_over("rope", op, passes * HALF * e, passes * HALF * e)
+        b.pass_over("rope", op, passes * HALF * e, passes * HALF * e, is_eager=s.eager_gates)
     elif isinstance(op, TopK):
         e = t / s.tp * op.experts
-        b.pass_over("router", op, 6 * 4 * e, 6 * 4 * e)
+        # Scores, bias, top-k, normalization, masks and counts in fp32, mostly as separate ops.
+        b.pass_over("router", op, 25 * 4 * e, 25 * 4 * e)
         b.keep(op.name, "experts", "other", 8, e)
         b.top_k = max(b.top_k, op.top_k)
         e = t / s.tp * op.top_k
