@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -381,3 +382,22 @@ def test_kernels_come_from_the_catalog_and_fit_the_device() -> None:
     assert all("mxfp8" in c.kernel for c in grouped)
     assert all(0 < c.useful <= 1 for c in found.kernels)
     assert Recompute() == Recompute()
+
+
+@pytest.mark.parametrize(
+    ("model", "hw", "seq_len", "global_batch"),
+    [
+        ("llama3-405b", "2048x8xH100", 8192, 2048),
+        ("deepseek-v3", "256x8xH800", 4096, 15360),
+        ("llama3-70b", "gb200-nvl72", 8192, 1152),
+    ],
+)
+def test_the_largest_jobs_are_planned_in_seconds(model: str, hw: str, seq_len: int, global_batch: int) -> None:
+    # The promise is 20 s on two free cores. Processor time is asked for, since other tests may hold the cores; the
+    # search runs on one of them.
+    begin = time.process_time()
+    found = autoplan(model, hw, seq_len=seq_len, global_batch=global_batch)
+    assert time.process_time() - begin < 20
+    assert found.limit_gib is not None
+    assert found.peak_gib <= found.limit_gib
+    assert found.searched.families > 50
