@@ -58,8 +58,9 @@ def saved_bytes(block: LocalBlock, recompute: Recompute, kernel: str, dropout: b
         if tensor.group not in freed:
             kept[tensor.kind] = kept.get(tensor.kind, 0.0) + tensor.nbytes
     if kernel in UNFUSED_BYTES and "scores" not in freed:
-        # Softmax's result, and with dropout its mask and result; fp32 softmax keeps its own copy besides.
-        each = (5.0 if dropout else 2.0) + (4.0 if kernel == "unfused" else 0.0)
+        # Softmax's result, dropout's mask and its result (they are there at probability 0 too); a softmax in fp32 keeps
+        # its own copy besides.
+        each = 9.0 if kernel == "unfused" else 5.0
         scores = sum(att.scores for att in block.attention)
         kept["scores"] = kept.get("scores", 0.0) + each * scores
     return kept

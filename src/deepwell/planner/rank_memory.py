@@ -44,7 +44,7 @@ def rank_memory(job: Job, rank: int) -> StageMemory:
     groups = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
     # Long-lived buffers pack well; activations come and go in many sizes and leave holes.
     held = sum(activations.values()) * (1 - layout.offload.activations)
-    fragmentation = job.stack.constants.holes * (held + transient + logits)
+    fragmentation = job.stack.constants.holes * held
     return StageMemory(
         stage=rank,
         params=(state if weights_split else dense + expert) * per.weight,
@@ -125,7 +125,7 @@ def _logits(job: Job) -> float:
     per = LOGIT_BYTES[job.loss]
     if job.stack.switch("logits", "sharded") == "gathered" and job.layout.tp > 1:
         # Every rank gathers the whole vocabulary: the pieces, their concatenation and its gradient are tensors too.
-        per = (per + 14.0) * job.layout.tp
+        per = (per + 12.0) * job.layout.tp
     # Heads that predict further tokens have their losses one after the other.
     return per * max((one.forward for one in job.tail.passes if one.kind == "loss"), default=0.0)
 

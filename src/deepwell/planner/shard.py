@@ -56,6 +56,7 @@ class Sizes:
     # RMS norms and gates may run as separate torch ops, each of which keeps what its own backward needs.
     eager_norms: bool = False
     eager_gates: bool = False
+    gathers_inputs: bool = False  # sequence parallelism keeps gathered inputs and does not gather again
 
     @property
     def token_split(self) -> int:
@@ -246,7 +247,10 @@ def _gemm(b: _Builder, op: Linear | GroupedLinear, rows: float, n: int, k: int, 
         b.quantized.add(source)
     size = 1.0625 if is_low and b.sizes.keeps_fp8 else float(HALF)  # one byte and a scale for each 32, or for a row
     kind, group = _group_of(op, b.ops.get(source))
-    b.keep(source, kind, group, size)
+    elements = b.elements.get(source, 0.0)
+    if b.sizes.gathers_inputs and isinstance(op, Linear) and _split_of(op) == "column":
+        elements = rows * k
+    b.keep(source, kind, group, size, elements)
 
 
 def _group_of(op: Op, producer: Op | None) -> tuple[str, str]:
@@ -313,8 +317,8 @@ def _token_op(b: _Builder, op: Op) -> None:
             b.pass_over("norm", op, 2 * HALF * e, 3 * HALF * e)
         b.keep(op.inputs[0] if op.inputs else "@in", "norm", "qkv" if inside_heads else "stream", HALF, e)
         if s.eager_norms and op.norm == "rms":
-            # The input in fp32 stands for the one in bf16, and the normalized one in bf16 is kept besides.
-            b.keep(f"{op.name}.fp32", "norm", "layernorm", 4, e)
+            # The input in fp32, and the normalized one before its weight.
+            b.keep(f"{op.name}.fp32", "norm", "layernorm", 6, e)
     elif isinstance(op, Add):
         e = op.rows.at(b.sizing) * op.width / s.token_split
         b.pass_over("add", op, 3 * HALF * e, 1.5 * HALF * e)
