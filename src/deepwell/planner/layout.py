@@ -137,7 +137,7 @@ class Layout:
                 raise ConfigError(f"stage_layers adds up to {sum(self.stage_layers)}; the model has {num_layers}")
             return self.stage_layers
         stages = self.num_stages
-        if stages > num_layers:
+        if stages > max(1, num_layers):  # a model without repeated layers is one stage
             raise ConfigError(f"pp {self.pp} x virtual_stages {self.virtual_stages} is more than {num_layers} layers")
         each, rest = divmod(num_layers, stages)
         counts = [each] * stages

@@ -111,7 +111,7 @@ def why_not_layout(facts: ModelFacts, layout: Layout, seq_len: int, global_batch
     rest = global_batch % (layout.dp * layout.micro_batch)
     if rest or global_batch < layout.dp * layout.micro_batch:
         return f"DP {layout.dp} x MBS {layout.micro_batch}: a global batch of {global_batch:,} does not divide"
-    if layout.num_stages > facts.num_layers:
+    if layout.num_stages > max(1, facts.num_layers):
         return f"PP {layout.pp} x VPP {layout.virtual_stages}: {facts.num_layers} layers"
     if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):
         return f"SP {layout.tp}: a sequence of {seq_len:,} does not divide by TP {layout.tp} x CP {layout.cp}"
