@@ -294,6 +294,15 @@ def test_the_cpu_of_a_machine_without_a_gpu_can_be_planned_for() -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
+def test_a_model_without_repeated_layers_can_be_planned_for() -> None:
+    # What capture makes of two linear layers: everything stands in the stem, nothing repeats.
+    whole = dw.IR.from_config(TINY)
+    flat = replace(whole, layers=(), blocks=())
+    found = autoplan(flat, "8xH100", seq_len=2048, global_batch=64)
+    assert found.layout.pp == 1
+    assert found.stage_layers == (0,)
+
+
 def test_rejected_families_have_their_reason() -> None:
     found = autoplan("qwen3-30b-a3b", hw="2x8xH100", seq_len=4096, global_batch=256)
     by_kind = {one.kind for one in found.rejected}
