@@ -641,7 +641,7 @@ def test_fp8_copies_are_made_again_instead_of_kept(batch) -> None:
     # Inductor's partitioner reads the marks; the numbers must not change, the bytes that are kept must.
     model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
-    kept_bytes, gradients = [], []
+    kept_bytes, all_bytes, gradients = [], [], []
     for recompute in (False, True):
         torch._dynamo.reset()
         options = BackendOptions(schemes=dict.fromkeys(linears, FP8), use_inductor=True, recompute=recompute)
@@ -658,11 +658,13 @@ def test_fp8_copies_are_made_again_instead_of_kept(batch) -> None:
                 loss = compiled(**batch).loss
             loss.backward()
         kept_bytes.append(sum(t.nbytes for t in kept if t.dtype is torch.float8_e4m3fn and 74 in t.shape))
+        all_bytes.append(sum(t.nbytes for t in kept))
         gradients.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad(set_to_none=True)
     assert options.counts["recomputed"] > 0
     assert options.counts["fused_recompute"] == 1  # one layer, one MLP
     assert kept_bytes[1] == 0 < kept_bytes[0]  # of the 74 tokens' FP8 copies, rows or columns
+    assert all_bytes[0] - all_bytes[1] >= kept_bytes[0]  # and nothing is kept in their place
     for again, once in zip(*reversed(gradients), strict=True):
         assert_bitwise_equal(again, once)
 

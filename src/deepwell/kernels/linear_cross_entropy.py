@@ -172,8 +172,10 @@ def _chunks(
     dx_TD = torch.empty_like(x_TD) if head.dx else None
     dw_VD = torch.zeros_like(w_VD) if head.dw else None
     db_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and head.db else None
+    # One buffer for the logits of every chunk: two at once would stand at the peak of a model's memory.
+    logits = torch.empty((min(chunk, x_TD.shape[0]), w_VD.shape[0]), dtype=x_TD.dtype, device=x_TD.device)
     for part in _parts(x_TD.shape[0], chunk):
-        z_CV = x_TD[part] @ w_VD.T
+        z_CV = torch.mm(x_TD[part], w_VD.T, out=logits[: part.stop - part.start])
         # Overwrites the logits by their gradient.
         options = head.loss("in_place")
         made = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
@@ -212,11 +214,13 @@ def _chunks_fp8(
         z_CV = fp8_gemm(qx_TD[part], x_scale[part], qw_VD, w_scale, out_dtype=x_TD.dtype)
         options = head.loss("fp8")
         grads = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
+        del z_CV  # before the next chunk's logits are made
         assert grads.q is not None and grads.scale is not None
         loss_T[part] = grads.loss
         if head.dx:
             dx_TD[part] = fp8_gemm(grads.q, grads.scale, qw_DV, w_scale, out_dtype=x_TD.dtype)
         transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
+        del grads
     dw_VD = db_V = None
     if head.dw:
         dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype)

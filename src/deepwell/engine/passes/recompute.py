@@ -15,8 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 def mark_recomputed(graph: fx.Graph) -> int:
     """Mark the forward's cheap primitives in a joint graph. Returns how many nodes."""
     ops = torch.ops.deepwell
-    cheap = {ops.rms_norm.default, ops.swiglu.default, ops.quantize_rows.default}
-    backward = after_tangents(graph)
+    names = ("rms_norm", "layer_norm", "swiglu", "swiglu_pair", "activation", "bias_activation", "quantize_rows")
+    cheap = {getattr(ops, name).default for name in names}
+    backward = backward_nodes(graph)
     marked = 0
     for node in graph.nodes:
         owner = node.args[0] if _is_item(node) else node
@@ -31,11 +32,22 @@ def _is_item(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
 
 
-def after_tangents(graph: fx.Graph) -> set[Any]:
-    """Nodes of the backward: all that follows from an incoming gradient."""
-    found: set[Any] = set()
+def backward_nodes(graph: fx.Graph) -> set[Any]:
+    """Nodes of a joint graph that no result of the forward needs.
+
+    What follows from an incoming gradient, and what only the backward reads though it follows from none: the transposed
+    codes of an input, for instance.
+    """
+    after: set[Any] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in node.name
-        if is_tangent or any(parent in found for parent in node.all_input_nodes):
-            found.add(node)
-    return found
+        if is_tangent or any(parent in after for parent in node.all_input_nodes):
+            after.add(node)
+    results = next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes
+    needed, stack = set(), [node for node in results if node not in after]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return {node for node in graph.nodes if node not in needed}

@@ -12,7 +12,7 @@ from torch import fx
 
 from deepwell.engine import functional
 from deepwell.engine.passes.match import SHAPE_OPS, is_in_place, name_of, replace, runs_in_kernels, value_of
-from deepwell.engine.passes.recompute import after_tangents
+from deepwell.engine.passes.recompute import backward_nodes
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _JOINED = {functional.rms_norm: functional.add_rms_norm, functional.layer_norm: functional.add_layer_norm}
@@ -100,7 +100,7 @@ def norm_again_from_sums(graph: fx.Graph) -> int:
     """
     ops = torch.ops.deepwell
     plain = {ops.add_rms_norm.default: ops.rms_norm.default, ops.add_layer_norm.default: ops.layer_norm.default}
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     count = 0
     for node in list(graph.nodes):
         if node.target not in plain or node in backward:
