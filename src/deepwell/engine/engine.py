@@ -33,6 +33,14 @@ _IGNORED_LOGGING = next(
 )
 
 
+def _tells_the_user_something(record: logging.LogRecord) -> bool:
+    """False where torch 2.11 says that it could not write our setting, a set of functions, into its own metrics."""
+    return "Unexpected exception logging" not in record.getMessage()
+
+
+logging.getLogger("torch._dynamo.metrics_context").addFilter(_tells_the_user_something)
+
+
 class Engine(nn.Module):
     """A drop-in for the model: the same call, outputs, parameters and state_dict keys.
 
