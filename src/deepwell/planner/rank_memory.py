@@ -74,7 +74,7 @@ def rank_params(job: Job, stages: list[int]) -> tuple[float, float]:
 
 
 def trained_share(job: Job) -> float:
-    """Share of the weights that have gradients and optimizer state: all, or LoRA's adapters of rank r on k x n layers."""
+    """Share of the weights that have gradients and optimizer state: all, or LoRA's adapters, rank (k + n) of k n."""
     lora = job.workload.lora
     if lora is None:
         return 1.0
@@ -132,6 +132,6 @@ def _logits(job: Job) -> float:
 
 def _gathered(job: Job) -> float:
     """Fully sharded weights: two layers are whole at a time, the one that runs and the one being gathered."""
-    largest = max(block.dense_params + block.expert_params for block in job.blocks)
+    largest = max((block.dense_params + block.expert_params for block in job.blocks), default=0.0)
     ends = max(job.stem.dense_params, job.tail.dense_params)
     return HALF * (2 * largest + ends) + 4.0 * largest
