@@ -1,8 +1,8 @@
 """Predictions against published runs: `deepwell validate planner`. Pure.
 
-Step time is scored on tier A, memory on tiers A and B with allocated units (nvidia-smi figures apart), verdicts on
-memory on tier A, picks on groups of tier A: rows that share source, model, GPU, count, sequence, batch, precision,
-version and kernels, with at least four distinct layouts. `all_tiers` has the same figures over every row.
+Step time and verdicts on memory are scored on tier A; memory on tiers A and B with allocated units (nvidia-smi figures
+apart); picks on groups of tiers A and B: rows that share source, model, GPU, count, sequence, batch, precision, version
+and kernels, with at least four distinct layouts. `all_tiers` has the same figures over every row.
 
 The rule of thumb that our pick is held against: of the layouts that fit (by our own memory model) with TP inside an
 NVLink domain, no recomputation before recomputation, then the smallest TP x PP x CP, then the largest micro-batch,
@@ -184,11 +184,11 @@ def _choice(layout: Layout, trials: Sequence[Checked]) -> Choice:
 # ---- scores ----
 
 
-def score(checked: Sequence[Checked], tiers: str = "A", memory_tiers: str = "AB") -> dict[str, Any]:
-    """Every metric over the given rows: those of `tiers`, for memory those of `memory_tiers`."""
+def score(checked: Sequence[Checked], tiers: str = "A", wider: str = "AB") -> dict[str, Any]:
+    """Every metric over the given rows: those of `tiers`, for memory and for groups of layouts those of `wider`."""
     rows = [one for one in checked if one.run.tier in tiers]
-    with_memory = [one for one in checked if one.run.tier in memory_tiers and one.memory_error is not None]
-    groups = list(layout_groups(rows).values())
+    with_memory = [one for one in checked if one.run.tier in wider and one.memory_error is not None]
+    groups = list(layout_groups(one for one in checked if one.run.tier in wider).values())
     nvidia = [one for one in checked if one.run.tier == "A" and one.run.is_nvidia]
     return {
         "tiers": tiers,
@@ -233,14 +233,14 @@ class Validation:
         for name in sorted({one.run.source for one in self.checked}):
             rows = [one for one in self.checked if one.run.source == name]
             has_a = any(one.run.tier == "A" for one in rows)
-            found[name] = score(rows, tiers="A" if has_a else "ABC", memory_tiers="AB" if has_a else "ABC")
+            found[name] = score(rows, tiers="A" if has_a else "ABC", wider="AB" if has_a else "ABC")
         return found
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "overall": self.overall,
-            "all_tiers": score(self.checked, tiers="ABC", memory_tiers="ABC"),
+            "all_tiers": score(self.checked, tiers="ABC", wider="ABC"),
             "sources": self.sources,
             "rows": [one.to_dict() for one in self.checked],
         }
