@@ -103,7 +103,7 @@ def test_latent_attention_has_as_many_key_value_heads_as_heads() -> None:
         ({"tp": []}, "empty list"),
         ({"sharding": "zero4"}, "accepted: ddp, zero1"),
         ({"max_memory": -1}, "GiB per GPU"),
-        ({"offload": "yes"}, "True or False"),
+        ({"offload": "yes"}, "True, False, none, optimizer"),
         ({"context_parallel_kind": "star"}, "ring, ulysses"),
     ],
 )

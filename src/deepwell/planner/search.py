@@ -18,6 +18,7 @@ from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import kernel_choices
 from deepwell.planner.estimate_values import PARTS
 from deepwell.planner.explore import WORDS, Bound, Explorer, Found, Progress, Scored
+from deepwell.planner.layout import Offload
 from deepwell.planner.nofit import no_fit, over_text
 from deepwell.planner.plan import COMMUNICATION, Alternative, Plan, Rejected, Searched
 from deepwell.planner.space import Constraints, Refusal, Space, divisors, make_space, read_constraints
@@ -74,7 +75,7 @@ def autoplan(
     limits = read_constraints(constraints)
     with _progress_bar(progress) as report:
         space, found, best = _search(workload, machine, chosen_stack, limits, goal, report)
-    return _plan(space, found, best, machine, goal, notes)
+    return _plan(space, found, best, machine, goal, notes, is_asked=limits.offload is not None)
 
 
 # ---- reading the request ----
@@ -230,12 +231,12 @@ def _search(
     if best is not None:
         return best[1:]
     if limits.offload is None and any(found.misses for _, found in tried):
-        # Nothing fits in HBM: the optimizer's state may live in host memory.
-        offloaded = replace(limits, offload=True)
-        space = make_space(workload, fewer_gpus(hw, max(sizes)), stack, offloaded)
-        found = Explorer(space, progress).run()
-        if found.ranked:
-            return space, found, found.ranked[0]
+        # Nothing fits in HBM: the optimizer's state may live in host memory, and then the activations too.
+        for way in ("optimizer", "both"):
+            space = make_space(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way))
+            found = Explorer(space, progress).run()
+            if found.ranked:
+                return space, found, found.ranked[0]
     space, found = max(tried, key=lambda one: one[0].hw.num_gpus)
     raise no_fit(space, found)
 
@@ -243,14 +244,17 @@ def _search(
 # ---- the plan ----
 
 
-def _plan(space: Space, found: Found, best: Scored, machine: Hardware, goal: str, notes: list[str]) -> Plan:
+def _plan(
+    space: Space, found: Found, best: Scored, machine: Hardware, goal: str, notes: list[str], *, is_asked: bool
+) -> Plan:
     workload, layout = space.workload, best.layout
     idle = machine.num_gpus - layout.gpus
     if idle:
         notes.append(f"{layout.gpus} of {machine.num_gpus} GPUs are used: {_why_idle(goal)}")
-    if layout.offload.optimizer:
-        asked = space.constraints.offload is not None and not found.misses
-        notes.append("the optimizer's state lives in host memory" + ("" if asked else ": nothing fits without"))
+    if layout.offload != Offload():
+        shares = (("the optimizer's state", layout.offload.optimizer), ("the activations", layout.offload.activations))
+        what = " and ".join(word for word, share in shares if share)
+        notes.append(f"{what} in host memory" + ("" if is_asked else ": nothing fits without"))
     others = [s for s in found.ranked if s.layout != layout]
     return Plan(
         model=workload.ir.name,

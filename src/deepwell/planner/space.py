@@ -33,6 +33,12 @@ _COUNTS = ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "micro_batch", "
 _NAMES = ("sharding", "schedule", "recompute")
 _OTHER = ("sequence_parallel", "max_memory", "offload", "cuda_graphs", "context_parallel_kind")
 CONSTRAINTS = (*_COUNTS, *_NAMES, *_OTHER)
+OFFLOADS = {
+    "none": Offload(),
+    "optimizer": Offload(optimizer=1.0),
+    "activations": Offload(activations=1.0),
+    "both": Offload(optimizer=1.0, activations=1.0),
+}
 RECOMPUTE_KINDS = ("none", "selective", "full", "block")
 MAX_MICRO_BATCH = 16
 MAX_STAGES_PER_RANK = 12
@@ -47,7 +53,7 @@ class Constraints:
     names: tuple[tuple[str, tuple[str, ...]], ...] = ()
     sequence_parallel: bool | None = None
     max_memory: float | None = None  # GiB per GPU
-    offload: bool | None = None  # None: only where nothing fits without
+    offload: str | None = None  # one of OFFLOADS; None: only where nothing fits without
     cuda_graphs: bool = False
     context_parallel_kind: str = "ring"
 
@@ -110,6 +116,11 @@ def _other(name: str, value: Any) -> Any:
         if value not in ("ring", "ulysses", "allgather"):
             raise ConfigError(f"context_parallel_kind: got {value!r}; accepted: ring, ulysses, allgather")
         return value
+    if name == "offload":
+        word = ("optimizer" if value else "none") if isinstance(value, bool) else value
+        if word not in OFFLOADS:
+            raise ConfigError(f"offload: got {value!r}; accepted: True, False, {', '.join(OFFLOADS)}")
+        return word
     if not isinstance(value, bool):
         raise ConfigError(f"{name}: got {value!r}; True or False")
     return value
@@ -394,7 +405,7 @@ def layout_of(
         stage_layers=balanced_layers(space.workload, pipeline.schedule, family.pp, pipeline.virtual_stages),
         sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
         micro_batch=micro_batch, recompute=recompute, cuda_graphs=space.constraints.cuda_graphs,
-        offload=Offload(optimizer=1.0) if space.constraints.offload else Offload(),
+        offload=OFFLOADS[space.constraints.offload or "none"],
         context_parallel_kind=cast(Any, space.constraints.context_parallel_kind),
     )  # fmt: skip
     facts, work = space.facts, space.workload
