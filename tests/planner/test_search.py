@@ -134,12 +134,20 @@ def test_constraints_hold(given: dict[str, Any], holds: Any) -> None:
 # ---- the search ----
 
 
-def test_nothing_that_is_possible_beats_the_plan() -> None:
+@pytest.mark.parametrize(
+    ("model", "limits"),
+    [
+        (TINY_MOE, {}),  # everything fits: time alone decides
+        (published_config("llama3-8b"), {"max_memory": 45, "tp": [1, 2]}),  # most of it does not
+    ],
+    ids=["roomy", "tight"],
+)
+def test_nothing_that_is_possible_beats_the_plan(model: dict[str, Any], limits: dict[str, Any]) -> None:
     # Every layout of the space on a small machine, simulated one by one: the bounds may not cut off the best.
-    workload = Workload(ir=dw.IR.from_config(TINY_MOE), seq_len=2048, global_batch=32, policy="bf16")
+    workload = Workload(ir=dw.IR.from_config(model), seq_len=2048, global_batch=32, policy="bf16")
     hw, stack = probe("8xH100"), get_stack("deepwell")
-    space = make_space(workload, hw, stack, read_constraints({}))
-    best = float("inf")
+    space = make_space(workload, hw, stack, read_constraints(limits))
+    best, misses = float("inf"), 0
     for family in families(space)[0]:
         for batch in micro_batches(space, family):
             ways = (pipelines(space, family, batch), shardings(space, family), recomputes(space))
@@ -149,7 +157,10 @@ def test_nothing_that_is_possible_beats_the_plan() -> None:
                     found = estimate(workload, hw, layout, stack)
                     if found.peak_gib <= (space.limit_gib or 0):
                         best = min(best, found.step_s)
-    chosen = autoplan(workload.ir, hw, seq_len=2048, global_batch=32, precision="bf16")
+                    else:
+                        misses += 1
+    assert (misses > 100) == bool(limits)
+    chosen = autoplan(workload.ir, hw, seq_len=2048, global_batch=32, precision="bf16", **limits)
     assert chosen.step_s <= best * (1 + 1e-9)
 
 

@@ -344,7 +344,7 @@ def _refused(refused: list[Refusal]) -> list[Rejected]:
         merged.setdefault((axis, reason), []).append(value)
     out = []
     for (axis, reason), values in merged.items():
-        shown = list(dict.fromkeys(values))
+        shown = sorted(dict.fromkeys(values), key=lambda v: (not v.isdigit(), int(v) if v.isdigit() else 0, v))
         text = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
         out.append(Rejected(family=f"{axis} {text}", kind="rule", reason=reason))
     return out

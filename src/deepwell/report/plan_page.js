@@ -202,8 +202,9 @@
       const size = Math.max(1, t.degrees[chosen]);
       for (const [rank, node] of gpus) {
         const at = place(rank)[chosen];
-        node.style.background = AXES[chosen];
-        node.style.opacity = String(0.35 + 0.65 * (size > 1 ? at / (size - 1) : 1));
+        const share = Math.round(25 + 75 * (size > 1 ? at / (size - 1) : 1));
+        node.style.background = "color-mix(in srgb, " + AXES[chosen] + " " + share + "%, " + css("--surface") + ")";
+        node.style.color = share > 60 ? "#fff" : css("--ink");
         node.textContent = String(at);
       }
       for (const button of host.querySelectorAll(".axis")) button.setAttribute("aria-pressed", String(button.dataset.axis === chosen));
