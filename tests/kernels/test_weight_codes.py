@@ -222,15 +222,11 @@ TABLES = {"weights_ptr": torch.int64, "groups_ptr": torch.int64, "hash_ptr": tor
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [W.tl.bfloat16, W.tl.float32], ids=str)
 def test_the_fingerprint_reads_lines_of_sixteen_bytes_and_spills_nothing(arch, dtype):
-    made = aot.compile_kernel(
-        W._fingerprint_kernel,
-        {**TABLES, "slot_group_ptr": torch.int32, "DTYPE": getattr(W.tl, {"bf16": "bfloat16", "fp32": "float32"}[dtype]),
-         "ALIGNED": True, "BLOCK": W.CODES_CONFIGS[0].block},
-        arch=arch,
-        num_warps=W.CODES_CONFIGS[0].hash_warps,
-    )  # fmt: skip
+    config = W.CODES_CONFIGS[0]
+    arguments = {**TABLES, "slot_group_ptr": torch.int32, "DTYPE": dtype, "ALIGNED": True, "BLOCK": config.block}
+    made = aot.compile_kernel(W._fingerprint_kernel, arguments, arch=arch, num_warps=config.hash_warps)
     assert made.count(r"ld\.global\.v2\.b64") >= 4  # eight words a thread
     assert made.spill_bytes == 0 and made.stack_bytes == 0
     assert made.registers <= 64

@@ -19,8 +19,10 @@ from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.op_times import OpCall, record_calls
 from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
+from deepwell.engine.passes.cache_weights import cache_weights, name_sources
 from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
+from deepwell.engine.passes.experts import find_experts, rewrite_experts
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.gain import keep_gaining
@@ -32,6 +34,7 @@ from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residu
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
+from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
 from deepwell.kernels.gain import Gain, would_gain
 from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.kernels.registry import KernelRegistry
@@ -56,6 +59,8 @@ class BackendOptions:
     rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
     merge_plain: bool = False  # merge q, k, v and gate, up also in high precision: weights are copied in every step
     recompute: bool = True  # make FP8 copies again in the backward instead of keeping them (with Inductor)
+    cache_weights: bool = False  # keep the FP8 codes of weights, 2 bytes each, and make them again when weights change
+    weight_cache: WeightCache = field(default_factory=WeightCache)
     registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
     # Keep linears in bf16 where FP8 would not be faster ("safe"), or refuse to ("strict"); None measures nothing.
     measure: str | None = None
@@ -89,8 +94,12 @@ def compile_graph(
     """Rewrite one captured graph and compile what is left."""
     options.graphs += 1
     deferred = rewrite(graph_module, example_inputs, options)
+    kept = keep_codes(graph_module, example_inputs, options) if options.cache_weights else []
     compiler = _with_inductor if options.use_inductor else _eagerly
-    return _with_deferred_logits(compiler(graph_module, example_inputs, options), deferred)
+    run = compiler(graph_module, example_inputs, options)
+    if kept:
+        run = refreshing(run, kept, options.weight_cache)
+    return _with_deferred_logits(run, deferred)
 
 
 def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOutput]) -> Callable[..., Any]:
@@ -150,6 +159,10 @@ def _rewrite(
     options.note("rope", rotated)
     options.note("rope_qkv", at_once)
     options.note("swiglu", rewrite_swiglu(graph))
+    experts = find_experts(graph, weights, options.schemes)
+    options.note("experts", len(experts))
+    options.note("fused_experts", rewrite_experts(graph, experts))
+    options.rewritten |= {site.path for site in experts}
     norms, activations, biases = rewrite_before_linears(graph)
     options.note("layer_norm", norms)
     options.note("activation", activations)
@@ -175,6 +188,25 @@ def _rewrite_head(
     options.note("cross_entropy", len(heads))
     options.rewritten |= {schemes[head.name][0] for head in heads if head.name in fp8}
     return deferred
+
+
+def keep_codes(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
+) -> list[KeptGroup]:
+    """Let the FP8 linears of a rewritten graph, and of those nested in it, read kept codes. Returns the groups."""
+    names = parameter_names(graph_module.graph, example_inputs, options.parameters)
+    placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
+    taken: dict[int, KeptGroup] = {}
+
+    def keep(module: fx.GraphModule, inputs: Mapping[str, tuple[int, tuple[str, ...]]]) -> None:
+        for body, operands in _nested(module):
+            keep(body, {inner: inputs[node.name] for inner, node in operands.items() if node.name in inputs})
+        count = cache_weights(module, inputs, example_inputs, options.weight_cache, taken)
+        options.note("cached_weights", count)
+
+    keep(graph_module, {name: (i, names[name]) for i, name in enumerate(placeholders) if name in names})
+    name_sources(graph_module)
+    return list(taken.values())
 
 
 def _nested(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, dict[str, fx.Node]]]:

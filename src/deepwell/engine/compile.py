@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.engine.backend import BackendOptions
-from deepwell.engine.binding import Bound, Device, bind
+from deepwell.engine.binding import GROUPED_FP8, Bound, Device, bind
 from deepwell.engine.engine import Engine
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
@@ -24,6 +24,7 @@ from deepwell.hardware.host import read_host
 from deepwell.hardware.model import Hardware
 from deepwell.kernels.block_scaled_proof import FORMATS, native_kernel
 from deepwell.kernels.cutlass_library import why_unavailable
+from deepwell.kernels.grouped_gemm import why_unproven
 from deepwell.kernels.registry import KernelRegistry, default_registry
 from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
@@ -43,6 +44,7 @@ def compile(  # noqa: A001 - the public name
     cuda_graphs: bool | None = None,
     recompute: bool = False,
     fuse_head: bool = True,
+    cache_weights: bool = False,
     use_cutlass: bool = False,
     kernel_registry: KernelRegistry | None = None,
     measure: bool | None = None,
@@ -55,6 +57,8 @@ def compile(  # noqa: A001 - the public name
     default on a GPU only. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels
     are shorter than their launches; off by default. `recompute` keeps each layer's input alone and computes the layer
     again in the backward. `fuse_head` computes head and loss together and the logits only where they are looked at.
+    `cache_weights` keeps the FP8 codes of weights, 2 bytes for each, and makes them again only where a weight changed:
+    once for a step, however many micro-batches it has.
     `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
     `use_cutlass` lets Deepwell's own compete, CUTLASS among them. `measure` keeps layers in bf16 where FP8 would not be
     faster on this GPU (with "strict": raises); by default with "safe". `hw` describes the machine to run on; the engine
@@ -78,6 +82,7 @@ def compile(  # noqa: A001 - the public name
         use_inductor=use_inductor(inductor, device),
         cuda_graphs=use_cuda_graphs(cuda_graphs, device),
         fuse_head=fuse_head,
+        cache_weights=cache_weights,
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
 
@@ -191,7 +196,10 @@ def device_of(tensors: Sequence[Tensor]) -> Device:
     device = devices.pop()
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        return Device(kind="cuda", capability=capability, unproven=unproven_formats(capability, device))
+        unproven = unproven_formats(capability, device)
+        if any(tensor.dim() == 3 for tensor in tensors) and (reason := why_unproven(device)):  # experts are 3D
+            unproven += ((GROUPED_FP8, reason),)
+        return Device(kind="cuda", capability=capability, unproven=unproven)
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; an engine runs on CUDA GPUs and on the CPU")
     if any(tensor.dtype is torch.bfloat16 for tensor in tensors):

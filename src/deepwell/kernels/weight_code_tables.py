@@ -90,7 +90,7 @@ class _Launch:
 
 
 class CodesRefresh:
-    """Brings the codes of some groups up to date with weights that the caller shows at each call, as they are stored."""
+    """Brings the codes of groups up to date with weights that the caller shows at each call, as they are stored."""
 
     def __init__(self, codes: Sequence[Codes], *, config: CodesConfig | None = None) -> None:
         if not codes:
@@ -139,7 +139,9 @@ class CodesRefresh:
         self, members: list[int], dtype: torch.dtype, is_aligned: bool, weights: Sequence[Sequence[Tensor]]
     ) -> _Launch:
         device = weights[0][0].device
-        groups, slot_group, tile_weight, tile_place = [], [], [], []
+        groups: list[tuple[int, ...]] = []
+        slot_group: list[int] = []
+        tile_weight, tile_place = [], []
         first_weight = 0
         for number, i in enumerate(members):
             elements = sum(w.numel() for w in weights[i])

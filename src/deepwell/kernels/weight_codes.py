@@ -6,8 +6,8 @@
 A group is what shares one scale: the weights of a merged linear, side by side in `rows` [N, K] and `columns` [K, N].
 Numerics: codes and scale are bit for bit those of `quantize_weight` with the group's amax. Everything is decided on the
     device, from the weights' contents: nothing that edits a weight can go unseen, and nothing waits for the host.
-    `mix` is a bijection of 64-bit words, so an edit within one word (four bf16, two fp32) always changes F; any other is
-    missed with odds of 2^-64. Integer sums: the same F in any order.
+    `mix` is a bijection of 64-bit words, so an edit within one word (four bf16, two fp32) always changes F; any other
+    is missed with odds of 2^-64. Integer sums: the same F in any order.
 Cost: memory bound. Bytes per bf16 weight: 2 where nothing changed, 2 + 2 + 2 where it did; amax, rows and columns made
     apart cost 2 + 3 + 3 in every call. 7e9 weights at 4.25 TB/s: 3.3 ms unchanged, 9.9 ms changed, 13.2 ms apart.
 """
@@ -78,7 +78,7 @@ def quantize_group_ref(weights: list[Tensor], rows: list[Tensor], columns: list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodesConfig:
-    """A quantizing program takes `tiles` tiles of rows x columns beside one another; `block` words are hashed at once."""
+    """A quantizing program takes `tiles` tiles of rows x columns, side by side; `block` words are hashed at once."""
 
     rows: int = 64
     columns: int = 64
