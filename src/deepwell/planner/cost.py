@@ -18,10 +18,12 @@ from deepwell.planner.stack import Stack
 # a current scale reads it once more for its maximum, NVFP4 does so too and rotates one copy (Hadamard).
 _QUANTIZE_BYTES = {"fp8": 4.0, "fp8_current": 6.0, "mxfp8": 4.1, "mxfp6": 4.1, "nvfp4": 6.2, "mxfp4": 6.2}
 
-# Bytes per logit of cross entropy, forward and backward: in one pass each over bf16 logits; what a compiler makes of it;
-# Transformer Engine's and Megatron's vocabulary-parallel losses; or in fp32 with a pass for each of maximum, difference, exponential,
-# sum and division.
-LOSS_BYTES = {"fused": (4.0, 4.0), "compiled": (8.0, 6.0), "te": (8.0, 6.0), "megatron": (14.0, 8.0), "unfused": (30.0, 14.0)}
+# Bytes per logit of cross entropy, forward and backward: in one pass each over bf16 logits; what a compiler makes of
+# it; Transformer Engine's and Megatron's vocabulary-parallel losses; or in fp32 with a pass for each of maximum,
+# difference, exponential, sum and division.
+LOSS_BYTES = {
+    "fused": (4.0, 4.0), "compiled": (8.0, 6.0), "te": (8.0, 6.0), "megatron": (14.0, 8.0), "unfused": (30.0, 14.0)
+}  # fmt: skip
 
 # Times that routed rows are copied on each side of the experts: the plain dispatcher sorts by rank, exchanges, sorts by
 # expert and pads; the fused ones write rows to their place once and pad.
@@ -130,11 +132,11 @@ def _host_s(block: LocalBlock, p: Pricing) -> tuple[float, float]:
     parts = set(graphs.split("+"))
     # Experts are looped over below Python, which costs a fraction of a framework op for each.
     experts = sum((2 if g.is_low else 1) * (1 + 0.15 * g.groups) for g in block.gemms if g.role == "experts")
-    dense = sum(2 if g.is_low else 1 for g in block.gemms if g.role != "experts")
+    dense = float(sum(2 if g.is_low else 1 for g in block.gemms if g.role != "experts"))
     # Eager code runs a norm or a rotation as many small ops.
     dense += sum(_EAGER_OPS if one.is_eager else 1 for one in block.passes)
     dense += len(block.attention) + block.gathers + block.reduces
-    routing = _ROUTING_KERNELS.get(p.stack.switch("dispatcher", "alltoall"), 40) if block.routed_bytes else 0
+    routing = float(_ROUTING_KERNELS.get(p.stack.switch("dispatcher", "alltoall"), 40) if block.routed_bytes else 0)
     if p.stack.switch("grouped_gemm", "looped") == "fused":
         experts = min(experts, 8)
     if parts & {"full", "layers"}:

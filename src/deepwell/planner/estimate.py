@@ -21,7 +21,7 @@ from deepwell.planner.cost import BlockTime, Pricing, optimizer_s, price_block
 from deepwell.planner.efficiency import Device, GpuConstants, device
 from deepwell.planner.estimate_values import GIB, PARTS, Estimate, StageMemory
 from deepwell.planner.layout import Layout, Recompute
-from deepwell.planner.memory import BytesPerParam
+from deepwell.planner.memory import BytesPerParam, saved_bytes
 from deepwell.planner.rank_memory import rank_memory, rank_params, shards, trained_share
 from deepwell.planner.schedule import simulate as simulate_schedule
 from deepwell.planner.shard import LocalBlock, Sizes, local_block
@@ -39,6 +39,10 @@ _STEP_S = 0.04
 # One broadcast per owner of a shard, where weights come back that way and not by an all-gather (InternEvo's published
 # scaling: 2.7 ms for each rank of the shard group).
 _BROADCAST_S = 2.7e-3
+
+# Pinned copies reach about 85% of PCIe; generation 4 with 16 lanes where the machine does not say.
+_PCIE_GB_PER_S = 31.5
+_PCIE_SHARE = 0.85
 
 # Share of hidden communication by which the computation beside it slows down: NCCL's kernels hold SMs and bandwidth
 # (Calculon's a100_80g.json has 15% for NVLink and 2% for InfiniBand; most of what is hidden crosses the network).
@@ -331,7 +335,8 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
     shard_d, shard_e = shards(job)
     state = job.per_param.master + job.per_param.moments
     seconds["optimizer"] = trained * optimizer_s(dev, dense / shard_d, expert / shard_e, state)
-    seconds["host"] = seconds.get("host", 0.0) + _STEP_S
+    seconds["optimizer"] += _offload_s(job, hw, state * trained * (dense / shard_d + expert / shard_e))
+    seconds["host"] = seconds.get("host", 0.0) + _STEP_S + _activation_offload_s(job, hw, ranks[busiest], f + b)
     nodes = max(1.0, layout.gpus / hw.gpus_per_node)
     seconds["straggler"] = dev.constants.jitter * math.log2(nodes) * sum(seconds.values())
     return seconds
@@ -351,9 +356,7 @@ def _pipeline(
     # Sends run beside computation, receives are posted early: a quarter of the messages is waited for.
     waits = 0.0 if hides else 0.5 * m * layout.virtual_stages * message
     if simulate and not why_not(layout.runs_as, layout.pp, m, layout.virtual_stages):
-        line = simulate_schedule(
-            layout.runs_as, layout.pp, m, layout.virtual_stages, f=f, b=b, w=w, p2p=message
-        )
+        line = simulate_schedule(layout.runs_as, layout.pp, m, layout.virtual_stages, f=f, b=b, w=w, p2p=message)
         return max(line.makespan, m * max(work) + waits), waits
     fill = sum(sorted(work)[:-1]) / layout.virtual_stages + 2 * (layout.pp - 1) * message
     if layout.schedule in ("zero_bubble", "zbv"):
@@ -400,6 +403,27 @@ def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: 
         backward = _exposed(gather + reduce_s() * reduces / per_batch, b, share, hides_grad)
         return per_batch * (forward + backward)
     return _exposed(reduce_s(), b, share, hides_grad) + _exposed(gather, f, share, hides_param)
+
+
+def _pcie(hw: Hardware) -> float:
+    return (hw.fabric.pcie_gb_per_s or _PCIE_GB_PER_S) * 1e9 * _PCIE_SHARE
+
+
+def _offload_s(job: Job, hw: Hardware, state_bytes: float) -> float:
+    """Optimizer state in host memory crosses PCIe both ways in every step; nothing is left to hide it behind."""
+    return 2 * job.layout.offload.optimizer * state_bytes / _pcie(hw)
+
+
+def _activation_offload_s(job: Job, hw: Hardware, stages: list[int], window: float) -> float:
+    """Activations that go to the host and come back beside a micro-batch's computation: what does not fit beside it."""
+    share = job.layout.offload.activations
+    if not share:
+        return 0.0
+    kept = 0.0
+    for index, block in enumerate(job.blocks):
+        layers = sum(job.stages[s].counts[index] for s in stages)
+        kept += layers * sum(saved_bytes(block, job.layout.recompute, job.kernel, job.dropout).values())
+    return job.micro_batches * max(0.0, 2 * share * kept / _pcie(hw) - window)
 
 
 def _exposed(comm: float, window: float, share: float, hides: bool) -> float:

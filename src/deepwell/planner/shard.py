@@ -10,6 +10,7 @@ ranks and split by `etp`. What the ranks do together is what the IR says (`tests
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -217,11 +218,11 @@ def _linear(b: _Builder, op: Linear, kv_heads: int | None) -> None:
     s, rows = b.sizes, float(op.rows.at(b.sizing))
     split, n, k = _split_of(op), op.n, op.k
     if split == "column":
-        n = max(1, round(op.n * _kept_fraction(op, s.tp, kv_heads)))
+        n = max(1, math.ceil(op.n * _kept_fraction(op, s.tp, kv_heads) - 1e-9))
         if s.tp > 1:
             b.gathered.add(op.inputs[0] if op.inputs else op.name)
     elif split == "row":
-        k = max(1, round(op.k / s.tp))
+        k = max(1, math.ceil(op.k / s.tp))
         b.reduces += s.tp > 1
     else:
         rows /= s.token_split
@@ -278,7 +279,7 @@ def _grouped(b: _Builder, op: GroupedLinear) -> None:
     b.elements[op.name] = rows * n
     if op.bias:
         # Biases of experts are added row by row and their gradients summed by group: passes of their own.
-        b.pass_over("expert_bias", op, 2 * HALF * rows * n, HALF * rows * n)
+        b.pass_over("expert_bias", op, 6 * HALF * rows * n, 4 * HALF * rows * n)
 
 
 def _attention(b: _Builder, op: Attention) -> None:
@@ -371,7 +372,7 @@ def _mixer(b: _Builder, op: Op) -> None:
     e = op.elements_out(b.sizing) / s.tp
     read = op.elements_in(b.sizing) / s.tp
     b.matmul_flops += op.flops(b.sizing) / s.tp
-    b.pass_over("mixer", op, HALF * (read + e), 2 * HALF * (read + e))
+    b.pass_over("mixer", op, 3 * HALF * (read + e), 6 * HALF * (read + e))
     if isinstance(op, Conv) or op.flops(b.sizing):
         # The scan's kernel keeps the projection's output, which is the convolution's input, and recomputes the rest.
         b.keep(f"{op.name}.in", "mixer", "other", HALF, read if isinstance(op, Conv) else 0.0)

@@ -67,7 +67,8 @@ class Workload:
     imbalance: float = 1.0  # MoE: rows of the busiest rank over the mean
     forced_balance: bool = True  # MoE: the router is overridden to spread evenly, as benchmarks do
     lora: Lora | None = None
-    _resolved: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    # Answers found once; not an argument, so that `replace` starts afresh.
+    _resolved: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):

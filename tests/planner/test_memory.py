@@ -1,0 +1,129 @@
+"""Memory of a rank: Korthikanti's activation formulas as goldens, bytes per parameter, what is in flight."""
+
+from dataclasses import replace
+
+import pytest
+
+from deepwell.graph.configs import published_config
+from deepwell.graph.ir import IR
+from deepwell.planner.estimate import read_job
+from deepwell.planner.estimate_values import StageMemory
+from deepwell.planner.layout import Layout, Offload, Recompute
+from deepwell.planner.memory import in_flight, saved_bytes
+from deepwell.planner.rank_memory import rank_memory
+from deepwell.planner.schedule import peak_live
+from deepwell.planner.shard import Sizes, local_block
+from deepwell.planner.stack import get_stack
+from deepwell.planner.workload import Lora, Workload
+
+# GPT 22B of arXiv 2205.05198, table 3: 48 layers, hidden 6144, 64 heads, sequence 2048.
+HIDDEN, HEADS, SEQ = 6144, 64, 2048
+GPT = {
+    "model_type": "gpt2", "n_embd": HIDDEN, "n_head": HEADS, "n_layer": 48, "n_positions": SEQ, "vocab_size": 51200,
+    "n_inner": 4 * HIDDEN,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpt() -> IR:
+    return IR.from_config(GPT, dtype="bf16")
+
+
+def layer_bytes(ir: IR, tp: int, sequence_parallel: bool, recompute: Recompute, batch: int = 4) -> float:
+    sizes = Sizes(micro_batch=batch, seq_len=SEQ, tp=tp, sequence_parallel=sequence_parallel, dropout=True)
+    block = local_block(ir.blocks[0].ops, (), sizes)
+    return sum(saved_bytes(block, recompute, "fused_softmax", dropout=True).values())
+
+
+# Equations 1, 2, 4 and 6 of the paper, in bytes of one layer: s b h times ...
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "recompute", "factor"),
+    [
+        (1, False, Recompute(), 34 + 5 * HEADS * SEQ / HIDDEN),  # no parallelism
+        (8, False, Recompute(), 10 + 24 / 8 + 5 * HEADS * SEQ / HIDDEN / 8),  # tensor parallel
+        (8, True, Recompute(), (34 + 5 * HEADS * SEQ / HIDDEN) / 8),  # and sequence parallel
+        (8, True, Recompute(kind="selective"), 34 / 8),  # and selective recomputation of the attention core
+        (8, False, Recompute(kind="full"), 2),  # the input alone
+    ],
+)
+def test_activations_of_a_gpt_layer_are_korthikantis(
+    gpt: IR, tp: int, sequence_parallel: bool, recompute: Recompute, factor: float
+) -> None:
+    golden = factor * SEQ * 4 * HIDDEN
+    assert layer_bytes(gpt, tp, sequence_parallel, recompute) == pytest.approx(golden, rel=1e-9)
+
+
+@pytest.mark.parametrize(("pp", "m", "v"), [(4, 8, 1), (8, 32, 1), (4, 8, 2), (4, 16, 5), (1, 4, 1)])
+def test_what_is_in_flight_is_what_the_schedule_holds(pp: int, m: int, v: int) -> None:
+    schedule = "interleaved" if v > 1 else "1f1b"
+    layout = Layout(dp=1, pp=pp, virtual_stages=v, schedule=schedule)
+    for rank, moments in enumerate(peak_live(schedule, pp, m, v)):
+        held = max(sum(live) for live in moments) / v
+        assert in_flight(layout, m, rank) == pytest.approx(held)
+
+
+def job_memory(layout: Layout, **changes: object) -> list[StageMemory]:
+    ir = IR.from_config(published_config("llama3-8b"), dtype="bf16")
+    work = Workload(ir=ir, seq_len=4096, global_batch=64, **changes)  # type: ignore[arg-type]
+    job = read_job(work, layout, get_stack("megatron"))
+    return [rank_memory(job, rank) for rank in range(layout.pp)]
+
+
+def test_optimizer_state_is_spread_as_the_sharding_says() -> None:
+    params = 8_030_261_248
+    ddp, zero1, zero2, zero3 = (
+        job_memory(Layout(dp=8, sharding=sharding))[0] for sharding in ("ddp", "zero1", "zero2", "zero3")
+    )
+    assert ddp.params == pytest.approx(2 * params) and ddp.grads == pytest.approx(4 * params)
+    assert ddp.master + ddp.moments == pytest.approx(12 * params)
+    assert zero1.master + zero1.moments == pytest.approx(12 * params / 8) and zero1.grads == ddp.grads
+    assert zero2.grads == pytest.approx(4 * params / 8) and zero2.params == ddp.params
+    assert zero3.params == pytest.approx(2 * params / 8) and zero3.comm_buffers > 0
+    copies = job_memory(Layout(dp=8, sharding="zero3", dp_replicate=2))[0]
+    assert copies.params == pytest.approx(2 * params / 4)  # shards are spread over one copy only
+
+
+def test_the_first_stage_holds_more_activations_and_the_last_one_the_logits() -> None:
+    stages = job_memory(Layout(dp=1, pp=4))
+    held = [stage.activation_bytes for stage in stages]
+    assert held == sorted(held, reverse=True)
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_recomputing_more_keeps_less() -> None:
+    none, mlp, full = (
+        job_memory(Layout(dp=1, recompute=recompute))[0].activation_bytes
+        for recompute in (Recompute(), Recompute(kind="selective", modules=("mlp",)), Recompute(kind="full"))
+    )
+    half = job_memory(Layout(dp=1, recompute=Recompute(kind="block", layers=16)))[0].activation_bytes
+    assert full < mlp < none
+    assert half == pytest.approx((full + none) / 2)
+
+
+def test_offloading_moves_state_and_activations_off_the_device() -> None:
+    here = job_memory(Layout(dp=1))[0]
+    away = job_memory(Layout(dp=1, offload=Offload(optimizer=1.0, activations=0.5)))[0]
+    assert away.master == away.moments == 0
+    assert away.activation_bytes == pytest.approx(here.activation_bytes / 2)
+
+
+def test_lora_has_gradients_for_its_adapters_only() -> None:
+    whole = job_memory(Layout(dp=1))[0]
+    adapters = job_memory(Layout(dp=1), lora=Lora(rank=16))[0]
+    assert adapters.params == whole.params
+    assert adapters.grads < 0.02 * whole.grads and adapters.moments < 0.02 * whole.moments
+
+
+def test_fp8_inputs_are_kept_in_one_byte() -> None:
+    wide, narrow = (job_memory(Layout(dp=1), policy=policy)[0].activation_bytes for policy in ("bf16", "fp8"))
+    assert 0.7 * wide < narrow < wide
+
+
+def test_routing_imbalance_grows_the_experts_activations() -> None:
+    ir = IR.from_config(published_config("qwen3-30b-a3b"), dtype="bf16")
+    layout, stack = Layout(dp=8, ep=8), get_stack("megatron")
+    even = Workload(ir=ir, seq_len=4096, global_batch=8)
+    busy = replace(even, forced_balance=False, imbalance=1.5)
+    sizes = [dict(rank_memory(read_job(work, layout, stack), 0).activations) for work in (even, busy)]
+    assert sizes[1]["experts"] > 1.3 * sizes[0]["experts"]
+    assert sizes[1]["attention"] == sizes[0]["attention"]
