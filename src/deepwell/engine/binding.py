@@ -21,6 +21,8 @@ from deepwell.precision.resolve import Decision, Resolution
 # FP8 tensor cores: Ada, Hopper and later.
 _FP8_CAPABILITY = (8, 9)
 _FP8_FORMATS = ("fp8", "mxfp8")
+# The name under which a device says why it has no grouped FP8 products for experts.
+GROUPED_FP8 = "grouped_fp8"
 # Formats with kernels for block-scaled tensor cores.
 _BLOCK_SCALED = ("mxfp8", "nvfp4")
 
@@ -31,7 +33,8 @@ class Device:
 
     kind: str  # "cuda" or "cpu"
     capability: tuple[int, int] = (0, 0)
-    # (format, reason) of block-scaled formats whose kernels did not pass their self-check on this device.
+    # (format, reason) of block-scaled formats, and of grouped FP8, whose kernels did not pass their self-check on this
+    # device.
     unproven: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -117,9 +120,9 @@ def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:
 
     if not decision.precision.is_low:
         return bound("native", "bf16", decision.rule)
-    if isinstance(site.op, GroupedLinear):
-        return bound("substitute", "bf16", "grouped expert GEMMs have no low-precision kernel yet: bf16")
     options = "".join(f",{name}={value}" for name, value in decision.precision.options)
+    if isinstance(site.op, GroupedLinear) and device.has_fp8 and decision.format in _FP8_FORMATS:
+        return bound(*_grouped_fp8(site.op, decision, device))
     unproven = ""
     if device.has_block_scaled(decision.format) and isinstance(site.op, Linear):
         failed = dict(device.unproven).get(decision.format)
@@ -135,3 +138,15 @@ def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:
     lacks = unproven.removeprefix("; ") or f"{device} has no {decision.format} tensor cores"
     reason = f"{lacks}: operands rounded exactly, product in fp32"
     return bound("emulated", f"emulate:{decision.format}{options}", reason)
+
+
+def _grouped_fp8(op: GroupedLinear, decision: Decision, device: Device) -> tuple[str, str, str]:
+    """(binding, scheme, reason) of a GEMM of experts on a GPU with FP8 tensor cores."""
+    failed = dict(device.unproven).get(GROUPED_FP8)
+    if failed is not None:
+        return "substitute", "bf16", f"no grouped FP8 kernel passed its self-check here ({failed}): bf16"
+    if op.k % ALIGNMENT or op.n % ALIGNMENT:
+        return "substitute", "bf16", f"grouped FP8 takes multiples of {ALIGNMENT}; K={op.k}, N={op.n}: bf16"
+    exact = decision.format == "fp8" and decision.precision.option("scaling") == "row"
+    reason = f"{device}: E4M3, one power-of-two scale per row, wgrad per expert"
+    return "native" if exact else "substitute", GROUPED_FP8, reason

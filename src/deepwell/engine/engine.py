@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from torch._dynamo.utils import counters
 
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Bound, with_gains
+from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.op_times import measure_calls
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.engine.report import EngineReport
+from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
 from deepwell.planner.plan import Plan
@@ -72,6 +76,7 @@ class Engine(nn.Module):
         self.__dict__["device_type"] = _device_type(model)
         self.__dict__["breaks"] = {}
         self.__dict__["_recompute"] = None
+        self.__dict__["_experts"] = GroupedExperts(model)
         self.__dict__["_bind_at"], self.__dict__["_phases"] = bind_at, {}
         self.__dict__["_changes"] = policy.changes(ir) if bind_at is not None else ()
         self._enter(0, bound, options)
@@ -97,6 +102,35 @@ class Engine(nn.Module):
         self.__dict__["step"], self.__dict__["bound"] = step, bound
         self.__dict__["options"], self.__dict__["_compiled"] = self._phases[key]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """An engine of a copy of the model, compiled by itself: no graph, and no code of a weight, is shared."""
+        model = copy.deepcopy(self.model, memo)
+
+        def of_copy(options: BackendOptions) -> BackendOptions:
+            own = options.for_schemes(options.schemes)
+            return replace(
+                own, parameters=lambda: model.named_parameters(remove_duplicate=False), weight_cache=WeightCache()
+            )
+
+        def bind_at(step: int) -> tuple[Bound, BackendOptions]:
+            bound, options = self._bind_at(step)
+            return bound, of_copy(options)
+
+        new = Engine(
+            self.ir.attach(model),
+            self.bound,
+            self.policy,
+            options=of_copy(self.options),
+            device=self.device_name,
+            bind_at=None if self._bind_at is None else bind_at,
+            plan=self.plan,
+        )
+        new.__dict__["step"] = self.step
+        if self._recompute is not None:
+            new.recompute(LayerRecompute(new.ir, len(self._recompute.paths)))
+        memo[id(self)] = new
+        return new
+
     def recompute(self, layers: LayerRecompute) -> None:
         """Compute these layers again in the backward instead of keeping what they hold."""
         self.__dict__["_recompute"] = layers
@@ -119,7 +153,7 @@ class Engine(nn.Module):
         self._check_devices(args, kwargs)
         before, graphs = dict(counters["graph_break"]), self.options.graphs
         recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
-        with torch._dynamo.config.patch({**_DYNAMO, _IGNORED_LOGGING: _chatter()}), recomputed:
+        with torch._dynamo.config.patch({**_DYNAMO, _IGNORED_LOGGING: _chatter()}), recomputed, self._experts.applied():
             out = self._compiled(*args, **kwargs)
         if self.options.graphs != graphs:
             self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
@@ -172,10 +206,17 @@ class Engine(nn.Module):
         if self._changes:
             steps = ", ".join(map(str, self._changes))
             notes.append(f"the policy changes at step {steps}; bound now is what it says of step {self.step}: at_step")
+        notes += self._experts.notes()
         if self._recompute is not None:
             notes.append(f"computed again in the backward: {len(self._recompute.paths)} of {self.ir.num_layers} layers")
         if not self.options.use_inductor:
             notes.append("what no pass touches runs eagerly (AOT eager); inductor=True compiles it")
+        kept = self.options.weight_cache
+        if self.options.cache_weights and self.options.graphs:
+            notes.append(
+                f"FP8 codes of {len(kept.groups)} groups of weights are kept between calls: "
+                f"{kept.num_bytes / 2**20:.1f} MiB"
+            )
         for reason in self.breaks:
             notes.append(f"Dynamo broke the graph and each piece was compiled by itself: {_first_line(reason)}")
         notes += self.options.remarks
@@ -184,8 +225,8 @@ class Engine(nn.Module):
         registry = self.options.registry
         for name, reason in registry.aside().items() if registry is not None else ():
             notes.append(f"kernel {name} was set aside: {reason}")
-        kept = {path for path, gain in self.options.gains.items() if not gain.gains}
-        missed = [path for path in self.options.schemes if path not in self.options.rewritten | kept]
+        stayed = {path for path, gain in self.options.gains.items() if not gain.gains}
+        missed = [path for path in self.options.schemes if path not in self.options.rewritten | stayed]
         if missed and self.options.graphs:
             shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
             notes.append(f"not met as a product with a parameter in what ran so far, in {self.ir.dtype}: {shown}")

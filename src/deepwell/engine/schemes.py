@@ -2,6 +2,7 @@
 
     "bf16"                      the product as the model wrote it
     "fp8_row"                   Hopper: E4M3, one power-of-two scale per row (fwd, dgrad) or tensor (wgrad)
+    "grouped_fp8"               the same for experts' grouped GEMMs; wgrad: one scale for each expert's rows
     "mxfp8_native"              Blackwell: both operands in the policy's format, multiplied by block-scaled tensor cores
     "nvfp4_native"              the same; options follow as in "nvfp4_native,hadamard=False"
     "emulate:<format>"          both operands rounded exactly to the policy's format, the product in fp32
@@ -20,7 +21,7 @@ STEPS = ("fwd", "dgrad", "wgrad")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmScheme:
-    """How one GEMM runs: `method` is bf16, fp8_row, native or emulate; `format` is what the last two round to."""
+    """How one GEMM runs: `method` is bf16, fp8_row, grouped_fp8, native or emulate; the last two round to `format`."""
 
     method: str
     format: GemmFormat | None = None
@@ -44,7 +45,7 @@ def parse_scheme(text: str) -> LinearScheme:
 
 def _parse_gemm(text: str, step: str) -> GemmScheme:
     method, _, rest = text.partition(":")
-    if method in ("bf16", "fp8_row") and not rest:
+    if method in ("bf16", "fp8_row", "grouped_fp8") and not rest:
         return GemmScheme(method=method)
     if method == "emulate" and rest:
         return GemmScheme(method="emulate", format=_gemm_format(rest, step))
@@ -52,7 +53,8 @@ def _parse_gemm(text: str, step: str) -> GemmScheme:
     if name in ("mxfp8_native", "nvfp4_native"):
         described = name.removesuffix("_native") + ("," + options if options else "")
         return GemmScheme(method="native", format=_gemm_format(described, step))
-    raise ConfigError(f"gemm scheme {text!r} is not known; it is bf16, fp8_row, <format>_native or emulate:<format>")
+    known = "bf16, fp8_row, grouped_fp8, <format>_native or emulate:<format>"
+    raise ConfigError(f"gemm scheme {text!r} is not known; it is {known}")
 
 
 def _gemm_format(text: str, step: str) -> GemmFormat:

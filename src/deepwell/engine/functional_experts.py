@@ -1,0 +1,212 @@
+"""The differentiable ops that the pass over experts puts into a captured graph: one grouped linear, or a whole block.
+
+    grouped_linear    x [S, K] sorted by expert, times the weight of each group's expert
+    fused_experts     tokens in, tokens out: gather, gate and up, SwiGLU, down, sum over each token's choices
+
+Both are autograd functions over the primitives of `deepwell.kernels.library_experts`. The fused block runs in FP8 from
+end to end in rows padded by expert, and keeps, beside its inputs, one byte an element of each token and the rows of gate
+and up: the gathered tokens, the hidden rows and the experts' outputs are made again or not needed (`expert_swiglu`).
+"""
+
+# Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K and N the widths of a grouped linear, D width of a
+# token, F hidden width of an expert.
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
+from deepwell.kernels import library_experts as _library  # registers the ops
+from deepwell.precision.gemm_format import Operand
+
+assert _library.NAMESPACE == "deepwell"
+ops = torch.ops.deepwell
+
+FP8_METHOD = "grouped_fp8"
+# An operand that is multiplied as it is, in fp32.
+_AS_IS = "fp32,nearest,False"
+
+# ---- one grouped linear ----
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, is_kn: bool, scheme: str) -> Tensor:
+    """Rows of group e times the weight of expert e, [N, K] or as stored [K, N], each GEMM run as `scheme` says.
+
+    `offs` are the ends of the groups. Rows past the last one give zeros.
+    """
+    return _GroupedLinear.apply(x, weight, offs, is_kn, scheme)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SK: Tensor, weight: Tensor, offs: Tensor, is_kn: bool, scheme: str) -> Tensor:
+        how = parse_scheme(scheme)
+        ctx.how, ctx.is_kn = how, is_kn
+        uses_fp8 = any(gemm.method == FP8_METHOD for gemm in (how.fwd, how.dgrad, how.wgrad))
+        layout = ops.group_layout(offs, None, x_SK.shape[0]) if uses_fp8 else ()
+        row_scale = None
+        if FP8_METHOD in (how.fwd.method, how.wgrad.method):
+            q_SK, x_scale = ops.quantize_rows(x_SK)
+        if how.fwd.method == FP8_METHOD:
+            ends, slot, place = layout
+            q_w, w_scale, row_scale = _along_k(weight, is_kn)
+            padded = ops.gather_rows(q_SK, x_scale, slot, 1)
+            y_SN = ops.combine_rows(ops.grouped_gemm(*padded, q_w, w_scale, ends), place, 1).to(x_SK.dtype)
+        else:
+            w_ENK = weight.transpose(1, 2) if is_kn else weight
+            y_SN = _grouped(how.fwd, x_SK, w_ENK, offs)
+        ctx.codes_of_x = how.wgrad.method == FP8_METHOD
+        kept = (q_SK, x_scale) if ctx.codes_of_x else (x_SK, None)
+        ctx.save_for_backward(weight, offs, row_scale, *kept, *(layout or (None, None, None)))
+        return y_SN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        weight, offs, row_scale, x, x_scale, ends, slot, place = ctx.saved_tensors
+        how: LinearScheme = ctx.how
+        dy_SN = grads[0].contiguous()
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx_SK = dw = None
+        if (wants_dx and how.dgrad.method == FP8_METHOD) or (wants_dw and ctx.codes_of_x):
+            dy_rows = ops.gather_rows(*ops.quantize_rows(dy_SN), slot, 1)
+        if wants_dx:
+            if how.dgrad.method == FP8_METHOD:
+                q_w, w_scale = _along_n(weight, ctx.is_kn, row_scale, dy_SN)
+                dx_SK = ops.combine_rows(ops.grouped_gemm(*dy_rows, q_w, w_scale, ends), place, 1).to(dy_SN.dtype)
+            else:
+                w_EKN = weight if ctx.is_kn else weight.transpose(1, 2)
+                dx_SK = _grouped(how.dgrad, dy_SN, w_EKN, offs)
+        if wants_dw:
+            if ctx.codes_of_x:
+                dy_turned = ops.transpose_groups(*dy_rows, ends)
+                x_turned = ops.transpose_groups(*ops.gather_rows(x, x_scale, slot, 1, dy_SN), ends)
+                dw = _wgrad(dy_turned, x_turned, ends, ctx.is_kn).to(weight.dtype)
+            else:
+                dw = _plain_wgrad(how.wgrad, dy_SN, x, offs)
+                dw = dw.transpose(1, 2) if ctx.is_kn else dw
+        return dx_SK, dw, None, None, None
+
+
+def _along_k(weight: Tensor, is_kn: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [E, N, K], scales [E, N], the scales of the rows as stored) for the forward."""
+    q, row_scale = ops.quantize_experts(weight)
+    if is_kn:
+        q, scale = ops.quantize_experts_turned(weight, row_scale)
+        return q, scale, row_scale
+    return q, row_scale, row_scale
+
+
+def _along_n(weight: Tensor, is_kn: bool, row_scale: Tensor | None, after: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [E, K, N], scales [E, K]) for dgrad: made when the backward asks for them, from the weight itself."""
+    if is_kn:
+        return ops.quantize_experts(weight, after)
+    if row_scale is None:
+        row_scale = ops.quantize_experts(weight, after)[1]
+    return ops.quantize_experts_turned(weight, row_scale, after)
+
+
+def _wgrad(dy_turned: tuple[Tensor, Tensor], x_turned: tuple[Tensor, Tensor], ends: Tensor, is_kn: bool) -> Tensor:
+    """The weight's gradient as it is stored: [E, N, K], or [E, K, N]."""
+    first, second = (x_turned, dy_turned) if is_kn else (dy_turned, x_turned)
+    return ops.grouped_wgrad(*first, *second, ends)
+
+
+def _grouped(how: GemmScheme, a_SK: Tensor, b_ENK: Tensor, offs: Tensor) -> Tensor:
+    """`a[rows of e] @ b[e].T` in high precision or emulated."""
+    if how.method == "bf16" and a_SK.dtype == torch.bfloat16:
+        return torch.ops.aten._grouped_mm(a_SK, b_ENK.transpose(1, 2), offs)
+    lhs, rhs = _operands(how)
+    return ops.grouped_emulated(a_SK, b_ENK, offs, lhs, rhs)
+
+
+def _plain_wgrad(how: GemmScheme, dy_SN: Tensor, x_SK: Tensor, offs: Tensor) -> Tensor:
+    if how.method == "bf16" and dy_SN.dtype == torch.bfloat16:
+        return torch.ops.aten._grouped_mm(dy_SN.T, x_SK, offs)
+    lhs, rhs = _operands(how)
+    return ops.grouped_emulated_wgrad(dy_SN, x_SK, offs, lhs, rhs)
+
+
+def _operands(how: GemmScheme) -> tuple[str, str]:
+    if how.method == "bf16":  # torch has grouped products of bf16 alone
+        return _AS_IS, _AS_IS
+    assert how.method == "emulate" and how.format is not None
+    # The transform cancels in the product only where both sides have it.
+    assert how.format.lhs.hadamard == how.format.rhs.hadamard
+    return _text(how.format.lhs), _text(how.format.rhs)
+
+
+def _text(side: Operand) -> str:
+    return f"{side.format},{side.rounding},{side.hadamard}"
+
+
+# ---- a whole block ----
+
+
+def fused_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: tuple[Tensor, Tensor, Tensor], top_k: int, act: str
+) -> Tensor:
+    """`y[t] = sum_j w[t, j] down[e] (act(gate) * up)` over the experts e that token t chose, all six GEMMs in FP8.
+
+    `gate_up` is [E, 2F, D], the gate first, `down` [E, D, F]. `routing` holds the choices t * top_k + j sorted by
+    expert, their weights [S] in the order of tokens, and the ends of the experts' groups.
+    """
+    order, weight, offs = routing
+    return _FusedExperts.apply(x, gate_up, down, order, weight, offs, top_k, act)
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        order: Tensor,
+        weight_S: Tensor,
+        offs: Tensor,
+        top_k: int,
+        act: str,
+    ) -> Tensor:
+        ends, slot, place = ops.group_layout(offs, order, order.shape[0])
+        q_TD, x_scale = ops.quantize_rows(x_TD)
+        q_gate_up, gate_up_scale = ops.quantize_experts(gate_up)
+        q_down, down_scale = ops.quantize_experts(down)
+        rows = ops.gather_rows(q_TD, x_scale, slot, top_k)
+        gate_up_P2F = ops.grouped_gemm(*rows, q_gate_up, gate_up_scale, ends).to(x_TD.dtype)
+        hidden = ops.expert_swiglu(gate_up_P2F, weight_S, slot, act)
+        y_PD = ops.grouped_gemm(*hidden, q_down, down_scale, ends)
+        ctx.top_k, ctx.act = top_k, act
+        ctx.save_for_backward(
+            q_TD, x_scale, gate_up, gate_up_scale, down, down_scale, gate_up_P2F, weight_S, ends, slot, place
+        )
+        return ops.combine_rows(y_PD, place, top_k).to(x_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q_TD, x_scale, gate_up, gate_up_scale, down, down_scale, gate_up_P2F, weight_S, ends, slot, place = (
+            ctx.saved_tensors
+        )
+        dy_TD = grads[0].contiguous()
+        wants_x, wants_gate_up, wants_down, _, wants_weight = ctx.needs_input_grad[:5]
+        dx = d_gate_up = d_down = d_weight = None
+        dy_rows = ops.gather_rows(*ops.quantize_rows(dy_TD), slot, ctx.top_k)
+        turned_down = ops.quantize_experts_turned(down, down_scale, dy_TD)
+        dh_PF = ops.grouped_gemm(*dy_rows, *turned_down, ends).to(gate_up_P2F.dtype)
+        q, scale, q_h, scale_h, dw_S = ops.expert_swiglu_backward(dh_PF, gate_up_P2F, weight_S, slot, ctx.act)
+        if wants_down:
+            d_down = ops.grouped_wgrad(
+                *ops.transpose_groups(*dy_rows, ends), *ops.transpose_groups(q_h, scale_h, ends), ends
+            ).to(down.dtype)
+        if wants_x:
+            turned_gate_up = ops.quantize_experts_turned(gate_up, gate_up_scale, dy_TD)
+            dx_PD = ops.grouped_gemm(q, scale, *turned_gate_up, ends)
+            dx = ops.combine_rows(dx_PD, place, ctx.top_k).to(dy_TD.dtype)
+        if wants_gate_up:
+            rows = ops.gather_rows(q_TD, x_scale, slot, ctx.top_k, dy_TD)
+            d_gate_up = ops.grouped_wgrad(
+                *ops.transpose_groups(q, scale, ends), *ops.transpose_groups(*rows, ends), ends
+            ).to(gate_up.dtype)
+        if wants_weight:
+            d_weight = dw_S.to(weight_S.dtype)
+        return dx, d_gate_up, d_down, None, d_weight, None, None, None
