@@ -1,7 +1,7 @@
 """Let Hugging Face's experts run as grouped products while the engine calls the model.
 
-Each expert by itself in a Python loop breaks the graph at every block, and a copy of an expert's weights for every token
-fills the memory. The setting is the model's config's, and is put back after the call: called by itself, the model
+Each expert by itself in a Python loop breaks the graph at every block, and a copy of an expert's weights for every
+token fills the memory. The setting is the model's config's, and is put back after the call: called by itself, the model
 computes as its user chose.
 """
 

@@ -4,12 +4,12 @@
     fused_experts     tokens in, tokens out: gather, gate and up, SwiGLU, down, sum over each token's choices
 
 Both are autograd functions over the primitives of `deepwell.kernels.library_experts`. The fused block runs in FP8 from
-end to end in rows padded by expert, and keeps, beside its inputs, one byte an element of each token and the rows of gate
-and up: the gathered tokens, the hidden rows and the experts' outputs are made again or not needed (`expert_swiglu`).
+end to end in rows padded by expert, and keeps, beside its inputs, one byte an element of each token and the rows of
+gate and up: gathered tokens, hidden rows and the experts' outputs are made again or not needed (`expert_swiglu`).
 """
 
-# Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K and N the widths of a grouped linear, D width of a
-# token, F hidden width of an expert.
+# Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K and N the widths of a grouped linear, D width of
+# a token, F hidden width of an expert.
 
 from typing import Any
 

@@ -1,11 +1,11 @@
 """Quantize the weights of all experts in one launch: along their rows, or turned, for the other direction's product.
 
     rows      codes [E, R, C] with one power-of-two scale per row of an expert, as `quantize_rows` of [E * R, C]
-    turned    codes [E, C, R] with one scale per expert, the largest of its rows':  q[e, c, r] = RNE(w[e, r, c] / scale[e])
+    turned    codes [E, C, R] with one scale per expert, its rows' largest: q[e, c, r] = RNE(w[e, r, c] / scale[e])
 
 A weight stored [E, N, K] is read along its rows by the forward and turned by dgrad; one stored [E, K, N] the other way.
-Numerics: bit for bit `deepwell.formats` ("fp8_e4m3_row_pow2", and "fp8_e4m3_tensor_pow2" of each expert). An expert that
-    holds inf or NaN gets a NaN scale and NaN codes, turned; the others stay as they are.
+Numerics: bit for bit `deepwell.formats` ("fp8_e4m3_row_pow2", and "fp8_e4m3_tensor_pow2" of each expert). An expert
+    that holds inf or NaN gets a NaN scale and NaN codes, turned; the others stay as they are.
 Cost: memory bound, 2 + 1 bytes an element each (bf16). Qwen3-30B-A3B's gate and up (128 x 1536 x 2048) at 4.25 TB/s:
     284 us; Mixtral's (8 x 28672 x 4096) 663 us.
 """

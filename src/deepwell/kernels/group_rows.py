@@ -1,6 +1,6 @@
 """Rows of tokens laid out by expert, each expert's group filled up to whole lines of 16 rows, and back again.
 
-    layout    every expert gets max(16, its rows rounded up to 16) rows, the last one all that is left of P; a padded row
+    layout    every expert gets max(16, its rows rounded up to 16) rows, the last one all that is left of P; padded row
               p holds slot[p] = t * top_k + j (choice j of token t) or -1; place[slot[p]] = p, -1 for dropped choices
     gather    q[p], scale[p] = FP8 row of x[slot[p] // top_k]; where slot[p] = -1: zeros with the smallest scale
     combine   y[t] = sum_j x[place[t * top_k + j]]                          the transpose of gather

@@ -45,7 +45,7 @@ library._register(
 )
 library._register(
     "combine_rows(Tensor x, Tensor place, int top_k) -> Tensor",
-    lambda x, place, top_k: combine_rows(x, place, top_k),
+    combine_rows,
     lambda x, place, top_k: x.new_empty((place.shape[0] // top_k, x.shape[1])),
 )
 library._register(
@@ -125,7 +125,8 @@ def _rounded(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
 def _grouped_emulated(a: Tensor, b: Tensor, offs: Tensor, lhs: str, rhs: str) -> Tensor:
     """`a[rows of e] @ b[e].T` with both operands of each expert rounded along the contraction, the product in fp32.
 
-    a is [S, K] and b [E, N, K]. An operand is written "format,rounding,hadamard"; "fp32" rounds nothing. Rows past the last group are zeros.
+    a is [S, K] and b [E, N, K]. An operand is written "format,rounding,hadamard"; "fp32" rounds nothing. Rows past the
+    last group are zeros.
     """
     out, begin = a.new_zeros((a.shape[0], b.shape[1])), 0
     left, right = _operand(lhs), _operand(rhs)

@@ -93,7 +93,7 @@ def find_experts(
 
 
 def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> int:
-    """Replace the sites, whole blocks where they are recognised; call after the SwiGLU pass. Returns how many blocks."""
+    """Replace the sites, whole blocks where recognised; call after the SwiGLU pass. Returns how many blocks."""
     by_node = {site.node: site for site in sites}
     done: set[fx.Node] = set()
     blocks = 0
