@@ -29,7 +29,9 @@ from deepwell.errors import DeepwellError
 from deepwell.planner.comm import Network
 from deepwell.planner.efficiency import GpuConstants, constants_key, device, gpu_constants
 from deepwell.planner.estimate import Job, read_job, step_seconds
+from deepwell.planner.rank_memory import rank_memory
 from deepwell.planner.rows import RunRow, packaged_runs
+from deepwell.planner.rows.run import recompute_candidates
 from deepwell.planner.stack import get_stack
 
 PLANNER = Path(__file__).parent.parent / "src" / "deepwell" / "planner"
@@ -67,20 +69,34 @@ def load(runs: Iterable[RunRow] | None = None) -> list[Point]:
     """Every row that has a measured step time and can be predicted."""
     points = []
     for run in packaged_runs() if runs is None else runs:
-        if run.measured.step_s is None or run.workload is None or run.layout is None:
+        if run.measured.step_s is None or run.hardware is None or run.layout is None:
             continue
-        assert run.stack is not None and run.hardware is not None
-        try:
-            job = read_job(run.workload, run.layout, run.stack)
-        except DeepwellError:
+        job = _first_that_fits(run)
+        if job is None:
             continue
         points.append(
             Point(
-                run=run, job=job, gpu=constants_key(run.hardware.gpus[0]), stack=run.stack.name,
+                run=run, job=job, gpu=constants_key(run.hardware.gpus[0]), stack=job.stack.name,
                 measured=run.measured.step_s, weight=WEIGHTS.get(run.tier, 0.0),
             )
         )  # fmt: skip
     return points
+
+
+def _first_that_fits(run: RunRow) -> Job | None:
+    """The row with the least recomputation that fits, as validation reads a row that does not say."""
+    first: Job | None = None
+    for candidate in recompute_candidates(run):
+        assert candidate.workload and candidate.layout and candidate.stack and candidate.hardware
+        try:
+            job = read_job(candidate.workload, candidate.layout, candidate.stack)
+        except DeepwellError:
+            return None
+        limit = candidate.hardware.memory_bytes or 0
+        if max(rank_memory(job, rank).device for rank in range(candidate.layout.pp)) <= limit:
+            return job
+        first = first or job
+    return first
 
 
 def read_priors() -> dict[str, dict[str, Prior]]:

@@ -90,6 +90,10 @@ class Layout:
             raise ConfigError(f"sharding is {self.sharding!r}; accepted: {', '.join(SHARDINGS)}")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        if self.schedule in ("zbv", "dualpipev") and self.pp > 1 and self.virtual_stages != 2:
+            raise ConfigError(
+                f"schedule {self.schedule} has 2 stages per rank; virtual_stages is {self.virtual_stages}"
+            )
         if self.dp % self.dp_replicate:
             raise ConfigError(f"dp_replicate {self.dp_replicate} does not divide dp {self.dp}")
         if (self.dp * self.cp * self.tp) % (self.ep * self.etp):

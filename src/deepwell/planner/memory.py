@@ -57,6 +57,10 @@ def saved_bytes(block: LocalBlock, recompute: Recompute, kernel: str, dropout: b
     for tensor in block.saved:
         if tensor.group not in freed:
             kept[tensor.kind] = kept.get(tensor.kind, 0.0) + tensor.nbytes
+    if kernel == "flash1" and "qkv" not in freed:
+        # FlashAttention 1 takes q, k and v packed: a copy beside what rotation and projection left.
+        packed = sum(a.batch * a.q_len * a.qk_dim * (a.heads + 2 * a.kv_heads) for a in block.attention)
+        kept["attention"] = kept.get("attention", 0.0) + 0.5 * HALF * packed
     if kernel in UNFUSED_BYTES and "scores" not in freed:
         # Softmax's result, dropout's mask and its result (they are there at probability 0 too); a softmax in fp32 keeps
         # its own copy besides.

@@ -307,7 +307,9 @@ def _habitual_recompute(record: Record, stack: str) -> Recompute:
     modules = software.habit(record, stack).recompute
     if modules:
         return Recompute(kind="selective", modules=modules)
-    if stack in ("maxtext", "paxml"):
+    if stack == "maxtext":
+        return Recompute(kind="full")  # its default policy; the 70B models do not fit with less
+    if stack == "paxml":
         return Recompute(kind="selective", modules=("core_attn", "layernorm", "mlp_act"))
     return Recompute()
 
