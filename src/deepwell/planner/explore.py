@@ -104,10 +104,10 @@ class Found:
 class Explorer:
     """Prices layouts of one space and remembers what it priced."""
 
-    def __init__(self, space: Space, progress: Progress | None = None) -> None:
+    def __init__(self, space: Space, progress: Progress | None = None, best: float = float("inf")) -> None:
         self.space = space
         self.progress = progress or (lambda phase, done, total: None)
-        self.best = float("inf")  # seconds of the fastest that fits so far
+        self.best = best  # seconds of the fastest that fits so far, or that is needed to be of use
         self.bar = float("inf")  # seconds beyond which a layout of the family that is open is not worth pricing
         self._priced: dict[tuple[Layout, bool], Estimate] = {}
 

@@ -213,13 +213,18 @@ def _search(
 ) -> tuple[Space, Found, Scored]:
     """The best over the machine sizes that the goal allows."""
     sizes = _sizes(hw, goal, limits)
-    if goal == "smallest":
+    if goal != "fastest":
         sizes = sorted(sizes)
     best: tuple[tuple[Any, ...], Space, Found, Scored] | None = None
     tried: list[tuple[Space, Found]] = []
     for count in sizes:
         space = make_space(workload, fewer_gpus(hw, count), stack, limits)
-        found = Explorer(space, progress).run()
+        # What costs more GPU-seconds than a smaller machine is of no use to the cheapest.
+        enough = best[0][0] / count if best is not None and goal == "cheapest" else float("inf")
+        explorer = Explorer(space, progress, enough)
+        if count != max(sizes) and goal != "fastest" and explorer.first_fit() is None:
+            continue
+        found = explorer.run()
         tried.append((space, found))
         if found.ranked:
             top = found.ranked[0]

@@ -55,7 +55,7 @@ def plan_timeline(plan: Plan, times: StageTimes | None = None) -> Timeline:
     times = times or stage_times(plan)
     layout = plan.layout
     return simulate(
-        layout.schedule if layout.pp > 1 else "1f1b",
+        layout.runs_as if layout.pp > 1 else "1f1b",
         layout.pp,
         plan.accumulation,
         layout.virtual_stages,
