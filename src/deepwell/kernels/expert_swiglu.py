@@ -24,7 +24,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, quantize_row, saturate
-from deepwell.kernels._triton import is_hopper, on_device, runs_kernel, tl, triton
+from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 from deepwell.kernels.swiglu import (
@@ -257,7 +257,8 @@ def expert_swiglu_backward(
     q_h, scale_h = _rows(gate_up_P2F, width)
     # A choice that no expert took gets no gradient.
     dw_S = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
-    config = _fit(config or default_backward_config(width, on_hopper=is_hopper(gate_up_P2F)), width)
+    # Whole rows of more than 8192 columns spill here, on Hopper too: three rows of codes are made at once.
+    config = _fit(config or default_backward_config(width), width)
     if gate_up_P2F.shape[0]:
         with on_device(gate_up_P2F):
             _expert_swiglu_backward_kernel[(gate_up_P2F.shape[0],)](
