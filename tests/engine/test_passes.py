@@ -585,9 +585,28 @@ def _gated_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return ops.quantize_rows(ops.swiglu_backward(x[:, :8].contiguous(), x, "silu"))
 
 
+def _norm_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    # As in a layer: the gradient of the stream goes on to the norm before, and as rows into the linear between them.
+    rstd = x.float().square().mean(1)
+    dx, dw = ops.rms_norm_backward(x, 2 * x, w, rstd, "llama", x)
+    rows = ops.quantize_rows(dx.view(2, 4, 16).view(8, 16))
+    d_first, dw_first, db_first = ops.layer_norm_backward(x, x, w, rstd, rstd, dx)
+    return (*rows, dw, d_first, *ops.quantize_rows(d_first), dw_first, db_first)
+
+
+def _norm_gradients_read_once(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    # A norm behind a linear (OLMo 2): nobody but the linear reads its gradient.
+    rstd = x.float().square().mean(1)
+    dx, dw = ops.rms_norm_backward(x, 2 * x, w, rstd, "torch")
+    d_other, dw_other, db = ops.layer_norm_backward(x, x, w, rstd, rstd)
+    return (*ops.quantize_rows(dx), dw, *ops.quantize_rows(d_other), dw_other, db)
+
+
 @pytest.mark.parametrize(
     ("function", "fused", "left"),
     [
+        (_norm_gradients, 2, 0),
+        (_norm_gradients_read_once, 2, 0),
         (_normed_and_quantized, 1, 0),
         (_normed_and_quantized_twice, 1, 0),  # one quantization serves both
         (_normed_and_read, 0, 1),  # somebody wants the high-precision value as well

@@ -20,7 +20,7 @@ Key = tuple[Any, ...]
 
 @dataclass(slots=True, kw_only=True)
 class WeightCache:
-    """The codes of all groups, shared by all graphs of an engine: training and evaluation, other shapes, other steps."""
+    """The codes of all groups, shared by all graphs of an engine: training, evaluation, other shapes, other steps."""
 
     groups: dict[Key, Codes] = field(default_factory=dict)
     # Where each group's weights lay at its last refresh, and their version counters.

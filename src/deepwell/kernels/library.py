@@ -181,14 +181,25 @@ def _add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return out.q, out.scale, out.total, out.rstd
 
 
-def _rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str, d_residual: Tensor | None = None
+# What a norm's backward writes: dx, FP8 rows of it for the linear before the norm, or both.
+_Written = dict[str, Any]
+_DX: _Written = {}
+_DX_ROWS: _Written = {"write": False, "fp8": _FP8}
+_DX_AND_ROWS: _Written = {"fp8": _FP8}
+
+
+def _given(grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(grad for grad in grads if grad is not None)
+
+
+def _rms_norm_grads(
+    written: _Written, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *how: Any
 ) -> tuple[Any, ...]:
-    """`d_residual` is the gradient that reaches x past the norm; dx has it added."""
-    past = None if d_residual is None else _dense(d_residual)
-    options = rms_norm.Options(rounding=rounding)
-    out = rms_norm.rms_norm_backward(_dense(dy), _dense(x), weight, rstd, d_residual_TD=past, options=options)
-    return out.dx, out.dw
+    """`how` is the rounding and, where there is one, the gradient that reaches x past the norm; dx has it added."""
+    rounding, past = how if len(how) == 2 else (*how, None)
+    past = None if past is None else _dense(past)
+    options = rms_norm.Options(rounding=rounding, **written)
+    return _given(rms_norm.rms_norm_backward(_dense(dy), _dense(x), weight, rstd, d_residual_TD=past, options=options))
 
 
 def _fake_rstd(x: Tensor) -> Tensor:
@@ -216,11 +227,21 @@ _register(
     _add_rms_norm_quantize,
     lambda x, residual, weight, eps, rounding: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x)),
 )
+_RMS_NORM_GRADS = "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? d_residual=None)"
 _register(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? d_residual=None)"
-    " -> (Tensor, Tensor)",
-    _rms_norm_backward,
-    lambda dy, x, weight, rstd, rounding, d_residual=None: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    f"rms_norm_backward{_RMS_NORM_GRADS} -> (Tensor, Tensor)",
+    lambda *operands: _rms_norm_grads(_DX, *operands),
+    lambda dy, x, weight, *how: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+)
+_register(
+    f"rms_norm_backward_quantize{_RMS_NORM_GRADS} -> (Tensor, Tensor, Tensor)",
+    lambda *operands: _rms_norm_grads(_DX_ROWS, *operands),
+    lambda dy, x, weight, *how: (*_rows_of(x), weight.new_empty(weight.shape)),
+)
+_register(
+    f"rms_norm_backward_beside{_RMS_NORM_GRADS} -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda *operands: _rms_norm_grads(_DX_AND_ROWS, *operands),
+    lambda dy, x, weight, *how: (x.new_empty(x.shape), *_rows_of(x), weight.new_empty(weight.shape)),
 )
 
 # ---- LayerNorm ----
@@ -251,12 +272,17 @@ def _add_layer_norm_quantize(
     return out.q, out.scale, out.total, out.mean, out.rstd
 
 
-def _layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, d_residual: Tensor | None = None
+def _layer_norm_grads(
+    written: _Written, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, past: Tensor | None = None
 ) -> tuple[Any, ...]:
-    past = None if d_residual is None else _dense(d_residual)
-    out = layer_norm.layer_norm_backward(_dense(dy), _dense(x), weight, mean, rstd, d_residual_TD=past)
-    return out.dx, out.dw, out.db
+    past = None if past is None else _dense(past)
+    options = rms_norm.Options(rounding="torch", **written)
+    dense = (_dense(dy), _dense(x), weight, mean, rstd)
+    return _given(layer_norm.layer_norm_backward(*dense, d_residual_TD=past, options=options))
+
+
+def _fake_dw_db(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
 _register(
@@ -280,15 +306,21 @@ _register(
     _add_layer_norm_quantize,
     lambda x, residual, weight, bias, eps: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
 )
+_LAYER_NORM_GRADS = "(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? d_residual=None)"
 _register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? d_residual=None)"
-    " -> (Tensor, Tensor, Tensor)",
-    _layer_norm_backward,
-    lambda dy, x, weight, mean, rstd, d_residual=None: (
-        x.new_empty(x.shape),
-        weight.new_empty(weight.shape),
-        weight.new_empty(weight.shape),
-    ),
+    f"layer_norm_backward{_LAYER_NORM_GRADS} -> (Tensor, Tensor, Tensor)",
+    lambda *operands: _layer_norm_grads(_DX, *operands),
+    lambda dy, x, weight, *how: (x.new_empty(x.shape), *_fake_dw_db(weight)),
+)
+_register(
+    f"layer_norm_backward_quantize{_LAYER_NORM_GRADS} -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda *operands: _layer_norm_grads(_DX_ROWS, *operands),
+    lambda dy, x, weight, *how: (*_rows_of(x), *_fake_dw_db(weight)),
+)
+_register(
+    f"layer_norm_backward_beside{_LAYER_NORM_GRADS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda *operands: _layer_norm_grads(_DX_AND_ROWS, *operands),
+    lambda dy, x, weight, *how: (x.new_empty(x.shape), *_rows_of(x), *_fake_dw_db(weight)),
 )
 
 # ---- activations: gated (SwiGLU, GEGLU) and plain ----

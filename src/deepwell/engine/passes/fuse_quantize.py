@@ -6,9 +6,11 @@ Works on AOTAutograd's forward or backward graph, where producers and quantizati
     swiglu -> quantize_rows                   swiglu_quantize               activation alike
     swiglu_backward -> quantize_rows          swiglu_backward_quantize      activation_backward alike
     rope_qkv_backward -> quantize_rows        rope_qkv_backward_rows
+    rms_norm_backward -> quantize_rows        rms_norm_backward_quantize    layer_norm_backward alike
 
 A fusion happens where nobody else reads the high-precision value; else the two stay apart and share one quantization,
-but for rope_qkv_backward, which writes both then (a bias of q, k, v reads its gradient in high precision).
+but for the `_beside` ops, which write both then: a bias of q, k, v reads the gradient of rope_qkv in high precision,
+and the gradient of a norm's input goes down the residual stream as well as into the linear before it.
 """
 
 import operator
@@ -32,6 +34,8 @@ def fuse_quantize(graph: fx.Graph) -> int:
         ops.add_rms_norm.default: ops.add_rms_norm_quantize.default,
         ops.add_layer_norm.default: ops.add_layer_norm_quantize.default,
         ops.bias_activation_backward.default: ops.bias_activation_backward_quantize.default,
+        ops.rms_norm_backward.default: ops.rms_norm_backward_quantize.default,
+        ops.layer_norm_backward.default: ops.layer_norm_backward_quantize.default,
     }
     singles = {
         ops.swiglu.default: ops.swiglu_quantize.default,
@@ -41,7 +45,11 @@ def fuse_quantize(graph: fx.Graph) -> int:
         ops.bias_activation.default: ops.bias_activation_quantize.default,
         ops.rope_qkv_backward.default: ops.rope_qkv_backward_rows.default,
     }
-    beside = {ops.rope_qkv_backward.default: ops.rope_qkv_backward_beside.default}
+    beside = {
+        ops.rope_qkv_backward.default: ops.rope_qkv_backward_beside.default,
+        ops.rms_norm_backward.default: ops.rms_norm_backward_beside.default,
+        ops.layer_norm_backward.default: ops.layer_norm_backward_beside.default,
+    }
     _share(graph, ops.quantize_rows.default)
     count = 0
     for node in list(graph.nodes):
@@ -51,7 +59,10 @@ def fuse_quantize(graph: fx.Graph) -> int:
         if producer is None:
             continue
         if producer.target in norms and index == 0:
-            count += _fuse_norm(graph, node, producer, norms[producer.target])
+            is_fused = _fuse_norm(graph, node, producer, norms[producer.target])
+            if not is_fused and producer.target in beside:
+                is_fused = _fuse_norm_beside(graph, node, producer, beside[producer.target])
+            count += is_fused
         elif producer.target in singles:
             is_fused = _fuse_single(graph, node, producer, singles[producer.target])
             if not is_fused and producer.target in beside:
@@ -113,6 +124,20 @@ def _fuse_norm(graph: fx.Graph, quantize: fx.Node, norm: fx.Node, fused_op: obje
     for index, output in outputs.items():
         if index:
             output.replace_all_uses_with(parts[index + 1])
+    return True
+
+
+def _fuse_norm_beside(graph: fx.Graph, quantize: fx.Node, norm: fx.Node, fused_op: object) -> bool:
+    """The same where the result has other readers: it is written, and its codes and scales follow it."""
+    outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
+    if len(outputs) != len(norm.users) or 0 not in outputs:
+        return False
+    with graph.inserting_before(norm):
+        fused = call_with_value(graph, fused_op, norm.args)
+        parts = items_of(graph, fused)
+    _adopt(quantize, parts[1:3])
+    for index, output in outputs.items():
+        output.replace_all_uses_with(parts[index + 2 if index else 0])
     return True
 
 
