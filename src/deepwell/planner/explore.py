@@ -197,15 +197,13 @@ class Explorer:
             fastest = self._fastest(family, batch)
             if fastest is None or _floor(fastest) > self.bar:
                 continue
-            has_fitted = False
+            if not fastest.fits and not self._could_fit(family, batch):
+                return  # not even its leanest form fits, and a larger micro-batch holds more
             for line in self._lines(family, batch, fastest):
                 for scored in self._fitting(family, batch, line):
-                    has_fitted = True
                     self.best = min(self.best, scored.estimate.step_s)
                     self.bar = max(min(self.bar, scored.estimate.step_s * NEAR), self.best * NEAR)
                     yield scored
-            if not has_fitted and not self._could_fit(family, batch):
-                return  # a larger micro-batch holds more
 
     def _lines(self, family: Family, batch: int, fastest: Scored) -> Iterator[Pipeline]:
         """Schedules in the order of what their bubbles promise, as long as that is near the best."""
