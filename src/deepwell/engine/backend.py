@@ -161,7 +161,9 @@ def _rewrite(
     options.note("swiglu", rewrite_swiglu(graph))
     experts = find_experts(graph, weights, options.schemes)
     options.note("experts", len(experts))
-    options.note("fused_experts", rewrite_experts(graph, experts))
+    fused, reasons = rewrite_experts(graph, experts)
+    options.note("fused_experts", fused)
+    options.remarks |= {f"experts run product by product, padded for each: {reason}": None for reason in reasons}
     options.rewritten |= {site.path for site in experts}
     norms, activations, biases = rewrite_before_linears(graph)
     options.note("layer_norm", norms)

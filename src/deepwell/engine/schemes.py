@@ -53,7 +53,7 @@ def _parse_gemm(text: str, step: str) -> GemmScheme:
     if name in ("mxfp8_native", "nvfp4_native"):
         described = name.removesuffix("_native") + ("," + options if options else "")
         return GemmScheme(method="native", format=_gemm_format(described, step))
-    known = "bf16, fp8_row, grouped_fp8, <format>_native or emulate:<format>"
+    known = "grouped_fp8, bf16, fp8_row, <format>_native or emulate:<format>"
     raise ConfigError(f"gemm scheme {text!r} is not known; it is {known}")
 
 

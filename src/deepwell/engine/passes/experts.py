@@ -92,16 +92,24 @@ def find_experts(
     return sites
 
 
-def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> int:
-    """Replace the sites, whole blocks where recognised; call after the SwiGLU pass. Returns how many blocks."""
+def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, list[str]]:
+    """Replace the sites, whole blocks where recognised; call after the SwiGLU pass.
+
+    Returns how many blocks, and why other FP8 experts run product by product.
+    """
     by_node = {site.node: site for site in sites}
     done: set[fx.Node] = set()
     blocks = 0
+    reasons: dict[str, str] = {}  # by the module of the experts: that of its last product, the down projection
     for down in sites:
+        if down.scheme != _FP8:
+            continue
         found = _block_around(down, by_node)
-        if found is None:
+        if isinstance(found, str):
+            reasons[down.path.rpartition(".")[0]] = found
             continue
         gate_up, block = found
+        reasons.pop(down.path.rpartition(".")[0], None)
         _replace_block(graph, gate_up, down, block)
         done |= {gate_up.node, down.node}
         blocks += 1
@@ -114,7 +122,7 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> int:
                 (site.node.args[0], site.weight, site.offs, site.is_kn, site.scheme),
             )
         replace(site.node, new)
-    return blocks
+    return blocks, list(dict.fromkeys(reasons.values()))
 
 
 def _replace_block(graph: fx.Graph, gate_up: ExpertSite, down: ExpertSite, block: _Block) -> None:
@@ -152,23 +160,23 @@ def _between(node: fx.Node, inputs: set[fx.Node]) -> Iterator[fx.Node]:
 # ---- recognising a block ----
 
 
-def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tuple[ExpertSite, _Block] | None:
-    """The gate-up site and the block whose down projection this is, None where something differs."""
-    if down.scheme != _FP8 or down.is_kn:
-        return None
+def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tuple[ExpertSite, _Block] | str:
+    """The gate-up site and the block whose down projection this is, or what differs."""
     hidden = skip(down.node.args[0], CAST_OPS)
     if hidden.target is not functional.swiglu_packed or only_user(hidden) is None:
-        return None
+        return "their gate is not act(first half) * second half of one product without a bias"
     gate_up = sites.get(_masked(hidden.args[0]))
-    if gate_up is None or gate_up.scheme != _FP8 or gate_up.is_kn or gate_up.offs is not down.offs:
-        return None
+    if gate_up is None or gate_up.scheme != _FP8 or gate_up.offs is not down.offs:
+        return "gate and up are not one FP8 product over the same groups"
+    if gate_up.is_kn or down.is_kn:
+        return "their weights are stored [E, K, N]"
     gathered = _gathered(skip(gate_up.node.args[0], CAST_OPS))
     if gathered is None:
-        return None
+        return "their rows are not tokens taken in the order of experts"
     x, order, top_k = gathered
     summed = _summed(down.node, order, top_k)
     if summed is None or not runs_in_kernels(x, gate_up.weight, down.weight):
-        return None
+        return "their rows are not weighted and added up by token, or dtypes differ"
     weights, total = summed
     block = _Block(x=x, order=order, weights=weights, top_k=top_k, act=hidden.args[1], total=total)
     return gate_up, block
