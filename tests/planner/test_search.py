@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import deepwell as dw
 from deepwell.errors import ConfigError, PlanError
@@ -187,6 +189,16 @@ def test_a_plan_fits_and_adds_up(plan: Plan) -> None:
     assert all(one.why_not for one in plan.runners_up)
 
 
+def test_a_plan_answers_by_the_names_people_ask_for(plan: Plan) -> None:
+    degrees = plan.degrees
+    assert degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] == plan.gpus
+    assert max(stage.device for stage in plan.memory) / 2**30 == plan.peak_gib
+    shares = dict(plan.precision.spans[0].shares)
+    assert shares["fp8"] > 0.9
+    assert 0 <= plan.bubble < 1
+    assert set(plan.exposed) == {"tp", "cp", "ep", "pp", "dp"}
+
+
 def test_goals_mean_what_they_say(plan: Plan) -> None:
     smallest = plan_8b(goal="smallest")
     cheapest = plan_8b(goal="cheapest")
@@ -212,6 +224,45 @@ def test_part_of_a_machine_is_whole_nodes_or_part_of_one() -> None:
     assert fewer_gpus(hw, 4).num_gpus == 4
     with pytest.raises(ConfigError, match="whole nodes"):
         fewer_gpus(hw, 12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    config=st.sampled_from((TINY, TINY_MOE)),
+    hw=st.sampled_from(("H100", "8xH100", "2x8xB200", "3x8xA100-80", "gb200-nvl72")),
+    seq_len=st.sampled_from((512, 1000, 2048)),
+    global_batch=st.integers(1, 96),
+    limits=st.fixed_dictionaries(
+        {},
+        optional={
+            "tp": st.sampled_from((1, 2, 4, 5)),
+            "pp": st.sampled_from((1, 2, 3, 7)),
+            "ep": st.sampled_from((1, 2, 8)),
+            "micro_batch": st.integers(1, 3),
+            "sharding": st.sampled_from(("ddp", "zero1", "zero2", "zero3")),
+            "recompute": st.sampled_from(("none", "selective", "full", "block")),
+            "max_memory": st.sampled_from((1.0, 3.0, 40.0)),
+        },
+    ),
+)
+def test_any_request_gets_a_plan_that_keeps_it_or_a_named_error(
+    config: dict[str, Any], hw: str, seq_len: int, global_batch: int, limits: dict[str, Any]
+) -> None:
+    try:
+        found = autoplan(config, hw, seq_len=seq_len, global_batch=global_batch, **limits)
+    except (ConfigError, PlanError) as error:
+        assert str(error)
+        return
+    layout = found.layout
+    assert layout.gpus == found.hardware.num_gpus <= found.machine_gpus
+    assert found.accumulation * layout.micro_batch * layout.dp == global_batch
+    assert sum(found.stage_layers) == 6
+    assert found.limit_gib is not None
+    assert found.peak_gib <= found.limit_gib
+    for name in ("tp", "pp", "ep", "micro_batch", "sharding"):
+        assert name not in limits or getattr(layout, name) == limits[name] or (name, layout.dp) == ("sharding", 1)
+    assert "recompute" not in limits or layout.recompute.kind == limits["recompute"]
+    assert Plan.from_json(found.to_json()) == found
 
 
 # ---- requests that cannot be met ----

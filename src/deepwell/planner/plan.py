@@ -17,13 +17,14 @@ from deepwell.errors import ConfigError
 from deepwell.hardware.codec import decode, encode
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import KernelChoice
-from deepwell.planner.estimate_values import Estimate
+from deepwell.planner.estimate_values import Estimate, StageMemory
 from deepwell.planner.layout import Layout
 from deepwell.planner.stack import Stack
 from deepwell.planner.workload import Workload
 
 if TYPE_CHECKING:
     from deepwell.planner.sensitivity import Sensitivity
+    from deepwell.precision.explain import Explanation
 
 SCHEMA = 1
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
@@ -108,6 +109,22 @@ class Plan:
     @property
     def peak_gib(self) -> float:
         return self.estimate.peak_gib
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """How many ways each axis splits: dp, tp, pp, cp, ep, etp, and dp_replicate, the copies inside dp."""
+        names = ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate")
+        return {name: getattr(self.layout, name) for name in names}
+
+    @property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Bytes of one GPU of every pipeline rank at its peak, by what they hold."""
+        return self.estimate.memory
+
+    @property
+    def precision(self) -> Explanation:
+        """The format of every GEMM of every layer at the first step, with the rule that decided."""
+        return self.workload.precision_policy.explain(self.workload.ir, 0)
 
     @property
     def stage_layers(self) -> tuple[int, ...]:

@@ -217,6 +217,6 @@ def _axis(plan: Plan, name: str, size: int, stride: int) -> dict[str, Any]:
 
 
 def _precision(plan: Plan) -> dict[str, Any]:
-    found = plan.workload.precision_policy.explain(plan.workload.ir, 0).to_dict()
+    found = plan.precision.to_dict()
     span = found["spans"][0]
     return {"groups": span["groups"], "shares": span["shares"], "formats": found["formats"], "notes": found["notes"]}
