@@ -29,6 +29,7 @@ KERNEL_S = 2.5e-6
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.06), (64, 128, 1.25), (64, 64, 1.6))
 
 _FULL_TILE = 128 * 256
+_SPLIT_DEPTH, _SPLIT_COST = 1024, 1.15
 
 # Share of the tail wave that persistent kernels and the overlap with the next kernel cannot fill.
 _TAIL = 0.5
@@ -156,14 +157,19 @@ _BYTES = {
 
 
 @functools.lru_cache(maxsize=200_000)
-def _work(m: float, n: float, groups: int, sms: int) -> tuple[float, float]:
+def _work(m: float, n: float, k: float, groups: int, sms: int) -> tuple[float, float]:
     """Output area that one SM computes for the whole product with the best tile: with its slow-down, and plain."""
     best = (math.inf, math.inf)
     for tile_m, tile_n, slow in _TILES:
-        waves = groups * math.ceil(m / tile_m) * math.ceil(n / tile_n) / sms
-        waves += _TAIL * (math.ceil(waves) - waves) if waves > 1 else (1 - waves)
+        tiles = groups * math.ceil(m / tile_m) * math.ceil(n / tile_n)
+        waves, share = tiles / sms, 1.0
+        if waves > 1:
+            waves += _TAIL * (math.ceil(waves) - waves)
+        else:
+            # Fewer tiles than SMs: a deep product is split along k, which costs a second pass over the sums.
+            waves, share = 1.0, min(1.0, _SPLIT_COST / min(1 / waves, max(1.0, k / _SPLIT_DEPTH)))
         area = waves * tile_m * tile_n
-        best = min(best, (area * slow, area))
+        best = min(best, (share * area * slow, area))
     return best
 
 
@@ -171,7 +177,7 @@ def gemm_s(dev: Device, fmt: str, m: float, n: float, k: float, groups: int = 1)
     """Seconds of `groups` products [m, k] x [k, n] in one launch."""
     if m <= 0:
         return 0.0
-    slowed, area = _work(m, n, groups, dev.sms)
+    slowed, area = _work(m, n, k, groups, dev.sms)
     busy = 2.0 * slowed * k * dev.sms / dev.rates[fmt] + area * dev.constants.tile_us * 1e-6 / _FULL_TILE
     moved = groups * (_BYTES[fmt] * (m * k + k * n) + HALF * m * n)
     # Grouped products of today's stacks are loops of launches over a few streams.

@@ -33,8 +33,9 @@ __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
 # Share of overlapped gradient reduction and weight gathering that stays visible: the first and last buckets.
 _EXPOSED = 0.25
 
-# Once per step: the next batch, the gradient's norm, the host side of the optimizer, logging.
-_STEP_S = 0.04
+# Once per step: the next batch, the gradient's norm, the host side of the optimizer, logging. Grows with the ranks that
+# agree on something.
+_STEP_S, _STEP_S_PER_DOUBLING = 0.002, 0.008
 
 # One broadcast per owner of a shard, where weights come back that way and not by an all-gather (InternEvo's published
 # scaling: 2.7 ms for each rank of the shard group).
@@ -169,6 +170,7 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
         etp=layout.etp, sequence_parallel=layout.sequence_parallel and layout.tp > 1, expert_load=load,
         dropout=dropout, keeps_fp8=stack.switch("keeps_fp8", "on") == "on",
         eager_norms=stack.switch("norms", "fused") == "unfused",
+        recomputes_pointwise=stack.switch("compile", "off") == "on",
         gathers_inputs=stack.switch("sp_inputs", "sharded") == "gathered",
         eager_gates=stack.switch("swiglu", "fused") == "unfused",
     )  # fmt: skip
@@ -336,7 +338,12 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
     state = job.per_param.master + job.per_param.moments
     seconds["optimizer"] = trained * optimizer_s(dev, dense / shard_d, expert / shard_e, state)
     seconds["optimizer"] += _offload_s(job, hw, state * trained * (dense / shard_d + expert / shard_e))
-    seconds["host"] = seconds.get("host", 0.0) + _STEP_S + _activation_offload_s(job, hw, ranks[busiest], f + b)
+    seconds["host"] = (
+        seconds.get("host", 0.0)
+        + _STEP_S
+        + _STEP_S_PER_DOUBLING * math.log2(layout.gpus)
+        + _activation_offload_s(job, hw, ranks[busiest], f + b)
+    )
     nodes = max(1.0, layout.gpus / hw.gpus_per_node)
     seconds["straggler"] = dev.constants.jitter * math.log2(nodes) * sum(seconds.values())
     return seconds

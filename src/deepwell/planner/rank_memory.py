@@ -17,8 +17,9 @@ _CONTEXT = 0.9 * GIB
 _NCCL_PER_GROUP = 0.25 * GIB
 _WORKSPACE = 0.25 * GIB
 
-# Bytes per logit at the loss's peak: bf16 logits, and their fp32 copy, softmax and gradient where each is a tensor.
-LOGIT_BYTES = {"fused": 4.0, "compiled": 6.0, "te": 8.0, "megatron": 14.0, "unfused": 14.0}
+# Bytes per logit at the loss's peak: bf16 logits (a fused loss writes their gradient over them), and an fp32 copy, its
+# softmax and its gradient where each is a tensor.
+LOGIT_BYTES = {"fused": 2.0, "compiled": 6.0, "te": 8.0, "megatron": 14.0, "unfused": 14.0}
 
 
 def rank_memory(job: Job, rank: int) -> StageMemory:
@@ -38,7 +39,8 @@ def rank_memory(job: Job, rank: int) -> StageMemory:
     buffers = _gathered(job) if weights_split else 0.0
     is_low = any(g.is_low for block in job.blocks for g in block.gemms)
     copies = 0.0
-    if is_low and not weights_split and job.stack.switch("fp8_params", "off") == "off":
+    has_copies = job.stack.switch("weight_copies", "on") == "on" and job.stack.switch("fp8_params", "off") == "off"
+    if is_low and not weights_split and has_copies:
         # Row and column copies beside the bf16 weights; where the weights themselves are FP8 these are the weights.
         copies = 2.0 * (dense + expert)
     groups = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))

@@ -57,6 +57,8 @@ class Sizes:
     # RMS norms and gates may run as separate torch ops, each of which keeps what its own backward needs.
     eager_norms: bool = False
     eager_gates: bool = False
+    # A compiler recomputes norms and gates inside the backward's kernels: their results are not kept.
+    recomputes_pointwise: bool = False
     gathers_inputs: bool = False  # sequence parallelism keeps gathered inputs and does not gather again
 
     @property
@@ -248,6 +250,8 @@ def _gemm(b: _Builder, op: Linear | GroupedLinear, rows: float, n: int, k: int, 
         b.quantized.add(source)
     size = 1.0625 if is_low and b.sizes.keeps_fp8 else float(HALF)  # one byte and a scale for each 32, or for a row
     kind, group = _group_of(op, b.ops.get(source))
+    if b.sizes.recomputes_pointwise and isinstance(b.ops.get(source), (Norm, Activation)):
+        return
     elements = b.elements.get(source, 0.0)
     if b.sizes.gathers_inputs and isinstance(op, Linear) and _split_of(op) == "column":
         elements = rows * k
