@@ -36,7 +36,10 @@ def _verdict(plan: Plan) -> list[str]:
     found, ir = plan.estimate, plan.workload.ir
     limit = f" of {plan.limit_gib:.1f}" if plan.limit_gib is not None else ""
     policy = plan.workload.policy if isinstance(plan.workload.policy, str) else plan.workload.main_format
-    used = f"{plan.gpus} of {plan.machine_gpus} GPUs" if plan.gpus != plan.machine_gpus else f"{plan.gpus} GPUs"
+    unit = ("CPU" if plan.hardware.kind == "cpu" else "GPU") + ("" if plan.machine_gpus == 1 else "s")
+    used = (
+        f"{plan.gpus:,} of {plan.machine_gpus:,} {unit}" if plan.gpus != plan.machine_gpus else f"{plan.gpus:,} {unit}"
+    )
     return [
         f"plan for {plan.model} ({short_count(ir.num_params)} parameters, {ir.num_layers} layers) on {plan.machine}, "
         f"{used}, {plan.goal}",
@@ -106,7 +109,8 @@ def _memory(plan: Plan) -> list[str]:
     rows = [_memory_row(stage) for stage in shown]
     left_out = f", {len(stages) - len(shown)} between not shown" if len(shown) < len(stages) else ""
     header = ("rank", *(name for name, _ in _MEMORY))
-    return [f"GiB of one GPU per pipeline rank{left_out}", *text_table([header, *rows], right=range(1, 12))]
+    unit = "one CPU" if plan.hardware.kind == "cpu" else "one GPU"
+    return [f"GiB of {unit} per pipeline rank{left_out}", *text_table([header, *rows], right=range(1, 12))]
 
 
 def _memory_row(stage: StageMemory) -> tuple[str, ...]:
