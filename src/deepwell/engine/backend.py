@@ -29,6 +29,7 @@ from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.gelu import rewrite_gelu
 from deepwell.engine.passes.linear import find_linears, merge_plain_linears, rewrite_linears
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
+from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
 from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
@@ -155,6 +156,7 @@ def _rewrite(
     options.note("merged_linear", merged)
     if options.merge_plain:
         options.note("merged_plain_linear", merge_plain_linears(graph, weights))
+    options.note("qk_norm_rope", rewrite_qk_norm_rope(graph))
     rotated, at_once = rewrite_rope(graph, alone=options.rope_alone)
     options.note("rope", rotated)
     options.note("rope_qkv", at_once)

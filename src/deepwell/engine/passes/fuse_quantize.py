@@ -5,7 +5,7 @@ Works on AOTAutograd's forward or backward graph, where producers and quantizati
     rms_norm -> quantize_rows                 rms_norm_quantize             layer_norm and add_* alike
     swiglu -> quantize_rows                   swiglu_quantize               activation alike
     swiglu_backward -> quantize_rows          swiglu_backward_quantize      activation_backward alike
-    rope_qkv_backward -> quantize_rows        rope_qkv_backward_rows
+    rope_qkv_backward -> quantize_rows        rope_qkv_backward_rows        qk_norm_rope_backward alike
     rms_norm_backward -> quantize_rows        rms_norm_backward_quantize    layer_norm_backward alike
 
 A fusion happens where nobody else reads the high-precision value; else the two stay apart and share one quantization,
@@ -22,6 +22,9 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
+from deepwell.kernels import library_qk_norm as _qk_norm  # registers the ops
+
+assert _qk_norm.NAMESPACE == "deepwell"
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -36,6 +39,7 @@ def fuse_quantize(graph: fx.Graph) -> int:
         ops.bias_activation_backward.default: ops.bias_activation_backward_quantize.default,
         ops.rms_norm_backward.default: ops.rms_norm_backward_quantize.default,
         ops.layer_norm_backward.default: ops.layer_norm_backward_quantize.default,
+        ops.qk_norm_rope_backward.default: ops.qk_norm_rope_backward_quantize.default,
     }
     singles = {
         ops.swiglu.default: ops.swiglu_quantize.default,
@@ -49,6 +53,7 @@ def fuse_quantize(graph: fx.Graph) -> int:
         ops.rope_qkv_backward.default: ops.rope_qkv_backward_beside.default,
         ops.rms_norm_backward.default: ops.rms_norm_backward_beside.default,
         ops.layer_norm_backward.default: ops.layer_norm_backward_beside.default,
+        ops.qk_norm_rope_backward.default: ops.qk_norm_rope_backward_beside.default,
     }
     _share(graph, ops.quantize_rows.default)
     count = 0

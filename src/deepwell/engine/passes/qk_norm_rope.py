@@ -1,0 +1,104 @@
+"""Join the norms of q's and k's heads with the rotation behind them, where q, k and v lie in one tensor's rows.
+
+    q = rope(norm(rows[..., :Q].view(B, S, H, D)).transpose(1, 2)), k alike      Qwen3; Gemma 3 transposes, then norms
+
+Runs after the linears were merged and before the rotations that are left (passes/rope.py). What is no norm of whole
+heads (OLMo 2 norms the rows of all heads together), two different norms or a rotation of a part of each head stay.
+"""
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from deepwell.engine import functional
+from deepwell.engine.passes.match import replace as replace_node
+from deepwell.engine.passes.match import value_of
+from deepwell.engine.passes.rope import (
+    Columns,
+    RopeSite,
+    _columns,
+    _erase_unread,
+    _find,
+    _only_three,
+    _place,
+    _swaps_heads,
+    _table,
+    _tables_of,
+    _value,
+    _written,
+)
+from deepwell.engine.qk_norm import qk_norm_rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormedSite:
+    """A rotation whose input is a norm of heads; `columns` is where those heads lie before the norm."""
+
+    site: RopeSite
+    norm: fx.Node
+    columns: Columns
+
+
+def rewrite_qk_norm_rope(graph: fx.Graph) -> int:
+    """Replace every pair of them and its v. Returns how many."""
+    groups: dict[tuple[Any, ...], list[NormedSite]] = defaultdict(list)
+    for node in list(graph.nodes):
+        found = _normed(_find(node))
+        if found is not None:
+            _, eps, rounding = found.norm.args[1:]
+            key = (found.columns.source, *_tables_of(found.site), found.site.convention, eps, rounding)
+            groups[key].append(found)
+    if not groups:
+        return 0
+    written, count = _written(graph), 0
+    for (source, *_), group in groups.items():
+        if len(group) == 2 and source not in written:
+            query, key = sorted(group, key=lambda item: item.columns.start)
+            count += _replace(graph, query, key)
+    _erase_unread(graph)
+    return count
+
+
+def _normed(site: RopeSite | None) -> NormedSite | None:
+    """The norm before a rotation of whole heads, None where there is none."""
+    if site is None:
+        return None
+    norm = site.x.args[0] if _swaps_heads(site.x) else site.x
+    if not isinstance(norm, fx.Node) or norm.target is not functional.rms_norm:
+        return None
+    columns = _columns(norm.args[0])
+    if columns is None or value_of(site.cos).shape[-1] != columns.width:
+        return None
+    if value_of(norm.args[1]) is None or tuple(value_of(norm.args[1]).shape) != (columns.width,):
+        return None
+    return NormedSite(site=site, norm=norm, columns=replace(columns, heads_dim=site.heads_dim))
+
+
+def _replace(graph: fx.Graph, query: NormedSite, key: NormedSite) -> bool:
+    q, k = query.columns, key.columns
+    if q.width != k.width or not q.covers("blocks", 0) or not k.covers("blocks", q.heads * q.width):
+        return False
+    found = _value(graph, q, k, "blocks")
+    if found is None:
+        return False
+    v_node, v = found
+    weights = (query.norm.args[1], key.norm.args[1])
+    inputs = (q.source, query.site.cos, query.site.sin, *weights)
+    place = _place(graph, inputs, (query.site.last, key.site.last, v_node))
+    if place is None:
+        return False
+    source = _only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
+    with graph.inserting_before(place):
+        tables = [_table(graph, table, query.site.heads_dim) for table in (query.site.cos, query.site.sin)]
+        how = (*query.norm.args[2:], query.site.convention)
+        three = graph.call_function(qk_norm_rope, (source, weights, *tables, (q.heads, k.heads, v.heads), *how))
+        new = []
+        for i, heads_dim in enumerate((q.heads_dim, k.heads_dim, v.heads_dim)):
+            item = graph.call_function(operator.getitem, (three, i))
+            new.append(graph.call_method("transpose", (item, 1, 2)) if heads_dim == 1 else item)
+    for old, item in zip((query.site.last, key.site.last, v_node), new, strict=True):
+        replace_node(old, item)
+    return True
