@@ -26,6 +26,7 @@ Cost:     memory bound. Bytes a parameter, all bf16: read p, g, m, v and write p
 # Shapes: S slots (parameters), G parameter groups, C chunks; a tile is ROWS x 128 elements in memory order.
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Noise:
     def of(param: Tensor, *, seed: int, index: int, step: int, for_param: bool, for_moments: bool) -> "Noise":
         """The bits of the parameter number `index` at `step`."""
 
-        key = {"seed": seed, "tensor": index, "step": step, "device": param.device}
+        key: dict[str, Any] = {"seed": seed, "tensor": index, "step": step, "device": param.device}
         count = param.numel()
         return Noise(
             param=random_bits_ref(count, stream=STREAM_PARAM, **key) if for_param else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -47,7 +48,7 @@ def _fused_rows(group: Sequence[LinearSite]) -> str:
     Norms and activations write rows of their result, attention does not. RoPE and gated activations, which read several
     linears of one input, and plain activations write rows of their gradient.
     """
-    source = group[0].x
+    source: Any = group[0].x
     while isinstance(source, fx.Node) and name_of(source) in (*SHAPE_OPS, "transpose", "permute", "contiguous"):
         source = source.args[0]
     fused = ["x"] if _writes_rows(source) else []
