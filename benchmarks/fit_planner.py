@@ -4,6 +4,7 @@
     python benchmarks/fit_planner.py --write              ... and write planner/gpus.json and planner/stacks/*.json
     python benchmarks/fit_planner.py --leave-out model    refit without each model and predict it (or: source)
     python benchmarks/fit_planner.py --residuals 40       the largest errors, row by row
+    python benchmarks/fit_planner.py --tables             the package's constants as docs/planner.md shows them
 
 Least squares with soft-L1 loss on the log of predicted over measured step time, all constants in logs, each held near
 its prior by a weak pull, so that what few rows see stays where physics or its family puts it. Shapes of a row do not
@@ -32,7 +33,7 @@ from deepwell.planner.estimate import Job, read_job, step_seconds
 from deepwell.planner.rank_memory import rank_memory
 from deepwell.planner.rows import RunRow, packaged_runs
 from deepwell.planner.rows.run import recompute_candidates
-from deepwell.planner.stack import get_stack
+from deepwell.planner.stack import get_stack, known_stacks
 
 PLANNER = Path(__file__).parent.parent / "src" / "deepwell" / "planner"
 PRIORS = Path(__file__).parent / "planner_priors.json"
@@ -272,9 +273,13 @@ def main() -> None:
     parser.add_argument("--leave-out", choices=("model", "source"))
     parser.add_argument("--residuals", type=int, default=0)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--tables", action="store_true", help="print the constants that the package ships, and stop")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--fresh", action="store_true", help="start from the priors, not from the package's constants")
     args = parser.parse_args()
+    if args.tables:
+        print(constants_markdown())
+        return
     points, priors = load(), read_priors()
     constants = fit(points, priors, steps=args.steps, start=None if args.fresh else packaged(points))
     errors = log_errors(points, constants)
@@ -289,6 +294,24 @@ def main() -> None:
         held = leave_out(points, args.leave_out, priors, constants)
         print(f"leave one {args.leave_out} out:", summary(points, held))
         print(by_group(points, held, lambda p: f"{p.stack} on {p.gpu}"))
+
+
+def constants_markdown() -> str:
+    """The package's constants and what each set was fitted on, as Markdown tables."""
+    gpus = json.loads((PLANNER / "gpus.json").read_text(encoding="utf-8"))["gpus"]
+    lines = _table("GPU", {name: (entry["constants"], entry["fitted_on"]) for name, entry in gpus.items()})
+    stacks = {name: get_stack(name) for name in known_stacks()}
+    return "\n".join(
+        [*lines, "", *_table("stack", {name: (asdict(s.constants), s.fitted_on) for name, s in stacks.items()})]
+    )
+
+
+def _table(what: str, entries: Mapping[str, tuple[Mapping[str, float], str]]) -> list[str]:
+    names = list(next(iter(entries.values()))[0])
+    lines = [f"| {what} | {' | '.join(names)} | fitted on |", "| --- |" + " ---: |" * len(names) + " --- |"]
+    for name, (constants, fitted_on) in entries.items():
+        lines.append(f"| {name} | {' | '.join(f'{constants[n]:.3g}' for n in names)} | {fitted_on} |")
+    return lines
 
 
 def write(constants: Constants, points: Sequence[Point], priors: Mapping[str, Mapping[str, Prior]]) -> None:
