@@ -201,7 +201,7 @@ def _cross_entropy_kernel(
     target = tl.load(target_ptr + t)
     is_valid = (target >= 0) & (target < V)
     x_target = tl.load(x_row + target, mask=is_valid, other=float("nan")).to(tl.float32)
-    x_target, slope_target = _logit_and_slope(x_target, b_ptr, target, is_valid, SCALE, CAP)
+    x_target, slope_target = _logit_and_slope(x_target, b_ptr, target, is_valid, SCALE, CAP)  # noqa: RUF059 - one name each: a loop carries its type
     lane = tl.arange(0, BLOCK // _WIDE)[:, None] * _WIDE + tl.arange(0, _WIDE)[None, :]
 
     top = tl.full([BLOCK // _WIDE], _LOWEST, dtype=tl.float32)
@@ -209,7 +209,7 @@ def _cross_entropy_kernel(
     for start in range(0, V, BLOCK):
         v = start + lane
         x = tl.load(x_row + v, mask=v < V, other=_LOWEST, eviction_policy="evict_last").to(tl.float32)
-        x, slope_first = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)
+        x, slope_first = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)  # noqa: RUF059
         if (SCALE != 1.0) or (CAP > 0.0):
             x = tl.where(v < V, x, _LOWEST)
         x = tl.where(v == target, _LOWEST, x)
