@@ -1,0 +1,235 @@
+"""Times of MoE blocks, forward and backward, as Hugging Face runs them and as the engine does; and of its kernels.
+
+    PYTHONPATH=src python3 benchmarks/bench_moe.py [--json FILE] [--only qwen3|mixtral] [--no-eager]
+
+The blocks of Qwen3-30B-A3B and Mixtral 8x7B (router, experts, sum), bf16 weights, random tokens: Hugging Face's eager
+loop, its grouped_mm, that compiled, Deepwell in bf16 and with FP8 experts. Correctness comes first: outputs and
+gradients against grouped_mm in eager mode. Then every kernel of the FP8 block at these shapes, each config a row;
+"share" is of the copy bandwidth measured in the same run, TFLOP/s count 2 * rows * N * K of the rows that are routed.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.formats.metrics import sqnr_db
+from deepwell.kernels import expert_swiglu, expert_weights, group_rows, grouped_gemm
+from deepwell.kernels.quantize import quantize_rows
+
+FP8 = "grouped_fp8|grouped_fp8|grouped_fp8"
+# Of outputs and gradients in FP8 against bf16: two products in a row. Routing is the same: the router stays in bf16.
+FLOOR_DB = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One MoE block: tokens, model width, experts, choices of a token, hidden width of an expert."""
+
+    name: str
+    tokens: int
+    width: int
+    experts: int
+    top_k: int
+    hidden: int
+
+    @property
+    def flops(self) -> int:
+        """Of the experts, forward and backward."""
+        return 3 * 2 * self.tokens * self.top_k * 3 * self.hidden * self.width
+
+
+SHAPES = {
+    "qwen3": Shape(name="Qwen3-30B-A3B", tokens=32768, width=2048, experts=128, top_k=8, hidden=768),
+    "mixtral": Shape(name="Mixtral 8x7B", tokens=16384, width=4096, experts=8, top_k=2, hidden=14336),
+}
+
+
+def milliseconds(run: Callable[[], Any], *, warmup: int = 10, rep: int = 40) -> float:
+    return float(triton.testing.do_bench(run, warmup=warmup, rep=rep, return_mode="median"))
+
+
+class Table:
+    """Rows as they are measured, printed at once."""
+
+    def __init__(self) -> None:
+        x = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+        y = torch.empty_like(x)
+        self.copy = 2 * x.numel() / milliseconds(lambda: y.copy_(x))
+        self.rows: list[dict[str, Any]] = []
+        print(f"{torch.cuda.get_device_name()}, copy {self.copy / 1e9:.2f} TB/s")
+
+    def add(self, op: str, variant: str, run: Callable[[], Any], *, flops: float = 0, num_bytes: float = 0) -> None:
+        took = milliseconds(run)
+        row: dict[str, Any] = {"op": op, "variant": variant, "ms": took}
+        text = f"{op:30} {variant:44} {took:9.3f} ms"
+        if flops:
+            row["tflops"] = flops / took / 1e9
+            text += f" {row['tflops']:8.0f} TFLOP/s"
+        if num_bytes:
+            row |= {"gb_s": num_bytes / took / 1e6, "share": num_bytes / took / self.copy}
+            text += f" {row['gb_s']:8.0f} GB/s {row['share']:6.1%}"
+        self.rows.append(row)
+        print(text, flush=True)
+
+
+def block_of(shape: Shape) -> nn.Module:
+    """Hugging Face's block with weights of realistic size."""
+    if shape.experts == 8:
+        from transformers import MixtralConfig as Config
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
+
+        sizes = {"intermediate_size": shape.hidden, "num_local_experts": shape.experts}
+    else:
+        from transformers import Qwen3MoeConfig as Config
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+        sizes = {"moe_intermediate_size": shape.hidden, "num_experts": shape.experts, "norm_topk_prob": True}
+    config = Config(hidden_size=shape.width, num_experts_per_tok=shape.top_k, **sizes)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("cuda"):
+        block = Block(config).bfloat16()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return block
+
+
+def deepwell(block: nn.Module, schemes: dict[str, str]) -> tuple[Callable[[Tensor], Tensor], BackendOptions]:
+    options = BackendOptions(schemes=schemes, use_inductor=True, parameters=block.named_parameters)
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        return compile_graph(graph, inputs, options)
+
+    return torch.compile(block, backend=backend), options
+
+
+def step(run: Callable[[Tensor], Tensor], block: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """The output and the gradients of the input and of all parameters, by one forward and backward."""
+    y = run(x)
+    return [y, *torch.autograd.grad(y, [x, *block.parameters()], dy)]
+
+
+def bench_block(table: Table, shape: Shape, *, eager: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = block_of(shape)
+    names = ["y", "x", *(name for name, _ in block.named_parameters())]
+    x = torch.randn(1, shape.tokens, shape.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x) * 1e-3
+    experts = {f"experts.{name}": FP8 for name in ("gate_up_proj", "down_proj")}
+    reference = step(block, block, x, dy)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"grouped_mm": block, "grouped_mm + compile": torch.compile(block)}
+    ways["Deepwell bf16"], _ = deepwell(block, {})
+    ways["Deepwell fp8"], options = deepwell(block, experts)
+    for way, run in ways.items():
+        found = zip(names, reference, step(run, block, x, dy), strict=True)
+        least = {name: sqnr_db(ref.float(), got.float()) for name, ref, got in found}
+        floor = FLOOR_DB if "fp8" in way else 2 * FLOOR_DB
+        wrong = {name: f"{db:.1f}" for name, db in least.items() if not db > floor and "gate.weight" not in name}
+        if wrong:
+            raise SystemExit(f"{shape.name}, {way}: dB against grouped_mm below {floor}: {wrong}")
+        print(f"{shape.name:30} {way:44} least {min(least.values()):.1f} dB", flush=True)
+    if options.counts.get("fused_experts") != 1:
+        raise SystemExit(f"{shape.name}: the FP8 block was not fused: {options.remarks or options.counts}")
+    del reference
+    for way, run in ways.items():
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        table.add(shape.name, way, lambda run=run: step(run, block, x, dy), flops=shape.flops)
+        table.rows[-1]["peak_gb"] = (torch.cuda.max_memory_allocated() - base) / 1e9
+        print(f"{'':30} {'peak beyond weights and input':44} {table.rows[-1]['peak_gb']:9.2f} GB", flush=True)
+    if eager:
+        block.experts.config._experts_implementation = "eager"
+        table.add(shape.name, "eager loop", lambda: step(block, block, x, dy), flops=shape.flops)
+
+
+def bench_kernels(table: Table, shape: Shape) -> None:
+    t, k, e, d, f = shape.tokens, shape.top_k, shape.experts, shape.width, shape.hidden
+    s, bf16 = t * k, torch.bfloat16
+    ids = torch.rand(t, e, device="cuda").topk(k).indices.flatten()
+    order = torch.sort(ids).indices
+    offs = torch.cumsum(torch.bincount(ids, minlength=e), 0).int()
+    ends, slot, place = group_rows.group_layout(offs, order, s)
+    p = slot.shape[0]
+    name = shape.name
+    table.add(name, "layout", lambda: group_rows.group_layout(offs, order, s))
+    x = torch.randn(t, d, device="cuda", dtype=bf16)
+    q_x, s_x = quantize_rows(x)
+    for gather in group_rows.GATHER_CONFIGS:
+        run = lambda c=gather: group_rows.gather_rows(q_x, s_x, slot, k, config=c)  # noqa: E731
+        table.add(name, f"gather codes {gather.rows}x{gather.columns}", run, num_bytes=2 * p * d)
+    run = lambda: group_rows.gather_rows(*quantize_rows(x), slot, k)  # noqa: E731
+    table.add(name, "quantize, gather codes", run, num_bytes=2 * p * d + 3 * t * d)
+    table.add(name, "gather, quantize", lambda: group_rows.gather_rows(x, None, slot, k), num_bytes=3 * p * d)
+    y = torch.randn(p, d, device="cuda", dtype=bf16)
+    for combine in group_rows.COMBINE_CONFIGS:
+        run = lambda c=combine: group_rows.combine_rows(y, place, k, config=c)  # noqa: E731
+        table.add(name, f"combine {combine.rows}x{combine.columns}", run, num_bytes=2 * s * d + 2 * t * d)
+    rows = group_rows.gather_rows(q_x, s_x, slot, k)
+    run = lambda: grouped_gemm.transpose_groups(*rows, ends)  # noqa: E731
+    table.add(name, "transpose groups", run, num_bytes=2 * p * d)
+    weight = torch.rand(s, device="cuda", dtype=bf16)
+    gate_up, dh = torch.randn(p, 2 * f, device="cuda", dtype=bf16), torch.randn(p, f, device="cuda", dtype=bf16)
+    for config in expert_swiglu.FORWARD_CONFIGS:
+        run = lambda c=config: expert_swiglu.expert_swiglu(gate_up, weight, slot, config=c)  # noqa: E731
+        table.add(name, f"swiglu tile {config.tile} warps {config.num_warps}", run, num_bytes=5 * p * f)
+    for config in expert_swiglu.BACKWARD_CONFIGS:
+        run = lambda c=config: expert_swiglu.expert_swiglu_backward(dh, gate_up, weight, slot, config=c)  # noqa: E731
+        table.add(name, f"swiglu backward tile {config.tile} warps {config.num_warps}", run, num_bytes=9 * p * f)
+    bench_products(table, shape, rows, ends, offs)
+
+
+def bench_products(table: Table, shape: Shape, rows: tuple[Tensor, Tensor], ends: Tensor, offs: Tensor) -> None:
+    """Quantization of the weights and the grouped products of gate and up, beside bf16's."""
+    e, d, f, s = shape.experts, shape.width, shape.hidden, shape.tokens * shape.top_k
+    name, flops = shape.name, 2 * s * 2 * f * d
+    w = torch.randn(e, 2 * f, d, device="cuda", dtype=torch.bfloat16)
+    q_w, s_w = expert_weights.quantize_experts(w)
+    scale = s_w.amax(1)
+    table.add(name, "weights along rows", lambda: expert_weights.quantize_experts(w), num_bytes=3 * w.numel())
+    for turn in expert_weights.TURN_CONFIGS:
+        run = lambda c=turn: expert_weights.quantize_experts_turned(w, scale, config=c)  # noqa: E731
+        table.add(name, f"weights turned {turn.rows}x{turn.columns} {turn.packing}", run, num_bytes=3 * w.numel())
+    for fast in (True, False):
+        run = lambda fast=fast: grouped_gemm.grouped_gemm(*rows, q_w, s_w, ends, fast=fast)  # noqa: E731
+        table.add(name, f"gate-up FP8 {'fast' if fast else 'fp32 sums'}", run, flops=flops)
+    dy = torch.randn(ends.tolist()[-1], 2 * f, device="cuda", dtype=torch.bfloat16)
+    turned = grouped_gemm.transpose_groups(*quantize_rows(dy), ends), grouped_gemm.transpose_groups(*rows, ends)
+    for fast in (True, False):
+        run = lambda fast=fast: grouped_gemm.grouped_wgrad(*turned[0], *turned[1], ends, fast=fast)  # noqa: E731
+        table.add(name, f"gate-up wgrad FP8 {'fast' if fast else 'fp32 sums'}", run, flops=flops)
+    x = torch.randn(s, d, device="cuda", dtype=torch.bfloat16)
+    table.add(name, "gate-up bf16", lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=offs), flops=flops)
+    table.add(name, "gate-up wgrad bf16", lambda: torch._grouped_mm(dy[:s].T, x, offs=offs), flops=flops)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=SHAPES)
+    parser.add_argument("--no-eager", action="store_true", help="leave out the loop over experts, the slowest row")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    reason = grouped_gemm.why_unproven(torch.device("cuda", torch.cuda.current_device()))
+    if reason:
+        raise SystemExit(f"grouped FP8 products fail their self-check here: {reason}")
+    table = Table()
+    for shape in (SHAPES[args.only],) if args.only else SHAPES.values():
+        bench_block(table, shape, eager=not args.no_eager)
+        torch.cuda.empty_cache()
+        bench_kernels(table, shape)
+        torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": table.rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
