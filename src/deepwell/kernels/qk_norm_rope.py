@@ -94,7 +94,7 @@ def qk_norm_rope_ref(
         n = n.to(x.dtype).float() if norm.rounding == "llama" else n
         out.append(rotate_ref((n * w.float()).to(x.dtype), cos, sin, heads.convention))
         rstds.append(rstd.flatten(0, 1))
-    return NormedHeads(*out, v.clone(memory_format=torch.contiguous_format), *rstds)
+    return NormedHeads(out[0], out[1], v.clone(memory_format=torch.contiguous_format), rstds[0], rstds[1])
 
 
 def qk_norm_rope_backward_ref(

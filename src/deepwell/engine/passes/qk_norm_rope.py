@@ -49,8 +49,8 @@ def rewrite_qk_norm_rope(graph: fx.Graph) -> int:
         found = _normed(_find(node))
         if found is not None:
             _, eps, rounding = found.norm.args[1:]
-            key = (found.columns.source, *_tables_of(found.site), found.site.convention, eps, rounding)
-            groups[key].append(found)
+            alike = (found.columns.source, *_tables_of(found.site), found.site.convention, eps, rounding)
+            groups[alike].append(found)
     if not groups:
         return 0
     written, count = _written(graph), 0

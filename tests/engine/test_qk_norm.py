@@ -1,0 +1,159 @@
+"""Norms of q's and k's heads join their rotation where both are of one linear's rows, and nowhere else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo_models
+from torch import Tensor, nn
+
+from deepwell.engine import backend
+from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
+from deepwell.engine.passes.rms_norm import rewrite_rms_norm
+from deepwell.engine.qk_norm import qk_norm_rope
+from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
+
+FP8 = "fp8_row|fp8_row|fp8_row"
+B, S, H, K, D = 2, 7, 4, 2, 16
+
+
+def _norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    x32 = x.float()
+    return w * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+
+def _heads(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    rows = F.linear(x, w)
+    q, k, v = rows[..., : H * D], rows[..., H * D : (H + K) * D], rows[..., (H + K) * D :]
+    return tuple(t.view(B, S, -1, D) for t in (q, k, v))
+
+
+def _qwen3(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _heads(x, w)
+    q, k = _norm(q, wq).transpose(1, 2), _norm(k, wk).transpose(1, 2)
+    return _rope(q, cos, sin), _rope(k, cos, sin), v.transpose(1, 2)
+
+
+def _gemma3(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (t.transpose(1, 2) for t in _heads(x, w))
+    return _rope(_norm(q, wq), cos, sin), _rope(_norm(k, 1 + wk), cos, sin), v
+
+
+def _read_twice(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _heads(x, w)
+    q, k = _norm(q, wq).transpose(1, 2), _norm(k, wk).transpose(1, 2)
+    return _rope(q, cos, sin), _rope(k, cos, sin), v.transpose(1, 2), 2 * q
+
+
+def _another_eps(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _heads(x, w)
+    q, k = _norm(q, wq, 1e-5).transpose(1, 2), _norm(k, wk).transpose(1, 2)
+    return _rope(q, cos, sin), _rope(k, cos, sin), v.transpose(1, 2)
+
+
+def _a_part_of_each_head(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _heads(x, w)
+    q, k = _norm(q, wq).transpose(1, 2), _norm(k, wk).transpose(1, 2)
+    cos, sin = cos[..., :8], sin[..., :8]
+    q, k = (torch.cat((_rope(t[..., :8], cos, sin), t[..., 8:]), dim=-1) for t in (q, k))
+    return q, k, v.transpose(1, 2)
+
+
+def _one_norm(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _heads(x, w)
+    q, k = _norm(q, wq).transpose(1, 2), k.transpose(1, 2)
+    return _rope(q, cos, sin), _rope(k, cos, sin), v.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [(_qwen3, 1), (_gemma3, 1), (_read_twice, 1), (_another_eps, 0), (_a_part_of_each_head, 0), (_one_norm, 0)],
+)
+def test_norm_and_rotation_of_one_linears_rows_become_one_op(run_pass, function, found) -> None:
+    angle = torch.outer(torch.arange(S).float(), 10.0 ** -(torch.arange(0, D, 2).float() / D)).repeat(1, 2)
+    tensors = [torch.randn(B, S, 24), torch.randn((H + 2 * K) * D, 24) * 0.2, *(1 + torch.randn(2, D) * 0.2)]
+    inputs = [t.bfloat16() for t in (*tensors, angle.cos(), angle.sin())]
+
+    def rewrite(graph: Any) -> int:
+        assert rewrite_rms_norm(graph) == (1 if function is _one_norm else 2)
+        return rewrite_qk_norm_rope(graph)
+
+    got = run_pass(function, rewrite, *inputs)
+    assert got.found == found
+    own, exact = function(*inputs), function(*(t.double() for t in inputs))
+    for mine, torchs, ref in zip(got.out, own, exact, strict=True):
+        assert_no_worse_than(mine, torchs, ref)
+
+
+def test_the_ops_gradients_are_no_worse_than_torchs() -> None:
+    angle = torch.outer(torch.arange(S).float(), 10.0 ** -(torch.arange(0, D, 2).float() / D)).repeat(1, 2)
+    made = [torch.randn(B, S, (H + 2 * K) * D), *(1 + torch.randn(2, D) * 0.2)]
+    grads = [torch.randn(B, h, S, D).bfloat16() for h in (H, K, K)]
+
+    def run(function: Callable[..., Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.bfloat16().to(dtype).requires_grad_() for t in made]
+        out = function(*leaves, *(t.bfloat16().to(dtype) for t in (angle.cos(), angle.sin())))
+        return torch.autograd.grad(out, leaves, [g.to(dtype) for g in grads])
+
+    def by_torch(rows: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in rows.split([H * D, K * D, K * D], dim=-1))
+        return _rope(_norm(q, wq), cos, sin), _rope(_norm(k, wk), cos, sin), v
+
+    def by_op(rows: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        three = qk_norm_rope(rows, (wq, wk), cos, sin, (H, K, K), 1e-6, "llama", "half")
+        return tuple(t.transpose(1, 2) for t in three)
+
+    mine, own, exact = run(by_op, torch.bfloat16), run(by_torch, torch.bfloat16), run(by_torch, torch.float64)
+    for triple in zip(mine, own, exact, strict=True):
+        assert_no_worse_than(*triple)
+
+
+@pytest.mark.parametrize(("model_type", "found"), [("qwen3", 1), ("gemma3_text", 1), ("olmo2", 0)])
+def test_models_train_with_the_numbers_they_had(model_type, found, batch, monkeypatch) -> None:
+    one_layer = {"num_hidden_layers": 1, "num_key_value_heads": 2}
+    one_layer |= {} if model_type == "olmo2" else {"layer_types": ["full_attention"]}
+    model = zoo_models.tiny_model(model_type, **one_layer).bfloat16().eval()
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    runs = []
+    for is_joined in (True, False):
+        torch._dynamo.reset()
+        if not is_joined:
+            monkeypatch.setattr(backend, "rewrite_qk_norm_rope", lambda graph: 0)
+        options = BackendOptions(schemes=dict.fromkeys(linears, FP8))
+        run = torch.compile(model, backend=lambda graph, inputs, o=options: compile_graph(graph, inputs, o))
+        loss = run(**batch).loss
+        loss.backward()
+        runs.append((loss.detach(), [p.grad for p in model.parameters()], options.counts))
+        model.zero_grad(set_to_none=True)
+    (loss, grads, counts), (loss_apart, grads_apart, apart) = runs
+    assert counts["qk_norm_rope"] == found and counts["rope"] == 2 * (1 - found) and apart["rope"] == 2
+    # The gradient of the merged rows is written as FP8 rows at once: one quantization less by itself.
+    assert counts["fused_quantize"] == apart["fused_quantize"] + found
+    assert_bitwise_equal(loss, loss_apart)  # on a CPU both are references
+    for mine, theirs in zip(grads, grads_apart, strict=True):
+        assert sqnr_db(theirs, mine) > 60
+
+
+@pytest.mark.parametrize(
+    ("name", "fp8"), [("", False), ("_quantize", True), ("_beside", True)], ids=["plain", "rows", "beside"]
+)
+def test_an_ops_fake_has_the_shapes_and_dtypes_of_its_result(name, fp8) -> None:
+    ops = torch.ops.deepwell
+    rows, w = torch.randn(B, S, (H + 2 * K) * D).bfloat16(), torch.randn(D).bfloat16()
+    tables = [torch.randn(S, D)] * 2
+    inputs = (rows, w, w, *tables, [H, K, K], 1e-6, "llama", "half")
+    utils = ("test_faketensor",)
+    torch.library.opcheck(ops.qk_norm_rope.default, inputs, test_utils=utils)
+    q, k, v, rstd_q, rstd_k = ops.qk_norm_rope(*inputs)
+    backward = getattr(ops, f"qk_norm_rope_backward{name}").default
+    out = backward(q, k, v, rows, w, w, rstd_q, rstd_k, *tables, "half")
+    assert any(t.dtype is torch.float8_e4m3fn for t in out) == fp8
+    torch.library.opcheck(backward, (q, k, v, rows, w, w, rstd_q, rstd_k, *tables, "half"), test_utils=utils)
