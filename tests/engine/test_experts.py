@@ -1,0 +1,388 @@
+"""Experts in low precision: what a policy asks for runs in fwd, dgrad and wgrad; the model around it stays the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo_models
+
+import deepwell as dw
+from deepwell.engine import functional_experts as FE
+from deepwell.engine.binding import GROUPED_FP8, Device, bind
+from deepwell.engine.experts_choice import GroupedExperts
+from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.formats.quantize import quantize
+from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.precision.gemm_format import precision
+from deepwell.precision.policy import PrecisionPolicy
+
+transformers = pytest.importorskip("transformers")
+
+FP8 = "|".join([FE.FP8_METHOD] * 3)
+HOPPER = Device(kind="cuda", capability=(9, 0))
+# Grouped products in two layers (DeepSeek's first is dense), and blocks of which all of FP8 is one op.
+ARCHITECTURES = {"mixtral": (4, 2), "qwen3_moe": (4, 2), "olmoe": (4, 2), "deepseek_v3": (2, 1), "gpt_oss": (4, 0)}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Formats bound as on an H200; the kernels' references compute them here."""
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: HOPPER)
+    monkeypatch.setattr("deepwell.engine.compile.measured_fallback", lambda *args: None)
+
+
+def routed(tokens, top_k, experts, empty=None):
+    """(choices sorted by expert, ends of the groups), one expert chosen by nobody."""
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).flatten()
+    if empty is not None:
+        ids[ids == empty] = (empty + 1) % experts
+    offs = torch.cumsum(torch.bincount(ids, minlength=experts), 0).int()
+    return ids, torch.sort(ids, stable=True).indices, offs
+
+
+def groups(offs):
+    return list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+
+
+# ---- one grouped linear against each expert's own product ----
+
+
+@pytest.mark.parametrize("is_kn", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8"])
+def test_emulated_experts_are_the_products_of_their_rounded_operands(name, is_kn):
+    # Each expert by itself, each operand rounded along its contraction, as the formats say; bit for bit.
+    torch.manual_seed(0)
+    _, order, offs = routed(19, 2, 4, empty=2)
+    x = torch.randn(19, 64).bfloat16()[order // 2].requires_grad_()
+    w_ENK = (torch.randn(4, 48, 64) / 8).bfloat16()
+    w = (w_ENK.transpose(1, 2).contiguous() if is_kn else w_ENK).requires_grad_()
+    dy = torch.randn(38, 48).bfloat16()
+    # Rounding to nearest throughout: random draws could not be repeated in another order.
+    options = ",stochastic_rounding=False,hadamard=False" if name == "nvfp4" else ""
+    y = FE.grouped_linear(x, w, offs, is_kn, "|".join([f"emulate:{name}{options}"] * 3))
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    dw = dw.transpose(1, 2) if is_kn else dw
+    chosen = precision(name, {"stochastic_rounding": False, "hadamard": False} if name == "nvfp4" else {})
+
+    def product(step, left, right):
+        how = chosen.gemm(step)
+        sides = ((left, how.lhs), (right, how.rhs))
+        a, b = (quantize(t.detach().contiguous(), side.format).dequantize() for t, side in sides)
+        return (a @ b.T).bfloat16()
+
+    for e, (begin, end) in enumerate(groups(offs)):
+        if begin == end:
+            assert not dw[e].any()
+            continue
+        rows, grads = x[begin:end], dy[begin:end]
+        assert_bitwise_equal(y[begin:end], product("fwd", rows, w_ENK[e]), f"fwd {e}")
+        assert_bitwise_equal(dx[begin:end], product("dgrad", grads, w_ENK[e].T), f"dgrad {e}")
+        assert_bitwise_equal(dw[e].contiguous(), product("wgrad", grads.T, rows.T), f"wgrad {e}")
+
+
+@pytest.mark.parametrize("is_kn", [False, True], ids=["nk", "kn"])
+def test_fp8_experts_are_the_products_of_their_dequantized_operands(is_kn):
+    torch.manual_seed(0)
+    _, order, offs = routed(19, 2, 4, empty=2)
+    x = torch.randn(19, 64).bfloat16()[order // 2].requires_grad_()
+    w_ENK = (torch.randn(4, 48, 64) / 8).bfloat16()
+    w = (w_ENK.transpose(1, 2).contiguous() if is_kn else w_ENK).requires_grad_()
+    dy = torch.randn(38, 48).bfloat16()
+    y = FE.grouped_linear(x, w, offs, is_kn, FP8)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    dw = dw.transpose(1, 2) if is_kn else dw
+
+    def rows(t):
+        q, scale = quantize_rows_ref(t.detach().contiguous())
+        return q.float() * scale[:, None]
+
+    def tensor(t):
+        return quantize(t.detach().contiguous(), "fp8_e4m3_tensor_pow2").dequantize()
+
+    for e, (begin, end) in enumerate(groups(offs)):
+        if begin == end:
+            assert not dw[e].any()
+            continue
+        # Along its rows as stored a weight has a scale per row, turned one per expert.
+        forward, backward = (tensor, rows) if is_kn else (rows, tensor)
+        wanted = rows(x[begin:end]) @ forward(w_ENK[e]).T
+        assert_bitwise_equal(y[begin:end], wanted.bfloat16(), f"fwd {e}")
+        assert_bitwise_equal(dx[begin:end], (rows(dy[begin:end]) @ backward(w_ENK[e].T).T).bfloat16(), f"dgrad {e}")
+        a, b = tensor(rows(dy[begin:end])), tensor(rows(x[begin:end]))
+        assert sqnr_db((a.T @ b), dw[e].float()) > 45  # bf16's rounding of the result; sums in another order
+
+
+@pytest.mark.parametrize("scheme", ["grouped_fp8|bf16|grouped_fp8", "bf16|grouped_fp8|emulate:mxfp8", "bf16|bf16|bf16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_gemm_may_have_its_own_scheme(scheme, dtype):
+    torch.manual_seed(0)
+    _, order, offs = routed(19, 2, 4)
+    x = torch.randn(19, 64).to(dtype)[order // 2].requires_grad_()
+    w = (torch.randn(4, 48, 64) / 8).to(dtype).requires_grad_()
+    dy = torch.randn(38, 48).to(dtype)
+    y = FE.grouped_linear(x, w, offs, False, scheme)
+    got = (y, *torch.autograd.grad(y, (x, w), dy))
+    parts = [x[b:e].float() @ w[i].float().T for i, (b, e) in enumerate(groups(offs))]
+    plain = torch.cat(parts)
+    wanted = (plain, *torch.autograd.grad(plain, (x, w), dy.float()))
+    for how, ref, made in zip(scheme.split("|"), wanted, got, strict=True):
+        found = sqnr_db(ref.float(), made.float())
+        assert found > 45 if how == "bf16" else 27 < found < 35
+
+
+def test_rows_past_the_last_group_are_zero_and_get_no_gradient():
+    # Choices of experts on other ranks are sorted behind the last group.
+    for scheme in (FP8, "|".join(["emulate:mxfp8"] * 3)):
+        x = torch.randn(10, 32).bfloat16().requires_grad_()
+        w = torch.randn(2, 16, 32).bfloat16().requires_grad_()
+        y = FE.grouped_linear(x, w, torch.tensor([4, 7], dtype=torch.int32), False, scheme)
+        assert y[:7].any()
+        assert not y[7:].any()
+        dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+        assert not dx[7:].any()
+        assert dw.isfinite().all()
+
+
+# ---- the fused block ----
+
+
+def block(dtype=torch.bfloat16, tokens=45, top_k=2, experts=4, width=64, hidden=48):
+    """Inputs of `fused_experts` as leaves, the experts of the choices, and the routing."""
+    ids, order, offs = routed(tokens, top_k, experts, empty=2)
+    x = torch.randn(tokens, width).to(dtype).requires_grad_()
+    gate_up = (torch.randn(experts, 2 * hidden, width) / 8).to(dtype).requires_grad_()
+    down = (torch.randn(experts, width, hidden) / 7).to(dtype).requires_grad_()
+    weight = torch.rand(tokens * top_k).to(dtype).requires_grad_()
+    return (x, gate_up, down, weight), ids, order, offs
+
+
+def plain_block(x, gate_up, down, weight, ids, top_k):
+    """Every choice by itself, in fp32."""
+    rows = x.float().repeat_interleave(top_k, 0)
+    gate, up = torch.einsum("sd,snd->sn", rows, gate_up.float()[ids]).chunk(2, -1)
+    y = torch.einsum("sf,sdf->sd", F.silu(gate) * up, down.float()[ids]) * weight.float()[:, None]
+    return y.view(x.shape[0], top_k, -1).sum(1)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_a_fused_block_computes_what_the_experts_compute_one_by_one(top_k):
+    torch.manual_seed(0)
+    leaves, ids, order, offs = block(top_k=top_k)
+    x, gate_up, down, weight = leaves
+    dy = torch.randn(45, 64).bfloat16()
+    y = FE.fused_experts(x, gate_up, down, (order, weight, offs), top_k, "silu")
+    ref = plain_block(*leaves, ids, top_k)
+    got, wanted = (y, *torch.autograd.grad(y, leaves, dy)), (ref, *torch.autograd.grad(ref, leaves, dy.float()))
+    # Two FP8 products in a row and an FP8 hidden layer between them: 27 dB a product, less what adds up.
+    for name, made, exact in zip(("y", "dx", "d gate_up", "d down", "d weight"), got, wanted, strict=True):
+        assert sqnr_db(exact.float(), made.float()) > 20, name
+    assert not got[2][2].any()  # the expert that nobody chose
+    assert not got[3][2].any()
+
+
+def test_a_fused_block_rounds_no_more_than_its_products_one_by_one():
+    # The same block from grouped linears; weighting h instead of y must not cost accuracy.
+    torch.manual_seed(0)
+    leaves, ids, order, offs = block(tokens=200)
+    x, gate_up, down, weight = leaves
+    gate, up = FE.grouped_linear(x[order // 2], gate_up, offs, False, FP8).chunk(2, -1)
+    rows = FE.grouped_linear(F.silu(gate) * up, down, offs, False, FP8) * weight[order][:, None]
+    apart = torch.zeros_like(rows).index_copy(0, order, rows).view(200, 2, 64).sum(1)
+    fused = FE.fused_experts(x, gate_up, down, (order, weight, offs), 2, "silu")
+    dy = torch.randn(200, 64).bfloat16()
+    ref = plain_block(*leaves, ids, 2)
+    exact = (ref, *torch.autograd.grad(ref, leaves, dy.float()))
+    for out, one, other in zip(
+        exact,
+        (apart, *torch.autograd.grad(apart, leaves, dy)),
+        (fused, *torch.autograd.grad(fused, leaves, dy)),
+        strict=True,
+    ):
+        assert sqnr_db(out.float(), other.float()) > sqnr_db(out.float(), one.float()) - 0.7
+
+
+def test_a_nan_token_reaches_its_own_output_and_no_other():
+    leaves, _, order, offs = block()
+    x, gate_up, down, weight = leaves
+    with torch.no_grad():
+        x[7, 3] = float("nan")
+    y = FE.fused_experts(x, gate_up, down, (order, weight, offs), 2, "silu")
+    assert y.isnan().any(1).nonzero().flatten().tolist() == [7]
+
+
+def test_only_the_gradients_that_are_wanted_are_made():
+    leaves, _, order, offs = block()
+    x, gate_up, down, weight = (t.detach() for t in leaves)
+    y = FE.fused_experts(x, gate_up.requires_grad_(), down, (order, weight, offs), 2, "silu")
+    y.sum().backward()
+    assert gate_up.grad is not None
+    assert x.grad is down.grad is weight.grad is None
+
+
+# ---- through the engine ----
+
+
+def _some(*names):
+    """All architectures, those that are not named as slow tests."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("model_type", _some("qwen3_moe"))
+def test_experts_leave_bf16_and_train(model_type, batch):
+    model = zoo_models.tiny_model(model_type).bfloat16()
+    eager = model(**batch).loss.item()
+    engine = dw.compile(dw.capture(model), precision="mxfp8")
+    loss = engine(**batch).loss
+    loss.backward()
+    report = engine.report()
+    assert report.passes["experts"] == ARCHITECTURES[model_type][0]
+    assert abs(loss.item() - eager) <= 2e-3 * eager
+    rows = [row for row in report.bindings if ".experts." in row.path]
+    assert {row.scheme for row in rows} == {"emulate:mxfp8"}
+    assert not any("not met" in note for note in report.notes)
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".experts." in name)
+    assert all(row.scheme == "bf16" for row in report.bindings if row.op.endswith((".gate", ".router")))
+
+
+@pytest.mark.parametrize("model_type", _some("mixtral", "qwen3_moe", "gpt_oss"))
+def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
+    model = zoo_models.tiny_model(model_type).bfloat16()
+    eager = model(**batch).loss.item()
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    loss = engine(**batch).loss
+    loss.backward()
+    report = engine.report()
+    found = (report.passes["experts"], report.passes["fused_experts"])
+    assert found == ARCHITECTURES[model_type]
+    assert abs(loss.item() - eager) <= 2e-3 * eager
+    assert {row.scheme for row in report.bindings if ".experts." in row.path} == {GROUPED_FP8}
+    assert any("product by product" in note for note in report.notes) == (found[1] == 0)
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".experts." in name)
+
+
+def test_a_fused_block_takes_other_lengths_without_a_graph_for_each(batch, on_hopper):
+    model = zoo_models.tiny_model("mixtral").bfloat16()
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    for length in (37, 21, 30, 12):
+        ids = batch["input_ids"][:, :length]
+        loss = engine(input_ids=ids, labels=ids).loss
+        loss.backward()
+        eager = model(input_ids=ids, labels=ids).loss.item()
+        assert abs(loss.item() - eager) <= 2e-3 * eager
+    assert engine.options.graphs == 2
+
+
+def test_experts_train_in_fp8_as_they_do_in_bf16(batch, on_hopper):
+    # Twenty steps on one batch: routing may differ, the way down may not.
+    losses = {}
+    for name in ("bf16", "mxfp8"):
+        torch.manual_seed(0)
+        model = zoo_models.tiny_model("qwen3_moe").bfloat16()
+        engine = dw.compile(dw.capture(model), precision=name, inductor=False)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=2e-3)
+        losses[name] = []
+        for _ in range(20):
+            loss = engine(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+        torch._dynamo.reset()
+    assert losses["bf16"][-1] < 0.6 * losses["bf16"][0]
+    assert abs(losses["mxfp8"][-1] - losses["bf16"][-1]) < 0.03 * losses["bf16"][-1]
+
+
+def test_recomputed_layers_with_experts_have_nearly_the_same_gradients(batch, on_hopper):
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = zoo_models.tiny_model("mixtral").bfloat16().train()
+        engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False, recompute=recompute)
+        engine(**batch).loss.backward()
+        assert engine.report().passes["fused_experts"] == 2
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+        torch._dynamo.reset()
+    # Sums and norms are fused within layers only, so that the stream rounds elsewhere and an FP8 code may differ.
+    for name, grad in grads[0].items():
+        assert sqnr_db(grad.float(), grads[1][name].float()) > 25, name
+
+
+def test_a_policy_may_keep_experts_or_one_of_their_gemms_in_bf16(batch, on_hopper):
+    model = zoo_models.tiny_model("mixtral").bfloat16()
+    policy = PrecisionPolicy("mxfp8")
+    policy.set_layer_precision("experts", "bf16", gemms="wgrad")
+    engine = dw.compile(dw.capture(model), precision_policy=policy, inductor=False)
+    engine(**batch).loss.backward()
+    rows = {row.gemm: row.scheme for row in engine.report().bindings if ".experts." in row.path}
+    assert rows == {"fwd": GROUPED_FP8, "dgrad": GROUPED_FP8, "wgrad": "bf16"}
+    assert (engine.report().passes["experts"], engine.report().passes["fused_experts"]) == (4, 0)
+
+
+# ---- how experts run is the model's setting ----
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("chosen", ["eager", "batched_mm"])
+def test_the_engine_groups_experts_and_leaves_the_models_setting(model_type, chosen, batch):
+    model = zoo_models.tiny_model(model_type).bfloat16()
+    model.set_experts_implementation(chosen)
+    reference = model(**batch).loss
+    reference.backward()
+    eager = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    engine = dw.compile(dw.capture(model), precision="bf16")
+    loss = engine(**batch).loss
+    loss.backward()
+    assert engine.options.graphs == 1  # a loop over experts would break it
+    assert model.config._experts_implementation == chosen
+    assert abs(loss.item() - reference.item()) <= 2**-8 * reference.item()
+    for name, grad in eager.items():
+        if ".experts." in name:
+            assert sqnr_db(grad.float(), model.get_parameter(name).grad.float()) > 30, name
+    assert any(f"setting, {chosen!r}, is kept" in note for note in engine.report().notes)
+
+
+def test_the_setting_is_put_back_where_the_model_raises(batch):
+    model = zoo_models.tiny_model("mixtral")
+    model.set_experts_implementation("eager")
+    with pytest.raises(ZeroDivisionError), GroupedExperts(model).applied():
+        assert model.config._experts_implementation == "grouped_mm"
+        raise ZeroDivisionError
+    assert model.config._experts_implementation == "eager"
+
+
+def test_a_dense_model_has_no_word_about_experts(batch):
+    engine = dw.compile(dw.capture(zoo_models.tiny_model("llama")), precision="bf16")
+    engine(**batch)
+    assert not any("experts" in note for note in engine.report().notes)
+
+
+# ---- binding ----
+
+
+def bound(device, fmt="mxfp8", **kwargs):
+    ir = dw.capture(zoo_models.tiny_model("mixtral", **kwargs).bfloat16())
+    rows = bind(ir, PrecisionPolicy(fmt).resolve(ir), device).bindings
+    return {(row.binding, row.scheme) for row in rows if ".experts." in row.path}, rows
+
+
+@pytest.mark.parametrize(
+    ("device", "fmt", "expected"),
+    [
+        (HOPPER, "mxfp8", ("substitute", "grouped_fp8")),
+        (HOPPER, "nvfp4", ("emulated", "emulate:nvfp4")),
+        (Device(kind="cpu"), "fp8", ("emulated", "emulate:fp8")),
+        (Device(kind="cuda", capability=(8, 0)), "mxfp8", ("emulated", "emulate:mxfp8")),
+        (Device(kind="cuda", capability=(10, 0), unproven=(("grouped_fp8", "no"),)), "mxfp8", ("substitute", "bf16")),
+    ],
+)
+def test_experts_are_bound_by_what_the_device_has_proven(device, fmt, expected):
+    assert bound(device, fmt)[0] == {expected}
+
+
+def test_an_unproven_device_and_odd_sizes_are_reasons():
+    unproven = Device(kind="cuda", capability=(10, 0), unproven=(("grouped_fp8", "its wgrad is 3.0 dB"),))
+    _, rows = bound(unproven)
+    assert any("its wgrad is 3.0 dB" in row.reason for row in rows if ".experts." in row.path)
+    made, rows = bound(HOPPER, intermediate_size=36)
+    assert made == {("substitute", "bf16")}
+    assert any("multiples of 16" in row.reason for row in rows if ".experts." in row.path)
