@@ -309,7 +309,7 @@ def test_every_source_has_a_row_that_is_predicted(runs):
         ("1860", "megatron", "TP8+SP PP8 VPP6 DP8 MBS1"),
         ("1864", "megascale", "TP8+SP PP8 VPP6 DP8 MBS1"),
         ("1881", "megatron-deepspeed", "TP8 PP35 DP8 MBS1 recompute full"),
-        ("2089", "maxtext", "TP1 DP512(4 copies) zero3 MBS2 recompute selective:core_attn+layernorm+mlp_act"),
+        ("2089", "maxtext", "TP1 DP512(4 copies) zero3 MBS2 recompute full"),
         ("2157", "mlperf", "TP8+SP PP8 VPP8 CP2 DP19 MBS1"),
         ("2293", "fms-fsdp", "TP1 DP128(16 copies) zero3 MBS2"),
         ("2301", "internevo", "TP1 DP8 MBS2"),
