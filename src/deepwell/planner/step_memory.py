@@ -19,7 +19,8 @@ from deepwell.planner.layout import Recompute
 from deepwell.planner.memory import backward_bytes, saved_bytes
 from deepwell.planner.rank_memory import rank_memory
 from deepwell.planner.schedule import Timeline
-from deepwell.planner.shard import HALF, LocalBlock, LocalGemm
+from deepwell.planner.shard import HALF, LocalBlock
+from deepwell.planner.stack import Stack
 from deepwell.planner.trace import plan_timeline
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ KINDS = ("weights", "optimizer", "gradients", "copies", "activations", "head", "
 _CHUNK_BYTES = 1 << 30
 # cuBLAS and cuDNN keep tens of megabytes inside torch's allocator on Hopper.
 _LIBRARIES = 32 << 20
-_CODE = 1.0625  # bytes of a kept FP8 code with its scale, as shard.py counts them
 _GATES = ("gate", "gate_up")
 # More layers x micro-batches than this on one rank, and an action is two moments instead of one for each layer.
 _DETAIL = 256
@@ -42,7 +42,8 @@ _MOST_POINTS = 400
 class Keeps:
     """What an engine holds on to between forward and backward."""
 
-    remakes: bool = True  # norm outputs, activation outputs and FP8 codes come again in the backward
+    # Norm outputs, activation outputs and FP8 codes come again in the backward; None: as the stack's switches say.
+    remakes: bool | None = True
     fuses_head: bool = True  # head and loss in chunks; their gradients are made in the forward
     caches_weights: bool = False  # FP8 codes of the weights, 2 bytes each
     late_gradients: bool = True  # gradients appear with the first backward; False: their buffers are always there
@@ -51,8 +52,17 @@ class Keeps:
     @classmethod
     def of_stack(cls, name: str) -> Keeps:
         """Deepwell's own habits, or those of frameworks that keep what autograd saves and own gradient buffers."""
-        is_own = name == "deepwell"
-        return cls(remakes=is_own, fuses_head=is_own, late_gradients=is_own)
+        if name == "deepwell":
+            return cls()
+        return cls(remakes=None, fuses_head=False, late_gradients=False)
+
+    def applied_to(self, stack: Stack) -> Stack:
+        """The stack with the switches that these habits mean."""
+        if self.remakes is None:
+            return stack
+        # Where codes are made again from what is kept anyway, they themselves are not kept.
+        kept = {"compile": "on", "keeps_fp8": "off"} if self.remakes else {"compile": "off"}
+        return stack.with_switches(**kept, weight_copies=self.caches_weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +98,10 @@ class RankTimeline:
 def memory_timeline(plan: Plan, keeps: Keeps | None = None) -> tuple[RankTimeline, ...]:
     """Every pipeline rank's memory over one step of the plan."""
     keeps = keeps or Keeps.of_stack(plan.stack.name)
-    job = read_job(plan.workload, plan.layout, plan.stack)
+    job = read_job(plan.workload, plan.layout, keeps.applied_to(plan.stack))
     timeline = plan_timeline(plan)
-    return tuple(_Player(job, keeps, rank, timeline).play() for rank in range(plan.layout.pp))
+    is_gpu = plan.hardware.kind == "cuda"
+    return tuple(_Player(job, keeps, rank, timeline).play(is_gpu=is_gpu) for rank in range(plan.layout.pp))
 
 
 # ---- one layer ----
@@ -99,17 +110,7 @@ def memory_timeline(plan: Plan, keeps: Keeps | None = None) -> tuple[RankTimelin
 def kept_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keeps) -> float:
     """What one layer holds of one micro-batch between its forward and its backward."""
     kept = sum(saved_bytes(block, recompute, job.kernel, job.dropout).values())
-    if keeps.remakes and recompute.kind not in ("full", "block"):
-        kept -= sum(tensor.nbytes for tensor in block.saved if tensor.group == "layernorm")
-        kept -= sum(_remade(gemm) for gemm in block.gemms)
-    return max(0.0, kept) * keeps.element_bytes / HALF
-
-
-def _remade(gemm: LocalGemm) -> float:
-    """Bytes of a linear's kept input that Deepwell makes again: an activation's output, codes of attention's output."""
-    if gemm.part == "down":
-        return (_CODE if gemm.is_low else HALF) * gemm.m * gemm.k * gemm.groups
-    return _CODE * gemm.m * gemm.k * gemm.groups if gemm.part == "o" and gemm.is_low else 0.0
+    return kept * keeps.element_bytes / HALF
 
 
 def working_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keeps) -> float:
@@ -123,7 +124,7 @@ def working_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keep
     widest = max(HALF * gemm.groups * ((1 + inputs) * gemm.m * gemm.k + gemm.k * gemm.n) for gemm in downs)
     working = widest + block.input_bytes
     if recompute.kind in ("full", "block"):
-        working += kept_bytes(block, Recompute(), job, Keeps(remakes=keeps.remakes))
+        working += sum(saved_bytes(block, Recompute(), job.kernel, job.dropout).values())
     return scale * working
 
 
@@ -171,6 +172,7 @@ class _Player:
         self.activations = self.gradients = self.held_head = 0.0
         self.done: set[int] = set()  # stages whose gradients exist
         self.moments: list[Moment] = []
+        self.libraries = 0
         self.head = _head(job, keeps, self.memory.logits)
         total = sum(self._params(stage) for stage in self.stages)
         scale = keeps.element_bytes / HALF if keeps.late_gradients else 1.0
@@ -180,7 +182,8 @@ class _Player:
         layers = sum(sum(job.stages[stage].counts) for stage in self.stages)
         self.is_detailed = layers * job.micro_batches <= _DETAIL
 
-    def play(self) -> RankTimeline:
+    def play(self, *, is_gpu: bool) -> RankTimeline:
+        self.libraries = _LIBRARIES if is_gpu else 0
         self._note(0.0, "start")
         for event in self.timeline.events:
             if event.rank != self.rank:
@@ -194,20 +197,16 @@ class _Player:
                 self._free(event.stage)
                 self._note(event.end, label)
         self._note(self.timeline.makespan, "optimizer")
-        memory = self.memory
-        return RankTimeline(
-            rank=self.rank, moments=tuple(_thinned(self.moments)), overhead=memory.context + memory.fragmentation
-        )
+        overhead = self.memory.context + self.memory.fragmentation if is_gpu else 0.0
+        return RankTimeline(rank=self.rank, moments=tuple(_thinned(self.moments)), overhead=overhead)
 
     def _note(self, time: float, phase: str, head: float = 0.0, working: float = 0.0) -> None:
-        memory, job = self.memory, self.job
-        copies = 0.0
-        if self.keeps.caches_weights or job.stack.name != "deepwell":
-            copies = memory.quantized_copies
+        memory = self.memory
+        on_device = 1 - self.job.layout.offload.activations
         sizes = (
-            memory.params, memory.master + memory.moments, self.gradients, copies,
-            self.activations * (1 - job.layout.offload.activations), head or self.held_head, working,
-            memory.comm_buffers + _LIBRARIES,
+            memory.params, memory.master + memory.moments, self.gradients, memory.quantized_copies,
+            self.activations * on_device, head or self.held_head, working,
+            memory.comm_buffers + self.libraries,
         )  # fmt: skip
         shown = tuple((kind, size) for kind, size in zip(KINDS, sizes, strict=True) if size > 0)
         self.moments.append(Moment(time_s=time, phase=phase, nbytes=shown))
