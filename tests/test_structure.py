@@ -38,7 +38,7 @@ LAYERS = (
     ("graph",),
     ("precision.guard",),
     ("moe", "engine"),
-    ("train", "artifacts", "report"),
+    ("train", "artifacts", "report", "engine.dryrun", "engine.dryrun_steps"),  # real steps need the optimizer
     ("bench",),
     ("doctor",),
     ("cli", "__main__"),
