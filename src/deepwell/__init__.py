@@ -22,6 +22,8 @@ _PUBLIC = {
     "compile": "deepwell.engine.compile",
     "optimize_for_blackwell": "deepwell.engine.compile",
     "Engine": "deepwell.engine.engine",
+    "dryrun": "deepwell.engine.dryrun",
+    "DryRun": "deepwell.engine.dryrun_values",
     "QuantizedTensor": "deepwell.formats.quantize",
     "quantize": "deepwell.formats.quantize",
     "DeepwellError": "deepwell.errors",
@@ -36,6 +38,8 @@ __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from deepwell.engine.compile import compile, optimize_for_blackwell  # noqa: A004 - the public name
+    from deepwell.engine.dryrun import dryrun
+    from deepwell.engine.dryrun_values import DryRun
     from deepwell.engine.engine import Engine
     from deepwell.errors import CaptureError, ConfigError, DeepwellError, NumericsError, PlanError, UnsupportedError
     from deepwell.formats.quantize import QuantizedTensor, quantize
