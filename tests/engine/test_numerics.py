@@ -269,6 +269,23 @@ def test_linear_cross_entropy_gradients(reduction) -> None:
         torch.testing.assert_close(ours(x, w, target), reference(x, w, target), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_second_backward_of_a_retained_head_gives_the_same_gradients(is_compiled) -> None:
+    # They are made in the forward and kept: scaling them in place would scale them twice.
+    x, w = _bf16(28, 24).requires_grad_(), _bf16(50, 24).requires_grad_()
+    target = torch.randint(0, 50, (28,))
+
+    def ours(x: Tensor, w: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(x, w, None, target, -100, "mean", False, 1.0, 0.0)
+
+    loss = (torch.compile(ours, backend="aot_eager") if is_compiled else ours)(x, w)
+    first, second = (torch.autograd.grad(loss, (x, w), torch.tensor(0.25), retain_graph=True) for _ in range(2))
+    (whole,) = torch.autograd.grad(loss, w)
+    for mine, theirs in zip(first, second, strict=True):
+        assert_bitwise_equal(mine, theirs)
+    assert_bitwise_equal(4 * first[1], whole)  # a power of two: exact
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.25, -2.0])
 @pytest.mark.parametrize("cap", [0.0, 8.0])
 def test_gradients_of_a_head_with_bias_scale_and_cap(scale, cap) -> None:

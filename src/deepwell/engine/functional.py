@@ -367,6 +367,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        # A pass over dx and dW also where the scalar is 1, which the host does not know: an op cannot hand back its own
+        # operand, whose memory compiled code may reuse, and scaled in place they would be scaled again by a second
+        # backward of a retained graph.
         scale, made = grads[0], iter(ctx.saved_tensors)
         found = [next(made) if need else None for need in ctx.needs]
         scaled = [None if grad is None else (grad * scale).to(grad.dtype) for grad in found]

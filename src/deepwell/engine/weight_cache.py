@@ -67,15 +67,10 @@ def refreshing(run: Callable[..., Any], groups: Sequence[KeptGroup], cache: Weig
     refresh = CodesRefresh([group.codes for group in groups])
 
     def wrapped(*inputs: Any) -> Any:
-        weights = [[_stored(inputs[i]) for i in group.inputs] for group in groups]
+        weights = [[inputs[i] for i in group.inputs] for group in groups]
         for group, given in zip(groups, weights, strict=True):
             cache.note_versions(group.key, given)
         refresh.refresh(weights)
         return run(*inputs)
 
     return wrapped
-
-
-def _stored(weight: Tensor) -> Tensor:
-    """A parameter as it lies in memory, without its history."""
-    return weight.detach()

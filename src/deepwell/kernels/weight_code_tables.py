@@ -105,8 +105,9 @@ class CodesRefresh:
         """Make the codes of `weights`, one list for each group, where they are not those of its last call."""
         first = weights[0][0]
         if not runs_kernel(first, weight_codes._refresh_kernel):
-            for codes, group in zip(self.codes, weights, strict=True):
-                _refresh_ref(codes, [_check(codes, i, w) for i, w in enumerate(group)])
+            with torch.no_grad():
+                for codes, group in zip(self.codes, weights, strict=True):
+                    _refresh_ref(codes, [_check(codes, i, w) for i, w in enumerate(group)])
             return
         places = tuple((w.data_ptr(), w.stride(), w.dtype) for group in weights for w in group)
         if places != self._places:
