@@ -373,7 +373,7 @@ def test_rejected_families_have_their_reason() -> None:
 
 
 def test_what_does_not_fit_says_where_and_by_how_much() -> None:
-    found = autoplan("llama3-70b", hw="4x8xH100", seq_len=8192, global_batch=128)
+    found = autoplan("llama3-70b", hw="2x8xH100", seq_len=8192, global_batch=128)
     missed = [one for one in found.rejected if one.kind == "memory"]
     assert missed
     assert all("GiB over on" in one.reason for one in missed)
