@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deepwell import __version__, cli_bench, cli_build, cli_plan, cli_validate
+from deepwell import __version__, cli_bench, cli_build, cli_dryrun, cli_plan, cli_validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -40,6 +40,7 @@ app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_validate.app, name="validate")
 app.command("build")(cli_build.build_command)
 app.command("plan")(cli_plan.plan_command)
+app.command("dryrun")(cli_dryrun.dryrun_command)
 
 
 def _print_version(value: bool) -> None:

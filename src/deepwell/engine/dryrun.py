@@ -117,8 +117,8 @@ def _notes(plan: Plan, before: Prediction, is_own: bool) -> list[str]:
     mine, work = before.plan.workload, plan.workload
     return [
         f"the plan is of {plan.gpus} x {plan.hardware.gpus[0].name}, {work.global_batch:,} x {work.seq_len:,} tokens, "
-        f"{work.optimizer}: its figures are simulated; what can be tried here is one device with {mine.global_batch:,} x "
-        f"{mine.seq_len:,} tokens, {mine.optimizer}"
+        f"{work.optimizer}: its figures are simulated; what can be tried here is one device with "
+        f"{mine.global_batch:,} x {mine.seq_len:,} tokens, {mine.optimizer}"
     ]
 
 

@@ -1,0 +1,191 @@
+"""`deepwell dryrun`: does it fit, how fast, what may go wrong; with real steps where the machine is this one.
+
+Exit status: 0 it fits, 2 the request is wrong, 3 it does not fit.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepwell.errors import ConfigError, PlanError
+
+DOES_NOT_FIT = 3
+_SEQ_LEN, _BATCH = 4096, 8
+
+_Text = str | None
+_Count = int | None
+_File = Path | None
+
+
+def dryrun_command(
+    *,
+    model: Annotated[
+        _Text, typer.Option("--model", help="A published model, a model of the race (8b-4l), or a config.json.")
+    ] = None,
+    hw: Annotated[_Text, typer.Option("--hw", help="The machine: H200, 8x8xB200; this one unless given.")] = None,
+    plan: Annotated[_File, typer.Option("--plan", help="A plan that `deepwell plan --save` wrote.")] = None,
+    seq: Annotated[_Count, typer.Option("--seq", help="Tokens of a sequence.")] = None,
+    batch: Annotated[_Count, typer.Option("--batch", help="Sequences of a step over all GPUs.")] = None,
+    precision: Annotated[_Text, typer.Option("--precision", help="bf16, fp8, mxfp8 or nvfp4.")] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Real steps that count.")] = 3,
+    measure: Annotated[
+        bool | None, typer.Option("--measure/--no-measure", help="Run real steps here, or none of them.")
+    ] = None,
+    trace: Annotated[
+        _File, typer.Option("--trace", help="Write a Chrome/Perfetto trace of the simulated step.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Simulate a training step, try it here where that can be, and list the risks. Ends with 3 if it does not fit."""
+    if measure and hw is not None:
+        raise ConfigError(f"--measure: {hw!r} is a name; only this machine can be measured, so leave --hw out")
+    wanted = _Wanted(model=model, hw=hw, seq=seq, batch=batch, precision=precision)
+    try:
+        run = _live(wanted, plan, steps, measure) if _is_live(wanted, plan, measure) else _simulated(wanted, plan)
+    except PlanError as error:
+        typer.echo(f"deepwell: {error}", err=True)
+        raise typer.Exit(DOES_NOT_FIT) from error
+    if trace is not None:
+        _write(trace, run.trace_json())
+    typer.echo(run.to_json(indent=1) if as_json else str(run))
+    if not run.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+class _Wanted:
+    """What the options say of the job."""
+
+    def __init__(self, *, model: _Text, hw: _Text, seq: _Count, batch: _Count, precision: _Text) -> None:
+        self.model, self.hw, self.seq, self.batch, self.precision = model, hw, seq, batch, precision
+
+    def require_model(self) -> str:
+        if self.model is None:
+            raise ConfigError("--model: name a model or a config.json, or give a plan by --plan")
+        return self.model
+
+
+def _race_model(name: str | None) -> Any:
+    """The race's model of that name, or None."""
+    if name is None:
+        return None
+    from deepwell.bench.models import MODELS
+
+    return MODELS.get(name)
+
+
+def _is_live(wanted: _Wanted, plan: Path | None, measure: bool | None) -> bool:
+    """Whether a model is to be built here: where it was asked for, or a small model of the race was named."""
+    if measure is not None:
+        return measure
+    return wanted.hw is None and plan is None and _race_model(wanted.model) is not None
+
+
+# ---- simulated ----
+
+
+def _simulated(wanted: _Wanted, path: Path | None) -> Any:
+    from deepwell.engine.dryrun import simulated
+
+    return simulated(_read_plan(path) if path is not None else _planned(wanted))
+
+
+def _planned(wanted: _Wanted) -> Any:
+    from deepwell.planner.search import autoplan
+
+    race = _race_model(wanted.require_model())
+    model, seq, batch = _shape(wanted, race)
+    return autoplan(model, wanted.hw, seq_len=seq, global_batch=batch, precision=wanted.precision)
+
+
+def _shape(wanted: _Wanted, race: Any) -> tuple[Any, int, int]:
+    from deepwell.cli_plan import read_model
+
+    if race is None:
+        return read_model(wanted.require_model()), wanted.seq or _SEQ_LEN, wanted.batch or _BATCH
+    c = race.config
+    config = {
+        "model_type": "llama", "hidden_size": c.width, "intermediate_size": c.hidden,
+        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads, "vocab_size": c.vocab, "max_position_embeddings": c.max_positions,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return config, wanted.seq or race.seq_len, wanted.batch or race.batch
+
+
+def _read_plan(path: Path) -> Any:
+    from deepwell.planner.plan import Plan
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--plan: cannot read {path}: {error}") from error
+    return Plan.from_json(text)
+
+
+# ---- with a live model ----
+
+
+def _live(wanted: _Wanted, path: Path | None, steps: int, measure: bool | None) -> Any:
+    import torch
+
+    from deepwell.bench.progress import bar
+    from deepwell.engine.compile import compile as compile_engine
+    from deepwell.engine.dryrun import dryrun
+    from deepwell.graph.capture import capture
+
+    plan = None if path is None else _read_plan(path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with bar("dry run", 3) as advance:
+        net, example = _built(wanted, plan, device)
+        advance(1)
+        engine = compile_engine(capture(net, example), plan=plan, precision=wanted.precision)
+        advance(1)
+        run = dryrun(engine, steps=steps, batch=example, measure=measure)
+        advance(1)
+    return run
+
+
+def _built(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
+    """The model with random weights on the device, and one batch for it."""
+    from dataclasses import replace
+
+    race = _race_model(wanted.require_model())
+    if race is not None:
+        size = plan.layout.micro_batch if plan is not None else wanted.batch or race.batch
+        length = plan.workload.seq_len if plan is not None else wanted.seq or race.seq_len
+        race = replace(race, batch=size, seq_len=length)
+        return race.build(device), race.capture_inputs(race.example(device))
+    return _hugging_face(wanted, plan, device)
+
+
+def _hugging_face(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
+    import torch
+
+    from deepwell.cli_plan import read_model
+    from deepwell.graph.configs import published_config
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("--measure: a model from a config needs transformers: pip install transformers") from error
+    found = read_model(wanted.require_model())
+    data = dict(published_config(found)) if isinstance(found, str) else found
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise ConfigError("--measure: only a config.json with its model_type, or a published model, can be built here")
+    settings = transformers.AutoConfig.for_model(**data)
+    with torch.device(device):
+        net = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    size = plan.layout.micro_batch if plan is not None else wanted.batch or 1
+    length = plan.workload.seq_len if plan is not None else wanted.seq or min(2048, settings.max_position_embeddings)
+    tokens = torch.randint(0, settings.vocab_size, (size, length), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(device)
+    return net, {"input_ids": tokens, "labels": tokens}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--trace: cannot write {path}: {error}") from error
+    typer.echo(f"wrote {path}", err=True)
