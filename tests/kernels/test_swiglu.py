@@ -96,6 +96,12 @@ def test_codes_alone_are_those_written_beside_the_results(device, config):
     c, d = (S.swiglu_backward(dh, gate_up, options=options, config=config) for options in (alone, beside))
     assert (c.grad, c.q_h) == (None, None)
     assert_bitwise_equal(c.q, d.q, "codes of the gradients")
+    # As the engine's backward asks: both sets of rows, no gradient in high precision.
+    both = S.Options(write=False, fp8=E4M3, recompute_h=True)
+    e = S.swiglu_backward(dh, gate_up, options=both, config=config)
+    assert e.grad is None
+    for name in ("q", "scale", "q_h", "scale_h"):
+        assert_bitwise_equal(getattr(e, name), getattr(d, name), name)
 
 
 def test_gate_and_up_may_lie_apart(device):
