@@ -28,6 +28,8 @@ EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
         "causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 9, "residual_norm": 4, "linear": 14,
         "merged_linear": 4, "qk_norm_rope": 2, "swiglu": 2, "fused_quantize": 8,
     }),
+    "gemma3_text": (KV, {"rms_norm": 13, "residual_norm": 4, "merged_linear": 4, "qk_norm_rope": 2, "swiglu": 2}),
+    "qwen3_moe": (KV, {"rms_norm": 9, "qk_norm_rope": 2}),
     "qwen2": (KV, {"kv_heads": 2, "rms_norm": 5, "residual_norm": 4, "merged_linear": 4, "rope": 4, "swiglu": 2}),
     "gemma2": ({}, {"kv_heads": 2, "cross_entropy": 1, "rms_norm": 9, "residual_norm": 4, "swiglu": 2}),
     "gpt2": ({}, {
