@@ -74,7 +74,10 @@ def test_it_trains_and_agrees_with_the_engine(model_type, batch) -> None:
             {"model.layers.0.self_attn.q_proj": "attention", "model.layers.1.mlp.up_proj": "mlp", "lm_head": "head"},
         ),
         ("gpt2", {"transformer.h.0.attn.c_attn": "attention", "transformer.h.1.mlp.c_fc": "mlp"}),
-        ("qwen3_moe", {"model.layers.0.mlp.gate": "router", "lm_head": "head"}),
+        (
+            "qwen3_moe",
+            {"model.layers.0.mlp.gate": "router", "model.layers.1.mlp.experts.down_proj": "experts", "lm_head": "head"},
+        ),
     ],
 )
 def test_roles_are_read_from_the_graph(model_type, roles, batch) -> None:

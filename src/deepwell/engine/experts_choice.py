@@ -22,7 +22,7 @@ class GroupedExperts:
     """The configs of a model that say how experts run, and what each says."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = {id(module.config): module.config for module in model.modules() if _chooses_experts(module)}
+        found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if _chooses_experts(m)}
         self._configs = tuple(found.values())
 
     @contextmanager

@@ -44,12 +44,12 @@ class _GroupedLinear(torch.autograd.Function):
         how = parse_scheme(scheme)
         ctx.how, ctx.is_kn = how, is_kn
         uses_fp8 = any(gemm.method == FP8_METHOD for gemm in (how.fwd, how.dgrad, how.wgrad))
-        layout = ops.group_layout(offs, None, x_SK.shape[0]) if uses_fp8 else ()
-        row_scale = None
+        row_scale = ends = slot = place = None
+        if uses_fp8:
+            ends, slot, place = ops.group_layout(offs, None, x_SK.shape[0])
         if FP8_METHOD in (how.fwd.method, how.wgrad.method):
             q_SK, x_scale = ops.quantize_rows(x_SK)
         if how.fwd.method == FP8_METHOD:
-            ends, slot, place = layout
             q_w, w_scale, row_scale = _along_k(weight, is_kn)
             padded = ops.gather_rows(q_SK, x_scale, slot, 1)
             y_SN = ops.combine_rows(ops.grouped_gemm(*padded, q_w, w_scale, ends), place, 1).to(x_SK.dtype)
@@ -58,7 +58,7 @@ class _GroupedLinear(torch.autograd.Function):
             y_SN = _grouped(how.fwd, x_SK, w_ENK, offs)
         ctx.codes_of_x = how.wgrad.method == FP8_METHOD
         kept = (q_SK, x_scale) if ctx.codes_of_x else (x_SK, None)
-        ctx.save_for_backward(weight, offs, row_scale, *kept, *(layout or (None, None, None)))
+        ctx.save_for_backward(weight, offs, row_scale, *kept, ends, slot, place)
         return y_SN
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepwell.engine.passes.choose_kernels import KernelRow, size_of
+from deepwell.kernels.group_rows import GROUP_ALIGNMENT
 from deepwell.kernels.proof import FAILURES
 from deepwell.kernels.select import median_us
 
@@ -49,7 +50,8 @@ class OpCall:
         """What computes it on its device."""
         if torch.device(self.device).type == "cpu":
             return "reference"
-        return "cublaslt_fast" if self.name == "fp8_gemm" else "deepwell"
+        vendors = {"fp8_gemm": "cublaslt_fast", "grouped_gemm": "torch_grouped", "grouped_wgrad": "torch_grouped"}
+        return vendors.get(self.name, "deepwell")
 
     @property
     def shape(self) -> str:
@@ -90,7 +92,22 @@ def measure_calls(calls: Mapping[OpCall, int]) -> list[KernelRow]:
 
 def _measure(call: OpCall) -> float:
     given: Any = map_aggregate(_plain(call.args), lambda arg: _random(arg, call.device))
+    given = _with_groups(call, given)
     return median_us(lambda: call.target(*given), call.device, budget_s=0.02)
+
+
+def _with_groups(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with the ends of groups (`offs`) that rise evenly: a grouped product trusts them."""
+    names = [argument.name for argument in call.target._schema.arguments]
+    if "offs" not in names:
+        return given
+    where = names.index("offs")
+    experts = given[where].shape[0]
+    rows = given[names.index("choices")] if "choices" in names else given[0].shape[call.name == "grouped_wgrad"]
+    each = rows // experts // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+    ends = torch.arange(1, experts + 1, device=call.device) * each
+    ends[-1] = rows
+    return (*given[:where], ends.to(given[where].dtype), *given[where + 1 :])
 
 
 def _values(args: Any) -> list[Any]:

@@ -22,12 +22,13 @@ from torch import fx
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
 from deepwell.engine.binding import Bound, bind
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
+from deepwell.engine.passes.experts import grouped_parts
 from deepwell.engine.passes.linear import linear_parts
 from deepwell.engine.passes.match import CAST_OPS, SHAPE_OPS, argument, give_operands_by_position, name_of, value_of
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR, Block, Layer
-from deepwell.graph.ops import Linear
+from deepwell.graph.ops import GroupedLinear, Linear
 from deepwell.precision.policy import PrecisionPolicy
 
 OPTIONS = (
@@ -176,7 +177,7 @@ def ir_of_graph(
         for node in graph.nodes
         if name_of(node) == "embedding" and value_of(weight := argument(node, 1, "weight")) is not None
     }
-    found: dict[str, tuple[str, Linear]] = {}
+    found: dict[str, tuple[str, Linear | GroupedLinear]] = _grouped(graph, names)
     for node in graph.nodes:
         parts = linear_parts(node)
         weight = parts[1] if parts else None
@@ -190,7 +191,7 @@ def ir_of_graph(
         layer, op = _layer_of(path)
         role = _role(node, path, n, vocabularies)
         found[path] = (layer, Linear(name=op, role=role, k=k, n=n, bias=parts[2] is not None))
-    layers: dict[str, list[Linear]] = {}
+    layers: dict[str, list[Linear | GroupedLinear]] = {}
     for layer, linear in found.values():
         layers.setdefault(layer, []).append(linear)
     outside = tuple(layers.pop("", ()))
@@ -200,6 +201,21 @@ def ir_of_graph(
     index = {path: number for number, path in enumerate(layers)}
     places = tuple(Layer(path=path, block=index.get(path, len(layers))) for path in paths)
     return IR(name="graph", dtype="bf16", stem=(), blocks=blocks, layers=places, tail=outside)
+
+
+def _grouped(graph: fx.Graph, names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, Linear | GroupedLinear]]:
+    """Experts' grouped products by the path of their weight."""
+    found: dict[str, tuple[str, Linear | GroupedLinear]] = {}
+    for node in graph.nodes:
+        parts = grouped_parts(node)
+        if parts is None or not isinstance(parts[1], fx.Node) or parts[1].name not in names:
+            continue
+        _, weight, _, is_kn = parts
+        path = names[weight.name][0].removesuffix(".weight")
+        experts, n, k = (int(size) for size in (value_of(weight).mT if is_kn else value_of(weight)).shape)
+        layer, op = _layer_of(path)
+        found[path] = (layer, GroupedLinear(name=op, role="experts", experts=experts, k=k, n=n))
+    return found
 
 
 def _all_layers(layers: Iterable[str], seen: dict[str, int], num_layers: int) -> list[str]:
