@@ -11,6 +11,7 @@ from deepwell.engine.binding import GROUPED_FP8, Device, bind
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
+from deepwell.kernels.group_rows import padded_rows
 from deepwell.kernels.quantize import quantize_rows_ref
 from deepwell.precision.gemm_format import precision
 from deepwell.precision.policy import PrecisionPolicy
@@ -218,6 +219,36 @@ def test_only_the_gradients_that_are_wanted_are_made():
     assert x.grad is down.grad is weight.grad is None
 
 
+def test_a_fused_block_keeps_no_gathered_rows_for_the_backward():
+    # The partitioner that Inductor uses removes equal calls first: gathered again, rows must not become those kept.
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    leaves, _, order, offs = block(tokens=64)
+    graphs = []
+
+    def keep(graph_module, _):
+        graphs.append(graph_module.graph)
+        return make_boxed_func(graph_module.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+
+    @torch.compile(backend=backend)
+    def run(x, gate_up, down, weight, order, offs):
+        return FE.fused_experts(x, gate_up, down, (order, weight, offs), 2, "silu")
+
+    run(*leaves, order, offs).sum().backward()
+    forward, backward = graphs
+    kept = [node.meta["val"] for node in next(iter(reversed(forward.nodes))).args[0] if isinstance(node, torch.fx.Node)]
+    rows = padded_rows(128, 4)
+    wide = [tuple(value.shape) for value in kept if value.dim() == 2 and value.shape[0] == rows]
+    assert wide == [(rows, 96)]  # gate and up alone
+    assert not any(value.dim() == 3 and value.dtype == torch.float8_e4m3fn for value in kept)  # no codes of weights
+    targets = [node.target for node in backward.nodes]
+    assert targets.count(torch.ops.deepwell.gather_rows.default) == 2  # of dy, and of x again
+
+
 # ---- through the engine ----
 
 
@@ -348,6 +379,16 @@ def test_the_setting_is_put_back_where_the_model_raises(batch):
         assert model.config._experts_implementation == "grouped_mm"
         raise ZeroDivisionError
     assert model.config._experts_implementation == "eager"
+
+
+def test_every_kernel_of_a_block_can_be_timed_by_itself(batch, on_hopper):
+    # With random ends of groups a grouped product would read what is not there.
+    model = zoo_models.tiny_model("mixtral").bfloat16()
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    engine(**batch).loss.backward()
+    rows = {row.op: row for row in engine.report(measure=True).kernels}
+    for name in ("group_layout", "gather_rows", "combine_rows", "transpose_groups", "grouped_gemm", "grouped_wgrad"):
+        assert rows[name].us, f"{name}: {rows[name].how}"
 
 
 def test_a_dense_model_has_no_word_about_experts(batch):
