@@ -279,27 +279,30 @@ def test_rows_that_another_kernel_writes_are_not_measured(monkeypatch):
             self.norm = nn.RMSNorm(64)
             self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
             self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+            self.o, self.last = nn.Linear(64, 64), nn.RMSNorm(64)
 
         def forward(self, x):
             normed = self.norm(x)
             h = torch.nn.functional.scaled_dot_product_attention(self.q(normed)[None], self.k(normed)[None], x[None])
-            return self.down(torch.nn.functional.gelu(self.up(h[0].contiguous())))
+            h = self.down(torch.nn.functional.gelu(self.up(h[0].contiguous())))
+            return self.last(x + self.o(torch.tanh(h)))
 
     found = {}
 
     def measured(n, k, tokens, device, fused):
-        found[n, k] = fused
+        found[len(found)] = fused
         return Gain(n=n, k=k, tokens=tokens, fp8_us=1.0, bf16_us=2.0)
 
     sizes = _as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(backend, "would_gain", measured)
     policy = dw.PrecisionPolicy("mxfp8")
-    for path in ("q", "k", "up", "down"):
+    for path in ("q", "k", "up", "down", "o"):
         policy.set_layer_precision(f"path:{path}", "mxfp8")
     dw.compile(Block().bfloat16(), precision_policy=policy)(torch.randn(48, 64).bfloat16())
-    assert len(sizes) == 3
-    # A norm before q and k, and several readers; attention before up, an activation after it and before down.
-    assert list(found.values()) == ["x dy", "dy", "x"]
+    assert len(sizes) == 4
+    # A norm before q and k, and several readers; attention before up, an activation after it and before down; o is
+    # added to the stream, and a norm reads the sum.
+    assert list(found.values()) == ["x dy", "dy", "x", "dy"]
 
 
 def test_strict_raises_where_safe_would_keep_bf16(model, monkeypatch):

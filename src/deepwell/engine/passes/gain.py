@@ -46,14 +46,15 @@ def _fused_rows(group: Sequence[LinearSite]) -> str:
     """Which FP8 rows of a linear the kernel before it will write: of x, of dy, of both.
 
     Norms and activations write rows of their result, attention does not. RoPE and gated activations, which read several
-    linears of one input, and plain activations write rows of their gradient.
+    linears of one input, and plain activations write rows of their gradient; so does a norm of the stream that the
+    linear's result is added to.
     """
     source: Any = group[0].x
     while isinstance(source, fx.Node) and name_of(source) in (*SHAPE_OPS, "transpose", "permute", "contiguous"):
         source = source.args[0]
     fused = ["x"] if _writes_rows(source) else []
     readers = [user for site in group for user in site.node.users]
-    if len(group) > 1 or any(_writes_rows(user) for user in readers):
+    if len(group) > 1 or any(_writes_rows(user) or _is_normed_sum(user) for user in readers):
         fused.append("dy")
     return " ".join(fused)
 
@@ -62,6 +63,14 @@ def _writes_rows(node: fx.Node) -> bool:
     """Whether an op is a norm or an activation, plain or gated, whose kernels write FP8 rows."""
     ours = (functional.rms_norm, functional.layer_norm, functional.activation)
     return node.target in ours or name_of(node) in ("rms_norm", "layer_norm", "gelu", "silu", "mul")
+
+
+def _is_normed_sum(node: fx.Node) -> bool:
+    """Whether a node adds to the residual stream and a norm reads the sum: its backward writes rows beside dx."""
+    norms = (functional.rms_norm, functional.layer_norm)
+    return name_of(node) == "add" and any(
+        user.target in norms or name_of(user) in ("rms_norm", "layer_norm") for user in node.users
+    )
 
 
 def _sizes(group: Sequence[LinearSite]) -> tuple[int, int, int, str] | None:
