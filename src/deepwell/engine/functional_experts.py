@@ -33,7 +33,7 @@ _AS_IS = "fp32,nearest,False"
 def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, is_kn: bool, scheme: str) -> Tensor:
     """Rows of group e times the weight of expert e, [N, K] or as stored [K, N], each GEMM run as `scheme` says.
 
-    `offs` are the ends of the groups. Rows past the last one give zeros.
+    `offs` are the ends of the groups. Rows past the last one give zeros; in bf16 whatever torch leaves there.
     """
     return _GroupedLinear.apply(x, weight, offs, is_kn, scheme)
 
