@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 def meta_model(name: str, **overrides: object) -> nn.Module:
     config = {k: v for k, v in published_config(name).items() if k not in ("_source", "torch_dtype")} | overrides
     dtype = torch.float32 if name == "gpt2" else torch.bfloat16
+    if config["model_type"] == "kimi_k2":  # DeepSeek's class under another name, which transformers does not know
+        config = {**config, "model_type": "deepseek_v3"}
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config), dtype=dtype)
 

@@ -5,7 +5,7 @@
 
 The whole of a training step's work on one layer, quantization included. Rows (*) that the engine makes in the kernel
 before (a norm, an activation, RoPE's backward) cost no kernel of their own, and less to write than bf16 (a byte more
-beside a gradient that is read): they are left out. To count them kept layers of width 768 in bf16 that are faster in FP8.
+beside a gradient that is read): they are left out. To count them kept layers of width 768 in bf16 that gain by FP8.
 """
 
 # Shapes: T tokens, K and N the widths of the linear.
