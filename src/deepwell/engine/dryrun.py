@@ -31,8 +31,8 @@ from deepwell.planner.plan import COMMUNICATION, Plan
 from deepwell.planner.step_memory import Keeps, RankTimeline, memory_timeline
 from deepwell.planner.trace import plan_timeline
 
-# More training flops than this in one step, and a CPU is not asked to run it unless told to.
-_CPU_FLOPS = 2e12
+# More training flops than this in one step, and a CPU is not asked to run it unless told to: half a second a core.
+_CPU_FLOPS = 5e10
 _MOST_MICRO_BATCHES = 4
 
 
@@ -152,7 +152,7 @@ def _why_not(engine: Engine, inputs: ExampleInputs | None, before: Prediction, m
     work = before.plan.workload
     flops = work.ir.train_flops(1, work.seq_len) * work.global_batch
     if kind == "cpu" and measure is None and flops > _CPU_FLOPS:
-        return f"{flops / 1e12:.1f} TFLOP a step are many for a CPU; measure=True runs them all the same"
+        return f"{flops / 1e12:.2f} TFLOP a step are many for a CPU; measure=True runs them all the same"
     return ""
 
 
