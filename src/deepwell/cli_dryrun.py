@@ -66,8 +66,10 @@ class _Wanted:
 
 
 def _race_model(name: str | None) -> Any:
-    """The race's model of that name, or None."""
-    if name is None:
+    """The race's model of that name, or None; a published model of the same name goes first."""
+    from deepwell.graph.configs import published_models
+
+    if name is None or name in published_models():
         return None
     from deepwell.bench.models import MODELS
 
