@@ -322,6 +322,7 @@ def test_experts_train_in_fp8_as_they_do_in_bf16(batch, on_hopper):
     assert abs(losses["mxfp8"][-1] - losses["bf16"][-1]) < 0.03 * losses["bf16"][-1]
 
 
+@pytest.mark.slow
 def test_recomputed_layers_with_experts_have_nearly_the_same_gradients(batch, on_hopper):
     grads = []
     for recompute in (False, True):
@@ -351,7 +352,7 @@ def test_a_policy_may_keep_experts_or_one_of_their_gemms_in_bf16(batch, on_hoppe
 # ---- how experts run is the model's setting ----
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chosen", ["eager", "batched_mm"])
 def test_the_engine_groups_experts_and_leaves_the_models_setting(model_type, chosen, batch):
     model = zoo_models.tiny_model(model_type).bfloat16()
