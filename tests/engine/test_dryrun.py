@@ -13,7 +13,7 @@ from torch import nn
 import deepwell as dw
 from deepwell.bench.models import MODELS, RaceModel
 from deepwell.engine.dryrun import simulated
-from deepwell.engine.dryrun_plan import engine_plan, given_plan
+from deepwell.engine.dryrun_plan import engine_plan, given_plan, local_hardware
 from deepwell.engine.dryrun_risks import risks
 from deepwell.engine.dryrun_values import DryRun, Trial
 from deepwell.errors import ConfigError, UnsupportedError
@@ -372,3 +372,37 @@ def test_the_engines_plan_says_what_the_engine_does() -> None:
     assert plan.estimate == estimate(plan.workload, plan.hardware, plan.layout, plan.stack)
     again = dw.compile(dw.capture(engine.model), precision="bf16", recompute=True)
     assert engine_plan(again, 2, 32).layout.recompute.kind == "full"
+
+
+def test_a_plan_of_one_device_is_tried_as_planned() -> None:
+    # The optimizer's state, the micro-batches and the batch of the plan: then the measured figures are the plan's own.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16()
+    ir = dw.capture(model)
+    plan = dw.autoplan(
+        replace(ir, module=None, graph=None), hw=local_hardware(torch.device("cpu")), seq_len=32, global_batch=4,
+        precision="bf16", micro_batch=2,
+    )  # fmt: skip
+    run = dw.dryrun(dw.compile(ir, plan=plan), steps=1)
+    assert plan.workload.optimizer == "adamw"
+    assert run.trial is not None and "2 x 32 tokens, 2 micro-batches, adamw" in run.trial.what
+    assert run.figure("step").how == "measured" and run.figure("peak_allocated").how == "measured"
+    # bf16 weights, fp32 master weights and two fp32 moments.
+    assert run.trial.peak_bytes > 14 * plan.workload.ir.num_params  # type: ignore[operator]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_steps_are_measured_and_leave_no_trace() -> None:
+    model = replace(MODELS["tiny"], batch=4, seq_len=256)
+    net = model.build("cuda")
+    example = model.example("cuda")
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    state = torch.cuda.get_rng_state()
+    run = dw.dryrun(dw.compile(dw.capture(net, example), precision="fp8"), batch=example, steps=2)
+    assert run.trial is not None and run.trial.memory_by == "torch.cuda.max_memory_allocated"
+    assert run.trial.peak_bytes > 6 * sum(p.numel() for p in net.parameters())  # type: ignore[operator]
+    assert len(set(run.trial.losses)) > 1
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert all(p.grad is None for p in net.parameters())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepwell.engine.compile import check_plan
-from deepwell.engine.dryrun_plan import Prediction, engine_device, engine_keeps, predict, shape_of
+from deepwell.engine.dryrun_plan import Prediction, engine_device, engine_keeps, optimizer_of, predict, shape_of
 from deepwell.engine.dryrun_risks import risks
 from deepwell.engine.dryrun_steps import run_trial
 from deepwell.engine.dryrun_text import size_text
@@ -55,7 +55,7 @@ def dryrun(
         check_plan(plan, engine.ir)
     inputs = _inputs(engine, plan, batch)
     size, length = _shape(inputs, plan, engine)
-    before = predict(engine, size, length, _micro_batches(plan))
+    before = predict(engine, size, length, _micro_batches(plan), optimizer_of(engine, plan))
     whole = plan or before.plan
     is_own = _is_same_step(whole, before)
     notes = _notes(whole, before, is_own)
@@ -132,9 +132,8 @@ def _try(
             raise UnsupportedError(f"measure=True: {why_not}")
         return None, why_not
     assert inputs is not None
-    micro_batches = before.plan.accumulation
     try:
-        return run_trial(engine, inputs, before, steps, micro_batches), ""
+        return run_trial(engine, inputs, before, steps), ""
     except (UnsupportedError, ConfigError) as error:
         if measure:
             raise

@@ -23,6 +23,15 @@ from deepwell.planner.stack import Stack, deepwell_stack
 from deepwell.planner.step_memory import Keeps, memory_timeline
 from deepwell.planner.workload import Workload
 
+# The planner's optimizers as options of adamw_dw. Parameters in fp32 need no master weights: there it is adamw_fp32.
+OPTIMIZERS: dict[str, dict[str, str | None]] = {
+    "adamw": {"master_weights": "fp32", "moments": "fp32"},
+    "adamw_bf16_moments": {"master_weights": "fp32", "moments": "bf16"},
+    "adamw_8bit": {"master_weights": "fp32", "moments": "fp8"},
+    "adamw_pure_bf16": {"master_weights": None, "moments": "bf16"},
+    "adamw_fp32": {"master_weights": None, "moments": "fp32"},
+}
+
 # Tokens of a sequence where neither a plan nor a batch says: short enough for any device, long enough to be typical.
 DEFAULT_SEQ_LEN = 2048
 
@@ -77,9 +86,12 @@ def engine_device(engine: Engine) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def optimizer_of(engine: Engine) -> str:
-    """What adamw_dw keeps for these parameters, in the planner's words: moments in the parameters' own dtype."""
-    return "adamw_pure_bf16" if engine.ir.dtype in ("bf16", "bfloat16", "fp16") else "adamw_fp32"
+def optimizer_of(engine: Engine, plan: Plan | None = None) -> str:
+    """What the trial's adamw_dw keeps, in the planner's words: as planned, else moments in the parameters' dtype."""
+    if engine.ir.dtype != "bf16":
+        return "adamw_fp32"
+    planned = "" if plan is None else plan.workload.optimizer
+    return planned if planned in OPTIMIZERS and planned != "adamw_fp32" else "adamw_pure_bf16"
 
 
 def engine_keeps(engine: Engine) -> Keeps:
@@ -93,7 +105,7 @@ def engine_keeps(engine: Engine) -> Keeps:
     )
 
 
-def engine_plan(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1) -> Plan:
+def engine_plan(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1, optimizer: str | None = None) -> Plan:
     """The step that the engine takes by itself: one device, `micro_batches` batches of this shape."""
     layers = engine._recompute
     recompute = Recompute()
@@ -102,7 +114,7 @@ def engine_plan(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1
         recompute = Recompute(kind="full") if count == engine.ir.num_layers else Recompute(kind="block", layers=count)
     workload = Workload(
         ir=_without_module(engine.ir), seq_len=seq_len, global_batch=batch * micro_batches,
-        policy=engine.policy, optimizer=optimizer_of(engine),
+        policy=engine.policy, optimizer=optimizer or optimizer_of(engine),
     )  # fmt: skip
     layout = Layout(
         dp=1, micro_batch=batch, sharding="ddp", recompute=recompute, cuda_graphs=engine.options.cuda_graphs
@@ -110,9 +122,11 @@ def engine_plan(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1
     return given_plan(workload, local_hardware(engine_device(engine)), layout, deepwell_stack())
 
 
-def predict(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1) -> Prediction:
+def predict(
+    engine: Engine, batch: int, seq_len: int, micro_batches: int = 1, optimizer: str | None = None
+) -> Prediction:
     """Time and memory of a trial: a step without data loading, logging and the gradient's norm."""
-    plan = engine_plan(engine, batch, seq_len, micro_batches)
+    plan = engine_plan(engine, batch, seq_len, micro_batches, optimizer)
     constants = measured_constants(plan.hardware.gpus[0])
     found = plan.estimate
     if constants is not None:

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepwell.engine.dryrun_plan import Prediction, engine_device
+from deepwell.engine.dryrun_plan import OPTIMIZERS, Prediction, engine_device
 from deepwell.engine.dryrun_values import Trial
 from deepwell.engine.engine import Engine
 from deepwell.errors import UnsupportedError
 from deepwell.graph.example_inputs import ExampleInputs
+from deepwell.planner.plan import Plan
 from deepwell.train.optim import AdamWDW
 
 # Steps before those that count: the first compiles, the second meets every kernel warm, the third records CUDA graphs.
@@ -31,13 +32,13 @@ WARMUP = 3
 _LR = 1e-5
 
 
-def run_trial(engine: Engine, inputs: ExampleInputs, before: Prediction, steps: int, micro_batches: int) -> Trial:
+def run_trial(engine: Engine, inputs: ExampleInputs, before: Prediction, steps: int) -> Trial:
     """Measure `steps` steps; where memory does not suffice, a trial that says so.
 
     Raises UnsupportedError where the user's own hooks on parameters would see these steps.
     """
     refuse_hooks(engine.model)
-    plan = before.plan
+    plan, micro_batches = before.plan, before.plan.accumulation
     trial = Trial(
         what=f"{plan.layout.micro_batch} x {plan.workload.seq_len:,} tokens, {micro_batches} micro-batch"
         f"{'es' * (micro_batches > 1)}, {plan.workload.optimizer}",
@@ -49,7 +50,7 @@ def run_trial(engine: Engine, inputs: ExampleInputs, before: Prediction, steps: 
     )
     with untouched(engine.model):
         try:
-            return _measured(trial, engine, inputs, steps, micro_batches)
+            return _measured(trial, engine, inputs, plan)
         except torch.OutOfMemoryError as error:
             return replace(trial, problem=f"out of memory: {str(error).splitlines()[0]}")
 
@@ -102,13 +103,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
 class _Stepper:
     """Forward, backward and optimizer on the same batch again and again."""
 
-    def __init__(self, engine: Engine, inputs: ExampleInputs, micro_batches: int) -> None:
-        self.engine, self.inputs, self.micro_batches = engine, inputs, micro_batches
+    def __init__(self, engine: Engine, inputs: ExampleInputs, plan: Plan) -> None:
+        self.engine, self.inputs, self.micro_batches = engine, inputs, plan.accumulation
         trained = [parameter for parameter in engine.parameters() if parameter.requires_grad]
         if not trained:
             raise UnsupportedError("the model has no parameter that requires a gradient; nothing can be trained")
-        # None: moments in the parameter's own dtype, as optimizer_of says.
-        self.optimizer = AdamWDW(trained, lr=_LR, moments=None)
+        self.optimizer = AdamWDW(trained, lr=_LR, **OPTIMIZERS[plan.workload.optimizer])  # type: ignore[arg-type]
 
     def __call__(self) -> Tensor:
         if self.engine.options.cuda_graphs:
@@ -136,7 +136,7 @@ def loss_of(out: Any) -> Tensor:
     return leaves[0] if leaves[0].dim() == 0 else leaves[0].float().square().mean()
 
 
-def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, steps: int, micro_batches: int) -> Trial:
+def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, plan: Plan) -> Trial:
     device = engine_device(engine)
     engine.train()
     is_cuda = device.type == "cuda"
@@ -145,7 +145,7 @@ def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, steps: int, m
         torch.cuda.synchronize(device)
         others = torch.cuda.memory_allocated(device) - _resident(engine.model, inputs)
         torch.cuda.reset_peak_memory_stats(device)
-    stepper = _Stepper(engine, inputs, micro_batches)
+    stepper = _Stepper(engine, inputs, plan)
     started = time.perf_counter()
     losses = [stepper().item()]
     first = time.perf_counter() - started
@@ -154,10 +154,10 @@ def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, steps: int, m
         if not engine.options.cuda_graphs:
             # Compiling is over: what it held for a moment is none of the step's. Recorded graphs allocate only once.
             torch.cuda.reset_peak_memory_stats(device)
-        times = _time_on_gpu(stepper, steps)
+        times = _time_on_gpu(stepper, trial.steps)
         peak, by = torch.cuda.max_memory_allocated(device) - others, "torch.cuda.max_memory_allocated"
     else:
-        times = _time_on_cpu(stepper, steps)
+        times = _time_on_cpu(stepper, trial.steps)
         peak = _resident(engine.model, inputs) + stepper.state_bytes() + _cpu_growth(stepper)
         by = "weights and state, plus what torch's CPU allocator handed out in one profiled step"
     return replace(
