@@ -194,9 +194,7 @@ def _rewrite_head(
     return deferred
 
 
-def keep_codes(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
-) -> list[KeptGroup]:
+def keep_codes(graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[KeptGroup]:
     """Let the FP8 linears of a rewritten graph, and of those nested in it, read kept codes. Returns the groups."""
     names = parameter_names(graph_module.graph, example_inputs, options.parameters)
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
