@@ -274,7 +274,8 @@ def test_experts_leave_bf16_and_train(model_type, batch):
     assert all(row.scheme == "bf16" for row in report.bindings if row.op.endswith((".gate", ".router")))
 
 
-@pytest.mark.parametrize("model_type", _some("mixtral", "qwen3_moe", "gpt_oss"))
+# Three of them fused, and one that is not: a pass that fires on fewer is not worth its place.
+@pytest.mark.parametrize("model_type", _some("mixtral", "qwen3_moe", "olmoe", "gpt_oss"))
 def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
     model = zoo_models.tiny_model(model_type).bfloat16()
     eager = model(**batch).loss.item()
