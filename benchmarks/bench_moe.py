@@ -23,6 +23,7 @@ from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels import expert_swiglu, expert_weights, group_rows, grouped_gemm
 from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.wgrad_operands import wgrad_operands
 
 FP8 = "grouped_fp8|grouped_fp8|grouped_fp8"
 # Of outputs and gradients in FP8 against bf16: two products in a row. Routing is the same: the router stays in bf16.
@@ -173,8 +174,8 @@ def bench_kernels(table: Table, shape: Shape) -> None:
         run = lambda c=combine: group_rows.combine_rows(y, place, k, config=c)  # noqa: E731
         table.add(name, f"combine {combine.rows}x{combine.columns}", run, num_bytes=2 * s * d + 2 * t * d)
     rows = group_rows.gather_rows(q_x, s_x, slot, k)
-    run = lambda: grouped_gemm.transpose_groups(*rows, ends)  # noqa: E731
-    table.add(name, "transpose groups", run, num_bytes=2 * p * d)
+    run = lambda: wgrad_operands(*rows, *rows, ends)  # noqa: E731
+    table.add(name, "operands of a wgrad", run, num_bytes=4 * p * d)
     weight = torch.rand(s, device="cuda", dtype=bf16)
     gate_up, dh = torch.randn(p, 2 * f, device="cuda", dtype=bf16), torch.randn(p, f, device="cuda", dtype=bf16)
     for config in (expert_swiglu.FORWARD_CONFIGS[i] for i in (0, 1, 2, 5)):
@@ -201,9 +202,9 @@ def bench_products(table: Table, shape: Shape, rows: tuple[Tensor, Tensor], ends
         run = lambda fast=fast: grouped_gemm.grouped_gemm(*rows, q_w, s_w, ends, fast=fast)  # noqa: E731
         table.add(name, f"gate-up FP8 {'fast' if fast else 'fp32 sums'}", run, flops=flops)
     dy = torch.randn(ends.tolist()[-1], 2 * f, device="cuda", dtype=torch.bfloat16)
-    turned = grouped_gemm.transpose_groups(*quantize_rows(dy), ends), grouped_gemm.transpose_groups(*rows, ends)
+    turned = wgrad_operands(*quantize_rows(dy), *rows, ends)
     for fast in (True, False):
-        run = lambda fast=fast: grouped_gemm.grouped_wgrad(*turned[0], *turned[1], ends, fast=fast)  # noqa: E731
+        run = lambda fast=fast: grouped_gemm.grouped_wgrad(*turned, ends, fast=fast)  # noqa: E731
         table.add(name, f"gate-up wgrad FP8 {'fast' if fast else 'fp32 sums'}", run, flops=flops)
     x = torch.randn(s, d, device="cuda", dtype=torch.bfloat16)
     table.add(name, "gate-up bf16", lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=offs), flops=flops)

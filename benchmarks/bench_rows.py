@@ -23,6 +23,7 @@ from triton.errors import TritonError
 
 from deepwell.kernels import cross_entropy, quantize, rms_norm, rope, swiglu, transpose
 from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.kernels.wgrad_operands import balance_scales
 
 E4M3 = torch.float8_e4m3fn
 # (tokens, model width, hidden width, vocabulary) of a Llama-8B, a 1B and a 768-wide decoder.
@@ -168,6 +169,8 @@ def transpose_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Cas
                 ),
             )
         yield Case(**common, variant="default, with max", run=lambda q=q, s=scale_T: transpose.transpose_codes(q, s))
+        balance = {"op": "balance_scales", "shape": (t,), "num_bytes": 16 * t}
+        yield Case(**balance, variant="default", run=lambda s=scale_T: balance_scales(s, s))
         codes = q.view(torch.uint8)
         yield Case(**common, variant="torch (bytes only)", run=lambda codes=codes: codes.T.contiguous())
         yield Case(**common, variant="torch copy", run=lambda codes=codes: codes.clone())

@@ -348,7 +348,7 @@ def test_bf16_linear_is_torchs_own() -> None:
         ("quantize_rows", lambda: (_bf16(8, 32),)),
         ("quantize_weights", lambda: ([_bf16(8, 32), _bf16(24, 32)],)),
         ("quantize_weights_transposed", lambda: ([_bf16(8, 32), _bf16(24, 32)], torch.tensor(4.0), _bf16(1))),
-        ("transpose_codes", lambda: tuple(torch.ops.deepwell.quantize_rows(_bf16(16, 32)))),
+        ("wgrad_operands", lambda: (*quantize_rows_ref(_bf16(16, 32)), *quantize_rows_ref(_bf16(16, 24)))),
         ("round_to", lambda: (_bf16(8, 40), "nvfp4", "nearest", True)),
         ("fp8_gemm", lambda: (*quantize_rows_ref(_bf16(7, 20)), *quantize_rows_ref(_bf16(9, 20)), True)),
         ("swiglu_backward_recompute", lambda: (_bf16(8, 16), _bf16(8, 32), "silu")),

@@ -637,7 +637,7 @@ def test_hidden_rows_are_made_again_where_their_gradient_is() -> None:
     def backward(dy: Tensor, gate_up: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         # As a compiler orders it: what the wgrad reads comes before the dgrad that h's gradient waits for.
         q_h, s_h = ops.swiglu_quantize(gate_up.view(8, 32), "silu")
-        turned = ops.transpose_codes(q_h, s_h)
+        turned = ops.wgrad_operands(*ops.quantize_rows(dy), q_h, s_h)
         dh = dy @ w
         q, s = ops.swiglu_backward_quantize(dh, gate_up, "silu")
         other = ops.swiglu_quantize(gate_up * 2, "silu")  # of other values: stays

@@ -120,24 +120,6 @@ def test_sums_are_no_worse_than_torchs_and_keep_nan_where_it_is(device):
     assert G.combine_rows(x, place, 4).isnan().any(1).nonzero().flatten().tolist() == [1]
 
 
-def test_scales_of_groups_are_their_largest_and_ratios_lead_back(device):
-    ends = torch.tensor([16, 64, 2128], dtype=torch.int32, device=device)  # one group longer than a block
-    scale = torch.exp2(torch.randint(-20, 5, (2128,)).float()).to(device)
-    made = G.group_scales(scale, ends)
-    for name, got, ref in zip(("largest", "ratio"), made, G.group_scales_ref(scale, ends), strict=True):
-        assert_bitwise_equal(got, ref, name)
-    assert made[1].max() == 1
-
-
-def test_a_nan_scale_makes_its_own_group_nan_and_no_other(device):
-    ends = torch.tensor([16, 32], dtype=torch.int32, device=device)
-    scale = torch.ones(32, device=device)
-    scale[3] = float("nan")
-    largest, ratio = G.group_scales(scale, ends)
-    assert largest.isnan().tolist() == [True, False]
-    assert ratio.isnan().tolist() == [True] * 16 + [False] * 16
-
-
 @pytest.mark.parametrize(
     ("call", "error", "names"),
     [
@@ -160,7 +142,6 @@ def test_a_nan_scale_makes_its_own_group_nan_and_no_other(device):
             "quantize the rows first",
         ),
         (lambda: G.combine_rows(torch.randn(4, 8), torch.zeros(5, dtype=torch.int32), 2), ConfigError, "must divide"),
-        (lambda: G.group_scales(torch.ones(4).double(), torch.zeros(1, dtype=torch.int32)), ConfigError, "float32"),
     ],
 )
 def test_wrong_arguments_are_named(call, error, names):
@@ -245,11 +226,3 @@ def test_layout_and_scales_compile_and_spill_nothing(arch):
         "BLOCK_P": G._LAYOUT_BLOCK,
     }
     assert aot.compile_kernel(G._layout_kernel, layout, arch=arch).spill_bytes == 0
-    scales = {
-        **dict.fromkeys(("scale_p_ptr", "scale_ptr", "ratio_ptr"), torch.float32),
-        "ends_ptr": torch.int32,
-        "BLOCK": 1024,
-    }
-    made = aot.compile_kernel(G._group_scales_kernel, scales, arch=arch)
-    assert made.spill_bytes == 0
-    assert made.count(r"div\.rn\.f32") >= 1

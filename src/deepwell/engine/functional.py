@@ -79,8 +79,7 @@ class _Linear(torch.autograd.Function):
                 dx_TK = _plain_gemm(how.dgrad, dy_TN, w_NK.T)
         if wants_dw:
             if ctx.codes_of_x:
-                codes = (*ops.transpose_codes(q_TN, dy_scale), *ops.transpose_codes(*x))
-                dw_NK = ops.fp8_gemm(*codes, True).to(dy_TN.dtype)
+                dw_NK = ops.fp8_gemm(*ops.wgrad_operands(q_TN, dy_scale, *x), True).to(dy_TN.dtype)
             else:
                 dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x[0].T)
         parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)

@@ -79,9 +79,10 @@ class _GroupedLinear(torch.autograd.Function):
                 dx_SK = _grouped(how.dgrad, dy_SN, w_EKN, offs)
         if wants_dw:
             if ctx.codes_of_x:
-                dy_turned = ops.transpose_groups(*dy_rows, ends)
-                x_turned = ops.transpose_groups(*ops.gather_rows(x, x_scale, slot, 1, dy_SN), ends)
-                dw = _wgrad(dy_turned, x_turned, ends, ctx.is_kn).to(weight.dtype)
+                x_rows = ops.gather_rows(x, x_scale, slot, 1, dy_SN)
+                # The gradient as the weight is stored: [E, N, K], or [E, K, N].
+                sides = (*x_rows, *dy_rows) if ctx.is_kn else (*dy_rows, *x_rows)
+                dw = ops.grouped_wgrad(*ops.wgrad_operands(*sides, ends), ends).to(weight.dtype)
             else:
                 dw = _plain_wgrad(how.wgrad, dy_SN, x, offs)
                 dw = dw.transpose(1, 2) if ctx.is_kn else dw
@@ -104,12 +105,6 @@ def _along_n(weight: Tensor, is_kn: bool, row_scale: Tensor | None, after: Tenso
     if row_scale is None:
         row_scale = ops.quantize_experts(weight, after)[1]
     return ops.quantize_experts_turned(weight, row_scale, after)
-
-
-def _wgrad(dy_turned: tuple[Tensor, Tensor], x_turned: tuple[Tensor, Tensor], ends: Tensor, is_kn: bool) -> Tensor:
-    """The weight's gradient as it is stored: [E, N, K], or [E, K, N]."""
-    first, second = (x_turned, dy_turned) if is_kn else (dy_turned, x_turned)
-    return ops.grouped_wgrad(*first, *second, ends)
 
 
 def _grouped(how: GemmScheme, a_SK: Tensor, b_ENK: Tensor, offs: Tensor) -> Tensor:
@@ -195,18 +190,15 @@ class _FusedExperts(torch.autograd.Function):
         dh_PF = ops.grouped_gemm(*dy_rows, *turned_down, ends).to(gate_up_P2F.dtype)
         q, scale, q_h, scale_h, dw_S = ops.expert_swiglu_backward(dh_PF, gate_up_P2F, weight_S, slot, ctx.act)
         if wants_down:
-            d_down = ops.grouped_wgrad(
-                *ops.transpose_groups(*dy_rows, ends), *ops.transpose_groups(q_h, scale_h, ends), ends
-            ).to(down.dtype)
+            sides = ops.wgrad_operands(*dy_rows, q_h, scale_h, ends)
+            d_down = ops.grouped_wgrad(*sides, ends).to(down.dtype)
         if wants_x:
             turned_gate_up = ops.quantize_experts_turned(gate_up, gate_up_scale, dy_TD)
             dx_PD = ops.grouped_gemm(q, scale, *turned_gate_up, ends)
             dx = ops.combine_rows(dx_PD, place, ctx.top_k).to(dy_TD.dtype)
         if wants_gate_up:
             rows = ops.gather_rows(q_TD, x_scale, slot, ctx.top_k, dy_TD)
-            d_gate_up = ops.grouped_wgrad(
-                *ops.transpose_groups(q, scale, ends), *ops.transpose_groups(*rows, ends), ends
-            ).to(gate_up.dtype)
+            d_gate_up = ops.grouped_wgrad(*ops.wgrad_operands(q, scale, *rows, ends), ends).to(gate_up.dtype)
         if wants_weight:
             d_weight = dw_S.to(weight_S.dtype)
         return dx, d_gate_up, d_down, None, d_weight, None, None, None

@@ -99,9 +99,9 @@ def _measure(call: OpCall) -> float:
 def _with_groups(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with the ends of groups (`offs`) that rise evenly: a grouped product trusts them."""
     names = [argument.name for argument in call.target._schema.arguments]
-    if "offs" not in names:
+    where = names.index("offs") if "offs" in names else len(given)
+    if where >= len(given) or given[where] is None:
         return given
-    where = names.index("offs")
     experts = given[where].shape[0]
     rows = given[names.index("choices")] if "choices" in names else given[0].shape[call.name == "grouped_wgrad"]
     each = rows // experts // GROUP_ALIGNMENT * GROUP_ALIGNMENT

@@ -33,14 +33,15 @@ from torch import Tensor
 
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
+from deepwell.kernels.adamw_moments import decode_e4m3, encode_e4m3, magnitude_max, root_exact, scale_of
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FLT_MAX = torch.finfo(torch.float32).max
-# Streams of random bits. The second moment takes the neighbour's bits of the parameter's stream: one draw for both.
-STREAM_PARAM, STREAM_EXP_AVG = 0, 1
+# The stream of random bits. The moments take the bits of two neighbours of the parameter: one draw for all three.
+STREAM = 0
 
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
@@ -61,9 +62,9 @@ class Noise:
         key: dict[str, Any] = {"seed": seed, "tensor": index, "step": step, "device": param.device}
         count = param.numel()
         return Noise(
-            param=random_bits_ref(count, stream=STREAM_PARAM, **key) if for_param else None,
-            exp_avg=random_bits_ref(count, stream=STREAM_EXP_AVG, **key) if for_moments else None,
-            exp_avg_sq=neighbour_bits_ref(count, stream=STREAM_PARAM, **key) if for_moments else None,
+            param=random_bits_ref(count, stream=STREAM, **key) if for_param else None,
+            exp_avg=neighbour_bits_ref(count, stream=STREAM, distance=2, **key) if for_moments else None,
+            exp_avg_sq=neighbour_bits_ref(count, stream=STREAM, distance=1, **key) if for_moments else None,
         )
 
 
@@ -161,22 +162,27 @@ CONFIGS = (
 
 # ---- kernels ----
 
+# Root and quotient for what is stored in 8 bits of mantissa: the GPU's own, without the cases of subnormal numbers.
+_ROOT = tl.constexpr("sqrt.approx.ftz.f32 $0, $1;")
+_QUOTIENT = tl.constexpr("div.approx.ftz.f32 $0, $1, $2;")
+
 
 @triton.jit
-def update_numbers(p, g, m, v, hyper_ptr, EXACT: tl.constexpr):
-    """New p, m, v and sqrt(v) in fp32; `hyper_ptr` is the slot's row of scalars. EXACT: IEEE root and division."""
-    g = g * tl.load(hyper_ptr + 7)
-    p = p * tl.load(hyper_ptr + 0)
-    m = m + (g - m) * tl.load(hyper_ptr + 3)
-    v = v * tl.load(hyper_ptr + 4) + (g * g) * tl.load(hyper_ptr + 5)
-    if EXACT:
-        root = tl.sqrt_rn(v)
-        ratio = tl.div_rn(m, root * tl.load(hyper_ptr + 2) + tl.load(hyper_ptr + 6))
-    else:
-        root = tl.sqrt(v)
-        ratio = m / (root * tl.load(hyper_ptr + 2) + tl.load(hyper_ptr + 6))
-    p = p - ratio * tl.load(hyper_ptr + 1)
-    return p, m, v, root
+def _ratio(m, denominator, EXACT: tl.constexpr, ASM: tl.constexpr):
+    if ASM and not EXACT:
+        return tl.inline_asm_elementwise(
+            _QUOTIENT, "=f,f,f", [m, denominator], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.div_rn(m, denominator)
+
+
+@triton.jit
+def _root(v, EXACT: tl.constexpr, ASM: tl.constexpr):
+    if ASM and not EXACT:
+        # Subnormal numbers would count as zero, and an eps of zero would make inf of them.
+        v = tl.maximum(v, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+        return tl.inline_asm_elementwise(_ROOT, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.sqrt_rn(v)
 
 
 @triton.jit
@@ -187,135 +193,129 @@ def round_bf16_at_random(x, noise):
     leaves it: the bit that says so is in the upper half).
     """
     bits = x.to(tl.int32, bitcast=True)
-    upper = (bits + tl.where((bits & 0x7FFFFFFF) < 0x7F7F0000, noise, 0)) >> 16
+    upper = (bits + tl.where(tl.abs(x) < 3.3895313892515355e38, noise, 0)) >> 16
     return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def decode_e4m3(code, scale):
-    """fp32 of uint8 E4M3 codes times their scale: the bits moved to fp32's place are 2^-120 of the value, exactly."""
-    bits = code.to(tl.int32)
-    magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where(bits >= 128, -magnitude, magnitude) * scale
+def noise_of(e, calls, random, EACH: tl.constexpr):
+    """Random bits of a tile and of its elements' two neighbours; `random` is (seed, tensor, step).
 
-
-@triton.jit
-def encode_e4m3(x, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr):
-    """uint8 E4M3 codes of a tile and a scale for each of its rows. See `_encode_ref`."""
-    bits = x.to(tl.int32, bitcast=True)
-    # As integers NaN is larger than inf and inf than any number: the maximum cannot lose them.
-    amax_bits = tl.max(bits & 0x7FFFFFFF, axis=1)
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax), 3.4028234663852886e38)
-    encode = tl.where(amax_bits == 0, 1.0, encode)
-    is_finite = amax_bits < 0x7F800000
-    encode = tl.where(is_finite, encode, float("nan"))
-    scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), encode)
-    magnitude = tl.minimum(tl.abs(x) * encode[:, None], 448.0)
-    is_small = magnitude < 0.015625
-    code = tl.where(is_small, magnitude + 0.015625, magnitude).to(tl.int32, bitcast=True)
-    if HAS_NOISE:
-        code = code + ((noise << 4) + 8)
-    else:
-        code = code + 0x80000
-    code = (code >> 20) - tl.where(is_small, 968, 960)
-    code = tl.minimum(tl.maximum(code, 0), 126)
-    if IS_ROOT:
-        code = tl.where(x > 0, tl.maximum(code, 1), code)
-    code = code | ((bits >> 24) & 0x80)
-    code = tl.where(is_finite[:, None], code, 0)
-    return code.to(tl.uint8), scale
-
-
-@triton.jit
-def noise_of(first, stride, e, random, STREAM: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr):
-    """Random bits of a tile and of its neighbours; `random` is (seed, tensor, step).
-
-    EACH where rows do not begin at multiples of 8.
+    `calls` are the draws of eight elements that the tile's rows begin at and follow; EACH where they begin elsewhere:
+    then they are the parameter's element that offset 0 stands for.
     """
     seed, index, step = random
     if EACH:
-        return random_bits_each(first + e, seed, index, step, STREAM)
-    return random_bits(first, seed, index, step, STREAM, ROWS, 128, stride)
+        return random_bits_each(calls + e, seed, index, step, 0)
+    return random_bits(calls, seed, index, step, 0)
 
 
 @triton.jit
-def update_tile(
+def load_tile(
     table_ptr,
     row,
     e,
     is_live,
     block,
     is_live_block,
-    first,
-    stride,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Parameter, gradient and moments of the elements `e` (offsets from the table's addresses), as they are stored."""
+    g = tl.load(pointer_at(table_ptr, row, 1, GRAD, ALIGNED) + e, mask=is_live, other=0.0, eviction_policy="evict_first")
+    if HAS_MASTER:
+        p_ptr = pointer_at(table_ptr, row, 6, tl.float32, ALIGNED)
+    else:
+        p_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
+    p = tl.load(p_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
+    m_ptr = pointer_at(table_ptr, row, 2, MOMENT, ALIGNED)
+    v_ptr = pointer_at(table_ptr, row, 3, MOMENT, ALIGNED)
+    m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+    v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+    m_scale, v_scale = 1.0, 1.0
+    if MOMENT == tl.uint8:
+        m_scale_ptr = pointer_at(table_ptr, row, 4, tl.float32, ALIGNED)
+        v_scale_ptr = pointer_at(table_ptr, row, 5, tl.float32, ALIGNED)
+        m_scale = tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)
+        v_scale = tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)
+    return p, g, m, v, m_scale, v_scale
+
+
+@triton.jit
+def update_tile(
+    loaded,
+    table_ptr,
+    row,
+    e,
+    is_live,
+    block,
+    is_live_block,
+    calls,
     hyper_ptr,
     random,
     PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
     MOMENT: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     RANDOM_PARAM: tl.constexpr,
     RANDOM_MOMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
     EACH: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Update the ROWS x 128 elements `e` (offsets from the table's addresses); returns the parameter as stored.
+    """Update the (pieces, rows, columns) elements `e` that `load_tile` gave; returns the parameter as stored.
 
-    `first` and `stride` place the tile among the elements of the whole parameter, for its random bits; with EACH
-    `first` is the parameter's element that offset 0 stands for.
+    `hyper_ptr` is the slot's row of scalars; the pieces of a row are one block of 128 elements where moments are FP8.
     """
-    param_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
-    grad_ptr = pointer_at(table_ptr, row, 1, GRAD, ALIGNED)
-    m_ptr = pointer_at(table_ptr, row, 2, MOMENT, ALIGNED)
-    v_ptr = pointer_at(table_ptr, row, 3, MOMENT, ALIGNED)
-    m_scale_ptr = pointer_at(table_ptr, row, 4, tl.float32, ALIGNED)
-    v_scale_ptr = pointer_at(table_ptr, row, 5, tl.float32, ALIGNED)
-    master_ptr = pointer_at(table_ptr, row, 6, tl.float32, ALIGNED)
-    g = tl.load(grad_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    if HAS_MASTER:
-        p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
-    else:
-        p = tl.load(param_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
-    v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+    p, g, m, v, m_scale, v_scale = loaded
     if MOMENT == tl.uint8:
-        m = decode_e4m3(m, tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
-        v = decode_e4m3(v, tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)[:, None])
+        m = decode_e4m3(m, m_scale[None, :, None], ASM)
+        v = decode_e4m3(v, v_scale[None, :, None], ASM)
         v = v * v
-    # Where p is stored in 8 bits of mantissa and the root not at all, two units in the 24th do not show.
-    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32 or MOMENT == tl.uint8
-    p, m, v, root = update_numbers(p, g, m.to(tl.float32), v.to(tl.float32), hyper_ptr, EXACT)
-
-    m_noise, v_noise = 0, 0
-    if RANDOM_MOMENT or RANDOM_PARAM:
-        p_noise, v_noise = noise_of(first, stride, e, random, 0, ROWS, EACH)
-    if RANDOM_MOMENT and MOMENT == tl.uint8:
-        # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
-        # by a thousandth, less than half a step of bf16, and would stand still.
-        m_noise, _ = noise_of(first, stride, e, random, 1, ROWS, EACH)
+    g = g.to(tl.float32) * tl.load(hyper_ptr + 7)
+    p = p.to(tl.float32) * tl.load(hyper_ptr + 0)
+    m = m.to(tl.float32)
+    m = m + (g - m) * tl.load(hyper_ptr + 3)
+    v = v.to(tl.float32) * tl.load(hyper_ptr + 4) + (g * g) * tl.load(hyper_ptr + 5)
+    # Where p is stored in 8 bits of mantissa, two units in the 24th do not show.
+    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
+    correction = tl.load(hyper_ptr + 2)
     if MOMENT == tl.uint8:
-        # What was masked is 0 still, so nothing beyond the end raises a block's scale.
-        m_code, m_scale = encode_e4m3(m, m_noise, False, RANDOM_MOMENT)
-        v_code, v_scale = encode_e4m3(root, v_noise, True, RANDOM_MOMENT)
-        tl.store(m_ptr + e, m_code, mask=is_live)
-        tl.store(v_ptr + e, v_code, mask=is_live)
-        tl.store(m_scale_ptr + block, m_scale, mask=is_live_block)
-        tl.store(v_scale_ptr + block, v_scale, mask=is_live_block)
-    elif RANDOM_MOMENT:
-        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
-        tl.store(v_ptr + e, round_bf16_at_random(v, v_noise), mask=is_live)
+        root, unlift, root_max = root_exact(v, ASM)
+        denominator = root * (unlift * correction)[None, :, None] + tl.load(hyper_ptr + 6)
     else:
-        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
-        tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
+        denominator = _root(v, EXACT, ASM) * correction + tl.load(hyper_ptr + 6)
+    p = p - _ratio(m, denominator, EXACT, ASM) * tl.load(hyper_ptr + 1)
+
+    p_noise, m_noise, v_noise = 0, 0, 0
+    if RANDOM_MOMENT or RANDOM_PARAM:
+        p_noise, v_noise, m_noise = noise_of(e, calls, random, EACH)
     if HAS_MASTER:
-        tl.store(master_ptr + e, p, mask=is_live)
+        tl.store(pointer_at(table_ptr, row, 6, tl.float32, ALIGNED) + e, p, mask=is_live)
     if RANDOM_PARAM:
         stored = round_bf16_at_random(p, p_noise)
     else:
         stored = p.to(PARAM)
-    tl.store(param_ptr + e, stored, mask=is_live)
+    tl.store(pointer_at(table_ptr, row, 0, PARAM, ALIGNED) + e, stored, mask=is_live)
+    m_ptr = pointer_at(table_ptr, row, 2, MOMENT, ALIGNED)
+    v_ptr = pointer_at(table_ptr, row, 3, MOMENT, ALIGNED)
+    if MOMENT == tl.uint8:
+        # What was masked is 0 still, so nothing beyond the end raises a block's scale.
+        encode, scale, is_finite = scale_of(magnitude_max(m))
+        code = encode_e4m3(m, encode, is_finite, m_noise, False, RANDOM_MOMENT, ASM)
+        tl.store(m_ptr + e, code, mask=is_live)
+        tl.store(pointer_at(table_ptr, row, 4, tl.float32, ALIGNED) + block, scale, mask=is_live_block)
+        encode, scale, is_finite = scale_of(root_max)
+        code = encode_e4m3(root, encode * unlift, is_finite, v_noise, True, RANDOM_MOMENT, ASM)
+        tl.store(v_ptr + e, code, mask=is_live)
+        tl.store(pointer_at(table_ptr, row, 5, tl.float32, ALIGNED) + block, scale, mask=is_live_block)
+    else:
+        # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
+        # by a thousandth, less than half a step of bf16, and would stand still.
+        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
+        tl.store(v_ptr + e, round_bf16_at_random(v, v_noise) if RANDOM_MOMENT else v.to(MOMENT), mask=is_live)
     return stored
 
 
@@ -334,7 +334,9 @@ def _adamw_kernel(
     RANDOM_PARAM: tl.constexpr,
     RANDOM_MOMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ASM: tl.constexpr,
     ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
     TILES: tl.constexpr,
 ):
     # One program updates TILES tiles of one tensor. A skipped step touches nothing.
@@ -345,29 +347,32 @@ def _adamw_kernel(
         numel = number_at(table_ptr, row, 7, ALIGNED)
         slot = tl.load(table_ptr + row * 10 + 8)
         random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
+        COLUMNS: tl.constexpr = 128 // PIECES
+        piece = tl.arange(0, PIECES)[:, None, None]
+        r = tl.arange(0, ROWS)
         for i in tl.range(TILES):
             first = start + i * (ROWS * 128)
-            r = tl.arange(0, ROWS)
-            e = first + r[:, None] * 128 + tl.arange(0, 128)[None, :]
+            e = first + (r[None, :, None] * 128 + piece * COLUMNS + tl.arange(0, COLUMNS)[None, None, :])
+            # Eight elements a thread: 16 bytes of bf16, and one draw. More would be stored by way of shared memory.
+            e = tl.max_contiguous(e, [1, 1, 8])
             block = first // 128 + r
+            calls = first // 8 + (
+                r[None, :, None] * 16 + piece * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, None, :]
+            )
+            place = (table_ptr, row, e, e < numel, block, block * 128 < numel)
+            loaded = load_tile(*place, PARAM, GRAD, MOMENT, HAS_MASTER, ALIGNED)
             update_tile(
-                table_ptr,
-                row,
-                e,
-                e < numel,
-                block,
-                block * 128 < numel,
-                first,
-                128,
+                loaded,
+                *place,
+                calls,
                 hyper_ptr + slot * 8,
                 random,
                 PARAM,
-                GRAD,
                 MOMENT,
                 HAS_MASTER,
                 RANDOM_PARAM,
                 RANDOM_MOMENT,
                 ALIGNED,
-                ROWS,
                 False,
+                ASM,
             )

@@ -6,7 +6,7 @@ is computed as the graph had it before, and the registry sets the candidate asid
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,17 +37,29 @@ def _find(key: str) -> tuple[KernelRegistry, Candidate]:
     return _installed[key]
 
 
-def _or_else(key: str, run: Callable[[Candidate], Tensor], otherwise: Callable[[], Tensor]) -> Tensor:
+def _or_else(
+    key: str, run: Callable[[Candidate], Tensor], otherwise: Callable[[], Tensor], operands: Sequence[Tensor]
+) -> Tensor:
     registry, candidate = _find(key)
     if candidate.name in registry.aside():
         return otherwise()
     try:
-        return run(candidate)
+        return _as_traced(run(candidate), operands)
     except FAILURES as error:
         reason = f"raised {type(error).__name__} while the model ran: {str(error)[:200]}"
         _log.warning("kernel %s was set aside: %s", candidate.name, reason)
         registry.set_aside(candidate.name, reason)
         return otherwise()
+
+
+def _as_traced(c: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """A product as compiled code takes it: row by row, in memory that is no operand's. Raises ValueError."""
+    shape = (operands[0].shape[0], operands[1].shape[1])
+    if tuple(c.shape) != shape:
+        raise ValueError(f"its result has shape {tuple(c.shape)} instead of {shape}")
+    c = c.contiguous()
+    memory = c.untyped_storage().data_ptr()
+    return c.clone() if any(x.untyped_storage().data_ptr() == memory for x in operands) else c
 
 
 def _chosen_gemm(a: Tensor, b: Tensor, kernel: str, lhs: str, rhs: str, dtype: torch.dtype) -> Tensor:
@@ -60,12 +72,16 @@ def _chosen_gemm(a: Tensor, b: Tensor, kernel: str, lhs: str, rhs: str, dtype: t
     candidate = _find(kernel)[1]
     if candidate.why_not(problem_of(a, b, precision=candidate.precision)):
         return exactly()
-    return _or_else(kernel, lambda found: run_gemm(found, a, prepared(found, b), out_dtype=dtype), exactly)
+    return _or_else(kernel, lambda found: run_gemm(found, a, prepared(found, b), out_dtype=dtype), exactly, (a, b))
 
 
 def _chosen_fp8_gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, fast: bool, kernel: str) -> Tensor:
     given = (a, scale_a, b, scale_b)
-    return _or_else(kernel, lambda found: run_fp8_gemm(found, given), lambda: torch.ops.deepwell.fp8_gemm(*given, fast))
+
+    def by_vendor() -> Tensor:
+        return torch.ops.deepwell.fp8_gemm(*given, fast)
+
+    return _or_else(kernel, lambda found: run_fp8_gemm(found, given), by_vendor, (a, b.T))
 
 
 library._register(

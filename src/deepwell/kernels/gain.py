@@ -21,7 +21,7 @@ from deepwell.kernels.proof import operands
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.registry import Problem, fingerprint_of
 from deepwell.kernels.select import cache_of, median_us, on_real_tensors
-from deepwell.kernels.transpose import transpose_codes
+from deepwell.kernels.wgrad_operands import wgrad_operands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def would_gain(n: int, k: int, tokens: int, device: str = "cuda", fused: str = "
     device = str(place if place.index is not None else torch.device("cuda", torch.cuda.current_device()))
     tokens = 1 << max(tokens - 1, 0).bit_length()
     cache = cache_of(device)
-    key = f"linear {tokens}x{n}x{k} fused:{fused} {fingerprint_of(quantize_rows, fp8_gemm, transpose_codes, _fp8_us)}"
+    key = f"linear {tokens}x{n}x{k} fused:{fused} {fingerprint_of(quantize_rows, fp8_gemm, wgrad_operands, _fp8_us)}"
     figures = cache.figures(key)
     if figures is None:
         with on_real_tensors():
@@ -101,7 +101,7 @@ def _fp8_us(n: int, k: int, tokens: int, *, device: str, fused: Sequence[str]) -
         _, q_wt, _ = quantize_weight(w, largest, write="columns")
         assert q_wt is not None
         dx = fp8_gemm(q_dy, s_dy, q_wt, s_w)
-        dw = fp8_gemm(*transpose_codes(q_dy, s_dy), *transpose_codes(q_x, s_x))
+        dw = fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x))
         return y, dx, dw
 
     return _device_us(step, device)

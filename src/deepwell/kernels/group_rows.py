@@ -4,7 +4,6 @@
               p holds slot[p] = t * top_k + j (choice j of token t) or -1; place[slot[p]] = p, -1 for dropped choices
     gather    q[p], scale[p] = FP8 row of x[slot[p] // top_k]; where slot[p] = -1: zeros with the smallest scale
     combine   y[t] = sum_j x[place[t * top_k + j]]                          the transpose of gather
-    scales    scale[e] = max over the rows of group e; ratio[p] = scale[p] / scale[e]: what a wgrad's operands need
 
 Grouped FP8 products want groups of whole 16-byte lines along the contraction of a wgrad, and no group without rows.
 P is known on the host (no waiting for counts): ceil(S / 16) * 16 + 16 E rows for S choices, under 1% more from 1600
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
-from deepwell.kernels._fp8 import ELEMENTS, magnitude_bits, quantize_tile
+from deepwell.kernels._fp8 import ELEMENTS, quantize_tile
 from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import quantize_rows_ref
@@ -96,17 +95,6 @@ def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int) -> Tensor:
     for part in rows.view(-1, top_k, x_PD.shape[1]).unbind(1):
         total = total + part
     return total.to(x_PD.dtype)
-
-
-def group_scales_ref(scale_P: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference for `group_scales`."""
-    largest, ratio, begin = [], [], 0
-    for end in ends_E.tolist():
-        part = scale_P[begin:end]
-        largest.append(part.amax())
-        ratio.append(part / largest[-1])
-        begin = end
-    return torch.stack(largest), torch.cat(ratio)
 
 
 # ---- configs: what the tuner may choose from ----
@@ -233,24 +221,6 @@ def _combine_kernel(
     tl.store(y_ptr + t[:, None] * D + d, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _group_scales_kernel(scale_p_ptr, ends_ptr, scale_ptr, ratio_ptr, BLOCK: tl.constexpr):
-    # One program, one group. Scales are positive or NaN: as integers their maximum keeps NaN.
-    e = tl.program_id(0)
-    begin = tl.load(ends_ptr + e - 1, mask=e > 0, other=0)
-    end = tl.load(ends_ptr + e)
-    bits = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(begin, end, BLOCK):
-        p = start + tl.arange(0, BLOCK)
-        bits = tl.maximum(bits, magnitude_bits(tl.load(scale_p_ptr + p, mask=p < end, other=0.0)))
-    largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    tl.store(scale_ptr + e, largest)
-    for start in range(begin, end, BLOCK):
-        p = start + tl.arange(0, BLOCK)
-        scale = tl.load(scale_p_ptr + p, mask=p < end, other=0.0)
-        tl.store(ratio_ptr + p, tl.div_rn(scale, tl.zeros_like(scale) + largest), mask=p < end)
-
-
 # ---- public wrappers: check, allocate, launch ----
 
 
@@ -373,23 +343,6 @@ def combine_rows(x_PD: Tensor, place_S: Tensor, top_k: int, *, config: CopyConfi
                 num_warps=config.num_warps,
             )
     return y_TD
-
-
-def group_scales(scale_P: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """`(scale_E, ratio_P)`: the largest scale of each group and each row's share of it; groups must cover all rows.
-
-    A NaN scale makes its whole group NaN. Raises ConfigError on a wrong argument.
-    """
-    check_vector("scale_P", scale_P, scale_P.shape[0], ends_E)
-    if scale_P.dtype != torch.float32 or ends_E.dtype != torch.int32 or ends_E.dim() != 1:
-        raise ConfigError(f"scale_P must be float32 and ends_E int32, got {scale_P.dtype} and {ends_E.dtype}")
-    if not runs_kernel(scale_P, _group_scales_kernel):
-        return group_scales_ref(scale_P, ends_E)
-    scale_E = torch.empty(ends_E.shape[0], dtype=torch.float32, device=scale_P.device)
-    ratio_P = torch.empty_like(scale_P)
-    with on_device(scale_P):
-        _group_scales_kernel[(ends_E.shape[0],)](scale_P, ends_E, scale_E, ratio_P, BLOCK=1024, num_warps=4)
-    return scale_E, ratio_P
 
 
 def _check_choices(name: str, x: Tensor, like: Tensor) -> None:

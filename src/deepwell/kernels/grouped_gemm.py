@@ -20,10 +20,10 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels._triton import LAUNCH_ERRORS
 from deepwell.kernels.gemm import ALIGNMENT
-from deepwell.kernels.group_rows import GROUP_ALIGNMENT, group_scales
+from deepwell.kernels.group_rows import GROUP_ALIGNMENT
 from deepwell.kernels.quantize import quantize_rows_ref
 from deepwell.kernels.select import on_real_tensors
-from deepwell.kernels.transpose import transpose_codes
+from deepwell.kernels.wgrad_operands import wgrad_operands
 
 _FP8 = torch.float8_e4m3fn
 # Against the product of the same codes in fp32, after rounding to bf16: the floor of sums in Hopper's short accumulator
@@ -86,7 +86,7 @@ def grouped_gemm(
 def grouped_wgrad(
     a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor, *, fast: bool = True
 ) -> Tensor:
-    """`C_ENK` in bf16, of operands turned by `transpose_groups`. Raises as `grouped_gemm` does."""
+    """`C_ENK` in bf16, of operands turned by `wgrad_operands`. Raises as `grouped_gemm` does."""
     n, p = a_NP.shape
     k, other_p = b_KP.shape
     if p != other_p:
@@ -105,16 +105,6 @@ def grouped_wgrad(
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
-
-
-def transpose_groups(q_PN: Tensor, scale_P: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Row-scaled codes as `(q_NP, scale_E)` with one scale for each group: the operand of a wgrad.
-
-    As `transpose_codes` for each group by itself, so that an expert with small gradients keeps them beside a loud one.
-    """
-    scale_E, ratio_P = group_scales(scale_P, ends_E)
-    q_NP, _ = transpose_codes(q_PN, ratio_P, scale=ratio_P.new_ones(()))
-    return q_NP, scale_E
 
 
 def _check_operand(name: str, codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
@@ -155,7 +145,7 @@ def _compare(device: torch.device) -> str:
 
     (q_x, s_x), (q_w, s_w), (q_dy, s_dy) = rows(p, k), rows(4 * n, k), rows(p, n)
     q_w, s_w = q_w.view(4, n, k), s_w.view(4, n)
-    turned = (*transpose_groups(q_dy, s_dy, ends), *transpose_groups(q_x, s_x, ends))
+    turned = wgrad_operands(q_dy, s_dy, q_x, s_x, ends)
     wanted = grouped_gemm_ref(q_x, s_x, q_w, s_w, ends), grouped_wgrad_ref(*turned, ends)
     on_gpu = [t.to(device) for t in (q_x, s_x, q_w, s_w, ends)]
     got = grouped_gemm(*on_gpu), grouped_wgrad(*(t.to(device) for t in (*turned, ends)))

@@ -16,7 +16,7 @@ from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, 
 from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.round_to import round_to
-from deepwell.kernels.transpose import transpose_codes
+from deepwell.kernels.wgrad_operands import wgrad_operands
 
 NAMESPACE = "deepwell"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -33,6 +33,10 @@ def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
 def _dense(x: Tensor) -> Tensor:
     """x with contiguous rows, as the kernels read them: itself, or a copy where a model transposed it."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _dense(x)
 
 
 def _rows_of(x_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,6 +115,14 @@ def _fake_round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor
     return x.new_empty((*x.shape[:-1], width), dtype=torch.float32)
 
 
+def _fake_wgrad_operands(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = () if offs is None else (offs.shape[0],)
+    turned = (q.new_empty((q.shape[1], q.shape[0])) for q in (a, b))
+    return next(turned), scale_a.new_empty(shape), next(turned), scale_b.new_empty(shape)
+
+
 _register("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(_dense(x)), _rows_of)
 _register("quantize_weights(Tensor[] weights) -> (Tensor, Tensor, Tensor)", _quantize_weights, _fake_quantize_weights)
 _register(
@@ -119,9 +131,10 @@ _register(
     _fake_quantize_weights_transposed,
 )
 _register(
-    "transpose_codes(Tensor q, Tensor scale) -> (Tensor, Tensor)",
-    transpose_codes,
-    lambda q, scale: (q.new_empty((q.shape[1], q.shape[0])), scale.new_empty(())),
+    "wgrad_operands(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? offs=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    wgrad_operands,
+    _fake_wgrad_operands,
 )
 _register(
     "round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor",
@@ -159,25 +172,25 @@ _register(
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
-    out = rms_norm.rms_norm(_dense(x), weight, options=rms_norm.Options(eps=eps, rounding=rounding))
+    out = rms_norm.rms_norm(_dense(x), _dense(weight), options=rms_norm.Options(eps=eps, rounding=rounding))
     return out.y, out.rstd
 
 
 def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=_FP8)
-    out = rms_norm.rms_norm(_dense(x), weight, options=options)
+    out = rms_norm.rms_norm(_dense(x), _dense(weight), options=options)
     return out.q, out.scale, out.rstd
 
 
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding=rounding)
-    out = rms_norm.rms_norm(_dense(x), weight, residual_TD=_dense(residual), options=options)
+    out = rms_norm.rms_norm(_dense(x), _dense(weight), residual_TD=_dense(residual), options=options)
     return out.y, out.total, out.rstd
 
 
 def _add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=_FP8)
-    out = rms_norm.rms_norm(_dense(x), weight, residual_TD=_dense(residual), options=options)
+    out = rms_norm.rms_norm(_dense(x), _dense(weight), residual_TD=_dense(residual), options=options)
     return out.q, out.scale, out.total, out.rstd
 
 
@@ -197,9 +210,9 @@ def _rms_norm_grads(
 ) -> tuple[Any, ...]:
     """`how` is the rounding and, where there is one, the gradient that reaches x past the norm; dx has it added."""
     rounding, past = how if len(how) == 2 else (*how, None)
-    past = None if past is None else _dense(past)
     options = rms_norm.Options(rounding=rounding, **written)
-    return _given(rms_norm.rms_norm_backward(_dense(dy), _dense(x), weight, rstd, d_residual_TD=past, options=options))
+    dense = (_dense(dy), _dense(x), _dense(weight), rstd)
+    return _given(rms_norm.rms_norm_backward(*dense, d_residual_TD=_packed(past), options=options))
 
 
 def _fake_rstd(x: Tensor) -> Tensor:
@@ -248,19 +261,21 @@ _register(
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
-    out = layer_norm.layer_norm(_dense(x), weight, bias, options=rms_norm.Options(eps=eps, rounding="torch"))
+    options = rms_norm.Options(eps=eps, rounding="torch")
+    out = layer_norm.layer_norm(_dense(x), _dense(weight), _packed(bias), options=options)
     return out.y, out.mean, out.rstd
 
 
 def _layer_norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding="torch", write=False, fp8=_FP8)
-    out = layer_norm.layer_norm(_dense(x), weight, bias, options=options)
+    out = layer_norm.layer_norm(_dense(x), _dense(weight), _packed(bias), options=options)
     return out.q, out.scale, out.mean, out.rstd
 
 
 def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding="torch")
-    out = layer_norm.layer_norm(_dense(x), weight, bias, residual_TD=_dense(residual), options=options)
+    dense = (_dense(x), _dense(weight), _packed(bias))
+    out = layer_norm.layer_norm(*dense, residual_TD=_dense(residual), options=options)
     return out.y, out.total, out.mean, out.rstd
 
 
@@ -268,17 +283,17 @@ def _add_layer_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding="torch", write=False, fp8=_FP8)
-    out = layer_norm.layer_norm(_dense(x), weight, bias, residual_TD=_dense(residual), options=options)
+    dense = (_dense(x), _dense(weight), _packed(bias))
+    out = layer_norm.layer_norm(*dense, residual_TD=_dense(residual), options=options)
     return out.q, out.scale, out.total, out.mean, out.rstd
 
 
 def _layer_norm_grads(
     written: _Written, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, past: Tensor | None = None
 ) -> tuple[Any, ...]:
-    past = None if past is None else _dense(past)
     options = rms_norm.Options(rounding="torch", **written)
-    dense = (_dense(dy), _dense(x), weight, mean, rstd)
-    return _given(layer_norm.layer_norm_backward(*dense, d_residual_TD=past, options=options))
+    dense = (_dense(dy), _dense(x), _dense(weight), mean, rstd)
+    return _given(layer_norm.layer_norm_backward(*dense, d_residual_TD=_packed(past), options=options))
 
 
 def _fake_dw_db(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -505,10 +520,6 @@ def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Hea
     )
 
 
-def _packed(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else _dense(bias)
-
-
 def _linear_cross_entropy(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
 ) -> tuple[Tensor, ...]:
@@ -517,6 +528,7 @@ def _linear_cross_entropy(
     Gradients that `needs` does not ask for are empty.
     """
     head = _head(how, needs)
+    x, w, target = _dense(x), _dense(w), _dense(target)
     more = -x.shape[0] % gemm.ALIGNMENT if head.fp8 else 0
     x_filled = F.pad(x, (0, 0, 0, more)) if more else x
     target_filled = F.pad(target, (0, more), value=head.ignore_index) if more else target
@@ -535,7 +547,8 @@ def _fake_linear_cross_entropy(
 
 
 def _linear_cross_entropy_loss(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> Tensor:
-    return linear_cross_entropy_loss(x, w, target, bias_V=_packed(bias), head=_head(how))
+    dense = (_dense(x), _dense(w), _dense(target))
+    return linear_cross_entropy_loss(*dense, bias_V=_packed(bias), head=_head(how))
 
 
 _HOW = "int ignore_index, str reduction, bool fp8, float logit_scale, float soft_cap"

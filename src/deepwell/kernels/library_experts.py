@@ -11,7 +11,7 @@ from deepwell.kernels import library
 from deepwell.kernels.expert_swiglu import expert_swiglu, expert_swiglu_backward
 from deepwell.kernels.expert_weights import quantize_experts, quantize_experts_turned
 from deepwell.kernels.group_rows import combine_rows, gather_rows, group_layout, padded_rows
-from deepwell.kernels.grouped_gemm import grouped_gemm, grouped_wgrad, transpose_groups
+from deepwell.kernels.grouped_gemm import grouped_gemm, grouped_wgrad
 
 NAMESPACE = library.NAMESPACE
 _FP8 = torch.float8_e4m3fn
@@ -47,11 +47,6 @@ library._register(
     "combine_rows(Tensor x, Tensor place, int top_k) -> Tensor",
     combine_rows,
     lambda x, place, top_k: x.new_empty((place.shape[0] // top_k, x.shape[1])),
-)
-library._register(
-    "transpose_groups(Tensor q, Tensor scale, Tensor offs) -> (Tensor, Tensor)",
-    transpose_groups,
-    lambda q, scale, offs: (q.new_empty((q.shape[1], q.shape[0])), scale.new_empty(offs.shape[0])),
 )
 
 # ---- weights ----

@@ -226,7 +226,7 @@ def _chunks_fp8(
         dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype)
     if head.db and bias_V is not None:
         ones = torch.ones((ALIGNMENT, t), dtype=x_TD.dtype, device=x_TD.device).to(qx_TD.dtype)
-        db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale))[:, 0].to(bias_V.dtype)
+        db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale))[:, 0].to(bias_V.dtype).contiguous()
     return HeadLoss(loss_T, dx_TD if head.dx else None, dw_VD, db_V)
 
 

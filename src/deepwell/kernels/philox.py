@@ -5,7 +5,8 @@
 Element e of tensor t at step s takes 16 bits of the call at counter (e // 8, stream, t, s) under the key `seed`: eight
 elements share one call, element e the half e % 2 (low first) of word (e % 8) // 2. So a result depends neither on the
 launch shape nor on what ran before, and a resumed run draws the same bits. A second number of an element takes its
-neighbour's bits (element e ^ 1), the other half of the same word: the two are independent, and one call serves both.
+neighbour's bits (element e ^ 1), the other half of the same word, and a third those of element e ^ 2, in the next word:
+the three are independent of each other, and one call serves them all.
 
 Seven rounds are the fewest that the paper found to pass TestU01's BigCrush; ten, its choice for general use, made the
 optimizer's update wait for integer arithmetic instead of memory. One H200, 2026-11-15, the update inside a training
@@ -59,11 +60,13 @@ def random_bits_ref(count: int, *, seed: int, tensor: int, step: int, stream: in
     return halves.flatten()[:count].to(torch.int32)
 
 
-def neighbour_bits_ref(count: int, *, seed: int, tensor: int, step: int, stream: int, device: torch.device) -> Tensor:
-    """The bits of each element's neighbour e ^ 1, as int32."""
-    even = count + count % 2
-    bits = random_bits_ref(even, seed=seed, tensor=tensor, step=step, stream=stream, device=device)
-    return bits.view(-1, 2).flip(1).flatten()[:count]
+def neighbour_bits_ref(
+    count: int, *, seed: int, tensor: int, step: int, stream: int, device: torch.device, distance: int = 1
+) -> Tensor:
+    """The bits of each element's neighbour e ^ distance (1 or 2), as int32."""
+    whole = -(-count // 4) * 4
+    bits = random_bits_ref(whole, seed=seed, tensor=tensor, step=step, stream=stream, device=device)
+    return bits.view(-1, 4)[:, [i ^ distance for i in range(4)]].flatten()[:count]
 
 
 # ---- kernel functions ----
@@ -91,18 +94,24 @@ def _words(call, seed, tensor, step, STREAM: tl.constexpr):
 
 
 @triton.jit
-def random_bits(first, seed, tensor, step, STREAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stride):
-    """The bits of a (ROWS, COLUMNS) tile and those of its elements' neighbours, int32.
-
-    Rows lie `stride` elements apart from `first`, both multiples of 8.
-    """
-    r = tl.arange(0, ROWS)[:, None].to(tl.int64)
-    call = (first + r * stride) // 8 + tl.arange(0, COLUMNS // 8)[None, :]
-    r0, r1, r2, r3 = _words(call, seed, tensor, step, STREAM)
+def _in_order(r0, r1, r2, r3):
+    """Words of calls (A, B, C) as the elements (A, B, 8 C) take them, and with the halves of each word swapped."""
     # Each join adds the fastest dimension: (.., word's upper bit, word's lower bit, half).
     words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
     low, high = (words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32)
-    return tl.reshape(tl.join(low, high), (ROWS, COLUMNS)), tl.reshape(tl.join(high, low), (ROWS, COLUMNS))
+    A: tl.constexpr = r0.shape[0]
+    B: tl.constexpr = r0.shape[1]
+    C: tl.constexpr = r0.shape[2] * 8
+    return tl.reshape(tl.join(low, high), (A, B, C)), tl.reshape(tl.join(high, low), (A, B, C))
+
+
+@triton.jit
+def random_bits(call, seed, tensor, step, STREAM: tl.constexpr):
+    """The bits of the eight elements of each call (A, B, C), those of e ^ 1 and those of e ^ 2: (A, B, 8 C), int32."""
+    r0, r1, r2, r3 = _words(call, seed, tensor, step, STREAM)
+    own, first = _in_order(r0, r1, r2, r3)
+    second, _ = _in_order(r1, r0, r3, r2)
+    return own, first, second
 
 
 @triton.jit
@@ -112,5 +121,8 @@ def random_bits_each(element, seed, tensor, step, STREAM: tl.constexpr):
     place = (element % 8).to(tl.int32)
     word = place // 2
     chosen = tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3))
+    other = tl.where(word < 2, tl.where(word == 0, r1, r0), tl.where(word == 2, r3, r2))
     low, high = (chosen & 0xFFFF).to(tl.int32), (chosen >> 16).to(tl.int32)
-    return tl.where(place % 2 == 0, low, high), tl.where(place % 2 == 0, high, low)
+    is_even = place % 2 == 0
+    second = tl.where(is_even, other & 0xFFFF, other >> 16).to(tl.int32)
+    return tl.where(is_even, low, high), tl.where(is_even, high, low), second

@@ -93,7 +93,7 @@ CONFIGS = (
     Config(rows=16, blocks=4, num_warps=8),
 )
 # Warps for a tile of 128 x 128, the least that holds whole blocks both ways.
-SQUARE_WARPS = (8, 4, 16)
+SQUARE_WARPS = (8, 16)
 _PACK = tl.constexpr(
     """{ .reg .b16 lo, hi;
     cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
@@ -295,7 +295,7 @@ def quantize_128x128(
     """
     check_matrix("w_NK", w_NK)
     n, k = w_NK.shape
-    made = out or _asked(empty_128x128(n, k, w_NK), rows, columns)
+    made = out or empty_128x128(n, k, w_NK, rows=rows, columns=columns)
     for name, codes, shape in (("q", made.q, (n, _blocks(k) * BLOCK)), ("q_t", made.q_t, (k, _blocks(n) * BLOCK))):
         if codes is not None:
             check_out(f"out.{name}", codes, shape, _FP8, w_NK)
@@ -310,15 +310,14 @@ def quantize_128x128(
     return made
 
 
-def empty_128x128(n: int, k: int, like: Tensor) -> Blocks:
-    """Room for both copies of a weight [N, K]: the scales are zeros, since their filling is never written."""
+def empty_128x128(n: int, k: int, like: Tensor, *, rows: bool = True, columns: bool = True) -> Blocks:
+    """Room for the copies of a weight [N, K]: the scales are zeros, since their filling is never written."""
     n_blocks, k_blocks = _blocks(n), _blocks(k)
-    zeros = like.new_zeros
     return Blocks(
-        like.new_empty((n, k_blocks * BLOCK), dtype=_FP8),
-        zeros((n_blocks, _lines(k_blocks)), dtype=torch.float32),
-        like.new_empty((k, n_blocks * BLOCK), dtype=_FP8),
-        zeros((k_blocks, _lines(n_blocks)), dtype=torch.float32),
+        like.new_empty((n, k_blocks * BLOCK), dtype=_FP8) if rows else None,
+        like.new_zeros((n_blocks, _lines(k_blocks)), dtype=torch.float32) if rows else None,
+        like.new_empty((k, n_blocks * BLOCK), dtype=_FP8) if columns else None,
+        like.new_zeros((k_blocks, _lines(n_blocks)), dtype=torch.float32) if columns else None,
     )
 
 

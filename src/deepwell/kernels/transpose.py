@@ -1,6 +1,7 @@
 """Transpose FP8 codes with one scale per row into codes with one scale for the tensor: the operand of a wgrad GEMM.
 
     scale = max_t scale[t]        q'[n, t] = RNE(q[t, n] * scale[t] / scale)
+    by ratio                      q'[n, t] = RNE(q[t, n] * ratio[t])            (`wgrad_operands.py` says which)
 
 Numerics: with scales that are powers of two the ratio is one too, so codes move exactly but for underflow, which rounds
     to nearest even: bit for bit the quantization of the dequantized rows with that scale. The scales must be powers of
@@ -27,7 +28,12 @@ from deepwell.kernels.checks import check_fp8, check_matrix, check_out, check_ve
 
 def transpose_codes_ref(q_TN: Tensor, scale_T: Tensor, scale: Tensor) -> Tensor:
     """Reference for `transpose_codes`, given the tensor's scale."""
-    shifted = q_TN.float() * (scale_T / scale)[:, None]
+    return transpose_by_ratio_ref(q_TN, scale_T / scale)
+
+
+def transpose_by_ratio_ref(q_TN: Tensor, ratio_T: Tensor) -> Tensor:
+    """Reference for `transpose_by_ratio`."""
+    shifted = q_TN.float() * ratio_T[:, None]
     return encode(shifted, ELEMENTS[q_TN.dtype]).T.contiguous().view(q_TN.dtype)
 
 
@@ -128,6 +134,15 @@ def _shift_word(word, ratio, FP8: tl.constexpr, FP8_MAX: tl.constexpr, ASM: tl.c
 
 
 @triton.jit
+def _ratio(scale_t_ptr, scale_ptr, mask):
+    """What a row's codes are multiplied by: its scale over the tensor's, or the number itself where there is none."""
+    scale = tl.load(scale_t_ptr, mask=mask, other=0.0)
+    if scale_ptr is not None:
+        scale = tl.div_rn(scale, tl.load(scale_ptr))
+    return scale
+
+
+@triton.jit
 def _byte_column(a, b, c, d, BYTE: tl.constexpr):
     """Byte BYTE of each of four words, as one word."""
     low = ((a >> (8 * BYTE)) & 0xFF) | (((b >> (8 * BYTE)) & 0xFF) << 8)
@@ -158,16 +173,15 @@ def _transpose_words_kernel(
     t = i * 4
     mask = (i[:, None] < T4) & (n4[None, :] < N4)
     tile = q_ptr + t[:, None] * stride_qt + n4[None, :]
-    scale = tl.load(scale_ptr)
     a = tl.load(tile, mask=mask, other=0)
     b = tl.load(tile + stride_qt, mask=mask, other=0)
     c = tl.load(tile + 2 * stride_qt, mask=mask, other=0)
     d = tl.load(tile + 3 * stride_qt, mask=mask, other=0)
     s_ptr = scale_t_ptr + t
-    a = _shift_word(a, tl.div_rn(tl.load(s_ptr, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
-    b = _shift_word(b, tl.div_rn(tl.load(s_ptr + 1, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
-    c = _shift_word(c, tl.div_rn(tl.load(s_ptr + 2, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
-    d = _shift_word(d, tl.div_rn(tl.load(s_ptr + 3, mask=i < T4, other=0.0), scale)[:, None], FP8, FP8_MAX, ASM)
+    a = _shift_word(a, _ratio(s_ptr, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
+    b = _shift_word(b, _ratio(s_ptr + 1, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
+    c = _shift_word(c, _ratio(s_ptr + 2, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
+    d = _shift_word(d, _ratio(s_ptr + 3, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
     if ASM:
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
             _TRANSPOSE_BYTES,
@@ -207,7 +221,7 @@ def _transpose_bytes_kernel(
     t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (t[:, None] < T) & (n[None, :] < N)
-    ratio = tl.div_rn(tl.load(scale_t_ptr + t, mask=t < T, other=0.0), tl.load(scale_ptr))
+    ratio = _ratio(scale_t_ptr + t, scale_ptr, t < T)
     q = tl.load(q_ptr + t[:, None] * stride_qt + n[None, :], mask=mask)
     q = saturate(q.to(tl.float32) * ratio[:, None], FP8_MAX).to(q_ptr.dtype.element_ty)
     tl.store(out_ptr + n[:, None] * stride_on + t[None, :], tl.trans(q), mask=tl.trans(mask))
@@ -229,26 +243,44 @@ def transpose_codes(
     `scale`, where the caller knows the largest already, saves a small launch. `out` may be a slice of a larger buffer.
     Raises ConfigError on a wrong argument.
     """
-    check_matrix("q_TN", q_TN, tuple(ELEMENTS))
-    t, n = q_TN.shape
-    check_vector("scale_T", scale_T, t, q_TN)
-    if scale_T.dtype != torch.float32:
-        raise ConfigError(f"scale_T has dtype {scale_T.dtype}; pass float32")
+    t = _check_rows(q_TN, "scale_T", scale_T)
     if scale is None:
         scale = scale_T.amax() if t else scale_T.new_ones(())
     if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != q_TN.device:
         got = f"{scale.dtype} {tuple(scale.shape)} on {scale.device}"
         raise ConfigError(f"scale must be one float32 number on {q_TN.device}, got {got}")
+    return _transposed(q_TN, scale_T, scale, out, config), scale
+
+
+def transpose_by_ratio(
+    q_TN: Tensor, ratio_T: Tensor, *, out: Tensor | None = None, config: TileConfig | None = None
+) -> Tensor:
+    """Transpose codes, each row times its own ratio (powers of two, at most 1). Raises as `transpose_codes` does."""
+    _check_rows(q_TN, "ratio_T", ratio_T)
+    return _transposed(q_TN, ratio_T, None, out, config)
+
+
+def _check_rows(q_TN: Tensor, name: str, numbers_T: Tensor) -> int:
+    check_matrix("q_TN", q_TN, tuple(ELEMENTS))
+    check_vector(name, numbers_T, q_TN.shape[0], q_TN)
+    if numbers_T.dtype != torch.float32:
+        raise ConfigError(f"{name} has dtype {numbers_T.dtype}; pass float32")
+    return q_TN.shape[0]
+
+
+def _transposed(
+    q_TN: Tensor, scale_T: Tensor, scale: Tensor | None, out: Tensor | None, config: TileConfig | None
+) -> Tensor:
+    t, n = q_TN.shape
     q_NT = torch.empty((n, t), dtype=q_TN.dtype, device=q_TN.device) if out is None else out
     check_out("out", q_NT, (n, t), q_TN.dtype, q_TN)
     if not runs_kernel(q_TN, _transpose_words_kernel):
-        codes = transpose_codes_ref(q_TN, scale_T, scale)
+        codes = transpose_by_ratio_ref(q_TN, scale_T if scale is None else scale_T / scale)
         q_NT.view(torch.uint8).copy_(codes.view(torch.uint8))
-        return q_NT, scale
-    if q_TN.numel():
+    elif q_TN.numel():
         with on_device(q_TN):
             _launch(q_TN, scale_T, scale, q_NT, config or default_config(t, n))
-    return q_NT, scale
+    return q_NT
 
 
 def default_config(t: int, n: int) -> TileConfig:
@@ -259,7 +291,7 @@ def default_config(t: int, n: int) -> TileConfig:
     return TRANSPOSE_CONFIGS[2] if t * n >= 1 << 22 else TRANSPOSE_CONFIGS[4]
 
 
-def _launch(q_TN: Tensor, scale_T: Tensor, scale: Tensor, q_NT: Tensor, config: TileConfig) -> None:
+def _launch(q_TN: Tensor, scale_T: Tensor, scale: Tensor | None, q_NT: Tensor, config: TileConfig) -> None:
     config = _fit_packing(config, q_TN, q_NT)
     t, n = q_TN.shape
     grid = (triton.cdiv(n, config.columns), triton.cdiv(t, config.rows))
