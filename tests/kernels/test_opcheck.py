@@ -1,0 +1,302 @@
+"""Every op of `torch.ops.deepwell` against what tracing believes of it: schema, fake tensors, AOT dispatch.
+
+Compiled code trusts an op's fake: a stride that differs is memory read at the wrong place, a result that shares memory
+with an operand is overwritten when that operand's memory is used again. So each op runs in two sizes: whole lines of
+contiguous operands, and sizes that end inside them with operands that a model transposed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepwell.kernels import chosen, library, library_experts, library_native, library_qk_norm
+from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.registry import KernelRegistry
+
+ops = torch.ops.deepwell
+MODULES = (library, library_experts, library_native, library_qk_norm, chosen)
+EXPERTS, TOP_K = 4, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """T tokens, D and F widths, V words; `is_turned`: matrices come as a model's transposes."""
+
+    t: int
+    d: int
+    f: int
+    v: int
+    is_turned: bool
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(columns, rows).to(dtype).T if self.is_turned else torch.randn(rows, columns).to(dtype)
+
+    def tokens(self, columns: int) -> Tensor:
+        return self.matrix(self.t, columns)
+
+    def vector(self, length: int) -> Tensor:
+        return torch.randn(length, 2).bfloat16()[:, 0] if self.is_turned else torch.randn(length).bfloat16()
+
+    def heads(self, *shape: int) -> Tensor:
+        """[B, S, H, D] as attention gives gradients: heads before positions."""
+        b, s, h, d = shape
+        return torch.randn(b, h, s, d).bfloat16().transpose(1, 2) if self.is_turned else torch.randn(shape).bfloat16()
+
+
+SIZES = {
+    "whole": Sizes(t=32, d=32, f=48, v=64, is_turned=False),
+    "ragged": Sizes(t=7, d=20, f=36, v=50, is_turned=True),
+}
+
+
+def _codes(s: Sizes, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    return quantize_rows(s.matrix(rows, columns).contiguous())
+
+
+def _rms_grads(s: Sizes) -> tuple[Any, ...]:
+    return s.tokens(s.d), s.tokens(s.d), s.vector(s.d), torch.rand(s.t), "llama", s.tokens(s.d)
+
+
+def _layer_grads(s: Sizes) -> tuple[Any, ...]:
+    return s.tokens(s.d), s.tokens(s.d), s.vector(s.d), torch.rand(s.t), torch.rand(s.t), s.tokens(s.d)
+
+
+def _add_rms(s: Sizes) -> tuple[Any, ...]:
+    return s.tokens(s.d), s.tokens(s.d), s.vector(s.d), 1e-6, "llama"
+
+
+def _add_layer(s: Sizes) -> tuple[Any, ...]:
+    return s.tokens(s.d), s.tokens(s.d), s.vector(s.d), s.vector(s.d), 1e-5
+
+
+def _gated_grads(s: Sizes) -> tuple[Any, ...]:
+    return s.tokens(s.f), s.tokens(2 * s.f), "silu"
+
+
+def _bias_grads(s: Sizes) -> tuple[Any, ...]:
+    return s.tokens(s.f), s.tokens(s.f), s.vector(s.f), "gelu"
+
+
+def _tables(s: Sizes, length: int, width: int) -> tuple[Tensor, Tensor]:
+    return s.matrix(length, width, torch.float32), s.matrix(length, width, torch.float32)
+
+
+def _rope_grads(s: Sizes) -> tuple[Any, ...]:
+    return s.heads(2, s.t, 4, 8), s.heads(2, s.t, 2, 8), s.heads(2, s.t, 2, 8), *_tables(s, s.t, 8), "blocks", "half"
+
+
+def _merged_rows(s: Sizes) -> Tensor:
+    return torch.randn(64, s.t, 2).bfloat16().permute(2, 1, 0) if s.is_turned else torch.randn(2, s.t, 64).bfloat16()
+
+
+def _qk_norm_grads(s: Sizes) -> tuple[Any, ...]:
+    grads = s.heads(2, s.t, 4, 8), s.heads(2, s.t, 2, 8), s.heads(2, s.t, 2, 8)
+    rstds = torch.rand(2 * s.t, 4), torch.rand(2 * s.t, 2)
+    return *grads, _merged_rows(s), s.vector(8), s.vector(8), *rstds, *_tables(s, s.t, 8), "interleaved"
+
+
+def _head(s: Sizes, *, fp8: bool, bias: bool) -> tuple[Any, ...]:
+    v, d = (-(-size // 16) * 16 if fp8 else size for size in (s.v, s.d))
+    target = torch.randint(0, v, (s.t, 2))[:, 0] if s.is_turned else torch.randint(0, v, (s.t,))
+    return s.tokens(d), s.matrix(v, d), s.vector(v) if bias else None, target
+
+
+def _how(*, fp8: bool) -> tuple[Any, ...]:
+    return -100, "mean", fp8, 0.5, 0.0
+
+
+def _routing(s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """(ends, slot, place) of tokens that each chose two of four experts, one of which nobody chose."""
+    choices = torch.arange(s.t * TOP_K) * 7 % 3
+    offs = torch.bincount(choices, minlength=EXPERTS).cumsum(0).int()
+    return ops.group_layout(offs, choices.argsort(stable=True), s.t * TOP_K)
+
+
+def _expert_rows(s: Sizes, width: int) -> tuple[Tensor, Tensor]:
+    return _codes(s, _routing(s)[1].shape[0], width)
+
+
+def _expert_weight(s: Sizes) -> Tensor:
+    return torch.randn(EXPERTS, s.f, s.d).bfloat16()
+
+
+def _weights_of(s: Sizes) -> list[Tensor]:
+    return [s.matrix(16, s.d), s.matrix(12, s.d)]
+
+
+def _grouped(s: Sizes, *, wgrad: bool) -> tuple[Any, ...]:
+    ends = _routing(s)[0]
+    if wgrad:
+        rows = int(ends[-1])
+        a, b = _codes(s, s.f, rows)[0], _codes(s, s.d, rows)[0]
+        return a, torch.rand(EXPERTS), b, torch.rand(EXPERTS), ends
+    return *_expert_rows(s, s.d), *ops.quantize_experts(_expert_weight(s)), ends
+
+
+def _emulated(s: Sizes) -> tuple[Any, ...]:
+    offs = torch.tensor([2, 2, s.t - 1, s.t], dtype=torch.int32)
+    return offs, "mxfp8,nearest,False", "fp32,nearest,False"
+
+
+def _block_scaled(s: Sizes, fmt: str) -> tuple[Any, ...]:
+    a, b = s.tokens(s.d), s.matrix(s.f, s.d)
+    if fmt == "mxfp8":
+        return *ops.mx_quantize_rows(a, fmt), None, *ops.mx_quantize_rows(b, fmt), None, torch.bfloat16
+    made = [ops.nv_quantize_rows(x, fmt, "nearest", False) for x in (a, b)]
+    return *made[0], *made[1], torch.float32
+
+
+def _turned_product(a: Tensor, b: Tensor) -> Tensor:
+    """A user's kernel whose result lies column by column."""
+    return (b.T @ a.T).T
+
+
+def _turned_codes(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    left, right = a.float() * scale_a.reshape(-1, 1), b.float() * scale_b.reshape(-1, 1)
+    return (right @ left.T).T
+
+
+def _kernel(op: str, fn: Callable[..., Tensor]) -> str:
+    registry = KernelRegistry()
+    registry.register("turned", fn, precision="fp8", op=op, trusted=True)
+    return chosen.install(registry, registry.candidate(op, "turned"))
+
+
+def _chosen(s: Sizes) -> tuple[Any, ...]:
+    formats = "fp8_e4m3_row_pow2", "fp8_e4m3_tensor_pow2"
+    return s.tokens(s.d), s.matrix(s.d, s.f), _kernel("gemm", _turned_product), *formats, torch.bfloat16
+
+
+# Op -> its operands in one size; where an op's operands decide what it does, several rows under "op, what".
+OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
+    "quantize_rows": lambda s: (s.tokens(s.d),),
+    "quantize_weights": lambda s: (_weights_of(s),),
+    "quantize_weights_transposed": lambda s: (_weights_of(s), torch.tensor(4.0), s.tokens(1)),
+    "wgrad_operands": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.t, s.f)),
+    "wgrad_operands, experts": lambda s: (*_expert_rows(s, s.d), *_expert_rows(s, s.f), _routing(s)[0]),
+    "round_to": lambda s: (s.tokens(s.d), "mxfp8", "nearest", False),
+    "round_to, transformed": lambda s: (s.tokens(s.d), "nvfp4", "nearest", True),
+    "fp8_gemm": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
+    "fp8_gemm, one scale": lambda s: (_codes(s, s.t, s.d)[0], torch.ones(()), *_codes(s, s.f, s.d), False),
+    "rms_norm": lambda s: (s.tokens(s.d), s.vector(s.d), 1e-6, "llama"),
+    "rms_norm_quantize": lambda s: (s.tokens(s.d), s.vector(s.d), 1e-6, "torch"),
+    "add_rms_norm": _add_rms,
+    "add_rms_norm_quantize": _add_rms,
+    "rms_norm_backward": _rms_grads,
+    "rms_norm_backward, alone": lambda s: _rms_grads(s)[:-1],
+    "rms_norm_backward_quantize": _rms_grads,
+    "rms_norm_backward_beside": _rms_grads,
+    "layer_norm": lambda s: (s.tokens(s.d), s.vector(s.d), None, 1e-5),
+    "layer_norm_quantize": lambda s: (s.tokens(s.d), s.vector(s.d), s.vector(s.d), 1e-5),
+    "add_layer_norm": _add_layer,
+    "add_layer_norm_quantize": _add_layer,
+    "layer_norm_backward": _layer_grads,
+    "layer_norm_backward, alone": lambda s: _layer_grads(s)[:-1],
+    "layer_norm_backward_quantize": _layer_grads,
+    "layer_norm_backward_beside": _layer_grads,
+    "swiglu": lambda s: (s.tokens(2 * s.f), "silu"),
+    "swiglu_quantize": lambda s: (s.tokens(2 * s.f), "gelu_tanh"),
+    "swiglu_backward": _gated_grads,
+    "swiglu_backward_quantize": _gated_grads,
+    "swiglu_backward_recompute": _gated_grads,
+    "swiglu_pair": lambda s: (s.tokens(s.f), s.tokens(s.f), "silu"),
+    "swiglu_pair_backward": lambda s: (s.tokens(s.f), s.tokens(s.f), s.tokens(s.f), "gelu"),
+    "activation": lambda s: (s.tokens(s.f), "relu"),
+    "activation_quantize": lambda s: (s.tokens(s.f), "quick_gelu"),
+    "activation_backward": lambda s: (s.tokens(s.f), s.tokens(s.f), "silu"),
+    "activation_backward_quantize": lambda s: (s.tokens(s.f), s.tokens(s.f), "gelu"),
+    "bias_activation": lambda s: (s.tokens(s.f), s.vector(s.f), "gelu"),
+    "bias_activation_quantize": lambda s: (s.tokens(s.f), s.vector(s.f), "relu"),
+    "bias_activation_backward": _bias_grads,
+    "bias_activation_backward_quantize": _bias_grads,
+    "rope": lambda s: (s.heads(2, s.t, 4, 8), *_tables(s, s.t, 8), "half", False),
+    "rope, part of a head": lambda s: (s.heads(2, s.t, 4, 8), *_tables(s, s.t, 4), "interleaved", True),
+    "rope_qkv": lambda s: (_merged_rows(s), *_tables(s, s.t, 8), [4, 2, 2], "blocks", "half"),
+    "rope_qkv_backward": _rope_grads,
+    "rope_qkv_backward_rows": _rope_grads,
+    "rope_qkv_backward_beside": _rope_grads,
+    "qk_norm_rope": lambda s: (
+        *(_merged_rows(s), s.vector(8), s.vector(8), *_tables(s, s.t, 8), [4, 2, 2]),
+        *(1e-6, "llama", "half"),
+    ),
+    "qk_norm_rope_backward": _qk_norm_grads,
+    "qk_norm_rope_backward_quantize": _qk_norm_grads,
+    "qk_norm_rope_backward_beside": _qk_norm_grads,
+    "linear_cross_entropy": lambda s: (*_head(s, fp8=False, bias=True), [True] * 3, *_how(fp8=False)),
+    "linear_cross_entropy, fp8": lambda s: (*_head(s, fp8=True, bias=True), [True] * 3, *_how(fp8=True)),
+    "linear_cross_entropy, frozen head": lambda s: (
+        *(*_head(s, fp8=True, bias=False), [True, False, False]),
+        *_how(fp8=True),
+    ),
+    "linear_cross_entropy_loss": lambda s: (*_head(s, fp8=False, bias=True), *_how(fp8=False)),
+    "linear_cross_entropy_loss, fp8": lambda s: (*_head(s, fp8=True, bias=False), *_how(fp8=True)),
+    "group_layout": lambda s: (torch.tensor([3, 3, 4, s.t], dtype=torch.int64), None, s.t),
+    "group_layout, in an order": lambda s: (
+        *(torch.tensor([3, 3, 4, s.t], dtype=torch.int32), torch.stack([torch.arange(s.t).flip(0)] * 2, 1)[:, 0]),
+        s.t,
+    ),
+    "gather_rows": lambda s: (*_codes(s, s.t, s.d), _routing(s)[1], TOP_K, s.tokens(1)),
+    "combine_rows": lambda s: (s.matrix(_routing(s)[1].shape[0], s.d).contiguous(), _routing(s)[2], TOP_K),
+    "quantize_experts": lambda s: (_expert_weight(s),),
+    "quantize_experts_turned": lambda s: (_expert_weight(s), ops.quantize_experts(_expert_weight(s))[1]),
+    "expert_swiglu": lambda s: (
+        *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K)),
+        *(_routing(s)[1], "silu"),
+    ),
+    "expert_swiglu_backward": lambda s: (
+        *(s.matrix(_routing(s)[1].shape[0], s.f).contiguous(),),
+        *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K), _routing(s)[1], "silu"),
+    ),
+    "grouped_gemm": lambda s: _grouped(s, wgrad=False),
+    "grouped_wgrad": lambda s: _grouped(s, wgrad=True),
+    "grouped_emulated": lambda s: (s.tokens(s.d), torch.randn(EXPERTS, s.f, s.d).bfloat16(), *_emulated(s)),
+    "grouped_emulated_wgrad": lambda s: (s.tokens(s.f), s.tokens(s.d), *_emulated(s)),
+    "mx_quantize_rows": lambda s: (s.tokens(s.d), "mxfp8_e5m2"),
+    "mx_quantize_both": lambda s: (s.tokens(s.d), "mxfp8"),
+    "nv_quantize_rows": lambda s: (s.tokens(s.d), "nvfp4", "nearest", False),
+    "nv_quantize_rows, transformed": lambda s: (s.tokens(s.d), "nvfp4", "nearest", True),
+    "block_scaled_gemm": lambda s: _block_scaled(s, "mxfp8"),
+    "block_scaled_gemm, nvfp4": lambda s: _block_scaled(s, "nvfp4"),
+    "chosen_gemm": _chosen,
+    "chosen_fp8_gemm": lambda s: (
+        *(*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
+        _kernel("fp8_gemm", _turned_codes),
+    ),
+}
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_every_op_is_in_the_table() -> None:
+    # An op that is not checked here is one whose fake nobody compared with what it does.
+    assert all(module.NAMESPACE == library.NAMESPACE for module in MODULES if hasattr(module, "NAMESPACE"))
+    prefix = f"{library.NAMESPACE}::"
+    known = {name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
+    assert known == {name.partition(",")[0] for name in OPERANDS}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_op_does_what_tracing_believes_of_it(name, size) -> None:
+    torch.manual_seed(0)
+    op = getattr(ops, name.partition(",")[0]).default
+    operands = OPERANDS[name](SIZES[size])
+    before = [_bytes(x) for x in _tensors(operands)]
+    results = op(*operands)
+    assert [_bytes(x) for x in _tensors(operands)] == before  # it writes into no operand
+    storages = [x.untyped_storage().data_ptr() for x in _tensors(operands) if x.numel()]
+    made = [x.untyped_storage().data_ptr() for x in _tensors(results) if x.numel()]
+    assert not set(storages) & set(made)  # and hands out none of their memory,
+    assert len(set(made)) == len(made)  # nor one result twice
+    # torch's check of the schema adds its operands up, which it cannot do with FP8; the lines above are that check.
+    torch.library.opcheck(op, operands, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
