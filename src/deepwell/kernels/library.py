@@ -16,7 +16,7 @@ from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, 
 from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.round_to import round_to
-from deepwell.kernels.transpose import transpose_codes
+from deepwell.kernels.wgrad_operands import wgrad_operands
 
 NAMESPACE = "deepwell"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -115,6 +115,14 @@ def _fake_round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor
     return x.new_empty((*x.shape[:-1], width), dtype=torch.float32)
 
 
+def _fake_wgrad_operands(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = () if offs is None else (offs.shape[0],)
+    turned = (q.new_empty((q.shape[1], q.shape[0])) for q in (a, b))
+    return next(turned), scale_a.new_empty(shape), next(turned), scale_b.new_empty(shape)
+
+
 _register("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(_dense(x)), _rows_of)
 _register("quantize_weights(Tensor[] weights) -> (Tensor, Tensor, Tensor)", _quantize_weights, _fake_quantize_weights)
 _register(
@@ -123,9 +131,10 @@ _register(
     _fake_quantize_weights_transposed,
 )
 _register(
-    "transpose_codes(Tensor q, Tensor scale) -> (Tensor, Tensor)",
-    transpose_codes,
-    lambda q, scale: (q.new_empty((q.shape[1], q.shape[0])), scale.new_empty(())),
+    "wgrad_operands(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? offs=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    wgrad_operands,
+    _fake_wgrad_operands,
 )
 _register(
     "round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor",
