@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from deepwell.bench.environment import environment, one_line
+from deepwell.bench.llama import LlamaConfig
 from deepwell.bench.models import MODELS, RaceModel
 from deepwell.bench.variants import Variant
 from deepwell.engine.dryrun import dryrun
@@ -46,6 +47,14 @@ _LONG = replace(
     seq_len=16384,
     config=replace(MODELS["1b-16l"].config, max_positions=16384),
 )
+# Of a shape that no constant was fitted on: Llama-3.2-3B's layers.
+_3B = replace(
+    MODELS["1b-16l"],
+    name="3b-8l",
+    batch=2,
+    seq_len=4096,
+    config=LlamaConfig(width=3072, num_heads=24, num_kv_heads=8, hidden=8192, num_layers=8, vocab=128256),
+)
 ENTRIES = {
     entry.model.name: entry
     for entry in (
@@ -54,12 +63,13 @@ ENTRIES = {
         Entry(model=MODELS["1b-16l"]),
         Entry(model=MODELS["hf-8b-4l"]),
         Entry(model=_LONG),
+        Entry(model=_3B),
         Entry(model=MODELS["tiny"]),
         Entry(model=MODELS["hf-tiny"]),
     )
 }
 # The one with CUDA graphs last: their memory pools go late.
-DEFAULT = ("8b-4l", "1b-16l", "hf-8b-4l", "1b-16l-16k", "768-12l")
+DEFAULT = ("8b-4l", "1b-16l", "hf-8b-4l", "1b-16l-16k", "3b-8l", "768-12l")
 HEADER = ("model", "variant", "predicted ms", "measured ms", "error", "predicted GB", "measured GB", "error", "tier")
 
 
