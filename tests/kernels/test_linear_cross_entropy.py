@@ -68,6 +68,15 @@ def test_all_targets_ignored_and_no_tokens_are_torchs_nan(device):
     assert loss == 0 and dx.shape == (0, 32) and not dw.any()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_batch_without_targets_leaves_the_gradients_zero_as_torchs_does(device, fp8):
+    # Its mean is NaN; a loop that skips such a loss, or only logs it, must not find NaN in its weights afterwards.
+    x, w, y = _inputs(device, t=32, d=32, v=48)
+    b = torch.randn(48, device=device).bfloat16()
+    loss, dx, dw, db = linear_cross_entropy(x, w, torch.full_like(y, -100), bias_V=b, head=Head(fp8=fp8))
+    assert loss.isnan() and not dx.any() and not dw.any() and not db.any()
+
+
 def test_another_ignore_index_counts(device):
     x, w, y = _inputs(device, dtype=torch.float32)
     y[y == -100] = 5

@@ -206,10 +206,13 @@ def _chunks_fp8(
     qx_TD, x_scale = quantize_rows(x_TD)
     qw_VD, qw_DV, w_scale = quantize_weight(w_VD)
     assert qw_VD is not None and qw_DV is not None
-    loss_T, dx_TD = torch.empty(t, dtype=torch.float32, device=x_TD.device), torch.empty_like(x_TD)
-    qg_VT = torch.empty((v, t), dtype=GRADIENT_FORMAT, device=x_TD.device)
-    # |du| <= a/count: the scale of a row with that amax holds for all.
-    g_scale = quantize_rows((factor * abs(head.logit_scale)).reshape(1, 1), dtype=GRADIENT_FORMAT)[1].reshape(())
+    wants_db = head.db and bias_V is not None
+    loss_T = torch.empty(t, dtype=torch.float32, device=x_TD.device)
+    dx_TD = torch.empty_like(x_TD) if head.dx else None
+    qg_VT = torch.empty((v, t), dtype=GRADIENT_FORMAT, device=x_TD.device) if head.dw or wants_db else None
+    # |du| <= a/count: the scale of a row with that amax holds for all. Where nothing counts, every du is 0.
+    largest = torch.where(factor.isinf(), 0.0, factor * abs(head.logit_scale))
+    g_scale = quantize_rows(largest.reshape(1, 1), dtype=GRADIENT_FORMAT)[1].reshape(())
     for part in _parts(t, chunk):
         z_CV = fp8_gemm(qx_TD[part], x_scale[part], qw_VD, w_scale, out_dtype=x_TD.dtype)
         options = head.loss("fp8")
@@ -217,17 +220,18 @@ def _chunks_fp8(
         del z_CV  # before the next chunk's logits are made
         assert grads.q is not None and grads.scale is not None
         loss_T[part] = grads.loss
-        if head.dx:
+        if dx_TD is not None:
             dx_TD[part] = fp8_gemm(grads.q, grads.scale, qw_DV, w_scale, out_dtype=x_TD.dtype)
-        transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
+        if qg_VT is not None:
+            transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
         del grads
     dw_VD = db_V = None
-    if head.dw:
+    if qg_VT is not None and head.dw:
         dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype)
-    if head.db and bias_V is not None:
+    if qg_VT is not None and bias_V is not None and head.db:
         ones = torch.ones((ALIGNMENT, t), dtype=x_TD.dtype, device=x_TD.device).to(qx_TD.dtype)
         db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale))[:, 0].to(bias_V.dtype).contiguous()
-    return HeadLoss(loss_T, dx_TD if head.dx else None, dw_VD, db_V)
+    return HeadLoss(loss_T, dx_TD, dw_VD, db_V)
 
 
 def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, fp8: bool) -> None:
