@@ -41,9 +41,9 @@ def test_nvfp4_is_the_published_recipe() -> None:
 
 def test_fp8_with_one_scale_per_tensor_is_the_hybrid() -> None:
     assert storage("fp8") == {
-        "fwd": ("fp8_e4m3_tensor", "fp8_e4m3_tensor"),
-        "dgrad": ("fp8_e5m2_tensor", "fp8_e4m3_tensor"),
-        "wgrad": ("fp8_e5m2_tensor", "fp8_e4m3_tensor"),
+        "fwd": ("fp8_e4m3_tensor_pow2", "fp8_e4m3_tensor_pow2"),
+        "dgrad": ("fp8_e5m2_tensor_pow2", "fp8_e4m3_tensor_pow2"),
+        "wgrad": ("fp8_e5m2_tensor_pow2", "fp8_e4m3_tensor_pow2"),
     }
 
 

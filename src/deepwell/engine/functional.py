@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepwell.engine.native_linear import MxLinear, is_mxfp8_throughout, native_gemm
+from deepwell.engine.scaled_linear import is_scaled, scaled_linear
 from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.kernels import library as _library  # registers torch.ops.deepwell
 
@@ -27,6 +28,8 @@ def low_precision_linear(x: Tensor, weights: Sequence[Tensor], bias: Tensor | No
     x_TK = x.reshape(-1, x.shape[-1])
     if is_mxfp8_throughout(parse_scheme(scheme)):
         y_TN = MxLinear.apply(x_TK, weights[0] if len(weights) == 1 else torch.cat(list(weights)))
+    elif is_scaled(parse_scheme(scheme)):
+        y_TN = scaled_linear(x_TK, weights, scheme, _plain_gemm)
     else:
         y_TN = _Linear.apply(x_TK, scheme, *weights)
     if bias is not None:

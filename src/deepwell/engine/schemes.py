@@ -2,6 +2,9 @@
 
     "bf16"                      the product as the model wrote it
     "fp8_row"                   Hopper: E4M3, one power-of-two scale per row (fwd, dgrad) or tensor (wgrad)
+    "fp8_tensor"                any FP8 GPU: E4M3, one power-of-two scale per tensor; gradients in E5M2 as
+                                "fp8_tensor,gradients=e5m2"
+    "fp8_1x128"                 Hopper: E4M3, a power-of-two scale per 128 of the contraction, weights per 128 x 128
     "grouped_fp8"               the same for experts' grouped GEMMs; wgrad: one scale for each expert's rows
     "mxfp8_native"              Blackwell: both operands in the policy's format, multiplied by block-scaled tensor cores
     "nvfp4_native"              the same; options follow as in "nvfp4_native,hadamard=False"
@@ -17,11 +20,16 @@ from deepwell.errors import ConfigError
 from deepwell.precision.gemm_format import GemmFormat, precision
 
 STEPS = ("fwd", "dgrad", "wgrad")
+# FP8 with other scales than those of rows, and what the policy calls the scaling.
+SCALED = {"fp8_tensor": "tensor", "fp8_1x128": "1x128"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmScheme:
-    """How one GEMM runs: `method` is bf16, fp8_row, grouped_fp8, native or emulate; the last two round to `format`."""
+    """How one GEMM runs: `method` is bf16, fp8_row, fp8_tensor, fp8_1x128, grouped_fp8, native or emulate.
+
+    `format` is what operands are rounded to; None of bf16, fp8_row and grouped_fp8.
+    """
 
     method: str
     format: GemmFormat | None = None
@@ -50,10 +58,14 @@ def _parse_gemm(text: str, step: str) -> GemmScheme:
     if method == "emulate" and rest:
         return GemmScheme(method="emulate", format=_gemm_format(rest, step))
     name, _, options = text.partition(",")
+    if name in SCALED:
+        # E4M3 unless the scheme says otherwise: the policy's own default for tensors is E5M2 gradients.
+        described = f"fp8,scaling={SCALED[name]}," + (options or "gradients=e4m3")
+        return GemmScheme(method=name, format=_gemm_format(described, step))
     if name in ("mxfp8_native", "nvfp4_native"):
         described = name.removesuffix("_native") + ("," + options if options else "")
         return GemmScheme(method="native", format=_gemm_format(described, step))
-    known = "grouped_fp8, bf16, fp8_row, <format>_native or emulate:<format>"
+    known = f"grouped_fp8, {', '.join(SCALED)}, bf16, fp8_row, <format>_native or emulate:<format>"
     raise ConfigError(f"gemm scheme {text!r} is not known; it is {known}")
 
 

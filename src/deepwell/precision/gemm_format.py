@@ -178,8 +178,8 @@ def _storage(asked: Precision, role: str) -> str:
         if scaling == "1x128" and role == "weight":
             scaling = "128x128"
         # Scales that change only the exponent keep the two copies of a tensor (along rows, along columns) consistent,
-        # and what is stored stays representable in MXFP8. One scale per tensor serves both directions as it is.
-        return f"fp8_{element}_{scaling}" + ("" if scaling == "tensor" else "_pow2")
+        # and what is stored stays representable in MXFP8. They cost a number at most one octave of its range.
+        return f"fp8_{element}_{scaling}_pow2"
     if asked.format == "mxfp8":
         return "mxfp8_e5m2" if role == "gradient" and asked.option("gradients") == "e5m2" else "mxfp8"
     if asked.format == "mxfp6":
