@@ -81,15 +81,20 @@ class Variant:
         if self.base.endswith(".json"):
             policy = PrecisionPolicy.from_json(Path(self.base).read_text(encoding="utf-8"))
         elif self.base == "fp8":
-            policy = PrecisionPolicy.recipe("fp8", scaling=self.scaling or "row")
+            policy = PrecisionPolicy.recipe("fp8", forward_bf16_from=None, ends=None, **self._fp8())
         else:
             policy = PrecisionPolicy.recipe(self.base)
         if "head" in self.words:
-            options = {"scaling": self.scaling or "row"} if self.base == "fp8" else {}
+            options = self._fp8() if self.base == "fp8" else {}
             policy.set_layer_precision("head", "mxfp8" if self.base.endswith(".json") else self.base, **options)
         if "wbf16" in self.words:
             policy.set_default("bf16", gemms="wgrad")
         return policy
+
+    def _fp8(self) -> dict[str, str]:
+        """Options of FP8: rows unless the name says otherwise; gradients in E4M3 with any scaling, to compare alike."""
+        scaling = self.scaling or "row"
+        return {"scaling": scaling, "gradients": "e4m3"} if scaling == "tensor" else {"scaling": scaling}
 
     def engine(self, model: nn.Module, example_inputs: Any) -> Engine:
         """The model's engine. Raises UnsupportedError where the scaling that the name says is not what would run."""

@@ -15,6 +15,7 @@ from deepwell.graph.ops import GroupedLinear, Linear
 from deepwell.hardware.capability import capability_of
 from deepwell.kernels.gain import Gain
 from deepwell.kernels.gemm import ALIGNMENT
+from deepwell.kernels.quantize_blocks import BLOCK
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolution
 
@@ -23,6 +24,8 @@ _FP8_CAPABILITY = (8, 9)
 _FP8_FORMATS = ("fp8", "mxfp8")
 # The name under which a device says why it has no grouped FP8 products for experts.
 GROUPED_FP8 = "grouped_fp8"
+# Schemes of FP8 by other scales than rows; a device says under the second's name why it has none.
+FP8_TENSOR, FP8_1X128 = "fp8_tensor", "fp8_1x128"
 # Formats with kernels for block-scaled tensor cores.
 _BLOCK_SCALED = ("mxfp8", "nvfp4")
 
@@ -33,8 +36,8 @@ class Device:
 
     kind: str  # "cuda" or "cpu"
     capability: tuple[int, int] = (0, 0)
-    # (format, reason) of block-scaled formats, and of grouped FP8, whose kernels did not pass their self-check on this
-    # device.
+    # (format, reason) of block-scaled formats, of grouped FP8 and of FP8 by 1x128, whose kernels did not pass their
+    # self-check on this device.
     unproven: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -96,7 +99,7 @@ def with_gains(bindings: Sequence[Binding], gains: Mapping[str, Gain]) -> tuple[
     rows = []
     for row in bindings:
         gain = gains.get(row.path)
-        if gain is None or row.scheme != "fp8_row":
+        if gain is None or not row.scheme.startswith("fp8_"):
             rows.append(row)
         elif gain.gains:
             rows.append(replace(row, reason=f"{row.reason}; {gain.reason}"))
@@ -130,14 +133,47 @@ def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:
             return bound("native", f"{decision.format}_native{options}", f"{device}: block-scaled tensor cores")
         unproven = f"; no native {decision.format} kernel passed its self-check here ({failed})"
     if device.has_fp8 and decision.format in _FP8_FORMATS and isinstance(site.op, Linear):
-        exact = decision.format == "fp8" and decision.precision.option("scaling") == "row"
-        reason = f"{device}: E4M3, one power-of-two scale per row, wgrad per tensor"
-        if site.op.k % ALIGNMENT or site.op.n % ALIGNMENT:
-            reason += f"; K={site.op.k}, N={site.op.n} filled up to multiples of {ALIGNMENT}"
-        return bound("native" if exact else "substitute", "fp8_row", reason + unproven)
+        binding, scheme, reason = _fp8(site.op, decision, device)
+        return bound(binding, scheme, reason + unproven)
     lacks = unproven.removeprefix("; ") or f"{device} has no {decision.format} tensor cores"
     reason = f"{lacks}: operands rounded exactly, product in fp32"
     return bound("emulated", f"emulate:{decision.format}{options}", reason)
+
+
+def _fp8(op: Linear, decision: Decision, device: Device) -> tuple[str, str, str]:
+    """(binding, scheme, reason) of a linear's GEMM on a GPU with FP8 tensor cores: the scaling asked for, or rows."""
+    is_fp8 = decision.format == "fp8"
+    scaling = decision.precision.option("scaling") if is_fp8 else "row"
+    # The gradient is the left operand where there is one. Finer scales than a tensor's have kernels for E4M3 alone.
+    is_e5m2 = is_fp8 and "e5m2" in decision.precision.gemm(decision.gemm).lhs.format
+    if scaling == "tensor":
+        elements, scheme = (
+            ("E4M3, gradients in E5M2", f"{FP8_TENSOR},gradients=e5m2") if is_e5m2 else ("E4M3", FP8_TENSOR)
+        )
+        return "native", scheme, f"{device}: {elements}, one power-of-two scale per tensor{_filled(op, ALIGNMENT)}"
+    otherwise = "; gradients in E4M3, not E5M2" if is_e5m2 else ""
+    lacks = _why_no_1x128(device) if scaling == "1x128" else ""
+    if scaling == "1x128" and not lacks:
+        reason = (
+            f"{device}: E4M3, a power-of-two scale per 1x128, of weights per 128x128{_filled(op, BLOCK)}{otherwise}"
+        )
+        return "substitute" if is_e5m2 else "native", FP8_1X128, reason
+    reason = (
+        f"{device}: E4M3, one power-of-two scale per row, wgrad per tensor{_filled(op, ALIGNMENT)}{otherwise}{lacks}"
+    )
+    return "native" if is_fp8 and scaling == "row" and not is_e5m2 else "substitute", "fp8_row", reason
+
+
+def _filled(op: Linear, unit: int) -> str:
+    return f"; K={op.k}, N={op.n} filled up to multiples of {unit}" if op.k % unit or op.n % unit else ""
+
+
+def _why_no_1x128(device: Device) -> str:
+    """Why a GPU does not multiply 1x128 blocks, "" where it does."""
+    if FP8_1X128 not in capability_of(device.capability).native_formats:
+        return f"; {device} has no products with 1x128 scales"
+    failed = dict(device.unproven).get(FP8_1X128)
+    return "" if failed is None else f"; no kernel for 1x128 scales passed its self-check here ({failed})"
 
 
 def _grouped_fp8(op: GroupedLinear, decision: Decision, device: Device) -> tuple[str, str, str]:

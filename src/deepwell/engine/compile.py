@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.engine.backend import BackendOptions
-from deepwell.engine.binding import GROUPED_FP8, Bound, Device, bind
+from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Device, bind
 from deepwell.engine.engine import Engine
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
@@ -24,6 +24,7 @@ from deepwell.hardware.host import read_host
 from deepwell.hardware.model import Hardware
 from deepwell.kernels.block_scaled_proof import FORMATS, native_kernel
 from deepwell.kernels.cutlass_library import why_unavailable
+from deepwell.kernels.gemm_blocks import why_unproven as why_no_blocks
 from deepwell.kernels.grouped_gemm import why_unproven
 from deepwell.kernels.registry import KernelRegistry, default_registry
 from deepwell.planner.plan import Plan
@@ -210,10 +211,13 @@ def device_of(tensors: Sequence[Tensor]) -> Device:
 
 
 def unproven_formats(capability: tuple[int, int], device: torch.device) -> tuple[tuple[str, str], ...]:
-    """(format, reason) of each block-scaled format of the device whose kernels fail their self-check on it."""
-    native = [name for name in FORMATS if name in capability_of(capability).native_formats]
-    found = ((name, native_kernel(name, device)) for name in native)
-    return tuple((name, reason) for name, (kernel, reason) in found if kernel is None)
+    """(format, reason) of each format with block scales of the device whose kernels fail their self-check on it."""
+    known = capability_of(capability).native_formats
+    found = ((name, native_kernel(name, device)) for name in FORMATS if name in known)
+    failed = [(name, reason) for name, (kernel, reason) in found if kernel is None]
+    if FP8_1X128 in known and (reason := why_no_blocks(device)):
+        failed.append((FP8_1X128, reason))
+    return tuple(failed)
 
 
 @lru_cache(maxsize=1)

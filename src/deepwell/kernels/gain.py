@@ -1,7 +1,9 @@
 """Whether a linear layer is faster in FP8 than in bf16 here: measured, never guessed.
 
-    FP8    rows of x*; the weight, twice; x w^T; rows of dy*; dy w; both transposed; dy^T x
-    bf16   x w^T; dy w; dy^T x
+    rows     rows of x*; the weight, twice; x w^T; rows of dy*; dy w; both transposed; dy^T x
+    tensor   amax and both copies of x; the weight, twice; x w^T; amax and both copies of dy; dy w; dy^T x
+    1x128    both copies of x; the weight, twice; x w^T; both copies of dy; dy w; dy^T x
+    bf16     x w^T; dy w; dy^T x
 
 The whole of a training step's work on one layer, quantization included. Rows (*) that the engine makes in the kernel
 before (a norm, an activation, RoPE's backward) cost no kernel of their own, and less to write than bf16 (a byte more
@@ -14,14 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm
+from deepwell.kernels.gemm_blocks import fp8_gemm_blocks
 from deepwell.kernels.proof import operands
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
+from deepwell.kernels.quantize_blocks import quantize_1x128_both, quantize_128x128
 from deepwell.kernels.registry import Problem, fingerprint_of
 from deepwell.kernels.select import cache_of, median_us, on_real_tensors
 from deepwell.kernels.wgrad_operands import wgrad_operands
+
+# What the times depend on: another build of these is measured anew.
+_SOURCES = (quantize_rows, fp8_gemm, wgrad_operands, quantize_1x128_both, fp8_gemm_blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +53,11 @@ class Gain:
         return f"{verdict}: {figures} forward and backward at {self.tokens} tokens"
 
 
-def would_gain(n: int, k: int, tokens: int, device: str = "cuda", fused: str = "") -> Gain:
+def would_gain(n: int, k: int, tokens: int, device: str = "cuda", fused: str = "", method: str = "fp8_row") -> Gain:
     """Measure one linear [N, K] both ways, once per shape, bucket of tokens and machine; then it is remembered.
 
-    `fused` names the rows that another kernel writes: "", "x", "dy" or "x dy".
+    `fused` names the rows that another kernel writes: "", "x", "dy" or "x dy"; only `method` "fp8_row" has such,
+    "fp8_tensor" and "fp8_1x128" quantize in kernels of their own.
 
     Raises ConfigError on sizes below 1, UnsupportedError off a GPU: emulation is not about speed.
     """
@@ -61,20 +70,25 @@ def would_gain(n: int, k: int, tokens: int, device: str = "cuda", fused: str = "
     device = str(place if place.index is not None else torch.device("cuda", torch.cuda.current_device()))
     tokens = 1 << max(tokens - 1, 0).bit_length()
     cache = cache_of(device)
-    key = f"linear {tokens}x{n}x{k} fused:{fused} {fingerprint_of(quantize_rows, fp8_gemm, wgrad_operands, _fp8_us)}"
+    way = f"fused:{fused}" if method == "fp8_row" else method
+    key = f"linear {tokens}x{n}x{k} {way} {fingerprint_of(*_SOURCES, measure)}"
     figures = cache.figures(key)
     if figures is None:
         with on_real_tensors():
-            figures = measure(n, k, tokens, device, fused)
+            figures = measure(n, k, tokens, device, fused, method)
         cache.keep_figures(key, figures)
     return Gain(n=n, k=k, tokens=tokens, fp8_us=figures["fp8_us"], bf16_us=figures["bf16_us"])
 
 
-def measure(n: int, k: int, tokens: int, device: str, fused: str) -> dict[str, float]:
+def measure(n: int, k: int, tokens: int, device: str, fused: str, method: str = "fp8_row") -> dict[str, float]:
     """Times of both ways. FP8 operands are whole 16-byte lines, as the engine fills them up."""
     whole = (-(-size // ALIGNMENT) * ALIGNMENT for size in (n, k, tokens))
+    if method == "fp8_row":
+        fp8_us = _fp8_us(*whole, device=device, fused=fused.split())
+    else:
+        fp8_us = {"fp8_tensor": _tensor_us, "fp8_1x128": _blocks_us}[method](*whole, device=device)
     return {
-        "fp8_us": _fp8_us(*whole, device=device, fused=fused.split()),
+        "fp8_us": fp8_us,
         "bf16_us": _bf16_us(n, k, tokens, device=device),
     }
 
@@ -103,6 +117,40 @@ def _fp8_us(n: int, k: int, tokens: int, *, device: str, fused: Sequence[str]) -
         dx = fp8_gemm(q_dy, s_dy, q_wt, s_w)
         dw = fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x))
         return y, dx, dw
+
+    return _device_us(step, device)
+
+
+def _tensor_us(n: int, k: int, tokens: int, *, device: str) -> float:
+    x, w, dy = _tensors(n, k, tokens, device)
+
+    def step() -> object:
+        q_x, q_xt, s_x = quantize_weight(x)
+        largest = amax(w)
+        q_w, _, s_w = quantize_weight(w, largest, write="rows")
+        assert q_x is not None and q_xt is not None and q_w is not None
+        y = fp8_gemm(q_x, s_x, q_w, s_w)
+        q_dy, q_dyt, s_dy = quantize_weight(dy)
+        _, q_wt, _ = quantize_weight(w, largest, write="columns")
+        assert q_dy is not None and q_dyt is not None and q_wt is not None
+        return y, fp8_gemm(q_dy, s_dy, q_wt, s_w), fp8_gemm(q_dyt, s_dy, q_xt, s_x)
+
+    return _device_us(step, device)
+
+
+def _blocks_us(n: int, k: int, tokens: int, *, device: str) -> float:
+    x, w, dy = _tensors(n, k, tokens, device)
+
+    def product(a: Sequence[Tensor | None], b: Sequence[Tensor | None], square: bool) -> Tensor:
+        given = [tensor for tensor in (*a, *b) if tensor is not None]
+        return fp8_gemm_blocks(*given, square=square)
+
+    def step() -> object:
+        of_x = quantize_1x128_both(x)
+        y = product(of_x[:2], quantize_128x128(w, columns=False)[:2], True)
+        of_dy = quantize_1x128_both(dy)
+        dx = product(of_dy[:2], quantize_128x128(w, rows=False)[2:], True)
+        return y, dx, product(of_dy[2:], of_x[2:], False)
 
     return _device_us(step, device)
 

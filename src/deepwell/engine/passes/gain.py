@@ -12,6 +12,7 @@ from deepwell.engine import functional
 from deepwell.engine.passes.choose_kernels import size_of
 from deepwell.engine.passes.linear import LinearSite
 from deepwell.engine.passes.match import SHAPE_OPS, name_of, value_of
+from deepwell.engine.schemes import SCALED
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.gain import Gain
 
@@ -19,7 +20,7 @@ _FP8 = "fp8_row|fp8_row|fp8_row"
 
 
 def keep_gaining(
-    sites: Sequence[LinearSite], measure: Callable[[int, int, int, str, str], Gain], *, strict: bool
+    sites: Sequence[LinearSite], measure: Callable[..., Gain], *, strict: bool
 ) -> tuple[list[LinearSite], dict[str, Gain]]:
     """The sites that leave bf16, and every measured linear's gain by its path.
 
@@ -31,15 +32,25 @@ def keep_gaining(
     gains: dict[str, Gain] = {}
     for (_, scheme, _), group in groups.items():
         sizes = _sizes(group)
-        if scheme != _FP8 or sizes is None:
+        if sizes is None or not (scheme == _FP8 or _is_scaled(scheme)):
             continue
-        gain = measure(*sizes, _fused_rows(group))
+        # By tensor or by blocks no kernel before writes the codes: nothing is fused.
+        gain = measure(*sizes, _fused_rows(group)) if scheme == _FP8 else measure(*sizes, "", _method(scheme))
         for site in group:
             gains[site.path] = gain
         if strict and not gain.gains:
             raise UnsupportedError(f"{group[0].path}: fp8 {gain.reason}; fallback='safe' keeps it in bf16")
     kept = [site for site in sites if site.path not in gains or gains[site.path].gains]
     return kept, gains
+
+
+def _is_scaled(scheme: str) -> bool:
+    """Whether all three GEMMs have tensor scales, or all 1x128."""
+    return len({_method(part) for part in scheme.split("|")}) == 1 and _method(scheme) in SCALED
+
+
+def _method(scheme: str) -> str:
+    return scheme.partition("|")[0].partition(",")[0]
 
 
 def _fused_rows(group: Sequence[LinearSite]) -> str:
