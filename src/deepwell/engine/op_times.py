@@ -50,7 +50,12 @@ class OpCall:
         """What computes it on its device."""
         if torch.device(self.device).type == "cpu":
             return "reference"
-        vendors = {"fp8_gemm": "cublaslt_fast", "grouped_gemm": "torch_grouped", "grouped_wgrad": "torch_grouped"}
+        vendors = {
+            "fp8_gemm": "cublaslt_fast",
+            "fp8_gemm_blocks": "cublaslt",
+            "grouped_gemm": "torch_grouped",
+            "grouped_wgrad": "torch_grouped",
+        }
         return vendors.get(self.name, "deepwell")
 
     @property
@@ -58,7 +63,7 @@ class OpCall:
         """MxNxK of a product; else the first tensor's."""
         specs: list[TensorSpec] = []
         map_aggregate(self.args, lambda arg: specs.append(arg) if isinstance(arg, TensorSpec) else None)
-        if self.name == "fp8_gemm":
+        if self.name in ("fp8_gemm", "fp8_gemm_blocks"):
             return f"{specs[0].shape[0]}x{specs[2].shape[0]}x{specs[0].shape[1]}"
         return str(specs[0]) if specs else ""
 

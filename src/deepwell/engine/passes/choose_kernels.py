@@ -78,6 +78,8 @@ def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[
     m, k, n = size_of(a.shape[0]), size_of(a.shape[1]), size_of(b.shape[0])
     if 0 in (m, k, n) or k % ALIGNMENT or n % ALIGNMENT or not (a.is_cuda or registry.users()):
         return []
+    if a.dtype != b.dtype:
+        return []  # E5M2 gradients: candidates prove themselves in E4M3
     problem = Problem(op="fp8_gemm", m=m, n=n, k=k, precision="fp8", device=str(a.device))
     whole, aside = _whole_chain(graph, node, registry, problem)
     if whole is not None:
