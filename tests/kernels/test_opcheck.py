@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepwell.kernels import chosen, library, library_experts, library_native, library_qk_norm
+from deepwell.kernels import chosen, library, library_experts, library_native, library_qk_norm, library_scaled
 from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.registry import KernelRegistry
 
 ops = torch.ops.deepwell
-MODULES = (library, library_experts, library_native, library_qk_norm, chosen)
+MODULES = (library, library_experts, library_native, library_qk_norm, library_scaled, chosen)
 EXPERTS, TOP_K = 4, 2
 
 
@@ -150,6 +150,18 @@ def _block_scaled(s: Sizes, fmt: str) -> tuple[Any, ...]:
     return *made[0], *made[1], torch.float32
 
 
+def _squares(s: Sizes) -> list[Tensor]:
+    """Weights that end at whole squares but for the last."""
+    return [s.matrix(256, s.d), s.matrix(72, s.d)]
+
+
+def _block_products(s: Sizes, *, square: bool) -> tuple[Any, ...]:
+    if square:
+        weights = ops.quantize_weights_128x128([s.matrix(s.f, s.d)])
+        return *ops.quantize_1x128(s.tokens(s.d)), *weights, True
+    return *ops.quantize_1x128_both(s.tokens(s.f))[2:], *ops.quantize_1x128_both(s.tokens(s.d))[2:], False
+
+
 def _turned_product(a: Tensor, b: Tensor) -> Tensor:
     """A user's kernel whose result lies column by column."""
     return (b.T @ a.T).T
@@ -261,6 +273,19 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "nv_quantize_rows, transformed": lambda s: (s.tokens(s.d), "nvfp4", "nearest", True),
     "block_scaled_gemm": lambda s: _block_scaled(s, "mxfp8"),
     "block_scaled_gemm, nvfp4": lambda s: _block_scaled(s, "nvfp4"),
+    "quantize_tensor": lambda s: (s.tokens(s.d), False),
+    "quantize_tensor, e5m2": lambda s: (s.tokens(s.d), True),
+    "quantize_tensor_both": lambda s: (s.tokens(s.d), False),
+    "quantize_tensor_both, e5m2": lambda s: (s.tokens(s.d), True),
+    "quantize_1x128": lambda s: (s.tokens(s.d),),
+    "quantize_1x128, whole blocks": lambda s: (s.tokens(256),),
+    "quantize_1x128_both": lambda s: (s.tokens(s.d),),
+    "quantize_weights_128x128": lambda s: (_weights_of(s),),
+    "quantize_weights_128x128, squares": lambda s: (_squares(s),),
+    "quantize_weights_128x128_transposed": lambda s: (_weights_of(s), s.tokens(1)),
+    "quantize_weights_128x128_transposed, squares": lambda s: (_squares(s), s.tokens(1)),
+    "fp8_gemm_blocks": lambda s: _block_products(s, square=True),
+    "fp8_gemm_blocks, along tokens": lambda s: _block_products(s, square=False),
     "chosen_gemm": _chosen,
     "chosen_fp8_gemm": lambda s: (
         *(*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
