@@ -75,7 +75,7 @@ MALFORMED = [
     (as_csv(LLAMA, {**LLAMA, "tp": "two"}), ("line 3", "'tp'", "'two'")),
     (as_csv({**LLAMA, "tp": "2.5"}), ("line 2", "'tp'", "whole number")),
     (as_csv({**LLAMA, "dp": "-4"}), ("line 2", "'dp'", "above 0")),
-    (as_csv({**LLAMA, "step_time_s": "nan"}), ("line 2", "'step_time_s'", "nan")),
+    (as_csv({**LLAMA, "step_time_s": "inf"}), ("line 2", "'step_time_s'", "inf")),
     (as_csv({**LLAMA, "tier": "D"}), ("line 2", "'tier'", "A, B, C")),
     (as_csv({**LLAMA, "status": ""}), ("line 2", "'status'", "blank")),
     (as_csv({**LLAMA, "gpu": ""}), ("line 2", "'gpu'", "blank")),

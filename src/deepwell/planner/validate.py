@@ -2,7 +2,8 @@
 
 Step time and verdicts on memory are scored on tier A; memory on tiers A and B with allocated units (nvidia-smi figures
 apart); picks on groups of tiers A and B: rows that share source, model, GPU, count, sequence, batch, precision, version
-and kernels, with at least four distinct layouts. `all_tiers` has the same figures over every row.
+and kernels, with at least four distinct layouts. Beside `overall`, `tier_a` has every figure on tier A alone,
+`tiers_ab` on A and B, and `all_tiers` on every row; `overall.regret_tier_a` is the regret of tier A's groups.
 
 The rule of thumb that our pick is held against: of the layouts that fit (by our own memory model) with TP inside an
 NVLink domain, no recomputation before recomputation, then the smallest TP x PP x CP, then the largest micro-batch,
@@ -204,6 +205,7 @@ def score(checked: Sequence[Checked], tiers: str = "A", wider: str = "AB") -> di
         "oom": summarize_verdicts([one.verdict for one in rows if one.verdict is not None]),
         "rank": summarize_ranks(groups),
         "regret": summarize_regret(groups),
+        "regret_tier_a": summarize_regret(list(layout_groups(one for one in checked if one.run.tier == "A").values())),
         "not_used": dict(sorted(Counter(one.reason for one in checked if one.reason is not None).items())),
     }
 
@@ -227,6 +229,14 @@ class Validation:
         return score(self.checked)
 
     @property
+    def tier_a(self) -> dict[str, Any]:
+        return score(self.checked, tiers="A", wider="A")
+
+    @property
+    def tiers_ab(self) -> dict[str, Any]:
+        return score(self.checked, tiers="AB", wider="AB")
+
+    @property
     def sources(self) -> dict[str, dict[str, Any]]:
         """The same per source: on its tier A, or on what it has where it has none."""
         found: dict[str, dict[str, Any]] = {}
@@ -240,6 +250,8 @@ class Validation:
         return {
             "schema": SCHEMA,
             "overall": self.overall,
+            "tier_a": self.tier_a,
+            "tiers_ab": self.tiers_ab,
             "all_tiers": score(self.checked, tiers="ABC", wider="ABC"),
             "sources": self.sources,
             "rows": [one.to_dict() for one in self.checked],

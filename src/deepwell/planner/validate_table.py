@@ -64,7 +64,34 @@ def validation_table(validation: Validation) -> str:
         f"picks within 5% of the best: {_percent(regret['within_5pct'], 0)}, at random "
         f"{_percent(regret['random_within_5pct'], 0)}, by the rule {_percent(regret['rule_within_5pct'], 0)}",
     ]
+    lines += ["", *_by_tiers(validation)]
     if overall["not_used"]:
         lines.append("rows not used:")
         lines += [f"  {count:4d}  {reason}" for reason, count in overall["not_used"].items()]
     return "\n".join(lines)
+
+
+def _by_tiers(validation: Validation) -> list[str]:
+    """What is asked of the planner on tier A alone and on A and B, side by side."""
+    both = (validation.tier_a, validation.tiers_ab)
+    rows = (
+        ("", [f"tier{'s' if len(scores['tiers']) > 1 else ''} {'+'.join(scores['tiers'])}" for scores in both]),
+        ("step time, median / mean error", [_pair(scores["step_time"]) for scores in both]),
+        ("memory, mean error", [_with_n(scores["memory"], "mean_abs_rel_err") for scores in both]),
+        ("out of memory, accuracy", [_with_n(scores["oom"], "accuracy") for scores in both]),
+        ("picks within 5% of the best", [_with_n(scores["regret"], "within_5pct") for scores in both]),
+        ("mean regret: ours / rule / random", [_regrets(scores["regret"]) for scores in both]),
+    )
+    return [name.ljust(36) + "".join(cell.rjust(26) for cell in cells) for name, cells in rows]
+
+
+def _pair(step: dict[str, Any]) -> str:
+    return f"{_percent(step['median_abs_rel_err'])} / {_percent(step['mean_abs_rel_err'])} of {step['n']:,}"
+
+
+def _with_n(scores: dict[str, Any], name: str) -> str:
+    return f"{_percent(scores[name])} of {scores.get('n', scores.get('groups', 0)):,}"
+
+
+def _regrets(regret: dict[str, Any]) -> str:
+    return " / ".join(_percent(regret[name]) for name in ("mean", "rule_mean", "random_mean"))

@@ -14,7 +14,7 @@ from deepwell.planner.rows.record import Record
 
 def is_nvidia(gpu: str) -> bool:
     """False for the accelerators of others that published tables hold."""
-    return not re.match(r"(tpu|trainium|gaudi|mi\d{3})", gpu.lower())
+    return not re.match(r"(amd|instinct|google|aws|intel|huawei|tpu|trainium|trn\d|gaudi|ascend|mi\d{3})", gpu.lower())
 
 
 def hardware_of(record: Record) -> Hardware:
@@ -48,11 +48,13 @@ def _cluster(gpu: str, count: int, nic: tuple[str, float] | None) -> Hardware:
 
 
 def _machine_name(gpu: str) -> str:
-    """The machine that a source means: as it is written, else without board, rack and memory behind the name."""
-    words = re.split(r"[\s_-]+", gpu.removeprefix("NVIDIA").strip())
-    for length in range(len(words), 0, -1):
+    """The machine that a source means: as it is written, else without maker, counts, board, and memory behind it."""
+    bare = re.sub(r"(?i)^\d+\s*x\s*|\s*x\s*\d+$|\b(?:nvidia|dgx|hgx)\b", " ", gpu).strip(" -_")
+    words = re.split(r"[\s_-]+", bare)
+    plain = [word for word in words if not re.fullmatch(r"(?i)sxm\d?|hbm\w*", word)]
+    for tried in (words, *(plain[:length] for length in range(len(plain), 0, -1))):
         try:
-            found = named_hardware("1x1x" + "-".join(words[:length]))
+            found = named_hardware("1x1x" + "-".join(tried))
         except ConfigError:
             continue
         return found.gpus[0].machine or gpu

@@ -58,6 +58,8 @@ _DENSE_BY_NAME = {
 _UNREADABLE = {
     "deepseek-v4": "compressed sparse attention and hyper-connections have no ops in the IR yet",
 }
+# More is a mistake in the file, and would be built one by one.
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 100_000
 _GPT_LIKE = re.compile(r"^gpt|gpt3|bloom|mpt|mt-nlg|megatron", re.IGNORECASE)
 
 
@@ -140,6 +142,12 @@ def _shape(record: Record, name: str) -> dict[str, int]:
         # The head count changes no GEMM; 128 wide is the usual head.
         found["heads"] = min((n for n in range(1, 257) if hidden % n == 0), key=lambda n: abs(hidden / n - 128))
     sizes = {key: int(value or 0) for key, value in found.items()}
+    for key, most in (("layers", _MOST_LAYERS), ("experts", _MOST_EXPERTS), ("heads", sizes["hidden"])):
+        count = sizes.get(key) or record.count(key) or 0
+        if count > most:
+            raise ConfigError(
+                f"model {record.text('model')}: {key} is {count:,}, over {most:,}; is a column in the wrong place?"
+            )
     return {**sizes, "kv_heads": record.count("kv_heads") or known.get("kv_heads") or sizes["heads"]}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,15 @@ NUMBERS = ("params_b", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "step_tim
 TEXTS = (
     "source", "version", "model", "gpu", "dp_kind", "precision", "recompute", "notes", "status", "mem_unit", "tier",
 )  # fmt: skip
-# Columns of the published file that nothing here reads; a file may leave them out.
-OPTIONAL_NUMBERS = ("mfu", "hw_tflops_per_gpu")
+OPTIONAL_NUMBERS = ("mfu", "hw_tflops_per_gpu")  # nothing here reads them
 OPTIONAL_TEXTS = ("url", "derived", "flops_convention", "row_id")
+# A file without one of these says nothing that can be checked; any other column may be left out, and is blank then.
+NEEDED_COLUMNS = ("source", "model", "gpu", "num_gpus", "seq_len", "global_batch", "status", "tier")
 _NEEDED = ("source", "model", "gpu", "num_gpus")
 TIERS = ("A", "B", "C")
+# How programs write a cell that is not there. "none" is no such word: a run without recomputation says it.
+_ABSENT = frozenset({"nan", "<na>", "n/a", "na", "null"})
+_ABSENT_NUMBER = _ABSENT | {"none", "-", "?", "--"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +80,11 @@ def _check_header(columns: list[str], name: str) -> list[str]:
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if twice:
         raise ConfigError(f"{name}, line 1: column {twice[0]!r} is named twice")
-    missing = [column for column in (*TEXTS, *COUNTS, *NUMBERS) if column not in columns]
+    missing = [column for column in NEEDED_COLUMNS if column not in columns]
     if missing:
         raise ConfigError(
-            f"{name}, line 1: columns missing: {', '.join(missing)}; a file of runs has those of published_runs.csv"
+            f"{name}, line 1: columns missing: {', '.join(missing)}; a file of runs has those of published_runs.csv, "
+            f"and these at least"
         )
     return columns
 
@@ -86,25 +92,32 @@ def _check_header(columns: list[str], name: str) -> list[str]:
 def _records(reader: Iterator[list[str]], columns: list[str], name: str) -> Iterator[Record]:
     for cells in reader:
         line = int(getattr(reader, "line_num", 0))
-        if not cells:
-            continue  # a blank line
+        if not any(cell.strip() for cell in cells):
+            continue  # a blank line, or one of commas alone
         if len(cells) != len(columns):
             raise ConfigError(
                 f"{name}, line {line}: {len(cells)} cells for {len(columns)} columns; is a comma or a quote missing?"
             )
-        row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True)}
+        row = {column: _cell(column, cell) for column, cell in zip(columns, cells, strict=True)}
         where = f"{name}, line {line}"
         record = Record(
             line=line,
             texts={column: row[column] for column in (*TEXTS, *OPTIONAL_TEXTS) if column in row},
-            counts={column: _count(row[column], where, column) for column in COUNTS if row[column]},
-            numbers={column: _number(row[column], where, column) for column in NUMBERS if row[column]},
+            counts={column: _count(row[column], where, column) for column in COUNTS if row.get(column)},
+            numbers={column: _number(row[column], where, column) for column in NUMBERS if row.get(column)},
         )
         for column in OPTIONAL_NUMBERS:
             if row.get(column):
                 _any_number(row[column], where, column)
         _check(record, where)
         yield record
+
+
+def _cell(column: str, text: str) -> str:
+    """The cell without its margins; "" where it says that there is nothing."""
+    text = text.strip()
+    is_number = column in COUNTS or column in NUMBERS or column in OPTIONAL_NUMBERS
+    return "" if text.lower() in (_ABSENT_NUMBER if is_number else _ABSENT) else text
 
 
 def _check(record: Record, where: str) -> None:
@@ -118,8 +131,9 @@ def _check(record: Record, where: str) -> None:
 
 
 def _any_number(text: str, where: str, column: str) -> float:
+    grouped = re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", text)  # 1,024 as spreadsheets write it
     try:
-        return float(text)
+        return float(text.replace(",", "") if grouped else text)
     except ValueError:
         raise ConfigError(f"{where}, column {column!r}: {text!r} is no number") from None
 

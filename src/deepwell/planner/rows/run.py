@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from deepwell.errors import ConfigError
+from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.planner.layout import Layout, Offload, Recompute, Schedule, Sharding
@@ -27,6 +27,8 @@ from deepwell.planner.workload import Lora, Workload
 from deepwell.precision.policy import PrecisionPolicy
 
 GIB = 1 << 30
+_UNITS = {"tib": 1024.0 * GIB, "gib": float(GIB), "mib": 1024.0**2, "kib": 1024.0, "b": 1.0}
+_UNITS |= {"tb": 1e12, "gb": 1e9, "mb": 1e6, "kb": 1e3}
 MemoryKind = Literal["allocated", "rank0", "nvidia-smi"]
 Outcome = Literal["ok", "oom", "memory", "other"]
 
@@ -100,7 +102,7 @@ def build_run(record: Record) -> RunRow:
     )
     try:
         return _with_inputs(run, record)
-    except ConfigError as error:
+    except (ConfigError, UnsupportedError) as error:
         return replace(run, reason=str(error))
 
 
@@ -178,12 +180,12 @@ def _kept(layout: Layout) -> str:
 
 def _measured(record: Record) -> Measured:
     status = record.text("status").lower()
-    if status.startswith("oom"):
-        outcome: Outcome = "oom"
-    elif status.startswith("memory"):
-        outcome = "memory"
+    if status.startswith("memory"):
+        outcome: Outcome = "memory"
+    elif re.search(r"\boom\b|out[ -]of[ -]memory", status):
+        outcome = "oom"
     else:
-        outcome = "ok" if status == "ok" else "other"
+        outcome = "ok" if re.match(r"(ok|success|succeeded|completed?)\b", status) else "other"
     step = record.number("step_time_s") if outcome == "ok" else None  # from tokens a second once the batch is known
     size, kind = _memory(record)
     return Measured(outcome=outcome, step_s=step, memory_bytes=size, memory_kind=kind)
@@ -196,17 +198,19 @@ def _step_from_tflops(record: Record, workload: Workload) -> float | None:
     """
     speed, convention = record.number("model_tflops_per_gpu"), record.text("flops_convention").lower()
     counts_as_we_do = not convention or "causal" in convention or "megatron-core" in convention
-    if speed is None or not counts_as_we_do or record.text("status").lower() != "ok":
+    if speed is None or not counts_as_we_do or _measured(record).outcome != "ok":
         return None
     flops = workload.ir.train_flops(workload.global_batch, workload.seq_len)
     return flops / (speed * 1e12 * (record.count("num_gpus") or 1))
 
 
 def _memory(record: Record) -> tuple[float | None, MemoryKind | None]:
+    """Bytes and what they count; a unit that is no number of bytes (a share of the GPU, a blank) is none of ours."""
     size, unit = record.number("peak_mem_gb"), record.text("mem_unit").lower()
-    if size is None or not unit:
+    named = re.search(r"\b([tgmk]?i?b)\b", unit)
+    if size is None or named is None or named[1] not in _UNITS:
         return None, None
-    size *= GIB if "gib" in unit else 1e9
+    size *= _UNITS[named[1]]
     if "nvidia-smi" in unit:
         return size, "nvidia-smi"
     is_first = "rank-0" in unit or "first-stage" in record.notes
@@ -241,7 +245,7 @@ def _sizes(record: Record, assumptions: list[str]) -> dict[str, int]:
     if batch is None and ramp:
         batch = int(ramp[1])
         assumptions.append(f"global batch {batch}, at the end of its ramp")
-    if batch is None and record.text("status").lower().startswith("oom"):
+    if batch is None and _measured(record).outcome == "oom":
         batch = dp * (micro or 1)
         assumptions.append(f"global batch {batch}: the smallest, as it ran out of memory")
     if batch is None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from deepwell.planner.layout import Overlap, Recompute
 from deepwell.planner.rows.record import Record
 
-# Where the stack's name comes from: the first phrase that is found in source, dp_kind or notes, in this order.
+# Where the stack's name comes from: the first phrase that is found in source or dp_kind, then among those of _ENGINES
+# in notes and address, in this order.
 _STACKS = (
     ("maxtext", "maxtext"),
     ("paxml", "paxml"),
@@ -28,7 +29,7 @@ _STACKS = (
     ("gpt-neox", "gpt-neox"),
     ("bloom", "megatron-deepspeed"),
     ("mt-nlg", "megatron-deepspeed"),
-    ("deepspeed", "megatron-deepspeed"),
+    ("megatron-deepspeed", "megatron-deepspeed"),
     ("mlperf", "mlperf"),
     ("megatron-bridge", "megatron-bridge"),
     ("dgx cloud", "nemo"),
@@ -41,6 +42,11 @@ _STACKS = (
     ("deepseek", "deepseek"),
     ("llama 3", "meta"),
     ("deepwell", "deepwell"),
+)
+# Phrases that name nothing but an engine. In notes the others are models or papers that a row is compared with.
+_ENGINES = frozenset(
+    {"maxtext", "paxml", "torchtitan", "llm-foundry", "fms-fsdp", "internevo", "nanotron", "gpt-neox", "nemo"}
+    | {"megatron-deepspeed", "megatron-bridge", "megatron", "deepwell"}
 )
 MEGATRON_FAMILY = frozenset({"megatron", "megatron-bridge", "nemo", "mlperf", "megatron-deepspeed", "megascale"})
 # Stacks whose tensor parallelism shards the sequence between the parallel regions unless a row says otherwise.
@@ -59,9 +65,13 @@ def stack_name(record: Record) -> str:
         return "megatron"  # the baseline of that paper
     if "dgx cloud" in source and "megatron-fsdp" in texts[0]:
         return "megatron-bridge"
-    for text in (texts[0], f"{texts[0]} | {texts[1]}"):
+    for phrase, name in _STACKS:
+        if phrase in texts[0]:
+            return name
+    for text in (texts[1], record.text("url").lower()):
         for phrase, name in _STACKS:
-            if phrase in text:
+            # Not inside another word: a Nemotron is no NeMo.
+            if phrase in _ENGINES and re.search(rf"(?<![a-z]){re.escape(phrase)}(?![a-z])", text):
                 return name
     return re.sub(r"[^a-z0-9]+", "-", source).strip("-")
 
