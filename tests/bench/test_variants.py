@@ -88,6 +88,36 @@ def test_a_scaling_that_would_not_run_is_an_error_and_not_a_label(monkeypatch: p
         variants._check_scaling(Variant.parse("fp8_1x128"), Bound(bindings=(row,), schemes={}))
 
 
+@pytest.mark.parametrize(
+    ("name", "schemes"),
+    [
+        ("fp8", {"fp8_row"}),
+        ("fp8_tensor", {"fp8_tensor"}),  # E4M3 gradients too, so that scalings alone differ
+        ("fp8_1x128", {"fp8_1x128"}),
+        ("fp8_1x128_wbf16", {"fp8_1x128", "bf16"}),
+    ],
+)
+def test_each_scaling_of_fp8_is_what_its_name_says_on_hopper(name, schemes, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepwell.engine import compile as compile_module
+    from deepwell.engine.binding import Device
+
+    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr(compile_module, "use_inductor", lambda _asked, _device: False)
+    rows = [row for row in engine_of(name).bound.bindings if row.layer is not None]
+    assert {row.scheme for row in rows} == schemes and {row.binding for row in rows} == {"native"}
+
+
+def test_a_scaling_that_this_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepwell.engine import compile as compile_module
+    from deepwell.engine.binding import Device
+    from deepwell.errors import UnsupportedError
+
+    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Device(kind="cuda", capability=(10, 0)))
+    monkeypatch.setattr(compile_module, "use_inductor", lambda _asked, _device: False)
+    with pytest.raises(UnsupportedError, match=r"fp8_1x128: .* would run as fp8_row: .*no products with 1x128 scales"):
+        engine_of("fp8_1x128")
+
+
 def test_a_variant_trains(device: str) -> None:
     model = MODELS["tiny"]
     net, example = model.build(device), model.example(device)

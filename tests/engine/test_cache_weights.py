@@ -415,7 +415,7 @@ def test_on_a_gpu_training_is_bit_for_bit_that_without_kept_codes(cuda_graphs, b
         torch.manual_seed(0)
         model = zoo_models.tiny_model("llama", num_key_value_heads=2).bfloat16().cuda()
         model.get_input_embeddings().requires_grad_(False)  # its gradient is summed by atomics, in any order
-        engine = dw.compile(model, precision="fp8", measure=False, cache_weights=cached, cuda_graphs=cuda_graphs)
+        engine = dw.compile(model, precision="mxfp8", measure=False, cache_weights=cached, cuda_graphs=cuda_graphs)
         step, losses = AdamWDW(model.parameters(), lr=1e-3), []
         for _ in range(4):
             for _ in range(4):
