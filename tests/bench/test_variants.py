@@ -18,7 +18,8 @@ def test_a_name_is_a_recipe_and_words_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp9", "fp8_quick", "fp8_cg_cg", "mxfp8_row", "missing.json", "fp8:cg", "fp8_re_keep"]
+    "name",
+    ["fp9", "fp8_quick", "fp8_cg_cg", "mxfp8_row", "missing.json", "fp8:cg", "fp8_re_keep", "fp8_e5m2", "mxfp8_e5m2"],
 )
 def test_a_name_that_means_nothing_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match="variant"):
@@ -93,6 +94,7 @@ def test_a_scaling_that_would_not_run_is_an_error_and_not_a_label(monkeypatch: p
     [
         ("fp8", {"fp8_row"}),
         ("fp8_tensor", {"fp8_tensor"}),  # E4M3 gradients too, so that scalings alone differ
+        ("fp8_tensor_e5m2", {"fp8_tensor", "fp8_tensor,gradients=e5m2"}),
         ("fp8_1x128", {"fp8_1x128"}),
         ("fp8_1x128_wbf16", {"fp8_1x128", "bf16"}),
     ],

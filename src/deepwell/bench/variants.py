@@ -1,7 +1,7 @@
 """Ways to run a model through Deepwell, by name: a recipe or policy file and words for the options.
 
 bf16   fp8   fp8_tensor   fp8_1x128   mxfp8   nvfp4   policy.json         the formats
-fp8_head   fp8_wbf16   mxfp8_emulated                                     which GEMMs, and exact emulation
+fp8_head   fp8_wbf16   fp8_tensor_e5m2   mxfp8_emulated                   which GEMMs, gradients, exact emulation
 fp8_cg   fp8_keep   fp8_nolce   fp8_cg_head   policy.json:cg_nolce          how the engine compiles
 """
 
@@ -29,6 +29,7 @@ _SCALINGS = ("row", "tensor", "1x128")
 WORDS = {
     "head": "the head in the same format",
     "wbf16": "weight gradients in bf16",
+    "e5m2": "gradients in E5M2, with one scale per tensor",
     "emulated": "operands rounded exactly, products in fp32, on any device",
     "cg": "CUDA graphs",
     "re": "FP8 copies made again in the backward",
@@ -70,6 +71,8 @@ class Variant:
             raise ConfigError(f"variant {name!r}: re and keep exclude each other")
         if scaling and base != "fp8":
             raise ConfigError(f"variant {name!r}: {scaling} is a scaling of fp8, not of {base}")
+        if "e5m2" in rest and scaling != "tensor":
+            raise ConfigError(f"variant {name!r}: e5m2 goes with tensor scales, as in fp8_tensor_e5m2")
         return cls(name=name, base=base, scaling=scaling, words=frozenset(rest))
 
     def without(self, *words: str) -> Variant:
@@ -92,9 +95,10 @@ class Variant:
         return policy
 
     def _fp8(self) -> dict[str, str]:
-        """Options of FP8: rows unless the name says otherwise; gradients in E4M3 with any scaling, to compare alike."""
+        """Options of FP8: rows unless the name says otherwise; E4M3 with any scaling, so that names compare alike."""
         scaling = self.scaling or "row"
-        return {"scaling": scaling, "gradients": "e4m3"} if scaling == "tensor" else {"scaling": scaling}
+        gradients = {"gradients": "e5m2" if "e5m2" in self.words else "e4m3"}
+        return {"scaling": scaling, **(gradients if scaling == "tensor" else {})}
 
     def engine(self, model: nn.Module, example_inputs: Any) -> Engine:
         """The model's engine. Raises UnsupportedError where the scaling that the name says is not what would run."""
