@@ -149,6 +149,9 @@ def test_the_weights_part_fills_the_bubble_only_where_it_is_split_off() -> None:
 def test_overlapped_pairs_shorten_dualpipev_alone() -> None:
     assert simulate("dualpipev", 4, 16, 2, pair_saving=0.3).makespan < simulate("dualpipev", 4, 16, 2).makespan
     assert simulate("zbv", 4, 16, 2, pair_saving=0.3) == simulate("zbv", 4, 16, 2)
+    assert simulate("dualpipev", 4, 16, 2, pair_saving=[0.3] * 4) == simulate("dualpipev", 4, 16, 2, pair_saving=0.3)
+    with pytest.raises(ConfigError, match="pair_saving"):
+        simulate("dualpipev", 4, 16, 2, pair_saving=[0.3] * 3)
 
 
 def test_slower_messages_never_help() -> None:

@@ -465,10 +465,19 @@ def test_kernels_come_from_the_catalog_and_fit_the_device() -> None:
 )
 def test_the_largest_jobs_are_planned_in_seconds(model: str, hw: str, seq_len: int, global_batch: int) -> None:
     # The promise is 20 s on two free cores. Processor time is asked for, since other tests may hold the cores; the
-    # search runs on one of them.
+    # search runs on one of them. It takes 1 to 5 s here: 10 leave room for slower processors, not for a slower search.
     begin = time.process_time()
     found = autoplan(model, hw, seq_len=seq_len, global_batch=global_batch)
-    assert time.process_time() - begin < 20
+    assert time.process_time() - begin < 10
     assert found.limit_gib is not None
     assert found.peak_gib <= found.limit_gib
     assert found.searched.families > 50
+
+
+def test_the_experts_exchanges_that_dualpipev_hides_count_in_the_ranking() -> None:
+    # DeepSeek-V3 on H800 with 16 stages is what DualPipe was made for; without its gain ZBV would be picked.
+    found = autoplan("deepseek-v3", "256x8xH800", seq_len=4096, global_batch=15360, pp=16, ep=8, tp=1)
+    assert found.layout.schedule == "dualpipev"
+    split = autoplan("deepseek-v3", "256x8xH800", seq_len=4096, global_batch=15360, pp=16, ep=8, tp=1, schedule="zbv")
+    assert found.step_s < split.step_s
+    assert found.estimate.seconds["ep"] < 0.6 * split.estimate.seconds["ep"]

@@ -2,11 +2,17 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
+from deepwell.planner.comm import Network
+from deepwell.planner.efficiency import device
+from deepwell.planner.estimate import read_job
 from deepwell.planner.plan import Plan
 from deepwell.planner.search import autoplan
+from deepwell.planner.stages import message_s
+from deepwell.planner.stages import stage_times as priced_stages
 from deepwell.planner.trace import chrome_trace, chrome_trace_json, plan_timeline, stage_times
 
 
@@ -53,3 +59,24 @@ def test_one_stage_has_a_timeline_too() -> None:
     timeline = plan_timeline(plan)
     assert timeline.bubble == pytest.approx(0.0, abs=1e-9)
     assert len(timeline.events) == 2 * plan.accumulation
+
+
+def test_the_trace_prices_stages_and_messages_as_the_estimate_does(plan: Plan) -> None:
+    # Both read the same values; a stack whose network is slow would show a difference in the messages first.
+    slow = replace(plan.stack, constants=replace(plan.stack.constants, network_scale=7.0))
+    job = read_job(plan.workload, plan.layout, slow)
+    dev = device(plan.hardware.gpus[0])
+    net = Network.of(plan.hardware, dev.constants, slow.constants.comm_scale, 7.0)
+    times = stage_times(replace(plan, stack=slow))
+    assert times.message == message_s(job, net) > 0
+    priced = priced_stages(job, dev, net)
+    assert times.forward == tuple(stage.forward for stage in priced)
+    assert times.weights == tuple(stage.w for stage in priced)
+
+
+def test_a_trace_of_dualpipev_shows_what_its_pairs_save() -> None:
+    plan = autoplan("qwen3-30b-a3b", "2x8xH100", seq_len=4096, global_batch=256, pp=2, ep=8, schedule="dualpipev")
+    times = stage_times(plan)
+    assert len(times.pair_savings) == 2 and min(times.pair_savings) > 0
+    apart = plan_timeline(plan, times._replace(pair_savings=(0.0, 0.0)))
+    assert plan_timeline(plan).makespan < apart.makespan

@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
 from deepwell.planner.actions import why_not
-from deepwell.planner.comm import Network, all_reduce_s, gather_s, send_s
-from deepwell.planner.cost import BlockTime, Pricing, optimizer_s, price_block
+from deepwell.planner.comm import Network, all_reduce_s, gather_s
+from deepwell.planner.cost import optimizer_s
 from deepwell.planner.efficiency import Device, GpuConstants, device
 from deepwell.planner.estimate_values import GIB, PARTS, Estimate, StageMemory
-from deepwell.planner.layout import Layout, Recompute
+from deepwell.planner.layout import Layout
 from deepwell.planner.memory import BytesPerParam, saved_bytes
 from deepwell.planner.rank_memory import rank_memory, rank_params, shards, trained_share
 from deepwell.planner.schedule import simulate as simulate_schedule
 from deepwell.planner.shard import LocalBlock, Sizes, local_block
 from deepwell.planner.stack import Stack, deepwell_stack
+from deepwell.planner.stages import StageTime, add_parts, message_s, pair_savings_s, stage_times
 from deepwell.planner.workload import OPTIMIZERS, Workload
 
 __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
@@ -248,87 +249,23 @@ def _stages(workload: Workload, layout: Layout) -> tuple[Stage, ...]:
 # ---- time ----
 
 
-def _pricing(job: Job, dev: Device, net: Network, recompute: Recompute) -> Pricing:
-    overlap = job.layout.overlap
-    tp = overlap.tp if overlap.tp is not None else job.stack.switch("tp_overlap", "off") == "on"
-    ep = overlap.ep if overlap.ep is not None else job.stack.switch("ep_overlap", "off") == "on"
-    return Pricing(
-        device=dev, network=net, stack=job.stack, layout=job.layout, kernel=job.kernel, recompute=recompute,
-        fp8_scaling=job.stack.switch("fp8_scaling", "delayed"), dropout=job.dropout, loss=job.loss,
-        tp_overlap=tp, ep_overlap=ep, is_frozen=job.workload.lora is not None,
-    )  # fmt: skip
-
-
-def _add(into: dict[str, float], seconds: dict[str, float], times: float = 1.0) -> None:
-    for part, value in seconds.items():
-        into[part] = into.get(part, 0.0) + times * value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StageTime:
-    forward: dict[str, float]
-    backward: dict[str, float]
-    wgrad: float
-    f: float
-    b: float
-
-
-def _stage_times(job: Job, dev: Device, net: Network) -> list[_StageTime]:
-    chosen = job.layout.recompute
-    light = Recompute() if chosen.kind == "block" else chosen
-    plain = [price_block(block, _pricing(job, dev, net, light)) for block in job.blocks]
-    again = plain
-    if chosen.kind == "block":
-        again = [price_block(block, _pricing(job, dev, net, chosen)) for block in job.blocks]
-    ends = _pricing(job, dev, net, Recompute())
-    stem, tail = price_block(job.stem, ends), price_block(job.tail, ends)
-    known: dict[Stage, _StageTime] = {}
-    found = []
-    for stage in job.stages:
-        if stage not in known:
-            known[stage] = _stage_time(stage, plain, again, stem, tail)
-        found.append(known[stage])
-    return found
-
-
-def _stage_time(
-    stage: Stage, plain: list[BlockTime], again: list[BlockTime], stem: BlockTime, tail: BlockTime
-) -> _StageTime:
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    wgrad = 0.0
-    for index, count in enumerate(stage.counts):
-        redone = stage.recomputed[index]
-        for block, times in ((again[index], redone), (plain[index], count - redone)):
-            if times:
-                _add(forward, block.forward, times)
-                _add(backward, block.backward, times)
-                wgrad += times * block.wgrad
-    for end, is_here in ((stem, stage.has_stem), (tail, stage.has_tail)):
-        if is_here:
-            _add(forward, end.forward)
-            _add(backward, end.backward)
-            wgrad += end.wgrad
-    return _StageTime(
-        forward=forward, backward=backward, wgrad=wgrad, f=sum(forward.values()), b=sum(backward.values())
-    )
-
-
 def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate: bool = True) -> dict[str, float]:
     """Seconds of the step by part, as the busiest pipeline rank spends them."""
     layout, m = job.layout, job.micro_batches
-    stages = _stage_times(job, dev, net)
+    stages = stage_times(job, dev, net)
     ranks = [job.rank_stages(rank) for rank in range(layout.pp)]
     work = [sum(stages[i].f + stages[i].b for i in mine) for mine in ranks]
     busiest = max(range(layout.pp), key=lambda rank: work[rank])
     seconds: dict[str, float] = {}
     for index in ranks[busiest]:
-        _add(seconds, stages[index].forward, m)
-        _add(seconds, stages[index].backward, m)
+        add_parts(seconds, stages[index].forward, m)
+        add_parts(seconds, stages[index].backward, m)
     if layout.pp > 1:
-        span, messages = _pipeline(job, net, stages, work, simulate)
+        span, messages, hidden = _pipeline(job, net, stages, work, simulate)
         seconds["pp"] = messages
-        seconds["bubble"] = max(0.0, span - m * work[busiest] - messages)
+        if hidden:
+            seconds["ep"] -= hidden
+        seconds["bubble"] = max(0.0, span - (m * work[busiest] - hidden) - messages)
     f = sum(stages[i].f for i in ranks[busiest])
     b = sum(stages[i].b for i in ranks[busiest])
     trained = trained_share(job)
@@ -350,27 +287,31 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
 
 
 def _pipeline(
-    job: Job, net: Network, stages: list[_StageTime], work: list[float], simulate: bool
-) -> tuple[float, float]:
-    """Seconds of the whole pipeline, and of them those that messages add to the busiest rank."""
+    job: Job, net: Network, stages: list[StageTime], work: list[float], simulate: bool
+) -> tuple[float, float, float]:
+    """Seconds of the whole pipeline, those that messages add to the busiest rank, and those that its pairs hide."""
     layout, m = job.layout, job.micro_batches
-    split = layout.tp if layout.sequence_parallel or job.stack.switch("scatter_gather", "on") == "on" else 1
-    message = send_s(net, job.blocks[0].boundary_bytes / split, layout.tp * layout.cp * layout.dp)
+    message, savings = message_s(job, net), pair_savings_s(job, stages)
     overlap = layout.overlap.pp
     hides = overlap if overlap is not None else layout.virtual_stages > 1
-    f, b = [stage.f for stage in stages], [stage.b for stage in stages]
-    w = [min(stage.wgrad, stage.b) for stage in stages]
+    busiest = max(range(layout.pp), key=lambda rank: work[rank])
     # Sends run beside computation, receives are posted early: a quarter of the messages is waited for.
     waits = 0.0 if hides else 0.5 * m * layout.virtual_stages * message
     if simulate and not why_not(layout.runs_as, layout.pp, m, layout.virtual_stages):
-        line = simulate_schedule(layout.runs_as, layout.pp, m, layout.virtual_stages, f=f, b=b, w=w, p2p=message)
-        return max(line.makespan, m * max(work) + waits), waits
+        f, b = [stage.f for stage in stages], [stage.b for stage in stages]
+        line = simulate_schedule(
+            layout.runs_as, layout.pp, m, layout.virtual_stages, f=f, b=b, w=[stage.w for stage in stages],
+            p2p=message, pair_saving=savings,
+        )  # fmt: skip
+        hidden = max(0.0, m * work[busiest] - line.busy[busiest]) if savings[busiest] else 0.0
+        return max(line.makespan, m * work[busiest] - hidden + waits), waits, hidden
     fill = sum(sorted(work)[:-1]) / layout.virtual_stages + 2 * (layout.pp - 1) * message
     if layout.schedule in ("zero_bubble", "zbv"):
         fill *= 0.25
     elif layout.schedule == "dualpipev":
         fill *= 0.5
-    return m * max(work) + waits + fill, waits
+    hidden = 2 * max(0, m - layout.pp) * savings[busiest]  # warm-up and cool-down run unpaired
+    return m * max(work) - hidden + waits + fill, waits, hidden
 
 
 def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: float, trained: float) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from deepwell.planner.actions import V_SHAPED
+from deepwell.planner.cost import OVERLAPPED
 from deepwell.planner.estimate import estimate
 from deepwell.planner.estimate_values import Estimate
 from deepwell.planner.layout import SHARDINGS, Layout, Recompute
@@ -157,7 +158,7 @@ class Explorer:
             for batch in reversed(micro_batches(self.space, family)):
                 scored = self._fastest(family, batch)
                 if scored is not None:
-                    bounds.append(Bound(family=family, seconds=_floor(scored), scored=scored))
+                    bounds.append(Bound(family=family, seconds=self._bound(family, batch, scored), scored=scored))
                     break
         bounds.sort(key=lambda b: (b.seconds, b.family))
         return bounds
@@ -170,6 +171,11 @@ class Explorer:
         sharding, recompute = shardings(self.space, family)[0], recomputes(self.space)[0]
         layout = layout_of(self.space, family, batch, lines[0], sharding, recompute)
         return None if layout is None else self.price(family, layout)
+
+    def _bound(self, family: Family, batch: int, scored: Scored) -> float:
+        """The least that any schedule of the family may take: DualPipeV hides the experts' exchanges besides."""
+        pairs = any(line.schedule == "dualpipev" for line in pipelines(self.space, family, batch))
+        return _floor(scored, pairs=pairs)
 
     # ---- opening a family ----
 
@@ -195,7 +201,7 @@ class Explorer:
     def _family(self, family: Family) -> Iterator[Scored]:
         for batch in micro_batches(self.space, family):
             fastest = self._fastest(family, batch)
-            if fastest is None or _floor(fastest) > self.bar:
+            if fastest is None or self._bound(family, batch, fastest) > self.bar:
                 continue
             if not fastest.fits and not self._could_fit(family, batch):
                 return  # not even its leanest form fits, and a larger micro-batch holds more
@@ -207,10 +213,14 @@ class Explorer:
 
     def _lines(self, family: Family, batch: int, fastest: Scored) -> Iterator[Pipeline]:
         """Schedules in the order of what their bubbles promise, as long as that is near the best."""
-        busy = _floor(fastest)
         count = self.space.workload.global_batch // (family.dp * batch)
         promised = [
-            (busy * (1 + bubble_floor(line.schedule, family.pp, count, line.virtual_stages)), i, line)
+            (
+                _floor(fastest, pairs=line.schedule == "dualpipev")
+                * (1 + bubble_floor(line.schedule, family.pp, count, line.virtual_stages)),
+                i,
+                line,
+            )
             for i, line in enumerate(pipelines(self.space, family, batch))
         ]
         for seconds, _, line in sorted(promised):
@@ -330,11 +340,16 @@ class Explorer:
                 yield replace(layout, stage_layers=tuple(moved))
 
 
-def _floor(scored: Scored) -> float:
-    """Seconds without what the pipeline waits for; stragglers are a share of everything, so theirs goes with it."""
+def _floor(scored: Scored, *, pairs: bool = False) -> float:
+    """Seconds without what the pipeline waits for; stragglers are a share of everything, so theirs goes with it.
+
+    `pairs`: nor with what forwards hide that run beside backwards, all of the experts' exchanges at most.
+    """
     seconds = scored.estimate.seconds
     step = scored.estimate.step_s
     waiting = seconds.get("bubble", 0.0) + seconds.get("pp", 0.0)
+    if pairs:
+        waiting += (1 - OVERLAPPED) * seconds.get("ep", 0.0)
     return step - waiting * step / max(step - seconds.get("straggler", 0.0), 1e-12)
 
 

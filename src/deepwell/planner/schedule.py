@@ -84,7 +84,7 @@ def simulate(
     w: float | Sequence[float] | None = None,
     p2p: float = 0.0,
     p2p_blocks: bool = False,
-    pair_saving: float = 0.0,
+    pair_saving: float | Sequence[float] = 0.0,
     events: bool = False,
 ) -> Timeline:
     """Run one step of a schedule.
@@ -92,16 +92,18 @@ def simulate(
     `f` and `b` are seconds of a stage's forward and whole backward, one number or one per stage in model order; `w` is
     the weights' part of `b` (half of it unless given), which matters where the schedule splits the backward. `p2p` is
     the time of a message between ranks, which also keeps the sender busy where `p2p_blocks`; `pair_saving` is what a
-    forward and a backward of dualpipev save by running beside each other. `events` keeps every action and its times
-    (then nothing is carried on). Raises ConfigError where the schedule cannot run with these counts.
+    forward and a backward of dualpipev save by running beside each other, one number or one per rank. `events` keeps
+    every action and its times (then nothing is carried on). Raises ConfigError where the schedule cannot run with these
+    counts.
     """
     reason = why_not(schedule, pp, microbatches, virtual_stages)
     if reason:
         raise ConfigError(f"schedule: {reason}")
     durations = _durations(schedule, pp * virtual_stages, f, b, w)
-    if p2p < 0 or pair_saving < 0:
+    savings = _per_stage("pair_saving", pair_saving, pp)
+    if p2p < 0 or min(savings) < 0:
         raise ConfigError(f"p2p, pair_saving: got {p2p}, {pair_saving}; seconds of at least 0")
-    costs = _Costs(durations, p2p, p2p if p2p_blocks else 0.0, pair_saving)
+    costs = _Costs(durations, p2p, p2p if p2p_blocks else 0.0, tuple(savings))
     count = microbatches if events else _enough(schedule, pp, microbatches, virtual_stages)
     while True:
         program = _program(schedule, pp, count, virtual_stages)
@@ -182,7 +184,7 @@ class _Costs(NamedTuple):
     durations: tuple[float, ...]
     p2p: float
     send: float
-    pair_saving: float
+    pair_saving: tuple[float, ...]  # by rank
 
 
 class _Run(NamedTuple):
@@ -337,7 +339,7 @@ def _run(program: _Program, costs: _Costs, pp: int) -> _Run:
             continue
         end = start + durations[cost]
         if beside >= 0:
-            end = max(start, end + beside - saving)
+            end = max(start, end + beside - saving[rank])
             ends[-1] = end
             start = max(start, end - durations[cost])
             beside = -1.0

@@ -10,10 +10,12 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepwell.planner.comm import Network, send_s
+from deepwell.planner.comm import Network
 from deepwell.planner.efficiency import device
-from deepwell.planner.estimate import _stage_times, read_job
+from deepwell.planner.estimate import read_job
 from deepwell.planner.schedule import Event, Timeline, simulate
+from deepwell.planner.stages import message_s, pair_savings_s
+from deepwell.planner.stages import stage_times as priced_stages
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan
@@ -23,30 +25,28 @@ _KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "back
 
 
 class StageTimes(NamedTuple):
-    """Seconds of each virtual stage in model order, and of a message between ranks."""
+    """Seconds of each virtual stage in model order, of a message between ranks, and what a pair of DualPipeV saves."""
 
     forward: tuple[dict[str, float], ...]
     backward: tuple[dict[str, float], ...]
     weights: tuple[float, ...]  # the part of the backward that computes weight gradients
     message: float
+    pair_savings: tuple[float, ...]  # by rank
 
 
 def stage_times(plan: Plan) -> StageTimes:
     """What the estimate was made of, stage by stage, for one microbatch."""
     job = read_job(plan.workload, plan.layout, plan.stack)
     dev = device(plan.hardware.gpus[0])
-    net = Network.of(plan.hardware, dev.constants, plan.stack.constants.comm_scale)
-    stages = _stage_times(job, dev, net)
-    layout = plan.layout
-    split = layout.tp if layout.sequence_parallel else 1
-    message = 0.0
-    if layout.pp > 1:
-        message = send_s(net, job.blocks[0].boundary_bytes / split, layout.tp * layout.cp * layout.dp)
+    constants = plan.stack.constants
+    net = Network.of(plan.hardware, dev.constants, constants.comm_scale, constants.network_scale)
+    stages = priced_stages(job, dev, net)
     return StageTimes(
         forward=tuple(stage.forward for stage in stages),
         backward=tuple(stage.backward for stage in stages),
-        weights=tuple(min(stage.wgrad, stage.b) for stage in stages),
-        message=message,
+        weights=tuple(stage.w for stage in stages),
+        message=message_s(job, net),
+        pair_savings=tuple(pair_savings_s(job, stages)),
     )
 
 
@@ -63,6 +63,7 @@ def plan_timeline(plan: Plan, times: StageTimes | None = None) -> Timeline:
         b=[sum(parts.values()) for parts in times.backward],
         w=times.weights,
         p2p=times.message,
+        pair_saving=times.pair_savings,
         events=True,
     )
 
