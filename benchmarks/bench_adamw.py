@@ -1,10 +1,11 @@
 """The fused optimizer against torch's fused AdamW: milliseconds, bytes, share of the copy bandwidth, ratio.
 
-    PYTHONPATH=src python3 benchmarks/bench_adamw.py [--json FILE] [--layers 4] [--defaults]
+    PYTHONPATH=src python3 benchmarks/bench_adamw.py [--json FILE] [--layers 4] [--defaults] [--quick]
 
-First each variant is checked bit for bit against the CPU reference. Then Llama-8B's shapes with 4 layers (1.92e9
-parameters, 39 tensors), 16 equal tensors, and 300 small ones. Bytes are counted, not measured: each tensor once for
-every time it must be read or written.
+First each variant and config is checked bit for bit against the CPU reference; one that differs is set aside. Then
+Llama-8B's shapes with 4 layers (1.92e9 parameters, 39 tensors), 16 equal tensors, and 300 small ones (`--quick`: FP8
+moments and copies on the first alone, under a minute). Bytes are counted, not measured: each tensor once for every time
+it must be read or written. The last table has the best config of each variant beside a copy of as many bytes.
 """
 
 import argparse
@@ -23,13 +24,15 @@ from torch import Tensor
 
 from deepwell.formats.spec import get_format
 from deepwell.kernels import adamw
-from deepwell.kernels.adamw import CONFIGS, Config
+from deepwell.kernels.adamw import Config, configs_for_moments
 from deepwell.kernels.adamw_copies import Copies, TileConfig, configs_for
 from deepwell.kernels.adamw_copy_tables import Slot
 from deepwell.kernels.adamw_tables import FusedAdamW
+from deepwell.kernels.adamw_words import WordConfig, word_configs_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
+AnyConfig = Config | TileConfig | WordConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +107,13 @@ COPIED = (
         random_moments=True,
         copies="mxfp8",
     ),
+    Variant(
+        name="bf16 random, fp8 moments + tensor copies",
+        moment=adamw.FP8,
+        random_params=True,
+        random_moments=True,
+        copies="fp8_e4m3_tensor_pow2",
+    ),
 )
 
 
@@ -155,7 +165,7 @@ def group_table(device: str) -> Tensor:
     return torch.tensor([[3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0]], dtype=torch.float64, device=device)
 
 
-def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Config | TileConfig | None) -> FusedAdamW:
+def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: AnyConfig | None) -> FusedAdamW:
     optimizer = FusedAdamW(
         slots,
         steps=torch.zeros(len(slots), dtype=torch.int64, device=device),
@@ -164,14 +174,17 @@ def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Con
         random_params=variant.random_params,
         random_moments=variant.random_moments,
         config=config if isinstance(config, Config) else None,
-        tile_config=config if isinstance(config, TileConfig) else None,
+        tile_config=None if isinstance(config, Config) else config,
     )
     optimizer.write_copies()
     return optimizer
 
 
-def check(variant: Variant, config: Config | TileConfig | None) -> None:
-    """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order)."""
+def check(variant: Variant, config: AnyConfig | None) -> str:
+    """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order).
+
+    Returns what differs, or nothing.
+    """
     torch.manual_seed(0)
     # Ragged and unaligned tensors are other kernels: compiling them once, in the default config, is enough.
     is_default = config == configs_of(variant, every=False)[0]
@@ -203,13 +216,17 @@ def check(variant: Variant, config: Config | TileConfig | None) -> None:
         if s.copies is not None
         for n in copied
     ]
+    # bf16 parameters without a master take the GPU's own quotient: of 10^4 one may round the other way, and its copies.
+    is_approximate = variant.param == BF16 and not variant.has_master
     for name, got, wanted in pairs:
-        if got is not None:
-            same = torch.equal(_bytes(got), _bytes(wanted))
-            is_close = torch.allclose(got.cpu().float(), wanted.float(), rtol=2**-6, atol=1e-9)
-            if not (same or (variant.clip_norm is not None and is_close)):
-                differing = int((got.cpu().float() != wanted.float()).sum())
-                raise AssertionError(f"{variant.name} {config}: {name} differs in {differing} elements")
+        if got is None or torch.equal(_bytes(got), _bytes(wanted)):
+            continue
+        differing = int((_bytes(got) != _bytes(wanted)).sum())
+        is_close = torch.allclose(got.cpu().float(), wanted.float(), rtol=2**-6, atol=1e-9)
+        is_rare = ("param" in name or "copies" in name) and differing <= max(2, got.numel() // 10_000)
+        if not (is_close and variant.clip_norm is not None) and not (is_approximate and is_rare):
+            return f"{name} differs in {differing} of {got.nbytes} bytes"
+    return ""
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -220,13 +237,19 @@ def _to_gpu(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cuda()
 
 
-def check_all(*, every: bool) -> None:
-    """Check every row's variant and config, many at a time: it is the compiler that takes the time, not the GPU."""
-    pairs = [(v, c) for v in (PLAIN, RANDOM, *VARIANTS, *COPIED) for c in configs_of(v, every=every)]
-    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+def check_all(pairs: list[tuple[Variant, AnyConfig]]) -> set[tuple[Variant, AnyConfig]]:
+    """Check every row's variant and config, many at a time: it is the compiler that takes the time, not the GPU.
+
+    Returns those that are not right, and prints why.
+    """
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    wrong = set()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(check, *zip(*pairs, strict=True)):
-            pass
+        for pair, verdict in zip(pairs, pool.map(check, *zip(*pairs, strict=True)), strict=True):
+            if verdict:
+                print(f"WRONG: {pair[0].name}, {show(pair[1])}: {verdict}")
+                wrong.add(pair)
+    return wrong
 
 
 def copy_bandwidth() -> float:
@@ -260,7 +283,7 @@ class Table:
     def __init__(self, bandwidth: float) -> None:
         self.bandwidth = bandwidth
         self.rows: list[Row] = []
-        head = f"{'shapes':<10} {'variant':<44} {'config':<22}"
+        head = f"{'shapes':<10} {'variant':<44} {'config':<24}"
         print(f"{head} {'ms':>8} {'GB/s':>7} {'copy':>6} {'torch':>6} {'host us':>8}")
 
     def add(
@@ -288,7 +311,7 @@ class Table:
         ratio = f"{row.torch_ratio:6.2f}" if row.torch_ratio else f"{'-':>6}"
         share = f"{100 * row.copy_share:5.1f}%"
         print(
-            f"{shapes:<10} {name:<44} {config:<22} {ms:8.3f} {gbps:7.0f} {share} {ratio} {row.host_us:8.1f}", flush=True
+            f"{shapes:<10} {name:<44} {config:<24} {ms:8.3f} {gbps:7.0f} {share} {ratio} {row.host_us:8.1f}", flush=True
         )
         return ms
 
@@ -301,43 +324,69 @@ def torch_step(shapes: list[Shape], dtype: torch.dtype) -> Callable[[], object]:
     return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True).step
 
 
-def bench_shapes(table: Table, label: str, shapes: list[Shape], *, all_variants: bool, every: bool) -> None:
-    """Every variant in the default config, and the two main ones in every config."""
+def bench_torch(table: Table, label: str, shapes: list[Shape], dtypes: tuple[torch.dtype, ...]) -> dict:
+    """torch's fused AdamW over such parameters, milliseconds by dtype."""
     count = sum(torch.Size(shape).numel() for shape in shapes)
     torch_ms = {}
-    for dtype in (BF16, FP32) if all_variants else (BF16,):
+    for dtype in dtypes:
         step = torch_step(shapes, dtype)
         name = f"torch fused, all {str(dtype).removeprefix('torch.')}"
         torch_ms[dtype] = table.add((label, name, "-"), step, 7 * dtype.itemsize * count)
         del step
         torch.cuda.empty_cache()
-    for variant in (PLAIN, RANDOM, *VARIANTS, *COPIED) if all_variants else (PLAIN, VARIANTS[0]):
+    return torch_ms
+
+
+def bench_shapes(
+    table: Table, label: str, shapes: list[Shape], pairs: list[tuple[Variant, AnyConfig]], torch_ms: dict
+) -> None:
+    """Every variant in each of its configs."""
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    for variant in dict.fromkeys(variant for variant, _ in pairs):
         slots, grads = make_slots(shapes, variant, "cuda")
         groups = group_table("cuda")
-        for config in configs_of(variant, every=every and all_variants):
+        for config in (c for v, c in pairs if v == variant):
             optimizer = make_optimizer(slots, variant, "cuda", config)
             num_bytes = variant.bytes_per_parameter() * count
             step = partial(optimizer.step, grads, groups)
-            table.add((label, variant.name, show(config)), step, num_bytes, torch_ms[variant.param])
+            table.add((label, variant.name, show(config)), step, num_bytes, torch_ms.get(variant.param, 0.0))
             del optimizer, step
         del slots, grads
         torch.cuda.empty_cache()
 
 
-def configs_of(variant: Variant, *, every: bool) -> tuple[Config | TileConfig, ...]:
-    """All configs of the main variants, the default one of the others."""
-    if variant.copies is not None:
-        is_main = every and variant.is_delayed and variant.moment == BF16
-        return configs_for(get_format(variant.copies))[: None if is_main else 1]
-    is_main = variant in (PLAIN, VARIANTS[0], VARIANTS[1])
-    return CONFIGS if every and is_main else CONFIGS[:1]
+def configs_of(variant: Variant, *, every: bool) -> tuple[AnyConfig, ...]:
+    """All configs that suit a variant, or its default one."""
+    has_fp8 = variant.moment == adamw.FP8
+    if variant.copies is None:
+        return configs_for_moments(variant.moment)[: None if every else 1]
+    fmt = get_format(variant.copies)
+    words = word_configs_for(fmt, has_fp8_moments=has_fp8)
+    if not every:
+        return words[:1]
+    # Those that suit the moments, one of the others, and one that reads the weights again.
+    suited = tuple(c for c in words if (c.pieces > 1) == has_fp8)
+    return (*suited, words[len(suited)], configs_for(fmt)[0])
 
 
-def show(config: Config | TileConfig) -> str:
+def show(config: AnyConfig) -> str:
     capped = f", {config.max_registers} regs" if config.max_registers else ""
     if isinstance(config, TileConfig):
         return f"{config.rows}/{config.strip}/{config.copy_strip}, {config.num_warps}{capped}"
-    return f"{config.rows} x {config.tiles}, {config.num_warps}{capped}"
+    if isinstance(config, WordConfig):
+        return f"words {config.rows}, p{config.pieces}, {config.num_warps}{capped}"
+    return f"{config.rows} x {config.tiles}, p{config.pieces}, {config.num_warps}{capped}"
+
+
+def print_best(table: Table) -> None:
+    """The best and the default config of each variant on the first shapes."""
+    print(f"\n{'variant':<44} {'best config':<24} {'ms':>7} {'of copy':>8}  default")
+    label = table.rows[0].shapes
+    for name in dict.fromkeys(row.name for row in table.rows if row.shapes == label):
+        rows = [row for row in table.rows if (row.shapes, row.name) == (label, name)]
+        best = min(rows, key=lambda row: row.ms)
+        default = f"{100 * rows[0].copy_share:5.1f}%"
+        print(f"{name:<44} {best.config:<24} {best.ms:7.3f} {100 * best.copy_share:7.1f}%  {default}")
 
 
 def main() -> None:
@@ -345,22 +394,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--layers", type=int, default=4, help="layers of the Llama-8B shapes (default 4)")
     parser.add_argument("--defaults", action="store_true", help="only the default config of each variant")
+    parser.add_argument("--quick", action="store_true", help="only FP8 moments and copies, on the Llama-8B shapes")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_adamw needs a CUDA GPU")
-    every = not arguments.defaults
-    check_all(every=every)
-    print("correct: every variant and config is bit-equal to the CPU reference (clipped: within rounding)")
+    variants = (PLAIN, RANDOM, *VARIANTS, *COPIED)
+    if arguments.quick:
+        variants = (VARIANTS[0], *(v for v in VARIANTS if v.moment == adamw.FP8), *COPIED)
+    # What differs from another variant by little needs fewer configs.
+    few = [v for v in variants if arguments.quick and (v.has_master or not v.random_params or not v.is_delayed)]
+    pairs = [(v, c) for v in variants for c in configs_of(v, every=not arguments.defaults)[: 2 if v in few else None]]
+    wrong = check_all(pairs)
+    print(f"{len(pairs) - len(wrong)} of {len(pairs)} variants and configs agree with the CPU reference")
+    pairs = [pair for pair in pairs if pair not in wrong]
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, device copy {bandwidth / 1e9:.0f} GB/s")
     table = Table(bandwidth)
-    bench_shapes(table, "llama", llama_shapes(arguments.layers), all_variants=True, every=every)
-    bench_shapes(table, "16 large", [(30000, 4000)] * 16, all_variants=False, every=every)
-    bench_shapes(table, "300 small", [(4096,)] * 300, all_variants=False, every=every)
+    shapes = llama_shapes(arguments.layers)
+    dtypes = () if arguments.quick else (BF16, FP32)
+    bench_shapes(table, "llama", shapes, pairs, bench_torch(table, "llama", shapes, dtypes))
+    if not arguments.quick:
+        plain = [(v, configs_of(v, every=False)[0]) for v in (PLAIN, VARIANTS[0])]
+        for label, other in (("16 large", [(30000, 4000)] * 16), ("300 small", [(4096,)] * 300)):
+            bench_shapes(table, label, other, plain, bench_torch(table, label, other, (BF16,)))
     if arguments.json:
         rows = [asdict(row) for row in table.rows]
         result = {"device": torch.cuda.get_device_name(), "copy_gbps": bandwidth / 1e9, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print_best(table)
 
 
 if __name__ == "__main__":

@@ -27,36 +27,44 @@ def test_gives_the_published_words(counter, key, words):
 
 
 @triton.jit
-def _draw_kernel(tile_ptr, each_ptr, next_ptr, next_each_ptr, seed_ptr, first, ROWS: tl.constexpr):
+def _draw_kernel(tile_ptr, each_ptr, seed_ptr, first, IS_RAISED: tl.constexpr, ASM: tl.constexpr, ROWS: tl.constexpr):
     seed, tensor, step = tl.load(seed_ptr), tl.load(seed_ptr + 1), tl.load(seed_ptr + 2)
-    e = tl.arange(0, ROWS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    r = tl.arange(0, ROWS)[None, :, None]
+    e = r * 128 + tl.arange(0, 128)[None, None, :]
     start = first.to(tl.int64)
-    bits, neighbours = philox.random_bits(start, seed, tensor, step, 2, ROWS, 128, 128)
-    tl.store(tile_ptr + e, bits)
-    tl.store(next_ptr + e, neighbours)
-    bits, neighbours = philox.random_bits_each(start + e, seed, tensor, step, 2)
-    tl.store(each_ptr + e, bits)
-    tl.store(next_each_ptr + e, neighbours)
+    call = start // 8 + r * 16 + tl.arange(0, 16)[None, None, :]
+    own, one, two = philox.random_bits(call, seed, tensor, step, 2, IS_RAISED, ASM)
+    tl.store(tile_ptr + e, own)
+    tl.store(tile_ptr + ROWS * 128 + e, one)
+    tl.store(tile_ptr + 2 * ROWS * 128 + e, two)
+    own, one, two = philox.random_bits_each(start + e, seed, tensor, step, 2, IS_RAISED)
+    tl.store(each_ptr + e, own)
+    tl.store(each_ptr + ROWS * 128 + e, one)
+    tl.store(each_ptr + 2 * ROWS * 128 + e, two)
 
 
-def test_draws_a_tile_and_single_elements_alike(device):
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_draws_a_tile_and_single_elements_alike(is_raised, device):
     # A start beyond the first elements, and a seed that needs its upper word.
     first, seed = 1024, 0x1234567890ABCDEF
     kernel = _draw_kernel
     if device == "cpu":
         kernel = triton.runtime.interpreter.InterpretedFunction(_draw_kernel.fn)
-    tile = torch.zeros((4, 128), dtype=torch.int32, device=device)
-    each, neighbours, neighbours_each = (torch.zeros_like(tile) for _ in range(3))
+    tile = torch.zeros((3, 512), dtype=torch.int32, device=device)
+    each = torch.zeros_like(tile)
     key = torch.tensor([seed, 7, 9], device=device)
-    kernel[(1,)](tile, each, neighbours, neighbours_each, key, first, ROWS=4)
-    ref = philox.random_bits_ref(first + 512, seed=seed, tensor=7, step=9, stream=2, device=torch.device(device))
-    assert_bitwise_equal(tile.flatten(), ref[first:], "tile")
-    assert_bitwise_equal(each.flatten(), ref[first:], "each")
-    swapped = ref.view(-1, 2)[:, [1, 0]].flatten()
-    assert_bitwise_equal(neighbours.flatten(), swapped[first:], "neighbours")
-    assert_bitwise_equal(neighbours_each.flatten(), swapped[first:], "neighbours, each")
-    odd = philox.neighbour_bits_ref(first + 511, seed=seed, tensor=7, step=9, stream=2, device=torch.device(device))
-    assert_bitwise_equal(odd, swapped[: first + 511], "an odd count")
+    kernel[(1,)](tile, each, key, first, IS_RAISED=is_raised, ASM=device != "cpu", ROWS=4)
+    keys = {"seed": seed, "tensor": 7, "step": 9, "stream": 2, "device": torch.device(device)}
+    ref = philox.random_bits_ref(first + 512, **keys)
+    wanted = [ref, ref.view(-1, 2)[:, [1, 0]].flatten(), ref.view(-1, 4)[:, [2, 3, 0, 1]].flatten()]
+    for distance, bits in enumerate(wanted):
+        if distance:
+            # A count that ends inside a group of neighbours.
+            ragged = philox.neighbour_bits_ref(first + 509, **keys, distance=distance)
+            assert_bitwise_equal(ragged, bits[: first + 509], f"a ragged count, neighbour {distance}")
+        drawn = (bits << 8) | 0x80 if distance and is_raised else bits
+        assert_bitwise_equal(tile[distance], drawn[first:], f"tile, neighbour {distance}")
+        assert_bitwise_equal(each[distance], drawn[first:], f"each, neighbour {distance}")
 
 
 def test_bits_are_uniform_and_differ_by_every_part_of_the_key():

@@ -16,10 +16,26 @@ COAT (ICLR 2025) trains with E4M3 moments in groups of 128 and expands their ran
 
 Numerics: fp32 with IEEE division and root and without contraction, in the order above, so that the kernel is bit-equal
 to `adamw_ref` on any device. Two exceptions: the norm is summed in another order; and bf16 parameters without a master
-take the GPU's own root and division (off by two units in the 24th bit, so that less than one in 10^4 of the stored
-parameters rounds the other way): the exact ones are a third of all instructions, and the update waited for them.
-Cost:     memory bound. Bytes a parameter, all bf16: read p, g, m, v and write p, m, v = 14; FP8 moments 10.1; fp32
-          master and bf16 moments 20; the norm 2 more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
+take the GPU's own quotient, and root where moments are not FP8 (off by two units in the 24th bit, so that less than one
+in 10^4 of the stored parameters rounds the other way; a v below 2^-126 counts as 2^-126, which only an eps below 1e-19
+would show): the exact ones are a third of all instructions, and the update waited for them.
+Cost:     memory bound where instructions allow it. An H200 issues about 29.6e12 instructions of a thread a second (132
+          multiprocessors, 4 x 32 lanes, 1.75 GHz) while it copies 4.25 TB: 7 for a byte. Counted in the SASS of sm_90,
+          default configs, an element's share; before = with codes built step by step and weights read again:
+
+          moved by the update                       bytes   can issue   issues   before
+          bf16, bf16 moments, random                   14          98       51       60
+          bf16, FP8 moments, nearest                 10.1          71       56      127
+          bf16, FP8 moments, random                  10.1          71       67      145
+          fp32 master, bf16 moments                    20         139       77       78
+          fp32 master, FP8 moments                   16.1         112       79      147
+          bf16 moments + MXFP8 copies                16.1         112       69       99
+          bf16 moments + copies with one scale         16         111       57       73
+          bf16 moments + copies of 128x128 blocks      16         111       54       68
+          FP8 moments + MXFP8 copies                 12.2          85       95      188
+          FP8 moments + copies with one scale        12.1          84       84      153
+
+          The norm reads 2 bytes more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
 """
 
 
@@ -32,8 +48,15 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels._triton import tl, triton
+from deepwell.kernels.adamw_moments import (
+    decode_e4m3,
+    encode_e4m3,
+    magnitude_max,
+    multiplier_of,
+    root_exact,
+    store_scale,
+)
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
-from deepwell.kernels.adamw_moments import decode_e4m3, encode_e4m3, magnitude_max, root_exact, scale_of
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref
 
 BLOCK = 128
@@ -143,21 +166,32 @@ class Config:
     rows: int  # of 128 elements in a tile
     tiles: int  # that one program works through, one after the other
     num_warps: int
+    # Pieces of a row, of which a thread has eight elements each: the more, the less work a block of FP8 moments takes.
+    pieces: int = 1
     # A cap on the registers of a thread, where the compiler would trade occupancy for them.
     max_registers: int | None = None
 
 
-# Not measured yet: the first compiles to 16-byte accesses and 53 to 61 registers with bf16 moments on sm_90.
 CONFIGS = (
     Config(rows=16, tiles=1, num_warps=8),
     Config(rows=8, tiles=1, num_warps=4),
     Config(rows=8, tiles=1, num_warps=8),
     Config(rows=16, tiles=1, num_warps=8, max_registers=64),
-    Config(rows=16, tiles=1, num_warps=8, max_registers=80),
     Config(rows=32, tiles=1, num_warps=8),
     Config(rows=16, tiles=4, num_warps=8),
-    Config(rows=8, tiles=8, num_warps=4),
+    # For FP8 moments.
+    Config(rows=32, tiles=1, num_warps=4, pieces=4),
+    Config(rows=32, tiles=1, num_warps=4, pieces=4, max_registers=128),
+    Config(rows=16, tiles=1, num_warps=4, pieces=2),
+    Config(rows=16, tiles=1, num_warps=4, pieces=2, max_registers=80),
+    Config(rows=32, tiles=1, num_warps=8, pieces=2, max_registers=64),
+    Config(rows=32, tiles=2, num_warps=4, pieces=4),
 )
+
+
+def configs_for_moments(moment: torch.dtype) -> tuple[Config, ...]:
+    """The configs for moments of a dtype, the default first."""
+    return tuple(config for config in CONFIGS if (config.pieces > 1) == (moment == FP8))
 
 
 # ---- kernels ----
@@ -170,9 +204,7 @@ _QUOTIENT = tl.constexpr("div.approx.ftz.f32 $0, $1, $2;")
 @triton.jit
 def _ratio(m, denominator, EXACT: tl.constexpr, ASM: tl.constexpr):
     if ASM and not EXACT:
-        return tl.inline_asm_elementwise(
-            _QUOTIENT, "=f,f,f", [m, denominator], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(_QUOTIENT, "=f,f,f", [m, denominator], dtype=tl.float32, is_pure=True, pack=1)
     return tl.div_rn(m, denominator)
 
 
@@ -198,7 +230,7 @@ def round_bf16_at_random(x, noise):
 
 
 @triton.jit
-def noise_of(e, calls, random, EACH: tl.constexpr):
+def noise_of(e, calls, random, EACH: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
     """Random bits of a tile and of its elements' two neighbours; `random` is (seed, tensor, step).
 
     `calls` are the draws of eight elements that the tile's rows begin at and follow; EACH where they begin elsewhere:
@@ -206,39 +238,53 @@ def noise_of(e, calls, random, EACH: tl.constexpr):
     """
     seed, index, step = random
     if EACH:
-        return random_bits_each(calls + e, seed, index, step, 0)
-    return random_bits(calls, seed, index, step, 0)
+        return random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
+    return random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
 
 
 @triton.jit
-def load_tile(
-    table_ptr,
-    row,
-    e,
-    is_live,
-    block,
-    is_live_block,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    MOMENT: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Parameter, gradient and moments of the elements `e` (offsets from the table's addresses), as they are stored."""
-    g = tl.load(pointer_at(table_ptr, row, 1, GRAD, ALIGNED) + e, mask=is_live, other=0.0, eviction_policy="evict_first")
+def pointers_of(table_ptr, row, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a slot's parameter, gradient, moments, their scales and its master lie. Read before anything is stored:
+    afterwards the compiler could not know that the table is still the same."""
+    return (
+        pointer_at(table_ptr, row, 0, PARAM, ALIGNED),
+        pointer_at(table_ptr, row, 1, GRAD, ALIGNED),
+        pointer_at(table_ptr, row, 2, MOMENT, ALIGNED),
+        pointer_at(table_ptr, row, 3, MOMENT, ALIGNED),
+        pointer_at(table_ptr, row, 4, tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 5, tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 6, tl.float32, ALIGNED),
+    )
+
+
+@triton.jit
+def hyper_of(hyper_ptr):
+    """A slot's row of scalars."""
+    return (
+        tl.load(hyper_ptr),
+        tl.load(hyper_ptr + 1),
+        tl.load(hyper_ptr + 2),
+        tl.load(hyper_ptr + 3),
+        tl.load(hyper_ptr + 4),
+        tl.load(hyper_ptr + 5),
+        tl.load(hyper_ptr + 6),
+        tl.load(hyper_ptr + 7),
+    )
+
+
+@triton.jit
+def load_tile(pointers, e, is_live, block, is_live_block, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr):
+    """Parameter, gradient and moments of the elements `e` (offsets from the slot's addresses), as they are stored."""
+    p_ptr, g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
+    g = tl.load(g_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
     if HAS_MASTER:
-        p_ptr = pointer_at(table_ptr, row, 6, tl.float32, ALIGNED)
+        p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
     else:
-        p_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
-    p = tl.load(p_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
-    m_ptr = pointer_at(table_ptr, row, 2, MOMENT, ALIGNED)
-    v_ptr = pointer_at(table_ptr, row, 3, MOMENT, ALIGNED)
+        p = tl.load(p_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
     m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
     v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
     m_scale, v_scale = 1.0, 1.0
-    if MOMENT == tl.uint8:
-        m_scale_ptr = pointer_at(table_ptr, row, 4, tl.float32, ALIGNED)
-        v_scale_ptr = pointer_at(table_ptr, row, 5, tl.float32, ALIGNED)
+    if HAS_FP8:
         m_scale = tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)
         v_scale = tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)
     return p, g, m, v, m_scale, v_scale
@@ -247,75 +293,73 @@ def load_tile(
 @triton.jit
 def update_tile(
     loaded,
-    table_ptr,
-    row,
+    pointers,
     e,
     is_live,
     block,
     is_live_block,
     calls,
-    hyper_ptr,
+    hyper,
     random,
     PARAM: tl.constexpr,
     MOMENT: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     RANDOM_PARAM: tl.constexpr,
     RANDOM_MOMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
     EACH: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Update the (pieces, rows, columns) elements `e` that `load_tile` gave; returns the parameter as stored.
+    """Update the (rows, pieces, columns) elements `e` that `load_tile` gave; returns the parameter as stored.
 
-    `hyper_ptr` is the slot's row of scalars; the pieces of a row are one block of 128 elements where moments are FP8.
+    `hyper` is the slot's row of scalars; the pieces of a row are one block of 128 elements where moments are FP8.
     """
+    p_ptr, _, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
+    decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
     p, g, m, v, m_scale, v_scale = loaded
     if MOMENT == tl.uint8:
-        m = decode_e4m3(m, m_scale[None, :, None], ASM)
-        v = decode_e4m3(v, v_scale[None, :, None], ASM)
+        m = decode_e4m3(m, m_scale, ASM)
+        v = decode_e4m3(v, v_scale, ASM)
         v = v * v
-    g = g.to(tl.float32) * tl.load(hyper_ptr + 7)
-    p = p.to(tl.float32) * tl.load(hyper_ptr + 0)
+    g = g.to(tl.float32) * factor
+    p = p.to(tl.float32) * decay
     m = m.to(tl.float32)
-    m = m + (g - m) * tl.load(hyper_ptr + 3)
-    v = v.to(tl.float32) * tl.load(hyper_ptr + 4) + (g * g) * tl.load(hyper_ptr + 5)
+    m = m + (g - m) * weight1
+    v = v.to(tl.float32) * beta2 + (g * g) * weight2
     # Where p is stored in 8 bits of mantissa, two units in the 24th do not show.
     EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
-    correction = tl.load(hyper_ptr + 2)
     if MOMENT == tl.uint8:
         root, unlift, root_max = root_exact(v, ASM)
-        denominator = root * (unlift * correction)[None, :, None] + tl.load(hyper_ptr + 6)
+        denominator = root * (unlift * correction) + eps
     else:
-        denominator = _root(v, EXACT, ASM) * correction + tl.load(hyper_ptr + 6)
-    p = p - _ratio(m, denominator, EXACT, ASM) * tl.load(hyper_ptr + 1)
+        denominator = _root(v, EXACT, ASM) * correction + eps
+    p = p - _ratio(m, denominator, EXACT, ASM) * step_size
 
     p_noise, m_noise, v_noise = 0, 0, 0
     if RANDOM_MOMENT or RANDOM_PARAM:
-        p_noise, v_noise, m_noise = noise_of(e, calls, random, EACH)
+        p_noise, v_noise, m_noise = noise_of(e, calls, random, EACH, MOMENT == tl.uint8, ASM)
+    if MOMENT != tl.uint8:
+        # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
+        # by a thousandth, less than half a step of bf16, and would stand still.
+        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
+        if RANDOM_MOMENT:
+            tl.store(v_ptr + e, round_bf16_at_random(v, v_noise), mask=is_live)
+        else:
+            tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
     if HAS_MASTER:
-        tl.store(pointer_at(table_ptr, row, 6, tl.float32, ALIGNED) + e, p, mask=is_live)
+        tl.store(master_ptr + e, p, mask=is_live)
     if RANDOM_PARAM:
         stored = round_bf16_at_random(p, p_noise)
     else:
         stored = p.to(PARAM)
-    tl.store(pointer_at(table_ptr, row, 0, PARAM, ALIGNED) + e, stored, mask=is_live)
-    m_ptr = pointer_at(table_ptr, row, 2, MOMENT, ALIGNED)
-    v_ptr = pointer_at(table_ptr, row, 3, MOMENT, ALIGNED)
+    tl.store(p_ptr + e, stored, mask=is_live)
     if MOMENT == tl.uint8:
         # What was masked is 0 still, so nothing beyond the end raises a block's scale.
-        encode, scale, is_finite = scale_of(magnitude_max(m))
-        code = encode_e4m3(m, encode, is_finite, m_noise, False, RANDOM_MOMENT, ASM)
-        tl.store(m_ptr + e, code, mask=is_live)
-        tl.store(pointer_at(table_ptr, row, 4, tl.float32, ALIGNED) + block, scale, mask=is_live_block)
-        encode, scale, is_finite = scale_of(root_max)
-        code = encode_e4m3(root, encode * unlift, is_finite, v_noise, True, RANDOM_MOMENT, ASM)
-        tl.store(v_ptr + e, code, mask=is_live)
-        tl.store(pointer_at(table_ptr, row, 5, tl.float32, ALIGNED) + block, scale, mask=is_live_block)
-    else:
-        # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
-        # by a thousandth, less than half a step of bf16, and would stand still.
-        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
-        tl.store(v_ptr + e, round_bf16_at_random(v, v_noise) if RANDOM_MOMENT else v.to(MOMENT), mask=is_live)
+        encode = multiplier_of(magnitude_max(m))
+        tl.store(m_ptr + e, encode_e4m3(m, encode, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
+        store_scale(m_scale_ptr, block, is_live_block, encode, m.shape[2] // 8)
+        encode = multiplier_of(root_max)
+        tl.store(v_ptr + e, encode_e4m3(root, encode * unlift, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
+        store_scale(v_scale_ptr, block, is_live_block, encode, m.shape[2] // 8)
     return stored
 
 
@@ -347,32 +391,30 @@ def _adamw_kernel(
         numel = number_at(table_ptr, row, 7, ALIGNED)
         slot = tl.load(table_ptr + row * 10 + 8)
         random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
+        pointers = pointers_of(table_ptr, row, PARAM, GRAD, MOMENT, ALIGNED)
         COLUMNS: tl.constexpr = 128 // PIECES
-        piece = tl.arange(0, PIECES)[:, None, None]
-        r = tl.arange(0, ROWS)
+        r = tl.arange(0, ROWS)[:, None, None]
+        piece = tl.arange(0, PIECES)[None, :, None]
         for i in tl.range(TILES):
             first = start + i * (ROWS * 128)
-            e = first + (r[None, :, None] * 128 + piece * COLUMNS + tl.arange(0, COLUMNS)[None, None, :])
+            e = first + (r * 128 + piece * COLUMNS + tl.arange(0, COLUMNS)[None, None, :])
             # Eight elements a thread: 16 bytes of bf16, and one draw. More would be stored by way of shared memory.
             e = tl.max_contiguous(e, [1, 1, 8])
             block = first // 128 + r
-            calls = first // 8 + (
-                r[None, :, None] * 16 + piece * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, None, :]
-            )
-            place = (table_ptr, row, e, e < numel, block, block * 128 < numel)
-            loaded = load_tile(*place, PARAM, GRAD, MOMENT, HAS_MASTER, ALIGNED)
+            calls = first // 8 + (r * 16 + piece * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, None, :])
+            place = (pointers, e, e < numel, block, block * 128 < numel)
+            loaded = load_tile(*place, MOMENT == tl.uint8, HAS_MASTER)
             update_tile(
                 loaded,
                 *place,
                 calls,
-                hyper_ptr + slot * 8,
+                hyper_of(hyper_ptr + slot * 8),
                 random,
                 PARAM,
                 MOMENT,
                 HAS_MASTER,
                 RANDOM_PARAM,
                 RANDOM_MOMENT,
-                ALIGNED,
                 False,
                 ASM,
             )

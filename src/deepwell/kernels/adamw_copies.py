@@ -25,8 +25,7 @@ from deepwell.formats.spec import Format, get_format
 from deepwell.formats.tensor import QuantizedTensor
 from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, saturate
 from deepwell.kernels._triton import tl, triton
-from deepwell.kernels.adamw import update_tile
-from deepwell.kernels.adamw_scalars import pointer_at
+from deepwell.kernels.adamw import hyper_of, load_tile, pointers_of, update_tile
 
 FORMATS = ("mxfp8", "fp8_e4m3_128x128", "fp8_e4m3_128x128_pow2", "fp8_e4m3_tensor", "fp8_e4m3_tensor_pow2")
 TILE_COLUMNS = 128
@@ -218,19 +217,15 @@ def configs_for(fmt: Format) -> tuple[TileConfig, ...]:
 
 
 @triton.jit
-def _e8m0_of(bits):
+def e8m0_of(bits):
     """The E8M0 byte (int32) of amax bits rounded up, and the multiplier 2^(127 - byte)."""
-    scaled = bits.to(tl.float32, bitcast=True) * 0.002232142857142857
-    scaled_bits = scaled.to(tl.int32, bitcast=True)
-    exponent = (scaled_bits >> 23) & 0xFF
-    mantissa = scaled_bits & 0x7FFFFF
-    # Byte 0 is 2^-127, among fp32's subnormals.
-    carry = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-    byte = tl.minimum(exponent + carry.to(tl.int32), 254)
+    scaled = (bits.to(tl.float32, bitcast=True) * 0.002232142857142857).to(tl.int32, bitcast=True)
+    # Any bit of the mantissa carries. Byte 0 is 2^-127, half of what fp32's exponent 1 says: its carry begins there.
+    raised = scaled + tl.where(scaled < 0x800000, 0x3FFFFF, 0x7FFFFF)
     is_finite = bits < 0x7F800000
-    inverse = 254 - byte
-    multiplier = tl.where(inverse == 0, 0x400000, inverse << 23).to(tl.float32, bitcast=True)
-    return tl.where(is_finite, byte, 255), tl.where(is_finite, multiplier, float("nan"))
+    # No finite amax / 448 comes near byte 254, whose inverse would be subnormal.
+    multiplier = (0x7F000000 - (raised & -8388608)).to(tl.float32, bitcast=True)
+    return tl.where(is_finite, raised >> 23, 255), tl.where(is_finite, multiplier, float("nan"))
 
 
 @triton.jit
@@ -243,7 +238,7 @@ def _store_mx(x, copy, r, c, R, C, r0, c0, HAS_ROW: tl.constexpr, HAS_COL: tl.co
     row_ptr, row_stride, col_ptr, col_stride, row_scale_ptr, row_scale_stride, col_scale_ptr, col_scale_stride = copy
     bits = magnitude_bits(x)
     if HAS_ROW:
-        byte, enc = _e8m0_of(tl.max(tl.reshape(bits, (ROWS, 4, 32)), axis=2))
+        byte, enc = e8m0_of(tl.max(tl.reshape(bits, (ROWS, 4, 32)), axis=2))
         enc = tl.reshape(tl.broadcast_to(enc[:, :, None], (ROWS, 4, 32)), (ROWS, 128))
         is_live = (r[:, None] < R) & (c[None, :] < C)
         tl.store(row_ptr + r[:, None] * row_stride + c[None, :], _codes_of(x * enc), mask=is_live)
@@ -251,7 +246,7 @@ def _store_mx(x, copy, r, c, R, C, r0, c0, HAS_ROW: tl.constexpr, HAS_COL: tl.co
         place = r[:, None] * row_scale_stride + c0 // 32 + b[None, :]
         tl.store(row_scale_ptr + place, byte.to(tl.uint8), mask=(r[:, None] < R) & (c0 + b[None, :] * 32 < C))
     if HAS_COL:
-        byte, enc = _e8m0_of(tl.max(tl.reshape(bits, (ROWS // 32, 32, 128)), axis=1))
+        byte, enc = e8m0_of(tl.max(tl.reshape(bits, (ROWS // 32, 32, 128)), axis=1))
         enc = tl.reshape(tl.broadcast_to(enc[:, None, :], (ROWS // 32, 32, 128)), (ROWS, 128))
         is_live = (c[:, None] < C) & (r[None, :] < R)
         tl.store(col_ptr + c[:, None] * col_stride + r[None, :], tl.trans(_codes_of(x * enc)), mask=is_live)
@@ -273,15 +268,18 @@ def _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW: tl.constexpr, HAS_COL: tl.c
 
 
 @triton.jit
-def _store_square_scale(scale, copy_ptr, i, j, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr):
+def store_square_scale(scale, copy, pointers, i, j, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr):
+    """The scale of block (i, j), transposed for the transposed copy; `pointers` are those of `copy` as fp32."""
+    _, _, _, _, _, row_stride, _, col_stride = copy
+    row_ptr, col_ptr = pointers
     if HAS_ROW:
-        tl.store(_pointer_of(copy_ptr, 7, tl.float32, False) + i * tl.load(copy_ptr + 8) + j, scale)
+        tl.store(row_ptr + i * row_stride + j, scale)
     if HAS_COL:
-        tl.store(_pointer_of(copy_ptr, 9, tl.float32, False) + j * tl.load(copy_ptr + 10) + i, scale)
+        tl.store(col_ptr + j * col_stride + i, scale)
 
 
 @triton.jit
-def _length_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+def length_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
     length = tl.load(copy_ptr + COLUMN)
     if ALIGNED:
         length = tl.multiple_of(length, 16)
@@ -289,7 +287,7 @@ def _length_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _pointer_of(copy_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def pointer_of(copy_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(copy_ptr + COLUMN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -312,6 +310,7 @@ def _copies_kernel(
     RANDOM_PARAM: tl.constexpr,
     RANDOM_MOMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ASM: tl.constexpr,
     ROWS: tl.constexpr,
     STRIP: tl.constexpr,
     COPY_STRIP: tl.constexpr,
@@ -331,79 +330,79 @@ def _copies_kernel(
         row = tl.load(chunk_row_ptr + pid)
         place = tl.load(chunk_place_ptr + pid).to(tl.int64)
         copy_ptr = copies_ptr + row * 14
-        R = _length_at(copy_ptr, 0, ALIGNED)
-        C = _length_at(copy_ptr, 1, ALIGNED)
+        R = length_at(copy_ptr, 0, ALIGNED)
+        C = length_at(copy_ptr, 1, ALIGNED)
         tiles = (C + 127) // 128
         r0 = place // tiles * ROWS
         c0 = place % tiles * 128
         c = c0 + tl.arange(0, 128)
-        param_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
-        seen = tl.zeros((STRIP, 128), tl.int32)
+        pointers = pointers_of(table_ptr, row, PARAM, GRAD, MOMENT, ALIGNED)
+        seen = tl.zeros((STRIP, 1, 128), tl.int32)
         if UPDATES or COLLECTS or SCALING == "square":
             slot = tl.load(table_ptr + row * 10 + 8)
             random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
+            hyper = hyper_of(hyper_ptr + slot * 8)
+            start = tl.load(copy_ptr + 2)
             for i in tl.range(ROWS // STRIP):
-                r = r0 + i * STRIP + tl.arange(0, STRIP)
-                is_live = (r[:, None] < R) & (c[None, :] < C)
-                e = r[:, None] * C + c[None, :]
+                r = r0 + i * STRIP + tl.arange(0, STRIP)[:, None, None]
+                is_live = (r < R) & (c[None, None, :] < C)
+                e = r * C + c[None, None, :]
                 if UPDATES:
-                    first = tl.load(copy_ptr + 2)
+                    calls = start
                     if not EACH:
-                        first += (r0 + i * STRIP) * C + c0
+                        calls = (start + r * C + c0) // 8 + tl.arange(0, 16)[None, None, :]
+                    at = (pointers, e, is_live, (r * C + c0) // 128, r < R)
                     x = update_tile(
-                        table_ptr,
-                        row,
-                        e,
-                        is_live,
-                        (r * C + c0) // 128,
-                        r < R,
-                        first,
-                        C,
-                        hyper_ptr + slot * 8,
+                        load_tile(*at, MOMENT == tl.uint8, HAS_MASTER),
+                        *at,
+                        calls,
+                        hyper,
                         random,
                         PARAM,
-                        GRAD,
                         MOMENT,
                         HAS_MASTER,
                         RANDOM_PARAM,
                         RANDOM_MOMENT,
-                        ALIGNED,
-                        STRIP,
                         EACH,
+                        ASM,
                     )
                 else:
-                    x = tl.load(param_ptr + e, mask=is_live, other=0.0)
+                    x = tl.load(pointers[0] + e, mask=is_live, other=0.0)
                 if COLLECTS or SCALING == "square":
                     # With eps = 0 what was masked is 0 / 0: it must not count.
                     seen = tl.maximum(seen, tl.where(is_live, magnitude_bits(x.to(tl.float32)), 0))
+        amax = 0
+        if COLLECTS or SCALING == "square":
+            amax = tl.max(tl.reshape(seen, (STRIP * 128,)), axis=0)
         if COLLECTS:
             amax_ptr = tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32))
-            tl.atomic_max(amax_ptr, tl.max(tl.max(seen, axis=1), axis=0))
+            tl.atomic_max(amax_ptr, amax)
         if WRITES:
             copy = (
-                _pointer_of(copy_ptr, 3, tl.uint8, ALIGNED),
-                _length_at(copy_ptr, 4, ALIGNED),
-                _pointer_of(copy_ptr, 5, tl.uint8, ALIGNED),
-                _length_at(copy_ptr, 6, ALIGNED),
-                _pointer_of(copy_ptr, 7, tl.uint8, False),
-                _length_at(copy_ptr, 8, False),
-                _pointer_of(copy_ptr, 9, tl.uint8, False),
-                _length_at(copy_ptr, 10, False),
+                pointer_of(copy_ptr, 3, tl.uint8, ALIGNED),
+                length_at(copy_ptr, 4, ALIGNED),
+                pointer_of(copy_ptr, 5, tl.uint8, ALIGNED),
+                length_at(copy_ptr, 6, ALIGNED),
+                pointer_of(copy_ptr, 7, tl.uint8, False),
+                length_at(copy_ptr, 8, False),
+                pointer_of(copy_ptr, 9, tl.uint8, False),
+                length_at(copy_ptr, 10, False),
             )
             enc = 1.0
             if SCALING == "tensor":
                 bits = tl.load(tl.load(copy_ptr + 12).to(tl.pointer_type(tl.int32))) & 0x7FFFFFFF
                 enc = multiplier_from_bits(bits, 448.0, POW2)
             elif SCALING == "square":
-                enc = multiplier_from_bits(tl.max(tl.max(seen, axis=1), axis=0), 448.0, POW2)
-                _store_square_scale(tl.div_rn(1.0, enc), copy_ptr, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
+                enc = multiplier_from_bits(amax, 448.0, POW2)
+                places = (pointer_of(copy_ptr, 7, tl.float32, False), pointer_of(copy_ptr, 9, tl.float32, False))
+                store_square_scale(tl.div_rn(1.0, enc), copy, places, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
             if UPDATES:
                 # Other threads of this program wrote what is read now.
                 tl.debug_barrier()
             for i in tl.range(ROWS // COPY_STRIP):
                 r = r0 + i * COPY_STRIP + tl.arange(0, COPY_STRIP)
                 is_live = (r[:, None] < R) & (c[None, :] < C)
-                x = tl.load(param_ptr + (r[:, None] * C + c[None, :]), mask=is_live, other=0.0).to(tl.float32)
+                x = tl.load(pointers[0] + (r[:, None] * C + c[None, :]), mask=is_live, other=0.0).to(tl.float32)
                 if SCALING == "mx":
                     _store_mx(x, copy, r, c, R, C, r0 + i * COPY_STRIP, c0, HAS_ROW, HAS_COL, COPY_STRIP)
                 else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepwell.formats.spec import get_format
-from deepwell.kernels import adamw_copies
+from deepwell.kernels import adamw_copies, adamw_words
 from deepwell.kernels._triton import triton
 from deepwell.kernels.adamw_copies import (
     COPY_COLUMNS,
@@ -22,6 +22,7 @@ from deepwell.kernels.adamw_copies import (
     write_copies_ref,
 )
 from deepwell.kernels.adamw_scalars import TABLE_COLUMNS
+from deepwell.kernels.adamw_words import WordConfig, word_configs_for
 
 _FP8 = torch.float8_e4m3fn
 _ROLL_ROWS = 64
@@ -121,13 +122,13 @@ class CopyLaunch:
         kind: Any,
         members: list[int],
         device: torch.device,
-        config: TileConfig | None = None,
+        config: TileConfig | WordConfig | None = None,
     ) -> None:
         self.kind = kind
         self.copy: CopyKind = kind.copies
         self.format = get_format(self.copy.format)
         self.members = members
-        self.config = config or configs_for(self.format)[0]
+        self.config = self._fitting(config)
         self.table = Table(device, TABLE_COLUMNS)
         self.copies = Table(device, COPY_COLUMNS)
         self.scales = Table(device, 3)
@@ -139,9 +140,22 @@ class CopyLaunch:
         self.chunk_row = row.to(torch.int32).to(device)
         self.chunk_place = place.to(torch.int32).to(device)
 
+    def _fitting(self, config: TileConfig | WordConfig | None) -> TileConfig | WordConfig:
+        """The config asked for, or the default; words need whole vectors everywhere."""
+        has_words = self.kind.is_aligned and self.copy.is_aligned
+        if not has_words and not isinstance(config, TileConfig):
+            return configs_for(self.format)[0]
+        return config or word_configs_for(self.format, has_fp8_moments=self.kind.moment == _FP8)[0]
+
+    @property
+    def _parts(self) -> int:
+        """Parts of a program of words: two where a block needs more rows than one has."""
+        return max(1, 128 // self.config.rows) if self.format.block == (128, 128) else 1
+
     def _num_tiles(self, param: Tensor) -> int:
         rows, columns = param.shape[-2:]
-        return -(-rows // self.config.rows) * -(-columns // TILE_COLUMNS)
+        tile_rows = self.config.rows * (self._parts if isinstance(self.config, WordConfig) else 1)
+        return -(-rows // tile_rows) * -(-columns // TILE_COLUMNS)
 
     def refresh(self, slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> None:
         """Write addresses anew where they changed."""
@@ -201,29 +215,34 @@ class CopyLaunch:
         assert scale is not None
         if self.chunk_row.numel() == 0:
             return
-        adamw_copies._copies_kernel[(self.chunk_row.numel(),)](
-            self.table.words,
-            self.copies.words,
-            self.chunk_row,
-            self.chunk_place,
-            hyper,
-            steps,
-            control,
+        config = self.config
+        tables = (self.table.words, self.copies.words, self.chunk_row, self.chunk_place, hyper, steps, control)
+        common = {
+            "SCALING": "tensor" if self.format.scaling == "tensor" else scalings[scale],
+            "POW2": scale == "pow2",
+            "HAS_ROW": self.copy.has_row,
+            "HAS_COL": self.copy.has_col,
+            "UPDATES": updates,
+            "WRITES": writes,
+            "COLLECTS": collects,
+            "ROWS": config.rows,
+            "num_warps": config.num_warps,
+            "maxnreg": config.max_registers,
+            # A contracted multiply-add rounds once where the reference rounds twice.
+            "enable_fp_fusion": False,
+        }
+        grid = (self.chunk_row.numel(),)
+        if isinstance(config, WordConfig):
+            dtypes = {name: value for name, value in constants.items() if name != "ALIGNED"}
+            adamw_words._words_kernel[grid](*tables, **dtypes, **common, PIECES=config.pieces, PARTS=self._parts)
+            return
+        adamw_copies._copies_kernel[grid](
+            *tables,
             **{**constants, "ALIGNED": constants["ALIGNED"] and self.copy.is_aligned},
-            ROWS=self.config.rows,
-            STRIP=self.config.strip,
-            COPY_STRIP=self.config.copy_strip,
+            **common,
+            STRIP=config.strip,
+            COPY_STRIP=config.copy_strip,
             EACH=self.copy.draws_each,
-            SCALING="tensor" if self.format.scaling == "tensor" else scalings[scale],
-            POW2=scale == "pow2",
-            HAS_ROW=self.copy.has_row,
-            HAS_COL=self.copy.has_col,
-            UPDATES=updates,
-            WRITES=writes,
-            COLLECTS=collects,
-            num_warps=self.config.num_warps,
-            maxnreg=self.config.max_registers,
-            enable_fp_fusion=False,
         )
 
     def _roll(self, control: Tensor) -> None:

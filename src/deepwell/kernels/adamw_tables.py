@@ -18,10 +18,11 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels import adamw, adamw_copies, adamw_scalars
 from deepwell.kernels._triton import is_interpreted, on_device, runs_kernel, tl, triton
-from deepwell.kernels.adamw import CONFIGS, Config, Noise, adamw_ref
+from deepwell.kernels.adamw import Config, Noise, adamw_ref, configs_for_moments
 from deepwell.kernels.adamw_copies import TileConfig, check_copies
 from deepwell.kernels.adamw_copy_tables import CopyKind, CopyLaunch, Slot, Table, copy_kind, write_copies
 from deepwell.kernels.adamw_scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
+from deepwell.kernels.adamw_words import WordConfig
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -71,7 +72,7 @@ class FusedAdamW:
         random_params: bool = True,
         random_moments: bool = True,
         config: Config | None = None,
-        tile_config: TileConfig | None = None,
+        tile_config: TileConfig | WordConfig | None = None,
     ) -> None:
         self.slots = tuple(slots)
         self.device = _check_slots(self.slots)
@@ -90,7 +91,7 @@ class FusedAdamW:
         self.has_norm = clip_norm is not None or skip_nonfinite
         self.random_params = random_params
         self.random_moments = random_moments
-        self.config = config or CONFIGS[0]
+        self._config = config
         self.tile_config = tile_config
         self.control = torch.tensor([seed, 0, 0, 0], dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -179,6 +180,7 @@ class FusedAdamW:
         )
         for launch in layout.flat:
             kind = launch.kind
+            config = self.config_of(kind)
             adamw._adamw_kernel[(launch.chunk_row.numel(),)](
                 launch.table.words,
                 launch.chunk_row,
@@ -187,16 +189,21 @@ class FusedAdamW:
                 self.steps,
                 self.control,
                 **self._constants(kind),
-                ROWS=self.config.rows,
-                TILES=self.config.tiles,
-                num_warps=self.config.num_warps,
-                maxnreg=self.config.max_registers,
+                ROWS=config.rows,
+                PIECES=config.pieces,
+                TILES=config.tiles,
+                num_warps=config.num_warps,
+                maxnreg=config.max_registers,
                 # A contracted multiply-add rounds once where the reference rounds twice.
                 enable_fp_fusion=False,
             )
 
         for copies in layout.copies:
             copies.run(self._constants(copies.kind), self._hyper, self.steps, self.control)
+
+    def config_of(self, kind: Kind) -> Config:
+        """The config of a kind's update without copies."""
+        return self._config or configs_for_moments(kind.moment)[0]
 
     def _constants(self, kind: Kind) -> dict[str, Any]:
         """The constexprs of an update that follow from the kind of tensor."""
@@ -208,6 +215,7 @@ class FusedAdamW:
             "RANDOM_PARAM": self._is_param_random(kind),
             "RANDOM_MOMENT": self._are_moments_random(kind),
             "ALIGNED": kind.is_aligned,
+            "ASM": not is_interpreted(adamw._adamw_kernel),
         }
 
     def _is_param_random(self, kind: Kind) -> bool:
@@ -281,13 +289,14 @@ class _Layout:
     """The launches for one choice of tensors that have a gradient, and of what dtype."""
 
     def __init__(self, owner: FusedAdamW, kinds: tuple[tuple[int, Kind], ...]) -> None:
-        slots, config, device = owner.slots, owner.config, owner.device
+        slots, device = owner.slots, owner.device
         self.active = torch.tensor([i for i, _ in kinds], dtype=torch.int32).to(device)
         flat = [(i, kind) for i, kind in kinds if kind.copies is None or not kind.copies.is_fused]
         plain = [(i, replace(kind, copies=None)) for i, kind in flat]
-        self.flat = [
-            _new_launch(slots, kind, members, config.rows * config.tiles, device) for kind, members in _by_kind(plain)
-        ]
+        self.flat = []
+        for kind, members in _by_kind(plain):
+            config = owner.config_of(kind)
+            self.flat.append(_new_launch(slots, kind, members, config.rows * config.tiles, device))
         copied = [(i, kind) for i, kind in kinds if kind.copies is not None]
         self.copies = [
             CopyLaunch(slots, kind, members, device, owner.tile_config) for kind, members in _by_kind(copied)

@@ -93,12 +93,23 @@ def _words(call, seed, tensor, step, STREAM: tl.constexpr):
     return c0, c1, c2, c3
 
 
+# A half of a word, moved up by eight bits, with 0x80 below it.
+_LOW_HALF = tl.constexpr("prmt.b32 $0, $1, 0x80, 0x5104;")
+_HIGH_HALF = tl.constexpr("prmt.b32 $0, $1, 0x80, 0x5324;")
+
+
 @triton.jit
-def _in_order(r0, r1, r2, r3):
+def _in_order(r0, r1, r2, r3, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
     """Words of calls (A, B, C) as the elements (A, B, 8 C) take them, and with the halves of each word swapped."""
     # Each join adds the fastest dimension: (.., word's upper bit, word's lower bit, half).
     words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
-    low, high = (words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32)
+    if IS_RAISED and ASM:
+        low = tl.inline_asm_elementwise(_LOW_HALF, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+        high = tl.inline_asm_elementwise(_HIGH_HALF, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        low, high = (words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32)
+        if IS_RAISED:
+            low, high = (low << 8) | 0x80, (high << 8) | 0x80
     A: tl.constexpr = r0.shape[0]
     B: tl.constexpr = r0.shape[1]
     C: tl.constexpr = r0.shape[2] * 8
@@ -106,16 +117,21 @@ def _in_order(r0, r1, r2, r3):
 
 
 @triton.jit
-def random_bits(call, seed, tensor, step, STREAM: tl.constexpr):
-    """The bits of the eight elements of each call (A, B, C), those of e ^ 1 and those of e ^ 2: (A, B, 8 C), int32."""
+def random_bits(call, seed, tensor, step, STREAM: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
+    """The bits of the eight elements of each call (A, B, C), those of e ^ 1 and those of e ^ 2: (A, B, 8 C), int32.
+
+    IS_RAISED gives (bits << 8) | 0x80 of the neighbours: what rounds an E4M3 code, halves of the last bit included.
+    ASM is for a GPU: the same in fewer instructions.
+    """
     r0, r1, r2, r3 = _words(call, seed, tensor, step, STREAM)
-    own, first = _in_order(r0, r1, r2, r3)
-    second, _ = _in_order(r1, r0, r3, r2)
+    own, _ = _in_order(r0, r1, r2, r3, False, ASM)
+    _, first = _in_order(r0, r1, r2, r3, IS_RAISED, ASM)
+    second, _ = _in_order(r1, r0, r3, r2, IS_RAISED, ASM)
     return own, first, second
 
 
 @triton.jit
-def random_bits_each(element, seed, tensor, step, STREAM: tl.constexpr):
+def random_bits_each(element, seed, tensor, step, STREAM: tl.constexpr, IS_RAISED: tl.constexpr):
     """As `random_bits`, each element by a call of its own: eight times the work, for rows that begin anywhere."""
     r0, r1, r2, r3 = _words(element // 8, seed, tensor, step, STREAM)
     place = (element % 8).to(tl.int32)
@@ -124,5 +140,8 @@ def random_bits_each(element, seed, tensor, step, STREAM: tl.constexpr):
     other = tl.where(word < 2, tl.where(word == 0, r1, r0), tl.where(word == 2, r3, r2))
     low, high = (chosen & 0xFFFF).to(tl.int32), (chosen >> 16).to(tl.int32)
     is_even = place % 2 == 0
+    first = tl.where(is_even, high, low)
     second = tl.where(is_even, other & 0xFFFF, other >> 16).to(tl.int32)
-    return tl.where(is_even, low, high), tl.where(is_even, high, low), second
+    if IS_RAISED:
+        first, second = (first << 8) | 0x80, (second << 8) | 0x80
+    return tl.where(is_even, low, high), first, second

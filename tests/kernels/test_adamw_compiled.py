@@ -1,0 +1,148 @@
+"""The fused AdamW kernels, compiled without a GPU: accesses, arithmetic, registers and shared memory."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import aot
+from deepwell.kernels import adamw, adamw_copies, adamw_words
+from deepwell.kernels._triton import tl, triton
+from deepwell.kernels.adamw import CONFIGS, FP8
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    param: torch.dtype = BF16
+    grad: torch.dtype = BF16
+    moment: torch.dtype = BF16
+    has_master: bool = False
+    is_random: bool = True
+
+
+def _constants(case):
+    dtypes = {BF16: tl.bfloat16, FP32: tl.float32, FP8: tl.uint8}
+    return {
+        "PARAM": dtypes[case.param],
+        "GRAD": dtypes[case.grad],
+        "MOMENT": dtypes[case.moment],
+        "HAS_MASTER": case.has_master,
+        "RANDOM_PARAM": case.is_random and case.param == BF16 and not case.has_master,
+        "RANDOM_MOMENT": case.is_random and case.moment != FP32,
+        "ALIGNED": True,
+        "ASM": True,
+    }
+
+
+POINTERS = {
+    "table_ptr": torch.int64,
+    "chunk_row_ptr": torch.int32,
+    "chunk_place_ptr": torch.int32,
+    "hyper_ptr": torch.float32,
+    "step_ptr": torch.int64,
+    "control_ptr": torch.int64,
+}
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("case", [Case(), Case(moment=FP8), Case(moment=FP32, grad=FP32, has_master=True)], ids=str)
+def test_compiles_to_wide_accesses_and_exact_arithmetic(case, arch, monkeypatch):
+    # As the launch asks: no contraction, which would round once where the reference rounds twice.
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    constants = {**_constants(case), "ROWS": 16, "PIECES": 1, "TILES": 1}
+    made = aot.compile_kernel(adamw._adamw_kernel, {**POINTERS, **constants}, arch=arch, num_warps=8)
+    assert made.spill_bytes == 0 and made.stack_bytes == 0
+    # 2048 elements by 256 threads: 8 each, one 16-byte access a bf16 tensor, two an fp32 one, 8 bytes of FP8.
+    wide, half = r"\.v4\.b32", r"\.v2\.b32"
+    wides = {BF16: 1, FP32: 2, FP8: 0}
+    loads = wides[case.grad] + (2 if case.has_master else wides[case.param]) + 2 * wides[case.moment]
+    assert made.count(r"ld\.global\S*" + wide) == loads
+    assert made.count(r"ld\.global\S*" + half) == (2 if case.moment == FP8 else 0)
+    assert made.count(r"st\.global\S*" + wide) == wides[case.param] + 2 * case.has_master + 2 * wides[case.moment]
+    assert made.count(r"st\.global\.b16") == 0
+    is_exact = case.param == FP32 or case.has_master
+    has_fp8 = case.moment == FP8
+    # Exact roots of FP8 moments are a Newton step (two fused operations), one for each element and the block's largest.
+    assert made.count(r"sqrt\.rn\.f32") == (8 if is_exact and not has_fp8 else 0)
+    assert made.count(r"sqrt\.approx\.ftz\.f32 ") - made.count(r"rsqrt\.approx\.ftz") == 8 * (
+        not is_exact and not has_fp8
+    )
+    assert made.count(r"rsqrt\.approx\.ftz") == 9 * has_fp8
+    assert made.count(r"fma\.rn\.f32") == 18 * has_fp8
+    # Quotients: of each element, and of FP8 blocks two multipliers and two scales.
+    assert made.count(r"div\.rn\.f32") == 8 * is_exact + 4 * has_fp8
+    assert made.count(r"div\.approx\.ftz") == 8 * (not is_exact) and made.count(r"div\.full") == 0
+    if case.moment == BF16:
+        # Random bits are made where they are used: nothing goes through shared memory.
+        assert made.shared_bytes == 0
+
+
+# The default, and one with fewer pieces.
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.pieces > 1][:3:2], ids=str)
+def test_a_thread_holds_pieces_of_a_block_without_spills(config, monkeypatch):
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
+    arguments = {**POINTERS, **_constants(Case(moment=FP8)), **tile}
+    made = aot.compile_kernel(adamw._adamw_kernel, arguments, arch=90, num_warps=config.num_warps)
+    assert made.spill_bytes == 0
+    # All pieces of a row are one thread's, so that a block is worked out once: one root besides those of the elements.
+    elements = config.rows * 128 // (config.num_warps * 32)
+    assert made.count(r"rsqrt\.approx\.ftz") == elements + 1
+    # Two maxima over the threads of a row.
+    threads = 128 // config.pieces // 8
+    assert made.count(r"shfl\.sync") == 2 * (threads.bit_length() - 1)
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("scaling", ["mx", "square", "tensor"])
+def test_copies_compile_without_spills(scaling, arch):
+    constants = {
+        **_constants(Case()),
+        "ROWS": 128,
+        "STRIP": 16,
+        "COPY_STRIP": 64,
+        "EACH": False,
+        "SCALING": scaling,
+        "POW2": True,
+        "HAS_ROW": True,
+        "HAS_COL": True,
+        "UPDATES": True,
+        "WRITES": True,
+        "COLLECTS": scaling == "tensor",
+    }
+    pointers = {**POINTERS, "copies_ptr": torch.int64}
+    made = aot.compile_kernel(adamw_copies._copies_kernel, {**pointers, **constants}, arch=arch, num_warps=8)
+    assert made.spill_bytes == 0
+    assert made.shared_bytes <= aot.MAX_SHARED_BYTES
+    # 32 codes a thread in each copy, 16 at a time.
+    assert made.count(r"st\.global\S*\.v4\.b32") == 3 + 2 * 2
+
+
+@pytest.mark.parametrize("scaling, arch", [("mx", 90), ("mx", 100), ("square", 90), ("tensor", 90)])
+def test_words_load_everything_before_they_store(scaling, arch):
+    constants = {
+        **{name: value for name, value in _constants(Case()).items() if name != "ALIGNED"},
+        "ROWS": 64,
+        "PIECES": 1,
+        "PARTS": 2 if scaling == "square" else 1,
+        "SCALING": scaling,
+        "POW2": True,
+        "HAS_ROW": True,
+        "HAS_COL": True,
+        "UPDATES": True,
+        "WRITES": True,
+        "COLLECTS": scaling == "tensor",
+    }
+    pointers = {**POINTERS, "copies_ptr": torch.int64}
+    made = aot.compile_kernel(adamw_words._words_kernel, {**pointers, **constants}, arch=arch, num_warps=8)
+    assert made.spill_bytes == 0
+    # Only words of the transposed copy (and sums over warps) go through shared memory.
+    assert made.shared_bytes == 64 * 128
+    parts = constants["PARTS"]
+    accesses = [line for line in made.ptx.splitlines() if "v4.b32" in line and "global" in line]
+    kinds = ["load" if "ld.global" in line else "store" for line in accesses]
+    # Parameter, gradient and two moments of four rows, 16 bytes each, a part; then the new ones and 32 bytes of words.
+    assert kinds[:16] == ["load"] * 16 and kinds.count("load") == 16 * parts
+    assert kinds.count("store") == (12 + 2) * parts
