@@ -14,6 +14,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
 from deepwell.formats.quantize import quantize
+from deepwell.kernels import gemm, linear_cross_entropy
 from deepwell.kernels.gemm import fp8_gemm_ref
 from deepwell.kernels.quantize import quantize_rows_ref
 from deepwell.precision.gemm_format import precision
@@ -395,3 +396,26 @@ def test_an_ops_fake_has_the_shapes_and_dtypes_of_its_result(name, arguments) ->
     torch.library.opcheck(
         op, inputs, test_utils=("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_sums_over_tokens_and_words_are_in_fp32(head, monkeypatch) -> None:
+    # Fast accumulation cuts off what is added to a large sum: 20 % of the gradient of v in one model on an H200.
+    seen: list[tuple[int, bool]] = []
+    real = gemm.fp8_gemm
+
+    def noting(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *, fast: bool = True, **how: Any) -> Tensor:
+        seen.append((a.shape[1], fast))
+        return real(a, scale_a, b, scale_b, fast=fast, **how)
+
+    monkeypatch.setattr(gemm, "fp8_gemm", noting)
+    monkeypatch.setattr(linear_cross_entropy, "fp8_gemm", noting)
+    tokens, width, words = 48, 32, 64
+    x, w = _bf16(tokens, width).requires_grad_(), _bf16(words, width).requires_grad_()
+    if head:
+        target = torch.randint(0, words, (tokens,))
+        functional.linear_cross_entropy(x, w, None, target, -100, "mean", True, 1.0, 0.0).backward()
+        assert seen == [(width, True), (words, False), (tokens, False)]
+    else:
+        functional.low_precision_linear(x, [w], None, "fp8_row|fp8_row|fp8_row").sum().backward()
+        assert seen == [(width, True), (words, True), (tokens, False)]

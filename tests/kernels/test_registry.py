@@ -36,6 +36,15 @@ def test_a_kernel_is_registered_as_the_documents_write_it():
     assert "custom_gemm" in repr(registry)
 
 
+def test_a_product_that_needs_fp32_sums_is_not_for_fast_kernels():
+    fast = Candidate(name="a", op="fp8_gemm", precision="fp8", fn=print, origin="user", fast=True)
+    asked = Problem(op="fp8_gemm", m=64, n=64, k=64, precision="fp8", exact_sums=True)
+    assert "needs fp32" in fast.why_not(asked)
+    easy = Problem(op="fp8_gemm", m=64, n=64, k=64, precision="fp8")
+    assert not fast.why_not(easy)
+    assert asked.key != easy.key  # what was chosen for one is not taken for the other
+
+
 def test_a_decorator_registers_and_gives_the_function_back():
     registry = KernelRegistry()
 

@@ -58,7 +58,7 @@ class _CachedLinear(torch.autograd.Function):
         if wants_dx:
             dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, True).to(dy_TN.dtype)
         if wants_dw and is_wgrad_fp8:
-            dw_NK = ops.fp8_gemm(*ops.wgrad_operands(q_TN, dy_scale, *x), True).to(dy_TN.dtype)
+            dw_NK = ops.fp8_gemm(*ops.wgrad_operands(q_TN, dy_scale, *x), False).to(dy_TN.dtype)
         elif wants_dw:
             dw_NK = _plain_gemm(ctx.wgrad, dy_TN.T, x[0].T)
         parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)

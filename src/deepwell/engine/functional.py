@@ -82,7 +82,8 @@ class _Linear(torch.autograd.Function):
                 dx_TK = _plain_gemm(how.dgrad, dy_TN, w_NK.T)
         if wants_dw:
             if ctx.codes_of_x:
-                dw_NK = ops.fp8_gemm(*ops.wgrad_operands(q_TN, dy_scale, *x), True).to(dy_TN.dtype)
+                # In fp32: sums over tokens drift one way, and the short accumulator cuts off what is added to them.
+                dw_NK = ops.fp8_gemm(*ops.wgrad_operands(q_TN, dy_scale, *x), False).to(dy_TN.dtype)
             else:
                 dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x[0].T)
         parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)

@@ -51,7 +51,7 @@ class OpCall:
         if torch.device(self.device).type == "cpu":
             return "reference"
         vendors = {
-            "fp8_gemm": "cublaslt_fast",
+            "fp8_gemm": "cublaslt_fast" if self.args[-1] is True else "cublaslt",
             "fp8_gemm_blocks": "cublaslt",
             "grouped_gemm": "torch_grouped",
             "grouped_wgrad": "torch_grouped",

@@ -1,7 +1,7 @@
 """Linears in FP8 with one scale per tensor ("fp8_tensor") or per 1x128 block ("fp8_1x128"), beside those by rows.
 
              x, dy                                   w                           products
-    tensor   amax; both copies from one read         amax; a copy each way       cuBLASLt, fast accumulation
+    tensor   amax; both copies from one read         amax; a copy each way       cuBLASLt, fast but for wgrad
     1x128    both copies from one read               squares; a copy each way    cuBLASLt, promoted every 128
 
 What is read and written of x or dy in bf16, bytes per element: tensor 2 for the amax, then 2 + 2; 1x128 2 + 2; rows,
@@ -77,7 +77,7 @@ class _ScaledLinear(torch.autograd.Function):
             dx_TK = _other_gemm(ctx.other, how.dgrad, dy_TN, _joined(weights).T).to(dy_TN.dtype)
         if columns is not None:
             is_tensor = how.wgrad.method == "fp8_tensor"
-            dw_NK = ops.fp8_gemm(*columns, *x, True) if is_tensor else ops.fp8_gemm_blocks(*columns, *x, False)
+            dw_NK = ops.fp8_gemm(*columns, *x, False) if is_tensor else ops.fp8_gemm_blocks(*columns, *x, False)
         elif needs_dw:
             dw_NK = _other_gemm(ctx.other, how.wgrad, dy_TN.T, x[0].T)
         parts = [None] * len(ctx.widths) if dw_NK is None else dw_NK.to(dy_TN.dtype).split(ctx.widths)
@@ -139,5 +139,5 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
 def _other_gemm(other: OtherGemm, how: GemmScheme, left: Tensor, right: Tensor) -> Tensor:
     """`left @ right.T` of another scheme; one by rows beside these has both operands quantized for it alone."""
     if how.method == "fp8_row":
-        return ops.fp8_gemm(*ops.quantize_rows(left), *ops.quantize_rows(right), True)
+        return ops.fp8_gemm(*ops.quantize_rows(left), *ops.quantize_rows(right), False)
     return other(how, left, right)

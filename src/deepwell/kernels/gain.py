@@ -115,7 +115,7 @@ def _fp8_us(n: int, k: int, tokens: int, *, device: str, fused: Sequence[str]) -
         _, q_wt, _ = quantize_weight(w, largest, write="columns")
         assert q_wt is not None
         dx = fp8_gemm(q_dy, s_dy, q_wt, s_w)
-        dw = fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x))
+        dw = fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
         return y, dx, dw
 
     return _device_us(step, device)
@@ -133,7 +133,7 @@ def _tensor_us(n: int, k: int, tokens: int, *, device: str) -> float:
         q_dy, q_dyt, s_dy = quantize_weight(dy)
         _, q_wt, _ = quantize_weight(w, largest, write="columns")
         assert q_dy is not None and q_dyt is not None and q_wt is not None
-        return y, fp8_gemm(q_dy, s_dy, q_wt, s_w), fp8_gemm(q_dyt, s_dy, q_xt, s_x)
+        return y, fp8_gemm(q_dy, s_dy, q_wt, s_w), fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
 
     return _device_us(step, device)
 

@@ -84,7 +84,7 @@ def grouped_gemm(
 
 
 def grouped_wgrad(
-    a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor, *, fast: bool = True
+    a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor, *, fast: bool = False
 ) -> Tensor:
     """`C_ENK` in bf16, of operands turned by `wgrad_operands`. Raises as `grouped_gemm` does."""
     n, p = a_NP.shape

@@ -221,16 +221,16 @@ def _chunks_fp8(
         assert grads.q is not None and grads.scale is not None
         loss_T[part] = grads.loss
         if dx_TD is not None:
-            dx_TD[part] = fp8_gemm(grads.q, grads.scale, qw_DV, w_scale, out_dtype=x_TD.dtype)
+            dx_TD[part] = fp8_gemm(grads.q, grads.scale, qw_DV, w_scale, out_dtype=x_TD.dtype, fast=False)
         if qg_VT is not None:
             transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
         del grads
     dw_VD = db_V = None
     if qg_VT is not None and head.dw:
-        dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype)
+        dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype, fast=False)
     if qg_VT is not None and bias_V is not None and head.db:
         ones = torch.ones((ALIGNMENT, t), dtype=x_TD.dtype, device=x_TD.device).to(qx_TD.dtype)
-        db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale))[:, 0].to(bias_V.dtype).contiguous()
+        db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale), fast=False)[:, 0].to(bias_V.dtype).contiguous()
     return HeadLoss(loss_T, dx_TD, dw_VD, db_V)
 
 

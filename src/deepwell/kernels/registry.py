@@ -51,6 +51,8 @@ class Problem:
     activation: str | None = None
     # Whether b is quantized once for many products (a weight), so that its preparation is not part of the chain.
     static_b: bool = False
+    # Whether sums must be in fp32: those over tokens drift one way, and a short accumulator cuts off what is added.
+    exact_sums: bool = False
     device: str = "cpu"
 
     @property
@@ -64,6 +66,7 @@ class Problem:
         bucket = self.bucket
         parts = [self.op, f"{bucket.m}x{bucket.n}x{bucket.k}", self.precision, self.dtype]
         parts += ["bias"] * self.bias + [self.activation or ""] * bool(self.activation) + ["static_b"] * self.static_b
+        parts += ["exact_sums"] * self.exact_sums
         return " ".join(parts)
 
 
@@ -95,6 +98,8 @@ class Candidate:
 
     def why_not(self, problem: Problem) -> str:
         """Why this candidate does not compete for `problem`, "" where it does."""
+        if problem.exact_sums and self.fast:
+            return "it sums in the tensor cores' short accumulator, and this product needs fp32"
         smallest = min(problem.m, problem.n, problem.k)
         if smallest < self.min_size:
             return f"the smallest of M, N, K is {smallest}, below its min_size of {self.min_size}"

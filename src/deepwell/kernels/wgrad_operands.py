@@ -5,10 +5,10 @@
     a'[n, t] = RNE(a[t, n] / 2^floor(d/2))        b'[k, t] = RNE(b[t, k] / 2^ceil(d/2))
 
 Tensor cores sum over tokens, so a token's scale has to go into its codes, and what falls below E4M3's smallest number
-is lost. Each operand under its own largest scale lost the gradients of v early in training: the first token, which all
-others attend to, has a gradient thousands of times the last one's (docs/gotchas.md). A product has two factors to
-carry the difference: half of it each keeps 2^28 between the loudest and the faintest token that still counts, instead
-of 2^14, and a token loud in one operand and faint in the other, as outliers are, is not shifted at all.
+is lost. Under uniform attention the first token's gradient of v is thousands of times the last one's. A product has
+two factors to carry the difference: half of it each keeps 2^28 between the loudest and the faintest token that still
+counts, instead of 2^14 with each operand under its own largest scale, and a token loud in one operand and faint in the
+other, as outliers are, is not shifted at all.
 Numerics: scales must be powers of two ("fp8_e4m3_row_pow2"); codes then move exactly but for underflow, which rounds to
     nearest even. A NaN scale makes its group's codes and scales NaN.
 Cost: memory bound, two bytes per code of either operand and 16 per token; with groups (experts) the same, each group by

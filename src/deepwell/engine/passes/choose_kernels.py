@@ -25,7 +25,7 @@ from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.kernels.registry import Choice, KernelRegistry, Problem
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
-_DEFAULT = "cublaslt_fast"
+_DEFAULT = {True: "cublaslt_fast", False: "cublaslt"}  # by whether sums may be fast
 _FP8 = ("fp8", "mxfp8")  # what FP8 hardware runs
 
 
@@ -80,7 +80,8 @@ def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[
         return []
     if a.dtype != b.dtype:
         return []  # E5M2 gradients: candidates prove themselves in E4M3
-    problem = Problem(op="fp8_gemm", m=m, n=n, k=k, precision="fp8", device=str(a.device))
+    fast = bool(node.args[4])
+    problem = Problem(op="fp8_gemm", m=m, n=n, k=k, precision="fp8", exact_sums=not fast, device=str(a.device))
     whole, aside = _whole_chain(graph, node, registry, problem)
     if whole is not None:
         return [whole]
@@ -88,7 +89,7 @@ def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[
     if choice is None:
         return []
     candidate = registry.candidate("fp8_gemm", choice.kernel)
-    if candidate.name != _DEFAULT and candidate.origin != "reference":
+    if candidate.name != _DEFAULT[fast] and candidate.origin != "reference":
         _replace(
             graph, node, torch.ops.deepwell.chosen_fp8_gemm.default, (*node.args, chosen.install(registry, candidate))
         )
