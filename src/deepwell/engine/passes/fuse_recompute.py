@@ -5,7 +5,8 @@ where the backward makes h's rows again (passes/recompute.py) they cost their ow
 
     swiglu_quantize(gate_up), swiglu_backward_quantize(dh, gate_up)  ->  swiglu_backward_recompute(dh, gate_up)
 
-The wgrad that reads h's rows then waits for dh, which is ready one GEMM later.
+The wgrad that reads h's rows then waits for dh, which is ready one GEMM later. Where dh itself waits for h's rows they
+stay apart: a layer that is computed again as a whole makes its output from them, and the gradient may need that.
 """
 
 import operator
@@ -31,7 +32,7 @@ def fuse_recomputed_rows(graph: fx.Graph) -> int:
             continue
         dh, gate_up, act = node.args
         again = forwards.pop((through_views(gate_up), act), None)
-        if again is None:
+        if again is None or _follows_from(dh, again):
             continue
         with graph.inserting_before(node):
             joined = call_with_value(graph, ops.swiglu_backward_recompute.default, (dh, gate_up, act))
@@ -43,6 +44,19 @@ def fuse_recomputed_rows(graph: fx.Graph) -> int:
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
     return count
+
+
+def _follows_from(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a value is computed from what another node gives."""
+    seen, stack = set(), [node]
+    while stack:
+        one = stack.pop()
+        if one is other:
+            return True
+        if one not in seen:
+            seen.add(one)
+            stack += one.all_input_nodes
+    return False
 
 
 def _replace_items(node: fx.Node, items: list[fx.Node]) -> None:

@@ -2,7 +2,8 @@
 
 A layer's normalised input, its SwiGLU output and their FP8 rows follow from tensors that the backward needs in any case
 (the residual stream, gate and up). Made again they cost one pass at copy speed; kept, they cost 1 byte per element from
-the forward to the backward. AOTAutograd's partitioner is told by the same marks that activation checkpointing uses.
+the forward to the backward. AOTAutograd's partitioner is told by the same marks that activation checkpointing uses;
+what lies under checkpointing has its marks already, and is made again with the whole of its region.
 """
 
 from typing import Any
@@ -21,11 +22,20 @@ def mark_recomputed(graph: fx.Graph) -> int:
     marked = 0
     for node in graph.nodes:
         owner = node.args[0] if _is_item(node) else node
-        if owner.target in cheap and node not in backward:
+        if owner.target in cheap and node not in backward and not is_checkpointed(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0
             marked += 1
     return marked
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether a node lies in a region that the model itself has computed again.
+
+    Our mark on it would put it into another region than its neighbours: the partitioner then keeps what crosses over,
+    and what it cannot keep (the results of an op as a whole) leaves it without a way.
+    """
+    return "recompute" in node.meta
 
 
 def _is_item(node: fx.Node) -> bool:
