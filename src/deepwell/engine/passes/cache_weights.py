@@ -4,7 +4,7 @@ The codes are buffers of the graph's module, so that AOTAutograd hands them to c
 between two runs, never inside. A weight that the graph itself writes into keeps its own quantization.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepwell.engine import functional
 from deepwell.engine.cached_linear import cached_linear, can_keep_codes
-from deepwell.engine.passes.match import is_in_place, replace, transposed, value_of
+from deepwell.engine.passes.match import Writes, memory_of, replace, transposed
 from deepwell.engine.weight_cache import KeptGroup, WeightCache
 from deepwell.kernels.weight_code_tables import Codes
 
@@ -32,7 +32,7 @@ def cache_weights(
     `inputs` says of each placeholder that is a parameter which input of the outermost graph it is, and its names.
     """
     graph, count = graph_module.graph, 0
-    written = set(_written(graph))
+    written = Writes(graph).memory
     names: dict[int, tuple[str, ...]] = {}
     for node in list(graph.nodes):
         if node.target is not functional.low_precision_linear or not can_keep_codes(node.args[3]):
@@ -63,7 +63,7 @@ def _parameter(
     """(input, names, whether it is stored as [K, N]) of a linear's weight, None where its codes cannot be kept."""
     source = transposed(weight)
     stored = weight if source is None else source
-    if stored.op != "placeholder" or stored.name not in inputs or _storage(stored) in written:
+    if stored.op != "placeholder" or stored.name not in inputs or memory_of(stored) in written:
         return None
     return *inputs[stored.name], source is not None
 
@@ -107,33 +107,3 @@ def name_sources(graph_module: fx.GraphModule) -> None:
     for name, _ in graph_module.named_buffers(remove_duplicate=False):
         if PREFIX in name:
             sources[name] = ConstantSource(source_name=name.replace(".", "_"))
-
-
-def _written(graph: fx.Graph) -> Iterator[Any]:
-    """The memory that some node of a graph writes into."""
-    for node in graph.nodes:
-        targets: list[Any] = []
-        if node.op in ("call_function", "call_method") and is_in_place(node):
-            targets += node.args[:1]
-        if "out" in node.kwargs:
-            targets.append(node.kwargs["out"])
-        if isinstance(node.target, torch._ops.OpOverload):
-            arguments = node.target._schema.arguments
-            for i, argument in enumerate(arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    targets.append(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
-        for target in _nodes(targets):
-            if (storage := _storage(target)) is not None:
-                yield storage
-
-
-def _nodes(targets: list[Any]) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(targets, found.append)
-    return found
-
-
-def _storage(node: fx.Node) -> Any:
-    """What tells a tensor's memory from another's: views of one tensor share it, also among fake tensors."""
-    value = value_of(node)
-    return None if value is None else value.untyped_storage()._cdata

@@ -17,6 +17,7 @@ from deepwell.engine.deferred import Step
 from deepwell.engine.passes.match import (
     CAST_OPS,
     SHAPE_OPS,
+    Writes,
     argument,
     erase_unread,
     is_in_place,
@@ -65,14 +66,17 @@ def rewrite_cross_entropy(
     """
     heads: list[fx.Node] = []
     deferred: list[DeferredOutput] = []
+    writes = Writes(graph)
     for loss in list(graph.nodes):
         head = _find_head(loss) if name_of(loss) == "cross_entropy" and not _unusual(loss) else None
         if head is None:
             continue
-        _, weight, bias = head.operands
-        if weight.name in other_weights:
-            continue
+        x, weight, bias = head.operands
         returned = _returned(head)
+        # The loss reads the head's input where it stands, and whoever looks at deferred logits reads it after the call.
+        is_written = writes.between(x, head.linear, None if returned else loss)
+        if weight.name in other_weights or is_written:
+            continue
         if returned is None or (returned and not all(p is None or p.op == "placeholder" for p in (weight, bias))):
             continue
         for node in returned:

@@ -20,6 +20,7 @@ from torch import fx
 from deepwell.engine import functional, functional_experts
 from deepwell.engine.passes.match import (
     CAST_OPS,
+    Writes,
     argument,
     name_of,
     only_user,
@@ -98,6 +99,7 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
     Returns how many blocks, and why other FP8 experts run product by product.
     """
     by_node = {site.node: site for site in sites}
+    writes = Writes(graph)
     done: set[fx.Node] = set()
     blocks = 0
     reasons: dict[str, str] = {}  # by the module of the experts: that of its last product, the down projection
@@ -105,6 +107,8 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
         if down.scheme != _FP8:
             continue
         found = _block_around(down, by_node)
+        if not isinstance(found, str) and writes.between(found[1].x, found[1].order, found[1].total):
+            found = "their tokens are written into before the experts are done"
         if isinstance(found, str):
             reasons[down.path.rpartition(".")[0]] = found
             continue

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     CAST_OPS,
+    Writes,
     erase_unread,
     is_in_place,
     name_of,
@@ -44,12 +45,13 @@ _KNOWN: tuple[tuple[Call, Tensor], ...] = (
 
 def rewrite_gelu(graph: fx.Graph) -> int:
     """Replace written-out activations whose inner values nobody else reads. Returns how many."""
-    count = sum(_rewrite_at(graph, bend) for bend in list(graph.nodes) if name_of(bend) in _BENDS)
+    writes = Writes(graph)
+    count = sum(_rewrite_at(graph, bend, writes) for bend in list(graph.nodes) if name_of(bend) in _BENDS)
     erase_unread(graph)  # what is left of the expressions reads x no more
     return count
 
 
-def _rewrite_at(graph: fx.Graph, bend: fx.Node) -> bool:
+def _rewrite_at(graph: fx.Graph, bend: fx.Node, writes: Writes) -> bool:
     above = _above(bend)
     results, node = [bend], bend
     for _ in range(_REACH_DOWN):
@@ -60,7 +62,7 @@ def _rewrite_at(graph: fx.Graph, bend: fx.Node) -> bool:
         node = after
     for result in reversed(results):  # the longest expression first: 2x * gelu(x) / 2 is gelu(x) as well
         for x in above:
-            call = _recognised(x, result)
+            call = _recognised(x, result) if not writes.while_read(x, result) else None
             if call is not None and runs_in_kernels(x) and _same_type(x, result):
                 with graph.inserting_before(result):
                     new = graph.call_function(call[0], (x,), call[1])

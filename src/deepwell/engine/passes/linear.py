@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from deepwell.engine import functional
-from deepwell.engine.passes.match import argument, name_of, replace, runs_in_kernels, transposed, value_of
+from deepwell.engine.passes.match import Writes, argument, name_of, replace, runs_in_kernels, transposed, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,10 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
     for site in sites:
         groups[site.x, site.scheme, site.bias is None].append(site)
     merged = 0
-    for (_, scheme, _), group in groups.items():
+    writes = Writes(graph)
+    for (x, scheme, _), group in groups.items():
         are_ready = all(site.bias is None or site.bias.op == "placeholder" for site in group)
+        are_ready = are_ready and not writes.between(x, group[0].node, group[-1].node)
         if len(group) > 1 and "emulate" not in scheme and "native" not in scheme and are_ready:
             _merge(graph, group)
             merged += 1
@@ -106,7 +108,9 @@ def merge_plain_linears(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]])
         is_ready = bias is None or bias.op == "placeholder"
         if is_ready and runs_in_kernels(x, weight) and value_of(weight).dim() == 2:
             groups[x, bias is None].append(node)
-    worth = [group for group in groups.values() if len(group) > 1 and _pays(group)]
+    writes = Writes(graph)
+    same = [group for (x, _), group in groups.items() if not writes.between(x, group[0], group[-1])]
+    worth = [group for group in same if len(group) > 1 and _pays(group)]
     for group in worth:
         _merge_plain(graph, group)
     return len(worth)

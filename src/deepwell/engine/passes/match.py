@@ -137,6 +137,61 @@ def is_in_place(node: fx.Node) -> bool:
     return is_method or is_asked or node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node writes into."""
+    targets: list[Any] = []
+    if node.op in ("call_function", "call_method") and is_in_place(node):
+        targets += node.args[:1]
+    if "out" in node.kwargs:
+        targets.append(node.kwargs["out"])
+    if isinstance(node.target, torch._ops.OpOverload):
+        for i, operand in enumerate(node.target._schema.arguments):
+            if operand.alias_info is not None and operand.alias_info.is_write:
+                targets.append(node.args[i] if i < len(node.args) else node.kwargs.get(operand.name))
+    found: list[fx.Node] = []
+    fx.node.map_arg(targets, found.append)
+    return found
+
+
+def memory_of(node: Any) -> Any:
+    """What tells a tensor's memory from another's: views of one tensor share it, also among fake tensors."""
+    value = value_of(node)
+    return None if value is None else value.untyped_storage()._cdata
+
+
+class Writes:
+    """Where a graph writes into memory that is there already: `x.mul_(2)`, `x[0] = y`, also through views.
+
+    A pass that lets an op read a tensor earlier or later than the model did asks whether it is another one by then.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._order: dict[fx.Node, int] = {}
+        self._places: dict[Any, list[int]] = {}
+        for place, node in enumerate(graph.nodes):
+            self._order[node] = place
+            for target in written_by(node):
+                self._places.setdefault(memory_of(target), []).append(place)
+
+    def between(self, tensor: Any, first: fx.Node, last: fx.Node | None = None) -> bool:
+        """Whether a tensor's memory is written after one node and before another, or before the end.
+
+        A node that a pass put in has no place of its own here: it counts as the graph's begin or end.
+        """
+        places = self._places.get(memory_of(tensor), ())
+        begin, end = self._order.get(first, -1), len(self._order)
+        return any(begin < place < (end if last is None else self._order.get(last, end)) for place in places)
+
+    def while_read(self, tensor: fx.Node, last: fx.Node) -> bool:
+        """Whether a tensor's memory is written between its first reader and a node."""
+        return self.between(tensor, min(tensor.users, key=lambda node: self._order.get(node, -1)), last)
+
+    @property
+    def memory(self) -> set[Any]:
+        """All that is written at some place."""
+        return set(self._places)
+
+
 def erase_unread(graph: fx.Graph) -> None:
     """Drop known ops that nobody reads any more.
 

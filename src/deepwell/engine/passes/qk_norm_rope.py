@@ -14,8 +14,8 @@ from typing import Any
 from torch import fx
 
 from deepwell.engine import functional
+from deepwell.engine.passes.match import Writes, memory_of, value_of
 from deepwell.engine.passes.match import replace as replace_node
-from deepwell.engine.passes.match import value_of
 from deepwell.engine.passes.rope import (
     Columns,
     RopeSite,
@@ -28,7 +28,6 @@ from deepwell.engine.passes.rope import (
     _table,
     _tables_of,
     _value,
-    _written,
 )
 from deepwell.engine.qk_norm import qk_norm_rope
 
@@ -53,9 +52,9 @@ def rewrite_qk_norm_rope(graph: fx.Graph) -> int:
             groups[alike].append(found)
     if not groups:
         return 0
-    written, count = _written(graph), 0
+    written, count = Writes(graph).memory, 0
     for (source, *_), group in groups.items():
-        if len(group) == 2 and source not in written:
+        if len(group) == 2 and memory_of(source) not in written:
             query, key = sorted(group, key=lambda item: item.columns.start)
             count += _replace(graph, query, key)
     _erase_unread(graph)

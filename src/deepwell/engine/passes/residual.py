@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from deepwell.engine import functional
-from deepwell.engine.passes.match import SHAPE_OPS, is_in_place, name_of, replace, runs_in_kernels, value_of
-from deepwell.engine.passes.recompute import backward_nodes
+from deepwell.engine.passes.match import SHAPE_OPS, Writes, is_in_place, name_of, replace, runs_in_kernels, value_of
+from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _JOINED = {functional.rms_norm: functional.add_rms_norm, functional.layer_norm: functional.add_layer_norm}
@@ -22,11 +22,12 @@ def rewrite_residual_norm(graph: fx.Graph) -> int:
     """Join norms with the sum before them, after the passes that made the norms. Returns how many."""
     count = 0
     order = {node: place for place, node in enumerate(graph.nodes)}
+    writes = Writes(graph)
     for norm in list(graph.nodes):
         if norm.target not in _JOINED:
             continue
         total, views = _behind_views(norm.args[0])
-        if not _is_sum_of_two(total):
+        if not _is_sum_of_two(total) or writes.between(total, total, norm):
             continue
         parameters = norm.args[1:]
         late = _computed_after(total, [p for p in parameters if isinstance(p, fx.Node)], order)
@@ -103,7 +104,7 @@ def norm_again_from_sums(graph: fx.Graph) -> int:
     backward = backward_nodes(graph)
     count = 0
     for node in list(graph.nodes):
-        if node.target not in plain or node in backward:
+        if node.target not in plain or node in backward or is_checkpointed(node):
             continue
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if 0 not in items or 1 not in items:

@@ -13,6 +13,7 @@ from torch import fx
 from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     CAST_OPS,
+    Writes,
     argument,
     is_in_place,
     name_of,
@@ -28,11 +29,12 @@ from deepwell.engine.passes.match import (
 def rewrite_rms_norm(graph: fx.Graph) -> int:
     """Replace every RMSNorm whose inner values nobody else reads. Returns how many."""
     count = 0
+    writes = Writes(graph)
     for node in list(graph.nodes):
         if name_of(node) == "rms_norm":
             count += _from_function(graph, node)
         elif name_of(node) == "rsqrt":
-            count += _from_pattern(graph, node)
+            count += _from_pattern(graph, node, writes)
     return count
 
 
@@ -46,17 +48,20 @@ def _from_function(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def _from_pattern(graph: fx.Graph, rsqrt: fx.Node) -> bool:
+def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
     found = _match_mean_square(rsqrt.args[0])
     scaled = only_user(rsqrt)
     if found is None or scaled is None or name_of(scaled) != "mul":
         return False
-    x32, eps = found
+    x32, eps, square = found
     if other_operand(scaled, rsqrt) is not x32 or is_in_place(scaled):
         return False
     x = skip(x32, CAST_OPS)
     last = only_user(scaled)
     if last is None or not runs_in_kernels(x):
+        return False
+    first, end = square if x32 is x else x32, only_user(last) or last
+    if any(writes.between(read, first, end) for read in (x, x32)):
         return False
     if name_of(last) in CAST_OPS:  # cast, then times the weight
         product = only_user(last)
@@ -72,8 +77,8 @@ def _from_pattern(graph: fx.Graph, rsqrt: fx.Node) -> bool:
     return False
 
 
-def _match_mean_square(node: Any) -> tuple[fx.Node, float] | None:
-    """`mean(x ** 2, -1, keepdim=True) + eps` -> (x, eps)."""
+def _match_mean_square(node: Any) -> tuple[fx.Node, float, fx.Node] | None:
+    """`mean(x ** 2, -1, keepdim=True) + eps` -> (x, eps, the square)."""
     if name_of(node) != "add":
         return None
     mean, eps = node.args[0], node.args[1]
@@ -86,9 +91,9 @@ def _match_mean_square(node: Any) -> tuple[fx.Node, float] | None:
         return None
     square = mean.args[0]
     if name_of(square) == "pow" and square.args[1] == 2:
-        return square.args[0], float(eps)
+        return square.args[0], float(eps), square
     if name_of(square) == "square" or (name_of(square) == "mul" and square.args[0] is square.args[1]):
-        return square.args[0], float(eps)
+        return square.args[0], float(eps), square
     return None
 
 

@@ -21,8 +21,10 @@ from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     CAST_OPS,
     KERNEL_DTYPES,
+    Writes,
     argument,
     is_in_place,
+    memory_of,
     name_of,
     only_user,
     other_operand,
@@ -82,7 +84,9 @@ def rewrite_rope(graph: fx.Graph, *, alone: bool = True) -> tuple[int, int]:
 
     `alone=False` leaves q and k that no merged rows hold as they are: Inductor moves the same bytes for them.
     """
-    sites = [site for node in list(graph.nodes) if (site := _find(node)) is not None]
+    writes = Writes(graph)
+    found = [site for node in list(graph.nodes) if (site := _find(node)) is not None]
+    sites = [site for site in found if not any(writes.while_read(t, site.last) for t in (site.x, site.cos, site.sin))]
     if not sites:
         return 0, 0
     groups: dict[tuple[Any, ...], list[tuple[RopeSite, Columns]]] = defaultdict(list)
@@ -90,10 +94,9 @@ def rewrite_rope(graph: fx.Graph, *, alone: bool = True) -> tuple[int, int]:
         columns = _columns(site.x)
         if columns is not None:
             groups[(columns.source, *_tables_of(site), site.convention)].append((site, columns))
-    written = _written(graph)
     done: set[fx.Node] = set()
     for (source, *_), group in groups.items():
-        if len(group) != 2 or source in written:
+        if len(group) != 2 or memory_of(source) in writes.memory:  # the op reads all of it where it is made
             continue
         query, key = sorted(group, key=lambda item: item[1].start)
         if _replace_three(graph, query, key):
@@ -103,17 +106,6 @@ def rewrite_rope(graph: fx.Graph, *, alone: bool = True) -> tuple[int, int]:
         _replace_one(graph, site)
     _erase_unread(graph)
     return len(done) + len(others), len(done) // 2
-
-
-def _written(graph: fx.Graph) -> set[fx.Node]:
-    """All that something writes into, with what it is a view of: the op may read it earlier than the model did."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        target = node.args[0] if node.args and is_in_place(node) else None
-        while isinstance(target, fx.Node) and target not in found:
-            found.add(target)
-            target = target.args[0] if target.args else None
-    return found
 
 
 def _erase_unread(graph: fx.Graph) -> None:

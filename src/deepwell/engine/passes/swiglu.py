@@ -4,6 +4,7 @@ from torch import fx
 
 from deepwell.engine import functional
 from deepwell.engine.passes.match import (
+    Writes,
     argument,
     is_in_place,
     name_of,
@@ -18,6 +19,7 @@ from deepwell.engine.passes.match import (
 def rewrite_swiglu(graph: fx.Graph) -> int:
     """Replace every gated SiLU or GELU whose inner values nobody else reads. Returns how many."""
     count = 0
+    writes = Writes(graph)
     for inner in list(graph.nodes):
         act = activation_of(inner)
         product = only_user(inner) if act else None
@@ -25,6 +27,8 @@ def rewrite_swiglu(graph: fx.Graph) -> int:
             continue
         gate, up = inner.args[0], other_operand(product, inner)
         if is_in_place(product) and product.args[0] is not inner:  # `up *= ...`: others may read up afterwards
+            continue
+        if writes.between(gate, inner, product):
             continue
         if not runs_in_kernels(gate, up) or value_of(gate).shape != value_of(up).shape or not value_of(gate).dim():
             continue
