@@ -146,6 +146,19 @@ def _row_copy(x, enc, q_tile, live, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
+def _own_rows(x, scale, q_tile, live, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
+    enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX, True)
+    tl.store(scale, tl.div_rn(1.0, enc), mask=live)
+    _row_copy(x, enc[:, None], q_tile, live, FP8, FP8_MAX)
+
+
+@triton.jit
+def _column_bits(a, b, c, d):
+    bits = tl.maximum(tl.maximum(magnitude_bits(a), magnitude_bits(b)), magnitude_bits(c))
+    return tl.max(tl.maximum(bits, magnitude_bits(d)), axis=0)
+
+
+@triton.jit
 def _quantize_tiles_kernel(
     x_ptr,
     q_ptr,
@@ -181,13 +194,10 @@ def _quantize_tiles_kernel(
     b = tl.load(x_tile + stride_xt, mask=(t + 1 < T)[:, None] & inside, other=0.0).to(tl.float32)
     c = tl.load(x_tile + 2 * stride_xt, mask=(t + 2 < T)[:, None] & inside, other=0.0).to(tl.float32)
     d = tl.load(x_tile + 3 * stride_xt, mask=(t + 3 < T)[:, None] & inside, other=0.0).to(tl.float32)
-    bits_a, bits_b, bits_c, bits_d = magnitude_bits(a), magnitude_bits(b), magnitude_bits(c), magnitude_bits(d)
     q_tile = q_ptr + t[:, None] * stride_qt + k[None, :]
     t_tile = qt_ptr + k.to(tl.int64)[:, None] * stride_tk + i[None, :]
-    if SQUARE or COLUMNS:
-        columns = tl.max(tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d)), axis=0)
     if SQUARE:
-        enc = multiplier_from_bits(tl.max(columns, axis=0), FP8_MAX, True)
+        enc = multiplier_from_bits(tl.max(_column_bits(a, b, c, d), axis=0), FP8_MAX, True)
         scale = tl.div_rn(1.0, enc)
         if ROWS:
             tl.store(scale_ptr + tile_t * stride_s + tile_k, scale)
@@ -202,20 +212,12 @@ def _quantize_tiles_kernel(
     else:
         if ROWS:
             s_tile = scale_ptr + tile_k.to(tl.int64) * stride_s + t
-            enc_a = multiplier_from_bits(tl.max(bits_a, axis=1), FP8_MAX, True)
-            enc_b = multiplier_from_bits(tl.max(bits_b, axis=1), FP8_MAX, True)
-            enc_c = multiplier_from_bits(tl.max(bits_c, axis=1), FP8_MAX, True)
-            enc_d = multiplier_from_bits(tl.max(bits_d, axis=1), FP8_MAX, True)
-            tl.store(s_tile, tl.div_rn(1.0, enc_a), mask=t < T)
-            tl.store(s_tile + 1, tl.div_rn(1.0, enc_b), mask=t + 1 < T)
-            tl.store(s_tile + 2, tl.div_rn(1.0, enc_c), mask=t + 2 < T)
-            tl.store(s_tile + 3, tl.div_rn(1.0, enc_d), mask=t + 3 < T)
-            _row_copy(a, enc_a[:, None], q_tile, t < T, FP8, FP8_MAX)
-            _row_copy(b, enc_b[:, None], q_tile + stride_qt, t + 1 < T, FP8, FP8_MAX)
-            _row_copy(c, enc_c[:, None], q_tile + 2 * stride_qt, t + 2 < T, FP8, FP8_MAX)
-            _row_copy(d, enc_d[:, None], q_tile + 3 * stride_qt, t + 3 < T, FP8, FP8_MAX)
+            _own_rows(a, s_tile, q_tile, t < T, FP8, FP8_MAX)
+            _own_rows(b, s_tile + 1, q_tile + stride_qt, t + 1 < T, FP8, FP8_MAX)
+            _own_rows(c, s_tile + 2, q_tile + 2 * stride_qt, t + 2 < T, FP8, FP8_MAX)
+            _own_rows(d, s_tile + 3, q_tile + 3 * stride_qt, t + 3 < T, FP8, FP8_MAX)
         if COLUMNS:
-            enc = multiplier_from_bits(columns, FP8_MAX, True)
+            enc = multiplier_from_bits(_column_bits(a, b, c, d), FP8_MAX, True)
             tl.store(scale_t_ptr + tile_t * stride_st + k, tl.div_rn(1.0, enc), mask=k < K)
             row = enc[None, :]
             word = _word(a * row, b * row, c * row, d * row, FP8, FP8_MAX, ASM)
