@@ -201,6 +201,15 @@ def test_rms_norm_is_found_in_every_spelling(run_pass, norm, dtype) -> None:
     torch.testing.assert_close(got.out, norm(x, w), rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_without_eps_has_torchs_own(run_pass, dtype) -> None:
+    # nn.RMSNorm(d) gives none. torch takes float32's also for bf16, 65536 times smaller: small rows tell them apart.
+    x, w = (torch.randn(6, 32) * 1e-3).to(dtype), torch.randn(32).to(dtype)
+    got = run_pass(lambda x, w: F.rms_norm(x, (32,), w), rewrite_rms_norm, x, w)
+    assert got.found == 1
+    torch.testing.assert_close(got.out, F.rms_norm(x, (32,), w))
+
+
 def _norm_read_inside(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     return w * (x * r).to(x.dtype), r

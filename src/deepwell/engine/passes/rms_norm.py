@@ -5,9 +5,11 @@ y = w * n.to(dtype)         "llama": Llama, Mistral, Qwen
 y = (w * n).to(dtype)       "torch": F.rms_norm, GPT-OSS
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from deepwell.engine import functional
@@ -24,6 +26,7 @@ from deepwell.engine.passes.match import (
     skip,
     value_of,
 )
+from deepwell.kernels.select import on_real_tensors
 
 
 def rewrite_rms_norm(graph: fx.Graph) -> int:
@@ -43,9 +46,22 @@ def _from_function(graph: fx.Graph, node: fx.Node) -> bool:
     weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
     if weight is None or not runs_in_kernels(x) or not runs_in_kernels(weight) or len(tuple(shape)) != 1:
         return False
-    eps = torch.finfo(value_of(x).dtype).eps if eps is None else eps
+    eps = _own_eps(value_of(x).dtype, value_of(x).device.type) if eps is None else eps
     _insert(graph, node, x, weight, eps, "torch")
     return True
+
+
+@lru_cache(maxsize=16)
+def _own_eps(dtype: torch.dtype, device: str) -> float:
+    """What `F.rms_norm` takes where a model gives no eps: the dtype's or float32's, asked of torch itself.
+
+    The documentation says the dtype's; torch 2.13 takes float32's for bf16 and fp16, on a CPU at least.
+    """
+    size = 2.0**-10
+    with on_real_tensors():
+        y = F.rms_norm(torch.full((8,), size, dtype=dtype, device=device), (8,))[0].item()
+    known = (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return min(known, key=lambda eps: abs(y - size * (size**2 + eps) ** -0.5))
 
 
 def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
