@@ -248,6 +248,16 @@ def test_a_fresh_process_finds_a_function_by_its_file_and_may_crash_or_hang():
         assert proof.reason == reason
 
 
+def test_a_fresh_process_holds_a_kernel_to_the_floor_it_was_registered_for():
+    # Sums in a shorter accumulator have a floor of their own; a process that did not know would set the kernel aside.
+    registry = KernelRegistry()
+    registry.register("short", user_kernels.fp8_right, precision="fp8", op="fp8_gemm", fast=True, min_size=64)
+    candidate = registry.users()[0]
+    found = isolate._find(json.loads(json.dumps(isolate._address(candidate))))
+    told_apart = ("name", "op", "precision", "origin", "min_size", "fast", "prepare")
+    assert all(getattr(found, name) == getattr(candidate, name) for name in told_apart)
+
+
 def test_built_in_candidates_are_found_by_name():
     address = isolate._address(KernelRegistry().candidate("gemm", "torch_fp32"))
     assert address["built_in"] and isolate._find(address).name == "torch_fp32"
@@ -308,6 +318,8 @@ DAMAGES = {
     "a list": lambda text: "[]",
     "no verdicts": lambda text: text.replace('"verdicts"', '"verdict"'),
     "a kernel set aside": lambda text: text.replace('"kernel": "right"', '"kernel": "wrong"'),
+    "a time in words": lambda text: re.sub(r'"us": [0-9.]+', '"us": "soon"', text),
+    "a proof in words": lambda text: re.sub(r'"sqnr_db": [0-9.]+', '"sqnr_db": "fine"', text),
     "bytes": lambda text: "\x00\xff",
 }
 
@@ -327,6 +339,15 @@ def test_a_damaged_or_foreign_cache_is_logged_and_rebuilt(damage, caplog):
     assert "kernels are measured again" in caplog.text
     data = json.loads(path.read_text())
     assert data["schema"] == 1 and data["identity"] == list(choice_cache.identity("cpu"))
+
+
+def test_an_entry_of_another_kind_is_no_choice_and_no_figure():
+    cache = choice_cache.ChoiceCache(device="cpu")
+    cache.keep_figures("both", {"us": 1.0})
+    assert cache.choice("both", []) is None
+    candidates = registry_of(user_kernels.right).users()
+    cache.keep_choice("both", candidates, registry_of(user_kernels.right).choose(problem()))
+    assert cache.figures("both") is None
 
 
 def test_without_a_folder_to_write_to_everything_works(monkeypatch, tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""Keeps proofs and choices of kernels on disk: one JSON file per device, torch, triton and driver.
+"""Keeps proofs and choices of kernels on disk: one JSON file per device, torch, triton and CUDA.
 
 It lies beside the other caches (`hardware.cache.cache_dir`). What it says of a candidate holds for the sources that it
 names, by their hash; a choice holds for the very set of candidates that competed. A file that is corrupt, of another
@@ -82,7 +82,7 @@ class ChoiceCache:
         """The choice among exactly these candidates, or None."""
         self._read()
         found = self.choices.get(key)
-        if found is None or found["candidates"] != _keys(competitors):
+        if found is None or found.get("candidates") != _keys(competitors):
             return None
         return Choice.from_dict({**found["choice"], "how": "cached"})
 
@@ -96,7 +96,7 @@ class ChoiceCache:
         """Other measurements that are kept beside the choices (`would_gain`)."""
         self._read()
         found = self.choices.get(key)
-        return None if found is None else dict(found["figures"])
+        return None if found is None or "figures" not in found else dict(found["figures"])
 
     def keep_figures(self, key: str, figures: dict[str, float]) -> None:
         self.choices[key] = {"figures": figures}
@@ -168,13 +168,18 @@ def _checked(data: Any, expected: tuple[str, ...]) -> dict[str, Any]:
         raise ConfigError("proofs or choices are missing")
     try:
         for proof in proofs.values():
-            if not isinstance(Proof(**proof).reason, str):
-                raise ConfigError("a proof whose reason is no text")
+            kept = Proof(**proof)
+            if not isinstance(kept.reason, str) or not _is_figure(kept.sqnr_db):
+                raise ConfigError("a proof whose reason is no text or whose dB are no number")
         for entry in choices.values():
             _check_entry(entry)
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"an entry is damaged: {error}") from error
     return data
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _check_entry(entry: Any) -> None:
@@ -184,5 +189,8 @@ def _check_entry(entry: Any) -> None:
             raise ConfigError("a measurement that is no time")
         return
     choice = Choice.from_dict(entry["choice"])
+    figures = [figure for verdict in choice.verdicts for figure in (verdict.us, verdict.sqnr_db)]
+    if not all(map(_is_figure, (choice.us, *figures))):
+        raise ConfigError("a choice whose times or dB are no numbers")
     if choice.kernel not in choice.ranking() or not all(isinstance(key, str) for key in entry["candidates"]):
         raise ConfigError("a choice of a kernel that was set aside")

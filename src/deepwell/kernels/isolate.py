@@ -82,6 +82,7 @@ def _address(candidate: Candidate) -> dict[str, Any] | None:
         "op": candidate.op,
         "precision": candidate.precision,
         "min_size": candidate.min_size,
+        "fast": candidate.fast,
     }
     if candidate.origin != "user":
         return {**common, "built_in": True}
@@ -144,6 +145,7 @@ def _find(request: dict[str, Any]) -> Candidate:
         op=request["op"],
         precision=request["precision"],
         min_size=request["min_size"],
+        fast=request["fast"],
         origin="user",
         fn=_load(*request["fn"]),
         prepare=_load(*request["prepare"]) if request["prepare"] else None,
