@@ -88,9 +88,9 @@ def test_the_transform_and_its_inverse_are_the_formats_own(device) -> None:
 def test_the_transform_compiles_for_gpus_without_spilling(arch, inverse) -> None:
     arguments = {
         "x_ptr": torch.float32 if inverse else torch.bfloat16,
-        "signs_ptr": torch.float32,
         "out_ptr": torch.float32 if inverse else torch.bfloat16,
         "N": "i32",
+        "MINUS": 0b1010_0110_0000_1101,
         "INVERSE": inverse,
         "ROWS": module._ROWS,
     }

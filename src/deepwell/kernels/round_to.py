@@ -11,16 +11,13 @@ Cost: memory bound. Bytes per element (bf16 in, fp32 out): mxfp8 about 16, nvfp4
 # Shapes: T rows, K columns (the contraction), C scale blocks of a row.
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deepwell.formats.elements import decode, decode_e8m0
+from deepwell.formats.elements import decode_e8m0
 from deepwell.formats.hadamard import SIZE, check_signs
 from deepwell.formats.quantize import quantize
-from deepwell.formats.spec import E2M1
 from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize_mx import MX_BLOCK, NV_BLOCK, quantize_mxfp8, quantize_nvfp4
 
@@ -46,13 +43,13 @@ def _stage(x, ROWS: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def _hadamard_kernel(x_ptr, signs_ptr, out_ptr, N, INVERSE: tl.constexpr, ROWS: tl.constexpr):
-    """Transforms ROWS of the N runs of sixteen, or undoes it."""
+def _hadamard_kernel(x_ptr, out_ptr, N, MINUS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr):
+    """Transforms ROWS of the N runs of sixteen, or undoes it. Bit i of MINUS: sign i is -1."""
     run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = run[:, None] * 16 + tl.arange(0, 16)[None, :]
     live = (run < N)[:, None]
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
-    signs = tl.load(signs_ptr + tl.arange(0, 16))[None, :]
+    signs = 1.0 - 2.0 * ((MINUS >> tl.arange(0, 16)) & 1).to(tl.float32)[None, :]
     if not INVERSE:
         x = x * signs
     x = _stage(x, ROWS, 1)
@@ -111,7 +108,7 @@ def _round_mxfp8(x_TK: Tensor) -> Tensor:
 def _round_nvfp4(x_TK: Tensor, is_square: bool, random_bits: Tensor | None) -> Tensor:
     t, k = x_TK.shape
     q, scale, global_scale = quantize_nvfp4(x_TK, square=is_square, swizzled=False, random_bits=random_bits)
-    values = F.embedding(q.int(), _pairs(x_TK.device)).view(t, k)
+    values = _unpacked(q)
     scales = scale.float()
     if is_square:
         grouped, scales = values.view(-1, NV_BLOCK, k // NV_BLOCK, NV_BLOCK), scales[:, None, :, None]
@@ -125,20 +122,19 @@ def _round_nvfp4(x_TK: Tensor, is_square: bool, random_bits: Tensor | None) -> T
 def _transform(x_TK: Tensor, signs: tuple[int, ...], *, inverse: bool) -> Tensor:
     out = torch.empty_like(x_TK)
     runs = x_TK.numel() // SIZE
+    minus = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
     with on_device(x_TK):
         _hadamard_kernel[(triton.cdiv(runs, _ROWS),)](
-            x_TK, _signs(signs, x_TK.device), out, runs, INVERSE=inverse, ROWS=_ROWS, num_warps=4
+            x_TK, out, runs, MINUS=minus, INVERSE=inverse, ROWS=_ROWS, num_warps=4
         )
     return out
 
 
-@lru_cache(maxsize=64)
-def _signs(signs: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(signs, dtype=torch.float32, device=device)
+def _unpacked(q: Tensor) -> Tensor:
+    """The two E2M1 numbers of every packed byte, the low half first.
 
-
-@lru_cache(maxsize=64)
-def _pairs(device: torch.device) -> Tensor:
-    """The two E2M1 numbers of every packed byte, the low half first."""
-    byte = torch.arange(256, dtype=torch.int32)
-    return decode(torch.stack((byte & 15, byte >> 4), dim=1).to(torch.uint8), E2M1).to(device)
+    Bits s eem of E2M1 are E5M2's s 000ee m0 times 2^14, subnormals too. (No table: a tensor that is kept from call to
+    call must not come from the memory of a recorded CUDA graph, and the first call may be the recording.)
+    """
+    nibbles = torch.stack((q & 15, q >> 4), dim=-1).flatten(-2)
+    return (((nibbles & 8) << 4) | ((nibbles & 7) << 1)).view(torch.float8_e5m2).float().mul_(2.0**14)
