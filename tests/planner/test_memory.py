@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from deepwell.engine.dryrun_plan import given_plan
 from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
+from deepwell.hardware.names import named_hardware
 from deepwell.planner.estimate import read_job
 from deepwell.planner.estimate_values import StageMemory
 from deepwell.planner.layout import Layout, Offload, Recompute
@@ -14,6 +16,7 @@ from deepwell.planner.rank_memory import rank_memory
 from deepwell.planner.schedule import peak_live
 from deepwell.planner.shard import Sizes, local_block
 from deepwell.planner.stack import get_stack
+from deepwell.planner.step_memory import memory_timeline
 from deepwell.planner.workload import Lora, Workload
 
 # GPT 22B of arXiv 2205.05198, table 3: 48 layers, hidden 6144, 64 heads, sequence 2048.
@@ -127,3 +130,28 @@ def test_routing_imbalance_grows_the_experts_activations() -> None:
     sizes = [dict(rank_memory(read_job(work, layout, stack), 0).activations) for work in (even, busy)]
     assert sizes[1]["experts"] > 1.3 * sizes[0]["experts"]
     assert sizes[1]["attention"] == sizes[0]["attention"]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp8"])
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+def test_deepwells_estimate_and_its_timeline_have_the_same_peak(model: str, policy: str) -> None:
+    # What is planned must be what the dry run shows: played action by action, the sum may not be exceeded, and in a
+    # pipeline, where the sum takes every rank's gradients and activations at their most, it may be a little over.
+    ir = IR.from_config(published_config(model), dtype="bf16")
+    hw = named_hardware("2x8xH100")
+    for layout in (
+        Layout(dp=16),
+        Layout(dp=16, sharding="zero3"),
+        Layout(dp=16, sharding="zero2", micro_batch=4),  # one micro-batch: gradients come when activations go
+        Layout(dp=16, recompute=Recompute(kind="block", layers=8)),
+        Layout(dp=8, pp=2, recompute=Recompute(kind="full")),
+        Layout(dp=4, pp=4, schedule="interleaved", virtual_stages=2),
+        Layout(dp=4, pp=4, schedule="zbv", virtual_stages=2),
+        Layout(dp=4, pp=4, schedule="dualpipev", virtual_stages=2, sharding="zero2"),
+        Layout(dp=4, pp=4, schedule="zero_bubble"),
+    ):
+        work = Workload(ir=ir, seq_len=4096, global_batch=64, policy=policy)
+        plan = given_plan(work, hw, layout, get_stack("deepwell"))
+        summed = max(stage.allocated for stage in plan.estimate.memory)
+        played = max(line.peak.allocated for line in memory_timeline(plan))
+        assert played * (1 - 1e-6) <= summed <= played * 1.02, str(layout)

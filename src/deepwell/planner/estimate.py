@@ -10,8 +10,10 @@ together. Equations and constants stand in docs/planner.md.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
@@ -20,6 +22,7 @@ from deepwell.planner.comm import Network, all_reduce_s, gather_s
 from deepwell.planner.cost import optimizer_s
 from deepwell.planner.efficiency import Device, GpuConstants, device
 from deepwell.planner.estimate_values import GIB, PARTS, Estimate, StageMemory
+from deepwell.planner.keeps import Keeps
 from deepwell.planner.layout import Layout
 from deepwell.planner.memory import BytesPerParam, saved_bytes
 from deepwell.planner.rank_memory import rank_memory, rank_params, shards, trained_share
@@ -80,6 +83,8 @@ class Job:
     kernel: str
     dropout: bool
     loss: str
+    # Answers found once for all ranks; not an argument, so that `replace` starts afresh.
+    known: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def rank_stages(self, rank: int) -> list[int]:
         """Virtual stages of a pipeline rank: looped, or folded in a V."""
@@ -105,13 +110,14 @@ def estimate(
     stack = stack or deepwell_stack()
     if layout.gpus != hw.num_gpus:
         raise ConfigError(f"layout needs {layout.gpus} GPUs ({layout}); {hw.name} has {hw.num_gpus}")
-    job = read_job(workload, layout, stack)
+    keeps = Keeps.of_stack(stack.name)
+    job = read_job(workload, layout, keeps.applied_to(stack))
     dev = device(hw.gpus[0], constants)
     net = Network.of(hw, dev.constants, stack.constants.comm_scale, stack.constants.network_scale)
     seconds = step_seconds(job, dev, net, hw, simulate=simulate)
     step = sum(seconds.values())
     tokens = workload.tokens_per_step
-    flops = workload.ir.train_flops(1, workload.seq_len) * workload.global_batch
+    flops = workload.flops_per_sequence * workload.global_batch
     bf16 = dev.rate("bf16") / dev.constants.gemm_bf16
     return Estimate(
         step_s=step,
@@ -120,7 +126,7 @@ def estimate(
         mfu_bf16=flops / layout.gpus / step / bf16,
         mfu_weighted=_ideal_s(job, hw) / step,
         model_flops_per_token=flops / tokens,
-        memory=tuple(rank_memory(job, rank) for rank in range(layout.pp)),
+        memory=tuple(rank_memory(job, rank, keeps) for rank in range(layout.pp)),
         limit_gib=(hw.memory_bytes or 0) / GIB,
         tier=dev.tier,
         error_band=_BANDS[dev.tier],
@@ -141,6 +147,7 @@ def _ideal_s(job: Job, hw: Hardware) -> float:
     bf16 = gpu.peak_tflops("bf16") or gpu.peak_tflops("fp32")
     assert bf16 is not None  # device() has refused a GPU without one
 
+    @functools.cache
     def peak(fmt: str) -> float:
         own = gpu.peak_tflops(fmt)
         return (own or bf16).value * 1e12

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
+from deepwell.planner.actions import SPLIT_BACKWARD, V_SHAPED, why_not
 from deepwell.planner.estimate_values import GIB, StageMemory
+from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, working_bytes
 from deepwell.planner.layout import Recompute
 from deepwell.planner.memory import backward_bytes, in_flight, saved_bytes
+from deepwell.planner.schedule import peak_live
 from deepwell.planner.shard import HALF
 
 if TYPE_CHECKING:
-    from deepwell.planner.estimate import Job
+    from deepwell.planner.estimate import Job, Stage
 
 # CUDA context, cuBLAS and cuDNN handles; NCCL keeps buffers for each communicator of a rank.
 _CONTEXT = 0.9 * GIB
@@ -22,8 +27,8 @@ _WORKSPACE = 0.25 * GIB
 LOGIT_BYTES = {"fused": 2.0, "compiled": 6.0, "te": 8.0, "megatron": 14.0, "unfused": 14.0}
 
 
-def rank_memory(job: Job, rank: int) -> StageMemory:
-    """What one GPU of pipeline rank `rank` holds."""
+def rank_memory(job: Job, rank: int, keeps: Keeps | None = None) -> StageMemory:
+    """What one GPU of pipeline rank `rank` holds at its peak; with an engine's habits, at the moment they make one."""
     layout = job.layout
     stages = job.rank_stages(rank)
     dense, expert = rank_params(job, stages)
@@ -37,17 +42,16 @@ def rank_memory(job: Job, rank: int) -> StageMemory:
     activations, transient = _activations(job, rank)
     logits = _logits(job) if any(job.stages[i].has_tail for i in stages) else 0.0
     buffers = _gathered(job) if weights_split else 0.0
-    is_low = any(g.is_low for block in job.blocks for g in block.gemms)
     copies = 0.0
     has_copies = job.stack.switch("weight_copies", "on") == "on" and job.stack.switch("fp8_params", "off") == "off"
-    if is_low and not weights_split and has_copies:
+    if has_copies and not weights_split and any(g.is_low for block in job.blocks for g in block.gemms):
         # Row and column copies beside the bf16 weights; where the weights themselves are FP8 these are the weights.
         copies = 2.0 * (dense + expert)
     groups = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
     # Long-lived buffers pack well; activations come and go in many sizes and leave holes.
     held = sum(activations.values()) * (1 - layout.offload.activations)
     fragmentation = job.stack.constants.holes * held
-    return StageMemory(
+    found = StageMemory(
         stage=rank,
         params=(state if weights_split else dense + expert) * per.weight,
         master=trained * state * per.master * (1 - kept),
@@ -61,6 +65,39 @@ def rank_memory(job: Job, rank: int) -> StageMemory:
         context=_CONTEXT + _NCCL_PER_GROUP * groups,
         fragmentation=fragmentation,
     )
+    return found if keeps is None or not keeps.fuses_head else _at_its_peak(job, found, keeps)
+
+
+def _at_its_peak(job: Job, memory: StageMemory, keeps: Keeps) -> StageMemory:
+    """The same where head and loss run in chunks and gradients come late: the fullest of a step's moments."""
+    stages = job.rank_stages(memory.stage)
+    head = head_bytes(job, keeps, memory.logits)
+    working = max(_working(job, number, keeps) for number in stages)
+    # The fused head makes its weight's gradient whole, however the others are sharded.
+    whole = head.weight_gradient if memory.logits else 0.0
+    each = memory.grads / max(1.0, sum(rank_params(job, stages)))
+    memory = replace(memory, grads=memory.grads + max(0.0, whole - each * job.tail.dense_params))
+    moments = [(0.0, working, whole)]
+    if memory.logits:
+        moments += [(head.forward, 0.0, 0.0), (head.backward, 0.0, whole)]
+    logits, work, early = max(moments, key=lambda moment: moment[0] + moment[1])
+    if job.micro_batches > 1 or job.layout.pp > 1 or not keeps.late_gradients:
+        return replace(memory, logits=logits, workspace=work + LIBRARIES)
+    # One micro-batch: nearly no gradients while its activations stand, and nearly no activations with all gradients.
+    logits, work, early = max(moments, key=sum)
+    if memory.activation_bytes + logits + work + early > memory.grads + working:
+        return replace(memory, logits=logits, workspace=work + LIBRARIES, grads=early)
+    layers = max(1, job.workload.ir.num_layers)
+    last = tuple((kind, size / layers) for kind, size in memory.activations)
+    return replace(memory, activations=last, logits=0.0, workspace=working + LIBRARIES)
+
+
+def _working(job: Job, number: int, keeps: Keeps) -> float:
+    stage = job.stages[number]
+    if ("working", stage) not in job.known:
+        sizes = [working_bytes(job.blocks[i], again, job, keeps) for i, again, _ in _counted(job, stage)]
+        job.known["working", stage] = max(sizes, default=0.0)
+    return float(job.known["working", stage])
 
 
 def rank_params(job: Job, stages: list[int]) -> tuple[float, float]:
@@ -100,26 +137,57 @@ def shards(job: Job) -> tuple[int, int]:
 
 def _activations(job: Job, rank: int) -> tuple[dict[str, float], float]:
     """Bytes kept by kind at the rank's peak, and the backward's working set."""
-    layout = job.layout
-    flight = in_flight(layout, job.micro_batches, rank) * layout.virtual_stages
-    stages = job.rank_stages(rank)
-    kept: dict[str, float] = {}
-    transient = 0.0
-    chosen = layout.recompute
+    held = [_held(job, number) for number in job.rank_stages(rank)]
+    sizes = [one.total for one in held]
+    live = max(_live(job, rank), key=lambda counts: sum(n * size for n, size in zip(counts, sizes, strict=True)))
+    total: dict[str, float] = {}
+    for count, one in zip(live, held, strict=True):
+        for kind, size in one.kept.items():
+            total[kind] = total.get(kind, 0.0) + count * size
+    return total, max(one.transient for one in held)
+
+
+class _Held(NamedTuple):
+    """What one stage keeps of one micro-batch, and the most that one of its backwards needs besides."""
+
+    kept: dict[str, float]
+    total: float
+    transient: float
+
+
+def _held(job: Job, number: int) -> _Held:
+    stage = job.stages[number]
+    if ("held", stage) not in job.known:
+        kept: dict[str, float] = {}
+        transient = 0.0
+        for index, choice, count in _counted(job, stage):
+            block = job.blocks[index]
+            for kind, size in saved_bytes(block, choice, job.kernel, job.dropout).items():
+                kept[kind] = kept.get(kind, 0.0) + count * size
+            transient = max(transient, backward_bytes(block, choice, job.kernel, job.dropout))
+        job.known["held", stage] = _Held(kept, sum(kept.values()), transient)
+    found: _Held = job.known["held", stage]
+    return found
+
+
+def _counted(job: Job, stage: Stage) -> Iterator[tuple[int, Recompute, int]]:
+    """The stage's layers by block and by what they recompute."""
+    chosen = job.layout.recompute
     light = Recompute() if chosen.kind == "block" else chosen
-    for index, block in enumerate(job.blocks):
-        redone = sum(job.stages[s].recomputed[index] for s in stages)
-        plain = sum(job.stages[s].counts[index] for s in stages) - redone
-        if redone + plain == 0:
-            continue
-        for choice, count in ((chosen, redone), (light, plain)):
-            if count:
-                # Virtual stages of a rank are equal up to a layer: each in-flight unit holds the mean of them.
-                share = count * flight / layout.virtual_stages
-                for kind, size in saved_bytes(block, choice, job.kernel, job.dropout).items():
-                    kept[kind] = kept.get(kind, 0.0) + size * share
-                transient = max(transient, backward_bytes(block, choice, job.kernel, job.dropout))
-    return kept, transient
+    for index, (count, again) in enumerate(zip(stage.counts, stage.recomputed, strict=True)):
+        for choice, layers in ((chosen, again), (light, count - again)):
+            if layers:
+                yield index, choice, layers
+
+
+def _live(job: Job, rank: int) -> tuple[tuple[float, ...], ...]:
+    """Micro-batches that each of the rank's stages holds in its heaviest moments."""
+    layout, m = job.layout, job.micro_batches
+    splits = layout.runs_as in SPLIT_BACKWARD or layout.runs_as in V_SHAPED
+    if layout.pp > 1 and splits and not why_not(layout.runs_as, layout.pp, m, layout.virtual_stages):
+        # Their stages hold different numbers, and nobody gives a formula: the actions are counted.
+        return peak_live(layout.runs_as, layout.pp, m, layout.virtual_stages)[rank]
+    return ((in_flight(layout, m, rank),) * layout.virtual_stages,)
 
 
 def _logits(job: Job) -> float:

@@ -101,6 +101,13 @@ class Workload:
                 counts[formats[0]] = counts.get(formats[0], 0) + len(variant.layers)
         return max(counts, key=lambda name: counts[name]) if counts else "bf16"
 
+    @property
+    def flops_per_sequence(self) -> float:
+        """Model flops of training on one sequence."""
+        if "flops" not in self._resolved:
+            self._resolved["flops"] = self.ir.train_flops(1, self.seq_len)
+        return float(self._resolved["flops"])
+
     def variants(self) -> tuple[Variant, ...]:
         """The IR's blocks split by the formats that the policy gives them at step 0; equal layers together."""
         if "variants" not in self._resolved:

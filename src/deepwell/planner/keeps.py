@@ -1,0 +1,109 @@
+"""What an engine holds on to between forward and backward, and the bytes that follow from it. Pure.
+
+It decides as much as the layout. Deepwell's engine makes norm outputs, activation outputs and FP8 codes again in the
+backward, and computes head and loss in chunks whose gradients are made in the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deepwell.planner.layout import Recompute
+from deepwell.planner.memory import backward_bytes, saved_bytes
+from deepwell.planner.shard import HALF, LocalBlock
+from deepwell.planner.stack import Stack
+
+if TYPE_CHECKING:
+    from deepwell.planner.estimate import Job
+
+# Bytes of logits that a fused head holds at a time: kernels/linear_cross_entropy.py, CHUNK_BYTES.
+_CHUNK_BYTES = 1 << 30
+# cuBLAS and cuDNN keep tens of megabytes inside torch's allocator on Hopper.
+LIBRARIES = 32 << 20
+_GATES = ("gate", "gate_up")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeps:
+    """What an engine holds on to between forward and backward."""
+
+    # Norm outputs, activation outputs and FP8 codes come again in the backward; None: as the stack's switches say.
+    remakes: bool | None = True
+    fuses_head: bool = True  # head and loss in chunks; their gradients are made in the forward
+    caches_weights: bool = False  # FP8 codes of the weights, 2 bytes each
+    late_gradients: bool = True  # gradients appear with the first backward; False: their buffers are always there
+    element_bytes: float = HALF  # of activations and gradients
+
+    @classmethod
+    def of_stack(cls, name: str) -> Keeps:
+        """Deepwell's own habits, or those of frameworks that keep what autograd saves and own gradient buffers."""
+        if name == "deepwell":
+            return cls()
+        return cls(remakes=None, fuses_head=False, late_gradients=False)
+
+    def applied_to(self, stack: Stack) -> Stack:
+        """The stack with the switches that these habits mean."""
+        if self.remakes is None:
+            return stack
+        # Where codes are made again from what is kept anyway, they themselves are not kept.
+        kept = {"compile": "on", "keeps_fp8": "off"} if self.remakes else {"compile": "off"}
+        return stack.with_switches(**kept, weight_copies=self.caches_weights)
+
+
+# ---- one layer ----
+
+
+def kept_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keeps) -> float:
+    """What one layer holds of one micro-batch between its forward and its backward."""
+    kept = sum(saved_bytes(block, recompute, job.kernel, job.dropout).values())
+    return kept * keeps.element_bytes / HALF
+
+
+def working_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keeps) -> float:
+    """The most that one layer's backward holds besides: gradients around the MLP's activation, and what it redoes."""
+    scale = keeps.element_bytes / HALF
+    downs = [gemm for gemm in block.gemms if gemm.part == "down"]
+    if not (keeps.remakes and downs):
+        return scale * backward_bytes(block, recompute, job.kernel, job.dropout)
+    inputs = 2 if any(gemm.part in _GATES for gemm in block.gemms) else 1
+    # The gradient of the activation's output, those of its inputs, the stream's, and the weight's that was just made.
+    widest = max(HALF * gemm.groups * ((1 + inputs) * gemm.m * gemm.k + gemm.k * gemm.n) for gemm in downs)
+    working = widest + block.input_bytes
+    if recompute.kind in ("full", "block"):
+        working += sum(saved_bytes(block, Recompute(), job.kernel, job.dropout).values())
+    return scale * working
+
+
+# ---- head and loss ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Bytes of head and loss of one micro-batch at the moments that matter."""
+
+    forward: float  # while the loss is computed
+    between: float  # from there to the backward, gradients of the weight apart
+    backward: float  # when the backward begins
+    weight_gradient: float  # made in the forward already
+
+
+def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
+    """Head and loss of one micro-batch; `logits` is what they hold where they are not fused."""
+    gemm = next((gemm for gemm in job.tail.gemms if gemm.role == "head"), None)
+    size = keeps.element_bytes
+    if gemm is None or not keeps.fuses_head or not logits:
+        whole = logits * size / HALF
+        return Head(forward=whole, between=whole, backward=whole, weight_gradient=0.0)
+    rows = max(1, int(_CHUNK_BYTES // (gemm.n * size)))
+    chunks = max(1, -(-int(gemm.m) // rows))
+    chunk = size * gemm.m / chunks * gemm.n
+    hidden, weight = size * gemm.m * gemm.k, size * gemm.n * gemm.k
+    if gemm.is_low:
+        # Logits and their gradient's codes of a chunk, all of that gradient transposed, both codes of the weight.
+        forward = 1.5 * chunk + gemm.m * gemm.n + 2.0 * gemm.n * gemm.k + 2 * hidden
+        return Head(forward=forward, between=hidden, backward=weight + 2 * hidden, weight_gradient=weight)
+    # The backward scales the gradients that the forward made: old and new stand beside each other.
+    return Head(
+        forward=chunk + weight + 2 * hidden, between=hidden, backward=weight + 2 * hidden, weight_gradient=weight
+    )
