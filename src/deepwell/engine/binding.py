@@ -6,7 +6,8 @@ report shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepwell.errors import UnsupportedError
@@ -106,6 +107,43 @@ def with_gains(bindings: Sequence[Binding], gains: Mapping[str, Gain]) -> tuple[
         else:
             rows.append(replace(row, binding="substitute", scheme="bf16", reason=gain.reason))
     return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragile:
+    """Signal to noise of one GEMM in its scheme against the same product in fp32, and the least it must have, in dB."""
+
+    path: str
+    gemm: str
+    scheme: str
+    sqnr_db: float  # NaN where NaN or infinity came out of finite numbers
+    floor_db: float
+
+    @property
+    def is_fragile(self) -> bool:
+        return not self.sqnr_db >= self.floor_db
+
+    @property
+    def reason(self) -> str:
+        if math.isnan(self.sqnr_db):
+            return f"fragile: {self.gemm} gives NaN or infinity"
+        return f"fragile: {self.gemm} {self.sqnr_db:.1f} dB below floor {self.floor_db:g} dB"
+
+
+def without_fragile(bound: Bound, checked: Iterable[Fragile]) -> Bound:
+    """Bindings that keep in bf16 what was found fragile in the very scheme that it is bound to."""
+    found = {(row.path, row.gemm, row.scheme): row for row in checked if row.is_fragile}
+    rows = []
+    for row in bound.bindings:
+        spoilt = found.get((row.path, row.gemm, row.scheme))
+        kept = row if spoilt is None else replace(row, binding="substitute", scheme="bf16", reason=spoilt.reason)
+        rows.append(kept)
+    parts: dict[str, list[str]] = {}
+    for row in rows:
+        parts.setdefault(row.path, []).append(row.scheme)
+    schemes = {path: "|".join(parts[path]) for path in bound.schemes}
+    kept_schemes = {path: scheme for path, scheme in schemes.items() if set(scheme.split("|")) != {"bf16"}}
+    return replace(bound, bindings=tuple(rows), schemes=kept_schemes)
 
 
 def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:

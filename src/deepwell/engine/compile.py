@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ def compile(  # noqa: A001 - the public name
     use_cutlass: bool = False,
     kernel_registry: KernelRegistry | None = None,
     measure: bool | None = None,
+    example_inputs: Any = None,
 ) -> Engine:
     """Bind kernels to the model behind `ir` and return an engine that is called like it.
 
@@ -62,7 +64,9 @@ def compile(  # noqa: A001 - the public name
     once for a step, however many micro-batches it has.
     `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
     `use_cutlass` lets Deepwell's own compete, CUTLASS among them. `measure` keeps layers in bf16 where FP8 would not be
-    faster on this GPU (with "strict": raises); by default with "safe". `hw` describes the machine to run on; the engine
+    faster on this GPU (with "strict": raises); by default with "safe". `example_inputs` is one batch as the model
+    takes it (a dict of keyword arguments, a tuple or a tensor): GEMMs that their formats would spoil on it stay in bf16
+    (with "strict": raises), see `Engine.check_fragile`. `hw` describes the machine to run on; the engine
     always runs where the model is.
     """
     if isinstance(ir, nn.Module):
@@ -100,6 +104,8 @@ def compile(  # noqa: A001 - the public name
     engine = Engine(ir, bound, policy, options=first, device=str(device), bind_at=bind_at, plan=plan)
     if layers is not None:
         engine.recompute(LayerRecompute(ir, layers or None))
+    if example_inputs is not None:
+        engine.check_fragile(example_inputs, strict=fallback == "strict")
     return engine
 
 

@@ -14,13 +14,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Bound, with_gains
+from deepwell.engine.binding import Bound, Fragile, with_gains, without_fragile
 from deepwell.engine.experts_choice import GroupedExperts
+from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.op_times import measure_calls
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.engine.report import EngineReport
 from deepwell.engine.weight_cache import WeightCache
-from deepwell.errors import ConfigError
+from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
@@ -76,6 +77,7 @@ class Engine(nn.Module):
         self.__dict__["device_type"] = _device_type(model)
         self.__dict__["breaks"] = {}
         self.__dict__["_recompute"] = None
+        self.__dict__["_fragile"] = {}
         self.__dict__["_experts"] = GroupedExperts(model)
         self.__dict__["_bind_at"], self.__dict__["_phases"] = bind_at, {}
         self.__dict__["_changes"] = policy.changes(ir) if bind_at is not None else ()
@@ -94,8 +96,31 @@ class Engine(nn.Module):
             self._enter(span, *self._bind_at(span))
         return self
 
+    def check_fragile(self, batch: Any, *, strict: bool = False, floor_db: float | None = None) -> FragileReport:
+        """Keep in bf16 what the formats of this step would spoil, by one batch of the model as it was written.
+
+        `batch` is a dict of keyword arguments (with labels, so that there is a loss), a tuple of arguments or a tensor.
+        Each GEMM whose signal to noise is below the floor of its formats (`floor_db` replaces them) stays in bf16 from
+        the next call on, with that reason in the report; `strict` raises UnsupportedError instead.
+        """
+        bound = self.bound if self._bind_at is None else self._bind_at(self.step)[0]
+        with self._experts.applied():
+            found = check_fragile(self.model, bound, batch, floor_db=floor_db)
+        if strict and found.fragile:
+            first = found.fragile[0]
+            more = f" and {len(found.fragile) - 1} more" if len(found.fragile) > 1 else ""
+            raise UnsupportedError(f"{first.path}: {first.scheme} is {first.reason}{more}; fallback='safe' keeps bf16")
+        keys = {(row.path, row.gemm, row.scheme): row for row in found.rows}
+        self.__dict__["_fragile"] = {**self._fragile, **keys}
+        self._enter(self.step, bound, self.options)
+        return found
+
     def _enter(self, step: int, bound: Bound, options: BackendOptions) -> None:
         """Make the bindings of a span of steps the engine's own; equal schemes share one compiled model."""
+        checked: dict[object, Fragile] = self._fragile
+        if checked:
+            bound = without_fragile(bound, checked.values())
+            options = options.for_schemes(bound.schemes)
         key = tuple(sorted(bound.schemes.items()))
         if key not in self._phases:
             self._phases[key] = (options, torch.compile(self.model, backend=_backend(options)))
@@ -125,7 +150,7 @@ class Engine(nn.Module):
             bind_at=None if self._bind_at is None else bind_at,
             plan=self.plan,
         )
-        new.__dict__["step"] = self.step
+        new.__dict__["step"], new.__dict__["_fragile"] = self.step, dict(self._fragile)
         if self._recompute is not None:
             new.recompute(LayerRecompute(new.ir, len(self._recompute.paths)))
         memo[id(self)] = new

@@ -1,0 +1,176 @@
+"""Which GEMMs a low-precision format would spoil: one batch of the model as it was written, each product done twice.
+
+    fwd    x w^T       dgrad    dy w       wgrad    dy^T x
+
+Operands are those of the model's own forward and backward in its own dtype. Each product that has a scheme is computed
+as the engine would and once more in fp32; the signal to noise between the two, in dB, must reach the floor of its
+formats (docs/numerics.md: 27 for E4M3 and MXFP8, 24 where a side is E5M2, 14 for FP4). Below it, or where NaN or
+infinity comes out of finite numbers, the GEMM is fragile. Outliers that leave nothing of the others under one scale,
+and sums that cancel, are what it finds.
+
+Cost: one forward and backward, six products more a linear, and an input that is kept until its gradient comes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepwell.engine.binding import Bound, Fragile
+from deepwell.engine.functional import low_precision_linear
+from deepwell.engine.schemes import STEPS, GemmScheme, parse_scheme
+from deepwell.errors import ConfigError
+from deepwell.formats.metrics import sqnr_db
+from deepwell.formats.spec import E2M1, E4M3, E5M2, get_format
+from deepwell.kernels.proof import FLOORS_DB
+
+# By element of the coarser operand.
+_FLOORS = {E4M3: 27.0, E5M2: 24.0, E2M1: 14.0}
+_OTHER_FLOOR = FLOORS_DB["mxfp6"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragileReport:
+    """Every GEMM that was checked, and paths that could not be."""
+
+    rows: tuple[Fragile, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def fragile(self) -> tuple[Fragile, ...]:
+        return tuple(row for row in self.rows if row.is_fragile)
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(asdict(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> FragileReport:
+        try:
+            data = json.loads(text)
+            return cls(rows=tuple(Fragile(**row) for row in data["rows"]), skipped=tuple(data["skipped"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"not a report of fragile GEMMs: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        out = [f"{len(self.fragile)} of {len(self.rows)} GEMMs are fragile on this batch"]
+        out += [f"  {row.path} {row.reason}" for row in self.fragile]
+        if self.skipped:
+            out.append(f"  not checked: {', '.join(self.skipped)}")
+        return "\n".join(out)
+
+
+def check_fragile(model: nn.Module, bound: Bound, batch: Any, *, floor_db: float | None = None) -> FragileReport:
+    """Run one batch through the model as it was written and check every linear that has a scheme.
+
+    `batch` is a dict of keyword arguments, a tuple of arguments or one tensor. Gradients come from the model's loss
+    (`.loss` of its output, or an output of one number); without one only the forward is checked. Parameters' gradients
+    and random states stay as they were. `floor_db` replaces the formats' own floors. Raises ConfigError where the
+    model itself gives NaN or infinity.
+    """
+    probe = _Probe(floor_db=floor_db)
+    modules = dict(model.named_modules())
+    skipped = []
+    handles = []
+    for path, scheme in bound.schemes.items():
+        module = modules.get(path)
+        if module is None or not isinstance(getattr(module, "weight", None), Tensor) or module.weight.dim() != 2:
+            skipped.append(f"{path} (no linear module)")
+            continue
+        handles.append(module.register_forward_hook(probe.hook(path, scheme)))
+    devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+            _run(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    met = {row.path for row in probe.rows.values()}
+    skipped += [f"{path} (did not run)" for path in bound.schemes if path in modules and path not in met]
+    order = {(path, step): i for i, (path, step) in enumerate((p, s) for p in bound.schemes for s in STEPS)}
+    rows = sorted(probe.rows.values(), key=lambda row: order[row.path, row.gemm])
+    return FragileReport(rows=tuple(rows), skipped=tuple(skipped))
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    """Forward and, where there is a loss, backward; gradients of parameters are made and dropped."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad and trained:
+        if not bool(loss.isfinite()):
+            raise ConfigError(f"the loss of this batch is {float(loss)} in the model's own dtype; check another batch")
+        torch.autograd.grad(loss, trained, allow_unused=True)
+
+
+class _Probe:
+    """Collects the worst signal to noise of each GEMM while the model runs."""
+
+    def __init__(self, *, floor_db: float | None) -> None:
+        self.floor_db = floor_db
+        self.rows: dict[tuple[str, str], Fragile] = {}
+
+    def hook(self, path: str, scheme: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            x = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+            # Conv1D keeps its weight [K, N].
+            w_NK = weight.detach() if isinstance(module, nn.Linear) else weight.detach().T
+            if not x.numel():
+                return
+            with torch.no_grad():
+                y = low_precision_linear(x, [w_NK], None, scheme)
+                self._add(path, scheme, "fwd", x.float() @ w_NK.float().T, y)
+            if isinstance(output, Tensor) and output.requires_grad:
+                wants = (bool(inputs[0].requires_grad), weight.requires_grad)
+                output.register_hook(lambda dy: self._backward(path, scheme, (x, w_NK, dy), wants))
+
+        return after
+
+    def _backward(self, path: str, scheme: str, operands: Iterable[Tensor], wants: tuple[bool, bool]) -> None:
+        x, w_NK, dy = operands
+        dy = dy.detach().reshape(-1, dy.shape[-1])
+        with torch.enable_grad():
+            x_leaf, w_leaf = x.clone().requires_grad_(), w_NK.clone().requires_grad_()
+            y = low_precision_linear(x_leaf, [w_leaf], None, scheme)
+            dx, dw = torch.autograd.grad(y, (x_leaf, w_leaf), dy)
+        if wants[0]:
+            self._add(path, scheme, "dgrad", dy.float() @ w_NK.float(), dx)
+        if wants[1]:
+            self._add(path, scheme, "wgrad", dy.float().T @ x.float(), dw)
+
+    def _add(self, path: str, scheme: str, step: str, wanted: Tensor, got: Tensor) -> None:
+        how: GemmScheme = getattr(parse_scheme(scheme), step)
+        if how.method == "bf16":
+            return
+        if not bool(wanted.isfinite().all()):
+            raise ConfigError(f"{path} {step} is not finite in the model's own dtype; check another batch")
+        decibels = sqnr_db(wanted, got)
+        row = Fragile(
+            path=path,
+            gemm=step,
+            scheme=scheme.split("|")[STEPS.index(step)],
+            sqnr_db=decibels,
+            floor_db=self.floor_db if self.floor_db is not None else floor_of(how),
+        )
+        known = self.rows.get((path, step))
+        if known is None or not known.sqnr_db <= row.sqnr_db:  # NaN is the worst
+            if known is None or not math.isnan(known.sqnr_db):
+                self.rows[path, step] = row
+
+
+def floor_of(how: GemmScheme) -> float:
+    """The floor in dB of a GEMM's product against the high-precision one, by its operands' elements."""
+    if how.format is None:
+        return _FLOORS[E4M3]  # fp8_row
+    elements = [get_format(side.format).element for side in (how.format.lhs, how.format.rhs)]
+    return min(_FLOORS.get(element, _OTHER_FLOOR) for element in elements if element is not None)

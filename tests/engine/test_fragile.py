@@ -1,0 +1,205 @@
+"""GEMMs that a format would spoil on a batch stay in bf16, measured and with the figures in the report."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import deepwell as dw
+from deepwell.engine.binding import Fragile
+from deepwell.engine.fragile import FragileReport
+from deepwell.errors import ConfigError, UnsupportedError
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def _llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=64))
+
+
+def _with_an_outlier(model):
+    """One channel of every token is 2^30 times the others, and layer 0's q_proj does not read it."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 2.0**-30
+        model.model.embed_tokens.weight[:, 5] = 1.0
+        model.get_submodule(Q_PROJ).weight[:, 5] = 0
+        model.model.norm.eps = model.model.layers[0].input_layernorm.eps = 0.0
+    return model
+
+
+def _batch():
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _policy(kept=None):
+    # One scale per tensor: nothing but the outlier is left of x.
+    policy = dw.PrecisionPolicy("fp8")
+    if kept is not None:
+        policy.set_layer_precision(kept[0], "bf16", gemms=kept[1])
+    return policy
+
+
+def _bindings(engine, path):
+    return {row.gemm: row for row in engine.report().bindings if row.path == path}
+
+
+def test_a_gemm_that_its_format_spoils_stays_in_bf16_with_the_figures():
+    engine = dw.compile(dw.capture(_with_an_outlier(_llama())), precision_policy=_policy())
+    assert _bindings(engine, Q_PROJ)["fwd"].scheme != "bf16"
+    found = engine.check_fragile(_batch())
+    row = next(row for row in found.fragile if (row.path, row.gemm) == (Q_PROJ, "fwd"))
+    assert row.sqnr_db < 1 and row.floor_db == 27
+    bound = _bindings(engine, Q_PROJ)["fwd"]
+    assert (bound.scheme, bound.binding) == ("bf16", "substitute")
+    assert bound.reason == f"fragile: fwd {row.sqnr_db:.1f} dB below floor 27 dB"
+    assert bound.reason.split(" dB below")[0] in " ".join(str(engine.report()).split())
+    # Its neighbours read the outlier too: the others' loss does not show in their products.
+    assert _bindings(engine, Q_PROJ.replace("q_proj", "v_proj"))["fwd"].scheme != "bf16"
+
+
+def test_the_engine_then_computes_as_if_the_policy_had_said_so():
+    # The same model, once found fragile and once told.
+    batch = _batch()
+    told_rows = []
+    engine = dw.compile(dw.capture(_with_an_outlier(_llama())), precision_policy=_policy())
+    found = engine.check_fragile(batch)
+    policy = _policy()
+    for row in found.fragile:
+        policy.set_layer_precision(row.path, "bf16", gemms=row.gemm)
+        told_rows.append((row.path, row.gemm))
+    told = dw.compile(dw.capture(_with_an_outlier(_llama())), precision_policy=policy)
+    assert engine.bound.schemes == told.bound.schemes
+    losses = []
+    for each in (engine, told):
+        loss = each(**batch).loss
+        loss.backward()
+        losses.append((float(loss.detach()), each.model.get_submodule(Q_PROJ).weight.grad.clone()))
+    assert losses[0][0] == losses[1][0]
+    assert torch.equal(losses[0][1], losses[1][1])
+    assert (Q_PROJ, "fwd") in told_rows
+
+
+def test_example_inputs_check_when_the_engine_is_made_and_nothing_runs_without_them():
+    model = _with_an_outlier(_llama())
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    ir = dw.capture(model)
+    calls.clear()
+    plain = dw.compile(ir, precision_policy=_policy())
+    assert not calls and _bindings(plain, Q_PROJ)["fwd"].scheme != "bf16"
+    checked = dw.compile(ir, precision_policy=_policy(), example_inputs=_batch())
+    assert len(calls) == 1 and _bindings(checked, Q_PROJ)["fwd"].scheme == "bf16"
+    handle.remove()
+
+
+def test_strict_raises_instead():
+    engine = dw.compile(dw.capture(_with_an_outlier(_llama())), precision_policy=_policy())
+    with pytest.raises(UnsupportedError, match=r"fragile: .* dB below floor .*fallback='safe' keeps bf16"):
+        engine.check_fragile(_batch(), strict=True)
+    # What was asked for stays bound.
+    assert _bindings(engine, Q_PROJ)["fwd"].scheme != "bf16"
+
+
+# Conv1D keeps its weights transposed: taken the wrong way round no product would come near a floor.
+@pytest.mark.parametrize(
+    "make", [_llama, lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64, n_positions=32))]
+)
+def test_ordinary_numbers_are_not_fragile(make):
+    torch.manual_seed(0)
+    engine = dw.compile(dw.capture(make()), precision="mxfp8")
+    found = engine.check_fragile(_batch())
+    assert found.fragile == () and found.skipped == ()
+    assert {row.gemm for row in found.rows} == {"fwd", "dgrad", "wgrad"}
+    assert {row.path for row in found.rows} == set(engine.bound.schemes)
+
+
+def test_floors_are_those_of_the_formats():
+    engine = dw.compile(dw.capture(_llama()), precision_policy=_policy())
+    floors = {(row.gemm, row.floor_db) for row in engine.check_fragile(_batch()).rows}
+    # Gradients of FP8 by tensors are E5M2.
+    assert floors == {("fwd", 27.0), ("dgrad", 24.0), ("wgrad", 24.0)}
+    fp4 = dw.compile(dw.capture(_llama()), precision_policy=dw.PrecisionPolicy("nvfp4"))
+    assert {row.floor_db for row in fp4.check_fragile(_batch()).rows} == {14.0}
+
+
+def test_leaves_gradients_and_random_numbers_alone():
+    model = _llama()
+    engine = dw.compile(dw.capture(model), precision="mxfp8")
+    weight = model.get_submodule(Q_PROJ).weight
+    weight.grad = torch.ones_like(weight)
+    state = torch.get_rng_state()
+    engine.check_fragile(_batch())
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert model.lm_head.weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_a_loss_only_the_forward_is_checked():
+    engine = dw.compile(dw.capture(_llama()), precision="mxfp8")
+    found = engine.check_fragile({"input_ids": _batch()["input_ids"]})
+    assert {row.gemm for row in found.rows} == {"fwd"}
+
+
+def test_a_floor_of_ones_own_replaces_the_formats():
+    engine = dw.compile(dw.capture(_llama()), precision="mxfp8")
+    assert len(engine.check_fragile(_batch(), floor_db=60.0).fragile) == len(engine.bound.bindings) - 3  # but the head
+    assert engine.bound.schemes == {}
+    # A second look with the formats' floors takes it back.
+    assert engine.check_fragile(_batch()).fragile == ()
+    assert len(engine.bound.schemes) == 14
+
+
+def test_says_when_the_model_itself_is_not_finite():
+    model = _llama()
+    with torch.no_grad():
+        model.get_submodule(Q_PROJ).weight[0, 0] = math.inf
+    engine = dw.compile(dw.capture(model), precision="mxfp8")
+    with pytest.raises(ConfigError, match=r"q_proj fwd is not finite in the model's own dtype"):
+        engine.check_fragile(_batch())
+
+
+class Twice(nn.Module):
+    """One linear that runs twice, the second time on numbers that one scale cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        y = self.proj(x)
+        spoilt = torch.cat([x[:, :1] * 2.0**40, x[:, 1:]], dim=1)
+        return (y.square() + self.proj(spoilt).square()).sum()
+
+
+def test_a_linear_that_runs_twice_is_judged_by_its_worst_run():
+    torch.manual_seed(0)
+    model = Twice()
+    with torch.no_grad():
+        model.proj.weight[:, 0] = 0
+    x = torch.randn(16, 32)
+    engine = dw.compile(dw.capture(model, x), precision_policy=_policy(), example_inputs=x)
+    assert "fragile: fwd" in _bindings(engine, "proj")["fwd"].reason
+
+
+def test_prints_and_survives_json():
+    rows = (
+        Fragile(path="a", gemm="fwd", scheme="fp8_row", sqnr_db=14.04, floor_db=18.0),
+        Fragile(path="b", gemm="dgrad", scheme="fp8_row", sqnr_db=math.nan, floor_db=18.0),
+        Fragile(path="c", gemm="fwd", scheme="fp8_row", sqnr_db=18.0, floor_db=18.0),
+    )
+    report = FragileReport(rows=rows, skipped=("d (did not run)",))
+    assert [row.is_fragile for row in rows] == [True, True, False]
+    assert str(report).splitlines() == [
+        "2 of 3 GEMMs are fragile on this batch",
+        "  a fragile: fwd 14.0 dB below floor 18 dB",
+        "  b fragile: dgrad gives NaN or infinity",
+        "  not checked: d (did not run)",
+    ]
+    assert str(FragileReport.from_json(report.to_json())) == str(report)
+    with pytest.raises(ConfigError, match="not a report of fragile GEMMs"):
+        FragileReport.from_json("{}")
