@@ -181,6 +181,18 @@ def test_gradients_may_lie_as_attention_leaves_them(device):
         assert_bitwise_equal(got.q, wanted.q, "q")
 
 
+def test_heads_may_lie_more_than_two_to_the_31_elements_apart(device):
+    # [B, H, S, D] at 32 heads of 128 and half a million tokens. Of the memory between them nothing is touched.
+    apart = (1 << 30) + 8
+    x = torch.empty(2 * apart + 8, dtype=torch.bfloat16, device=device).as_strided((1, 1, 3, 8), (0, 0, apart, 1))
+    x.copy_(torch.arange(24).view(1, 1, 3, 8))
+    cos, sin = tables(1, 8, "half", torch.float32, device)
+    near = x.contiguous()
+    for backward in (False, True):
+        far = R.rope(x, cos, sin, backward=backward)
+        assert_bitwise_equal(far, R.rope(near, cos, sin, backward=backward))
+
+
 def test_merged_rows_may_be_a_slice_of_wider_ones(device):
     heads, qkv, _, cos, sin = make(SHAPES[0], device)
     wide = torch.cat((qkv, qkv), dim=-1)[..., : qkv.shape[-1]]

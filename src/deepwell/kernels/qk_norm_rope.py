@@ -232,7 +232,7 @@ def _head_gradients(
 ):  # fmt: skip
     """The gradients of one token's heads before their norm, rounded, and what they add to the weight's."""
     DTYPE: tl.constexpr = dy_row.dtype.element_ty
-    h = tl.arange(0, BLOCK_H)[None, :, None]
+    h = tl.arange(0, BLOCK_H)[None, :, None].to(tl.int64)
     is_live = live & (h < H)
     d1, d2 = _load_pairs(dy_row, h, stride_h, is_live, D, PAIRS, INTERLEAVED)
     x1, x2 = _load_pairs(x_row, h, D, is_live, D, PAIRS, INTERLEAVED)
@@ -326,7 +326,7 @@ def _backward_kernel(
         )  # fmt: skip
         dwk1 += a1
         dwk2 += a2
-        v = _load_rest(dv_ptr + b * stride_vb + s * stride_vs, hv, stride_vh, live_v, 0, D, BLOCK_D)
+        v = _load_rest(dv_ptr + b * stride_vb + s * stride_vs, hv.to(tl.int64), stride_vh, live_v, 0, D, BLOCK_D)
         if grad_ptr is not None:
             row = grad_ptr + t * W
             _store_pairs(row, hq, D, live_q, q1, q2, D, PAIRS, INTERLEAVED)

@@ -295,21 +295,22 @@ def _rope_kernel(
     b, s = (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
     t = t32.to(tl.int64)
 
-    hq = tl.arange(0, BLOCK_HQ)[None, :, None]
+    # 64 bits: heads before positions, the last one begins past 2^31 elements from half a million tokens on.
+    hq = tl.arange(0, BLOCK_HQ)[None, :, None].to(tl.int64)
     live_q = live & (hq < HQ)
     q_row = q_ptr + b * stride_qb + s * stride_qs
     q1, q2 = _load_pairs(q_row, hq, stride_qh, live_q, R, BLOCK_PAIRS, INTERLEAVED)
     if R < D:
         q3 = _load_rest(q_row, hq, stride_qh, live_q, R, D, BLOCK_REST)
     if k_ptr is not None:
-        hk = tl.arange(0, BLOCK_HK)[None, :, None]
+        hk = tl.arange(0, BLOCK_HK)[None, :, None].to(tl.int64)
         live_k = live & (hk < HK)
         k_row = k_ptr + b * stride_kb + s * stride_ks
         k1, k2 = _load_pairs(k_row, hk, stride_kh, live_k, R, BLOCK_PAIRS, INTERLEAVED)
         if R < D:
             k3 = _load_rest(k_row, hk, stride_kh, live_k, R, D, BLOCK_REST)
     if v_ptr is not None:
-        hv = tl.arange(0, BLOCK_HV)[None, :, None]
+        hv = tl.arange(0, BLOCK_HV)[None, :, None].to(tl.int64)
         live_v = live & (hv < HV)
         v = _load_rest(v_ptr + b * stride_vb + s * stride_vs, hv, stride_vh, live_v, 0, D, BLOCK_D)
 
