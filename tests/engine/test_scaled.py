@@ -14,6 +14,7 @@ from deepwell.bench.llama import Llama, LlamaConfig
 from deepwell.engine import functional
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Device, bind, with_gains
+from deepwell.engine.compile import unproven_formats
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.linear import find_linears
 from deepwell.engine.schemes import parse_scheme
@@ -267,6 +268,14 @@ def test_blocks_that_fail_their_self_check_are_rows_with_that_reason() -> None:
     ir = dw.capture(Two())
     with pytest.raises(UnsupportedError, match="self-check"):
         bind(ir, dw.PrecisionPolicy.recipe("fp8", scaling="1x128").resolve(ir), device, fallback="strict")
+
+
+def test_a_hopper_gpu_is_asked_for_its_proof_and_others_are_not(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr("deepwell.engine.compile.why_no_blocks", lambda device: asked.append(device) or "wrong by 3 dB")
+    gpu = torch.device("cuda", 0)
+    assert unproven_formats((9, 0), gpu) == (("fp8_1x128", "wrong by 3 dB"),) and asked == [gpu]
+    assert unproven_formats((8, 9), gpu) == () and asked == [gpu]
 
 
 @pytest.mark.parametrize("scaling", ["row", "1x128"])
