@@ -1,16 +1,21 @@
 """Exports use only names that the other engines publish, and say what the plan says."""
 
 import ast
+import inspect
 import re
 import shlex
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.planner import export_megatron, export_torchtitan
 from deepwell.planner.export_megatron import bridge_overrides, megatron_arguments, stage_string
 from deepwell.planner.export_torchtitan import MODELS, torchtitan_config
 from deepwell.planner.exports import export, published_names
+from deepwell.planner.layout import Offload
 from deepwell.planner.plan import Plan
 from deepwell.planner.search import autoplan
 
@@ -154,6 +159,58 @@ def test_what_an_engine_cannot_run_is_refused_with_what_to_plan_instead() -> Non
         export(unknown, "torchtitan")
     with pytest.raises(ConfigError, match="accepted: deepwell"):
         export(zbv, "jax")
+
+
+def literals(module: ModuleType) -> set[str]:
+    """Every string in the module's code, f-strings by their pieces, docstrings apart."""
+    tree = ast.parse(inspect.getsource(module))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = {
+        id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, documented) and isinstance(n.body[0], ast.Expr)
+    }
+    constants = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return {n.value for n in constants if id(n) not in docs}
+
+
+def test_no_name_that_the_code_could_write_is_missing_from_the_published_ones() -> None:
+    # Plans reach only some branches; the code itself has them all.
+    texts = literals(export_megatron)
+    flags = {word for text in texts for word in re.findall(r"--[a-z0-9][a-z0-9-]+", text)}
+    assert len(flags) > 50 and flags <= set(NAMES["megatron-lm"]["arguments"])
+    recompute = {text for text in texts if text.startswith("recompute_")}
+    assert {"--" + name.replace("_", "-") for name in recompute} <= set(NAMES["megatron-lm"]["arguments"])
+    allowed = {*NAMES["megatron-bridge"]["overrides"]}
+    sections = {text for text in texts if re.fullmatch(r"(model|train|ddp|dist|dataset|optimizer)\.[a-z0-9_]+", text)}
+    assert len(sections) > 15 and sections <= allowed
+    assert {f"model.{name}" for name in recompute} <= allowed
+    titan = literals(export_torchtitan)
+    arguments = {found[1] for text in titan if (found := re.match(r'([a-z_]+)="?$', text))}
+    assert len(arguments) > 8 and arguments <= set(NAMES["torchtitan"]["parallelism"])
+    training = {name for text in titan for name in re.findall(r"config\.training\.([a-z_]+)", text)}
+    assert len(training) == 5 and training <= set(NAMES["torchtitan"]["training"])
+    converters = {name for text in titan for name in re.findall(r"\w+Converter", text)}
+    assert len(converters) == 5 and converters <= set(NAMES["torchtitan"]["converters"])
+
+
+def test_what_the_optimizer_keeps_is_exported_or_refused(dense: Plan) -> None:
+    lean = replace(dense, workload=replace(dense.workload, optimizer="adamw_bf16_moments"))
+    found = parsed(megatron_arguments(lean))
+    assert set(found) <= set(NAMES["megatron-lm"]["arguments"])
+    assert (found["--exp-avg-dtype"], found["--exp-avg-sq-dtype"]) == ("bf16", "bf16")
+    assert "--use-precision-aware-optimizer" in found and "--exp-avg-dtype" not in parsed(megatron_arguments(dense))
+    with pytest.raises(UnsupportedError, match="adamw_bf16_moments"):
+        bridge_overrides(lean)
+    for name in ("muon", "sgd", "adamw_pure_bf16"):
+        other = replace(dense, workload=replace(dense.workload, optimizer=name))
+        with pytest.raises(UnsupportedError, match=name):
+            megatron_arguments(other)
+
+
+def test_activations_in_host_memory_are_not_dropped_in_silence(dense: Plan) -> None:
+    away = replace(dense, layout=replace(dense.layout, offload=Offload(activations=1.0)))
+    for target in ("megatron", "megatron-bridge"):
+        with pytest.raises(UnsupportedError, match="host memory"):
+            export(away, target)
 
 
 def test_deepwells_own_export_is_the_plan(dense: Plan) -> None:

@@ -25,6 +25,8 @@ _PRECISION = {
     "mxfp8": ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
     "nvfp4": ("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
 }
+# What the optimizer keeps, in Megatron's words: its precision-aware Adam has a dtype for each moment.
+_MOMENTS = {"adamw": None, "adamw_bf16_moments": "bf16", "adamw_8bit": "fp8"}
 _BRIDGE_PRECISION = {
     "bf16": "bf16_mixed",
     "fp8": "bf16_with_fp8_current_scaling_mixed",
@@ -36,12 +38,17 @@ _BRIDGE_PRECISION = {
 def megatron_arguments(plan: Plan) -> list[str]:
     """One argument with its value per entry, for `pretrain_gpt.py`; data, tokenizer, learning rate are the user's."""
     _check(plan)
-    return [*_model(plan), *_parallel(plan), *_batch(plan), *_precision(plan), *_memory(plan)]
+    return [*_model(plan), *_parallel(plan), *_batch(plan), *_precision(plan), *_memory(plan), *_optimizer(plan)]
 
 
 def bridge_overrides(plan: Plan) -> list[str]:
     """Overrides `section.name=value` for a Megatron-Bridge recipe of the same model."""
     _check(plan)
+    if plan.workload.optimizer != "adamw":
+        raise UnsupportedError(
+            f"optimizer {plan.workload.optimizer}: overrides of a Megatron-Bridge recipe are written for adamw alone; "
+            "export 'megatron' instead"
+        )
     layout = plan.layout
     pairs: dict[str, object] = {
         "model.tensor_model_parallel_size": layout.tp,
@@ -95,6 +102,13 @@ def _check(plan: Plan) -> None:
         )
     if plan.workload.main_format not in _PRECISION:
         raise UnsupportedError(f"precision {plan.workload.main_format}: Megatron has {', '.join(_PRECISION)}")
+    if plan.workload.optimizer not in _MOMENTS or (plan.workload.optimizer != "adamw" and layout.sharding == "ddp"):
+        raise UnsupportedError(
+            f"optimizer {plan.workload.optimizer} with sharding {layout.sharding}: Megatron has {', '.join(_MOMENTS)}, "
+            "the smaller moments with a distributed optimizer (sharding='zero1') alone"
+        )
+    if layout.offload.activations:
+        raise UnsupportedError("activations in host memory: not written for Megatron; plan with offload='optimizer'")
     if layout.sharding in _SHARDING and layout.pp > 1:
         raise UnsupportedError(
             f"sharding {layout.sharding} with PP {layout.pp}: Megatron-FSDP runs without pipeline stages; plan with "
@@ -177,6 +191,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     if plan.layout.offload.optimizer:
         yield "--optimizer-cpu-offload"
         yield f"--optimizer-offload-fraction {plan.layout.offload.optimizer:g}"
+
+
+def _optimizer(plan: Plan) -> Iterator[str]:
+    moments = _MOMENTS[plan.workload.optimizer]
+    if moments:
+        yield "--use-precision-aware-optimizer"
+        yield f"--exp-avg-dtype {moments}"
+        yield f"--exp-avg-sq-dtype {moments}"
 
 
 # ---- the model's shape ----

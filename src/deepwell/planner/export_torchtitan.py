@@ -94,6 +94,12 @@ def _check(plan: Plan) -> None:
             f"sharding {layout.sharding}: torchtitan shards by FSDP2; plan with stack='torchtitan' or "
             "sharding=('zero2', 'zero3')"
         )
+    if plan.workload.optimizer not in ("adamw", "adamw_fp32"):
+        raise UnsupportedError(
+            f"optimizer {plan.workload.optimizer}: torchtitan's AdamW keeps fp32 state; plan with optimizer='adamw'"
+        )
+    if layout.offload.activations:
+        raise UnsupportedError("activations in host memory: not written for torchtitan; plan with offload='optimizer'")
     if layout.etp > 1:
         raise UnsupportedError(f"ETP {layout.etp}: torchtitan splits no experts; plan with etp=1")
     if layout.recompute.kind == "block":
