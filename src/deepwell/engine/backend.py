@@ -35,6 +35,7 @@ from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residu
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
+from deepwell.engine.product_times import Product, find_products
 from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
 from deepwell.kernels.gain import Gain, would_gain
 from deepwell.kernels.gemm import ALIGNMENT
@@ -69,6 +70,7 @@ class BackendOptions:
     kernels: dict[tuple[str, str, str, str], KernelRow] = field(default_factory=dict)
     calls: dict[OpCall, int] = field(default_factory=dict)  # of Deepwell's ops in the compiled graphs
     gains: dict[str, Gain] = field(default_factory=dict)  # by path, as last measured
+    products: dict[str, Product] = field(default_factory=dict)  # sizes of linears by path, as last compiled
     counts: dict[str, int] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
     remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
@@ -77,7 +79,7 @@ class BackendOptions:
     def for_schemes(self, schemes: Mapping[str, str]) -> "BackendOptions":
         """The same choices for other schemes, with nothing done yet."""
         done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
-        return replace(self, schemes=schemes, **done)  # type: ignore[arg-type]
+        return replace(self, schemes=schemes, products={}, **done)  # type: ignore[arg-type]
 
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
@@ -151,6 +153,7 @@ def _rewrite(
         sites, gains = keep_gaining(sites, would_gain, strict=options.measure == "strict")
         options.gains.update(gains)
     linears, merged = rewrite_linears(graph, sites)
+    options.products |= find_products(graph, weights)
     options.rewritten |= {site.path for site in sites}
     options.note("linear", linears)
     options.note("merged_linear", merged)

@@ -65,6 +65,9 @@ class Binding:
     binding: str  # "native", "substitute", "emulated"
     scheme: str
     reason: str
+    # Of the product in the compiled graphs, merged linears as one; known where a report was asked to measure.
+    shape: str = ""  # MxNxK
+    us: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

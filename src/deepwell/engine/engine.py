@@ -18,6 +18,7 @@ from deepwell.engine.binding import Bound, Fragile, with_gains, without_fragile
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.op_times import measure_calls
+from deepwell.engine.product_times import with_times
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.engine.report import EngineReport
 from deepwell.engine.weight_cache import WeightCache
@@ -208,15 +209,20 @@ class Engine(nn.Module):
     def report(self, *, measure: bool = False) -> EngineReport:
         """Every GEMM's format, binding and reason, the kernels chosen, and how often each pass fired so far.
 
-        `measure` times every kernel of the compiled graphs at the shapes it has there; that takes a few seconds.
+        `measure` times every kernel of the compiled graphs, and every linear's GEMMs, at the shapes they have there;
+        that takes a few seconds.
         """
         kernels = [*self.options.kernels.values()]
+        bindings = with_gains(self.bound.bindings, self.options.gains)
         if measure:
             kernels += measure_calls(self.options.calls)
+            parameter = next(self.model.parameters(), torch.empty(0))
+            device, products = str(parameter.device), self.options.products
+            bindings = with_times(bindings, products, kernels, device=device, dtype=parameter.dtype)
         return EngineReport(
             model=self.ir.name,
             device=self.device_name,
-            bindings=with_gains(self.bound.bindings, self.options.gains),
+            bindings=bindings,
             kernels=tuple(kernels),
             passes=dict(self.options.counts),
             graphs=self.options.graphs,

@@ -20,10 +20,10 @@ from deepwell.precision.gemm_format import GEMMS
 
 _OP_WIDTH = 40
 _KERNEL_HEADER = ("kernels", "format", "times", "runs as", "us", "how")
-_HEADER = ("linear layers", "gemms", "format", "binding", "runs as", "why")
+_HEADER = ("linear layers", "gemms", "format", "binding", "runs as", "us", "why")
 
-# How some GEMMs of a linear run: gemms, format, binding, scheme, reason.
-_How = tuple[str, str, str, str, str]
+# How some GEMMs of a linear run: gemms, format, binding, scheme, microseconds of each, reason.
+_How = tuple[str, str, str, str, str, str]
 # A linear and how its GEMMs run, one entry where all three run alike.
 _Line = tuple[str, tuple[_How, ...]]
 
@@ -116,6 +116,8 @@ def _table(bindings: Sequence[Binding]) -> list[str]:
         headings[len(cells)] = where
         for same in _neighbours(lines):
             cells += _cells(same)
+    if not any(row.us for row in bindings):  # nothing was measured: no empty column
+        cells = [[*row[:5], *row[6:]] for row in cells]
     out = []
     for number, line in enumerate(text_table(cells, indent="    ")):
         if number in headings:
@@ -144,12 +146,19 @@ def _lines(rows: Sequence[Binding]) -> tuple[_Line, ...]:
     """Each linear with how its GEMMs run."""
     lines: list[_Line] = []
     for op, group in itertools.groupby(rows, key=lambda row: row.op):
-        by_how: dict[tuple[str, str, str, str], list[str]] = {}
+        by_how: dict[tuple[str, str, str, str], list[Binding]] = {}
         for row in group:
-            by_how.setdefault((row.format, row.binding, row.scheme, row.reason), []).append(row.gemm)
-        hows = (("all" if len(gemms) == len(GEMMS) else " ".join(gemms), *how) for how, gemms in by_how.items())
-        lines.append((op, tuple(hows)))
+            by_how.setdefault((row.format, row.binding, row.scheme, row.reason), []).append(row)
+        lines.append((op, tuple(_how(rows_alike) for rows_alike in by_how.values())))
     return tuple(lines)
+
+
+def _how(rows: Sequence[Binding]) -> _How:
+    """One entry for GEMMs of a linear that are bound alike; their times in the order of the GEMMs."""
+    first = rows[0]
+    gemms = "all" if len(rows) == len(GEMMS) else " ".join(row.gemm for row in rows)
+    times = " ".join("-" if row.us is None else f"{row.us:.1f}" for row in rows) if any(row.us for row in rows) else ""
+    return gemms, first.format, first.binding, first.scheme, times, first.reason
 
 
 def _neighbours(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
@@ -165,7 +174,7 @@ def _cells(lines: list[_Line]) -> list[list[str]]:
     left = textwrap.wrap(f"{parent}: {names}" if parent else names, _OP_WIDTH, subsequent_indent="  ")
     right: list[tuple[str, ...]] = []
     for *middle, why in lines[0][1]:
-        room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - sum(max(5, len(text)) for text in middle))
+        room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - sum(max(5, len(text)) for text in middle if text))
         wrapped = textwrap.wrap(why, room, break_long_words=False)
-        right += [(*(middle if i == 0 else ("",) * 4), text) for i, text in enumerate(wrapped)]
-    return [[op, *(rest or ("",) * 5)] for op, rest in itertools.zip_longest(left, right, fillvalue="")]
+        right += [(*(middle if i == 0 else ("",) * 5), text) for i, text in enumerate(wrapped)]
+    return [[op, *(rest or ("",) * 6)] for op, rest in itertools.zip_longest(left, right, fillvalue="")]
