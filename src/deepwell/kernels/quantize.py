@@ -75,6 +75,9 @@ class RowConfig:
     num_warps: int
     # Rows per program of a whole-row kernel; 0: as many as fill 4096 elements.
     rows: int = 0
+    # Of kernels that can: programs stay and take row after row, so many rows less one on their way to shared memory
+    # while one is computed; 0: a program a row.
+    stages: int = 0
 
     def block(self, columns: int) -> int:
         """Columns of one load."""

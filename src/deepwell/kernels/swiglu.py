@@ -27,7 +27,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, quantize_row, saturate
-from deepwell.kernels._triton import is_hopper, on_device, runs_kernel, tl, triton
+from deepwell.kernels._triton import is_hopper, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 
@@ -144,6 +144,10 @@ BACKWARD_CONFIGS = (
     RowConfig(tile=2048, num_warps=4),
     RowConfig(tile=2048, num_warps=8),
     RowConfig(tile=4096, num_warps=16),
+    RowConfig(tile=0, num_warps=16, stages=2),
+    RowConfig(tile=0, num_warps=16, stages=3),
+    RowConfig(tile=0, num_warps=32, stages=2),
+    RowConfig(tile=0, num_warps=32, stages=3),
 )
 
 
@@ -293,7 +297,8 @@ def _store_pair(row, dg, du, f, F, GATED: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward_kernel(
+def _backward_row(
+    t,
     dh_ptr,
     g_ptr,
     u_ptr,
@@ -310,20 +315,67 @@ def _swiglu_backward_kernel(
     POW2: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
-    TWO_PASSES: tl.constexpr,
 ):
-    # One program, one row. Results are rows of [dg, du], 2F wide, or of dg alone.
+    """Row t of the gradients, in registers from end to end."""
     DTYPE: tl.constexpr = g_ptr.dtype.element_ty
     GATED: tl.constexpr = u_ptr is not None
     WIDTH: tl.constexpr = 2 if GATED else 1
-    t = tl.program_id(0).to(tl.int64)
-    dh_row = dh_ptr + t * stride_dht
-    g_row = g_ptr + t * stride_gt
     u_row = u_ptr
     if GATED:
         u_row = u_ptr + t * stride_ut
     columns = tl.arange(0, BLOCK)
+    mask = columns < F
+    dg, du, h = _load_grads(dh_ptr + t * stride_dht, g_ptr + t * stride_gt, u_row, columns, mask, DTYPE, ACT, "")
+    if grad_ptr is not None:
+        _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
+    if q_ptr is not None:
+        enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED), axis=0), FP8_MAX, POW2, ZERO_ROW)
+        dg_q = saturate(dg.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
+        du_q = saturate(du.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
+        _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, columns, F, GATED)
+        tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
+    if qh_ptr is not None:
+        h_q, scale_h = quantize_row(h.to(tl.float32), qh_ptr.dtype.element_ty, _E4M3_MAX, POW2)
+        tl.store(qh_ptr + t * F + columns, h_q, mask=mask)
+        tl.store(scale_h_ptr + t, scale_h)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dh_ptr,
+    g_ptr,
+    u_ptr,
+    grad_ptr,
+    q_ptr,
+    scale_ptr,
+    qh_ptr,
+    scale_h_ptr,
+    T,
+    F,
+    stride_dht,
+    stride_gt,
+    stride_ut,
+    FP8_MAX: tl.constexpr,
+    POW2: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TWO_PASSES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # One program, one row, or with STAGES row after row, the next one read while one is computed: a whole row takes so
+    # many registers that one program fills a multiprocessor, and would leave memory idle while it computes and stores.
+    # Results are rows of [dg, du], 2F wide, or of dg alone.
+    DTYPE: tl.constexpr = g_ptr.dtype.element_ty
+    GATED: tl.constexpr = u_ptr is not None
+    WIDTH: tl.constexpr = 2 if GATED else 1
+    t = tl.program_id(0).to(tl.int64)
     if TWO_PASSES:
+        dh_row = dh_ptr + t * stride_dht
+        g_row = g_ptr + t * stride_gt
+        u_row = u_ptr
+        if GATED:
+            u_row = u_ptr + t * stride_ut
+        columns = tl.arange(0, BLOCK)
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         bits_h = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
@@ -350,21 +402,17 @@ def _swiglu_backward_kernel(
                 tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
             if qh_ptr is not None:
                 tl.store(scale_h_ptr + t, tl.div_rn(1.0, enc_h))
+    elif STAGES:
+        for row in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
+            _backward_row(
+                row + tl.full([], 0, tl.int64), dh_ptr, g_ptr, u_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
+                F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK,
+            )  # fmt: skip
     else:
-        mask = columns < F
-        dg, du, h = _load_grads(dh_row, g_row, u_row, columns, mask, DTYPE, ACT, "")
-        if grad_ptr is not None:
-            _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
-        if q_ptr is not None:
-            enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED), axis=0), FP8_MAX, POW2, ZERO_ROW)
-            dg_q = saturate(dg.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
-            du_q = saturate(du.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
-            _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, columns, F, GATED)
-            tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
-        if qh_ptr is not None:
-            h_q, scale_h = quantize_row(h.to(tl.float32), qh_ptr.dtype.element_ty, _E4M3_MAX, POW2)
-            tl.store(qh_ptr + t * F + columns, h_q, mask=mask)
-            tl.store(scale_h_ptr + t, scale_h)
+        _backward_row(
+            t, dh_ptr, g_ptr, u_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
+            F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK,
+        )  # fmt: skip
 
 
 # ---- public wrappers: check, allocate, launch ----
@@ -482,7 +530,8 @@ def _backward(
     config = _check_config(config or default_backward_config(f, on_hopper=is_hopper(g_TF)), f)
     if t:
         with on_device(g_TF):
-            _swiglu_backward_kernel[(t,)](
+            grid = min(t, num_sms(g_TF)) if config.stages else t
+            _swiglu_backward_kernel[(grid,)](
                 dh_TF,
                 g_TF,
                 u_TF,
@@ -491,6 +540,7 @@ def _backward(
                 scale,
                 q_h,
                 scale_h,
+                t,
                 f,
                 dh_TF.stride(0),
                 g_TF.stride(0),
@@ -500,6 +550,7 @@ def _backward(
                 ACT=options.act,
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,
+                STAGES=config.stages,
                 num_warps=config.num_warps,
             )
     return ActivationGrads(grad, q, scale, q_h, scale_h)
