@@ -56,7 +56,7 @@ _DENSE_BY_NAME = {
 }
 # Whose attention or residual stream the vocabulary has no words for.
 _UNREADABLE = {
-    "deepseek-v4": "compressed sparse attention and hyper-connections have no ops in the IR yet",
+    "deepseek-v4": "compressed sparse attention and hyper-connections have no ops in the IR, and the row has no shape",
 }
 # More is a mistake in the file, and would be built one by one.
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 100_000
