@@ -350,25 +350,36 @@ def _half(gate_up: Tensor, act: str) -> Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-_register(
-    "swiglu(Tensor gate_up, str act) -> Tensor",
-    lambda gate_up, act: swiglu.swiglu(_dense(gate_up), options=swiglu.Options(act=act)).h,
-    _half,
-)
-_register(
-    "swiglu_quantize(Tensor gate_up, str act) -> (Tensor, Tensor)",
-    lambda gate_up, act: swiglu.swiglu(_dense(gate_up), options=_rows(act))[1:3],
-    lambda gate_up, act: _rows_of(_half(gate_up, act)),
-)
-_register(
-    "swiglu_backward(Tensor dh, Tensor gate_up, str act) -> Tensor",
-    lambda dh, gate_up, act: swiglu.swiglu_backward(_dense(dh), _dense(gate_up), options=swiglu.Options(act=act)).grad,
-    lambda dh, gate_up, act: gate_up.new_empty(gate_up.shape),
-)
-_register(
-    "swiglu_backward_quantize(Tensor dh, Tensor gate_up, str act) -> (Tensor, Tensor)",
-    lambda dh, gate_up, act: swiglu.swiglu_backward(_dense(dh), _dense(gate_up), options=_rows(act))[1:3],
-    lambda dh, gate_up, act: _rows_of(gate_up),
+def _like(*operands: Any) -> Tensor:
+    """Shaped as the last tensor before the activation's name."""
+    return operands[-2].new_empty(operands[-2].shape)
+
+
+def _register_activation(name: str, operands: str, run: Callable[..., Any], like: Callable[..., Tensor]) -> None:
+    """An op that gives a tensor shaped as `like` says, and its twin that gives FP8 rows of it instead."""
+
+    def call(given: Sequence[Any], options: swiglu.Options) -> Any:
+        return run(*map(_dense, given[:-1]), options=options)
+
+    _register(
+        f"{name}({operands}, str act) -> Tensor", lambda *given: call(given, swiglu.Options(act=given[-1]))[0], like
+    )
+    _register(
+        f"{name}_quantize({operands}, str act) -> (Tensor, Tensor)",
+        lambda *given: call(given, _rows(given[-1]))[1:3],
+        lambda *given: _rows_of(like(*given)),
+    )
+
+
+_register_activation("swiglu", "Tensor gate_up", swiglu.swiglu, _half)
+_register_activation("swiglu_backward", "Tensor dh, Tensor gate_up", swiglu.swiglu_backward, _like)
+_register_activation("activation", "Tensor x", swiglu.activation, _like)
+_register_activation("activation_backward", "Tensor dh, Tensor x", swiglu.activation_backward, _like)
+_register_activation(
+    "bias_activation",
+    "Tensor x, Tensor bias",
+    bias_activation.bias_activation,
+    lambda x, bias, act: x.new_empty(x.shape),
 )
 _register(
     "swiglu_backward_recompute(Tensor dh, Tensor gate_up, str act) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -380,7 +391,7 @@ _register(
 _register(
     "swiglu_pair(Tensor gate, Tensor up, str act) -> Tensor",
     lambda gate, up, act: swiglu.swiglu(_dense(gate), _dense(up), options=swiglu.Options(act=act)).h,
-    lambda gate, up, act: gate.new_empty(gate.shape),
+    _like,
 )
 _register(
     "swiglu_pair_backward(Tensor dh, Tensor gate, Tensor up, str act) -> Tensor",
@@ -388,37 +399,6 @@ _register(
         swiglu.swiglu_backward(_dense(dh), _dense(gate), _dense(up), options=swiglu.Options(act=act)).grad
     ),
     lambda dh, gate, up, act: gate.new_empty((gate.shape[0], 2 * gate.shape[1])),
-)
-_register(
-    "activation(Tensor x, str act) -> Tensor",
-    lambda x, act: swiglu.activation(_dense(x), options=swiglu.Options(act=act)).h,
-    lambda x, act: x.new_empty(x.shape),
-)
-_register(
-    "activation_quantize(Tensor x, str act) -> (Tensor, Tensor)",
-    lambda x, act: swiglu.activation(_dense(x), options=_rows(act))[1:3],
-    lambda x, act: _rows_of(x),
-)
-_register(
-    "activation_backward(Tensor dh, Tensor x, str act) -> Tensor",
-    lambda dh, x, act: swiglu.activation_backward(_dense(dh), _dense(x), options=swiglu.Options(act=act)).grad,
-    lambda dh, x, act: x.new_empty(x.shape),
-)
-_register(
-    "activation_backward_quantize(Tensor dh, Tensor x, str act) -> (Tensor, Tensor)",
-    lambda dh, x, act: swiglu.activation_backward(_dense(dh), _dense(x), options=_rows(act))[1:3],
-    lambda dh, x, act: _rows_of(x),
-)
-
-_register(
-    "bias_activation(Tensor x, Tensor bias, str act) -> Tensor",
-    lambda x, bias, act: bias_activation.bias_activation(_dense(x), _dense(bias), options=swiglu.Options(act=act)).h,
-    lambda x, bias, act: x.new_empty(x.shape),
-)
-_register(
-    "bias_activation_quantize(Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
-    lambda x, bias, act: bias_activation.bias_activation(_dense(x), _dense(bias), options=_rows(act))[1:3],
-    lambda x, bias, act: _rows_of(x),
 )
 
 
