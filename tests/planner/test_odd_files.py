@@ -203,3 +203,10 @@ def test_picks_of_tier_a_stand_apart_from_those_of_a_and_b(tmp_path):
     assert data["overall"]["regret_tier_a"]["groups"] == data["tier_a"]["regret"]["groups"] == 0
     assert (data["tier_a"]["step_time"]["n"], data["tiers_ab"]["step_time"]["n"]) == (3, 4)
     assert "tiers A+B" in result.output
+
+
+def test_who_runs_megatron_has_its_defaults_and_its_own_recipes_have_theirs():
+    # Megatron-LM's tables of 2024 keep gradients in bf16; --bf16 alone keeps and reduces them in fp32.
+    theirs, others = (one(source=name, notes="Megatron-LM core 0.12") for name in ("Megatron-LM README", "a lab"))
+    assert theirs.stack.name == others.stack.name == "megatron"
+    assert (theirs.stack.switch("grad_dtype"), others.stack.switch("grad_dtype", "fp32")) == ("bf16", "fp32")

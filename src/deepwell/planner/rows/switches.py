@@ -319,8 +319,10 @@ def switches(record: Record, stack: str) -> dict[str, str]:
         "cuda_graphs": cuda_graphs(record, stack),
         "fp8_scaling": fp8_scaling(record),
     }
-    if stack == "megatron" and not is_before_flash(record):
-        # Megatron-LM's own recipes from 2024 on: bf16 gradients, FP8 weights where the GEMMs are FP8.
+    is_own = record.text("source").lower().startswith("megatron-lm")
+    if stack == "megatron" and is_own and not is_before_flash(record):
+        # Megatron-LM's own recipes from 2024 on: bf16 gradients, FP8 weights where the GEMMs are FP8. Others who run it
+        # have its defaults, and --bf16 turns gradients in fp32 on.
         found.update(grad_dtype="bf16", reduce_dtype="bf16", fp8_params="on")
     if stack == "megatron" and is_before_flash(record):
         found["dropout"] = "on"  # Megatron's GPT default of that time, 0.1; its masks are kept and its passes cost
