@@ -19,6 +19,7 @@ from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.op_times import OpCall, record_calls
 from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
+from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.engine.passes.cache_weights import cache_weights, name_sources
 from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
@@ -88,6 +89,7 @@ class BackendOptions:
         """Let the registry choose among kernels for the products of one of AOTAutograd's graphs; note what runs."""
         if self.registry is not None:
             merge_rows(self.kernels, choose_kernels(graph, self.registry))
+        self.note("bias_epilogue", fuse_bias(graph))
         record_calls(graph, self.calls)
 
 
@@ -294,7 +296,8 @@ def _with_inductor(
         def uuid(self) -> Any:
             if options.registry is not None:
                 return None  # compiled code names kernels of this process: it is kept for no other
-            return get_hash_for_files(tuple(f.__code__.co_filename for f in (fuse_quantize, fuse_recomputed_rows)))
+            fused = (fuse_quantize, fuse_recomputed_rows, fuse_bias)
+            return get_hash_for_files(tuple(f.__code__.co_filename for f in fused))
 
     class Marks(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:

@@ -248,6 +248,8 @@ class Engine(nn.Module):
                 f"FP8 codes of {len(kept.groups)} groups of weights are kept between calls: "
                 f"{kept.num_bytes / 2**20:.1f} MiB"
             )
+        if count := self.options.counts.get("bias_epilogue"):
+            notes.append(f"bias in the epilogue of {count} FP8 products: added in fp32, rounded once")
         for reason in self.breaks:
             notes.append(f"Dynamo broke the graph and each piece was compiled by itself: {_first_line(reason)}")
         notes += self.options.remarks

@@ -52,6 +52,7 @@ class OpCall:
             return "reference"
         vendors = {
             "fp8_gemm": "cublaslt_fast" if self.args[-1] is True else "cublaslt",
+            "fp8_gemm_bias": "cublaslt_fast" if self.args[-1] is True else "cublaslt",
             "fp8_gemm_blocks": "cublaslt",
             "grouped_gemm": "torch_grouped",
             "grouped_wgrad": "torch_grouped",
@@ -63,7 +64,7 @@ class OpCall:
         """MxNxK of a product; else the first tensor's."""
         specs: list[TensorSpec] = []
         map_aggregate(self.args, lambda arg: specs.append(arg) if isinstance(arg, TensorSpec) else None)
-        if self.name in ("fp8_gemm", "fp8_gemm_blocks"):
+        if self.name in ("fp8_gemm", "fp8_gemm_bias", "fp8_gemm_blocks"):
             return f"{specs[0].shape[0]}x{specs[2].shape[0]}x{specs[0].shape[1]}"
         return str(specs[0]) if specs else ""
 

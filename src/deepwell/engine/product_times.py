@@ -98,7 +98,7 @@ def _microseconds(
     row: Binding, shape: tuple[int, int, int], rows: Sequence[KernelRow], device: str, dtype: torch.dtype
 ) -> float | None:
     text = "x".join(map(str, shape))
-    wanted = ("fp8_gemm", "fp8_gemm_blocks") if row.scheme.startswith("fp8_") else ("gemm",)
+    wanted = ("fp8_gemm", "fp8_gemm_bias", "fp8_gemm_blocks") if row.scheme.startswith("fp8_") else ("gemm",)
     found = [each for each in rows if each.op in wanted and each.shape == text and each.us is not None]
     # A wgrad is summed in fp32 throughout; the others may take the fast accumulator.
     found.sort(key=lambda each: each.kernel.endswith("_fast") == (row.gemm == "wgrad"))

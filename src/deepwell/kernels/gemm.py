@@ -21,11 +21,20 @@ ALIGNMENT = 16
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
 
-def fp8_gemm_ref(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """Reference for `fp8_gemm`: fp32 products of the dequantized operands, rounded once."""
+def fp8_gemm_ref(
+    a_MK: Tensor,
+    scale_a: Tensor,
+    b_NK: Tensor,
+    scale_b: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    bias_N: Tensor | None = None,
+) -> Tensor:
+    """Reference for `fp8_gemm`: fp32 products of the dequantized operands, the bias added, rounded once."""
     a = a_MK.float() * _as_rows(scale_a, a_MK.shape[0])
     b = b_NK.float() * _as_rows(scale_b, b_NK.shape[0])
-    return (a @ b.T).to(out_dtype)
+    product = a @ b.T
+    return (product if bias_N is None else product + bias_N.float()).to(out_dtype)
 
 
 def _as_rows(scale: Tensor, rows: int) -> Tensor:
@@ -44,14 +53,19 @@ def fp8_gemm(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     fast: bool = True,
+    bias_N: Tensor | None = None,
 ) -> Tensor:
-    """`a @ b.T` of FP8 codes with fp32 scales (one per tensor, or one per row of either operand).
+    """`a @ b.T + bias` of FP8 codes with fp32 scales (one per tensor, or one per row of either operand).
+
+    The bias goes into the epilogue, before the one rounding: bf16, of a bf16 result (torch's own restriction).
 
     Raises ConfigError on shapes or dtypes that do not fit, UnsupportedError where K or N is no multiple of 16 on a GPU.
     """
     check_operands(a_MK, scale_a, b_NK, scale_b)
+    if bias_N is not None:
+        _check_bias(bias_N, b_NK, out_dtype)
     if not a_MK.is_cuda:
-        return fp8_gemm_ref(a_MK, scale_a, b_NK, scale_b, out_dtype=out_dtype)
+        return fp8_gemm_ref(a_MK, scale_a, b_NK, scale_b, out_dtype=out_dtype, bias_N=bias_N)
     m, k = a_MK.shape
     n = b_NK.shape[0]
     if k % ALIGNMENT or n % ALIGNMENT:
@@ -61,7 +75,19 @@ def fp8_gemm(
     if scale_a.numel() > 1 or scale_b.numel() > 1:
         scale_a = _as_rows(scale_a, m).contiguous()
         scale_b = _as_rows(scale_b, n).contiguous().T
-    return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    if bias_N is not None and (not bias_N.is_contiguous() or bias_N.data_ptr() % ALIGNMENT):
+        bias_N = bias_N.clone(memory_format=torch.contiguous_format)  # the epilogue reads it in whole 16-byte lines
+    return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def _check_bias(bias_N: Tensor, b_NK: Tensor, out_dtype: torch.dtype) -> None:
+    if bias_N.dtype != torch.bfloat16 or out_dtype != torch.bfloat16:
+        raise ConfigError(
+            f"bias_N is {bias_N.dtype} for a result of {out_dtype}; the epilogue adds bfloat16 to bfloat16"
+        )
+    if bias_N.shape != (b_NK.shape[0],) or bias_N.device != b_NK.device:
+        got = f"{tuple(bias_N.shape)} on {bias_N.device}"
+        raise ConfigError(f"bias_N must have shape ({b_NK.shape[0]},) on {b_NK.device}, got {got}")
 
 
 def check_operands(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> None:

@@ -145,16 +145,19 @@ _register(
 # ---- GEMM ----
 
 
-def _fp8_gemm(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
+def _fp8_gemm(
+    a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, fast: bool, bias_N: Tensor | None = None
+) -> Tensor:
     """`gemm.fp8_gemm` of any shape: K and N are filled up with zeros to whole 16-byte lines."""
     n, k = b_NK.shape
     more_n, more_k = -n % gemm.ALIGNMENT, -k % gemm.ALIGNMENT
     if not (more_n or more_k):
-        return gemm.fp8_gemm(a_MK, scale_a, b_NK, scale_b, fast=fast)
+        return gemm.fp8_gemm(a_MK, scale_a, b_NK, scale_b, fast=fast, bias_N=bias_N)
     a, b = _filled(a_MK, 0, more_k), _filled(b_NK, more_n, more_k)
     if scale_b.numel() > 1:
         scale_b = F.pad(scale_b.reshape(-1), (0, more_n), value=1.0)
-    return gemm.fp8_gemm(a, scale_a, b, scale_b, fast=fast)[:, :n].contiguous()
+    bias = None if bias_N is None else F.pad(bias_N, (0, more_n))
+    return gemm.fp8_gemm(a, scale_a, b, scale_b, fast=fast, bias_N=bias)[:, :n].contiguous()
 
 
 def _filled(q: Tensor, rows: int, columns: int) -> Tensor:
@@ -166,6 +169,11 @@ _register(
     "fp8_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool fast) -> Tensor",
     _fp8_gemm,
     lambda a, scale_a, b, scale_b, fast: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),
+)
+_register(
+    "fp8_gemm_bias(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor bias, bool fast) -> Tensor",
+    lambda a, scale_a, b, scale_b, bias, fast: _fp8_gemm(a, scale_a, b, scale_b, fast, bias),
+    lambda a, scale_a, b, scale_b, bias, fast: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),
 )
 
 # ---- norms ----
