@@ -245,9 +245,14 @@ def test_tensor_scales_are_native_on_every_fp8_gpu(capability) -> None:
     device = Device(kind="cuda", capability=capability)
     alike = schemes_of(bound(device, scaling="tensor", gradients="e4m3"))
     assert set().union(*alike.values()) == {("native", TENSOR)}
-    # The recipe's own default: gradients in E5M2.
-    hybrid = schemes_of(bound(device, scaling="tensor"))
+    hybrid = schemes_of(bound(device, scaling="tensor", gradients="e5m2"))
     assert hybrid == {"fwd": {("native", TENSOR)}, "dgrad": {("native", HYBRID)}, "wgrad": {("native", HYBRID)}}
+
+
+def test_fp8_and_no_more_is_rows_on_a_gpu() -> None:
+    found = bound(HOPPER)
+    assert {(b.binding, b.scheme) for b in found.bindings} == {("substitute", "fp8_row")}
+    assert all("as the policy leaves scales to the device" in b.reason for b in found.bindings)
 
 
 def test_blocks_are_native_on_hopper_alone_and_rows_elsewhere_say_why() -> None:
@@ -371,10 +376,11 @@ def test_the_engine_runs_what_the_policy_asks_for_on_a_gpu_that_has_it(monkeypat
     # All of `dw.compile` but the GPU itself: its ops compute by their references.
     monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: HOPPER)
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
-    for scaling, scheme in (("tensor", HYBRID), ("1x128", BLOCKS)):
+    hybrid = {"scaling": "tensor", "gradients": "e5m2"}
+    for options, scheme in ((hybrid, HYBRID), ({"scaling": "1x128"}, BLOCKS)):
         torch._dynamo.reset()
         model = zoo_models.tiny_model("llama", num_key_value_heads=2)
-        policy = dw.PrecisionPolicy.recipe("fp8", scaling=scaling)
+        policy = dw.PrecisionPolicy.recipe("fp8", **options)
         engine = dw.compile(model, precision_policy=policy, fallback="strict")
         loss = engine(**batch).loss
         loss.backward()

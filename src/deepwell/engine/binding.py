@@ -187,12 +187,17 @@ def _fp8(op: Linear, decision: Decision, device: Device) -> tuple[str, str, str]
     scaling = decision.precision.option("scaling") if is_fp8 else "row"
     # The gradient is the left operand where there is one. Finer scales than a tensor's have kernels for E4M3 alone.
     is_e5m2 = is_fp8 and "e5m2" in decision.precision.gemm(decision.gemm).lhs.format
-    if scaling == "tensor":
+    # A policy that says fp8 and no more gets the scales that the engine's kernels write on the way: rows. Who names the
+    # gradients' format as well means tensors.
+    is_plain = scaling == "tensor" and decision.precision.option("gradients") == "auto"
+    if scaling == "tensor" and not is_plain:
         elements, scheme = (
             ("E4M3, gradients in E5M2", f"{FP8_TENSOR},gradients=e5m2") if is_e5m2 else ("E4M3", FP8_TENSOR)
         )
         return "native", scheme, f"{device}: {elements}, one power-of-two scale per tensor{_filled(op, ALIGNMENT)}"
     otherwise = "; gradients in E4M3, not E5M2" if is_e5m2 else ""
+    if is_plain:
+        otherwise = "; rows, as the policy leaves scales to the device: finer, and written on the way"
     lacks = _why_no_1x128(device) if scaling == "1x128" else ""
     if scaling == "1x128" and not lacks:
         reason = (
