@@ -229,7 +229,10 @@ def test_fast_sums_have_a_floor_that_sinks_with_k():
         for is_fast in (True, False)
     )
     assert codes_floor_db(exact, 16384, "cuda:0") == 60 == codes_floor_db(fast, 512, "cpu")
-    assert codes_floor_db(fast, 512, "cuda:0") == 40 > codes_floor_db(fast, 16384, "cuda:0") > 20
+    # Twelve decibels below what was measured at each length, to one.
+    measured = {512: 62.7, 4096: 55.4, 16384: 49.4, 32768: 46.8, 131072: 41.7}
+    for k, found in measured.items():
+        assert abs(codes_floor_db(fast, k, "cuda:0") - (found - 12)) < 1
 
 
 # ---- processes ----
