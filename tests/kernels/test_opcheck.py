@@ -192,6 +192,7 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "wgrad_operands, experts": lambda s: (*_expert_rows(s, s.d), *_expert_rows(s, s.f), _routing(s)[0]),
     "round_to": lambda s: (s.tokens(s.d), "mxfp8", "nearest", False),
     "round_to, transformed": lambda s: (s.tokens(s.d), "nvfp4", "nearest", True),
+    "emulated_mm": lambda s: (s.tokens(s.d), s.tokens(s.d), "mxfp8", "nearest", False, "nvfp4", "nearest"),
     "fp8_gemm": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
     "fp8_gemm, one scale": lambda s: (_codes(s, s.t, s.d)[0], torch.ones(()), *_codes(s, s.f, s.d), False),
     "rms_norm": lambda s: (s.tokens(s.d), s.vector(s.d), 1e-6, "llama"),

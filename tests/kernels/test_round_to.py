@@ -4,10 +4,14 @@ import pytest
 import torch
 
 import aot
+from deepwell.errors import ConfigError
 from deepwell.formats.hadamard import DEFAULT_SIGNS, hadamard16, inverse_hadamard16
+from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
+from deepwell.kernels import library  # noqa: F401 (registers the ops)
 from deepwell.kernels import round_to as module
-from deepwell.kernels.round_to import round_to, round_to_ref
+from deepwell.kernels.emulated_mm import emulated_mm
+from deepwell.kernels.round_to import FITS_BF16, round_to, round_to_bf16, round_to_ref
 
 
 def sample(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -96,3 +100,37 @@ def test_the_transform_compiles_for_gpus_without_spilling(arch, inverse) -> None
     }
     made = aot.compile_kernel(module._hadamard_kernel, arguments, arch=arch)
     assert made.spill_bytes == 0 and made.shared_bytes <= aot.MAX_SHARED_BYTES
+
+
+# ---- rounded numbers in bf16, and their products ----
+
+
+@pytest.mark.parametrize("fmt", FITS_BF16)
+@pytest.mark.parametrize("hadamard", [None, DEFAULT_SIGNS], ids=["plain", "hadamard"])
+@pytest.mark.parametrize("width", [96, 40])
+def test_bf16_holds_what_is_rounded(fmt, hadamard, width, device) -> None:
+    if hadamard is not None and width % 16:
+        pytest.skip("the transform takes whole runs")
+    x = sample(48, width, device=device)
+    values, scale = round_to_bf16(x, fmt, hadamard=hadamard)
+    assert values.dtype == torch.bfloat16
+    made = values.float().cpu() if scale is None else values.float().cpu() * scale.cpu()
+    want = quantize(x.cpu(), fmt, hadamard=hadamard).dequantize(undo_hadamard=False)
+    assert torch.equal(made, want)
+
+
+@pytest.mark.parametrize("fmt", FITS_BF16)
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_a_product_in_bf16_is_that_of_the_rounded_numbers(fmt, hadamard, device) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(32, 64, device=device).bfloat16(), 0.02 * torch.randn(48, 64, device=device).bfloat16()
+    got = torch.ops.deepwell.emulated_mm(a, b, fmt, "nearest", hadamard, fmt, "nearest")
+    signs = DEFAULT_SIGNS if hadamard else None
+    left, right = (round_to_ref(t.cpu(), fmt, hadamard=signs).double() for t in (a, b))
+    assert got.dtype == torch.float32
+    assert sqnr_db(left @ right.T, got.cpu().double()) > 100
+
+
+def test_products_take_bf16_alone() -> None:
+    with pytest.raises(ConfigError, match="emulated_mm takes bf16"):
+        emulated_mm(torch.ones(2, 2), None, torch.ones(2, 2), None)

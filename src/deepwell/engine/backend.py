@@ -23,6 +23,7 @@ from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.engine.passes.cache_weights import cache_weights, name_sources
 from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
+from deepwell.engine.passes.emulated_products import emulate_in_bf16
 from deepwell.engine.passes.experts import find_experts, rewrite_experts
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
@@ -90,6 +91,7 @@ class BackendOptions:
         if self.registry is not None:
             merge_rows(self.kernels, choose_kernels(graph, self.registry))
         self.note("bias_epilogue", fuse_bias(graph))
+        emulate_in_bf16(graph)
         record_calls(graph, self.calls)
 
 
@@ -296,7 +298,7 @@ def _with_inductor(
         def uuid(self) -> Any:
             if options.registry is not None:
                 return None  # compiled code names kernels of this process: it is kept for no other
-            fused = (fuse_quantize, fuse_recomputed_rows, fuse_bias)
+            fused = (fuse_quantize, fuse_recomputed_rows, fuse_bias, emulate_in_bf16)
             return get_hash_for_files(tuple(f.__code__.co_filename for f in fused))
 
     class Marks(CustomGraphPass):

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, swiglu
+from deepwell.kernels.emulated_mm import emulated_mm
 from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
-from deepwell.kernels.round_to import round_to
+from deepwell.kernels.round_to import round_to, round_to_bf16
 from deepwell.kernels.wgrad_operands import wgrad_operands
 
 NAMESPACE = "deepwell"
@@ -140,6 +141,28 @@ _register(
     "round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor",
     _round_to,
     _fake_round_to,
+)
+
+
+def _emulated_mm(
+    a: Tensor, b: Tensor, lhs: str, lhs_rounding: str, hadamard: bool, rhs: str, rhs_rounding: str
+) -> Tensor:
+    """`round(a) @ round(b).T` in fp32 through bf16, see `emulated_mm`; both under the transform or neither."""
+    left = _rounded_in_bf16(a, lhs, lhs_rounding, hadamard)
+    return emulated_mm(*left, *_rounded_in_bf16(b, rhs, rhs_rounding, hadamard))
+
+
+def _rounded_in_bf16(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> tuple[Tensor, Tensor | None]:
+    signs = DEFAULT_SIGNS if hadamard else None
+    if hadamard:
+        x = F.pad(x, (0, _hadamard_width(x) - x.shape[-1]))
+    return round_to_bf16(x.contiguous(), fmt, rounding=rounding, hadamard=signs)
+
+
+_register(
+    "emulated_mm(Tensor a, Tensor b, str lhs, str lhs_rounding, bool hadamard, str rhs, str rhs_rounding) -> Tensor",
+    _emulated_mm,
+    lambda a, b, *how: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.float32),
 )
 
 # ---- GEMM ----

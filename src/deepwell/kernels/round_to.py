@@ -11,6 +11,7 @@ Cost: memory bound. Bytes per element (bf16 in, fp32 out): mxfp8 about 16, nvfp4
 # Shapes: T rows, K columns (the contraction), C scale blocks of a row.
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize_mx import MX_BLOCK, NV_BLOCK, quantize_mxfp8, quantize_nvfp4
 
 _ROWS = 256  # runs of sixteen that one program transforms
+# E4M3 times a power of two has four significant bits, E2M1 times E4M3 six.
+FITS_BF16 = ("mxfp8", "nvfp4", "nvfp4_16x16")
 
 # ---- reference: what every way must compute ----
 
@@ -29,6 +32,15 @@ _ROWS = 256  # runs of sixteen that one program transforms
 def round_to_ref(x: Tensor, fmt: str, *, rounding: str = "nearest", hadamard: Sequence[int] | None = None) -> Tensor:
     """Reference for `round_to`."""
     return quantize(x.contiguous(), fmt, rounding=rounding, hadamard=hadamard).dequantize()
+
+
+def round_to_bf16_ref(
+    x: Tensor, fmt: str, *, rounding: str = "nearest", hadamard: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Reference for `round_to_bf16`."""
+    found = quantize(x.contiguous(), fmt, rounding=rounding, hadamard=hadamard)
+    values = replace(found, global_scale=None).dequantize(torch.bfloat16, undo_hadamard=False)
+    return values, found.global_scale
 
 
 # ---- kernel ----
@@ -72,15 +84,39 @@ def round_to(x: Tensor, fmt: str, *, rounding: str = "nearest", hadamard: Sequen
     if hadamard is not None:
         x_TK = _transform(x_TK, check_signs(hadamard), inverse=False)
     if fmt == "mxfp8":
-        values = _round_mxfp8(x_TK)
+        values = _mxfp8_values(x_TK, torch.float32)
     else:
-        bits = None
-        if rounding == "stochastic":
-            bits = torch.randint(0, 256, x_TK.shape, dtype=torch.uint8, device=x.device)
-        values = _round_nvfp4(x_TK, fmt == "nvfp4_16x16", bits)
+        values = _round_nvfp4(x_TK, fmt == "nvfp4_16x16", _random_bits(x_TK, rounding))
     if hadamard is not None:
         values = _transform(values, check_signs(hadamard), inverse=True)
     return values.view(x.shape)
+
+
+def round_to_bf16(
+    x: Tensor, fmt: str, *, rounding: str = "nearest", hadamard: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`(values, scale)`: bf16 numbers that times `scale` (one, or None for 1) are x rounded, under the transform still.
+
+    Of formats in FITS_BF16: their elements times block scales have at most eight significant bits.
+    """
+    assert fmt in FITS_BF16
+    if not _has_kernels(x, fmt, hadamard) or (fmt == "mxfp8" and rounding != "nearest"):
+        return round_to_bf16_ref(x, fmt, rounding=rounding, hadamard=hadamard)
+    x_TK = x.contiguous().flatten(0, -2)
+    if hadamard is not None:
+        x_TK = _transform(x_TK, check_signs(hadamard), inverse=False)
+    scale = None
+    if fmt == "mxfp8":
+        values = _mxfp8_values(x_TK, torch.bfloat16)
+    else:
+        values, scale = _nvfp4_values(x_TK, fmt == "nvfp4_16x16", _random_bits(x_TK, rounding), torch.bfloat16)
+    return values.view(x.shape), scale
+
+
+def _random_bits(x_TK: Tensor, rounding: str) -> Tensor | None:
+    if rounding != "stochastic":
+        return None
+    return torch.randint(0, 256, x_TK.shape, dtype=torch.uint8, device=x_TK.device)
 
 
 def _has_kernels(x: Tensor, fmt: str, hadamard: Sequence[int] | None) -> bool:
@@ -97,26 +133,34 @@ def _has_kernels(x: Tensor, fmt: str, hadamard: Sequence[int] | None) -> bool:
     return length % NV_BLOCK == 0 and (fmt == "nvfp4" or is_square)
 
 
-def _round_mxfp8(x_TK: Tensor) -> Tensor:
+def _mxfp8_values(x_TK: Tensor, dtype: torch.dtype) -> Tensor:
     q_TK, scale, _, _ = quantize_mxfp8(x_TK, columns=False, swizzled=False)
     assert q_TK is not None and scale is not None
-    values = q_TK.float()
-    values.view(-1, MX_BLOCK).mul_(decode_e8m0(scale).view(-1, 1))
+    values = q_TK.to(dtype)
+    values.view(-1, MX_BLOCK).mul_(decode_e8m0(scale).to(dtype).view(-1, 1))
     return values
 
 
 def _round_nvfp4(x_TK: Tensor, is_square: bool, random_bits: Tensor | None) -> Tensor:
+    values, global_scale = _nvfp4_values(x_TK, is_square, random_bits, torch.float32)
+    # Element times block scale is exact; the tensor's scale comes last and rounds once.
+    return values.mul_(global_scale)
+
+
+def _nvfp4_values(
+    x_TK: Tensor, is_square: bool, random_bits: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(elements times block scales, the scale of the tensor)."""
     t, k = x_TK.shape
     q, scale, global_scale = quantize_nvfp4(x_TK, square=is_square, swizzled=False, random_bits=random_bits)
-    values = _unpacked(q)
-    scales = scale.float()
+    values = _unpacked(q).to(dtype)
+    scales = scale.to(dtype)
     if is_square:
         grouped, scales = values.view(-1, NV_BLOCK, k // NV_BLOCK, NV_BLOCK), scales[:, None, :, None]
     else:
         grouped, scales = values.view(t, -1, NV_BLOCK), scales[:, :, None]
-    # Element times block scale is exact; the tensor's scale comes last and rounds once.
-    grouped.mul_(scales).mul_(global_scale)
-    return values
+    grouped.mul_(scales)
+    return values, global_scale
 
 
 def _transform(x_TK: Tensor, signs: tuple[int, ...], *, inverse: bool) -> Tensor:
@@ -137,4 +181,4 @@ def _unpacked(q: Tensor) -> Tensor:
     call must not come from the memory of a recorded CUDA graph, and the first call may be the recording.)
     """
     nibbles = torch.stack((q & 15, q >> 4), dim=-1).flatten(-2)
-    return (((nibbles & 8) << 4) | ((nibbles & 7) << 1)).view(torch.float8_e5m2).float().mul_(2.0**14)
+    return (((nibbles & 8) << 4) | ((nibbles & 7) << 1)).view(torch.float8_e5m2).to(torch.bfloat16).mul_(2.0**14)

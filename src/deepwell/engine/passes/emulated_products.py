@@ -1,0 +1,47 @@
+"""Emulated products on a GPU go through bf16's tensor cores, where bf16 holds the rounded operands.
+
+    mm(round_to(x), round_to(w)^T)            emulated_mm(x, w): the same numbers, summed in another order
+
+Runs after users' kernels had their turn, on AOTAutograd's graphs. On a CPU the products stay the formats' reference.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepwell.kernels.round_to import FITS_BF16
+
+_TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+
+
+def emulate_in_bf16(graph: fx.Graph) -> int:
+    """Replace what fits. Returns how many products."""
+    found = 0
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.mm.default or not node.meta["val"].is_cuda:
+            continue
+        left, right = _rounding(node.args[0]), _rounding(_source(node.args[1]))
+        if left is None or right is None or left[-1] != right[-1]:
+            continue  # a transform cancels only where both sides have it
+        (x, *lhs), (w, *rhs) = left, right
+        with graph.inserting_before(node):
+            new = graph.call_function(torch.ops.deepwell.emulated_mm.default, (x, w, *lhs, *rhs[:2]))
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        found += 1
+    graph.eliminate_dead_code()
+    return found
+
+
+def _source(node: Any) -> Any:
+    return node.args[0] if isinstance(node, fx.Node) and node.target in _TRANSPOSES else None
+
+
+def _rounding(node: Any) -> tuple[Any, str, str, bool] | None:
+    """(what is rounded, format, rounding, transform) of a node that rounds to a format which bf16 can hold."""
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.deepwell.round_to.default:
+        return None
+    x, fmt, rounding, hadamard = node.args
+    return (x, fmt, rounding, hadamard) if fmt in FITS_BF16 else None
