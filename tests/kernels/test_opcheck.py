@@ -195,6 +195,7 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "emulated_mm": lambda s: (s.tokens(s.d), s.tokens(s.d), "mxfp8", "nearest", False, "nvfp4", "nearest"),
     "fp8_gemm": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
     "fp8_gemm, one scale": lambda s: (_codes(s, s.t, s.d)[0], torch.ones(()), *_codes(s, s.f, s.d), False),
+    "fp8_gemm_bias": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), s.vector(s.f), True),
     "rms_norm": lambda s: (s.tokens(s.d), s.vector(s.d), 1e-6, "llama"),
     "rms_norm_quantize": lambda s: (s.tokens(s.d), s.vector(s.d), 1e-6, "torch"),
     "add_rms_norm": _add_rms,
