@@ -4,8 +4,8 @@
 
 While a graph is rewritten only the sizes of its linears are written down; linears that were merged are one product, and
 each of them shows that product's time and shape. When a report is asked for times, products of codes take those of the
-kernels that run them (`op_times`, or what a registry measured); products in the model's dtype and emulated ones, which
-are torch's own, are timed here. The time is the product's alone: quantizations are rows of the kernels' table.
+kernels that run them (`op_times`, or what a registry measured); products in the model's dtype, and on a CPU emulated
+ones, which are torch's own, are timed here. The time is the product's alone: quantizations are rows of the kernels' table.
 """
 
 # Shapes: T tokens, K and N the widths of a linear.
@@ -106,8 +106,10 @@ def _microseconds(
         return found[0].us
     if row.scheme == "bf16":
         return _torch_us(shape, device, dtype)
-    # What is rounded to a format is multiplied in fp32.
-    return _torch_us(shape, device, torch.float32) if row.scheme.startswith("emulate") else None
+    # On a CPU what is rounded to a format is multiplied in fp32; a GPU has a kernel of its own for it, in the kernels'
+    # table.
+    is_plain = row.scheme.startswith("emulate") and torch.device(device).type == "cpu"
+    return _torch_us(shape, device, torch.float32) if is_plain else None
 
 
 def _torch_us(shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> float | None:
