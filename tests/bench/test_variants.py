@@ -127,3 +127,13 @@ def test_a_variant_trains(device: str) -> None:
     loss = model.loss_of(engine, example)
     loss.backward()
     assert torch.isfinite(loss) and all(p.grad is not None for p in net.parameters())
+
+
+def test_exact_sums_reach_every_product_by_rows() -> None:
+    from deepwell.bench.variants import _in_fp32
+    from deepwell.engine.schemes import parse_scheme
+
+    plain, exact = parse_scheme("fp8_row|fp8_row|fp8_row"), parse_scheme(_in_fp32("fp8_row|bf16|fp8_row"))
+    assert [gemm.fast for gemm in (plain.fwd, plain.dgrad, plain.wgrad)] == [True, True, False]
+    assert [gemm.fast for gemm in (exact.fwd, exact.dgrad, exact.wgrad)] == [False, False, False]
+    assert [gemm.method for gemm in (exact.fwd, exact.dgrad, exact.wgrad)] == ["fp8_row", "bf16", "fp8_row"]

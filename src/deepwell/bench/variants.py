@@ -2,7 +2,7 @@
 
 bf16   fp8   fp8_tensor   fp8_1x128   mxfp8   nvfp4   policy.json         the formats
 fp8_head   fp8_wbf16   fp8_tensor_e5m2   mxfp8_emulated                   which GEMMs, gradients, exact emulation
-fp8_cg   fp8_keep   fp8_nolce   fp8_cg_head   policy.json:cg_nolce          how the engine compiles
+fp8_cg   fp8_keep   fp8_nolce   fp8_exact   fp8_cg_head   policy.json:cg_nolce      how the engine compiles
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ WORDS = {
     "re": "FP8 copies made again in the backward",
     "keep": "FP8 copies kept for the backward",
     "nolce": "head and loss apart, all logits in memory",
+    "exact": "FP8 products by rows all summed in fp32, not the wgrads alone",
 }
 
 
@@ -118,9 +119,16 @@ class Variant:
             engine.options.fuse_head = False
         if "cg" in self.words:
             engine.options.cuda_graphs = True
+        if "exact" in self.words:
+            exact = {path: _in_fp32(scheme) for path, scheme in engine.options.schemes.items()}
+            engine.options.schemes = exact
         if self.words & {"re", "keep"}:
             engine.options.recompute = "re" in self.words
         return engine
+
+
+def _in_fp32(scheme: str) -> str:
+    return "|".join("fp8_row,sums=fp32" if part == "fp8_row" else part for part in scheme.split("|"))
 
 
 def parse_variants(names: str | Sequence[str]) -> tuple[Variant, ...]:

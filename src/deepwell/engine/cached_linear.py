@@ -39,10 +39,10 @@ class _CachedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_TK: Tensor, scheme: str, q_NK: Tensor, q_KN: Tensor, w_scale: Tensor, *weights: Tensor
     ) -> Tensor:
-        ctx.wgrad, ctx.widths = parse_scheme(scheme).wgrad, [w.shape[0] for w in weights]
+        ctx.how, ctx.widths = parse_scheme(scheme), [w.shape[0] for w in weights]
         q_TK, x_scale = ops.quantize_rows(x_TK)
-        y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, True).to(x_TK.dtype)
-        x = (q_TK, x_scale) if ctx.wgrad.method == "fp8_row" else (x_TK,)
+        y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, ctx.how.fwd.fast).to(x_TK.dtype)
+        x = (q_TK, x_scale) if ctx.how.wgrad.method == "fp8_row" else (x_TK,)
         ctx.save_for_backward(q_KN, w_scale, *x)
         return y_TN
 
@@ -51,15 +51,16 @@ class _CachedLinear(torch.autograd.Function):
         dy_TN = grads[0].contiguous()
         q_KN, w_scale, *x = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
-        is_wgrad_fp8 = ctx.wgrad.method == "fp8_row"
+        is_wgrad_fp8 = ctx.how.wgrad.method == "fp8_row"
         dx_TK = dw_NK = None
         if wants_dx or (wants_dw and is_wgrad_fp8):
             q_TN, dy_scale = ops.quantize_rows(dy_TN)
         if wants_dx:
-            dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, True).to(dy_TN.dtype)
+            dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, ctx.how.dgrad.fast).to(dy_TN.dtype)
         if wants_dw and is_wgrad_fp8:
-            dw_NK = ops.fp8_gemm(*ops.wgrad_operands(q_TN, dy_scale, *x), False).to(dy_TN.dtype)
+            operands = ops.wgrad_operands(q_TN, dy_scale, *x)
+            dw_NK = ops.fp8_gemm(*operands, ctx.how.wgrad.fast).to(dy_TN.dtype)
         elif wants_dw:
-            dw_NK = _plain_gemm(ctx.wgrad, dy_TN.T, x[0].T)
+            dw_NK = _plain_gemm(ctx.how.wgrad, dy_TN.T, x[0].T)
         parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)
         return dx_TK, None, None, None, None, *parts

@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
         if how.fwd.method == "fp8_row" or ctx.codes_of_x:
             q_TK, x_scale = ops.quantize_rows(x_TK)
         if how.fwd.method == "fp8_row":
-            y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, True).to(x_TK.dtype)
+            y_TN = ops.fp8_gemm(q_TK, x_scale, q_NK, w_scale, how.fwd.fast).to(x_TK.dtype)
         else:
             w_NK = weights[0] if len(weights) == 1 else torch.cat(list(weights))
             y_TN = _plain_gemm(how.fwd, x_TK, w_NK)
@@ -76,14 +76,14 @@ class _Linear(torch.autograd.Function):
         if wants_dx:
             if how.dgrad.method == "fp8_row":
                 q_KN, w_scale = ops.quantize_weights_transposed(saved, largest, q_TN)
-                dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, True).to(dy_TN.dtype)
+                dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, how.dgrad.fast).to(dy_TN.dtype)
             else:
                 w_NK = saved[0] if len(saved) == 1 else torch.cat(saved)
                 dx_TK = _plain_gemm(how.dgrad, dy_TN, w_NK.T)
         if wants_dw:
             if ctx.codes_of_x:
-                # In fp32: sums over tokens drift one way, and the short accumulator cuts off what is added to them.
-                dw_NK = ops.fp8_gemm(*ops.wgrad_operands(q_TN, dy_scale, *x), False).to(dy_TN.dtype)
+                operands = ops.wgrad_operands(q_TN, dy_scale, *x)
+                dw_NK = ops.fp8_gemm(*operands, how.wgrad.fast).to(dy_TN.dtype)
             else:
                 dw_NK = _plain_gemm(how.wgrad, dy_TN.T, x[0].T)
         parts = dw_NK.split(ctx.widths) if dw_NK is not None else [None] * len(ctx.widths)

@@ -1,7 +1,8 @@
 """How one linear's three GEMMs run on this machine: a short string that a graph node can carry.
 
     "bf16"                      the product as the model wrote it
-    "fp8_row"                   Hopper: E4M3, one power-of-two scale per row (fwd, dgrad) or tensor (wgrad)
+    "fp8_row"                   Hopper: E4M3, one power-of-two scale per row (fwd, dgrad) or tensor (wgrad); all three
+                                summed in fp32 as "fp8_row,sums=fp32"
     "fp8_tensor"                any FP8 GPU: E4M3, one power-of-two scale per tensor; gradients in E5M2 as
                                 "fp8_tensor,gradients=e5m2"
     "fp8_1x128"                 Hopper: E4M3, a power-of-two scale per 128 of the contraction, weights per 128 x 128
@@ -28,11 +29,13 @@ SCALED = {"fp8_tensor": "tensor", "fp8_1x128": "1x128"}
 class GemmScheme:
     """How one GEMM runs: `method` is bf16, fp8_row, fp8_tensor, fp8_1x128, grouped_fp8, native or emulate.
 
-    `format` is what operands are rounded to; None of bf16, fp8_row and grouped_fp8.
+    `format` is what operands are rounded to; None of bf16, fp8_row and grouped_fp8. `fast` lets fp8_row sum in the
+    tensor cores' short accumulator: never in a wgrad, whose sums over tokens drift (docs/numerics.md).
     """
 
     method: str
     format: GemmFormat | None = None
+    fast: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,9 @@ def parse_scheme(text: str) -> LinearScheme:
 
 def _parse_gemm(text: str, step: str) -> GemmScheme:
     method, _, rest = text.partition(":")
-    if method in ("bf16", "fp8_row", "grouped_fp8") and not rest:
+    if text in ("fp8_row", "fp8_row,sums=fp32"):
+        return GemmScheme(method="fp8_row", fast=text == "fp8_row" and step != "wgrad")
+    if method in ("bf16", "grouped_fp8") and not rest:
         return GemmScheme(method=method)
     if method == "emulate" and rest:
         return GemmScheme(method="emulate", format=_gemm_format(rest, step))
