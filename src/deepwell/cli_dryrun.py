@@ -3,6 +3,7 @@
 Exit status: 0 it fits, 2 the request is wrong, 3 it does not fit.
 """
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,8 @@ def dryrun_command(
     try:
         run = _live(wanted, plan, steps, measure) if _is_live(wanted, plan, measure) else _simulated(wanted, plan)
     except PlanError as error:
+        if as_json:
+            typer.echo(json.dumps({"fits": False, "error": str(error)}))
         typer.echo(f"deepwell: {error}", err=True)
         raise typer.Exit(DOES_NOT_FIT) from error
     if trace is not None:

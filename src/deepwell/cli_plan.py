@@ -14,54 +14,73 @@ from deepwell.errors import ConfigError, PlanError
 NOTHING_FITS = 3
 
 _Text = str | None
-_Count = int | None
+_Flag = bool | None
+
+
+def _option(flag: str, text: str) -> Any:
+    return typer.Option(flag, help=text)
 
 
 def plan_command(
     *,
-    model: Annotated[str, typer.Option("--model", help="A published model (llama3-70b) or a config.json.")],
-    hw: Annotated[
-        _Text, typer.Option("--hw", help="The machine: 8x8xB200, gb200-nvl72:4; this one unless given.")
+    model: Annotated[str, _option("--model", "A published model (llama3-70b) or a config.json.")],
+    hw: Annotated[_Text, _option("--hw", "The machine: 8x8xB200, gb200-nvl72:4; this one unless given.")] = None,
+    seq: Annotated[int, _option("--seq", "Tokens of a sequence.")] = 4096,
+    batch: Annotated[int, _option("--batch", "Sequences of a step over all GPUs.")] = 1024,
+    precision: Annotated[_Text, _option("--precision", "bf16, fp8, mxfp8, nvfp4, several of them, or auto.")] = None,
+    goal: Annotated[str, _option("--goal", "fastest, smallest or cheapest.")] = "fastest",
+    optimizer: Annotated[str, _option("--optimizer", "What the optimizer keeps, e.g. adamw_8bit.")] = "adamw",
+    stack: Annotated[_Text, _option("--stack", "The engine that will run it: deepwell, megatron ...")] = None,
+    arch: Annotated[_Text, _option("--arch", "Check the machine: blackwell, hopper, ada, ampere or cpu.")] = None,
+    moe: Annotated[
+        _Text, _option("--moe", "experts=8,top_k=2 are checked; capacity_factor=, imbalance= are set.")
     ] = None,
-    seq: Annotated[int, typer.Option("--seq", help="Tokens of a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences of a step over all GPUs.")] = 1024,
-    precision: Annotated[_Text, typer.Option("--precision", help="bf16, fp8, mxfp8 or nvfp4.")] = None,
-    goal: Annotated[str, typer.Option("--goal", help="fastest, smallest or cheapest.")] = "fastest",
-    optimizer: Annotated[str, typer.Option("--optimizer", help="What the optimizer keeps, e.g. adamw_8bit.")] = "adamw",
-    stack: Annotated[_Text, typer.Option("--stack", help="The engine that will run it: deepwell, megatron ...")] = None,
-    tp: Annotated[_Count, typer.Option("--tp", help="Fix tensor parallelism.")] = None,
-    pp: Annotated[_Count, typer.Option("--pp", help="Fix pipeline parallelism.")] = None,
-    cp: Annotated[_Count, typer.Option("--cp", help="Fix context parallelism.")] = None,
-    ep: Annotated[_Count, typer.Option("--ep", help="Fix expert parallelism.")] = None,
-    micro_batch: Annotated[_Count, typer.Option("--micro-batch", help="Fix the micro-batch.")] = None,
-    recompute: Annotated[_Text, typer.Option("--recompute", help="none, selective, full or block.")] = None,
-    sharding: Annotated[_Text, typer.Option("--sharding", help="ddp, zero1, zero2 or zero3.")] = None,
+    dp: Annotated[_Text, _option("--dp", "Data parallelism that is allowed: 8, or 4,8.")] = None,
+    tp: Annotated[_Text, _option("--tp", "Tensor parallelism that is allowed; 1 forbids it.")] = None,
+    pp: Annotated[_Text, _option("--pp", "Pipeline parallelism that is allowed.")] = None,
+    cp: Annotated[_Text, _option("--cp", "Context parallelism that is allowed.")] = None,
+    ep: Annotated[_Text, _option("--ep", "Expert parallelism that is allowed.")] = None,
+    etp: Annotated[_Text, _option("--etp", "Splits inside experts that are allowed.")] = None,
+    dp_replicate: Annotated[_Text, _option("--dp-replicate", "Copies of the shards inside dp (HSDP).")] = None,
+    gpus: Annotated[_Text, _option("--gpus", "Use so many of the machine's GPUs.")] = None,
+    micro_batch: Annotated[_Text, _option("--micro-batch", "Micro-batches that are allowed.")] = None,
+    virtual_stages: Annotated[_Text, _option("--virtual-stages", "Stages per pipeline rank.")] = None,
+    stage_layers: Annotated[_Text, _option("--stage-layers", "Layers of each stage, 10,11,11, or even.")] = None,
+    recompute: Annotated[_Text, _option("--recompute", "Of none, selective, full, block: those allowed.")] = None,
+    sharding: Annotated[_Text, _option("--sharding", "Of ddp, zero1, zero2, zero3: those allowed.")] = None,
     schedule: Annotated[
-        _Text, typer.Option("--schedule", help="1f1b, interleaved, zero_bubble, zbv, dualpipev.")
+        _Text, _option("--schedule", "Of 1f1b, interleaved, zero_bubble, zbv, dualpipev: those allowed.")
     ] = None,
-    max_memory: Annotated[float | None, typer.Option("--max-memory", help="GiB that a GPU may fill.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page here.")] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome/Perfetto trace here.")] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON here.")] = None,
-    export: Annotated[
-        _Text, typer.Option("--export", help="Print for megatron, megatron-bridge or torchtitan.")
-    ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why this plan.")] = False,
-    sensitivity: Annotated[bool, typer.Option("--sensitivity", help="Show what one step of each degree does.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    sequence_parallel: Annotated[_Flag, _option("--sequence-parallel/--no-sequence-parallel", "With TP.")] = None,
+    cp_kind: Annotated[_Text, _option("--cp-kind", "ring, ulysses or allgather.")] = None,
+    offload: Annotated[_Text, _option("--offload", "In host memory: none, optimizer, activations or both.")] = None,
+    overlap: Annotated[_Text, _option("--overlap", "Of tp, grad_reduce, param_gather, ep, pp; all; none.")] = None,
+    kernels: Annotated[_Text, _option("--kernels", "Configurations of the catalog that may be proposed.")] = None,
+    cuda_graphs: Annotated[_Flag, _option("--cuda-graphs/--no-cuda-graphs", "Host time of graphs.")] = None,
+    max_memory: Annotated[float | None, _option("--max-memory", "GiB that a GPU may fill.")] = None,
+    html: Annotated[Path | None, _option("--html", "Write one self-contained page here.")] = None,
+    trace: Annotated[Path | None, _option("--trace", "Write a Chrome/Perfetto trace here.")] = None,
+    save: Annotated[Path | None, _option("--save", "Write the plan as JSON here.")] = None,
+    export: Annotated[_Text, _option("--export", "Print for megatron, megatron-bridge or torchtitan.")] = None,
+    explain: Annotated[bool, _option("--explain", "Say why this plan.")] = False,
+    sensitivity: Annotated[bool, _option("--sensitivity", "Show what one step of each degree does.")] = False,
+    as_json: Annotated[bool, _option("--json", "Print JSON only.")] = False,
 ) -> None:
     """Pick the parallel layout of a training job and predict its time and memory. Ends with 3 if nothing fits."""
     from deepwell.planner.search import autoplan
 
     limits: dict[str, Any] = {
-        "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "recompute": recompute,
-        "sharding": sharding, "schedule": schedule, "max_memory": max_memory,
+        **_counts(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, gpus=gpus,
+                  micro_batch=micro_batch, virtual_stages=virtual_stages),
+        "recompute": _words(recompute), "sharding": _words(sharding), "schedule": _words(schedule),
+        "stage_layers": _stage_layers(stage_layers), "kernels": _words(kernels), "overlap": _overlap(overlap),
+        "offload": offload, "sequence_parallel": sequence_parallel, "context_parallel_kind": cp_kind,
+        "cuda_graphs": cuda_graphs, "max_memory": max_memory,
     }  # fmt: skip
-    stack = stack or _stack_of(export)
     try:
         plan = autoplan(
-            read_model(model), hw, seq_len=seq, global_batch=batch, precision=precision, goal=goal, stack=stack,
-            optimizer=optimizer, **limits,
+            read_model(model), hw, seq_len=seq, global_batch=batch, precision=_precision(precision), goal=goal,
+            stack=stack or _stack_of(export), optimizer=optimizer, arch=arch, moe=_moe(moe), **limits,
         )  # fmt: skip
     except PlanError as error:
         if as_json:
@@ -70,6 +89,50 @@ def plan_command(
         raise typer.Exit(NOTHING_FITS) from error
     _write_files(plan, html, trace, save)
     typer.echo(_shown(plan, export, explain, sensitivity, as_json))
+
+
+# ---- reading options ----
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",")]
+
+
+def _counts(**texts: str | None) -> dict[str, list[int] | None]:
+    return {name: _count_list(name, text) for name, text in texts.items()}
+
+
+def _count_list(name: str, text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(word) for word in text.split(",")]
+    except ValueError as error:
+        option = "--" + name.replace("_", "-")
+        raise ConfigError(f"{option}: got {text!r}; whole numbers of at least 1, e.g. 2 or 1,2,4") from error
+
+
+def _precision(text: str | None) -> str | list[str] | None:
+    return _words(text) if text is not None and "," in text else text
+
+
+def _stage_layers(text: str | None) -> str | list[int] | None:
+    return text if text == "even" else _count_list("stage_layers", text)
+
+
+def _overlap(text: str | None) -> bool | list[str] | None:
+    return {"all": True, "none": False}[text] if text in ("all", "none") else _words(text)
+
+
+def _moe(text: str | None) -> dict[str, float] | None:
+    if text is None:
+        return None
+    found: dict[str, float] = {}
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        try:
+            found[name.strip()] = int(value) if value.strip().isdigit() else float(value)
+        except ValueError as error:
+            raise ConfigError(f"--moe: got {word!r}; e.g. experts=8,capacity_factor=1.25") from error
+    return found
 
 
 def read_model(name: str) -> Any:

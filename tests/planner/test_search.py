@@ -14,6 +14,7 @@ import deepwell as dw
 from deepwell.errors import ConfigError, PlanError
 from deepwell.graph.configs import published_config
 from deepwell.hardware.probe import probe
+from deepwell.planner.constraints import read_constraints
 from deepwell.planner.estimate import estimate
 from deepwell.planner.layout import Layout, Recompute
 from deepwell.planner.plan import Plan
@@ -24,7 +25,6 @@ from deepwell.planner.space import (
     make_space,
     micro_batches,
     pipelines,
-    read_constraints,
     recomputes,
     shardings,
 )

@@ -73,16 +73,18 @@ def catalog() -> tuple[KernelConfig, ...]:
     return tuple(decode(KernelConfig, item, f"catalog.json[{i}]") for i, item in enumerate(json.loads(text)["configs"]))
 
 
-def choose_kernel(gemm: LocalGemm, gpu: Gpu) -> KernelChoice:
+def choose_kernel(gemm: LocalGemm, gpu: Gpu, allowed: tuple[str, ...] | None = None) -> KernelChoice:
     """The configuration that wastes least on this shape; where the catalog has none, a line that says so."""
     op = "grouped_gemm" if gemm.role == "experts" else "gemm"
     fmt = gemm.formats[0]
     m, n, k, groups = max(1, round(gemm.m)), gemm.n, gemm.k, gemm.groups
     major = gpu.compute_capability[0] if gpu.compute_capability else None
-    fitting = [c for c in catalog() if c.op == op and fmt in c.formats and major in c.capability]
+    any_fits = [c for c in catalog() if c.op == op and fmt in c.formats and major in c.capability]
+    fitting = [c for c in any_fits if allowed is None or c.name in allowed]
     shape = {"layer": gemm.name, "op": op, "format": fmt, "m": m, "n": n, "k": k, "groups": groups}
     if not fitting:
         why = "the CPU computes it by torch" if gpu.kind == "cpu" else f"no configuration of the catalog for {gpu.name}"
+        why += " that the constraint kernels= leaves" if any_fits else ""
         return KernelChoice(**shape, kernel="torch", tile=(1, 1, 1), useful=1.0, note=why)  # type: ignore[arg-type]
     sms = gpu.num_sms or DEFAULT_SMS
     # max() keeps the first of equals, which is the one that the catalog prefers.
@@ -93,8 +95,10 @@ def choose_kernel(gemm: LocalGemm, gpu: Gpu) -> KernelChoice:
     return KernelChoice(**shape, kernel=best.name, tile=best.tile, useful=useful, note=note)  # type: ignore[arg-type]
 
 
-def kernel_choices(workload: Workload, layout: Layout, gpu: Gpu) -> tuple[KernelChoice, ...]:
-    """One choice for every distinct linear layer of the model's blocks on one rank."""
+def kernel_choices(
+    workload: Workload, layout: Layout, gpu: Gpu, allowed: tuple[str, ...] | None = None
+) -> tuple[KernelChoice, ...]:
+    """One choice for every distinct linear layer of the model's blocks on one rank, of the `allowed` configurations."""
     sizes = Sizes(
         micro_batch=layout.micro_batch, seq_len=workload.seq_len, tp=layout.tp, cp=layout.cp, ep=layout.ep,
         etp=layout.etp, sequence_parallel=layout.sequence_parallel,
@@ -103,6 +107,6 @@ def kernel_choices(workload: Workload, layout: Layout, gpu: Gpu) -> tuple[Kernel
     for variant in workload.variants():
         block = local_block(workload.ir.blocks[variant.block].ops, variant.formats, sizes)
         for gemm in block.gemms:
-            choice = choose_kernel(gemm, gpu)
+            choice = choose_kernel(gemm, gpu, allowed)
             chosen.setdefault((choice.layer, choice.m, choice.n, choice.k, choice.format), choice)
     return tuple(chosen.values())

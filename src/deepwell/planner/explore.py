@@ -262,12 +262,15 @@ class Explorer:
     def _lean_layouts(self, family: Family, batch: int) -> Iterator[Layout]:
         """The forms of a family that need least memory: most sharding, most recomputation."""
         lines = pipelines(self.space, family, batch)
-        leanest = max(shardings(self.space, family), key=lambda s: (SHARDINGS.index(s.kind), -s.replicas))
+        ways = sorted(shardings(self.space, family), key=lambda s: (-SHARDINGS.index(s.kind), s.replicas))
+        # What zero3 gathers of a layer with many experts may be more than its shards save: then zero2 is the leaner.
+        ways = ways[:1] + [s for s in ways[1:] if s.kind == "zero2"][:1]
         # Split backwards hold the same on every rank, 1f1b most on the first: either may be the leaner.
-        for line in lines[:1] + [p for p in lines[1:] if p.schedule in V_SHAPED][:1]:
-            layout = layout_of(self.space, family, batch, line, leanest, recomputes(self.space)[-1])
-            if layout is not None:
-                yield layout
+        for sharding in ways:
+            for line in lines[:1] + [p for p in lines[1:] if p.schedule in V_SHAPED][:1]:
+                layout = layout_of(self.space, family, batch, line, sharding, recomputes(self.space)[-1])
+                if layout is not None:
+                    yield layout
 
     # ---- simulation and refinement ----
 
@@ -317,7 +320,7 @@ class Explorer:
 
     def _uneven_stages(self, scored: Scored) -> Scored:
         """Move single layers away from the stages with the embedding and the head while that makes the step shorter."""
-        if scored.layout.pp == 1:
+        if scored.layout.pp == 1 or self.space.constraints.stage_layers is not None:
             return scored
         best = scored
         for _ in range(4):

@@ -7,7 +7,10 @@ import json
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from deepwell.errors import ConfigError
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.planner.layout import Overlap
+from deepwell.precision.policy import PrecisionPolicy
+from deepwell.precision.recipes import RECIPES
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan
@@ -27,6 +30,8 @@ def export(plan: Plan, target: str) -> str:
     """The plan as text for `target`. Raises ConfigError for an unknown one, UnsupportedError for what it cannot run."""
     if target == "deepwell":
         return plan.to_json(indent=1)
+    if target in TARGETS:
+        _refuse_what_would_be_dropped(plan, target)
     if target == "megatron":
         from deepwell.planner.export_megatron import megatron_arguments
 
@@ -40,3 +45,17 @@ def export(plan: Plan, target: str) -> str:
 
         return torchtitan_config(plan)
     raise ConfigError(f"target: got {target!r}; accepted: {', '.join(TARGETS)}")
+
+
+def _refuse_what_would_be_dropped(plan: Plan, target: str) -> None:
+    """What Deepwell plans and no other engine's export has words for; in silence it would run as something else."""
+    policy = plan.workload.precision_policy
+    if all(policy != PrecisionPolicy.recipe(name) for name in RECIPES):
+        raise UnsupportedError(
+            f"precision: {target} gets one format for all layers, and this policy has rules of its own; plan with "
+            f"one of {', '.join(RECIPES)}"
+        )
+    if plan.layout.cuda_graphs:
+        raise UnsupportedError(f"cuda_graphs: not written for {target}; plan without, and switch them on there")
+    if plan.layout.overlap != Overlap():
+        raise UnsupportedError(f"overlap: not written for {target}; plan with the engine's own, without overlap=")

@@ -96,8 +96,8 @@ def _cheaper_state(space: Space, nearest: Scored, limit: float) -> list[str]:
     if not nearest.layout.offload.optimizer and _fits(space, space.workload, offloaded, limit):
         found.append("offload=True (optimizer state in host memory)")
     both = replace(nearest.layout, offload=Offload(optimizer=1.0, activations=1.0))
-    if not found and _fits(space, space.workload, both, limit):
-        found.append("optimizer state and activations in host memory")
+    if not found and nearest.layout.offload != both.offload and _fits(space, space.workload, both, limit):
+        found.append("offload='both' (optimizer state and activations in host memory)")
     return found
 
 
@@ -114,6 +114,8 @@ def _shorter_sequence(space: Space, nearest: Scored, limit: float) -> list[str]:
 def _more_gpus(space: Space) -> list[str]:
     """The least doubling of the machine on which something fits; the search itself answers."""
     hw = space.hw
+    if hw.kind == "cpu":
+        return []
     fixed = Constraints(max_memory=space.constraints.max_memory)
     for _ in range(6):
         hw = replace(hw, num_nodes=hw.num_nodes * 2, name=f"{hw.num_gpus * 2} GPUs")

@@ -48,7 +48,7 @@ def _verdict(plan: Plan) -> list[str]:
         f"  {plan.layout.describe()}, schedule {plan.layout.schedule}, {plan.accumulation} micro-batches"
         + (f", layers {_layers(plan)}" if plan.layout.pp > 1 else ""),
         f"  predicted step {found.step_s:.3f} s +-{found.error_band:.0%} ({found.tier} tier), "
-        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {found.mfu_bf16:.1%} of the bf16 peak, "
+        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/{unit[:3]}, MFU {found.mfu_bf16:.1%} of the bf16 peak, "
         f"{found.mfu_weighted:.1%} of the formats' own",
         f"  peak {found.peak_gib:.1f}{limit} GiB on the fullest rank, bubble {plan.bubble:.1%}, exposed communication "
         f"{sum(plan.exposed.values()) / plan.step_s:.1%}",
@@ -214,15 +214,34 @@ def _fields(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
     yield both("constraints", lambda p: p.constraints)
     yield both("sequence", lambda p: p.workload.seq_len)
     yield both("global batch", lambda p: p.workload.global_batch)
-    yield both("precision", lambda p: p.workload.main_format)
+    yield both("precision", _precision)
+    yield both("optimizer", lambda p: p.workload.optimizer)
+    yield both("routing imbalance", lambda p: 1.0 if p.workload.forced_balance else p.workload.imbalance)
+    yield both("capacity factor", lambda p: p.workload.capacity_factor)
     yield both("stack", lambda p: p.stack.name)
+    yield both("GPUs", lambda p: p.gpus)
     for name in ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "sharding", "sequence_parallel", "schedule"):
         yield both(name, lambda p, n=name: getattr(p.layout, n))
-    for name in ("virtual_stages", "micro_batch", "recompute", "offload"):
+    for name in (
+        "virtual_stages",
+        "micro_batch",
+        "recompute",
+        "offload",
+        "overlap",
+        "context_parallel_kind",
+        "cuda_graphs",
+    ):
         yield both(name, lambda p, n=name: getattr(p.layout, n))
     yield both("stage layers", _layers)
+    yield both("kernels", lambda p: ", ".join(dict.fromkeys(choice.kernel for choice in p.kernels)))
     yield both("step s", lambda p: f"{p.step_s:.4f}")
     yield both("peak GiB", lambda p: f"{p.peak_gib:.2f}")
+
+
+def _precision(plan: Plan) -> str:
+    """The recipe's name, or every rule of a policy that has its own."""
+    policy = plan.workload.policy
+    return policy if isinstance(policy, str) else "; ".join(map(str, policy.rules))
 
 
 def _figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:

@@ -6,22 +6,25 @@ those; `cheapest` the fewest GPU-seconds per step over all machine sizes that ho
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import kernel_choices
+from deepwell.planner.constraints import Constraints, read_constraints
 from deepwell.planner.estimate_values import PARTS
 from deepwell.planner.explore import WORDS, Bound, Explorer, Found, Progress, Scored
-from deepwell.planner.layout import Offload
+from deepwell.planner.layout import Layout, Offload
 from deepwell.planner.nofit import no_fit, over_text
 from deepwell.planner.plan import COMMUNICATION, Alternative, Plan, Rejected, Searched
-from deepwell.planner.space import Constraints, Refusal, Space, divisors, make_space, read_constraints
+from deepwell.planner.precision_choice import choose_precision, is_choice
+from deepwell.planner.space import Refusal, Space, divisors, make_space
 from deepwell.planner.stack import Stack, get_stack
 from deepwell.planner.validity import model_facts
 from deepwell.planner.workload import Workload
@@ -42,7 +45,7 @@ def autoplan(
     global_batch: int,
     arch: str | None = None,
     moe: Mapping[str, Any] | None = None,
-    precision: str | PrecisionPolicy | None = None,
+    precision: str | PrecisionPolicy | Sequence[str | PrecisionPolicy] | None = None,
     goal: str = "fastest",
     stack: Stack | str | None = None,
     optimizer: str = "adamw",
@@ -53,17 +56,28 @@ def autoplan(
 
     `ir` is a captured model, a published one's name ("llama3-70b") or a Hugging Face config; `hw` a machine or its name
     (None: this one). `arch` is checked against it and noted; `moe` may set `capacity_factor` and `imbalance` and is
-    checked for `experts` and `top_k`. Constraints narrow the search: tp, pp, cp, ep, etp, dp, dp_replicate,
-    micro_batch, virtual_stages, gpus (a count or a list), sharding, schedule, recompute (a name or a list),
-    sequence_parallel, max_memory (GiB per GPU), offload, cuda_graphs, context_parallel_kind. Raises ConfigError where
-    the request is wrong and PlanError, with the nearest miss, where nothing fits.
+    checked for `experts` and `top_k`. `precision` is a recipe's name or a policy; "auto" or a list leaves the choice to
+    the planner, which keeps single layers in bf16 where that is faster. Constraints narrow the search: tp, pp, cp, ep,
+    etp, dp, dp_replicate, micro_batch, virtual_stages, gpus (a count or a list), sharding, schedule, recompute (a name
+    or a list), sequence_parallel, max_memory (GiB per GPU), offload, overlap, stage_layers, kernels, cuda_graphs,
+    context_parallel_kind. Raises ConfigError where the request is wrong and PlanError, with the nearest miss, where
+    nothing fits.
     """
     if goal not in GOALS:
         raise ConfigError(f"goal: got {goal!r}; accepted: {', '.join(GOALS)}")
     model = _model(ir)
     machine = _machine(hw)
+    if is_choice(precision):
+
+        def plan_for(policy: str | PrecisionPolicy) -> Plan:
+            return autoplan(
+                model, machine, seq_len=seq_len, global_batch=global_batch, arch=arch, moe=moe, precision=policy,
+                goal=goal, stack=stack, optimizer=optimizer, progress=progress, **constraints,
+            )  # fmt: skip
+
+        return choose_precision(plan_for, precision, machine, goal)
     notes: list[str] = []
-    policy, policy_note = _policy(precision, machine)
+    policy, policy_note = _policy(cast(str | PrecisionPolicy | None, precision), machine)
     notes += [policy_note] if policy_note else []
     notes += _arch_notes(arch, machine)
     capacity, moe_notes = _moe(model, moe)
@@ -71,11 +85,11 @@ def autoplan(
     workload = Workload(
         ir=model, seq_len=seq_len, global_batch=global_batch, policy=policy, optimizer=optimizer, **capacity
     )
-    chosen_stack = stack if isinstance(stack, Stack) else get_stack(stack or "deepwell")
+    chosen_stack = _stack(stack)
     limits = read_constraints(constraints)
     with _progress_bar(progress) as report:
         space, found, best = _search(workload, machine, chosen_stack, limits, goal, report)
-    return _plan(space, found, best, machine, goal, notes, is_asked=limits.offload is not None)
+    return _plan(space, found, best, machine, goal, notes, limits)
 
 
 # ---- reading the request ----
@@ -105,6 +119,12 @@ def _machine(hw: Hardware | str | None) -> Hardware:
     raise ConfigError(f"hw: got {type(hw).__name__}; pass what dw.probe returned or a name such as '8x8xB200'")
 
 
+def _stack(stack: Stack | str | None) -> Stack:
+    if stack is not None and not isinstance(stack, (Stack, str)):
+        raise ConfigError(f"stack: got {stack!r}; the name of an engine, e.g. 'deepwell' or 'megatron', or a Stack")
+    return stack if isinstance(stack, Stack) else get_stack(stack or "deepwell")
+
+
 def _policy(precision: str | PrecisionPolicy | None, hw: Hardware) -> tuple[str | PrecisionPolicy, str]:
     if isinstance(precision, PrecisionPolicy):
         return precision.copy().freeze(), ""
@@ -120,7 +140,7 @@ def _policy(precision: str | PrecisionPolicy | None, hw: Hardware) -> tuple[str 
 def _arch_notes(arch: str | None, hw: Hardware) -> list[str]:
     if arch is None:
         return []
-    wanted = ARCHITECTURES.get(arch.lower())
+    wanted = ARCHITECTURES.get(arch.lower()) if isinstance(arch, str) else None
     if wanted is None:
         raise ConfigError(f"arch: got {arch!r}; accepted: {', '.join(ARCHITECTURES)}")
     capability = hw.gpus[0].compute_capability
@@ -132,14 +152,16 @@ def _arch_notes(arch: str | None, hw: Hardware) -> list[str]:
 
 def _moe(ir: IR, moe: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
     """Settings of the workload and notes. Raises ConfigError where the model's experts are others."""
-    if not moe:
+    if moe is None:
         return {}, []
+    if not isinstance(moe, Mapping):
+        raise ConfigError(f"moe: got {moe!r}; a mapping with any of {', '.join(_MOE_KEYS)}")
     unknown = sorted(set(moe) - set(_MOE_KEYS))
     if unknown:
         raise ConfigError(f"moe: no setting {unknown[0]!r}; accepted: {', '.join(_MOE_KEYS)}")
     facts = model_facts(ir)
     if not facts.is_moe:
-        return {}, [f"moe={dict(moe)} changes nothing: {ir.name} has no experts"]
+        return {}, [] if not moe else [f"moe={dict(moe)} changes nothing: {ir.name} has no experts"]
     for key, have in (("experts", facts.experts), ("top_k", facts.top_k)):
         if key in moe and set(have) != {moe[key]}:
             raise ConfigError(f"moe: {key} is {moe[key]!r}; the MoE blocks of {ir.name} have {_listed(have)}")
@@ -147,11 +169,15 @@ def _moe(ir: IR, moe: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[st
     for key in ("capacity_factor", "imbalance"):
         if moe.get(key) is not None:
             value = moe[key]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ConfigError(f"moe: {key} is {value!r}; a number above 0")
             settings[key] = float(value)
     if "imbalance" in settings:
         settings["forced_balance"] = False
+    capacity = settings.get("capacity_factor", 0.0)
+    if capacity >= settings.get("imbalance", 1.0):
+        return settings, [f"capacity_factor {capacity:g} drops nothing at an imbalance of "
+                          f"{settings.get('imbalance', 1.0):g}; moe's imbalance says what to expect"]  # fmt: skip
     return settings, []
 
 
@@ -236,30 +262,34 @@ def _search(
     if best is not None:
         return best[1:]
     if limits.offload is None and any(found.misses for _, found in tried):
-        # Nothing fits in HBM: the optimizer's state may live in host memory, and then the activations too.
-        for way in ("optimizer", "both"):
-            space = make_space(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way))
-            found = Explorer(space, progress).run()
-            if found.ranked:
-                return space, found, found.ranked[0]
+        # Nothing fits in HBM: the optimizer's state or the activations may live in host memory, and last of all both.
+        ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way), progress)
+                for way in ("optimizer", "activations")]  # fmt: skip
+        if not any(found.ranked for _, found in ways):
+            ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload="both"), progress)]
+        held = [(found.ranked[0].key, i) for i, (_, found) in enumerate(ways) if found.ranked]
+        if held:
+            space, found = ways[min(held)[1]]
+            return space, found, found.ranked[0]
     space, found = max(tried, key=lambda one: one[0].hw.num_gpus)
     raise no_fit(space, found)
+
+
+def _placed(
+    workload: Workload, hw: Hardware, stack: Stack, limits: Constraints, progress: Progress | None
+) -> tuple[Space, Found]:
+    space = make_space(workload, hw, stack, limits)
+    return space, Explorer(space, progress).run()
 
 
 # ---- the plan ----
 
 
 def _plan(
-    space: Space, found: Found, best: Scored, machine: Hardware, goal: str, notes: list[str], *, is_asked: bool
+    space: Space, found: Found, best: Scored, machine: Hardware, goal: str, notes: list[str], limits: Constraints
 ) -> Plan:
     workload, layout = space.workload, best.layout
-    idle = machine.num_gpus - layout.gpus
-    if idle:
-        notes.append(f"{layout.gpus} of {machine.num_gpus} GPUs are used: {_why_idle(goal)}")
-    if layout.offload != Offload():
-        shares = (("the optimizer's state", layout.offload.optimizer), ("the activations", layout.offload.activations))
-        what = " and ".join(word for word, share in shares if share)
-        notes.append(f"{what} in host memory" + ("" if is_asked else ": nothing fits without"))
+    notes += _layout_notes(layout, machine, goal, limits)
     others = [s for s in found.ranked if s.layout != layout]
     return Plan(
         model=workload.ir.name,
@@ -272,14 +302,27 @@ def _plan(
         stack=space.stack,
         layout=layout,
         estimate=best.estimate,
-        kernels=kernel_choices(workload, layout, space.hw.gpus[0]),
+        kernels=kernel_choices(workload, layout, space.hw.gpus[0], limits.kernels),
         runners_up=tuple(alternative(s, best) for s in others[:12]),
         rejected=(*_refused(found.refused), *_missed(space, found.misses), *_slower(found.slower, best)),
         searched=Searched(families=found.num_families, layouts=found.num_layouts),
         limit_gib=space.limit_gib,
-        warnings=tuple(_warnings(workload, best)),
+        warnings=tuple(_warnings(space, best)),
         notes=tuple(notes),
     )
+
+
+def _layout_notes(layout: Layout, machine: Hardware, goal: str, limits: Constraints) -> Iterator[str]:
+    if layout.gpus < machine.num_gpus:
+        why = "gpus= asks for it" if limits.allowed("gpus") is not None and goal == "fastest" else _why_idle(goal)
+        yield f"{layout.gpus} of {machine.num_gpus} GPUs are used: {why}"
+    if layout.offload != Offload():
+        shares = (("the optimizer's state", layout.offload.optimizer), ("the activations", layout.offload.activations))
+        what = " and ".join(word for word, share in shares if share)
+        yield f"{what} in host memory" + ("" if limits.offload is not None else ": nothing fits without")
+    asked = [name for name in ("schedule", "virtual_stages") if limits.allowed(name) is not None]
+    if asked and layout.pp == 1:
+        yield f"{' and '.join(asked)} had nothing to decide: one pipeline stage is best; pp= asks for more"
 
 
 def _why_idle(goal: str) -> str:
@@ -290,10 +333,16 @@ def _why_idle(goal: str) -> str:
     }[goal]
 
 
-def _warnings(workload: Workload, best: Scored) -> Iterator[str]:
+def _warnings(space: Space, best: Scored) -> Iterator[str]:
+    workload = space.workload
     positions = workload.ir.max_positions
     if positions and workload.seq_len > positions:
         yield f"seq_len {workload.seq_len:,} is over the model's {positions:,} positions: extend them before training"
+    formats = dict.fromkeys(f for v in workload.variants() for _, each in v.formats for f in each)
+    for name in formats:
+        reason = "" if name in ("bf16", "fp16", "fp32") else space.hw.gpus[0].why_not(name)
+        if reason:
+            yield f"{name} is not native to {space.hw.gpus[0].name} ({reason}): it runs by emulation, to try accuracy"
     headroom = -best.over_gib
     if headroom < 0.03 * best.estimate.limit_gib:
         yield f"only {headroom:.1f} GiB are left on the fullest rank; max_memory= asks for more room"

@@ -121,6 +121,8 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, Layout | str]]:
     if model_facts(plan.workload.ir).is_moe:
         for value in _steps(layout.ep, layout.dp * layout.cp * layout.tp):
             yield f"EP {layout.ep} -> {value}", _safe(partial(replace, layout, ep=value))
+        for value in _steps(layout.etp, layout.tp if layout.tp > 1 else layout.dp * layout.cp):
+            yield f"ETP {layout.etp} -> {value}", _safe(partial(replace, layout, etp=value))
     for value in (layout.micro_batch * 2, layout.micro_batch // 2):
         if value:
             yield f"MBS {layout.micro_batch} -> {value}", _safe(partial(replace, layout, micro_batch=value))
@@ -129,6 +131,9 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, Layout | str]]:
             schedule: Any = "interleaved" if value > 1 else "1f1b"
             changed = partial(replace, layout, virtual_stages=value, schedule=schedule, stage_layers=None)
             yield f"VPP {layout.virtual_stages} -> {value}", _safe(changed)
+    if layout.sharding != "ddp":
+        for value in _steps(layout.dp_replicate, layout.dp):
+            yield f"HSDP {layout.dp_replicate} -> {value}", _safe(partial(replace, layout, dp_replicate=value))
     yield from _other_ways(layout)
 
 

@@ -7,15 +7,15 @@ rule of thumb (not a law) speaks against it.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
-from deepwell.planner.actions import SCHEDULES, why_not
-from deepwell.planner.layout import SHARDINGS, Layout, Offload, Recompute
+from deepwell.planner.actions import why_not
+from deepwell.planner.constraints import COUNTS, EVEN, OFFLOADS, Constraints
+from deepwell.planner.layout import Layout, Overlap, Recompute
 from deepwell.planner.split import balanced_layers
 from deepwell.planner.stack import Stack
 from deepwell.planner.validity import (
@@ -29,101 +29,9 @@ from deepwell.planner.validity import (
 )
 from deepwell.planner.workload import Workload
 
-_COUNTS = ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "micro_batch", "virtual_stages", "gpus")
-_NAMES = ("sharding", "schedule", "recompute")
-_OTHER = ("sequence_parallel", "max_memory", "offload", "cuda_graphs", "context_parallel_kind")
-CONSTRAINTS = (*_COUNTS, *_NAMES, *_OTHER)
-OFFLOADS = {
-    "none": Offload(),
-    "optimizer": Offload(optimizer=1.0),
-    "activations": Offload(activations=1.0),
-    "both": Offload(optimizer=1.0, activations=1.0),
-}
-RECOMPUTE_KINDS = ("none", "selective", "full", "block")
 MAX_MICRO_BATCH = 16
 MAX_STAGES_PER_RANK = 12
 RESERVE = 0.03  # of a GPU's memory, left free: a plan that is right to the last megabyte is wrong half the time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraints:
-    """What the user fixed; None or empty leaves it open. Counts and names are the allowed ones."""
-
-    counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    names: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    sequence_parallel: bool | None = None
-    max_memory: float | None = None  # GiB per GPU
-    offload: str | None = None  # one of OFFLOADS; None: only where nothing fits without
-    cuda_graphs: bool = False
-    context_parallel_kind: str = "ring"
-
-    def allowed(self, name: str) -> tuple[Any, ...] | None:
-        """The values that `name` may have, or None where anything goes."""
-        return dict((*self.counts, *self.names)).get(name)
-
-    def describe(self) -> str:
-        words = [f"{name}={'|'.join(map(str, values))}" for name, values in (*self.counts, *self.names)]
-        words += [f"max_memory={self.max_memory:g} GiB"] if self.max_memory is not None else []
-        words += [f"offload={self.offload}"] if self.offload is not None else []
-        words += [f"sequence_parallel={self.sequence_parallel}"] if self.sequence_parallel is not None else []
-        return ", ".join(words) or "none"
-
-
-def read_constraints(given: Mapping[str, Any]) -> Constraints:
-    """Check keyword constraints, e.g. `tp=8, recompute="full", max_memory=70`. Raises ConfigError."""
-    counts, names, other = [], [], {}
-    for name, value in given.items():
-        if name not in CONSTRAINTS:
-            near = difflib.get_close_matches(name, CONSTRAINTS, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"accepted: {', '.join(CONSTRAINTS)}"
-            raise ConfigError(f"{name}: no such constraint; {hint}")
-        if value is None:
-            continue
-        if name in _COUNTS:
-            counts.append((name, tuple(sorted(set(_counts(name, value))))))
-        elif name in _NAMES:
-            names.append((name, _names(name, value)))
-        else:
-            other[name] = _other(name, value)
-    return Constraints(counts=tuple(sorted(counts)), names=tuple(sorted(names)), **other)
-
-
-def _counts(name: str, value: Any) -> list[int]:
-    values = list(value) if isinstance(value, (list, tuple, set, range)) else [value]
-    for one in values:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 1:
-            raise ConfigError(f"{name}: got {one!r}; a whole number of at least 1, or a list of them")
-    if not values:
-        raise ConfigError(f"{name}: got an empty list; leave it out to allow any")
-    return values
-
-
-def _names(name: str, value: Any) -> tuple[str, ...]:
-    known = {"sharding": SHARDINGS, "schedule": SCHEDULES, "recompute": RECOMPUTE_KINDS}[name]
-    values = (value,) if isinstance(value, str) else tuple(value)
-    for one in values:
-        if one not in known:
-            raise ConfigError(f"{name}: got {one!r}; accepted: {', '.join(known)}")
-    return values
-
-
-def _other(name: str, value: Any) -> Any:
-    if name == "max_memory":
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ConfigError(f"max_memory: got {value!r}; GiB per GPU, above 0")
-        return float(value)
-    if name == "context_parallel_kind":
-        if value not in ("ring", "ulysses", "allgather"):
-            raise ConfigError(f"context_parallel_kind: got {value!r}; accepted: ring, ulysses, allgather")
-        return value
-    if name == "offload":
-        word = ("optimizer" if value else "none") if isinstance(value, bool) else value
-        if word not in OFFLOADS:
-            raise ConfigError(f"offload: got {value!r}; accepted: True, False, {', '.join(OFFLOADS)}")
-        return word
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}: got {value!r}; True or False")
-    return value
 
 
 class Family(NamedTuple):
@@ -171,9 +79,10 @@ class Space:
     @property
     def limit_gib(self) -> float | None:
         """What a rank may fill: max_memory if given, else all but a small reserve; None where nobody knows."""
-        if self.constraints.max_memory is not None:
-            return self.constraints.max_memory
-        return None if self.hw.memory_bytes is None else (1 - RESERVE) * self.hw.memory_bytes / (1 << 30)
+        asked, whole = self.constraints.max_memory, self.hw.memory_bytes
+        if whole is None:
+            return asked
+        return (1 - RESERVE) * whole / (1 << 30) if asked is None else min(asked, whole / (1 << 30))
 
 
 # What an engine runs, where that is less than the planner knows: see export_megatron.py and export_torchtitan.py.
@@ -193,7 +102,11 @@ def make_space(workload: Workload, hw: Hardware, stack: Stack, constraints: Cons
     """The space of a problem: what the engine cannot run is left out unless the user names it."""
     counts, names = dict(constraints.counts), dict(constraints.names)
     for name, values in _ENGINES.get(stack.name, {}).items():
-        (counts if name in _COUNTS else names).setdefault(name, values)
+        (counts if name in COUNTS else names).setdefault(name, values)
+    given = constraints.stage_layers
+    if isinstance(given, tuple) and sum(given) != workload.ir.num_layers:
+        layers = workload.ir.num_layers
+        raise ConfigError(f"stage_layers adds up to {sum(given)}; {workload.ir.name} has {layers} layers")
     narrowed = replace(constraints, counts=tuple(sorted(counts.items())), names=tuple(sorted(names.items())))
     return Space(workload=workload, hw=hw, stack=stack, facts=model_facts(workload.ir), constraints=narrowed)
 
@@ -274,9 +187,17 @@ def _dp_works(space: Space, dp: int, refuse: Any) -> bool:
     allowed = space.constraints.allowed("dp")
     if allowed is not None and dp not in allowed:
         return False
+    copies = space.constraints.allowed("dp_replicate")
+    if copies is not None and all(dp % r for r in copies):
+        refuse(f"HSDP {', '.join(map(str, copies))}: DP {dp} does not divide")
+        return False
     batch = space.workload.global_batch
     if batch % dp:
         refuse(f"DP {dp}: a global batch of {batch:,} does not divide")
+        return False
+    sizes = space.constraints.allowed("micro_batch")
+    if sizes is not None and all((batch // dp) % size for size in sizes):
+        refuse(f"MBS {', '.join(map(str, sizes))}: the {batch // dp:,} sequences of each of DP {dp} do not divide")
         return False
     return True
 
@@ -327,7 +248,7 @@ def _interleavings(space: Space, pp: int, most: int) -> list[int]:
 def pipelines(space: Space, family: Family, micro_batch: int) -> list[Pipeline]:
     """Schedules with virtual stages that run with this family's microbatches, plain 1F1B first."""
     if family.pp == 1:
-        return [Pipeline("1f1b", 1)]
+        return [Pipeline("1f1b", 1)] if _stages_fit(space, 1) else []
     schedules = space.constraints.allowed("schedule") or ("1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
     stages = space.constraints.allowed("virtual_stages")
     count = space.workload.global_batch // (family.dp * micro_batch)
@@ -346,9 +267,15 @@ def pipelines(space: Space, family: Family, micro_batch: int) -> list[Pipeline]:
             # Interleaving in rounds that are longer than pp is torch's alone; whole rounds run everywhere.
             whole = schedule not in ("interleaved", "zero_bubble") or count % family.pp == 0
             fits = v <= max(1, most) and whole and not why_not(schedule, family.pp, count, v)
+            fits = fits and _stages_fit(space, family.pp * v)
             if fits and (stages is None or v in stages):
                 found.append(Pipeline(schedule, v))
     return found
+
+
+def _stages_fit(space: Space, stages: int) -> bool:
+    given = space.constraints.stage_layers
+    return not isinstance(given, tuple) or len(given) == stages
 
 
 class Sharding(NamedTuple):
@@ -361,8 +288,8 @@ def shardings(space: Space, family: Family) -> list[Sharding]:
     allowed = space.constraints.allowed("sharding")
     if family.dp * family.cp == 1:
         return [Sharding((allowed or ("ddp",))[0], 1)]
-    kinds = [s for s in ("zero1", "zero2", "zero3", "ddp") if (s in allowed if allowed else s != "ddp")]
     replicas = space.constraints.allowed("dp_replicate")
+    kinds = [s for s in ("zero1", "zero2", "zero3", "ddp") if (s in allowed if allowed else s != "ddp")]
     if replicas is not None:
         return [Sharding(kind, r) for kind in kinds for r in replicas if family.dp % r == 0]
     return [Sharding(kind, r) for kind in kinds for r in ([1, *_replicas(space, family)] if kind == "zero3" else [1])]
@@ -389,24 +316,39 @@ def recomputes(space: Space) -> list[Recompute]:
     if allowed is None:
         return ladder
     kept = [r for r in ladder if r.kind in allowed]
-    return kept or [Recompute(kind="block", layers=1)]
+    if "block" in allowed and "full" not in allowed:
+        # By doubling up to all layers of the longest stage; the best is refined to the layer.
+        most = max(1, space.facts.num_layers)
+        steps = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+        kept += [Recompute(kind="block", layers=layers) for layers in (*steps, most)]
+    return kept
+
+
+def _stage_layers(space: Space, pp: int, pipeline: Pipeline) -> tuple[int, ...] | None:
+    given = space.constraints.stage_layers
+    if given == EVEN:
+        return None
+    if isinstance(given, tuple):
+        return given
+    return balanced_layers(space.workload, pipeline.schedule, pp, pipeline.virtual_stages)
 
 
 def layout_of(
     space: Space, family: Family, micro_batch: int, pipeline: Pipeline, sharding: Sharding, recompute: Recompute
 ) -> Layout | None:
     """The layout, or None where a rule refuses the whole."""
-    sp = space.constraints.sequence_parallel
+    given = space.constraints
+    sp = given.sequence_parallel
     tokens = space.workload.seq_len % (family.tp * family.cp) == 0
     layout = Layout(
         dp=family.dp, tp=family.tp, pp=family.pp, cp=family.cp, ep=family.ep, etp=family.etp,
         sharding=cast(Any, sharding.kind), dp_replicate=sharding.replicas,
         schedule=cast(Any, pipeline.schedule), virtual_stages=pipeline.virtual_stages,
-        stage_layers=balanced_layers(space.workload, pipeline.schedule, family.pp, pipeline.virtual_stages),
+        stage_layers=_stage_layers(space, family.pp, pipeline),
         sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
-        micro_batch=micro_batch, recompute=recompute, cuda_graphs=space.constraints.cuda_graphs,
-        offload=OFFLOADS[space.constraints.offload or "none"],
-        context_parallel_kind=cast(Any, space.constraints.context_parallel_kind),
+        micro_batch=micro_batch, recompute=recompute, cuda_graphs=given.cuda_graphs,
+        offload=OFFLOADS[given.offload or "none"], overlap=given.overlap or Overlap(),
+        context_parallel_kind=cast(Any, given.context_parallel_kind),
     )  # fmt: skip
     facts, work = space.facts, space.workload
     return None if why_not_layout(facts, layout, work.seq_len, work.global_batch) else layout

@@ -75,7 +75,7 @@ class Workload:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        if self.optimizer not in OPTIMIZERS:
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}; the planner knows {', '.join(OPTIMIZERS)}")
         if self.imbalance < 1:
             raise ConfigError(f"imbalance is {self.imbalance!r}; the busiest rank over the mean is at least 1")
