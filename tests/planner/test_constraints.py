@@ -179,6 +179,17 @@ def test_activations_alone_move_to_the_host_where_that_is_enough() -> None:
     assert any(note.startswith("the activations in host memory: nothing fits") for note in found.notes)
 
 
+# ---- reasons ----
+
+
+def test_what_a_bound_leaves_out_is_not_given_as_the_reason() -> None:
+    # DualPipeV's pairs may hide the experts' exchanges, so the bound of a pipeline does not count them.
+    found = autoplan("deepseek-v3", "32x8xH800", seq_len=4096, global_batch=960, precision="fp8")
+    slower = [one for one in found.rejected if one.kind == "slower" and "PP" in one.family]
+    assert slower
+    assert not any("expert dispatch" in one.reason for one in slower)
+
+
 # ---- exports drop nothing in silence ----
 
 

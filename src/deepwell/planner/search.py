@@ -304,7 +304,7 @@ def _plan(
         estimate=best.estimate,
         kernels=kernel_choices(workload, layout, space.hw.gpus[0], limits.kernels),
         runners_up=tuple(alternative(s, best) for s in others[:12]),
-        rejected=(*_refused(found.refused), *_missed(space, found.misses), *_slower(found.slower, best)),
+        rejected=(*_refused(found.refused), *_missed(space, found.misses), *_slower(space, found.slower, best)),
         searched=Searched(families=found.num_families, layouts=found.num_layouts),
         limit_gib=space.limit_gib,
         warnings=tuple(_warnings(space, best)),
@@ -414,12 +414,17 @@ def _missed(space: Space, misses: list[Scored]) -> list[Rejected]:
     return shown
 
 
-def _slower(slower: list[Bound], best: Scored) -> list[Rejected]:
+def _slower(space: Space, slower: list[Bound], best: Scored) -> list[Rejected]:
     def gap(bound: Bound) -> float:
         return bound.seconds / best.estimate.step_s - 1
 
+    schedules = space.constraints.allowed("schedule")
+    has_pairs = schedules is None or "dualpipev" in schedules
+
     def why(bound: Bound) -> str:
-        losses = _losses(bound.scored, best, without=("bubble", "pp", "straggler"))
+        # What the bound leaves out cannot be why it is slower: waiting, and exchanges that DualPipeV's pairs may hide.
+        hidden = ("ep",) if has_pairs and bound.family.pp > 1 else ()
+        losses = _losses(bound.scored, best, without=("bubble", "pp", "straggler", *hidden))
         return f": {losses}" if losses else ""
 
     shown = [
