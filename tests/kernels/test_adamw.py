@@ -363,6 +363,11 @@ def test_a_tile_draws_the_same_random_bits_as_a_flat_pass(case, columns, device)
 
 @pytest.mark.parametrize("config", [*TILE_CONFIGS, *WORD_CONFIGS], ids=str)
 def test_no_tile_config_changes_a_copy(config, device):
+    if device == "cpu" and config in WORD_CONFIGS:
+        # The interpreter knows neither warps nor registers.
+        alike = next(other for other in WORD_CONFIGS if (other.rows, other.pieces) == (config.rows, config.pieces))
+        if alike is not config:
+            pytest.skip(f"interpreted as {alike}")
     is_square = config.rows == 128 or (config in WORD_CONFIGS and config.rows == 64)
     for fmt in ("mxfp8", "fp8_e4m3_128x128") if is_square else ("mxfp8",):
         # Words draw with their parameter's moments in pieces; 144 rows end inside the last tile.
