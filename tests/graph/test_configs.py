@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepwell.errors import ConfigError
-from deepwell.graph.configs import ir_from_config, published_config, published_models
+from deepwell.graph.configs import ir_from_config, published_config, published_models, published_name
 from deepwell.graph.ir import IR
 from deepwell.graph.ops import Activation, Attention, Embedding, GroupedLinear, Linear, Norm, TopK
 
@@ -44,6 +44,50 @@ TINY = {
 @pytest.mark.parametrize("name", published_models())
 def test_parameter_counts_are_exact(name: str) -> None:
     assert IR.from_config(published_config(name)).num_params == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("spelled", "meant"),
+    [
+        ("Llama-3 8B", "llama3-8b"),  # as people write it, with dash and blank
+        ("Llama-3-70B", "llama3-70b"),
+        ("llama_3_405b", "llama3-405b"),
+        ("Mixtral 8x7B", "mixtral-8x7b"),
+        ("DeepSeek-V3", "deepseek-v3"),
+        ("deepseek_v3", "deepseek-v3"),
+        ("deepseek", "deepseek-v3"),  # the start of a name is enough where one model has it
+        ("Kimi-K2", "kimi-k2"),
+        ("GPT-3", "gpt3-175b"),
+        ("gpt2", "gpt2"),
+        ("gpt_oss_20b", "gpt-oss-20b"),
+        ("Qwen3.30B.A3B", "qwen3-30b-a3b"),
+        *((name, name) for name in published_models()),  # a full name is itself, also where another begins like it
+    ],
+)
+def test_a_published_model_is_found_however_it_is_spelled(spelled: str, meant: str) -> None:
+    assert published_name(spelled) == meant
+    assert published_config(spelled) == published_config(meant)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "choices"),
+    [
+        ("Llama-3", "llama3-405b or llama3-70b or llama3-8b"),
+        ("mixtral", "mixtral-8x22b or mixtral-8x7b"),
+        ("Qwen3 MoE", "qwen3-235b-a22b or qwen3-30b-a3b"),
+        ("Qwen3 dense", "qwen3-14b or qwen3-32b or qwen3-8b"),
+        ("GPT-OSS", "gpt-oss-120b or gpt-oss-20b"),
+    ],
+)
+def test_a_family_of_published_models_names_its_choices(spelled: str, choices: str) -> None:
+    with pytest.raises(ConfigError, match=f"may be {choices}; name one"):
+        published_name(spelled)
+
+
+@pytest.mark.parametrize("name", ["llama3-7", "8b", "", "moe", "llama99"])
+def test_half_a_word_of_a_published_name_is_no_model(name: str) -> None:
+    with pytest.raises(ConfigError, match="no published model"):
+        published_name(name)
 
 
 # ---- flops by the closed formula, written from the config alone ----

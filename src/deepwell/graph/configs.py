@@ -524,12 +524,48 @@ def published_models() -> tuple[str, ...]:
     return tuple(sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
-def published_config(name: str) -> dict[str, Any]:
-    """The Hugging Face config of a published model, e.g. "llama3-8b"; shipped with Deepwell, nothing is downloaded."""
+def published_name(name: str) -> str:
+    """The published model that `name` means, however it is spelled: "Llama-3 8B", "deepseek_v3", "gpt3".
+
+    The start of a name is enough where one model has it; "moe" or "dense" at its end picks among those of a family.
+    Raises ConfigError with the choices where several are meant, and with the nearest names where none is.
+    """
     known = published_models()
-    if name.lower() not in known:
+    wanted = _letters(name)
+    meant = [one for one in known if _letters(one) == wanted] or [one for one in known if wanted in _starts(one)]
+    for kind in ("moe", "dense"):
+        if not meant and wanted.endswith(kind):
+            family = [one for one in known if wanted[: -len(kind)] in _starts(one)]
+            meant = [one for one in family if _has_experts(_read_published(one)) == (kind == "moe")]
+    if not meant:
         near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4) or known
         raise ConfigError(f"no published model {name!r}; nearest: {', '.join(near)}")
-    text = (resources.files("deepwell.graph") / "models" / f"{name.lower()}.json").read_text(encoding="utf-8")
+    if len(meant) > 1:
+        raise ConfigError(f"published model {name!r} may be {' or '.join(meant)}; name one of them")
+    return meant[0]
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _starts(name: str) -> set[str]:
+    """What a name may be cut down to: "qwen3-30b-a3b" to "qwen", "qwen3" and "qwen330b"."""
+    head, *rest = name.split("-")
+    family = head.rstrip("0123456789")
+    return {family, *("".join((head, *rest[:count])) for count in range(len(rest) + 1))}
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    return bool(_get(config, "num_local_experts", "num_experts", "n_routed_experts", default=0))
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """The Hugging Face config of a published model, e.g. "llama3-8b"; shipped with Deepwell, nothing is downloaded."""
+    return _read_published(published_name(name))
+
+
+def _read_published(name: str) -> dict[str, Any]:
+    text = (resources.files("deepwell.graph") / "models" / f"{name}.json").read_text(encoding="utf-8")
     config: dict[str, Any] = json.loads(text)
     return config

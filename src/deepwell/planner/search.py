@@ -99,9 +99,10 @@ def _model(ir: IR | str | Mapping[str, Any]) -> IR:
     if isinstance(ir, IR):
         return ir
     if isinstance(ir, str):
-        from deepwell.graph.configs import published_config
+        from deepwell.graph.configs import published_config, published_name
 
-        return replace(IR.from_config(published_config(ir)), name=ir)
+        name = published_name(ir)
+        return replace(IR.from_config(published_config(name)), name=name)
     if isinstance(ir, Mapping):
         return IR.from_config(ir)
     raise ConfigError(
