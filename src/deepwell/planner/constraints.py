@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.planner.actions import SCHEDULES
 from deepwell.planner.layout import SHARDINGS, Offload, Overlap
+from deepwell.planner.overlap import OVERLAPS
 
 COUNTS = ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "micro_batch", "virtual_stages", "gpus")
 RECOMPUTE_KINDS = ("none", "selective", "full", "block")
@@ -23,7 +24,6 @@ OFFLOADS = {
     "activations": Offload(activations=1.0),
     "both": Offload(optimizer=1.0, activations=1.0),
 }
-OVERLAPS = tuple(one.name for one in fields(Overlap))
 EVEN = "even"
 _NAMES = {"sharding": SHARDINGS, "schedule": SCHEDULES, "recompute": RECOMPUTE_KINDS}
 _FLAGS = ("sequence_parallel", "cuda_graphs")
@@ -39,7 +39,7 @@ class Constraints:
     sequence_parallel: bool | None = None
     max_memory: float | None = None  # GiB per GPU
     offload: str | None = None  # one of OFFLOADS; None: only where nothing fits without
-    overlap: Overlap | None = None  # None: as the engine does
+    overlap: Overlap | None = None  # what it leaves out: as the engine does, or without where that is faster
     stage_layers: tuple[int, ...] | str | None = None  # of each stage in model order, or "even"
     kernels: tuple[str, ...] | None = None  # configurations of the catalog that may be proposed
     cuda_graphs: bool = False
@@ -48,6 +48,22 @@ class Constraints:
     def allowed(self, name: str) -> tuple[Any, ...] | None:
         """The values that `name` may have, or None where anything goes."""
         return dict((*self.counts, *self.names)).get(name)
+
+    def keywords(self) -> dict[str, Any]:
+        """The constraints as JSON data that `read_constraints` reads back to an equal value."""
+        found: dict[str, Any] = {name: list(values) for name, values in (*self.counts, *self.names)}
+        for name in ("sequence_parallel", "max_memory", "offload", "stage_layers", "kernels"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = list(value) if isinstance(value, tuple) else value
+        if self.overlap is not None:
+            given = {name: getattr(self.overlap, name) for name in OVERLAPS}
+            found["overlap"] = {name: is_on for name, is_on in given.items() if is_on is not None}
+        if self.cuda_graphs:
+            found["cuda_graphs"] = True
+        if self.context_parallel_kind != "ring":
+            found["context_parallel_kind"] = self.context_parallel_kind
+        return found
 
     def describe(self) -> str:
         words = [f"{name}={'|'.join(map(str, values))}" for name, values in (*self.counts, *self.names)]

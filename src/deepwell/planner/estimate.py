@@ -25,6 +25,7 @@ from deepwell.planner.estimate_values import GIB, PARTS, Estimate, StageMemory
 from deepwell.planner.keeps import Keeps
 from deepwell.planner.layout import Layout
 from deepwell.planner.memory import BytesPerParam, saved_bytes
+from deepwell.planner.overlap import hides
 from deepwell.planner.rank_memory import rank_memory, rank_params, shards, trained_share
 from deepwell.planner.schedule import simulate as simulate_schedule
 from deepwell.planner.shard import LocalBlock, Sizes, local_block
@@ -299,11 +300,9 @@ def _pipeline(
     """Seconds of the whole pipeline, those that messages add to the busiest rank, and those that its pairs hide."""
     layout, m = job.layout, job.micro_batches
     message, savings = message_s(job, net), pair_savings_s(job, stages)
-    overlap = layout.overlap.pp
-    hides = overlap if overlap is not None else layout.virtual_stages > 1
     busiest = max(range(layout.pp), key=lambda rank: work[rank])
     # Sends run beside computation, receives are posted early: a quarter of the messages is waited for.
-    waits = 0.0 if hides else 0.5 * m * layout.virtual_stages * message
+    waits = 0.0 if hides(layout, job.stack, "pp") else 0.5 * m * layout.virtual_stages * message
     if simulate and not why_not(layout.runs_as, layout.pp, m, layout.virtual_stages):
         f, b = [stage.f for stage in stages], [stage.b for stage in stages]
         line = simulate_schedule(
@@ -345,11 +344,7 @@ def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: 
         gather = gather_s(net, weight * dense, shard, stride) + gather_s(net, weight * expert, e_group, e_stride)
         if stack.switch("weights_return", "all-gather") == "broadcast":
             gather += _BROADCAST_S * shard
-    overlap = layout.overlap
-    hides_grad = overlap.grad_reduce if overlap.grad_reduce is not None else stack.switch("overlap_grads", "on") == "on"
-    hides_param = (
-        overlap.param_gather if overlap.param_gather is not None else stack.switch("overlap_params", "on") == "on"
-    )
+    hides_grad, hides_param = hides(layout, stack, "grad_reduce"), hides(layout, stack, "param_gather")
     share = _EXPOSED
     if layout.sharding == "zero3":
         per_batch = job.micro_batches
@@ -381,9 +376,9 @@ def _activation_offload_s(job: Job, hw: Hardware, stages: list[int], window: flo
     return job.micro_batches * max(0.0, 2 * share * kept / _pcie(hw) - window)
 
 
-def _exposed(comm: float, window: float, share: float, hides: bool) -> float:
+def _exposed(comm: float, window: float, share: float, is_hidden: bool) -> float:
     """What is left visible of communication beside `window` seconds of computation."""
-    if not hides:
+    if not is_hidden:
         return comm
     hidden = min((1 - share) * comm, window)
     return comm - hidden + _THEFT * hidden

@@ -3,7 +3,7 @@
     1. every family that the rules allow gets a bound: its time without recomputation and without waiting
     2. families are opened in the order of their bounds until no bound is near what was found; inside one, batches,
        schedules, sharding and recomputation are tried from the fastest on until one fits
-    3. the best are simulated event by event and refined: layers per stage, layers to recompute
+    3. the best are simulated event by event and refined: layers per stage, layers to recompute, what to hide
     4. a family that was opened and never fits is a miss, with the gigabytes of its leanest form
 
 Deterministic: no clocks, no randomness, ties are broken by what the layout says of itself.
@@ -19,6 +19,7 @@ from deepwell.planner.cost import OVERLAPPED
 from deepwell.planner.estimate import estimate
 from deepwell.planner.estimate_values import Estimate
 from deepwell.planner.layout import SHARDINGS, Layout, Recompute
+from deepwell.planner.overlap import may_switch_off, switched
 from deepwell.planner.schedule import bubble_floor
 from deepwell.planner.space import (
     Family,
@@ -325,7 +326,17 @@ class Explorer:
 
     def _refine(self, scored: Scored) -> Scored:
         scored = self._fewer_recomputed(scored)
-        return self._uneven_stages(scored)
+        scored = self._uneven_stages(scored)
+        return self._without_overlap(scored)
+
+    def _without_overlap(self, scored: Scored) -> Scored:
+        """Hide nothing whose hiding costs more than it saves: what runs beside computation takes SMs from it."""
+        best = scored
+        for name in may_switch_off(scored.layout, self.space.stack, self.space.constraints.overlap):
+            tried = self.price(scored.family, switched(best.layout, name, False), simulate=True)
+            if tried.fits and tried.estimate.step_s < best.estimate.step_s * (1 - 1e-6):
+                best = tried
+        return best
 
     def _fewer_recomputed(self, scored: Scored) -> Scored:
         """Recompute only as many layers of each stage as memory asks for."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from deepwell.errors import UnsupportedError
 from deepwell.graph.ops import Activation, Attention, Embedding, GroupedLinear, Linear, Norm, Op, TopK
+from deepwell.planner.exports import low_layers
+from deepwell.planner.overlap import in_use
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
 SCHEDULES = ("1f1b", "interleaved")
 _SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
 _CP = {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"}
-# Our formats in Transformer Engine's words. Deepwell's fp8 has one scale per row; its tensorwise recipe is nearest.
+# Our formats in Transformer Engine's words. Deepwell's fp8 has one scale per tensor and E5M2 gradients: its hybrid.
 _PRECISION = {
     "bf16": (),
-    "fp8": ("--fp8-format", "e4m3", "--fp8-recipe", "tensorwise"),
+    "fp8": ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
     "mxfp8": ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
     "nvfp4": ("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
 }
@@ -60,10 +62,10 @@ def bridge_overrides(plan: Plan) -> list[str]:
         "dataset.seq_length": plan.workload.seq_len,
         "train.micro_batch_size": layout.micro_batch,
         "train.global_batch_size": plan.workload.global_batch,
-        "mixed_precision": _BRIDGE_PRECISION[plan.workload.main_format],
+        "mixed_precision": _bridge_precision(plan),
         "ddp.use_distributed_optimizer": layout.sharding != "ddp",
-        "ddp.overlap_grad_reduce": True,
-        "ddp.overlap_param_gather": layout.sharding != "ddp",
+        "ddp.overlap_grad_reduce": layout.overlap.grad_reduce is not False,
+        "ddp.overlap_param_gather": layout.sharding != "ddp" and layout.overlap.param_gather is not False,
     }
     if layout.ep > 1 or layout.etp > 1:
         pairs["model.expert_tensor_parallel_size"] = layout.etp
@@ -100,8 +102,10 @@ def _check(plan: Plan) -> None:
             f"schedule {layout.schedule}: Megatron runs 1f1b and interleaved; plan with stack='megatron' or "
             "schedule=('1f1b', 'interleaved')"
         )
-    if plan.workload.main_format not in _PRECISION:
-        raise UnsupportedError(f"precision {plan.workload.main_format}: Megatron has {', '.join(_PRECISION)}")
+    low = low_layers(plan).format
+    if low not in _PRECISION:
+        raise UnsupportedError(f"precision {low}: Megatron has {', '.join(_PRECISION)}")
+    _check_overlap(plan)
     if plan.workload.optimizer not in _MOMENTS or (plan.workload.optimizer != "adamw" and layout.sharding == "ddp"):
         raise UnsupportedError(
             f"optimizer {plan.workload.optimizer} with sharding {layout.sharding}: Megatron has {', '.join(_MOMENTS)}, "
@@ -114,6 +118,35 @@ def _check(plan: Plan) -> None:
             f"sharding {layout.sharding} with PP {layout.pp}: Megatron-FSDP runs without pipeline stages; plan with "
             "stack='megatron' or sharding=('ddp', 'zero1')"
         )
+
+
+def _check_overlap(plan: Plan) -> None:
+    """Gradient reduction and weight gathering are switches of both projects; the rest they tie to much else."""
+    overlap, layout = plan.layout.overlap, plan.layout
+    for name in ("tp", "ep", "pp"):
+        # Off is what they do where the option is not written; messages are hidden by the interleaved schedule alone.
+        is_default = getattr(overlap, name) is (layout.virtual_stages > 1 if name == "pp" else False)
+        if name in in_use(layout) and getattr(overlap, name) is not None and not is_default:
+            raise UnsupportedError(
+                f"overlap of {name}: not written for Megatron; plan without it and switch it on or off there"
+            )
+    gathers = layout.sharding != "ddp" and overlap.param_gather is not False
+    if gathers and overlap.grad_reduce is False:
+        raise UnsupportedError(
+            "overlap of param_gather without grad_reduce: Megatron hides gathers only beside hidden reductions; plan "
+            "with overlap={'param_gather': False, 'grad_reduce': False}"
+        )
+
+
+def _bridge_precision(plan: Plan) -> str:
+    low = low_layers(plan)
+    if low.has_bf16_ends:
+        # A recipe is named by one word, and what it says of the ends overwrites the model's own settings.
+        raise UnsupportedError(
+            f"precision {low.format} with {low.at_start} layers in bf16 at the start and {low.at_end} at the end: "
+            "overrides of a Megatron-Bridge recipe name one precision for all layers; export 'megatron' instead"
+        )
+    return _BRIDGE_PRECISION[low.format]
 
 
 # ---- the parts ----
@@ -137,8 +170,10 @@ def _parallel(plan: Plan) -> Iterator[str]:
         yield "--sequence-parallel"
     if layout.sharding != "ddp":
         yield "--use-distributed-optimizer"
-        yield "--overlap-param-gather"
-    yield "--overlap-grad-reduce"
+        if layout.overlap.param_gather is not False:
+            yield "--overlap-param-gather"
+    if layout.overlap.grad_reduce is not False:
+        yield "--overlap-grad-reduce"
     if layout.sharding in _SHARDING:
         yield "--use-megatron-fsdp"
         yield f"--data-parallel-sharding-strategy {_SHARDING[layout.sharding]}"
@@ -168,8 +203,13 @@ def _batch(plan: Plan) -> Iterator[str]:
 
 def _precision(plan: Plan) -> Iterator[str]:
     yield "--bf16"
-    words = _PRECISION[plan.workload.main_format]
+    low = low_layers(plan)
+    words = _PRECISION[low.format]
     yield from (f"{name} {value}" for name, value in zip(words[::2], words[1::2], strict=True))
+    if low.has_bf16_ends:
+        yield "--first-last-layers-bf16"
+        yield f"--num-layers-at-start-in-bf16 {low.at_start}"
+        yield f"--num-layers-at-end-in-bf16 {low.at_end}"
 
 
 def _recompute(plan: Plan) -> Iterator[tuple[str, str | int | tuple[str, ...]]]:

@@ -7,9 +7,11 @@ torchtitan builds models from its own registry; a model that is not there is ref
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepwell.errors import UnsupportedError
+from deepwell.planner.exports import low_layers
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan
@@ -67,7 +69,7 @@ def torchtitan_config(plan: Plan) -> str:
         "",
         "def planned():",
         f"    config = {known.base}()",
-        *_model_lines(known, converters),
+        *_model_lines(plan, known, converters),
         f"    config.training.max_context_length = {plan.workload.seq_len}",
         "    config.training.num_tokens_per_microbatch_per_dp_rank = "
         f"{plan.layout.micro_batch * plan.workload.seq_len}",
@@ -111,8 +113,13 @@ def _check(plan: Plan) -> None:
 
 
 def _converters(plan: Plan) -> list[str]:
-    names = _CONVERTERS.get(plan.workload.main_format, ())
+    low = low_layers(plan).format
+    names = _CONVERTERS.get(low, ())
     is_moe = plan.workload.ir.num_experts > 0
+    if names and is_moe and not any("Experts" in name for name in names):
+        raise UnsupportedError(
+            f"precision {low}: torchtitan has no converter for experts in it; plan with precision='mxfp8'"
+        )
     return [name for name in names if is_moe or "Experts" not in name]
 
 
@@ -130,11 +137,15 @@ def _imports(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
     return lines
 
 
-def _model_lines(known: _Known, converters: list[str]) -> list[str]:
+def _model_lines(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
     if not converters:
         return []
     compiled = 'config.compile.enable and "model" in config.compile.components'
-    built = [f"            {name}.Config(model_compile_enabled=is_compiled)," for name in converters]
+    low = low_layers(plan)
+    # A name is matched anywhere in a module's path, so the dot behind tells layers.2 from layers.20.
+    fqns = [f"layers.{i}." for i in range(low.first, low.last + 1)]
+    chosen = f", fqns={json.dumps(fqns)}" if low.has_bf16_ends else ""
+    built = [f"            {name}.Config(model_compile_enabled=is_compiled{chosen})," for name in converters]
     return [
         f"    is_compiled = {compiled}",
         "    config.model_spec = model_registry(",

@@ -9,7 +9,7 @@ from deepwell.planner.estimate import estimate
 from deepwell.planner.estimate_values import GIB, StageMemory
 from deepwell.planner.explore import Explorer, Found, Scored
 from deepwell.planner.layout import Layout, Offload
-from deepwell.planner.space import Constraints, Space, make_space
+from deepwell.planner.space import Space, make_space
 from deepwell.planner.workload import OPTIMIZERS, Workload
 
 _MOST_GPUS = 1 << 20
@@ -70,7 +70,8 @@ def _remedies(space: Space, nearest: Scored) -> list[str]:
     if space.constraints.max_memory is not None and (space.hw.memory_bytes or 0) / GIB > nearest.estimate.peak_gib:
         found.append(f"max_memory of at least {nearest.estimate.peak_gib:.0f} GiB")
     if space.constraints.counts or space.constraints.names:
-        wider = make_space(space.workload, space.hw, space.stack, Constraints(max_memory=space.constraints.max_memory))
+        open_degrees = replace(space.constraints, counts=(), names=(), stage_layers=None)
+        wider = make_space(space.workload, space.hw, space.stack, open_degrees)
         other = Explorer(wider).first_fit() if wider.constraints != space.constraints else None
         if other is not None:
             found.append(f"other constraints, e.g. {other.layout.describe()}")
@@ -112,11 +113,12 @@ def _shorter_sequence(space: Space, nearest: Scored, limit: float) -> list[str]:
 
 
 def _more_gpus(space: Space) -> list[str]:
-    """The least doubling of the machine on which something fits; the search itself answers."""
+    """The least doubling of the machine on which something fits the same constraints; the search itself answers."""
     hw = space.hw
     if hw.kind == "cpu":
         return []
-    fixed = Constraints(max_memory=space.constraints.max_memory)
+    others = tuple(one for one in space.constraints.counts if one[0] != "gpus")
+    fixed = replace(space.constraints, counts=others)
     for _ in range(6):
         hw = replace(hw, num_nodes=hw.num_nodes * 2, name=f"{hw.num_gpus * 2} GPUs")
         if hw.num_gpus > _MOST_GPUS:

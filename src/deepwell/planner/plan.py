@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.codec import decode, encode
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import KernelChoice
+from deepwell.planner.constraints import Constraints, read_constraints
 from deepwell.planner.estimate_values import Estimate, StageMemory
 from deepwell.planner.layout import Layout
 from deepwell.planner.stack import Stack
@@ -86,6 +87,7 @@ class Plan:
     limit_gib: float | None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    limits: Constraints = field(default=Constraints())  # what `constraints` says, as a value
 
     # ---- figures ----
 
@@ -192,6 +194,7 @@ class Plan:
             "machine": self.machine,
             "machine_gpus": self.machine_gpus,
             "constraints": self.constraints,
+            "limits": self.limits.keywords(),
             "layout": self.layout.to_dict(),
             "stage_layers": list(self.stage_layers),
             "accumulation": self.accumulation,
@@ -229,6 +232,7 @@ class Plan:
                 searched=decode(Searched, data["searched"], "plan.searched"),
                 warnings=tuple(data["warnings"]),
                 notes=tuple(data["notes"]),
+                limits=_read_limits(data.get("limits", {})),
                 stack=Stack.from_dict(data["stack"]),
                 hardware=Hardware.from_dict(data["hardware"]),
                 workload=Workload.from_dict(data["workload"]),
@@ -247,3 +251,9 @@ class Plan:
         except json.JSONDecodeError as error:
             raise ConfigError(f"text: not JSON ({error}); pass what Plan.to_json returned") from error
         return cls.from_dict(data)
+
+
+def _read_limits(data: Any) -> Constraints:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"plan.limits: expected an object of constraints, got {type(data).__name__}")
+    return read_constraints(data)

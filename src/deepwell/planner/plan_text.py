@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from deepwell.graph.table import WIDTH, short_count, text_table
 from deepwell.planner.estimate_values import GIB, StageMemory
 from deepwell.planner.explore import WORDS
+from deepwell.planner.overlap import effects
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan
@@ -172,6 +173,11 @@ def _explanation(plan: Plan) -> Iterator[str]:
     for name, size in sorted(((n, s(fullest)) for n, s in _MEMORY[:-1]), key=lambda item: -item[1]):
         if size > 0.01 * fullest.device:
             yield f"  {size / GIB:6.1f}  {name}"
+    hidden = effects(plan)
+    if hidden:
+        yield ""
+        yield "What runs beside computation:"
+        yield from (f"  {one}" for one in hidden)
     yield ""
     yield "One step away from it:"
     for change in plan.sensitivity().changes[:_SHOWN_CHANGES]:

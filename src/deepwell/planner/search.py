@@ -20,8 +20,10 @@ from deepwell.planner.catalog import kernel_choices
 from deepwell.planner.constraints import Constraints, read_constraints
 from deepwell.planner.estimate_values import PARTS
 from deepwell.planner.explore import WORDS, Bound, Explorer, Found, Progress, Scored
-from deepwell.planner.layout import Layout, Offload
+from deepwell.planner.layout import Layout, Offload, Overlap
 from deepwell.planner.nofit import no_fit, over_text
+from deepwell.planner.overlap import OVERLAPS
+from deepwell.planner.overlap import WORDS as HIDDEN
 from deepwell.planner.plan import COMMUNICATION, Alternative, Plan, Rejected, Searched
 from deepwell.planner.precision_choice import choose_precision, is_choice
 from deepwell.planner.space import Refusal, Space, divisors, make_space
@@ -310,6 +312,7 @@ def _plan(
         limit_gib=space.limit_gib,
         warnings=tuple(_warnings(space, best)),
         notes=tuple(notes),
+        limits=space.constraints,
     )
 
 
@@ -321,6 +324,11 @@ def _layout_notes(layout: Layout, machine: Hardware, goal: str, limits: Constrai
         shares = (("the optimizer's state", layout.offload.optimizer), ("the activations", layout.offload.activations))
         what = " and ".join(word for word, share in shares if share)
         yield f"{what} in host memory" + ("" if limits.offload is not None else ": nothing fits without")
+    by_search = [name for name in OVERLAPS if getattr(layout.overlap, name) is not None
+                 and getattr(limits.overlap or Overlap(), name) is None]  # fmt: skip
+    if by_search:
+        what = " and ".join(HIDDEN[name] for name in by_search)
+        yield f"not beside computation: {what}; hiding would cost more than it saves"
     asked = [name for name in ("schedule", "virtual_stages") if limits.allowed(name) is not None]
     if asked and layout.pp == 1:
         yield f"{' and '.join(asked)} had nothing to decide: one pipeline stage is best; pp= asks for more"

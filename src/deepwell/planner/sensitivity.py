@@ -199,7 +199,7 @@ def _machine(plan: Plan) -> Iterator[Change]:
 
 
 def _less_memory(plan: Plan, limit: float) -> Change:
-    """HBM -10%: the plan itself where it still fits, else the best runner-up that does, else a new search."""
+    """HBM -10%: the plan itself where it still fits, else a new search under the same constraints."""
     less = 0.9 * limit
     if plan.peak_gib <= less:
         return Change(
@@ -207,18 +207,16 @@ def _less_memory(plan: Plan, limit: float) -> Change:
             note="the plan still fits",
         )  # fmt: skip
     from deepwell.planner.explore import Explorer
-    from deepwell.planner.space import Constraints, make_space
+    from deepwell.planner.space import make_space
 
-    for other in plan.runners_up:
-        if other.peak_gib <= less and other.gpus == plan.gpus:
-            return _instead(plan, other.layout, other.step_s, other.peak_gib)
-    space = make_space(plan.workload, plan.hardware, plan.stack, Constraints(max_memory=less))
     try:
+        space = make_space(plan.workload, plan.hardware, plan.stack, replace(plan.limits, max_memory=less))
         ranked = Explorer(space).run().ranked
     except DeepwellError as error:
         return Change(what="HBM -10%", kind="machine", note=str(error))
     if not ranked:
-        return Change(what="HBM -10%", kind="machine", peak_gib=plan.peak_gib, note="nothing fits any more")
+        given = "" if plan.constraints == "none" else f" with {plan.constraints}"
+        return Change(what="HBM -10%", kind="machine", peak_gib=plan.peak_gib, note=f"nothing fits any more{given}")
     return _instead(plan, ranked[0].layout, ranked[0].estimate.step_s, ranked[0].estimate.peak_gib)
 
 

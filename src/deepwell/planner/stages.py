@@ -9,6 +9,7 @@ from deepwell.planner.comm import Network, send_s
 from deepwell.planner.cost import OVERLAPPED, BlockTime, Pricing, price_block
 from deepwell.planner.efficiency import Device
 from deepwell.planner.layout import Recompute
+from deepwell.planner.overlap import hides
 
 if TYPE_CHECKING:
     from deepwell.planner.estimate import Job, Stage
@@ -60,17 +61,15 @@ def pair_savings_s(job: Job, stages: list[StageTime]) -> list[float]:
 
 
 def _hides_experts(job: Job) -> bool:
-    asked = job.layout.overlap.ep
-    return asked if asked is not None else job.stack.switch("ep_overlap", "off") == "on"
+    return hides(job.layout, job.stack, "ep")
 
 
 def _pricing(job: Job, dev: Device, net: Network, recompute: Recompute) -> Pricing:
-    overlap = job.layout.overlap
-    tp = overlap.tp if overlap.tp is not None else job.stack.switch("tp_overlap", "off") == "on"
     return Pricing(
         device=dev, network=net, stack=job.stack, layout=job.layout, kernel=job.kernel, recompute=recompute,
         fp8_scaling=job.stack.switch("fp8_scaling", "delayed"), dropout=job.dropout, loss=job.loss,
-        tp_overlap=tp, ep_overlap=_hides_experts(job), is_frozen=job.workload.lora is not None,
+        tp_overlap=hides(job.layout, job.stack, "tp"), ep_overlap=_hides_experts(job),
+        is_frozen=job.workload.lora is not None,
     )  # fmt: skip
 
 
