@@ -14,10 +14,11 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner import export_megatron, export_torchtitan
 from deepwell.planner.export_megatron import bridge_overrides, megatron_arguments, stage_string
 from deepwell.planner.export_torchtitan import MODELS, torchtitan_config
-from deepwell.planner.exports import export, published_names
+from deepwell.planner.exports import export, low_layers, published_names
 from deepwell.planner.layout import Offload
 from deepwell.planner.plan import Plan
 from deepwell.planner.search import autoplan
+from deepwell.precision.policy import PrecisionPolicy
 
 NAMES = published_names()
 
@@ -215,3 +216,83 @@ def test_activations_in_host_memory_are_not_dropped_in_silence(dense: Plan) -> N
 
 def test_deepwells_own_export_is_the_plan(dense: Plan) -> None:
     assert Plan.from_json(dense.export("deepwell")) == dense
+
+
+# ---- formats: head, router and a recipe's ends stay in bf16 there too ----
+
+
+def planned(model: str, hw: str, **changes: Any) -> Plan:
+    return autoplan(model, hw, **{"seq_len": 4096, "global_batch": 256, **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "ends"),
+    [
+        ("llama3-8b", ("2", "5")),  # 15% of 32 layers is 4.8
+        ("llama3-70b", ("2", "12")),
+        ("deepseek-v3", ("2", "10")),  # dense and expert layers count alike
+    ],
+)
+def test_megatron_keeps_the_ends_of_nvfp4_in_bf16(model: str, ends: tuple[str, str]) -> None:
+    plan = planned(model, "32x8xB200", stack="megatron", precision="nvfp4", global_batch=1024)
+    found = parsed(megatron_arguments(plan))
+    assert set(found) <= set(NAMES["megatron-lm"]["arguments"])
+    assert (found["--fp4-format"], found["--first-last-layers-bf16"]) == ("e2m1", "")
+    assert (found["--num-layers-at-start-in-bf16"], found["--num-layers-at-end-in-bf16"]) == ends
+    low = {i for v in plan.workload.variants() for i in v.layers if any("nvfp4" in each for _, each in v.formats)}
+    assert low == set(range(int(ends[0]), plan.workload.ir.num_layers - int(ends[1])))
+    with pytest.raises(UnsupportedError, match="one precision for all layers; export 'megatron'"):
+        bridge_overrides(plan)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+def test_megatron_gets_no_ends_where_the_recipe_has_none(precision: str) -> None:
+    plan = planned("llama3-8b", "8xB200", stack="megatron", precision=precision)
+    found = parsed(megatron_arguments(plan))
+    assert not {name for name in found if "layers-" in name and "bf16" in name}
+    # Deepwell's fp8 has E5M2 gradients, its mxfp8 has none.
+    assert found.get("--fp8-format") == {"bf16": None, "fp8": "hybrid", "mxfp8": "e4m3"}[precision]
+
+
+def converter_arguments(plan: Plan) -> dict[str, dict[str, str]]:
+    calls = [n for n in ast.walk(ast.parse(torchtitan_config(plan))) if isinstance(n, ast.Call)]
+    named = {ast.unparse(n.func).removesuffix(".Config"): n for n in calls}
+    return {
+        name: {k.arg or "": ast.unparse(k.value) for k in call.keywords}
+        for name, call in named.items()
+        if name.endswith("Converter")
+    }
+
+
+def test_torchtitan_converts_the_layers_that_the_recipe_lowers() -> None:
+    plan = planned("llama3-8b", "8xB200", stack="torchtitan", precision="nvfp4")
+    found = converter_arguments(plan)["NVFP4LinearConverter"]
+    assert ast.literal_eval(found["fqns"]) == [f"layers.{i}." for i in range(2, 27)]
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_torchtitan_leaves_head_and_router_in_bf16(model: str, precision: str) -> None:
+    found = converter_arguments(planned(model, "8x8xB200", stack="torchtitan", precision=precision))
+    paths = ["lm_head", "layers.3.attention.wq", "layers.3.feed_forward.w1", "layers.3.moe.router.gate"]
+    paths = paths[:3] if model.startswith("llama") else [*paths[:2], paths[3]]
+    for name, arguments in found.items():
+        assert set(arguments) <= set(NAMES["torchtitan"]["converter_arguments"][name])
+        if name.endswith("LinearConverter"):
+            words = ast.literal_eval(arguments.get("fqns") or arguments["filter_fqns"])
+            matched = {path for path in paths if any(word in path for word in words)}
+            lowered = matched if "fqns" in arguments else set(paths) - matched
+            assert lowered == {path for path in paths if "attention" in path or "feed_forward" in path}
+
+
+def test_torchtitan_has_no_nvfp4_experts() -> None:
+    plan = planned("qwen3-30b-a3b", "8x8xB200", stack="torchtitan", precision="nvfp4")
+    with pytest.raises(UnsupportedError, match="no converter for experts"):
+        torchtitan_config(plan)
+
+
+def test_a_low_run_with_a_gap_is_refused(dense: Plan) -> None:
+    mixed = PrecisionPolicy.recipe("mxfp8")
+    mixed.set_layer_precision("model.layers.7.*", "bf16")
+    with pytest.raises(UnsupportedError, match="layer 7 stays in bf16 between lower ones"):
+        low_layers(replace(dense, workload=replace(dense.workload, policy=mixed.freeze())))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from deepwell.errors import UnsupportedError
 from deepwell.graph.ops import Activation, Attention, Embedding, GroupedLinear, Linear, Norm, Op, TopK
 from deepwell.planner.exports import low_layers
-from deepwell.planner.overlap import in_use
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan
@@ -126,7 +125,7 @@ def _check_overlap(plan: Plan) -> None:
     for name in ("tp", "ep", "pp"):
         # Off is what they do where the option is not written; messages are hidden by the interleaved schedule alone.
         is_default = getattr(overlap, name) is (layout.virtual_stages > 1 if name == "pp" else False)
-        if name in in_use(layout) and getattr(overlap, name) is not None and not is_default:
+        if getattr(overlap, name) is not None and not is_default:
             raise UnsupportedError(
                 f"overlap of {name}: not written for Megatron; plan without it and switch it on or off there"
             )

@@ -141,11 +141,8 @@ def _model_lines(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
     if not converters:
         return []
     compiled = 'config.compile.enable and "model" in config.compile.components'
-    low = low_layers(plan)
-    # A name is matched anywhere in a module's path, so the dot behind tells layers.2 from layers.20.
-    fqns = [f"layers.{i}." for i in range(low.first, low.last + 1)]
-    chosen = f", fqns={json.dumps(fqns)}" if low.has_bf16_ends else ""
-    built = [f"            {name}.Config(model_compile_enabled=is_compiled{chosen})," for name in converters]
+    chosen = {name: f"model_compile_enabled=is_compiled{_chosen(plan, name)}" for name in converters}
+    built = [f"            {name}.Config({arguments})," for name, arguments in chosen.items()]
     return [
         f"    is_compiled = {compiled}",
         "    config.model_spec = model_registry(",
@@ -155,6 +152,22 @@ def _model_lines(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
         "        ],",
         "    )",
     ]
+
+
+def _chosen(plan: Plan, converter: str) -> str:
+    """Which linear layers a converter takes: head and router stay in bf16, and so do a recipe's ends.
+
+    Without a list it would take every one. A name is matched anywhere in a module's path, so the dot behind tells
+    layers.2 from layers.20.
+    """
+    if "Experts" in converter:
+        return ""  # experts are converted all or none
+    low, is_moe = low_layers(plan), plan.workload.ir.num_experts > 0
+    if converter.startswith("Float8"):
+        return f", filter_fqns={json.dumps(['lm_head', *(['router.gate'] if is_moe else [])])}"
+    if low.has_bf16_ends:
+        return f", fqns={json.dumps([f'layers.{i}.' for i in range(low.first, low.last + 1)])}"
+    return f", fqns={json.dumps(['attention', 'feed_forward', 'shared_experts'])}"
 
 
 def _parallelism(plan: Plan) -> list[str]:
