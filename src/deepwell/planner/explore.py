@@ -196,7 +196,9 @@ class Explorer:
             opened += mine
             if not mine:
                 miss = self._leanest(bound.family)
-                if miss is not None and not miss.fits:
+                if miss is not None and miss.fits:
+                    found.slower.append(bound)  # it fits, only nothing of it is near the bar
+                elif miss is not None:
                     found.misses.append(miss)
         opened.sort(key=lambda s: s.key)
         return opened
@@ -205,7 +207,8 @@ class Explorer:
         """Open what only the closed form of another family kept shut.
 
         The closed form is too kind to some schedules: where its best became slower when it was simulated, families with
-        a bound below that may still win, so they are opened and simulated against it.
+        a bound below that may still win, so they are opened and simulated against it. So are those that were opened
+        and had nothing near what the closed form promised of another.
         """
         while found.ranked:
             best = found.ranked[0].estimate.step_s
