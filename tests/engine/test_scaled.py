@@ -321,7 +321,8 @@ def small_llama(layers: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "use_inductor"), [(TENSOR, False), (HYBRID, False), (BLOCKS, False), (BLOCKS, True)]
+    ("scheme", "use_inductor"),
+    [(TENSOR, False), (HYBRID, False), (BLOCKS, False), pytest.param(BLOCKS, True, marks=pytest.mark.slow)],
 )
 def test_a_llama_trains_with_its_quantizations_apart(scheme, use_inductor, request) -> None:
     if use_inductor:
@@ -348,8 +349,14 @@ def test_a_llama_trains_with_its_quantizations_apart(scheme, use_inductor, reque
         assert sqnr_db(exact[name], p.grad) > (11 if scheme == HYBRID else 14), name
 
 
-@pytest.mark.parametrize("scheme", [TENSOR, BLOCKS])
-@pytest.mark.parametrize("model_type", ["qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [
+        ("qwen2", BLOCKS),
+        ("gpt2", TENSOR),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("qwen2", TENSOR), ("gpt2", BLOCKS))),
+    ],
+)
 def test_hugging_face_models_train(model_type, scheme, batch) -> None:
     # Qwen2 has biases on q, k and v; GPT-2 stores [K, N], with LayerNorm and GELU before its linears.
     model = zoo_models.tiny_model(model_type).eval()
