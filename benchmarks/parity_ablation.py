@@ -1,6 +1,6 @@
 """Which GEMM of a policy costs accuracy? The first steps of a parity run, each arm with low precision in some GEMMs.
 
-    PYTHONPATH=src python3 benchmarks/parity_ablation.py [--arms bf16,bf16_nolce,fp8,fp8:fwd] [--steps 200] [--json FILE]
+    PYTHONPATH=src python3 benchmarks/parity_ablation.py [--arms bf16,fp8,fp8:fwd] [--steps 200] [--json FILE]
 
 An arm is a variant of `deepwell validate parity`, `:fwd+dgrad` behind it names the GEMMs that keep the variant's format
 while the others run in bf16, `@1` the seed. A gap opens in the first hundred steps and stays, so these suffice. The gap

@@ -36,6 +36,7 @@ def _constants(case):
     }
 
 
+SCALINGS = ("mx", "square", "tensor")
 POINTERS = {
     "table_ptr": torch.int64,
     "chunk_row_ptr": torch.int32,
@@ -95,15 +96,16 @@ def test_a_thread_holds_pieces_of_a_block_without_spills(config, monkeypatch):
     assert made.count(r"shfl\.sync") == 2 * (threads.bit_length() - 1)
 
 
-@pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("scaling", ["mx", "square", "tensor"])
-def test_copies_compile_without_spills(scaling, arch):
+@pytest.mark.parametrize(
+    "scaling, arch, each", [*((s, a, False) for s in SCALINGS for a in aot.ARCHS), ("mx", 90, True)]
+)
+def test_copies_compile_without_spills(scaling, arch, each):
     constants = {
         **_constants(Case()),
         "ROWS": 128,
         "STRIP": 16,
         "COPY_STRIP": 64,
-        "EACH": False,
+        "EACH": each,
         "SCALING": scaling,
         "POW2": True,
         "HAS_ROW": True,

@@ -237,9 +237,12 @@ def noise_of(e, calls, random, EACH: tl.constexpr, IS_RAISED: tl.constexpr, ASM:
     then they are the parameter's element that offset 0 stands for.
     """
     seed, index, step = random
+    # Not an early return: Triton would compile what follows it all the same.
     if EACH:
-        return random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
-    return random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
+        bits = random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
+    else:
+        bits = random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
+    return bits
 
 
 @triton.jit

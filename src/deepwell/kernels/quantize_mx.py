@@ -36,7 +36,6 @@ _MX_FORMATS = {torch.float8_e4m3fn: "mxfp8", torch.float8_e5m2: "mxfp8_e5m2"}
 
 _MX = tl.constexpr(MX_BLOCK)
 _NV = tl.constexpr(NV_BLOCK)
-_QUIET_NAN = tl.constexpr(float("nan"))
 
 
 class MxCopies(NamedTuple):
@@ -157,7 +156,7 @@ def _e8m0_multiplier(byte):
     """2^(127 - byte) in fp32, exact; NaN for 255."""
     biased = 254 - byte
     power = tl.where(biased == 0, 0x400000, biased << 23).to(tl.float32, bitcast=True)
-    return tl.where(byte == 255, _QUIET_NAN, power)
+    return tl.where(byte == 255, float("nan"), power)
 
 
 @triton.jit
@@ -343,7 +342,7 @@ def _quantize_nv_kernel(
     amax = tl.load(amax_ptr)
     s_enc = tl.minimum(tl.div_rn(2688.0, amax), FLT_MAX)
     s_enc = tl.where(amax == 0.0, 1.0, s_enc)
-    s_enc = tl.where(magnitude_bits(amax) >= INF_BITS, _QUIET_NAN, s_enc)
+    s_enc = tl.where(magnitude_bits(amax) >= INF_BITS, float("nan"), s_enc)
     s_dec = tl.div_rn(1.0, s_enc)
     sixth: tl.constexpr = 1.0 / 6.0
 
