@@ -37,7 +37,8 @@ def parity_command(
     model: Annotated[str, typer.Option("--model", help="768-12l (135M parameters) or tiny.")] = "768-12l",
     batch: Annotated[int, typer.Option("--batch", help="Sequences of a step.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence.")] = 1024,
-    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 6e-4,
+    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 3e-4,
+    warmup: Annotated[float, typer.Option("--warmup", help="Share of the steps in which the rate rises.")] = 0.1,
     evals: Annotated[int, typer.Option("--evals", help="Held-out losses taken on the way.")] = 5,
     eval_tokens: Annotated[int, typer.Option("--eval-tokens", help="Held-out tokens at the end.")] = 1 << 20,
     bound: Annotated[float, typer.Option("--bound", help="Largest mean gap that passes, 0.0025 = 0.25%.")] = 0.0025,
@@ -97,6 +98,7 @@ def parity_command(
         batch=batch,
         seq_len=seq_len,
         lr=lr,
+        warmup=warmup,
         evals=evals,
         eval_tokens=eval_tokens,
     )

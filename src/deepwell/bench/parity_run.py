@@ -48,8 +48,8 @@ class Setup:
     tokens: int = 50_000_000
     batch: int = 32
     seq_len: int = 1024
-    lr: float = 6e-4
-    warmup: float = 0.05  # share of the steps
+    lr: float = 3e-4
+    warmup: float = 0.1  # share of the steps
     final_lr: float = 0.1  # share of lr at the end of the cosine
     weight_decay: float = 0.1
     clip_norm: float = 1.0
