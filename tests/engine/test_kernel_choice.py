@@ -121,6 +121,43 @@ def test_a_kernel_that_breaks_while_the_model_runs_is_replaced_and_noted(model):
     assert any("kernel breaks was set aside: raised RuntimeError" in note for note in engine.report().notes)
 
 
+def test_training_goes_on_with_the_same_kernel_after_it_ran_out_of_memory(model):
+    # As a training loop does: lack of memory is caught, something is given up, and the next step is as fast as before.
+    full, calls = [], []
+
+    def scarce(a, b):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        calls.append(a.shape)
+        return a @ b
+
+    registry = registry_of(scarce, trusted=True)
+    engine, x, _ = run(model, registry)
+    assert {row.kernel for row in engine.report().kernels} == {"scarce"}
+    full.append(True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
+        engine(x)
+    full.clear()
+    calls.clear()
+    engine(x).sum().backward()
+    assert len(calls) == 6 and not registry.aside()
+    assert not any("set aside" in note for note in engine.report().notes)
+
+
+def test_without_memory_to_compete_the_graph_keeps_its_products_and_the_report_says_so(model, monkeypatch):
+    def no_memory(problem):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    # The operands of the race do not fit, whoever would run.
+    monkeypatch.setattr(select, "_inputs", no_memory)
+    engine, x, y = run(model, registry_of(user_kernels.right, trusted=True))
+    rows = engine.report().kernels
+    assert {(row.kernel, row.how) for row in rows} == {("emulated_mxfp8", "not measured: lack of memory")}
+    torch._dynamo.reset()
+    plain, _, _ = run(model, None)
+    assert torch.equal(y, plain(x))
+
+
 def test_a_kernel_is_not_asked_below_its_size_also_when_the_batch_shrinks(model):
     seen = []
 

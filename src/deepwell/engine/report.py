@@ -16,6 +16,7 @@ from deepwell.engine.binding import Binding
 from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.errors import ConfigError
 from deepwell.graph.table import WIDTH, layers_label, text_table
+from deepwell.kernels.shortage import SKIPPED
 from deepwell.precision.gemm_format import GEMMS
 
 _OP_WIDTH = 40
@@ -104,7 +105,11 @@ def _kernel_table(rows: Sequence[KernelRow]) -> list[str]:
     for row in rows:
         us = "" if row.us is None else f"{row.us:.1f}"
         cells.append((f"{row.op} {row.shape}", row.format, str(row.count), row.kernel, us, row.how))
-    reasons = dict.fromkeys(f"{name} was set aside: {reason}" for row in rows for name, reason in row.set_aside)
+    reasons = dict.fromkeys(
+        f"{name} was {reason if reason.startswith(SKIPPED) else f'set aside: {reason}'}"
+        for row in rows
+        for name, reason in row.set_aside
+    )
     return [*text_table(cells, indent="    "), *(line for reason in reasons for line in _wrapped(f"kernel {reason}"))]
 
 

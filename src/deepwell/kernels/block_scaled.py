@@ -28,6 +28,7 @@ from deepwell.formats.elements import decode, decode_e8m0, unpack_codes
 from deepwell.formats.spec import E2M1, E4M3, E5M2, ElementFormat
 from deepwell.kernels import cutlass_library
 from deepwell.kernels._triton import LAUNCH_ERRORS, on_device, runs_kernel, tl, triton
+from deepwell.kernels.shortage import is_shortage
 
 _ELEMENTS: dict[torch.dtype, ElementFormat] = {
     torch.float8_e4m3fn: E4M3,
@@ -291,7 +292,7 @@ def block_scaled_gemm(
             out = _cutlass(a, b, out_dtype)
     except LAUNCH_ERRORS as error:
         # torch has no check of the architecture here: cuBLASLt says no in its own words.
-        if isinstance(error, (DeepwellError, torch.OutOfMemoryError)):
+        if isinstance(error, DeepwellError) or is_shortage(error):
             raise
         raise UnsupportedError(f"block_scaled_gemm ({candidate}) on {a.data.device}: {error}") from error
     return out if out.shape[1] == n else out[:, :n].contiguous()

@@ -2,7 +2,8 @@
 
 Each candidate multiplies operands of realistic and of uneven magnitudes, whole tiles and ragged sizes, on the very
 device, and is held against the fp32 product of the dequantized operands. Scales are uneven by row and by block, so that
-a scale read from the wrong place cannot hide. The quantizers are held bit for bit against `deepwell.formats`.
+a scale read from the wrong place cannot hide. The quantizers are held bit for bit against `deepwell.formats`. Lack of
+memory is no finding: it is raised, and the check is made again when it is asked for again.
 """
 
 import json
@@ -22,6 +23,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.kernels._triton import LAUNCH_ERRORS
 from deepwell.kernels.block_scaled import CANDIDATES, Operand, block_scaled_gemm, block_scaled_gemm_ref
 from deepwell.kernels.quantize_mx import quantize_mxfp8, quantize_nvfp4
+from deepwell.kernels.shortage import is_shortage, says_shortage, skipped
 
 FORMATS = ("mxfp8", "nvfp4")
 
@@ -92,6 +94,8 @@ def prove_gemm(fmt: str, kernel: str, device: torch.device, gemm: Gemm | None = 
             if hidden:
                 return Proof(format=fmt, kernel=kernel, passed=False, detail=f"{hidden} at {m} x {n} x {k}")
     except LAUNCH_ERRORS as error:
+        if is_shortage(error):
+            raise
         return Proof(format=fmt, kernel=kernel, passed=False, detail=_first_line(error))
     return Proof(format=fmt, kernel=kernel, passed=True, detail=f"at least {worst:.0f} dB on {len(SHAPES)} shapes")
 
@@ -145,6 +149,8 @@ def prove_quantizer(fmt: str, device: torch.device) -> Proof:
                     if not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
                         wrong.append(f"{rows} x {columns} along axis {axis}")
     except LAUNCH_ERRORS as error:
+        if is_shortage(error):
+            raise
         wrong.append(_first_line(error))
     detail = f"differs from the format: {'; '.join(dict.fromkeys(wrong))}" if wrong else "bit for bit the format"
     return Proof(format=fmt, kernel="quantize", passed=not wrong, detail=detail)
@@ -172,8 +178,15 @@ def proof_of(fmt: str, kernel: str, device: torch.device) -> Proof:
 
 
 def proofs(fmt: str, device: torch.device) -> tuple[Proof, ...]:
-    """All checks of one format on one device: the quantizer, then each GEMM candidate."""
-    return tuple(proof_of(fmt, kernel, device) for kernel in ("quantize", *CANDIDATES))
+    """All checks of one format on one device: the quantizer, then each GEMM candidate; none stops the next."""
+    return tuple(_proof_or_skip(fmt, kernel, device) for kernel in ("quantize", *CANDIDATES))
+
+
+def _proof_or_skip(fmt: str, kernel: str, device: torch.device) -> Proof:
+    try:
+        return proof_of(fmt, kernel, device)
+    except LAUNCH_ERRORS as error:  # lack of memory alone: other errors are findings
+        return Proof(format=fmt, kernel=kernel, passed=False, detail=skipped(error))
 
 
 def native_kernel(fmt: str, device: torch.device) -> tuple[str | None, str]:
@@ -213,6 +226,9 @@ def prove_apart(fmt: str, kernel: str, device: torch.device, timeout_s: float = 
     lines = run.stdout.strip().splitlines()
     if run.returncode or not lines:
         said = run.stderr.strip().splitlines()
+        short = [line for line in said if says_shortage(line)]
+        if short:
+            raise torch.OutOfMemoryError(f"{kernel} could not be checked for {fmt} on {device}: {short[-1][:200]}")
         return failed(f"ended its process with status {run.returncode}" + (f": {said[-1][:200]}" if said else ""))
     try:
         return Proof(**json.loads(lines[-1]))

@@ -23,6 +23,7 @@ from deepwell.errors import ConfigError
 from deepwell.hardware.cache import cache_dir, torch_version
 from deepwell.kernels.proof import Proof
 from deepwell.kernels.registry import Candidate, Choice
+from deepwell.kernels.shortage import says_shortage
 
 SCHEMA = 1
 _log = logging.getLogger("deepwell.kernels")
@@ -73,7 +74,7 @@ class ChoiceCache:
 
     def keep_proof(self, candidate: Candidate, dtype: str, proof: Proof) -> None:
         """Remember a proof, unless its sources cannot be told apart or memory was short, which may pass."""
-        if candidate.fingerprint is None or "out of memory" in proof.reason.lower():
+        if candidate.fingerprint is None or says_shortage(proof.reason):
             return
         self.proofs[_proof_key(candidate, dtype)] = asdict(proof)
         self._write()
@@ -84,10 +85,12 @@ class ChoiceCache:
         found = self.choices.get(key)
         if found is None or found.get("candidates") != _keys(competitors):
             return None
-        return Choice.from_dict({**found["choice"], "how": "cached"})
+        choice = Choice.from_dict({**found["choice"], "how": "cached"})
+        return None if choice.skipped() else choice
 
     def keep_choice(self, key: str, competitors: Sequence[Candidate], choice: Choice) -> None:
-        if any(candidate.fingerprint is None for candidate in competitors):
+        """Remember a choice, unless a candidate's sources cannot be told apart or one lacked memory to compete."""
+        if choice.skipped() or any(candidate.fingerprint is None for candidate in competitors):
             return
         self.choices[key] = {"candidates": _keys(competitors), "choice": choice.to_dict()}
         self._write()

@@ -2,7 +2,8 @@
 
 A node carries a candidate's key; the candidates themselves, with the registry that chose them, are kept here by that
 key for the life of the process. Where a candidate fails while it runs, or the size it meets is not for it, the product
-is computed as the graph had it before, and the registry sets the candidate aside.
+is computed as the graph had it before, and the registry sets the candidate aside. Lack of memory is no failure of the
+candidate: it is raised, and the candidate stays.
 """
 
 import logging
@@ -15,6 +16,7 @@ from deepwell.errors import ConfigError
 from deepwell.kernels import library
 from deepwell.kernels.proof import FAILURES, prepared, run_fp8_gemm, run_gemm
 from deepwell.kernels.registry import Candidate, KernelRegistry, problem_of
+from deepwell.kernels.shortage import is_shortage
 
 _log = logging.getLogger("deepwell.kernels")
 _installed: dict[str, tuple[KernelRegistry, Candidate]] = {}
@@ -46,6 +48,8 @@ def _or_else(
     try:
         return _as_traced(run(candidate), operands)
     except FAILURES as error:
+        if is_shortage(error):
+            raise
         reason = f"raised {type(error).__name__} while the model ran: {str(error)[:200]}"
         _log.warning("kernel %s was set aside: %s", candidate.name, reason)
         registry.set_aside(candidate.name, reason)

@@ -14,6 +14,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.gemm_triton import check_epilogue
 from deepwell.kernels.proof import FAILURES, check_dtype, prepared, run_gemm
 from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, problem_of
+from deepwell.kernels.shortage import is_shortage
 
 _log = logging.getLogger("deepwell.kernels")
 
@@ -30,7 +31,8 @@ def gemm(
 ) -> Tensor:
     """`act(a @ b + bias)` for a [..., K] and b [K, N], by the kernel that the registry chooses.
 
-    Raises ConfigError on a wrong argument, UnsupportedError where gradients are wanted or nobody computes it here.
+    Raises ConfigError on a wrong argument, UnsupportedError where gradients are wanted or nobody computes it here, and
+    lack of memory as it comes: the kernel that met it stays in the race.
     """
     _check(a, b, bias, activation)
     a_MK = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
@@ -47,6 +49,8 @@ def gemm(
             )
             return c_MN.view(shape)
         except FAILURES as error:
+            if is_shortage(error):
+                raise
             # Chosen for its bucket, it may not take this very M; or it is broken. Either way somebody else does it.
             reason = f"raised {type(error).__name__} at M={problem.m}: {str(error)[:200]}"
             _log.warning("kernel %s was set aside on %s: %s", candidate.name, problem.device, reason)

@@ -23,6 +23,7 @@ from deepwell.kernels._triton import LAUNCH_ERRORS
 from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.kernels.quantize_blocks import BLOCK, SCALE_LINE, quantize_1x128_both_ref, quantize_128x128_ref
 from deepwell.kernels.select import on_real_tensors
+from deepwell.kernels.shortage import is_shortage
 
 _FP8 = torch.float8_e4m3fn
 # Against the product of the same codes in fp32, both rounded to bf16. Hopper keeps 14 bits inside a block of 128: sums
@@ -113,6 +114,8 @@ def why_unproven(device: torch.device) -> str:
         try:
             return _compare(device)
         except LAUNCH_ERRORS as error:
+            if is_shortage(error):
+                raise
             return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
 
 

@@ -23,6 +23,7 @@ from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.kernels.group_rows import GROUP_ALIGNMENT
 from deepwell.kernels.quantize import quantize_rows_ref
 from deepwell.kernels.select import on_real_tensors
+from deepwell.kernels.shortage import is_shortage
 from deepwell.kernels.wgrad_operands import wgrad_operands
 
 _FP8 = torch.float8_e4m3fn
@@ -130,6 +131,8 @@ def why_unproven(device: torch.device) -> str:
         try:
             return _compare(device)
         except LAUNCH_ERRORS as error:
+            if is_shortage(error):
+                raise
             return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
 
 

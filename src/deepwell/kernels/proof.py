@@ -23,6 +23,7 @@ from deepwell.kernels.gemm_candidates import gemm_ref
 from deepwell.kernels.gemm_triton import activate_ref
 from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.registry import Candidate, Problem
+from deepwell.kernels.shortage import is_shortage, skipped
 
 # Against the high-precision product. bf16 and fp16 round the result once; FP8 and below round the operands.
 FLOORS_DB = {"fp32": 90.0, "fp16": 60.0, "bf16": 45.0, "fp8": 27.0, "mxfp8": 27.0, "mxfp6": 20.0, "nvfp4": 14.0}
@@ -160,7 +161,7 @@ def prove(candidate: Candidate, device: str, dtype: str = "bfloat16") -> Proof:
             return _prove_codes(candidate, device)
         return _prove_chain(candidate, device, dtype)
     except FAILURES as error:
-        return Proof(reason=_said(error))
+        return Proof(reason=skipped(error) if is_shortage(error) else _said(error))
 
 
 def _said(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
+from deepwell.kernels.shortage import says_shortage
 from deepwell.precision.gemm_format import precision as parse_precision
 
 if TYPE_CHECKING:
@@ -135,6 +136,10 @@ class Choice:
 
     def set_aside(self) -> tuple[Verdict, ...]:
         return tuple(verdict for verdict in self.verdicts if verdict.reason)
+
+    def skipped(self) -> tuple[Verdict, ...]:
+        """Of those set aside, the ones that lacked memory to compete: with more of it they may win."""
+        return tuple(verdict for verdict in self.verdicts if says_shortage(verdict.reason))
 
     def ranking(self) -> tuple[str, ...]:
         """Names of those that may run, the fastest first, untimed ones last."""
@@ -273,6 +278,10 @@ class KernelRegistry:
     def aside(self) -> Mapping[str, str]:
         """Candidates that were set aside while they ran, with the reasons."""
         return dict(self._aside)
+
+    def forget_skipped(self) -> None:
+        """Drop choices in which a kernel lacked memory to compete: they are made again when they are asked for."""
+        self._choices = {key: choice for key, choice in self._choices.items() if not choice.skipped()}
 
     def choices(self) -> tuple[Choice, ...]:
         """What was decided so far, in order."""

@@ -2,7 +2,8 @@
 
 A chain is what a layer pays: quantizing what it must, the product, bias and activation. Times are medians; candidates
 take turns, so that a clock that drifts hits all alike, and operands rotate through more memory than the L2 cache holds.
-A candidate that raises, hangs or is wrong is set aside with its reason; the reference remains.
+A candidate that raises, hangs or is wrong is set aside with its reason; the reference remains. One that lacks memory is
+skipped, and a choice without it is not kept on disk; where none has memory enough, that is raised.
 """
 
 import itertools
@@ -37,6 +38,7 @@ from deepwell.kernels.proof import (
     run_gemm,
 )
 from deepwell.kernels.registry import Candidate, Choice, KernelRegistry, Problem, Verdict, formats_for
+from deepwell.kernels.shortage import is_shortage, says_shortage, skipped
 
 _log = logging.getLogger("deepwell.kernels")
 _ROUNDS = 3
@@ -98,7 +100,7 @@ def _choose(registry: KernelRegistry, problem: Problem) -> Choice:
     passed, substitutes = _prefer_native(problem, passed)
     verdicts += substitutes
     if not passed:
-        raise UnsupportedError(f"no kernel for {problem.key} is right on {problem.device}: {_reasons(verdicts)}")
+        raise _nobody(f"no kernel for {problem.key} is right on {problem.device}", verdicts)
     if len(passed) == 1:
         candidate, proof = passed[0]
         timed = [_verdict(candidate, sqnr_db=proof.sqnr_db)]
@@ -160,7 +162,8 @@ def proof_of(candidate: Candidate, problem: Problem, cache: ChoiceCache, timeout
     else:
         proof = prove_apart(candidate, problem.device, problem.dtype, timeout_s)
     if not proof.is_passed:
-        _log.warning("kernel %s was set aside on %s: %s", candidate.name, problem.device, proof.reason)
+        what = "skipped" if says_shortage(proof.reason) else "set aside"
+        _log.warning("kernel %s was %s on %s: %s", candidate.name, what, problem.device, proof.reason)
     cache.keep_proof(candidate, problem.dtype, proof)
     return proof
 
@@ -169,14 +172,17 @@ def _verdict(candidate: Candidate, **what: Any) -> Verdict:
     return Verdict(name=candidate.name, precision=candidate.precision, origin=candidate.origin, **what)
 
 
-def _reasons(verdicts: Sequence[Verdict]) -> str:
-    return "; ".join(f"{verdict.name} {verdict.reason}" for verdict in verdicts)
+def _nobody(what: str, verdicts: Sequence[Verdict]) -> Exception:
+    """The error where no candidate is left: lack of memory where that kept one out, for it may pass."""
+    text = f"{what}: " + "; ".join(f"{verdict.name} {verdict.reason}" for verdict in verdicts)
+    is_short = any(says_shortage(verdict.reason) for verdict in verdicts)
+    return torch.OutOfMemoryError(text) if is_short else UnsupportedError(text)
 
 
 def _choice(problem: Problem, verdicts: Sequence[Verdict], how: str) -> Choice:
     able = [verdict for verdict in verdicts if not verdict.reason]
     if not able:
-        raise UnsupportedError(f"no kernel for {problem.key} ran on {problem.device}: {_reasons(verdicts)}")
+        raise _nobody(f"no kernel for {problem.key} ran on {problem.device}", verdicts)
     best = min(able, key=lambda verdict: math.inf if verdict.us is None else verdict.us)
     return Choice(
         problem=problem.key,
@@ -215,24 +221,37 @@ def race(problem: Problem, passed: Sequence[tuple[Candidate, Proof]]) -> list[Ve
     runners: list[_Runner] = []
     verdicts: list[Verdict] = []
     for candidate, proof in passed:
-        try:
-            runner = _Runner(candidate, proof, _calls(candidate, problem, inputs), [])
-            wrong, db = _check_rows(candidate, problem, inputs[0], runner.calls[0]())
-            if proof.sqnr_db is None and not wrong:
-                runner.proof = Proof(sqnr_db=min(db, 999.0))
-        except UnsupportedError as error:
-            wrong = f"does not take this shape: {error}"
-        except FAILURES as error:
-            wrong = f"raised {type(error).__name__} at this shape: {str(error)[:200]}"
-        if wrong:
+        runner, wrong = _starter(candidate, proof, problem, inputs)
+        if runner is None:
             verdicts.append(_verdict(candidate, reason=wrong, sqnr_db=proof.sqnr_db))
         else:
             runners.append(runner)
-    _take_turns(runners, torch.device(problem.device))
+    short = _take_turns(runners, torch.device(problem.device))
     for runner in runners:
-        us = statistics.median(runner.times_us)
-        verdicts.append(_verdict(runner.candidate, us=us, sqnr_db=runner.proof.sqnr_db))
+        reason = short.get(runner.candidate.name, "")
+        us = None if reason else statistics.median(runner.times_us)
+        verdicts.append(_verdict(runner.candidate, us=us, sqnr_db=runner.proof.sqnr_db, reason=reason))
     return verdicts
+
+
+def _starter(
+    candidate: Candidate, proof: Proof, problem: Problem, inputs: Sequence[tuple[Any, ...]]
+) -> tuple[_Runner | None, str]:
+    """A runner that was right once at this shape, or None and the reason. What a failed one held is free again."""
+    try:
+        runner = _Runner(candidate, proof, _calls(candidate, problem, inputs), [])
+        wrong, db = _check_rows(candidate, problem, inputs[0], runner.calls[0]())
+    except FAILURES as error:
+        if is_shortage(error):
+            return None, skipped(error)
+        if isinstance(error, UnsupportedError):
+            return None, f"does not take this shape: {error}"
+        return None, f"raised {type(error).__name__} at this shape: {str(error)[:200]}"
+    if wrong:
+        return None, wrong
+    if proof.sqnr_db is None:
+        runner.proof = Proof(sqnr_db=min(db, 999.0))
+    return runner, ""
 
 
 def _inputs(problem: Problem) -> list[tuple[Any, ...]]:
@@ -279,14 +298,26 @@ def _check_rows(candidate: Candidate, problem: Problem, given: tuple[Any, ...], 
     return compare_rows(got[rows], ref, FLOORS_DB.get(candidate.precision, 12.0), label)
 
 
-def _take_turns(runners: Sequence[_Runner], device: torch.device) -> None:
+def _take_turns(runners: Sequence[_Runner], device: torch.device) -> dict[str, str]:
+    """Time all in turns. Returns why some did not finish, by name: they ran out of memory beside the others."""
     clock = _cuda_times if device.type == "cuda" else _cpu_times
     budget = _BUDGET_S[device.type] / _ROUNDS
-    for runner in runners:
-        runner.turn()
-    for _ in range(_ROUNDS):
+    short: dict[str, str] = {}
+    for number in range(1 + _ROUNDS):
         for runner in runners:
-            runner.times_us += clock(runner.turn, budget, device)
+            if runner.candidate.name in short:
+                continue
+            try:
+                if number == 0:
+                    runner.turn()
+                else:
+                    runner.times_us += clock(runner.turn, budget, device)
+            except FAILURES as error:
+                if not is_shortage(error):
+                    raise
+                short[runner.candidate.name] = skipped(error)
+                runner.calls.clear()
+    return short
 
 
 def _cpu_times(run: Callable[[], object], budget_s: float, device: torch.device) -> list[float]:

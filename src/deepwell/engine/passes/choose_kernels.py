@@ -47,6 +47,7 @@ def choose_kernels(graph: fx.Graph, registry: KernelRegistry) -> list[KernelRow]
     """Replace products by chosen ones. Returns a row for each product that a registry decided about."""
     ops = torch.ops.deepwell
     rows: list[KernelRow] = []
+    registry.forget_skipped()
     for node in list(graph.nodes):
         if node.target is ops.fp8_gemm.default:
             rows += _fp8_gemm(graph, node, registry)
@@ -85,7 +86,7 @@ def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[
     whole, aside = _whole_chain(graph, node, registry, problem)
     if whole is not None:
         return [whole]
-    choice = _choose(registry, problem)
+    choice = _choose(registry, problem, _DEFAULT[fast])
     if choice is None:
         return []
     candidate = registry.candidate("fp8_gemm", choice.kernel)
@@ -111,7 +112,7 @@ def _whole_chain(
     value, other = x.meta["val"], w.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     asked = replace(problem, op="gemm", precision="mxfp8", dtype=dtype)
-    choice = _choose(registry, asked)
+    choice = _choose(registry, asked, "emulated_mxfp8")
     if choice is None or registry.candidate("gemm", choice.kernel).origin != "user":
         return None, [(v.name, v.reason or "slower") for v in (choice.verdicts if choice else ()) if v.origin == "user"]
     key = chosen.install(registry, registry.candidate("gemm", choice.kernel))
@@ -152,7 +153,7 @@ def _rounded_mm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> lis
         return []
     dtype = str(value.dtype).removeprefix("torch.")
     problem = Problem(op="gemm", m=m, n=n, k=k, precision=fmt, dtype=dtype, device=str(value.device))
-    choice = _choose(registry, problem)
+    choice = _choose(registry, problem, f"emulated_{fmt}")
     if choice is None:
         return []
     candidate = registry.candidate("gemm", choice.kernel)
@@ -166,11 +167,15 @@ def _rounded_mm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> lis
     return [_row(problem, choice, fmt)]
 
 
-def _choose(registry: KernelRegistry, problem: Problem) -> Choice | None:
+def _choose(registry: KernelRegistry, problem: Problem, default: str) -> Choice | None:
+    """The registry's choice. Where memory is short, `default`, which the graph has; None where nobody else can."""
     try:
         return registry.choose(problem)
     except UnsupportedError:
         return None  # nobody else computes it: the graph stays as it is
+    except torch.OutOfMemoryError:
+        how = "not measured: lack of memory"
+        return Choice(problem=problem.key, device=problem.device, kernel=default, us=None, how=how, verdicts=())
 
 
 def _row(problem: Problem, choice: Choice, fmt: str) -> KernelRow:
