@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import deepwell as dw
 from deepwell.engine import functional
+from deepwell.engine.binding import Device
 from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
-from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels import gemm
 from deepwell.kernels import linear_cross_entropy as kernels
 
 HEAD = (torch.Size([6, 5, 16]), torch.Size([24, 16]))
@@ -284,3 +286,48 @@ def test_the_function_counts_its_gradients() -> None:
     loss = functional.linear_cross_entropy(x, w, None, y, -100, "sum", False, 0.5, 4.0)
     loss.backward()
     assert x.grad is not None and w.grad is not None
+
+
+class Tiny(nn.Module):
+    """A head whose sizes FP8 takes, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.lm_head = nn.Embedding(48, 32), nn.RMSNorm(32), nn.Linear(32, 48, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.lm_head(self.norm(self.embed(x))), y)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)], ids=str)
+def test_an_fp8_head_of_an_fp32_model_is_computed_and_the_report_says_how(capability, monkeypatch) -> None:
+    # A CPU that is taken for the GPU, with the restriction that torch has there.
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=capability))
+    monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
+    monkeypatch.setattr(gemm, "_capability", lambda device: capability)
+    product, written = kernels.fp8_gemm, []
+
+    def of_torch(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, **how: Any) -> Tensor:
+        if scale_a.numel() > 1:
+            written.append(how["out_dtype"])
+            if capability[0] != 9 and how["out_dtype"] is not torch.bfloat16:
+                raise ValueError("Only bf16 high precision output types are supported for row-wise scaling.")
+        return product(a, scale_a, b, scale_b, **how)
+
+    monkeypatch.setattr(kernels, "fp8_gemm", of_torch)
+    model, (x, y) = Tiny(), torch.randint(0, 48, (2, 64))
+    policy = dw.PrecisionPolicy("bf16")
+    policy.set_layer_precision("path:lm_head", "fp8", scaling="row")
+    engine = dw.compile(model, precision_policy=policy, measure=False)
+    loss = engine(x, y)
+    loss.backward()
+    got = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    ref = model(x, y)
+    ref.backward()
+    assert set(written) == {torch.float32 if capability[0] == 9 else torch.bfloat16} and loss.dtype is torch.float32
+    torch.testing.assert_close(loss, ref, rtol=0.02, atol=0)
+    assert sqnr_db(model.lm_head.weight.grad, got) > 20  # a layer's gradients (docs/numerics.md)
+    reasons = {row.gemm: row.reason for row in engine.report().bindings if row.path == "lm_head"}
+    said = [gemm for gemm, reason in reasons.items() if "has no fp32 products with row scales" in reason]
+    assert said == ([] if capability[0] == 9 else ["fwd", "dgrad"])

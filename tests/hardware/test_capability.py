@@ -4,7 +4,14 @@ import pytest
 
 from deepwell.errors import ConfigError
 from deepwell.formats import spec
-from deepwell.hardware.capability import CAPABILITIES, FORMATS, PEAK_CLASS, canonical_format, capability_of
+from deepwell.hardware.capability import (
+    CAPABILITIES,
+    FORMATS,
+    PEAK_CLASS,
+    canonical_format,
+    capability_of,
+    fp8_row_results,
+)
 from deepwell.hardware.model import Gpu
 
 # (compute capability, (Blackwell, Hopper, tcgen05), native, not native)
@@ -57,3 +64,11 @@ def test_every_format_name_of_deepwell_is_understood():
 def test_what_is_no_format_is_refused(name):
     with pytest.raises(ConfigError, match="format"):
         Gpu(name="any", compute_capability=(9, 0)).supports(name)
+
+
+@pytest.mark.parametrize("cc", list(CAPABILITIES))
+def test_products_with_row_scales_are_written_in_bf16_alone_but_on_hopper(cc):
+    wanted = ("bf16", "fp16", "fp32") if cc[0] == 9 else ("bf16",)
+    assert fp8_row_results(cc) == fp8_row_results(cc, "13.0") == fp8_row_results(cc, "12.9") == wanted
+    # cuBLASLt learned row scales with 12.9; before that torch runs CUTLASS on Hopper too.
+    assert fp8_row_results(cc, "12.8") == ("bf16",)

@@ -5,7 +5,7 @@ import torch
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels import library
+from deepwell.kernels import gemm, library
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm, fp8_gemm_ref
 from deepwell.kernels.quantize import quantize_rows
 
@@ -92,3 +92,12 @@ def test_a_gpu_refuses_lines_that_are_not_whole():
     _, _, (q_a, s_a), (q_b, s_b) = _operands(16, 24, 64, "cuda")
     with pytest.raises(UnsupportedError, match=f"multiples of {ALIGNMENT}"):
         fp8_gemm(q_a, s_a, q_b, s_b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_row_scaled_results_are_those_that_the_device_writes(dtype, monkeypatch):
+    cpu = torch.device("cpu")
+    assert gemm.row_dtype(dtype, cpu) is dtype
+    for capability, wanted in {(9, 0): dtype, (8, 9): torch.bfloat16, (10, 0): torch.bfloat16}.items():
+        monkeypatch.setattr(gemm, "_capability", lambda device, found=capability: found)
+        assert gemm.row_dtype(dtype, cpu) is wanted

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_no_worse_than, sqnr_db
+from deepwell.kernels import gemm
+from deepwell.kernels import linear_cross_entropy as module
 from deepwell.kernels.linear_cross_entropy import (
     Head,
     linear_cross_entropy,
@@ -203,3 +205,46 @@ def test_fp8_keeps_the_gradient_of_improbable_words(device):
     ref = linear_cross_entropy_ref(x, w, y).dw
     assert ref[2:, 0].max() < 2**-20
     torch.testing.assert_close(dw[2:, 0], ref[2:, 0], rtol=0.13, atol=0)
+
+
+class OfAda:
+    """fp8_gemm as torch has it off Hopper: with row scales no result but bf16. It notes what was written."""
+
+    def __init__(self):
+        self.row_results = []
+
+    def __call__(self, a, scale_a, b, scale_b, *, out_dtype=torch.bfloat16, **how):
+        if scale_a.numel() > 1 or scale_b.numel() > 1:
+            self.row_results.append(out_dtype)
+            if out_dtype is not torch.bfloat16:
+                raise ValueError("Only bf16 high precision output types are supported for row-wise scaling.")
+        return gemm.fp8_gemm(a, scale_a, b, scale_b, out_dtype=out_dtype, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)], ids=str)
+def test_an_fp8_head_of_an_fp32_model_runs_where_row_products_are_bf16_alone(capability, dtype, monkeypatch):
+    x, w, y = _inputs("cpu", t=48, dtype=dtype)
+    b = torch.randn(80, dtype=dtype)
+    head = Head(fp8=True)
+    exact = linear_cross_entropy_ref(x, w, y, bias_V=b)
+    ada = OfAda()
+    monkeypatch.setattr(gemm, "_capability", lambda device: capability)
+    monkeypatch.setattr(module, "fp8_gemm", ada)
+    got = linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=16)
+    alone = linear_cross_entropy_loss(x, w, y, bias_V=b, head=head)
+    assert ada.row_results == [torch.bfloat16] * 7  # logits and dx of three chunks, and the loss alone
+    # What the caller gets has the dtypes of its own tensors, and is as good as FP8 is.
+    assert [grad.dtype for grad in got[1:]] == [dtype] * 3
+    torch.testing.assert_close(got.loss, exact.loss, rtol=0.02, atol=0)
+    torch.testing.assert_close(alone, got.loss, rtol=1e-3, atol=0)
+    for mine, ref in zip(got[1:], exact[1:], strict=True):
+        assert sqnr_db(ref, mine) > 20  # a layer's gradients (docs/numerics.md)
+
+
+def test_on_hopper_an_fp8_head_keeps_the_models_dtype(monkeypatch):
+    x, w, y = _inputs("cpu", t=48, dtype=torch.float32)
+    before = linear_cross_entropy(x, w, y, head=Head(fp8=True))
+    monkeypatch.setattr(gemm, "_capability", lambda device: (9, 0))
+    after = linear_cross_entropy(x, w, y, head=Head(fp8=True))
+    assert all(torch.equal(mine, ref) for mine, ref in zip(after[:3], before[:3], strict=True))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from deepwell.errors import UnsupportedError
 from deepwell.graph.ir import IR, Site
 from deepwell.graph.ops import GroupedLinear, Linear
-from deepwell.hardware.capability import capability_of
+from deepwell.hardware.capability import canonical_format, capability_of, fp8_row_results
 from deepwell.kernels.gain import Gain
 from deepwell.kernels.gemm import ALIGNMENT
 from deepwell.kernels.quantize_blocks import BLOCK
@@ -87,7 +87,7 @@ def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "saf
         if site.path not in resolution:
             continue
         row = resolution[site.path]
-        parts = [_bind_gemm(site, row[gemm], device) for gemm in GEMMS]
+        parts = [_head_in_bf16(site, _bind_gemm(site, row[gemm], device), ir.dtype, device) for gemm in GEMMS]
         for part in parts:
             if fallback == "strict" and part.binding != "native":
                 raise UnsupportedError(f"{site.path} {part.gemm}: {part.format} is {part.binding} here: {part.reason}")
@@ -96,6 +96,14 @@ def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "saf
         if scheme != "bf16|bf16|bf16":
             schemes[site.path] = scheme
     return Bound(bindings=tuple(bindings), schemes=schemes)
+
+
+def _head_in_bf16(site: Site, part: Binding, dtype: str, device: Device) -> Binding:
+    """A head's GEMM, with a word where its results are coarser than the model: its loss reads them as they are."""
+    is_rows = part.scheme == "fp8_row" and part.gemm != "wgrad"  # dW has one scale per tensor
+    if site.op.role != "head" or not is_rows or canonical_format(dtype) in fp8_row_results(device.capability):
+        return part
+    return replace(part, reason=f"{part.reason}; written in bf16: {device} has no {dtype} products with row scales")
 
 
 def with_gains(bindings: Sequence[Binding], gains: Mapping[str, Gain]) -> tuple[Binding, ...]:

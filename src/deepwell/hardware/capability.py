@@ -4,7 +4,8 @@ Native means: one tensor-core instruction takes the format as it is stored (bloc
 is offered by cuBLASLt, CUTLASS or Triton. A format that is not native can still run as a substitute or by emulation.
 
 Sources: fp8 from 8.9, 1x128 blocks on 9.0 only, row scales on 8.9 and later through CUTLASS: torch's scaled_mm checks
-(aten/src/ATen/native/cuda/ScaledBlas.cpp at 0174dfab). Block-scaled MMA kinds: CUTLASS media/docs/cpp/
+(aten/src/ATen/native/cuda/ScaledBlas.cpp at 0174dfab; what its CUTLASS kernels write: pull requests 166744 and
+187569). Block-scaled MMA kinds: CUTLASS media/docs/cpp/
 blackwell_functionality.md and the PTX ISA (tcgen05.mma for 10.x and 11.0, mma.sync block_scale for 12.x).
 """
 
@@ -149,6 +150,16 @@ def capability_of(compute_capability: ComputeCapability) -> Capability:
         native_formats=_BASE,
         note=f"{major}.{minor} is not in the table: only bf16 is taken as native",
     )
+
+
+def fp8_row_results(compute_capability: ComputeCapability, cuda: str | None = None) -> tuple[str, ...]:
+    """The formats in which torch writes FP8 products with row scales; `cuda` is torch's version, None the current one.
+
+    cuBLASLt has row scales on 9.x from CUDA 12.9 on and writes them all. Elsewhere torch runs CUTLASS, which can be
+    relied on for bf16 alone: torch 2.11 refuses fp32 there and fills fp16 with the bits of bf16 (until 187569).
+    """
+    is_old = cuda is not None and tuple(int(part) for part in cuda.split(".")[:2]) < (12, 9)
+    return ("bf16",) if compute_capability[0] != 9 or is_old else ("bf16", "fp16", "fp32")
 
 
 def reason_not_native(format_name: str, compute_capability: ComputeCapability) -> str:

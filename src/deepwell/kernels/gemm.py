@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.hardware.capability import canonical_format, fp8_row_results
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -60,7 +61,8 @@ def fp8_gemm(
 
     The bias goes into the epilogue, before the one rounding: bf16, of a bf16 result (torch's own restriction).
 
-    Raises ConfigError on shapes or dtypes that do not fit, UnsupportedError where K or N is no multiple of 16 on a GPU.
+    Raises ConfigError on shapes or dtypes that do not fit, UnsupportedError where K or N is no multiple of 16 on a GPU,
+    or where that GPU does not write products with row scales in `out_dtype` (see `row_dtype`).
     """
     check_operands(a_MK, scale_a, b_NK, scale_b)
     if bias_N is not None:
@@ -74,11 +76,30 @@ def fp8_gemm(
     if m == 0:
         return torch.empty((0, n), dtype=out_dtype, device=a_MK.device)
     if scale_a.numel() > 1 or scale_b.numel() > 1:
+        if row_dtype(out_dtype, a_MK.device) != out_dtype:
+            raise UnsupportedError(
+                f"fp8_gemm: out_dtype is {out_dtype}, and products with row scales are written in bf16 alone on "
+                f"{a_MK.device}; ask for torch.bfloat16 and cast, or use one scale per tensor"
+            )
         scale_a = _as_rows(scale_a, m).contiguous()
         scale_b = _as_rows(scale_b, n).contiguous().T
     if bias_N is not None and (not bias_N.is_contiguous() or bias_N.data_ptr() % ALIGNMENT):
         bias_N = bias_N.clone(memory_format=torch.contiguous_format)  # the epilogue reads it in whole 16-byte lines
     return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def row_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which dtype a product with row scales is written where `dtype` is wanted: that one, or bf16."""
+    capability = _capability(device)
+    if capability is None:
+        return dtype
+    name = canonical_format(str(dtype).removeprefix("torch."))
+    return dtype if name in fp8_row_results(capability, torch.version.cuda) else torch.bfloat16
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """That of a GPU, None elsewhere."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _check_bias(bias_N: Tensor, b_NK: Tensor, out_dtype: torch.dtype) -> None:
