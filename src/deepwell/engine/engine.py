@@ -17,6 +17,7 @@ from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Bound, Fragile, with_gains, without_fragile
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
+from deepwell.engine.kept_grads import KeptGrads
 from deepwell.engine.op_times import measure_calls
 from deepwell.engine.product_times import with_times
 from deepwell.engine.recompute import LayerRecompute
@@ -80,6 +81,7 @@ class Engine(nn.Module):
         self.__dict__["_recompute"] = None
         self.__dict__["_fragile"] = {}
         self.__dict__["_experts"] = GroupedExperts(model)
+        self.__dict__["_kept_grads"] = KeptGrads(model.parameters)
         self.__dict__["_bind_at"], self.__dict__["_phases"] = bind_at, {}
         self.__dict__["_changes"] = policy.changes(ir) if bind_at is not None else ()
         self._enter(0, bound, options)
@@ -179,6 +181,8 @@ class Engine(nn.Module):
         self._check_devices(args, kwargs)
         before, graphs = dict(counters["graph_break"]), self.options.graphs
         recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
+        if self.options.cuda_graphs and torch.is_grad_enabled():
+            self._kept_grads.keep()
         with torch._dynamo.config.patch({**_DYNAMO, _IGNORED_LOGGING: _chatter()}), recomputed, self._experts.applied():
             out = self._compiled(*args, **kwargs)
         if self.options.graphs != graphs:
