@@ -144,9 +144,7 @@ BACKWARD_CONFIGS = (
     RowConfig(tile=2048, num_warps=4),
     RowConfig(tile=2048, num_warps=8),
     RowConfig(tile=4096, num_warps=16),
-    RowConfig(tile=0, num_warps=16, stages=2),
     RowConfig(tile=0, num_warps=16, stages=3),
-    RowConfig(tile=0, num_warps=32, stages=2),
     RowConfig(tile=0, num_warps=32, stages=3),
 )
 
@@ -159,14 +157,16 @@ def default_forward_config(columns: int) -> RowConfig:
 
 
 def default_backward_config(columns: int, *, on_hopper: bool = False) -> RowConfig:
-    """Whole rows up to 8192 columns, two passes beyond; on Hopper whole rows up to 16384.
+    """Whole rows up to 8192 columns, two passes beyond; on Hopper whole rows up to 16384, the next one read ahead.
 
-    One H200, 2026-11-15 (benchmarks/bench_rows.py), 16384 x 14336: 32 warps 542 us, 16 warps 593, two passes 683.
+    One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h:
+    16384 x 8192: 8 warps 254, 346; 16 warps 255, 443; 32 warps 253, 430
+    16384 x 14336: 16 warps reading ahead 540, 697; 32 warps 558, 700; 16 warps 590, 725; two passes 683, 781
     Compiled for sm_100, whole rows of 14336 spill.
     """
     if columns > 8192:
-        return BACKWARD_CONFIGS[0 if on_hopper and columns <= MAX_WHOLE_ROW else 7]
-    return BACKWARD_CONFIGS[1] if columns > 4096 else BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
+        return BACKWARD_CONFIGS[8 if on_hopper and columns <= MAX_WHOLE_ROW else 7]
+    return BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
 
 
 # ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
