@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+import zoo_models
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import deepwell as dw
-from deepwell.engine.binding import Fragile
-from deepwell.engine.fragile import FragileReport
+from deepwell.engine.binding import Device, Fragile
+from deepwell.engine.fragile import FragileReport, _together, check_fragile
 from deepwell.errors import ConfigError, UnsupportedError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -191,15 +192,125 @@ def test_prints_and_survives_json():
         Fragile(path="a", gemm="fwd", scheme="fp8_row", sqnr_db=14.04, floor_db=18.0),
         Fragile(path="b", gemm="dgrad", scheme="fp8_row", sqnr_db=math.nan, floor_db=18.0),
         Fragile(path="c", gemm="fwd", scheme="fp8_row", sqnr_db=18.0, floor_db=18.0),
+        Fragile(path="e", gemm="fwd", scheme="grouped_fp8", sqnr_db=3.0, floor_db=27.0, of="expert 7"),
     )
     report = FragileReport(rows=rows, skipped=("d (did not run)",))
-    assert [row.is_fragile for row in rows] == [True, True, False]
+    assert [row.is_fragile for row in rows] == [True, True, False, True]
     assert str(report).splitlines() == [
-        "2 of 3 GEMMs are fragile on this batch",
+        "3 of 4 GEMMs are fragile on this batch",
         "  a fragile: fwd 14.0 dB below floor 18 dB",
         "  b fragile: dgrad gives NaN or infinity",
+        "  e fragile: fwd of expert 7 3.0 dB below floor 27 dB",
         "  not checked: d (did not run)",
     ]
     assert str(FragileReport.from_json(report.to_json())) == str(report)
     with pytest.raises(ConfigError, match="not a report of fragile GEMMs"):
         FragileReport.from_json("{}")
+
+
+# ---- experts ----
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def _moe(model_type, dtype=torch.float32):
+    torch.manual_seed(0)
+    return zoo_models.tiny_model(model_type).to(dtype)
+
+
+def _tokens(length=64):
+    tokens = torch.randint(3, zoo_models.VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _with_a_fragile_expert(model, expert=2):
+    """One number of one expert of layer 1 is 2^30 and meets only zeros: beside it the codes of the others are zeros."""
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[3] = 0.0
+        model.get_parameter(f"{EXPERTS}.gate_up_proj")[expert, 0, 3] = 2.0**30
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_one_expert_that_its_format_spoils_keeps_its_gemm_in_bf16(model_type):
+    model = _with_a_fragile_expert(_moe(model_type))
+    engine = dw.compile(dw.capture(model), precision_policy=_policy())
+    found = engine.check_fragile(_tokens())
+    spoilt = {row.gemm: row for row in found.fragile if ".experts." in row.path}
+    row = spoilt.pop("fwd")
+    assert (row.path, row.of) == (f"{EXPERTS}.gate_up_proj", "expert 2")
+    # The outlier times one column of dy is all of dx: too few numbers for a mean, so dgrad may be below its floor too.
+    assert {(other.path, other.gemm, other.of) for other in spoilt.values()} <= {(row.path, "dgrad", "expert 2")}
+    assert row.sqnr_db < 1 and row.floor_db == 27
+    # Every other GEMM of experts was judged and is well: all three, in both layers, and the other projection.
+    judged = {(row.path, row.gemm) for row in found.rows if ".experts." in row.path}
+    assert len(judged) == 12 and found.skipped == ()
+    bound = _bindings(engine, row.path)
+    assert (bound["fwd"].scheme, bound["fwd"].binding) == ("bf16", "substitute")
+    assert bound["fwd"].reason == f"fragile: fwd of expert 2 {row.sqnr_db:.1f} dB below floor 27 dB"
+    assert "fragile: fwd of expert 2" in " ".join(str(engine.report()).split())
+    assert bound["wgrad"].scheme != "bf16"
+    # The engine then runs as if the policy had said so.
+    told = _policy()
+    for each in found.fragile:
+        told.set_layer_precision(f"path:{each.path}", "bf16", gemms=each.gemm)
+    assert engine.bound.schemes == dw.compile(dw.capture(model), precision_policy=told).bound.schemes
+    loss = engine(**_tokens()).loss
+    assert loss.isfinite() and engine.options.counts["experts"] == 4
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+# GPT-OSS stores [E, K, N] and adds biases; taken the wrong way round no product would come near a floor.
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_ordinary_experts_are_not_fragile(model_type, precision):
+    model = _moe(model_type, torch.bfloat16)
+    engine = dw.compile(dw.capture(model), precision=precision)
+    found = engine.check_fragile(_tokens())
+    assert found.fragile == () and found.skipped == ()
+    assert {row.path for row in found.rows} == set(engine.bound.schemes)
+    assert {row.gemm for row in found.rows if row.of} == {"fwd", "dgrad", "wgrad"}
+
+
+def test_an_expert_in_fp8_is_judged_as_the_gpu_multiplies_it(monkeypatch):
+    # A scale per row of the weight: the outlier spoils its own row alone, of 2^-30 of the others.
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
+    model = _with_a_fragile_expert(_moe("mixtral"))
+    engine = dw.compile(dw.capture(model), precision_policy=_policy(), measure=False)
+    found = engine.check_fragile(_tokens())
+    rows = {(row.path, row.gemm): row for row in found.rows if row.path.startswith(EXPERTS)}
+    assert {row.scheme for row in rows.values()} == {"grouped_fp8"}
+    spoilt = rows[f"{EXPERTS}.gate_up_proj", "fwd"]
+    assert spoilt.is_fragile and spoilt.of == "expert 2" and 5 < spoilt.sqnr_db < 27
+
+
+def test_experts_with_few_rows_are_judged_together_or_named(monkeypatch):
+    engine = dw.compile(dw.capture(_moe("mixtral")), precision="mxfp8")
+    # Nobody has so many rows: together they do.
+    monkeypatch.setattr("deepwell.engine.fragile._MIN_ROWS", 100)
+    together = engine.check_fragile(_tokens())
+    assert {row.of for row in together.rows if ".experts." in row.path} == {"experts with fewer than 100 rows"}
+    assert together.fragile == () and together.skipped == ()
+    monkeypatch.setattr("deepwell.engine.fragile._MIN_ROWS", 1000)
+    named = engine.check_fragile(_tokens())
+    assert not [row for row in named.rows if ".experts." in row.path]
+    reasons = {f"model.layers.{i}.mlp.experts.{name}_proj" for i in (0, 1) for name in ("gate_up", "down")}
+    assert {path.partition(" ")[0] for path in named.skipped} == reasons
+    assert all("(experts 0, 1, 2, 3: fewer than 1000 rows in all)" in path for path in named.skipped)
+
+
+def test_a_lost_expert_shows_among_many_that_have_few_rows():
+    well = [(e, 2, 28.5) for e in range(60)]
+    assert abs(_together(well) - 28.5) < 1e-9
+    assert _together([*well, (60, 2, 0.0)]) < 18
+    assert math.isnan(_together([*well, (60, 2, math.nan)])) and _together([(0, 3, math.inf)]) == math.inf
+
+
+def test_experts_that_run_otherwise_are_named():
+    # One by one in a loop, as the model's own setting may say: no product of all of them is seen.
+    model = _moe("mixtral")
+    engine = dw.compile(dw.capture(model), precision="mxfp8")
+    model.set_experts_implementation("eager")
+    found = check_fragile(model, engine.bound, _tokens())
+    assert len(found.skipped) == 4 and all(path.endswith("_proj (no grouped product ran)") for path in found.skipped)
+    assert engine.check_fragile(_tokens()).skipped == ()  # the engine groups them

@@ -129,6 +129,7 @@ class Fragile:
     scheme: str
     sqnr_db: float  # NaN where NaN or infinity came out of finite numbers
     floor_db: float
+    of: str = ""  # of experts, which of them this is: the worst
 
     @property
     def is_fragile(self) -> bool:
@@ -136,9 +137,10 @@ class Fragile:
 
     @property
     def reason(self) -> str:
+        what = f"{self.gemm} of {self.of}" if self.of else self.gemm
         if math.isnan(self.sqnr_db):
-            return f"fragile: {self.gemm} gives NaN or infinity"
-        return f"fragile: {self.gemm} {self.sqnr_db:.1f} dB below floor {self.floor_db:g} dB"
+            return f"fragile: {what} gives NaN or infinity"
+        return f"fragile: {what} {self.sqnr_db:.1f} dB below floor {self.floor_db:g} dB"
 
 
 def without_fragile(bound: Bound, checked: Iterable[Fragile]) -> Bound:

@@ -58,10 +58,15 @@ class _Block:
     total: fx.Node
 
 
+def is_grouped_product(target: Any) -> bool:
+    """Whether a function is torch's grouped product, or Hugging Face's stand-in for it."""
+    name = getattr(target, "__name__", "") or str(getattr(target, "_qualified_op_name", ""))
+    return name.rpartition(":")[2].partition(".")[0] in _GROUPED
+
+
 def grouped_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
     """(x, weight, offs, whether the weight is [E, K, N]) where the node is a grouped product of 2D rows, else None."""
-    name = getattr(node.target, "__name__", "") or str(getattr(node.target, "_qualified_op_name", ""))
-    if node.op != "call_function" or name.rpartition(":")[2].partition(".")[0] not in _GROUPED:
+    if node.op != "call_function" or not is_grouped_product(node.target):
         return None
     x, right = argument(node, 0, "input"), argument(node, 1, "weight")
     offs = argument(node, 2, "offs")
