@@ -227,13 +227,11 @@ def _write_tile(w_ptr, r0, c0, enc, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, 
     row = _pointer(w_ptr, 4, tl.uint8, ALIGNED) + (i * GROUP)[:, None] * row_stride + c[None, :]
     a = _encoded(source, mask, enc)
     tl.store(row, _codes(a), mask=mask)
+    turned_stride = _length(w_ptr, 7, ALIGNED)
     if PACKING == "bytes":
-        # Byte by byte, whatever lies aligned: a small tile of fp32 stored 16 bytes a thread lost every fourth column on
-        # an H200 (Triton 3.6; 32 x 32 leave half of the threads without a store).
-        turned = _pointer(w_ptr, 6, tl.uint8, False) + c[:, None] * _length(w_ptr, 7, False) + i[None, :]
+        turned = _pointer(w_ptr, 6, tl.uint8, ALIGNED) + c[:, None] * turned_stride + i[None, :]
         tl.store(turned, tl.trans(_codes(a)), mask=tl.trans(mask))
     else:
-        turned_stride = _length(w_ptr, 7, ALIGNED)
         b = _encoded(source + stride, mask, enc)
         tl.store(row + row_stride, _codes(b), mask=mask)
         d = _encoded(source + 2 * stride, mask, enc)
