@@ -9,6 +9,8 @@ import deepwell as dw
 from deepwell.engine import functional_experts as FE
 from deepwell.engine.binding import GROUPED_FP8, Device, bind
 from deepwell.engine.experts_choice import GroupedExperts
+from deepwell.engine.passes.experts import find_experts, rewrite_experts
+from deepwell.engine.passes.match import give_operands_by_position
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.group_rows import padded_rows
@@ -21,7 +23,10 @@ transformers = pytest.importorskip("transformers")
 FP8 = "|".join([FE.FP8_METHOD] * 3)
 HOPPER = Device(kind="cuda", capability=(9, 0))
 # Grouped products in two layers (DeepSeek's first is dense), and blocks of which all of FP8 is one op.
-ARCHITECTURES = {"mixtral": (4, 2), "qwen3_moe": (4, 2), "olmoe": (4, 2), "deepseek_v3": (2, 1), "gpt_oss": (4, 0)}
+ARCHITECTURES = {
+    "mixtral": (4, 2), "qwen3_moe": (4, 2), "olmoe": (4, 2), "deepseek_v3": (2, 1), "gpt_oss": (4, 0),
+    "llama4_text": (4, 0),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -128,6 +133,31 @@ def test_each_gemm_may_have_its_own_scheme(scheme, dtype):
     for how, ref, made in zip(scheme.split("|"), wanted, got, strict=True):
         found = sqnr_db(ref.float(), made.float())
         assert found > 45 if how == "bf16" else 27 < found < 35
+
+
+@pytest.mark.parametrize("scheme", [FP8, "|".join(["emulate:mxfp8"] * 3)], ids=["fp8", "mxfp8"])
+@pytest.mark.parametrize("is_kn", [False, True], ids=["nk", "kn"])
+def test_a_batch_of_products_is_the_grouped_product_of_groups_equally_long(is_kn, scheme):
+    # Rows of zeros among them, as Llama 4 has: a token times zero for each expert that it did not choose.
+    torch.manual_seed(0)
+    x = (torch.randn(4, 19, 64) * (torch.rand(4, 19, 1) < 0.4)).bfloat16().requires_grad_()
+    w = (torch.randn(4, 64, 48) / 8).bfloat16()
+    w = (w if is_kn else w.mT.contiguous()).requires_grad_()
+    dy = torch.randn(4, 19, 48).bfloat16()
+    y = FE.batched_linear(x, w, is_kn, scheme)
+    rows, ends = x.reshape(76, 64), torch.tensor([19, 38, 57, 76], dtype=torch.int32)
+    grouped = FE.grouped_linear(rows, w, ends, is_kn, scheme)
+    assert_bitwise_equal(y, grouped.view(4, 19, 48))
+    plain = torch.bmm(x.float(), (w if is_kn else w.mT).float())
+    for how in ("fwd", "dx", "dw"):
+        given = {"fwd": (y, plain), "dx": (x, x), "dw": (w, w)}[how]
+        if how == "fwd":
+            made, ref = given
+        else:
+            (made,) = torch.autograd.grad(y, given[0], dy, retain_graph=True)
+            (ref,) = torch.autograd.grad(plain, given[1], dy.float(), retain_graph=True)
+        assert sqnr_db(ref.float(), made.float()) > 27, how
+    assert not y[0][(x[0] == 0).all(1)].any()
 
 
 def test_rows_past_the_last_group_are_zero_and_get_no_gradient():
@@ -257,7 +287,7 @@ def _some(*names):
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
 
 
-@pytest.mark.parametrize("model_type", _some("qwen3_moe"))
+@pytest.mark.parametrize("model_type", _some("qwen3_moe", "llama4_text"))
 def test_experts_leave_bf16_and_train(model_type, batch):
     model = zoo_models.tiny_model(model_type).bfloat16()
     eager = model(**batch).loss.item()
@@ -275,7 +305,7 @@ def test_experts_leave_bf16_and_train(model_type, batch):
 
 
 # Three of them fused, and one that is not: a pass that fires on fewer is not worth its place.
-@pytest.mark.parametrize("model_type", _some("mixtral", "qwen3_moe", "olmoe", "gpt_oss"))
+@pytest.mark.parametrize("model_type", _some("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4_text"))
 def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
     model = zoo_models.tiny_model(model_type).bfloat16()
     eager = model(**batch).loss.item()
@@ -289,6 +319,55 @@ def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
     assert {row.scheme for row in report.bindings if ".experts." in row.path} == {GROUPED_FP8}
     assert any("product by product" in note for note in report.notes) == (found[1] == 0)
     assert all(p.grad is not None for name, p in model.named_parameters() if ".experts." in name)
+
+
+@pytest.mark.parametrize(
+    ("product", "shape", "is_met"),
+    [
+        (torch.bmm, (4, 9, 32), True),
+        (torch.matmul, (4, 9, 32), True),
+        (lambda x, w: x @ w, (4, 9, 32), True),
+        (lambda x, w: torch.bmm(x, mat2=w), (4, 9, 32), True),
+        # One row block for all experts, or a batch of them: no group for each expert.
+        (torch.matmul, (1, 9, 32), False),
+        (torch.matmul, (9, 32), False),
+        (torch.matmul, (2, 4, 9, 32), False),
+    ],
+    ids=["bmm", "matmul", "@", "by name", "one for all", "a matrix", "a batch of them"],
+)
+@pytest.mark.parametrize("is_kn", [False, True], ids=["nk", "kn"])
+def test_a_batch_of_products_with_a_parameter_leaves_bf16(run_pass, product, shape, is_met, is_kn):
+    torch.manual_seed(0)
+    x, w = torch.randn(shape), torch.randn(4, *((32, 16) if is_kn else (16, 32)))
+
+    def function(x, w):
+        return product(x, w if is_kn else w.transpose(-2, -1))
+
+    def rewrite(graph):
+        give_operands_by_position(graph)
+        (weight,) = (n.name for n in graph.nodes if n.op == "placeholder" and n.meta["example_value"].shape == w.shape)
+        sites = find_experts(graph, {weight: ("experts.up",)}, {"experts.up": "|".join(["emulate:mxfp8"] * 3)})
+        rewrite_experts(graph, sites)
+        return [(site.path, site.is_kn, site.offs) for site in sites]
+
+    got = run_pass(function, rewrite, x, w)
+    assert got.found == ([("experts.up", is_kn, None)] if is_met else [])
+    assert ("batched_linear" in got.names()) == is_met
+    found = sqnr_db(function(x, w), got.out)
+    assert 27 < found < 35 if is_met else found == float("inf")
+
+
+def test_llama_4_takes_other_lengths_and_says_how_its_experts_run(batch, on_hopper):
+    model = zoo_models.tiny_model("llama4_text").bfloat16()
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    for length in (37, 21, 30, 19):  # longer than a chunk of its attention
+        ids = batch["input_ids"][:, :length]
+        loss = engine(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert abs(loss.item() - model(input_ids=ids, labels=ids).loss.item()) <= 2e-3 * loss.item()
+    assert engine.options.graphs <= 2
+    notes = " ".join(engine.report().notes)
+    assert "product by product, padded for each: they are a batch of products" in notes and "not met" not in notes
 
 
 def test_a_fused_block_takes_other_lengths_without_a_graph_for_each(batch, on_hopper):

@@ -260,13 +260,15 @@ def test_one_expert_that_its_format_spoils_keeps_its_gemm_in_bf16(model_type):
 
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
-# GPT-OSS stores [E, K, N] and adds biases; taken the wrong way round no product would come near a floor.
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+# GPT-OSS stores [E, K, N] and adds biases; taken the wrong way round no product would come near a floor. Llama 4 gives
+# each expert all tokens, times zero but for those that chose it.
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "llama4_text"])
 def test_ordinary_experts_are_not_fragile(model_type, precision):
     model = _moe(model_type, torch.bfloat16)
     engine = dw.compile(dw.capture(model), precision=precision)
-    found = engine.check_fragile(_tokens())
-    assert found.fragile == () and found.skipped == ()
+    # Many rows: E5M2 keeps 24.5 dB, half a decibel above its floor, and over 20 short rows that strays by as much.
+    found = engine.check_fragile(_tokens(128))
+    assert [row for row in found.fragile if row.of] == [] and found.skipped == ()
     assert {row.path for row in found.rows} == set(engine.bound.schemes)
     assert {row.gemm for row in found.rows if row.of} == {"fwd", "dgrad", "wgrad"}
 

@@ -180,7 +180,7 @@ class _Probe:
             made = grouped_linear(x, weight, call.offs, call.is_kn, scheme)
             self._add_groups(call, scheme, "fwd", lambda e, part: (x[part].float() @ w_EKN[e].float(), made[part]))
         if y.requires_grad:
-            y.register_hook(lambda dy: self._grouped_backward(call, scheme, dy.detach(), wants))
+            y.register_hook(lambda dy: self._grouped_backward(call, scheme, dy.detach().flatten(0, -2), wants))
 
     def _grouped_backward(self, call: GroupedCall, scheme: str, dy: Tensor, wants: tuple[bool, bool]) -> None:
         x, weight = call.x_SK, call.weight
@@ -204,9 +204,13 @@ class _Probe:
             return
         few: list[tuple[int, int, float]] = []  # expert, rows, dB
         for e, begin, end in groups(call.offs):
+            # Rows of zeros are no rows: so Llama 4 gives an expert the tokens that did not choose it.
+            count = int(call.x_SK[begin:end].any(1).sum())
+            if not count:
+                continue
             decibels = self._decibels(call.path, step, *of_expert(e, slice(begin, end)))
-            if end - begin < _MIN_ROWS:
-                few.append((e, end - begin, decibels))
+            if count < _MIN_ROWS:
+                few.append((e, count, decibels))
             else:
                 self._keep(call.path, scheme, step, decibels, f"expert {e}")
         rows = sum(count for _, count, _ in few)

@@ -1,6 +1,7 @@
 """The differentiable ops that the pass over experts puts into a captured graph: one grouped linear, or a whole block.
 
     grouped_linear    x [S, K] sorted by expert, times the weight of each group's expert
+    batched_linear    x [E, T, K], as many rows for each expert
     fused_experts     tokens in, tokens out: gather, gate and up, SwiGLU, down, sum over each token's choices
 
 Both are autograd functions over the primitives of `deepwell.kernels.library_experts`. The fused block runs in FP8 from
@@ -36,6 +37,18 @@ def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, is_kn: bool, scheme:
     `offs` are the ends of the groups. Rows past the last one give zeros; in bf16 whatever torch leaves there.
     """
     return _GroupedLinear.apply(x, weight, offs, is_kn, scheme)
+
+
+def batched_linear(x_ETK: Tensor, weight: Tensor, is_kn: bool, scheme: str) -> Tensor:
+    """`grouped_linear` of groups that are equally long and lie behind one another: a batch of products, [E, T, N]."""
+    experts, t, k = x_ETK.shape
+    y_SN = grouped_linear(x_ETK.reshape(experts * t, k), weight, even_ends(x_ETK), is_kn, scheme)
+    return y_SN.view(experts, t, y_SN.shape[-1])
+
+
+def even_ends(x_ETK: Tensor) -> Tensor:
+    """The ends of E groups of T rows, int32."""
+    return torch.arange(1, x_ETK.shape[0] + 1, dtype=torch.int32, device=x_ETK.device) * x_ETK.shape[1]
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """See the grouped products of a model that runs eagerly: which expert weight meets which rows.
 
 Experts' weights are parameters, not modules, so no hook sees them. While this mode is on, each grouped product whose
-weight is one of those given is reported with its operands after it ran, and runs unchanged.
+weight is one of those given, or batch of products, one for each expert, is reported with its operands after it ran.
+It runs unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from deepwell.engine.functional_experts import even_ends
 from deepwell.engine.passes.experts import is_grouped_product
+
+_BATCHED = {"bmm", "matmul", "__matmul__"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,9 @@ class GroupedCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        call = self._call(args, kwargs or {}) if self._paths and is_grouped_product(func) else None
+        is_batch = getattr(func, "__name__", "") in _BATCHED
+        is_product = bool(self._paths) and (is_batch or is_grouped_product(func))
+        call = self._call(args, kwargs or {}) if is_product else None
         if call is not None:
             self._seen(call, out)
         return out
@@ -47,9 +53,13 @@ class GroupedCalls(TorchFunctionMode):
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GroupedCall | None:
         given = [*args, *(kwargs[name] for name in ("input", "mat1", "weight", "mat2", "offs") if name in kwargs)]
         tensors = [value for value in given if isinstance(value, Tensor)][:3]
-        if [tensor.dim() for tensor in tensors] != [2, 3, 1]:
+        dims = [tensor.dim() for tensor in tensors]
+        if dims == [3, 3] and tensors[0].shape[0] == tensors[1].shape[0]:
+            x, right, offs = tensors[0].flatten(0, 1), tensors[1], even_ends(tensors[0])
+        elif dims == [2, 3, 1]:
+            x, right, offs = tensors
+        else:
             return None
-        x, right, offs = tensors
         stored = right._base if right._is_view() else right
         path = self._paths.get(id(stored))
         if path is None or stored is None or right.data_ptr() != stored.data_ptr():

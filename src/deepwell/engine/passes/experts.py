@@ -1,7 +1,9 @@
 """Put the experts' grouped products into the formats that the policy and this machine decided.
 
 A grouped product is `torch._grouped_mm` (or Hugging Face's stand-in for other dtypes) of rows sorted by expert with a
-parameter [E, N, K], transposed, or [E, K, N]. Each becomes a `grouped_linear`. Where all GEMMs of both projections are
+parameter [E, N, K], transposed, or [E, K, N]. Each becomes a `grouped_linear`; a batch of products [E, T, K] with such
+a parameter (Llama 4 gives every token to every expert, times zero where it was not chosen) a `batched_linear`, its
+groups equally long. Where all GEMMs of both projections are
 FP8 and everything between the tokens and their sum is what Hugging Face's grouped experts do,
 
     rows = x[order // top_k];  h = act(gate) * up of rows @ gate_up.T;  y = h @ down.T;  y *= weight[order]
@@ -40,7 +42,7 @@ class ExpertSite:
 
     node: fx.Node
     weight: fx.Node
-    offs: fx.Node
+    offs: fx.Node | None  # None: as many rows for each expert, x is [E, T, K]
     is_kn: bool
     scheme: str
     path: str
@@ -65,19 +67,30 @@ def is_grouped_product(target: Any) -> bool:
 
 
 def grouped_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
-    """(x, weight, offs, whether the weight is [E, K, N]) where the node is a grouped product of 2D rows, else None."""
-    if node.op != "call_function" or not is_grouped_product(node.target):
+    """(x, weight, offs, whether the weight is [E, K, N]) where the node is a grouped product of 2D rows, else None.
+
+    A batch of products has no `offs`: x is [E, T, K].
+    """
+    is_batch = name_of(node) in ("bmm", "matmul") and len(node.args) == 2
+    if not is_batch and (node.op != "call_function" or not is_grouped_product(node.target)):
         return None
     x, right = argument(node, 0, "input"), argument(node, 1, "weight")
     offs = argument(node, 2, "offs")
     x_value, value = value_of(x), value_of(right)
-    if x_value is None or value is None or offs is None or (x_value.dim(), value.dim()) != (2, 3):
+    if x_value is None or value is None or (x_value.dim(), value.dim()) != (3 if is_batch else 2, 3):
+        return None
+    if (offs is None) != is_batch or (is_batch and not _are_as_many(x_value.shape[0], value.shape[0])):
         return None
     if node.kwargs.get("bias") is not None or node.kwargs.get("out_dtype") not in (None, x_value.dtype):
         return None
     dims = {argument(right, 1, "dim0"), argument(right, 2, "dim1")} if name_of(right) == "transpose" else set()
     is_turned = dims in ({-2, -1}, {1, 2})
     return x, right.args[0] if is_turned else right, offs, not is_turned
+
+
+def _are_as_many(batch: Any, experts: Any) -> bool:
+    """Whether both sizes are fixed and equal: an open one may be one of many that a product is repeated for."""
+    return isinstance(batch, int) and isinstance(experts, int) and batch == experts
 
 
 def find_experts(
@@ -90,7 +103,7 @@ def find_experts(
         if parts is None:
             continue
         x, weight, offs, is_kn = parts
-        names = weights.get(weight.name, ())
+        names = weights.get(weight.name, ()) if isinstance(weight, fx.Node) else ()
         path = next((name for name in (n.removesuffix(".weight") for n in names) if name in schemes), None)
         if path is not None and runs_in_kernels(x, weight):
             scheme = schemes[path]
@@ -125,11 +138,14 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
     for site in sites:
         if site.node in done:
             continue
+        x = site.node.args[0]
         with graph.inserting_before(site.node):
-            new = graph.call_function(
-                functional_experts.grouped_linear,
-                (site.node.args[0], site.weight, site.offs, site.is_kn, site.scheme),
-            )
+            if site.offs is None:
+                how = (x, site.weight, site.is_kn, site.scheme)
+                new = graph.call_function(functional_experts.batched_linear, how)
+            else:
+                grouped = (x, site.weight, site.offs, site.is_kn, site.scheme)
+                new = graph.call_function(functional_experts.grouped_linear, grouped)
         replace(site.node, new)
     return blocks, list(dict.fromkeys(reasons.values()))
 
@@ -177,6 +193,8 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
     gate_up = sites.get(_masked(hidden.args[0]))
     if gate_up is None or gate_up.scheme != _FP8 or gate_up.offs is not down.offs:
         return "gate and up are not one FP8 product over the same groups"
+    if down.offs is None:
+        return "they are a batch of products with as many rows for each expert"
     if gate_up.is_kn or down.is_kn:
         return "their weights are stored [E, K, N]"
     gathered = _gathered(skip(gate_up.node.args[0], CAST_OPS))

@@ -32,6 +32,7 @@ _FUNCTIONS: dict[Any, str] = {
     torch.relu: "relu",
     operator.matmul: "matmul",
     torch.matmul: "matmul",
+    torch.bmm: "bmm",
     operator.getitem: "getitem",
     torch.rsqrt: "rsqrt",
     torch.pow: "pow",
@@ -61,7 +62,7 @@ _FUNCTIONS: dict[Any, str] = {
 _METHODS = {
     "add", "sub", "mul", "div", "tanh", "erf", "sigmoid", "sqrt", "relu", "pow", "mean", "rsqrt", "square", "to",
     "float", "type", "bfloat16", "half", "view", "reshape", "flatten", "contiguous", "transpose", "expand", "unsqueeze",
-    "repeat_interleave", "matmul", "addmm", "chunk", "t",
+    "repeat_interleave", "matmul", "bmm", "addmm", "chunk", "t",
 }  # fmt: skip
 _METHOD_NAMES = {"add_": "add", "mul_": "mul", "type_as": "to"}
 
@@ -99,6 +100,7 @@ _OPERANDS = {
     "linear": ("input", "weight", "bias"),
     "addmm": ("input", "mat1", "mat2"),
     "matmul": ("input", "other"),
+    "bmm": ("input", "mat2"),
     "mul": ("input", "other"),
     "add": ("input", "other"),
     "rsqrt": ("input",),
