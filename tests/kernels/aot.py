@@ -53,6 +53,7 @@ def compile_kernel(
     arch: int,
     num_warps: int = 4,
     num_stages: int | None = None,
+    max_registers: int | None = None,
 ) -> Compiled:
     """Compile for sm_`arch`; every parameter of the kernel must be named in `arguments`.
 
@@ -74,6 +75,7 @@ def compile_kernel(
     assert not unknown, f"{kernel.fn.__name__} has no parameters {sorted(unknown)}"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+    options |= {} if max_registers is None else {"maxnreg": max_registers}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = made.asm["ptx"]
     registers, spill_bytes, stack_bytes = _assemble(ptx, arch)

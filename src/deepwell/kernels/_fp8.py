@@ -41,16 +41,16 @@ def saturate(x, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def quantize_tile(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """Codes and scales of whole rows in registers; masked columns of `y` must be 0."""
+    """Codes and scales of whole rows in registers; masked columns of `y` must be 0. None saturates."""
     enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=1), FP8_MAX, POW2, ZERO_ROW)
-    return saturate(y * enc[:, None], FP8_MAX).to(FP8), tl.div_rn(1.0, enc)
+    return (y * enc[:, None]).to(FP8), tl.div_rn(1.0, enc)
 
 
 @triton.jit
 def quantize_row(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
-    """Codes and scale of one row in registers; masked columns of `y` must be 0."""
+    """Codes and scale of one row in registers; masked columns of `y` must be 0. None saturates."""
     enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=0), FP8_MAX, POW2, ZERO_ROW)
-    return saturate(y * enc, FP8_MAX).to(FP8), tl.div_rn(1.0, enc)
+    return (y * enc).to(FP8), tl.div_rn(1.0, enc)
 
 
 @triton.jit

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, quantize_row, saturate
-from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+from deepwell.kernels._bf16_words import bits_of, encoded, larger_bits, rounded
+from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
+from deepwell.kernels._triton import is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 from deepwell.kernels.swiglu import (
@@ -87,6 +88,15 @@ def expert_swiglu_backward_ref(
     return ExpertGrads(*quantize_rows_ref(grads), *quantize_rows_ref((a * u * w).to(dtype)), dw)
 
 
+# ---- configs ----
+
+
+def expert_backward_config(columns: int, dtype: torch.dtype = torch.bfloat16) -> RowConfig:
+    """SwiGLU's own, but that two rows of more than 8192 columns do not fit at once: the router's terms are held too."""
+    config = default_backward_config(columns, dtype)
+    return BACKWARD_CONFIGS[0] if config.max_registers else config
+
+
 # ---- kernels ----
 
 
@@ -96,11 +106,11 @@ def _weight_of(weight_ptr, slot):
 
 
 @triton.jit
-def _hidden(gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr):
-    """h of one tile, rounded to the input's dtype, as fp32."""
+def _hidden(gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr):
+    """h of one tile, rounded to the input's dtype."""
     g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT)
     u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    return (_act(g.to(tl.float32), ACT) * u * w).to(g.dtype).to(tl.float32)
+    return rounded(_act(g.to(tl.float32), ACT, ASM) * u * w, g.dtype, ASM)
 
 
 @triton.jit
@@ -114,8 +124,10 @@ def _expert_swiglu_kernel(
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     # One program, one row.
+    FP8: tl.constexpr = q_ptr.dtype.element_ty
     p = tl.program_id(0).to(tl.int64)
     w = _weight_of(weight_ptr, tl.load(slot_ptr + p))
     gu_row = gu_ptr + p * 2 * F
@@ -123,35 +135,35 @@ def _expert_swiglu_kernel(
     if TWO_PASSES:
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
-            bits = tl.maximum(bits, magnitude_bits(_hidden(gu_row, start + columns, F, w, ACT, "evict_last")))
+            bits = tl.maximum(bits, bits_of(_hidden(gu_row, start + columns, F, w, ACT, "evict_last", ASM), ASM))
         enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
         for start in range(0, F, BLOCK):
             f = start + columns
-            q = saturate(_hidden(gu_row, f, F, w, ACT, "evict_first") * enc, _E4M3_MAX)
-            tl.store(q_ptr + p * F + f, q.to(q_ptr.dtype.element_ty), mask=f < F)
-        scale = tl.div_rn(1.0, enc)
+            h = _hidden(gu_row, f, F, w, ACT, "evict_first", ASM)
+            tl.store(q_ptr + p * F + f, encoded(h, enc, FP8, ASM), mask=f < F)
     else:
-        q, scale = quantize_row(_hidden(gu_row, columns, F, w, ACT, ""), q_ptr.dtype.element_ty, _E4M3_MAX, True)
-        tl.store(q_ptr + p * F + columns, q, mask=columns < F)
-    tl.store(scale_ptr + p, scale)
+        h = _hidden(gu_row, columns, F, w, ACT, "", ASM)
+        enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        tl.store(q_ptr + p * F + columns, encoded(h, enc, FP8, ASM), mask=columns < F)
+    tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
 
 
 @triton.jit
-def _expert_grads(dh_row, gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr):
-    """(dg, du, h) of one tile, rounded to the input's dtype, as fp32; and the terms of dw."""
+def _expert_grads(dh_row, gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr):
+    """(dg, du, h) of one tile, rounded to the input's dtype; and the terms of dw in fp32."""
     g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT)
     u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
     dh = tl.load(dh_row + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    a, slope = act_and_slope(g.to(tl.float32), ACT)
-    dg = (dh * w * u * slope).to(g.dtype).to(tl.float32)
-    du = (dh * w * a).to(g.dtype).to(tl.float32)
-    h = (a * u * w).to(g.dtype).to(tl.float32)
+    a, slope = act_and_slope(g.to(tl.float32), ACT, ASM)
+    dg = rounded(dh * w * u * slope, g.dtype, ASM)
+    du = rounded(dh * w * a, g.dtype, ASM)
+    h = rounded(a * u * w, g.dtype, ASM)
     return dg, du, h, dh * (a * u)
 
 
 @triton.jit
-def _store_codes(row, x, f, F, enc, FP8: tl.constexpr):
-    tl.store(row + f, saturate(x * enc, _E4M3_MAX).to(FP8), mask=f < F)
+def _store_codes(row, x, f, F, enc, FP8: tl.constexpr, ASM: tl.constexpr):
+    tl.store(row + f, encoded(x, enc, FP8, ASM), mask=f < F)
 
 
 @triton.jit
@@ -169,6 +181,7 @@ def _expert_swiglu_backward_kernel(
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     # One program, one row.
     FP8: tl.constexpr = q_ptr.dtype.element_ty
@@ -184,29 +197,30 @@ def _expert_swiglu_backward_kernel(
         bits_h = tl.zeros([BLOCK], dtype=tl.int32)
         terms = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, F, BLOCK):
-            dg, du, h, term = _expert_grads(dh_row, gu_row, start + columns, F, w, ACT, "evict_last")
-            bits = tl.maximum(bits, tl.maximum(magnitude_bits(dg), magnitude_bits(du)))
-            bits_h = tl.maximum(bits_h, magnitude_bits(h))
+            dg, du, h, term = _expert_grads(dh_row, gu_row, start + columns, F, w, ACT, "evict_last", ASM)
+            bits = tl.maximum(bits, larger_bits(dg, du, ASM))
+            bits_h = tl.maximum(bits_h, bits_of(h, ASM))
             terms += term
+        tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
         enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
         enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, True, ZERO_ROW)
         for start in range(0, F, BLOCK):
             f = start + columns
-            dg, du, h, term = _expert_grads(dh_row, gu_row, f, F, w, ACT, "evict_first")
-            _store_codes(q_row, dg, f, F, enc, FP8)
-            _store_codes(q_row + F, du, f, F, enc, FP8)
-            _store_codes(qh_ptr + p * F, h, f, F, enc_h, FP8)
+            dg, du, h, term = _expert_grads(dh_row, gu_row, f, F, w, ACT, "evict_first", ASM)
+            _store_codes(q_row, dg, f, F, enc, FP8, ASM)
+            _store_codes(q_row + F, du, f, F, enc, FP8, ASM)
+            _store_codes(qh_ptr + p * F, h, f, F, enc_h, FP8, ASM)
     else:
-        dg, du, h, terms = _expert_grads(dh_row, gu_row, columns, F, w, ACT, "")
-        largest = tl.max(tl.maximum(magnitude_bits(dg), magnitude_bits(du)), axis=0)
-        enc = multiplier_from_bits(largest, _E4M3_MAX, True, ZERO_ROW)
-        enc_h = multiplier_from_bits(tl.max(magnitude_bits(h), axis=0), _E4M3_MAX, True, ZERO_ROW)
-        _store_codes(q_row, dg, columns, F, enc, FP8)
-        _store_codes(q_row + F, du, columns, F, enc, FP8)
-        _store_codes(qh_ptr + p * F, h, columns, F, enc_h, FP8)
+        dg, du, h, terms = _expert_grads(dh_row, gu_row, columns, F, w, ACT, "", ASM)
+        # At once: held until the end, the terms alone would take half of the registers.
+        tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
+        enc = multiplier_from_bits(tl.max(larger_bits(dg, du, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc_h = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        _store_codes(q_row, dg, columns, F, enc, FP8, ASM)
+        _store_codes(q_row + F, du, columns, F, enc, FP8, ASM)
+        _store_codes(qh_ptr + p * F, h, columns, F, enc_h, FP8, ASM)
     tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
     tl.store(scale_h_ptr + p, tl.div_rn(1.0, enc_h))
-    tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
 
 
 # ---- public wrappers: check, allocate, launch ----
@@ -233,6 +247,7 @@ def expert_swiglu(
                 ACT=act,
                 BLOCK=config.block(width),
                 TWO_PASSES=config.tile > 0,
+                ASM=not is_interpreted(_expert_swiglu_kernel),
                 num_warps=config.num_warps,
             )
     return q, scale
@@ -257,8 +272,7 @@ def expert_swiglu_backward(
     q_h, scale_h = _rows(gate_up_P2F, width)
     # A choice that no expert took gets no gradient.
     dw_S = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
-    # Whole rows of more than 8192 columns spill here, on Hopper too: three rows of codes are made at once.
-    config = _fit(config or default_backward_config(width), width)
+    config = _fit(config or expert_backward_config(width, gate_up_P2F.dtype), width)
     if gate_up_P2F.shape[0]:
         with on_device(gate_up_P2F):
             _expert_swiglu_backward_kernel[(gate_up_P2F.shape[0],)](
@@ -275,7 +289,9 @@ def expert_swiglu_backward(
                 ACT=act,
                 BLOCK=config.block(width),
                 TWO_PASSES=config.tile > 0,
+                ASM=not is_interpreted(_expert_swiglu_backward_kernel),
                 num_warps=config.num_warps,
+                maxnreg=config.max_registers,
             )
     return ExpertGrads(q, scale, q_h, scale_h, dw_S)
 

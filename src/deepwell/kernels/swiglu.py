@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, quantize_row, saturate
-from deepwell.kernels._triton import is_hopper, num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels._bf16_words import bits_of, encoded, larger_bits, rounded
+from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
+from deepwell.kernels._triton import is_interpreted, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 
@@ -145,7 +146,9 @@ BACKWARD_CONFIGS = (
     RowConfig(tile=2048, num_warps=8),
     RowConfig(tile=4096, num_warps=16),
     RowConfig(tile=0, num_warps=16, stages=3),
-    RowConfig(tile=0, num_warps=32, stages=3),
+    RowConfig(tile=0, num_warps=16, max_registers=64),
+    RowConfig(tile=0, num_warps=8, max_registers=64),
+    RowConfig(tile=0, num_warps=8, max_registers=128),
 )
 
 
@@ -156,26 +159,46 @@ def default_forward_config(columns: int) -> RowConfig:
     return FORWARD_CONFIGS[0] if columns > 8192 else FORWARD_CONFIGS[1] if columns > 2048 else FORWARD_CONFIGS[2]
 
 
-def default_backward_config(columns: int, *, on_hopper: bool = False) -> RowConfig:
-    """Whole rows up to 8192 columns, two passes beyond; on Hopper whole rows up to 16384, the next one read ahead.
+def default_backward_config(columns: int, dtype: torch.dtype = torch.bfloat16) -> RowConfig:
+    """Whole rows up to 16384 columns of bf16, two on a multiprocessor at once; two passes beyond and for wide others.
 
-    One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h:
+    One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h, before two numbers
+    shared a register, which halves what a row takes of them:
     16384 x 8192: 8 warps 254, 346; 16 warps 255, 443; 32 warps 253, 430
     16384 x 14336: 16 warps reading ahead 540, 697; 32 warps 558, 700; 16 warps 590, 725; two passes 683, 781
-    Compiled for sm_100, whole rows of 14336 spill.
     """
+    if columns > (MAX_WHOLE_ROW if dtype == torch.bfloat16 else 8192):
+        return BACKWARD_CONFIGS[7]
     if columns > 8192:
-        return BACKWARD_CONFIGS[8 if on_hopper and columns <= MAX_WHOLE_ROW else 7]
+        return BACKWARD_CONFIGS[9]
     return BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
 
 
 # ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
 
 
+# exp2 and reciprocal as the GPU has them, two units off; beyond |g| = 87 the logistic function is 0 or 1.
+_SIGMOID = tl.constexpr("""{
+    .reg .f32 e;
+    mul.ftz.f32 e, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 e, e;
+    add.ftz.f32 e, e, 0f3F800000;
+    rcp.approx.ftz.f32 $0, e;
+}""")
+
+
 @triton.jit
-def _act(g, ACT: tl.constexpr):
+def _sigmoid(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit
+def _act(g, ACT: tl.constexpr, ASM: tl.constexpr = False):
     if ACT == "silu":
-        return g * tl.sigmoid(g)
+        return g * _sigmoid(g, ASM)
     elif ACT == "gelu_tanh":
         return g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
     elif ACT == "quick_gelu":
@@ -187,10 +210,11 @@ def _act(g, ACT: tl.constexpr):
 
 
 @triton.jit
-def act_and_slope(g, ACT: tl.constexpr):
+def act_and_slope(g, ACT: tl.constexpr, ASM: tl.constexpr = False):
     if ACT == "silu":
-        s = tl.sigmoid(g)
-        return g * s, s * (1.0 + g * (1.0 - s))
+        s = _sigmoid(g, ASM)
+        a = g * s
+        return a, s + a * (1.0 - s)
     elif ACT == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
         return g * s, s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
@@ -205,15 +229,17 @@ def act_and_slope(g, ACT: tl.constexpr):
 
 
 @triton.jit
-def _load_h(g_row, u_row, b_ptr, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr):
+def _load_h(
+    g_row, u_row, b_ptr, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr
+):
     """h of one tile, rounded to the input's dtype."""
     g = tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if b_ptr is not None:
         g += tl.load(b_ptr + f, mask=mask, other=0.0).to(tl.float32)
-    h = _act(g, ACT)
+    h = _act(g, ACT, ASM)
     if u_row is not None:
         h *= tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    return h.to(DTYPE)
+    return rounded(h, DTYPE, ASM)
 
 
 @triton.jit
@@ -232,6 +258,7 @@ def _swiglu_kernel(
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     # One program, one row.
     DTYPE: tl.constexpr = g_ptr.dtype.element_ty
@@ -245,47 +272,50 @@ def _swiglu_kernel(
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
             f = start + columns
-            h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_last")
+            h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_last", ASM)
             if h_ptr is not None:
                 tl.store(h_ptr + t * F + f, h, mask=f < F)
-            bits = tl.maximum(bits, magnitude_bits(h.to(tl.float32)))
+            bits = tl.maximum(bits, bits_of(h, ASM))
         if q_ptr is not None:
             enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
-                h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_first").to(tl.float32)
-                tl.store(q_ptr + t * F + f, saturate(h * enc, FP8_MAX).to(q_ptr.dtype.element_ty), mask=f < F)
+                h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_first", ASM)
+                tl.store(q_ptr + t * F + f, encoded(h, enc, q_ptr.dtype.element_ty, ASM), mask=f < F)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
     else:
         mask = columns < F
-        h = _load_h(g_row, u_row, b_ptr, columns, mask, DTYPE, ACT, "")
+        h = _load_h(g_row, u_row, b_ptr, columns, mask, DTYPE, ACT, "", ASM)
         if h_ptr is not None:
             tl.store(h_ptr + t * F + columns, h, mask=mask)
         if q_ptr is not None:
-            q, scale = quantize_row(h.to(tl.float32), q_ptr.dtype.element_ty, FP8_MAX, POW2)
-            tl.store(q_ptr + t * F + columns, q, mask=mask)
-            tl.store(scale_ptr + t, scale)
+            enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), FP8_MAX, POW2, ZERO_ROW)
+            tl.store(q_ptr + t * F + columns, encoded(h, enc, q_ptr.dtype.element_ty, ASM), mask=mask)
+            tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
 
 
 @triton.jit
-def _load_grads(dh_row, g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr):
+def _load_grads(
+    dh_row, g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr
+):
     """(dg, du, h) of one tile, rounded to the input's dtype; du and h are the same value where there is no up."""
     dh = tl.load(dh_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     g = tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    a, slope = act_and_slope(g, ACT)
+    a, slope = act_and_slope(g, ACT, ASM)
     if u_row is not None:
         u = tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        return (dh * u * slope).to(DTYPE), (dh * a).to(DTYPE), (a * u).to(DTYPE)
+        return rounded(dh * u * slope, DTYPE, ASM), rounded(dh * a, DTYPE, ASM), rounded(a * u, DTYPE, ASM)
     else:
-        return (dh * slope).to(DTYPE), a.to(DTYPE), a.to(DTYPE)
+        h = rounded(a, DTYPE, ASM)
+        return rounded(dh * slope, DTYPE, ASM), h, h
 
 
 @triton.jit
-def _largest_bits(dg, du, GATED: tl.constexpr):
-    bits = magnitude_bits(dg.to(tl.float32))
+def _largest_bits(dg, du, GATED: tl.constexpr, ASM: tl.constexpr):
     if GATED:
-        bits = tl.maximum(bits, magnitude_bits(du.to(tl.float32)))
-    return bits
+        return larger_bits(dg, du, ASM)
+    else:
+        return bits_of(dg, ASM)
 
 
 @triton.jit
@@ -315,6 +345,7 @@ def _backward_row(
     POW2: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Row t of the gradients, in registers from end to end."""
     DTYPE: tl.constexpr = g_ptr.dtype.element_ty
@@ -325,19 +356,20 @@ def _backward_row(
         u_row = u_ptr + t * stride_ut
     columns = tl.arange(0, BLOCK)
     mask = columns < F
-    dg, du, h = _load_grads(dh_ptr + t * stride_dht, g_ptr + t * stride_gt, u_row, columns, mask, DTYPE, ACT, "")
+    dg, du, h = _load_grads(dh_ptr + t * stride_dht, g_ptr + t * stride_gt, u_row, columns, mask, DTYPE, ACT, "", ASM)
     if grad_ptr is not None:
         _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
     if q_ptr is not None:
-        enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED), axis=0), FP8_MAX, POW2, ZERO_ROW)
-        dg_q = saturate(dg.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
-        du_q = saturate(du.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
+        enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED, ASM), axis=0), FP8_MAX, POW2, ZERO_ROW)
+        # Nothing saturates: the multiplier is of the row's own largest.
+        dg_q = encoded(dg, enc, q_ptr.dtype.element_ty, ASM)
+        du_q = encoded(du, enc, q_ptr.dtype.element_ty, ASM)
         _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, columns, F, GATED)
         tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
     if qh_ptr is not None:
-        h_q, scale_h = quantize_row(h.to(tl.float32), qh_ptr.dtype.element_ty, _E4M3_MAX, POW2)
-        tl.store(qh_ptr + t * F + columns, h_q, mask=mask)
-        tl.store(scale_h_ptr + t, scale_h)
+        enc_h = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, POW2, ZERO_ROW)
+        tl.store(qh_ptr + t * F + columns, encoded(h, enc_h, qh_ptr.dtype.element_ty, ASM), mask=mask)
+        tl.store(scale_h_ptr + t, tl.div_rn(1.0, enc_h))
 
 
 @triton.jit
@@ -361,6 +393,7 @@ def _swiglu_backward_kernel(
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     # One program, one row, or with STAGES row after row, the next one read while one is computed: a whole row takes so
     # many registers that one program fills a multiprocessor, and would leave memory idle while it computes and stores.
@@ -380,9 +413,9 @@ def _swiglu_backward_kernel(
         bits_h = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
             f = start + columns
-            dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_last")
-            bits = tl.maximum(bits, _largest_bits(dg, du, GATED))
-            bits_h = tl.maximum(bits_h, magnitude_bits(h.to(tl.float32)))
+            dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_last", ASM)
+            bits = tl.maximum(bits, _largest_bits(dg, du, GATED, ASM))
+            bits_h = tl.maximum(bits_h, bits_of(h, ASM))
             if grad_ptr is not None:
                 _store_pair(grad_ptr + t * F * WIDTH, dg, du, f, F, GATED)
         if (q_ptr is not None) or (qh_ptr is not None):
@@ -390,14 +423,13 @@ def _swiglu_backward_kernel(
             enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, POW2, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
-                dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_first")
+                dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_first", ASM)
                 if q_ptr is not None:
-                    dg_q = saturate(dg.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
-                    du_q = saturate(du.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
+                    dg_q = encoded(dg, enc, q_ptr.dtype.element_ty, ASM)
+                    du_q = encoded(du, enc, q_ptr.dtype.element_ty, ASM)
                     _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, f, F, GATED)
                 if qh_ptr is not None:
-                    h_q = saturate(h.to(tl.float32) * enc_h, _E4M3_MAX).to(qh_ptr.dtype.element_ty)
-                    tl.store(qh_ptr + t * F + f, h_q, mask=f < F)
+                    tl.store(qh_ptr + t * F + f, encoded(h, enc_h, qh_ptr.dtype.element_ty, ASM), mask=f < F)
             if q_ptr is not None:
                 tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
             if qh_ptr is not None:
@@ -406,12 +438,12 @@ def _swiglu_backward_kernel(
         for row in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
             _backward_row(
                 row + tl.full([], 0, tl.int64), dh_ptr, g_ptr, u_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
-                F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK,
+                F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK, ASM,
             )  # fmt: skip
     else:
         _backward_row(
             t, dh_ptr, g_ptr, u_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
-            F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK,
+            F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK, ASM,
         )  # fmt: skip
 
 
@@ -510,6 +542,7 @@ def forward(
                 ACT=options.act,
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,
+                ASM=not is_interpreted(_swiglu_kernel),
                 num_warps=config.num_warps,
             )
     return Activated(h, q, scale)
@@ -527,7 +560,7 @@ def _backward(
     grad = torch.empty((t, width), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
     q, scale = _allocate_rows(g_TF, width, options.fp8)
     q_h, scale_h = _allocate_rows(g_TF, f, torch.float8_e4m3fn if options.recompute_h else None)
-    config = _check_config(config or default_backward_config(f, on_hopper=is_hopper(g_TF)), f)
+    config = _check_config(config or default_backward_config(f, g_TF.dtype), f)
     if t:
         with on_device(g_TF):
             grid = min(t, num_sms(g_TF)) if config.stages else t
@@ -551,7 +584,9 @@ def _backward(
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,
                 STAGES=config.stages,
+                ASM=not is_interpreted(_swiglu_backward_kernel),
                 num_warps=config.num_warps,
+                maxnreg=config.max_registers,
             )
     return ActivationGrads(grad, q, scale, q_h, scale_h)
 

@@ -197,8 +197,8 @@ class CodesRefresh:
             launch.hashes,
             launch.amaxes,
             DTYPE=_DTYPES[launch.dtype],
-            # Bytes are for what lies anywhere. With fp32 read in fours, tiles of 32 x 32 lost every fourth column of the
-            # turned copy on an H200 (Triton 3.6), whatever mask and pointers the store had.
+            # Bytes are for what lies anywhere. With fp32 read in fours, tiles of 32 x 32 lost a quarter of the turned
+            # copy on an H200 (Triton 3.6), whatever mask and pointers the store had.
             ALIGNED=launch.is_aligned and packing != "bytes",
             PACKING=packing,
             ROWS=config.rows,
