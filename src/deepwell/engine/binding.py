@@ -7,7 +7,7 @@ report shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepwell.errors import UnsupportedError
@@ -118,6 +118,17 @@ def with_gains(bindings: Sequence[Binding], gains: Mapping[str, Gain]) -> tuple[
         else:
             rows.append(replace(row, binding="substitute", scheme="bf16", reason=gain.reason))
     return tuple(rows)
+
+
+def as_model_runs_them(bindings: Sequence[Binding], experts: Collection[str], dtype: str) -> tuple[Binding, ...]:
+    """Bindings in which these experts run in the model's dtype: what ran held no product of all of them."""
+    reason = f"the model multiplies its experts by itself (one by one, or in a kernel of its own): in {dtype}"
+    return tuple(
+        replace(row, binding="substitute", scheme="bf16", reason=reason)
+        if row.path in experts and row.scheme != "bf16"
+        else row
+        for row in bindings
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Bound, Fragile, with_gains, without_fragile
+from deepwell.engine.binding import Bound, Fragile, as_model_runs_them, with_gains, without_fragile
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.kept_grads import KeptGrads
@@ -25,6 +25,7 @@ from deepwell.engine.report import EngineReport
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
+from deepwell.graph.ops import GroupedLinear
 from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
 
@@ -218,6 +219,7 @@ class Engine(nn.Module):
         """
         kernels = [*self.options.kernels.values()]
         bindings = with_gains(self.bound.bindings, self.options.gains)
+        bindings = as_model_runs_them(bindings, self._unmet_experts(), self.ir.dtype)
         if measure:
             kernels += measure_calls(self.options.calls)
             parameter = next(self.model.parameters(), torch.empty(0))
@@ -234,6 +236,15 @@ class Engine(nn.Module):
             step=self.step,
             plan="" if self.plan is None else str(self.plan.layout),
         )
+
+    def _unmet_experts(self) -> set[str]:
+        """Experts with a format where no product of experts was met in what ran; empty where one of them was.
+
+        After a graph break layers that are alike share a graph, which names one of them only: met is met.
+        """
+        grouped = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
+        experts = grouped & set(self.options.schemes)
+        return experts if self.options.graphs and not experts & self.options.rewritten else set()
 
     def _notes(self) -> list[str]:
         """What did not go as the bindings say."""
