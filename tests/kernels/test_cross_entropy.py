@@ -247,6 +247,7 @@ def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8, bent):
         "SCALE": 0.0625 if bent in ("scale", "all") else 1.0,
         "CAP": 30.0 if bent in ("cap", "all") else 0.0,
         "BLOCK": config.block,
+        "ASM": True,
     }
     made = aot.compile_kernel(C._cross_entropy_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == made.stack_bytes == 0

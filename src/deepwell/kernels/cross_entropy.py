@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, saturate
-from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+from deepwell.kernels._bf16_words import bits_of, encoded, rounded
+from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
+from deepwell.kernels._triton import is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
 from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
 
@@ -144,10 +145,18 @@ _LOWEST = tl.constexpr(-3.0e38)
 _WIDE = tl.constexpr(8)
 
 
+# Without the cases of results below 2^-126, which count as 0 here.
+_EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+
+
 @triton.jit
-def _share(x, highest, one_over_sum):
-    """softmax(x), written out so that every use is the same instructions; exactly 1 where x is the only logit."""
-    return tl.exp2((x - highest) * _LOG2E) * one_over_sum
+def _exp(x, ASM: tl.constexpr):
+    y = x * _LOG2E
+    if ASM:
+        y = tl.inline_asm_elementwise(_EXP2, "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.exp2(y)
+    return y
 
 
 @triton.jit
@@ -194,6 +203,7 @@ def _cross_entropy_kernel(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     # One program, one row. The target stands apart: the others' maximum alone tells the largest gradient beside it.
     t = tl.program_id(0).to(tl.int64)
@@ -201,7 +211,10 @@ def _cross_entropy_kernel(
     target = tl.load(target_ptr + t)
     is_valid = (target >= 0) & (target < V)
     x_target = tl.load(x_row + target, mask=is_valid, other=float("nan")).to(tl.float32)
-    x_target, slope_target = _logit_and_slope(x_target, b_ptr, target, is_valid, SCALE, CAP)  # noqa: RUF059 - one name each: a loop carries its type
+    x_target, slope_target = _logit_and_slope(x_target, b_ptr, target, is_valid, SCALE, CAP)
+    is_ignored = target == ignore_index
+    # In 32 bits: it is compared with every logit.
+    place = tl.where(is_valid, target, -1).to(tl.int32)
     lane = tl.arange(0, BLOCK // _WIDE)[:, None] * _WIDE + tl.arange(0, _WIDE)[None, :]
 
     top = tl.full([BLOCK // _WIDE], _LOWEST, dtype=tl.float32)
@@ -209,19 +222,18 @@ def _cross_entropy_kernel(
     for start in range(0, V, BLOCK):
         v = start + lane
         x = tl.load(x_row + v, mask=v < V, other=_LOWEST, eviction_policy="evict_last").to(tl.float32)
-        x, slope_first = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)  # noqa: RUF059
+        x, slope_first = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)  # noqa: RUF059 - one name each: a loop carries its type
         if (SCALE != 1.0) or (CAP > 0.0):
             x = tl.where(v < V, x, _LOWEST)
-        x = tl.where(v == target, _LOWEST, x)
+        x = tl.where(v == place, _LOWEST, x)
         new_top = tl.maximum(top, tl.max(x, axis=1))
-        total = total * tl.exp2((top - new_top) * _LOG2E) + tl.sum(tl.exp2((x - new_top[:, None]) * _LOG2E), axis=1)
+        total = total * _exp(top - new_top, ASM) + tl.sum(_exp(x - new_top[:, None], ASM), axis=1)
         top = new_top
     top_other = tl.max(top, axis=0)
-    total_other = tl.sum(total * tl.exp2((top - top_other) * _LOG2E), axis=0)
+    total_other = tl.sum(total * _exp(top - top_other, ASM), axis=0)
     highest = tl.maximum(top_other, x_target)
-    sum_all = total_other * tl.exp2((top_other - highest) * _LOG2E) + tl.exp2((x_target - highest) * _LOG2E)
+    sum_all = total_other * _exp(top_other - highest, ASM) + _exp(x_target - highest, ASM)
     one_over_sum = tl.div_rn(1.0, sum_all)
-    is_ignored = target == ignore_index
     # Not lse - x_target: where the target is the largest logit by far, that would cancel.
     tl.store(loss_ptr + t, tl.where(is_ignored, 0.0, tl.log2(sum_all) * _LN2 + (highest - x_target)))
 
@@ -230,26 +242,39 @@ def _cross_entropy_kernel(
         c = tl.load(c_ptr)
         if SCALE != 1.0:
             c *= SCALE
+        # The target's share is exactly 1 where no other logit counts. What every logit is multiplied with is said once.
+        at_target = ((_exp(x_target - highest, ASM) * one_over_sum - 1.0) * c * slope_target).to(DTYPE)
+        factor = one_over_sum * c
         if q_ptr is not None:
-            at_other = (_share(top_other, highest, one_over_sum) * c).to(DTYPE).to(tl.float32)
-            at_target = ((_share(x_target, highest, one_over_sum) - 1.0) * c).to(DTYPE).to(tl.float32)
-            bits = tl.maximum(magnitude_bits(at_other), magnitude_bits(at_target))
+            at_other = (_exp(top_other - highest, ASM) * factor).to(DTYPE)
+            bits = tl.maximum(bits_of(at_other, False), bits_of(at_target, False))
             enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2, ZERO_ROW)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
+        # Of a row that is ignored nothing is read, and its gradient is 0 without a question about every logit.
+        highest = tl.where(is_ignored, 0.0, highest)
+        factor = tl.where(is_ignored, 0.0, factor)
         for start in range(0, V, BLOCK):
             v = start + lane
-            x = tl.load(x_row + v, mask=v < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            x, slope = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)
-            p = _share(x, highest, one_over_sum)
-            grad = tl.where(v == target, p - 1.0, p) * c
+            is_live = (v < V) & (is_ignored == 0)
+            x = tl.load(x_row + v, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x, slope = _logit_and_slope(x, b_ptr, v, is_live, SCALE, CAP)
+            grad = _exp(x - highest, ASM) * factor
             if CAP > 0.0:
                 grad *= slope
-            grad = tl.where(is_ignored, 0.0, grad).to(DTYPE)
+            grad = rounded(grad, DTYPE, ASM)
             if grad_ptr is not None:
                 tl.store(grad_ptr + t * stride_gt + v, grad, mask=v < V)
             if q_ptr is not None:
-                q = saturate(grad.to(tl.float32) * enc, FP8_MAX).to(q_ptr.dtype.element_ty)
-                tl.store(q_ptr + t * V + v, q, mask=v < V)
+                # Nothing saturates: the multiplier is of the row's own largest.
+                tl.store(q_ptr + t * V + v, encoded(grad, enc, q_ptr.dtype.element_ty, ASM), mask=v < V)
+        # Over what the loop wrote there: cheaper than to ask every logit whether it is the target.
+        tl.debug_barrier()
+        has_target = is_valid & (is_ignored == 0)
+        if grad_ptr is not None:
+            tl.store(grad_ptr + t * stride_gt + target, at_target, mask=has_target)
+        if q_ptr is not None:
+            code = (at_target.to(tl.float32) * enc).to(q_ptr.dtype.element_ty)
+            tl.store(q_ptr + t * V + target, code, mask=has_target)
 
 
 # ---- public wrapper: check, allocate, launch ----
@@ -334,6 +359,7 @@ def _launch(
                 SCALE=options.logit_scale,
                 CAP=options.soft_cap or 0.0,
                 BLOCK=config.block,
+                ASM=not is_interpreted(_cross_entropy_kernel),
                 num_warps=config.num_warps,
             )
     return Losses(loss, grad, q, scale)
