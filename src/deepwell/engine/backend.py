@@ -38,6 +38,7 @@ from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.engine.product_times import Product, find_products
+from deepwell.engine.shared_graphs import KnownParameters, guard, noting, shared_weights
 from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
 from deepwell.kernels.gain import Gain, would_gain
 from deepwell.kernels.gemm import ALIGNMENT
@@ -83,6 +84,20 @@ class BackendOptions:
         done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
         return replace(self, schemes=schemes, products={}, **done)  # type: ignore[arg-type]
 
+    def for_one_graph(self) -> "BackendOptions":
+        """These options, with all that is told by path apart; the rest is told to both."""
+        return replace(self, gains={}, products={}, rewritten=set())
+
+    def add_paths(self, graph: "BackendOptions", paths: Mapping[str, str] | None = None) -> None:
+        """Take over what one graph told by path, for other paths where the graph runs for others."""
+
+        def path_of(path: str) -> str:
+            return path if paths is None else paths.get(path, path)
+
+        self.gains.update({path_of(path): gain for path, gain in graph.gains.items()})
+        self.products.update({path_of(path): product for path, product in graph.products.items()})
+        self.rewritten |= {path_of(path) for path in graph.rewritten}
+
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
 
@@ -100,13 +115,31 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Rewrite one captured graph and compile what is left."""
     options.graphs += 1
-    deferred = rewrite(graph_module, example_inputs, options)
-    kept = keep_codes(graph_module, example_inputs, options) if options.cache_weights else []
+    graph, own = graph_module.graph, options.for_one_graph()
+    deferred = rewrite(graph_module, example_inputs, own)
+    kept = keep_codes(graph_module, example_inputs, own) if options.cache_weights else []
+    options.add_paths(own)
+    # Before AOTAutograd, which erases where inputs came from.
+    run_for = _guarded(graph, example_inputs, options, kept)
     compiler = _with_inductor if options.use_inductor else _eagerly
-    run = compiler(graph_module, example_inputs, options)
+    run = compiler(graph_module, example_inputs, own)
     if kept:
         run = refreshing(run, kept, options.weight_cache)
+    run = run_for(run, lambda met: options.add_paths(own, met))
     return _with_deferred_logits(run, deferred)
+
+
+def _guarded(
+    graph: fx.Graph, example_inputs: Sequence[Any], options: BackendOptions, kept: Sequence[KeptGroup]
+) -> Callable[..., Callable[..., Any]]:
+    """Have a graph of a part of the model run only for layers of its formats. Returns what notes these layers."""
+    if options.parameters is None or not options.schemes:
+        return lambda run, note: run
+    known = KnownParameters(options.parameters, options.schemes)
+    own = {i for group in kept for i in group.inputs}
+    weights = shared_weights(graph, example_inputs, known, own)
+    guard(weights, known)
+    return lambda run, note: noting(run, weights, known, note)
 
 
 def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOutput]) -> Callable[..., Any]:
