@@ -6,7 +6,7 @@ producers. On a CPU, or without a C compiler, the rewritten graphs run eagerly (
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from deepwell.engine.deferred import DeferredLogits
+from deepwell.engine.nested_graphs import in_common, nested, separate
 from deepwell.engine.op_times import OpCall, record_calls
 from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
@@ -38,7 +39,7 @@ from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.engine.product_times import Product, find_products
-from deepwell.engine.shared_graphs import KnownParameters, guard, noting, shared_weights
+from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
 from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
 from deepwell.kernels.gain import Gain, would_gain
 from deepwell.kernels.gemm import ALIGNMENT
@@ -174,11 +175,7 @@ def _rewrite(
     """The passes in order: each sees what the ones before it made. `outer` says what a nested graph's inputs are."""
     graph = graph_module.graph
     give_operands_by_position(graph)
-    for body, operands in _nested(graph_module):
-        names = {inner: weights[node.name] for inner, node in operands.items() if node.name in weights}
-        # A nested graph's outputs belong to the graph around it: nothing of it can be deferred.
-        inside = replace(options, fuse_head=False, counts=options.counts, rewritten=options.rewritten)
-        _rewrite(body, names, inside, operands)
+    _rewrite_nested(graph_module, weights, options)
     masks, kv_heads = rewrite_attention(graph, outer)
     options.note("causal_mask", masks)
     options.note("kv_heads", kv_heads)
@@ -217,6 +214,26 @@ def _rewrite(
     return deferred
 
 
+def _rewrite_nested(
+    graph_module: fx.GraphModule, weights: Mapping[str, tuple[str, ...]], options: BackendOptions
+) -> None:
+    """The passes on nested graphs: once for all layers of equal formats that run one, else on a copy for each."""
+
+    def kind_of(operand: fx.Node) -> object:
+        names = weights.get(operand.name, ())
+        # Kept codes belong to one weight.
+        return names if options.cache_weights or not names else _scheme_of(names, options.schemes)[1]
+
+    separate(graph_module, kind_of)
+    for body, calls in nested(graph_module):
+        each = [{inner: weights[node.name] for inner, node in c.items() if node.name in weights} for c in calls]
+        # A nested graph's outputs belong to the graph around it: nothing of it can be deferred.
+        inside = replace(options.for_one_graph(), fuse_head=False)
+        _rewrite(body, each[0], inside, in_common(calls))
+        for names in each:
+            options.add_paths(inside, renamed([(each[0][inner], names[inner]) for inner in names], options.schemes))
+
+
 def _rewrite_head(
     graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], options: BackendOptions
 ) -> list[DeferredOutput]:
@@ -241,7 +258,7 @@ def keep_codes(graph_module: fx.GraphModule, example_inputs: Sequence[Any], opti
     taken: dict[int, KeptGroup] = {}
 
     def keep(module: fx.GraphModule, inputs: Mapping[str, tuple[int, tuple[str, ...]]]) -> None:
-        for body, operands in _nested(module):
+        for body, (operands, *_) in nested(module):
             keep(body, {inner: inputs[node.name] for inner, node in operands.items() if node.name in inputs})
         count = cache_weights(module, inputs, example_inputs, options.weight_cache, taken)
         options.note("cached_weights", count)
@@ -249,20 +266,6 @@ def keep_codes(graph_module: fx.GraphModule, example_inputs: Sequence[Any], opti
     keep(graph_module, {name: (i, names[name]) for i, name in enumerate(placeholders) if name in names})
     name_sources(graph_module)
     return list(taken.values())
-
-
-def _nested(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, dict[str, fx.Node]]]:
-    """Graphs that a node runs as a whole (activation checkpointing), with the node behind each of their inputs."""
-    for node in graph_module.graph.nodes:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator) or not node.args:
-            continue
-        first, *operands = node.args
-        body = getattr(graph_module, str(first.target), None) if isinstance(first, fx.Node) else None
-        if not isinstance(body, fx.GraphModule):
-            continue
-        inputs = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
-        pairs = zip(inputs, operands, strict=False)
-        yield body, {inner.name: operand for inner, operand in pairs if isinstance(operand, fx.Node)}
 
 
 def _scheme_of(names: tuple[str, ...], schemes: Mapping[str, str]) -> tuple[str, str]:

@@ -184,11 +184,19 @@ class Engine(nn.Module):
         recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
         if self.options.cuda_graphs and torch.is_grad_enabled():
             self._kept_grads.keep()
-        with torch._dynamo.config.patch({**_DYNAMO, _IGNORED_LOGGING: _chatter()}), recomputed, self._experts.applied():
+        with torch._dynamo.config.patch(self._dynamo_settings()), recomputed, self._experts.applied():
             out = self._compiled(*args, **kwargs)
         if self.options.graphs != graphs:
             self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
         return out
+
+    def _dynamo_settings(self) -> dict[str, Any]:
+        limits = dict(_DYNAMO)
+        if self.options.cache_weights:
+            # Behind a graph break each layer has a graph of its own, for its own codes.
+            limits["recompile_limit"] += 8 * self.ir.num_layers
+            limits["accumulated_recompile_limit"] += 8 * self.ir.num_layers
+        return {**limits, _IGNORED_LOGGING: _chatter()}
 
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ConfigError where the model was moved since, or an input lies elsewhere."""
@@ -238,13 +246,10 @@ class Engine(nn.Module):
         )
 
     def _unmet_experts(self) -> set[str]:
-        """Experts with a format where no product of experts was met in what ran; empty where one of them was.
-
-        After a graph break layers that are alike share a graph, which names one of them only: met is met.
-        """
+        """Experts with a format whose products were not met in what ran; empty where nothing ran."""
         grouped = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
         experts = grouped & set(self.options.schemes)
-        return experts if self.options.graphs and not experts & self.options.rewritten else set()
+        return experts - self.options.rewritten if self.options.graphs else set()
 
     def _notes(self) -> list[str]:
         """What did not go as the bindings say."""
