@@ -93,9 +93,14 @@ def _num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def is_hopper(x: Tensor) -> bool:
-    """Whether x lies on a GPU of compute capability 9.x, where the measured defaults come from."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+def runs_ptx(x: Tensor, kernel: Any) -> bool:
+    """Whether `kernel` may have PTX of Hopper in it: not where it is interpreted, nor on an earlier GPU."""
+    return not is_interpreted(kernel) and x.is_cuda and _capability(x.device.index) >= (9, 0)
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def num_sms(x: Tensor) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.kernels._bf16_words import bits_of, encoded, rounded
 from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels._triton import is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
 from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
 
@@ -359,7 +359,7 @@ def _launch(
                 SCALE=options.logit_scale,
                 CAP=options.soft_cap or 0.0,
                 BLOCK=config.block,
-                ASM=not is_interpreted(_cross_entropy_kernel),
+                ASM=runs_ptx(logits_TV, _cross_entropy_kernel),
                 num_warps=config.num_warps,
             )
     return Losses(loss, grad, q, scale)

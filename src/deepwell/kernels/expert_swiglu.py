@@ -25,7 +25,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels._triton import is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 from deepwell.kernels.swiglu import (
@@ -91,9 +91,9 @@ def expert_swiglu_backward_ref(
 # ---- configs ----
 
 
-def expert_backward_config(columns: int, dtype: torch.dtype = torch.bfloat16) -> RowConfig:
+def expert_backward_config(columns: int, *, in_words: bool = True) -> RowConfig:
     """SwiGLU's own, but that two rows of more than 8192 columns do not fit at once: the router's terms are held too."""
-    config = default_backward_config(columns, dtype)
+    config = default_backward_config(columns, in_words=in_words)
     return BACKWARD_CONFIGS[0] if config.max_registers else config
 
 
@@ -247,7 +247,7 @@ def expert_swiglu(
                 ACT=act,
                 BLOCK=config.block(width),
                 TWO_PASSES=config.tile > 0,
-                ASM=not is_interpreted(_expert_swiglu_kernel),
+                ASM=runs_ptx(gate_up_P2F, _expert_swiglu_kernel),
                 num_warps=config.num_warps,
             )
     return q, scale
@@ -272,7 +272,9 @@ def expert_swiglu_backward(
     q_h, scale_h = _rows(gate_up_P2F, width)
     # A choice that no expert took gets no gradient.
     dw_S = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
-    config = _fit(config or expert_backward_config(width, gate_up_P2F.dtype), width)
+    has_ptx = runs_ptx(gate_up_P2F, _expert_swiglu_backward_kernel)
+    in_words = has_ptx and gate_up_P2F.dtype == torch.bfloat16
+    config = _fit(config or expert_backward_config(width, in_words=in_words), width)
     if gate_up_P2F.shape[0]:
         with on_device(gate_up_P2F):
             _expert_swiglu_backward_kernel[(gate_up_P2F.shape[0],)](
@@ -289,7 +291,7 @@ def expert_swiglu_backward(
                 ACT=act,
                 BLOCK=config.block(width),
                 TWO_PASSES=config.tile > 0,
-                ASM=not is_interpreted(_expert_swiglu_backward_kernel),
+                ASM=has_ptx,
                 num_warps=config.num_warps,
                 maxnreg=config.max_registers,
             )

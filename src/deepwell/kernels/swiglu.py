@@ -28,7 +28,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels._triton import is_interpreted, num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels._triton import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 
@@ -159,15 +159,15 @@ def default_forward_config(columns: int) -> RowConfig:
     return FORWARD_CONFIGS[0] if columns > 8192 else FORWARD_CONFIGS[1] if columns > 2048 else FORWARD_CONFIGS[2]
 
 
-def default_backward_config(columns: int, dtype: torch.dtype = torch.bfloat16) -> RowConfig:
-    """Whole rows up to 16384 columns of bf16, two on a multiprocessor at once; two passes beyond and for wide others.
+def default_backward_config(columns: int, *, in_words: bool = True) -> RowConfig:
+    """Whole rows up to 16384 columns, two on a multiprocessor at once; up to 8192 where no two numbers share a register.
 
     One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h, before two numbers
     shared a register, which halves what a row takes of them:
     16384 x 8192: 8 warps 254, 346; 16 warps 255, 443; 32 warps 253, 430
     16384 x 14336: 16 warps reading ahead 540, 697; 32 warps 558, 700; 16 warps 590, 725; two passes 683, 781
     """
-    if columns > (MAX_WHOLE_ROW if dtype == torch.bfloat16 else 8192):
+    if columns > (MAX_WHOLE_ROW if in_words else 8192):
         return BACKWARD_CONFIGS[7]
     if columns > 8192:
         return BACKWARD_CONFIGS[9]
@@ -542,7 +542,7 @@ def forward(
                 ACT=options.act,
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,
-                ASM=not is_interpreted(_swiglu_kernel),
+                ASM=runs_ptx(g_TF, _swiglu_kernel),
                 num_warps=config.num_warps,
             )
     return Activated(h, q, scale)
@@ -560,7 +560,9 @@ def _backward(
     grad = torch.empty((t, width), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
     q, scale = _allocate_rows(g_TF, width, options.fp8)
     q_h, scale_h = _allocate_rows(g_TF, f, torch.float8_e4m3fn if options.recompute_h else None)
-    config = _check_config(config or default_backward_config(f, g_TF.dtype), f)
+    has_ptx = runs_ptx(g_TF, _swiglu_backward_kernel)
+    in_words = has_ptx and g_TF.dtype == torch.bfloat16
+    config = _check_config(config or default_backward_config(f, in_words=in_words), f)
     if t:
         with on_device(g_TF):
             grid = min(t, num_sms(g_TF)) if config.stages else t
@@ -584,7 +586,7 @@ def _backward(
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,
                 STAGES=config.stages,
-                ASM=not is_interpreted(_swiglu_backward_kernel),
+                ASM=has_ptx,
                 num_warps=config.num_warps,
                 maxnreg=config.max_registers,
             )
