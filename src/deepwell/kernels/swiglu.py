@@ -160,7 +160,7 @@ def default_forward_config(columns: int) -> RowConfig:
 
 
 def default_backward_config(columns: int, *, in_words: bool = True) -> RowConfig:
-    """Whole rows up to 16384 columns, two on a multiprocessor at once; up to 8192 where no two numbers share a register.
+    """Whole rows up to 16384 columns, two on a multiprocessor at once; 8192 where no two numbers share a register.
 
     One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h, before two numbers
     shared a register, which halves what a row takes of them:
