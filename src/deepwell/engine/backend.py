@@ -79,11 +79,12 @@ class BackendOptions:
     rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
     remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
     graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
+    was_called: bool = False
 
     def for_schemes(self, schemes: Mapping[str, str]) -> "BackendOptions":
         """The same choices for other schemes, with nothing done yet."""
         done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
-        return replace(self, schemes=schemes, products={}, **done)  # type: ignore[arg-type]
+        return replace(self, schemes=schemes, products={}, was_called=False, **done)  # type: ignore[arg-type]
 
     def for_one_graph(self) -> "BackendOptions":
         """These options, with all that is told by path apart; the rest is told to both."""

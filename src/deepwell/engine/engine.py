@@ -21,7 +21,7 @@ from deepwell.engine.kept_grads import KeptGrads
 from deepwell.engine.op_times import measure_calls
 from deepwell.engine.product_times import with_times
 from deepwell.engine.recompute import LayerRecompute
-from deepwell.engine.report import EngineReport
+from deepwell.engine.report import NOTHING_COMPILED, EngineReport
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
@@ -180,14 +180,14 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_devices(args, kwargs)
-        before, graphs = dict(counters["graph_break"]), self.options.graphs
+        before = dict(counters["graph_break"])
         recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
         if self.options.cuda_graphs and torch.is_grad_enabled():
             self._kept_grads.keep()
         with torch._dynamo.config.patch(self._dynamo_settings()), recomputed, self._experts.applied():
             out = self._compiled(*args, **kwargs)
-        if self.options.graphs != graphs:
-            self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
+        self.options.was_called = True
+        self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
         return out
 
     def _dynamo_settings(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Engine(nn.Module):
         """Experts with a format whose products were not met in what ran; empty where nothing ran."""
         grouped = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
         experts = grouped & set(self.options.schemes)
-        return experts - self.options.rewritten if self.options.graphs else set()
+        return experts - self.options.rewritten if self.options.was_called else set()
 
     def _notes(self) -> list[str]:
         """What did not go as the bindings say."""
@@ -280,7 +280,9 @@ class Engine(nn.Module):
             notes.append(f"kernel {name} was set aside: {reason}")
         stayed = {path for path, gain in self.options.gains.items() if not gain.gains}
         missed = [path for path in self.options.schemes if path not in self.options.rewritten | stayed]
-        if missed and self.options.graphs:
+        if self.options.was_called and not self.options.graphs:
+            notes.append(f"{NOTHING_COMPILED}: Dynamo ran the model as it was written, in {self.ir.dtype}")
+        if missed and self.options.was_called:
             shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
             notes.append(f"not met as a product with a parameter in what ran so far, in {self.ir.dtype}: {shown}")
         return notes

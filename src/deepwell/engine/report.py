@@ -19,6 +19,8 @@ from deepwell.graph.table import WIDTH, layers_label, text_table
 from deepwell.kernels.shortage import SKIPPED
 from deepwell.precision.gemm_format import GEMMS
 
+# How the note begins that a called model was compiled nowhere.
+NOTHING_COMPILED = "nothing was compiled"
 _OP_WIDTH = 40
 _KERNEL_HEADER = ("kernels", "format", "times", "runs as", "us", "how")
 _HEADER = ("linear layers", "gemms", "format", "binding", "runs as", "us", "why")
@@ -82,8 +84,10 @@ class EngineReport:
         if self.graphs:
             fired = ", ".join(f"{name} {count}" for name, count in self.passes.items() if count) or "none"
             out += ["", *_wrapped(f"passes in {self.graphs} compiled graph{'s' * (self.graphs > 1)}: {fired}")]
-        else:
+        elif not any(note.startswith(NOTHING_COMPILED) for note in self.notes):
             out += ["", "passes: none yet: call the engine once"]
+        else:
+            out += ["", "passes: none"]
         if self.kernels:
             out += ["", *_kernel_table(self.kernels)]
         for note in self.notes:

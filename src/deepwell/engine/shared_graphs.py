@@ -58,9 +58,16 @@ class KnownParameters:
             self._known[id(tensor)] = found
         return found
 
-    def paths(self) -> set[str]:
-        """Those with a scheme that are parameters."""
-        return {_path(name) for _, names, _ in self._known.values() for name in names}.intersection(self.schemes)
+    def are_all(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether no weight of the model, with a scheme or without, is missing among tensors."""
+        given = {id(tensor) for tensor in tensors}
+        now = (parameter for _, parameter in self._parameters())
+        return all(id(parameter) in given for parameter in now if parameter.dim() >= 2)
+
+    def has(self, value: Any) -> bool:
+        """Whether it was one of the model's when they were last read."""
+        found = self._known.get(id(value))
+        return found is not None and found[0]() is value
 
     def names(self, tensor: Tensor) -> Names:
         """Empty where it is not the model's."""
@@ -113,13 +120,14 @@ def shared_weights(
 ) -> list[Weight]:
     """The weights of a graph that other layers' could take the place of.
 
-    None where the graph holds every linear that has a scheme: a graph of the whole model runs for nothing else. `own`
-    are inputs whose names are part of what was compiled, such as those whose codes are kept.
+    None where the graph holds all of the model's: it runs for nothing else. `own` are inputs whose names are part of
+    what was compiled, such as those whose codes are kept.
     """
     pairs = list(zip((n for n in graph.nodes if n.op == "placeholder"), example_inputs, strict=True))
-    parameters = [(i, node, value) for i, (node, value) in enumerate(pairs) if isinstance(value, nn.Parameter)]
-    here = {_path(name) for _, _, value in parameters for name in known.names(value)}
-    if here.issuperset(known.paths()):
+    # Under `torch.func.functional_call` any tensor may be one.
+    is_one = [isinstance(value, nn.Parameter) or known.has(value) for _, value in pairs]
+    parameters = [(i, node, value) for i, (node, value) in enumerate(pairs) if is_one[i]]
+    if known.are_all(value for _, _, value in parameters):
         return []
     alone = set(own)
     return [
