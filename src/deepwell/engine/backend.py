@@ -31,6 +31,7 @@ from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.gelu import rewrite_gelu
 from deepwell.engine.passes.linear import find_linears, merge_plain_linears, rewrite_linears
+from deepwell.engine.passes.looped_experts import group_loops
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
 from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
 from deepwell.engine.passes.recompute import mark_recomputed
@@ -199,6 +200,7 @@ def _rewrite(
     options.note("rope", rotated)
     options.note("rope_qkv", at_once)
     options.note("swiglu", rewrite_swiglu(graph))
+    options.note("looped_experts", group_loops(graph, weights, options.schemes))
     experts = find_experts(graph, weights, options.schemes)
     options.note("experts", len(experts))
     fused, reasons = rewrite_experts(graph, experts)

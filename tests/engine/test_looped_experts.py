@@ -1,0 +1,162 @@
+"""Experts that a model multiplies one by one become one grouped product in the policy's formats."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo_models
+from torch import Tensor, nn
+
+import deepwell as dw
+from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.functional import low_precision_linear
+from deepwell.formats.metrics import assert_bitwise_equal
+
+E, N, K = 4, 48, 32
+MXFP8 = "|".join(["emulate:mxfp8"] * 3)
+
+
+class Loop(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, N, K, dtype=dtype))
+
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        rows = x.split(sizes, dim=0)
+        return torch.cat([F.linear(rows[e], self.weight[e]) for e in range(E)], dim=0)
+
+
+def compiled(model: nn.Module, scheme: str = MXFP8) -> tuple[Callable[..., Any], BackendOptions]:
+    options = BackendOptions(
+        # The module's own parameter is called "weight": its path is that name.
+        schemes={"weight": scheme} if scheme else {},
+        parameters=lambda: model.named_parameters(remove_duplicate=False),
+    )
+    return torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options)), options
+
+
+def by_expert(model: Loop, x: Tensor, sizes: list[int]) -> Tensor:
+    """Each expert's rows by themselves, as a linear of the scheme."""
+    pairs = zip(x.split(sizes), model.weight, strict=True)
+    return torch.cat([low_precision_linear(rows, [w], None, MXFP8) for rows, w in pairs if len(rows)])
+
+
+# An expert without a row, with one, with all; sizes that change from call to call.
+@pytest.mark.parametrize(
+    "all_sizes", [[[5, 0, 1, 10]], [[0, 0, 0, 16]], [[3, 4, 5, 6], [7, 2, 6, 3], [2, 3, 9, 4]]], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loop_computes_what_each_expert_would_by_itself(all_sizes, dtype) -> None:
+    torch.manual_seed(0)
+    model = Loop(dtype)
+    run, options = compiled(model)
+    for sizes in all_sizes:
+        x = torch.randn(sum(sizes), K, dtype=dtype, requires_grad=True)
+        got, wanted = run(x, sizes), by_expert(model, x, sizes)
+        assert_bitwise_equal(got, wanted)
+        grads = [torch.autograd.grad(y.float().square().sum(), (x, model.weight)) for y in (got, wanted)]
+        for mine, theirs in zip(*grads, strict=True):
+            assert_bitwise_equal(mine, theirs)
+    assert options.counts["looped_experts"] == options.counts["experts"] == options.graphs == min(len(all_sizes), 2)
+    assert options.rewritten == {"weight"}
+
+
+class Reordered(Loop):
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        rows = x.split(sizes)
+        return torch.cat([F.linear(rows[e], self.weight[E - 1 - e]) for e in range(E)])
+
+
+class Some(Loop):
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        rows = x.split(sizes)
+        return torch.cat([F.linear(rows[e], self.weight[e]) for e in range(E - 1)])
+
+
+class Biased(Loop):
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        rows = x.split(sizes)
+        return torch.cat([F.linear(rows[e], self.weight[e], self.weight[e, :, 0]) for e in range(E)])
+
+
+class ReadElsewhere(Loop):
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        rows = x.split(sizes)
+        products = [F.linear(rows[e], self.weight[e]) for e in range(E)]
+        return torch.cat(products) + products[0].sum()
+
+
+class SideBySide(Loop):
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        rows = x.split([4] * E)
+        return torch.cat([F.linear(rows[e], self.weight[e]) for e in range(E)], dim=1)
+
+
+class Columns(Loop):
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        parts = torch.cat([x] * E, dim=1).split([K] * E, dim=1)
+        return torch.cat([F.linear(parts[e], self.weight[e]) for e in range(E)])
+
+
+class Written(Loop):
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        x = x * 1
+        rows = x.split(sizes)
+        first = F.linear(rows[0], self.weight[0])
+        x.mul_(2)
+        return torch.cat([first, *(F.linear(rows[e], self.weight[e]) for e in range(1, E))])
+
+
+@pytest.mark.parametrize("kind", [Reordered, Some, Biased, ReadElsewhere, SideBySide, Columns, Written])
+def test_what_is_no_such_loop_is_left_as_it_was(kind) -> None:
+    model, x, sizes = kind(), torch.randn(16, K), [4, 3, 4, 5]
+    run, options = compiled(model)
+    with torch.no_grad():
+        assert_bitwise_equal(run(x, sizes), model(x, sizes))
+    assert not options.counts["looped_experts"] and not options.rewritten
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("", torch.float32), (MXFP8, torch.float64)], ids=["bf16", "float64"])
+def test_loops_without_a_format_stay_loops(scheme, dtype) -> None:
+    model, x, sizes = Loop(dtype), torch.randn(16, K, dtype=dtype), [4, 3, 4, 5]
+    run, options = compiled(model, scheme)
+    with torch.no_grad():
+        assert_bitwise_equal(run(x, sizes), model(x, sizes))
+    assert not options.counts["looped_experts"]
+
+
+def test_jetmoe_trains_in_the_formats_of_each_layer(batch, monkeypatch) -> None:
+    # Its router reads sizes from the device, which breaks the graph: layers of unlike formats share code, not graphs.
+    from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+
+    model = zoo_models.tiny_model("jetmoe")
+    policy = dw.PrecisionPolicy("bf16")
+    names = ("self_attention.experts.input_linear", "self_attention.experts.output_linear")
+    names += ("mlp.input_linear", "mlp.output_linear")
+    low = [f"model.layers.1.{name}" for name in names]
+    for path in low:
+        policy.set_layer_precision(f"path:{path}", "mxfp8")
+    engine = dw.compile(dw.capture(model), precision_policy=policy)
+    loss = engine(**batch).loss
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    rows = {row.path: row.scheme for row in engine.report().bindings}
+    assert {path for path, scheme in rows.items() if scheme != "bf16"} == set(low) == engine.options.rewritten
+    assert not any("not met" in note for note in engine.report().notes)
+    # The model itself, with these products in their formats and nothing else changed.
+    modules = {model.get_submodule(path) for path in low}
+    plain = JetMoeParallelExperts.forward
+
+    def forward(self: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        if self not in modules:
+            return plain(self, inputs, expert_size)
+        pairs = zip(inputs.split(expert_size), self.weight, strict=True)
+        return torch.cat([low_precision_linear(x, [w], None, MXFP8) for x, w in pairs if len(x)])
+
+    assert abs(loss - model(**batch).loss) > 1e-5
+    monkeypatch.setattr(JetMoeParallelExperts, "forward", forward)
+    wanted = model(**batch).loss
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, list(model.parameters())), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
