@@ -21,28 +21,28 @@ KV = {"num_key_value_heads": 2}
 # How often each pass fires, at the least; what is not named need not.
 EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
     "llama": (KV, {
-        "causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 5, "residual_norm": 4, "linear": 14,
-        "merged_linear": 4, "rope": 4, "swiglu": 2, "fused_quantize": 8,
+        "causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "embedding": 1, "rms_norm": 5, "residual_norm": 4,
+        "linear": 14, "merged_linear": 4, "rope": 4, "swiglu": 2, "fused_quantize": 8,
     }),
     "qwen3": (KV, {
-        "causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "rms_norm": 9, "residual_norm": 4, "linear": 14,
-        "merged_linear": 4, "qk_norm_rope": 2, "swiglu": 2, "fused_quantize": 8,
+        "causal_mask": 2, "kv_heads": 2, "cross_entropy": 1, "embedding": 1, "rms_norm": 9, "residual_norm": 4,
+        "linear": 14, "merged_linear": 4, "qk_norm_rope": 2, "swiglu": 2, "fused_quantize": 8,
     }),
     "gemma3_text": (KV, {"rms_norm": 13, "residual_norm": 4, "merged_linear": 4, "qk_norm_rope": 2, "swiglu": 2}),
     "qwen3_moe": (KV, {"rms_norm": 9, "qk_norm_rope": 2}),
     "qwen2": (KV, {"kv_heads": 2, "rms_norm": 5, "residual_norm": 4, "merged_linear": 4, "rope": 4, "swiglu": 2}),
     "gemma2": ({}, {"kv_heads": 2, "cross_entropy": 1, "rms_norm": 9, "residual_norm": 4, "swiglu": 2}),
     "gpt2": ({}, {
-        "causal_mask": 2, "cross_entropy": 1, "gelu": 2, "layer_norm": 4, "activation": 2, "bias_activation": 2,
-        "residual_norm": 3, "linear": 8, "fused_quantize": 8,
+        "causal_mask": 2, "cross_entropy": 1, "embedding": 2, "gelu": 2, "layer_norm": 4, "activation": 2,
+        "bias_activation": 2, "residual_norm": 3, "linear": 8, "fused_quantize": 8,
     }),
     "gpt_neox": ({}, {
-        "causal_mask": 2, "cross_entropy": 1, "layer_norm": 4, "activation": 2, "bias_activation": 2, "linear": 8,
-        "residual_norm": 1, "fused_quantize": 8,
+        "causal_mask": 2, "cross_entropy": 1, "embedding": 1, "layer_norm": 4, "activation": 2, "bias_activation": 2,
+        "linear": 8, "residual_norm": 1, "fused_quantize": 8,
     }),
     "opt": ({}, {
-        "causal_mask": 2, "cross_entropy": 1, "layer_norm": 4, "activation": 2, "bias_activation": 2, "linear": 12,
-        "residual_norm": 4, "merged_linear": 2, "fused_quantize": 8,
+        "causal_mask": 2, "cross_entropy": 1, "embedding": 2, "layer_norm": 4, "activation": 2, "bias_activation": 2,
+        "linear": 12, "residual_norm": 4, "merged_linear": 2, "fused_quantize": 8,
     }),
     # Attention and MLP read one norm: fc1 is merged with q, k, v, and its bias with theirs.
     "phi": ({}, {

@@ -248,6 +248,8 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     ),
     "linear_cross_entropy_loss": lambda s: (*_head(s, fp8=False, bias=True), *_how(fp8=False)),
     "linear_cross_entropy_loss, fp8": lambda s: (*_head(s, fp8=True, bias=False), *_how(fp8=True)),
+    "embedding_backward": lambda s: (s.tokens(s.d), torch.arange(s.t) * 5 % 3, s.v, -1),
+    "embedding_backward, padding": lambda s: (s.tokens(s.d), (torch.arange(2 * s.t) % 4).int()[::2], s.v, 2),
     "group_layout": lambda s: (torch.tensor([3, 3, 4, s.t], dtype=torch.int64), None, s.t),
     "group_layout, in an order": lambda s: (
         *(torch.tensor([3, 3, 4, s.t], dtype=torch.int32), torch.stack([torch.arange(s.t).flip(0)] * 2, 1)[:, 0]),

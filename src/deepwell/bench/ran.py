@@ -26,6 +26,7 @@ _PASS_KERNELS = {
     "activation": r"(swiglu|activation|gelu)\w*_kernel",
     "cross_entropy": r"cross_entropy\w*_kernel",
     "rope": r"rope\w*_kernel",
+    "embedding": r"_embedding_pieces_kernel",
 }
 
 

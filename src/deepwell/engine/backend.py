@@ -24,6 +24,7 @@ from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.engine.passes.cache_weights import cache_weights, name_sources
 from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
+from deepwell.engine.passes.embedding import rewrite_embedding
 from deepwell.engine.passes.emulated_products import emulate_in_bf16
 from deepwell.engine.passes.experts import find_experts, rewrite_experts
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
@@ -182,6 +183,7 @@ def _rewrite(
     options.note("causal_mask", masks)
     options.note("kv_heads", kv_heads)
     deferred = _rewrite_head(graph, weights, options) if options.fuse_head else []
+    options.note("embedding", rewrite_embedding(graph))
     options.note("gelu", rewrite_gelu(graph))
     options.note("rms_norm", rewrite_rms_norm(graph))
     sites = find_linears(graph, weights, options.schemes)

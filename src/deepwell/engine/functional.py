@@ -298,6 +298,32 @@ class _BiasActivation(torch.autograd.Function):
         return *ops.bias_activation_backward(grads[0].contiguous(), x_TF, bias, ctx.act), None
 
 
+# ---- embedding ----
+
+
+def embedding(index: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    """Rows of the weight, as `F.embedding` gives them; `padding_idx` of -1 leaves no row without a gradient.
+
+    The forward stays torch's own gather, which a compiler fuses into what reads it.
+    """
+    return _Embedding.apply(index, weight, padding_idx)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.padding_idx = weight.shape, padding_idx
+        return torch.embedding(weight, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (index,) = ctx.saved_tensors
+        num_weights, width = ctx.shape
+        grad_TD = grads[0].reshape(index.numel(), width)
+        return None, ops.embedding_backward(grad_TD, index.reshape(-1), num_weights, ctx.padding_idx), None
+
+
 # ---- rotary embedding ----
 
 

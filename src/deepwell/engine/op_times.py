@@ -98,7 +98,7 @@ def measure_calls(calls: Mapping[OpCall, int]) -> list[KernelRow]:
 
 def _measure(call: OpCall) -> float:
     given: Any = map_aggregate(_plain(call.args), lambda arg: _random(arg, call.device))
-    given = _with_groups(call, given)
+    given = _with_words(call, _with_groups(call, given))
     return median_us(lambda: call.target(*given), call.device, budget_s=0.02)
 
 
@@ -114,6 +114,15 @@ def _with_groups(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
     ends = torch.arange(1, experts + 1, device=call.device) * each
     ends[-1] = rows
     return (*given[:where], ends.to(given[where].dtype), *given[where + 1 :])
+
+
+def _with_words(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with words from all over the vocabulary: a gradient's time depends on how often each occurs."""
+    if call.name != "embedding_backward":
+        return given
+    grad, index, num_weights, padding_idx = given
+    words = torch.randint(0, max(num_weights, 1), index.shape, device=call.device).to(index.dtype)
+    return grad, words, num_weights, padding_idx
 
 
 def _values(args: Any) -> list[Any]:

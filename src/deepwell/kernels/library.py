@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, swiglu
+from deepwell.kernels.embedding import embedding_backward
 from deepwell.kernels.emulated_mm import emulated_mm
 from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
@@ -573,4 +574,12 @@ _register(
     f"linear_cross_entropy_loss(Tensor x, Tensor w, Tensor? bias, Tensor target, {_HOW}) -> Tensor",
     _linear_cross_entropy_loss,
     lambda x, w, bias, target, *how: x.new_empty((), dtype=torch.float32),
+)
+
+# ---- embedding ----
+
+_register(
+    "embedding_backward(Tensor grad, Tensor index, SymInt num_weights, int padding_idx) -> Tensor",
+    lambda grad, index, num_weights, padding_idx: embedding_backward(_dense(grad), index, num_weights, padding_idx),
+    lambda grad, index, num_weights, padding_idx: grad.new_empty((num_weights, grad.shape[1])),
 )
