@@ -66,7 +66,7 @@ CONFIGS = (
 
 
 def default_config(columns: int) -> EmbeddingConfig:
-    """Some 16 KiB of rows in flight, 16 bytes a load; not measured yet."""
+    """Some 16 KiB of rows in flight, 16 bytes a load; not measured yet (benchmarks/bench_embedding.py)."""
     return CONFIGS[0] if columns > 512 else CONFIGS[1]
 
 
