@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# cuBLASLt's kernels name their operands ("qq": two FP8), CUTLASS's and torch's their types; the last are our own.
-FP8_GEMM = r"nvjet_sm\d+_qq|gemm_e4m3|gemm_e5m2|e4m3_?e4m3|f8f6f4|float_e4m3|_fp8_gemm_kernel|scaled_mm_kernel"
-BF16_GEMM = r"nvjet_sm\d+_(?!qq)[a-z]|gemm_bf16|bf16gemm|_s16816gemm_bf16|gemmSN|cublasLt.*bf16"
+# cuBLASLt names operands ("q": E4M3, "r": E5M2), CUTLASS and torch their types; the last are our own kernels.
+FP8_GEMM = r"nvjet_sm\d+_[qr]{2}|gemm_e4m3|gemm_e5m2|e4m3_?e4m3|f8f6f4|float_e4m3|_fp8_gemm_kernel|scaled_mm_kernel"
+BF16_GEMM = r"nvjet_sm\d+_(?![qr]{2})[a-z]|gemm_bf16|bf16gemm|_s16816gemm_bf16|gemmSN|cublasLt.*bf16"
 ATTENTION = r"flash|fmha|sdpa|attention"
 
 # Passes of the engine -> the kernels of which one must have run.
