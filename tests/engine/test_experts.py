@@ -357,6 +357,7 @@ def test_a_batch_of_products_with_a_parameter_leaves_bf16(run_pass, product, sha
     assert 27 < found < 35 if is_met else found == float("inf")
 
 
+@pytest.mark.slow
 def test_llama_4_takes_other_lengths_and_says_how_its_experts_run(batch, on_hopper):
     model = zoo_models.tiny_model("llama4_text").bfloat16()
     engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)

@@ -127,6 +127,7 @@ def test_loops_without_a_format_stay_loops(scheme, dtype) -> None:
     assert not options.counts["looped_experts"]
 
 
+@pytest.mark.slow
 def test_jetmoe_trains_in_the_formats_of_each_layer(batch, monkeypatch) -> None:
     # Its router reads sizes from the device, which breaks the graph: layers of unlike formats share code, not graphs.
     from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts

@@ -343,6 +343,7 @@ def test_rotations_under_activation_checkpointing_are_found(batch) -> None:
     assert (options.counts["rope"], options.counts["rope_qkv"]) == (2, 1)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_ops_both_ways(batch, cxx_compiler) -> None:
     model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
     eagerly = _gradients(model, _compiled(model, _fp8_options(model)), batch)

@@ -379,7 +379,11 @@ def test_a_tile_draws_the_same_random_bits_as_a_flat_pass(case, columns, device)
     assert_same(kernel, reference)
 
 
-@pytest.mark.parametrize("config", [*TILE_CONFIGS, *WORD_CONFIGS], ids=str)
+# Interpreted, each of the larger ones takes ten seconds.
+_WORDS = [pytest.param(c, marks=[pytest.mark.slow] if c.rows * c.pieces > 64 else []) for c in WORD_CONFIGS]
+
+
+@pytest.mark.parametrize("config", [*TILE_CONFIGS, *_WORDS], ids=str)
 def test_no_tile_config_changes_a_copy(config, device):
     if device == "cpu" and config in WORD_CONFIGS:
         # The interpreter knows neither warps nor registers.
