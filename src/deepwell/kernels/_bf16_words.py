@@ -4,6 +4,8 @@ A row kernel on Hopper waits for its instructions rather than for memory once th
 leave it: each function here has the plain form beside it, for the interpreter and for other dtypes.
 """
 
+# ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
+
 from deepwell.kernels._fp8 import magnitude_bits
 from deepwell.kernels._triton import tl, triton
 
@@ -14,10 +16,11 @@ _ROUND = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """fp32 x in DTYPE, to nearest. `cvt` of one number alone runs at an eighth of the rate of two."""
+    """fp32 x in DTYPE, to nearest. One number alone goes through a slower unit (F2F in the SASS) than two (F2FP)."""
     if ASM and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(_ROUND, "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return x.to(DTYPE)
+    else:
+        return x.to(DTYPE)
 
 
 # ---- magnitudes: |x| as bits of fp32, so that a maximum keeps inf and NaN ----
@@ -43,7 +46,8 @@ def bits_of(x, ASM: tl.constexpr):
     """|x| as bits of fp32."""
     if ASM and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(_BITS, "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
-    return magnitude_bits(x.to(tl.float32))
+    else:
+        return magnitude_bits(x.to(tl.float32))
 
 
 @triton.jit
@@ -51,7 +55,8 @@ def larger_bits(x, y, ASM: tl.constexpr):
     """The larger of |x| and |y| as bits of fp32."""
     if ASM and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(_LARGER_BITS, "=r,=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=2)
-    return tl.maximum(magnitude_bits(x.to(tl.float32)), magnitude_bits(y.to(tl.float32)))
+    else:
+        return tl.maximum(magnitude_bits(x.to(tl.float32)), magnitude_bits(y.to(tl.float32)))
 
 
 # ---- codes ----
@@ -94,4 +99,5 @@ def encoded(x, enc, FP8: tl.constexpr, ASM: tl.constexpr):
                 _ENCODE_E4M3, "=r,r,r,f,f,f,f", [x, enc], dtype=tl.int8, is_pure=True, pack=4
             )
         return codes.to(FP8, bitcast=True)
-    return (x.to(tl.float32) * enc).to(FP8)
+    else:
+        return (x.to(tl.float32) * enc).to(FP8)

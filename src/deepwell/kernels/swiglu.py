@@ -163,7 +163,7 @@ def default_backward_config(columns: int, *, in_words: bool = True) -> RowConfig
     """Whole rows up to 16384 columns, two on a multiprocessor at once; 8192 where no two numbers share a register.
 
     One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h, before two numbers
-    shared a register, which halves what a row takes of them:
+    shared a register (128 of them became 78); not measured since:
     16384 x 8192: 8 warps 254, 346; 16 warps 255, 443; 32 warps 253, 430
     16384 x 14336: 16 warps reading ahead 540, 697; 32 warps 558, 700; 16 warps 590, 725; two passes 683, 781
     """
