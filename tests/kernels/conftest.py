@@ -18,12 +18,23 @@ import triton.experimental.gluon  # noqa: F401
 import triton.language as tl
 from triton.runtime import JITFunction, interpreter
 
+from deepwell.kernels import select
+
 # So that tests can `import aot`, the compiler without a GPU beside them.
 sys.path.append(str(Path(__file__).parent))
 
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 )
+
+
+@pytest.fixture
+def no_choices(tmp_path, monkeypatch) -> Iterator[None]:
+    """Kernels are chosen as on a fresh machine: nothing is kept, on disk or in the process."""
+    monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path / "cache"))
+    select.forget()
+    yield
+    select.forget()
 
 
 @pytest.fixture(params=["cpu", GPU])

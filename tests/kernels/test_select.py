@@ -16,13 +16,7 @@ from deepwell.kernels.gemm_candidates import built_in
 from deepwell.kernels.proof import Proof, codes_floor_db, operands, prepared, prove, run_gemm
 from deepwell.kernels.registry import Candidate, Problem
 
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path / "cache"))
-    select.forget()
-    yield
-    select.forget()
+pytestmark = pytest.mark.usefixtures("no_choices")
 
 
 def problem(m=96, n=128, k=160, **more) -> Problem:

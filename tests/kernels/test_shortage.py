@@ -9,15 +9,9 @@ from deepwell.kernels.production_kernels import ProductionKernelManager
 from deepwell.kernels.registry import Problem
 from deepwell.kernels.shortage import SKIPPED, is_shortage
 
+pytestmark = pytest.mark.usefixtures("no_choices")
+
 ASKED = Problem(op="gemm", m=96, n=128, k=160, precision="mxfp8", dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path / "cache"))
-    select.forget()
-    yield
-    select.forget()
 
 
 class Scarce:
