@@ -224,6 +224,26 @@ def test_codes_compete_too(model, _as_hopper):
     assert sqnr_db(model(x), y) > 20
 
 
+def test_a_chosen_kernel_forgets_the_operands_its_predecessor_was_traced_with():
+    """Inductor binds traced operands to the op's parameters: those of another op have other numbers of them."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.operator_schemas import normalize_function
+
+    from deepwell.engine.passes.choose_kernels import choose_kernels
+
+    registry = KernelRegistry()
+    registry.register("codes", user_kernels.fp8_right, op="fp8_gemm", precision="fp8", trusted=True)
+    with FakeTensorMode():
+        codes, scales = torch.empty(64, 64, dtype=torch.float8_e4m3fn), torch.empty(64)
+        traced = make_fx(lambda *given: torch.ops.deepwell.fp8_gemm(*given, True))(codes, scales, codes, scales)
+    (row,) = choose_kernels(traced.graph, registry)
+    assert row.kernel == "codes"
+    (new,) = traced.graph.find_nodes(op="call_function", target=torch.ops.deepwell.chosen_fp8_gemm.default)
+    args, kwargs = new.meta.get("eager_input_vals", (new.args, new.kwargs))
+    assert normalize_function(new.target, args, kwargs) is not None
+
+
 def test_measured_microseconds_of_every_op(model):
     engine, _, _ = run(model, None)
     assert engine.report().kernels == ()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepwell.engine.passes.match import replace_by_call
 from deepwell.kernels import library as _library  # registers the ops
 
 assert _library.NAMESPACE == "deepwell"
@@ -32,11 +33,7 @@ def fuse_bias(graph: fx.Graph) -> int:
         if not _is_product(product, ops.fp8_gemm.default) or len(product.users) != 1 or not _is_bias(bias, product):
             continue
         *operands, fast = product.args
-        with graph.inserting_before(node):
-            new = graph.call_function(ops.fp8_gemm_bias.default, (*operands, bias, fast))
-        new.meta.update(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        replace_by_call(node, ops.fp8_gemm_bias.default, (*operands, bias, fast))
         graph.erase_node(product)
         count += 1
     return count

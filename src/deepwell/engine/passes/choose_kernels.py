@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepwell.engine.passes.match import replace_by_call
 from deepwell.errors import UnsupportedError
 from deepwell.kernels import chosen
 from deepwell.kernels.gemm import ALIGNMENT
@@ -50,9 +51,9 @@ def choose_kernels(graph: fx.Graph, registry: KernelRegistry) -> list[KernelRow]
     registry.forget_skipped()
     for node in list(graph.nodes):
         if node.target is ops.fp8_gemm.default:
-            rows += _fp8_gemm(graph, node, registry)
+            rows += _fp8_gemm(node, registry)
         elif node.target is torch.ops.aten.mm.default:
-            rows += _rounded_mm(graph, node, registry)
+            rows += _rounded_mm(node, registry)
     graph.eliminate_dead_code()
     return rows
 
@@ -74,7 +75,7 @@ def merge_rows(known: dict[tuple[str, str, str, str], KernelRow], rows: list[Ker
         )
 
 
-def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
+def _fp8_gemm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
     a, b = node.args[0].meta["val"], node.args[2].meta["val"]
     m, k, n = size_of(a.shape[0]), size_of(a.shape[1]), size_of(b.shape[0])
     if 0 in (m, k, n) or k % ALIGNMENT or n % ALIGNMENT or not (a.is_cuda or registry.users()):
@@ -83,7 +84,7 @@ def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[
         return []  # E5M2 gradients: candidates prove themselves in E4M3
     fast = bool(node.args[4])
     problem = Problem(op="fp8_gemm", m=m, n=n, k=k, precision="fp8", exact_sums=not fast, device=str(a.device))
-    whole, aside = _whole_chain(graph, node, registry, problem)
+    whole, aside = _whole_chain(node, registry, problem)
     if whole is not None:
         return [whole]
     choice = _choose(registry, problem, _DEFAULT[fast])
@@ -91,15 +92,14 @@ def _fp8_gemm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[
         return []
     candidate = registry.candidate("fp8_gemm", choice.kernel)
     if candidate.name != _DEFAULT[fast] and candidate.origin != "reference":
-        _replace(
-            graph, node, torch.ops.deepwell.chosen_fp8_gemm.default, (*node.args, chosen.install(registry, candidate))
-        )
+        args = (*node.args, chosen.install(registry, candidate))
+        replace_by_call(node, torch.ops.deepwell.chosen_fp8_gemm.default, args)
     row = _row(problem, choice, "fp8")
     return [replace(row, set_aside=(*row.set_aside, *aside))]
 
 
 def _whole_chain(
-    graph: fx.Graph, node: fx.Node, registry: KernelRegistry, problem: Problem
+    node: fx.Node, registry: KernelRegistry, problem: Problem
 ) -> tuple[KernelRow | None, list[tuple[str, str]]]:
     """(the row of a user's kernel that took quantization and product, why those of "gemm" could not compete)."""
     users = [candidate for candidate in registry.users() if candidate.op == "gemm" and candidate.precision in _FP8]
@@ -116,11 +116,11 @@ def _whole_chain(
     if choice is None or registry.candidate("gemm", choice.kernel).origin != "user":
         return None, [(v.name, v.reason or "slower") for v in (choice.verdicts if choice else ()) if v.origin == "user"]
     key = chosen.install(registry, registry.candidate("gemm", choice.kernel))
-    with graph.inserting_before(node):
-        w_KN = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
+    with node.graph.inserting_before(node):
+        w_KN = node.graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
         w_KN.meta["val"] = other.permute(1, 0)
     args = (x, w_KN, key, "fp8_e4m3_row_pow2", "fp8_e4m3_tensor_pow2", node.meta["val"].dtype)
-    _replace(graph, node, torch.ops.deepwell.chosen_gemm.default, args)
+    replace_by_call(node, torch.ops.deepwell.chosen_gemm.default, args)
     return _row(asked, choice, "fp8"), []
 
 
@@ -140,7 +140,7 @@ def _numbers(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node] | None, str]:
     return (x, w), ""
 
 
-def _rounded_mm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
+def _rounded_mm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
     left, right = _rounded(node.args[0]), _rounded(_transposed(node.args[1]))
     if left is None or right is None or not any(candidate.op == "gemm" for candidate in registry.users()):
         return []
@@ -159,11 +159,11 @@ def _rounded_mm(graph: fx.Graph, node: fx.Node, registry: KernelRegistry) -> lis
     candidate = registry.candidate("gemm", choice.kernel)
     if candidate.origin == "user":
         key = chosen.install(registry, candidate)
-        with graph.inserting_before(node):
-            w_KN = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
+        with node.graph.inserting_before(node):
+            w_KN = node.graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
             w_KN.meta["val"] = other.permute(1, 0)
         args = (x, w_KN, key, lhs, rhs, node.meta["val"].dtype)
-        _replace(graph, node, torch.ops.deepwell.chosen_gemm.default, args)
+        replace_by_call(node, torch.ops.deepwell.chosen_gemm.default, args)
     return [_row(problem, choice, fmt)]
 
 
@@ -189,14 +189,6 @@ def _row(problem: Problem, choice: Choice, fmt: str) -> KernelRow:
         how=choice.how,
         set_aside=tuple((verdict.name, verdict.reason) for verdict in choice.set_aside()),
     )
-
-
-def _replace(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-    with graph.inserting_before(node):
-        new = graph.call_function(target, args)
-    new.meta.update(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
 
 
 def _rounded(node: Any) -> tuple[fx.Node, str] | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepwell.engine.passes.match import replace_by_call
 from deepwell.kernels.round_to import FITS_BF16
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
@@ -25,11 +26,7 @@ def emulate_in_bf16(graph: fx.Graph) -> int:
         if left is None or right is None or left[-1] != right[-1]:
             continue  # a transform cancels only where both sides have it
         (x, *lhs), (w, *rhs) = left, right
-        with graph.inserting_before(node):
-            new = graph.call_function(torch.ops.deepwell.emulated_mm.default, (x, w, *lhs, *rhs[:2]))
-        new.meta.update(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        replace_by_call(node, torch.ops.deepwell.emulated_mm.default, (x, w, *lhs, *rhs[:2]))
         found += 1
     graph.eliminate_dead_code()
     return found
