@@ -135,6 +135,29 @@ def test_a_peer_that_is_not_installed_says_so(name: str, monkeypatch: pytest.Mon
         PEERS[name].build(MODELS["tiny"].build("cpu"))
 
 
+def test_a_peer_that_patches_hugging_face_patches_it_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    rotate, norm, calls = modeling.apply_rotary_pos_emb, modeling.LlamaRMSNorm, []
+
+    def counting(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return rotate(*args, **kwargs)
+
+    class Liger:
+        @staticmethod
+        def apply_liger_kernel_to_llama(model: torch.nn.Module) -> None:
+            modeling.apply_rotary_pos_emb, modeling.LlamaRMSNorm = counting, torch.nn.Identity
+
+    monkeypatch.setattr("deepwell.bench.peers._need", lambda module, package: Liger)
+    model = MODELS["hf-tiny"]
+    example, peer = model.example("cpu"), PEERS["liger"].build(model.build("cpu"))
+    assert (modeling.apply_rotary_pos_emb, modeling.LlamaRMSNorm) == (rotate, norm)
+    model.loss_of(peer, example)
+    assert len(calls) == model.config.num_layers
+    model.loss_of(model.build("cpu"), example)
+    assert len(calls) == model.config.num_layers and modeling.LlamaRMSNorm is norm
+
+
 def test_attention_ways_agree_with_softmax_written_out() -> None:
     done = run_attention(AttentionShape(B=1, H=4, G=2, S=32, D=16), "cpu", rounds=1)
     rows = {row["attention"]: row for row in done["rows"]}

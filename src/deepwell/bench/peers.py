@@ -7,8 +7,11 @@ line in place of a time.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,12 +64,11 @@ def _is_inner_linear(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _HEADS
 
 
-def _liger(model: nn.Module) -> Callable[..., Any]:
+def _liger(model: nn.Module, how: Callable[[nn.Module], Callable[..., Any]] = _eager) -> Callable[..., Any]:
     """Liger's RMSNorm, SwiGLU and fused head and loss; on a Hugging Face model also its RoPE, by its own patch."""
     if not isinstance(model, Llama):
         liger = _need("liger_kernel.transformers", "liger-kernel")
-        liger.apply_liger_kernel_to_llama(model=model)
-        return model
+        return _patched_apart(model, lambda: liger.apply_liger_kernel_to_llama(model=model), how)
     norm = _need("liger_kernel.transformers.rms_norm", "liger-kernel").LigerRMSNorm
     silu_mul = _need("liger_kernel.ops.swiglu", "liger-kernel").LigerSiLUMulFunction
     fused_loss = _need("liger_kernel.transformers", "liger-kernel").LigerFusedLinearCrossEntropyLoss()
@@ -78,11 +80,45 @@ def _liger(model: nn.Module) -> Callable[..., Any]:
                 setattr(parent, name, replacement)
             elif isinstance(child, MLP):
                 child.__dict__["forward"] = _liger_mlp(child, silu_mul)
-    return _LigerLlama(model, fused_loss)
+    return how(_LigerLlama(model, fused_loss))
 
 
 def _liger_compiled(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(_liger(model))
+    return _liger(model, _compiled)
+
+
+def _patched_apart(
+    model: nn.Module, patch: Callable[[], None], how: Callable[[nn.Module], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The model after a patch that also renames things in its source's module: there only while this model is called.
+
+    Else models that are built later, and graphs that were compiled before, would run the peer's kernels too.
+    """
+    home = sys.modules[type(model).__module__]
+    before = dict(vars(home))
+    patch()
+    names = {name: value for name, value in vars(home).items() if before.get(name) is not value}
+    for name in names:
+        setattr(home, name, before[name])
+    run = how(model)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _renamed(home, names):
+            return run(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _renamed(home: ModuleType, names: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(home, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(home, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(home, name, value)
 
 
 def _liger_mlp(mlp: MLP, silu_mul: Any) -> Callable[[Tensor], Tensor]:
