@@ -33,10 +33,14 @@ WORDS = {
     "emulated": "operands rounded exactly, products in fp32, on any device",
     "cg": "CUDA graphs",
     "re": "FP8 copies made again in the backward",
+    "hidden": "FP8 copies of hidden values made again in the backward, others kept",
     "keep": "FP8 copies kept for the backward",
+    "cached": "FP8 codes of weights kept from call to call",
     "nolce": "head and loss apart, all logits in memory",
     "exact": "FP8 products by rows all summed in fp32, not the wgrads alone",
 }
+
+_RECOMPUTE = {"re": "copies", "hidden": "hidden", "keep": "nothing"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +72,8 @@ class Variant:
         if unknown or len(set(rest)) != len(rest):
             known = ", ".join((*_SCALINGS, *WORDS))
             raise ConfigError(f"variant {name!r}: {' '.join(unknown) or 'a word twice'}; words are {known}")
-        if {"re", "keep"} <= set(rest):
-            raise ConfigError(f"variant {name!r}: re and keep exclude each other")
+        if len(set(_RECOMPUTE) & set(rest)) > 1:
+            raise ConfigError(f"variant {name!r}: {', '.join(_RECOMPUTE)} exclude each other")
         if scaling and base != "fp8":
             raise ConfigError(f"variant {name!r}: {scaling} is a scaling of fp8, not of {base}")
         if "e5m2" in rest and scaling != "tensor":
@@ -111,7 +115,7 @@ class Variant:
         if "emulated" in self.words:
             engine = _emulated(ir, policy)
         else:
-            engine = compile_engine(ir, precision_policy=policy)
+            engine = compile_engine(ir, precision_policy=policy, cache_weights="cached" in self.words)
         if self.scaling:
             _check_scaling(self, engine.bound)
         # Read when the first call compiles; what no word speaks of stays as the engine has it.
@@ -122,8 +126,8 @@ class Variant:
         if "exact" in self.words:
             exact = {path: _in_fp32(scheme) for path, scheme in engine.options.schemes.items()}
             engine.options.schemes = exact
-        if self.words & {"re", "keep"}:
-            engine.options.recompute = "re" in self.words
+        for word in self.words & set(_RECOMPUTE):
+            engine.options.recompute = _RECOMPUTE[word]
         return engine
 
 

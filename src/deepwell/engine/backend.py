@@ -66,7 +66,7 @@ class BackendOptions:
     )
     rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
     merge_plain: bool = False  # merge q, k, v and gate, up also in high precision: weights are copied in every step
-    recompute: bool = True  # make FP8 copies again in the backward instead of keeping them (with Inductor)
+    recompute: str = "hidden"  # what of the FP8 copies the backward makes again: passes/recompute.py (with Inductor)
     cache_weights: bool = False  # keep the FP8 codes of weights, 2 bytes each, and make them again when weights change
     weight_cache: WeightCache = field(default_factory=WeightCache)
     registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
@@ -344,15 +344,17 @@ def _with_inductor(
 
     class Marks(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            norm_again_from_sums(graph)
-            options.note("recomputed", mark_recomputed(graph))
+            if options.recompute == "copies":
+                norm_again_from_sums(graph)
+            options.note("recomputed", mark_recomputed(graph, options.recompute))
 
         def uuid(self) -> Any:
-            return get_hash_for_files((mark_recomputed.__code__.co_filename, norm_again_from_sums.__code__.co_filename))
+            files = (mark_recomputed.__code__.co_filename, norm_again_from_sums.__code__.co_filename)
+            return get_hash_for_files(files, options.recompute)
 
     patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions()}
     if options.cuda_graphs:
         patches["triton.cudagraphs"] = True
-    if options.recompute:
+    if options.recompute != "nothing":
         patches["joint_custom_pre_pass"] = Marks()
     return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

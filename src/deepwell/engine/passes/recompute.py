@@ -1,9 +1,14 @@
 """Make cheap values again in the backward instead of keeping them: FP8 copies whose sources are kept anyway.
 
-A layer's normalised input, its SwiGLU output and their FP8 rows follow from tensors that the backward needs in any case
-(the residual stream, gate and up). Made again they cost one pass at copy speed; kept, they cost 1 byte per element from
-the forward to the backward. AOTAutograd's partitioner is told by the same marks that activation checkpointing uses;
-what lies under checkpointing has its marks already, and is made again with the whole of its region.
+A layer's normalised input, its MLP's hidden values and their FP8 rows follow from tensors that the backward needs in
+any case (the residual stream, attention's output, gate and up). What of them to make again is a choice of WHAT:
+
+    nothing   all are kept: 1 byte per element from the forward to the backward
+    hidden    the hidden values alone, the widest: their rows come with the gradients of gate and up (fuse_recompute.py)
+    copies    the inputs of all linears: the least memory, for one more pass over the stream and attention's output
+
+AOTAutograd's partitioner is told by the same marks that activation checkpointing uses; what lies under checkpointing
+has its marks already, and is made again with the whole of its region.
 """
 
 from typing import Any
@@ -12,17 +17,25 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from deepwell.engine.passes.fuse_quantize import through_views
 
-def mark_recomputed(graph: fx.Graph) -> int:
-    """Mark the forward's cheap primitives in a joint graph. Returns how many nodes."""
+WHAT = ("nothing", "hidden", "copies")
+_HIDDEN = ("swiglu", "swiglu_pair", "activation", "bias_activation")
+_INPUTS = ("rms_norm", "layer_norm", "quantize_rows")
+
+
+def mark_recomputed(graph: fx.Graph, what: str) -> int:
+    """Mark the forward's cheap primitives in a joint graph; `what` is one of WHAT. Returns how many nodes."""
     ops = torch.ops.deepwell
-    names = ("rms_norm", "layer_norm", "swiglu", "swiglu_pair", "activation", "bias_activation", "quantize_rows")
-    cheap = {getattr(ops, name).default for name in names}
+    hidden = {getattr(ops, name).default for name in _HIDDEN}
+    inputs = {getattr(ops, name).default for name in _INPUTS}
+    cheap = {"nothing": set(), "hidden": hidden, "copies": hidden | inputs}[what]
     backward = backward_nodes(graph)
     marked = 0
     for node in graph.nodes:
         owner = node.args[0] if _is_item(node) else node
-        if owner.target in cheap and node not in backward and not is_checkpointed(node):
+        is_hidden_rows = owner.target is ops.quantize_rows.default and _owner(owner.args[0]).target in cheap
+        if (owner.target in cheap or is_hidden_rows) and node not in backward and not is_checkpointed(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0
             marked += 1
@@ -36,6 +49,12 @@ def is_checkpointed(node: fx.Node) -> bool:
     and what it cannot keep (the results of an op as a whole) leaves it without a way.
     """
     return "recompute" in node.meta
+
+
+def _owner(node: Any) -> Any:
+    """The op that a value is a result of, views aside."""
+    source = through_views(node)
+    return source.args[0] if _is_item(source) else source
 
 
 def _is_item(node: fx.Node) -> bool:
