@@ -230,7 +230,9 @@ def test_wrong_arguments_are_named(call, names):
 def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8, bent):
     if is_fp8 and bent in ("cap", "all"):
         pytest.skip("under a cap the gradient is written first and quantized by quantize_rows")
-    config = C.default_config(128256)
+    cap = 30.0 if bent in ("cap", "all") else None
+    options = C.Options(gradient="fp8" if is_fp8 else "new", soft_cap=cap)
+    config = C.default_config(128256, options)
     arguments = {
         "x_ptr": torch.bfloat16,
         "target_ptr": torch.int64,

@@ -127,13 +127,16 @@ CONFIGS = (
 )
 
 
-def default_config(vocabulary: int) -> Config:
+def default_config(vocabulary: int, options: Options) -> Config:
     """Large steps for large vocabularies.
 
-    One H200, 2026-11-15 (benchmarks/bench_rows.py), 4096 x 128256 to bf16 and to FP8: 32768 by 32 warps 647 and 584 us,
-    8192 by 16 warps 748 and 628.
+    One H200, 2026-11-15, 4096 x 128256 to bf16 and to FP8: 32768 by 32 warps 647 and 584 us alone
+    (benchmarks/bench_rows.py), 689 and 666 inside a training step, where the clock is lower and instructions count;
+    8192 by 16 warps 748 and 628 alone, 756 and 623 inside. A soft cap takes more registers than 32 warps have.
     """
-    return CONFIGS[2] if vocabulary >= 32768 else CONFIGS[3] if vocabulary >= 8192 else CONFIGS[7]
+    if vocabulary >= 32768:
+        return CONFIGS[4] if options.gradient == "fp8" or options.soft_cap is not None else CONFIGS[2]
+    return CONFIGS[3] if vocabulary >= 8192 else CONFIGS[7]
 
 
 # ---- kernel ----
@@ -314,7 +317,7 @@ def cross_entropy(
         raise ConfigError(f"grad_scale must be one float32 number on {logits_TV.device}, got {got}")
     if not runs_kernel(logits_TV, _cross_entropy_kernel):
         return cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options)
-    config = config or default_config(v)
+    config = config or default_config(v, options)
     if options.gradient == "fp8" and options.soft_cap is not None:
         high = _launch(logits_TV, targets_T, bias_V, grad_scale, replace(options, gradient="new"), config)
         assert high.grad is not None

@@ -172,7 +172,8 @@ def _chunks(
 ) -> HeadLoss:
     loss_T = torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
     dx_TD = torch.empty_like(x_TD) if head.dx else None
-    dw_VD = torch.zeros_like(w_VD) if head.dw else None
+    # The first chunk writes dW, the others add to it: zeros would be a pass of their own, and be read again.
+    dw_VD = (torch.empty_like if x_TD.shape[0] else torch.zeros_like)(w_VD) if head.dw else None
     db_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and head.db else None
     # One buffer for the logits of every chunk: two at once would stand at the peak of a model's memory.
     logits = torch.empty((min(chunk, x_TD.shape[0]), w_VD.shape[0]), dtype=x_TD.dtype, device=x_TD.device)
@@ -185,7 +186,7 @@ def _chunks(
         if dx_TD is not None:
             torch.mm(z_CV, w_VD, out=dx_TD[part])
         if dw_VD is not None:
-            dw_VD.addmm_(z_CV.T, x_TD[part])
+            dw_VD.addmm_(z_CV.T, x_TD[part], beta=0 if part.start == 0 else 1)
         if db_V is not None:
             db_V += z_CV.sum(0, dtype=torch.float32)
     return HeadLoss(loss_T, dx_TD, dw_VD, _as_bias(db_V, bias_V))
