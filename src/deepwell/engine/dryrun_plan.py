@@ -98,7 +98,7 @@ def engine_keeps(engine: Engine) -> Keeps:
     """What this engine holds between forward and backward."""
     options = engine.options
     return Keeps(
-        remakes=options.recompute != "nothing" and options.use_inductor,
+        remakes=options.recompute if options.use_inductor else "nothing",
         fuses_head=options.fuse_head,
         caches_weights=options.cache_weights,
         element_bytes=float(DTYPE_BYTES[engine.ir.dtype]),

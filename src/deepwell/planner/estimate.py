@@ -180,6 +180,7 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
         dropout=dropout, keeps_fp8=stack.switch("keeps_fp8", "on") == "on",
         eager_norms=stack.switch("norms", "fused") == "unfused",
         recomputes_pointwise=stack.switch("compile", "off") == "on",
+        keeps_inputs=stack.switch("keeps_inputs", "off") == "on",
         gathers_inputs=stack.switch("sp_inputs", "sharded") == "gathered",
         eager_gates=stack.switch("swiglu", "fused") == "unfused",
     )  # fmt: skip

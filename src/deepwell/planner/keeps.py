@@ -1,7 +1,7 @@
 """What an engine holds on to between forward and backward, and the bytes that follow from it. Pure.
 
-It decides as much as the layout. Deepwell's engine makes norm outputs, activation outputs and FP8 codes again in the
-backward, and computes head and loss in chunks whose gradients are made in the forward.
+It decides as much as the layout. Deepwell's engine makes activation outputs again in the backward, keeps the inputs of
+other linears as FP8 codes, and computes head and loss in chunks whose gradients are made in the forward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _GATES = ("gate", "gate_up")
 class Keeps:
     """What an engine holds on to between forward and backward."""
 
-    # Norm outputs, activation outputs and FP8 codes come again in the backward; None: as the stack's switches say.
-    remakes: bool | None = True
+    # What comes again in the backward (engine/passes/recompute.py): activation outputs ("hidden"), norm outputs and FP8
+    # codes too ("copies"), or "nothing". None: as the stack's switches say.
+    remakes: str | None = "hidden"
     fuses_head: bool = True  # head and loss in chunks; their gradients are made in the forward
     caches_weights: bool = False  # FP8 codes of the weights, 2 bytes each
     late_gradients: bool = True  # gradients appear with the first backward; False: their buffers are always there
@@ -47,8 +48,8 @@ class Keeps:
         if self.remakes is None:
             return stack
         # Where codes are made again from what is kept anyway, they themselves are not kept.
-        kept = {"compile": "on", "keeps_fp8": "off"} if self.remakes else {"compile": "off"}
-        return stack.with_switches(**kept, weight_copies=self.caches_weights)
+        kept = {"compile": "off"} if self.remakes == "nothing" else {"compile": "on", "keeps_fp8": "off"}
+        return stack.with_switches(**kept, keeps_inputs=self.remakes == "hidden", weight_copies=self.caches_weights)
 
 
 # ---- one layer ----
@@ -64,7 +65,7 @@ def working_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keep
     """The most that one layer's backward holds besides: gradients around the MLP's activation, and what it redoes."""
     scale = keeps.element_bytes / HALF
     downs = [gemm for gemm in block.gemms if gemm.part == "down"]
-    if not (keeps.remakes and downs):
+    if keeps.remakes in (None, "nothing") or not downs:
         return scale * backward_bytes(block, recompute, job.kernel, job.dropout)
     inputs = 2 if any(gemm.part in _GATES for gemm in block.gemms) else 1
     # The gradient of the activation's output, those of its inputs, the stream's, and the weight's that was just made.

@@ -59,6 +59,7 @@ class Sizes:
     eager_gates: bool = False
     # A compiler recomputes norms and gates inside the backward's kernels: their results are not kept.
     recomputes_pointwise: bool = False
+    keeps_inputs: bool = False  # what linears read is kept all the same, but for outputs of activations
     gathers_inputs: bool = False  # sequence parallelism keeps gathered inputs and does not gather again
 
     @property
@@ -249,8 +250,11 @@ def _gemm(b: _Builder, op: Linear | GroupedLinear, rows: float, n: int, k: int, 
     if is_low:
         b.quantized.add(source)
     size = 1.0625 if is_low and b.sizes.keeps_fp8 else float(HALF)  # one byte and a scale for each 32, or for a row
-    kind, group = _group_of(op, b.ops.get(source))
-    if b.sizes.recomputes_pointwise and isinstance(b.ops.get(source), (Norm, Activation)):
+    producer = b.ops.get(source)
+    kind, group = _group_of(op, producer)
+    if b.sizes.keeps_inputs and not isinstance(producer, Activation):
+        size = 1.0 if is_low else float(HALF)
+    elif b.sizes.recomputes_pointwise and isinstance(producer, (Norm, Activation)):
         return
     elements = b.elements.get(source, 0.0)
     if b.sizes.gathers_inputs and isinstance(op, Linear) and _split_of(op) == "column":
