@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from deepwell.engine.passes.choose_kernels import KernelRow, size_of
 from deepwell.kernels.group_rows import GROUP_ALIGNMENT
 from deepwell.kernels.proof import FAILURES
-from deepwell.kernels.select import median_us
+from deepwell.kernels.timing import median_us
 
 _NAMESPACE = "deepwell"
 

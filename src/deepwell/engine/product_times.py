@@ -26,7 +26,7 @@ from deepwell.engine.passes.choose_kernels import KernelRow, size_of
 from deepwell.engine.passes.linear import linear_parts
 from deepwell.engine.passes.match import value_of
 from deepwell.kernels.proof import FAILURES
-from deepwell.kernels.select import median_us
+from deepwell.kernels.timing import median_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

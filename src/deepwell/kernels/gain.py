@@ -12,7 +12,7 @@ beside a gradient that is read): they are left out. To count them kept layers of
 
 # Shapes: T tokens, K and N the widths of the linear.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,8 @@ from deepwell.kernels.proof import operands
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.quantize_blocks import quantize_1x128_both, quantize_128x128
 from deepwell.kernels.registry import Problem, fingerprint_of
-from deepwell.kernels.select import cache_of, median_us, on_real_tensors
+from deepwell.kernels.select import cache_of, on_real_tensors
+from deepwell.kernels.timing import median_us
 from deepwell.kernels.wgrad_operands import wgrad_operands
 
 # What the times depend on: another build of these is measured anew.
@@ -118,7 +119,7 @@ def _fp8_us(n: int, k: int, tokens: int, *, device: str, fused: Sequence[str]) -
         dw = fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
         return y, dx, dw
 
-    return _device_us(step, device)
+    return median_us(step, device)
 
 
 def _tensor_us(n: int, k: int, tokens: int, *, device: str) -> float:
@@ -135,7 +136,7 @@ def _tensor_us(n: int, k: int, tokens: int, *, device: str) -> float:
         assert q_dy is not None and q_dyt is not None and q_wt is not None
         return y, fp8_gemm(q_dy, s_dy, q_wt, s_w), fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
 
-    return _device_us(step, device)
+    return median_us(step, device)
 
 
 def _blocks_us(n: int, k: int, tokens: int, *, device: str) -> float:
@@ -152,32 +153,9 @@ def _blocks_us(n: int, k: int, tokens: int, *, device: str) -> float:
         dx = product(of_dy[:2], quantize_128x128(w, rows=False)[2:], True)
         return y, dx, product(of_dy[2:], of_x[2:], False)
 
-    return _device_us(step, device)
+    return median_us(step, device)
 
 
 def _bf16_us(n: int, k: int, tokens: int, *, device: str) -> float:
     x, w, dy = _tensors(n, k, tokens, device)
-    return _device_us(lambda: (x @ w.T, dy @ w, dy.T @ x), device)
-
-
-def _device_us(step: Callable[[], object], device: str) -> float:
-    """Microseconds that the GPU works on a step: the host's time for its launches is hidden in a model that runs ahead.
-
-    So the launches are recorded once and replayed. (Counted, they made FP8 twice as slow as it is at width 768.)
-    """
-    if torch.device(device).type != "cuda":
-        return median_us(step, device)
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
-        microseconds = median_us(graph.replay, device)
-        torch.cuda.synchronize()
-        graph.reset()
-    return microseconds
+    return median_us(lambda: (x @ w.T, dy @ w, dy.T @ x), device)

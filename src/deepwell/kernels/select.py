@@ -6,11 +6,9 @@ A candidate that raises, hangs or is wrong is set aside with its reason; the ref
 skipped, and a choice without it is not kept on disk; where none has memory enough, that is raised.
 """
 
-import itertools
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -39,6 +37,7 @@ from deepwell.kernels.proof import (
 )
 from deepwell.kernels.registry import Candidate, Choice, KernelRegistry, Problem, Verdict, formats_for
 from deepwell.kernels.shortage import is_shortage, says_shortage, skipped
+from deepwell.kernels.timing import recorded, times_us
 
 _log = logging.getLogger("deepwell.kernels")
 _ROUNDS = 3
@@ -199,17 +198,16 @@ def _choice(problem: Problem, verdicts: Sequence[Verdict], how: str) -> Choice:
 
 @dataclass(slots=True)
 class _Runner:
-    """A candidate's chain over rotating operands; `turn` runs it once."""
+    """A candidate's chain over rotating operands; `lap` runs it on each."""
 
     candidate: Candidate
     proof: Proof
     calls: list[Callable[[], Tensor]]
     times_us: list[float]
-    at: int = 0
 
-    def turn(self) -> Tensor:
-        self.at += 1
-        return self.calls[self.at % len(self.calls)]()
+    def lap(self) -> None:
+        for call in self.calls:
+            call()
 
 
 def race(problem: Problem, passed: Sequence[tuple[Candidate, Proof]]) -> list[Verdict]:
@@ -300,58 +298,28 @@ def _check_rows(candidate: Candidate, problem: Problem, given: tuple[Any, ...], 
 
 def _take_turns(runners: Sequence[_Runner], device: torch.device) -> dict[str, str]:
     """Time all in turns. Returns why some did not finish, by name: they ran out of memory beside the others."""
-    clock = _cuda_times if device.type == "cuda" else _cpu_times
     budget = _BUDGET_S[device.type] / _ROUNDS
     short: dict[str, str] = {}
-    for number in range(1 + _ROUNDS):
-        for runner in runners:
-            if runner.candidate.name in short:
-                continue
-            try:
-                if number == 0:
-                    runner.turn()
-                else:
-                    runner.times_us += clock(runner.turn, budget, device)
-            except FAILURES as error:
-                if not is_shortage(error):
-                    raise
-                short[runner.candidate.name] = skipped(error)
-                runner.calls.clear()
+    laps: dict[str, Callable[[], object]] = {}
+    with ExitStack() as stack:
+        # Their results may lie in the same memory: one candidate runs at a time.
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        for number in range(1 + _ROUNDS):
+            for runner in runners:
+                name = runner.candidate.name
+                if name in short:
+                    continue
+                try:
+                    if number == 0:
+                        runner.lap()
+                        laps[name] = (
+                            stack.enter_context(recorded(runner.lap, device, pool)) if pool is not None else runner.lap
+                        )
+                    else:
+                        runner.times_us += [us / len(runner.calls) for us in times_us(laps[name], device, budget)]
+                except FAILURES as error:
+                    if not is_shortage(error):
+                        raise
+                    short[name] = skipped(error)
+                    runner.calls.clear()
     return short
-
-
-def _cpu_times(run: Callable[[], object], budget_s: float, device: torch.device) -> list[float]:
-    times: list[float] = []
-    begin = time.perf_counter()
-    while not times or (time.perf_counter() - begin < budget_s and len(times) < 100):
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) * 1e6)
-    return times
-
-
-def _cuda_times(run: Callable[[], object], budget_s: float, device: torch.device) -> list[float]:
-    """Times between events around each call. Kernels too short for the host to run ahead show what launching costs."""
-    with torch.cuda.device(device):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        run()
-        last.record()
-        last.synchronize()
-        count = max(5, min(200, int(budget_s * 1e3 / max(first.elapsed_time(last), 1e-3))))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            run()
-            mark.record()
-        marks[-1].synchronize()
-    return [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(marks)]
-
-
-def median_us(run: Callable[[], object], device: str, budget_s: float = 0.1) -> float:
-    """The median time of a call in microseconds, after two calls that do not count."""
-    place = torch.device(device)
-    for _ in range(2):
-        run()
-    clock = _cuda_times if place.type == "cuda" else _cpu_times
-    return statistics.median(clock(run, budget_s, place))
