@@ -75,9 +75,6 @@ class RowConfig:
     num_warps: int
     # Rows per program of a whole-row kernel; 0: as many as fill 4096 elements.
     rows: int = 0
-    # Of kernels that can: programs stay and take row after row, so many rows less one on their way to shared memory
-    # while one is computed; 0: a program a row.
-    stages: int = 0
     # Of kernels that can: registers of a thread at most, so that more programs share a multiprocessor.
     max_registers: int | None = None
 

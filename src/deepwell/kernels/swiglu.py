@@ -28,7 +28,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels._triton import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 
@@ -145,7 +145,6 @@ BACKWARD_CONFIGS = (
     RowConfig(tile=2048, num_warps=4),
     RowConfig(tile=2048, num_warps=8),
     RowConfig(tile=4096, num_warps=16),
-    RowConfig(tile=0, num_warps=16, stages=3),
     RowConfig(tile=0, num_warps=16, max_registers=64),
     RowConfig(tile=0, num_warps=8, max_registers=64),
     RowConfig(tile=0, num_warps=8, max_registers=128),
@@ -162,15 +161,15 @@ def default_forward_config(columns: int) -> RowConfig:
 def default_backward_config(columns: int, *, in_words: bool = True) -> RowConfig:
     """Whole rows up to 16384 columns, two on a multiprocessor at once; 8192 where no two numbers share a register.
 
-    One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h, before two numbers
-    shared a register (128 of them became 78); not measured since:
-    16384 x 8192: 8 warps 254, 346; 16 warps 255, 443; 32 warps 253, 430
-    16384 x 14336: 16 warps reading ahead 540, 697; 32 warps 558, 700; 16 warps 590, 725; two passes 683, 781
+    One H200, 2026-11-15 (benchmarks/bench_rows.py --only swiglu), us to q, and to q and q of h; copying as many bytes
+    takes 254 and 286, 445 and 501:
+    16384 x 8192: 8 warps 258, 304; 16 warps of 64 registers 249, 282; 32 warps 248, 284; two passes 294, 331
+    16384 x 14336: 16 warps of 64 registers 459, 517; 8 warps 455, 528; 32 warps 459, 554; two passes 546, 640
     """
     if columns > (MAX_WHOLE_ROW if in_words else 8192):
         return BACKWARD_CONFIGS[7]
-    if columns > 8192:
-        return BACKWARD_CONFIGS[9]
+    if columns > 4096 and in_words:
+        return BACKWARD_CONFIGS[8]
     return BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
 
 
@@ -382,7 +381,6 @@ def _swiglu_backward_kernel(
     scale_ptr,
     qh_ptr,
     scale_h_ptr,
-    T,
     F,
     stride_dht,
     stride_gt,
@@ -392,12 +390,9 @@ def _swiglu_backward_kernel(
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
-    STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    # One program, one row, or with STAGES row after row, the next one read while one is computed: a whole row takes so
-    # many registers that one program fills a multiprocessor, and would leave memory idle while it computes and stores.
-    # Results are rows of [dg, du], 2F wide, or of dg alone.
+    # One program, one row. Results are rows of [dg, du], 2F wide, or of dg alone.
     DTYPE: tl.constexpr = g_ptr.dtype.element_ty
     GATED: tl.constexpr = u_ptr is not None
     WIDTH: tl.constexpr = 2 if GATED else 1
@@ -434,12 +429,6 @@ def _swiglu_backward_kernel(
                 tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
             if qh_ptr is not None:
                 tl.store(scale_h_ptr + t, tl.div_rn(1.0, enc_h))
-    elif STAGES:
-        for row in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
-            _backward_row(
-                row + tl.full([], 0, tl.int64), dh_ptr, g_ptr, u_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
-                F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK, ASM,
-            )  # fmt: skip
     else:
         _backward_row(
             t, dh_ptr, g_ptr, u_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
@@ -565,8 +554,7 @@ def _backward(
     config = _check_config(config or default_backward_config(f, in_words=in_words), f)
     if t:
         with on_device(g_TF):
-            grid = min(t, num_sms(g_TF)) if config.stages else t
-            _swiglu_backward_kernel[(grid,)](
+            _swiglu_backward_kernel[(t,)](
                 dh_TF,
                 g_TF,
                 u_TF,
@@ -575,7 +563,6 @@ def _backward(
                 scale,
                 q_h,
                 scale_h,
-                t,
                 f,
                 dh_TF.stride(0),
                 g_TF.stride(0),
@@ -585,7 +572,6 @@ def _backward(
                 ACT=options.act,
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,
-                STAGES=config.stages,
                 ASM=has_ptx,
                 num_warps=config.num_warps,
                 maxnreg=config.max_registers,
