@@ -172,6 +172,15 @@ def test_hugging_face_layers_recompute_themselves(batch) -> None:
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-3, atol=1e-5)
 
 
+def test_a_word_says_which_copies_the_backward_makes_again() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    for asked, word in ((False, "hidden"), ("copies", "copies"), ("hidden", "hidden"), ("nothing", "nothing")):
+        engine = dw.compile(model, precision="bf16", recompute=asked)
+        assert engine.options.recompute == word and engine._recompute is None
+    with pytest.raises(ConfigError, match=r"recompute is 'all'; it takes True \(whole layers\), False, nothing"):
+        dw.compile(model, precision="bf16", recompute="all")
+
+
 def test_a_model_without_layers_cannot_recompute_them() -> None:
     with pytest.raises(ConfigError, match="no repeated layers"):
         dw.compile(nn.Sequential(nn.Linear(8, 8)), precision="bf16", recompute=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deepwell.engine.backend import BackendOptions
 from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Device, bind
 from deepwell.engine.engine import Engine
+from deepwell.engine.passes.recompute import WHAT
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.capture import capture
@@ -44,7 +45,7 @@ def compile(  # noqa: A001 - the public name
     fallback: str = "safe",
     inductor: bool | None = None,
     cuda_graphs: bool | None = None,
-    recompute: bool = False,
+    recompute: bool | str = False,
     fuse_head: bool = True,
     cache_weights: bool = False,
     use_cutlass: bool = False,
@@ -58,8 +59,10 @@ def compile(  # noqa: A001 - the public name
     policy and says which layers are recomputed. `fallback="strict"` raises UnsupportedError where a format is not
     native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no pass touches; by
     default on a GPU only. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels
-    are shorter than their launches; off by default. `recompute` keeps each layer's input alone and computes the layer
-    again in the backward. `fuse_head` computes head and loss together and the logits only where they are looked at.
+    are shorter than their launches; off by default. `recompute=True` keeps each layer's input alone and computes the
+    layer again in the backward; a word says which FP8 copies the backward makes again: "hidden" (an MLP's hidden
+    values; as with False), "copies" (of all inputs of linears: less memory), "nothing". `fuse_head` computes head and
+    loss together and the logits only where they are looked at.
     `cache_weights` keeps the FP8 codes of weights, 2 bytes for each, and makes them again only where a weight changed:
     once for a step, however many micro-batches it has.
     `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
@@ -80,7 +83,7 @@ def compile(  # noqa: A001 - the public name
         check_plan(plan, ir)
     policy = policy_of(plan, precision, precision_policy).copy().freeze()
     registry, missing = registry_for(kernel_registry, use_cutlass, device)
-    layers, kept = recomputed_layers(plan, recompute)
+    layers, kept = recomputed_layers(plan, check_recompute(recompute))
     options = BackendOptions(
         registry=registry,
         measure=measured_fallback(measure, fallback, device),
@@ -88,6 +91,7 @@ def compile(  # noqa: A001 - the public name
         cuda_graphs=use_cuda_graphs(cuda_graphs, device),
         fuse_head=fuse_head,
         cache_weights=cache_weights,
+        recompute=recompute if isinstance(recompute, str) else "hidden",
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
 
@@ -140,6 +144,13 @@ def check_plan(plan: Plan, ir: IR) -> None:
             f"plan is of {plan.model} with {planned.num_layers} layers and {planned.num_params:,} parameters; "
             f"ir has {ir.num_layers} and {ir.num_params:,}: plan for this model"
         )
+
+
+def check_recompute(recompute: bool | str) -> bool:
+    """Whether whole layers are computed again. Raises ConfigError on a word that is not known."""
+    if isinstance(recompute, str) and recompute not in WHAT:
+        raise ConfigError(f"recompute is {recompute!r}; it takes True (whole layers), False, {', '.join(WHAT)}")
+    return recompute is True
 
 
 def recomputed_layers(plan: Plan | None, recompute: bool) -> tuple[int | None, list[str]]:
