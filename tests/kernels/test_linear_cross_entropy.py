@@ -13,8 +13,10 @@ from deepwell.kernels import linear_cross_entropy as module
 from deepwell.kernels.linear_cross_entropy import (
     Head,
     linear_cross_entropy,
+    linear_cross_entropy_codes,
     linear_cross_entropy_loss,
     linear_cross_entropy_ref,
+    weight_gradient,
 )
 
 
@@ -161,6 +163,33 @@ def test_only_the_gradients_that_are_wanted_are_made(device, wanted, fp8):
         assert (mine is None) == (name not in ("loss", wanted))
         if mine is not None:
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_the_codes_of_an_fp8_head_make_its_weights_gradient(device, chunk):
+    x, w, y = _inputs(device, t=48, d=64, v=96)
+    whole = linear_cross_entropy(x, w, y, head=Head(fp8=True), chunk=chunk)
+    loss, dx, codes, db = linear_cross_entropy_codes(x, w, y, head=Head(fp8=True), chunk=chunk)
+    assert db is None and torch.equal(loss, whole.loss) and torch.equal(dx, whole.dx)
+    assert torch.equal(weight_gradient(codes, dtype=w.dtype), whole.dw)
+    for grad in (1.0, -0.125, 1024.0):  # in a scale, not in dW: exact for powers of two
+        got = weight_gradient(codes, torch.tensor(grad, device=device), dtype=w.dtype)
+        assert torch.equal(got, whole.dw * grad)
+    # A small number, far from losing digits: nothing is flushed to zero.
+    got = weight_gradient(codes, torch.tensor(2.0**-80, device=device), dtype=torch.float32)
+    assert got.count_nonzero() == whole.dw.count_nonzero()
+
+
+def test_a_frozen_fp8_head_has_no_codes(device):
+    x, w, y = _inputs(device, t=32, d=32, v=48)
+    b = torch.randn(48, device=device).bfloat16()
+    made = linear_cross_entropy_codes(x, w, y, bias_V=b, head=Head(fp8=True, dw=False))
+    assert made.codes is None and made.dx is not None and made.db is not None
+
+
+def test_a_bf16_head_has_no_codes():
+    with pytest.raises(ConfigError, match=r"head\.fp8 is False"):
+        linear_cross_entropy_codes(*_inputs("cpu"), head=Head())
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepwell.kernels import chosen, library, library_experts, library_native, library_qk_norm, library_scaled
+from deepwell.kernels import (
+    chosen,
+    library,
+    library_experts,
+    library_head,
+    library_native,
+    library_qk_norm,
+    library_scaled,
+)
 from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.registry import KernelRegistry
 
 ops = torch.ops.deepwell
-MODULES = (library, library_experts, library_native, library_qk_norm, library_scaled, chosen)
+MODULES = (library, library_experts, library_head, library_native, library_qk_norm, library_scaled, chosen)
 EXPERTS, TOP_K = 4, 2
 
 
@@ -107,6 +115,13 @@ def _head(s: Sizes, *, fp8: bool, bias: bool) -> tuple[Any, ...]:
 
 def _how(*, fp8: bool) -> tuple[Any, ...]:
     return -100, "mean", fp8, 0.5, 0.0
+
+
+def _head_grads(s: Sizes, needs: list[bool], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The loss' gradient, what a head's forward left for the backward, and the weight's dtype."""
+    _, *made = ops.linear_cross_entropy_codes(*_head(s, fp8=True, bias=True), needs, *_how(fp8=True))
+    dx, db = (grad if need else None for grad, need in zip(made[:2], needs, strict=True))
+    return torch.tensor(0.5), dx, db, *made[2:], dtype
 
 
 def _routing(s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,6 +261,13 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(*_head(s, fp8=True, bias=False), [True, False, False]),
         *_how(fp8=True),
     ),
+    "linear_cross_entropy_codes": lambda s: (*_head(s, fp8=True, bias=True), [True, True], *_how(fp8=True)),
+    "linear_cross_entropy_codes, frozen body": lambda s: (
+        *(*_head(s, fp8=True, bias=False), [False, False]),
+        *_how(fp8=True),
+    ),
+    "linear_cross_entropy_backward": lambda s: _head_grads(s, [True, True], torch.bfloat16),
+    "linear_cross_entropy_backward, frozen body": lambda s: _head_grads(s, [False, False], torch.float32),
     "linear_cross_entropy_loss": lambda s: (*_head(s, fp8=False, bias=True), *_how(fp8=False)),
     "linear_cross_entropy_loss, fp8": lambda s: (*_head(s, fp8=True, bias=False), *_how(fp8=True)),
     "embedding_backward": lambda s: (s.tokens(s.d), torch.arange(s.t) * 5 % 3, s.v, -1),

@@ -16,8 +16,9 @@ from deepwell.engine.native_linear import MxLinear, is_mxfp8_throughout, native_
 from deepwell.engine.scaled_linear import is_scaled, scaled_linear
 from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.kernels import library as _library  # registers torch.ops.deepwell
+from deepwell.kernels import library_head as _head  # registers the ops of head and loss
 
-assert _library.NAMESPACE == "deepwell"
+assert _library.NAMESPACE == _head.NAMESPACE == "deepwell"
 ops = torch.ops.deepwell
 
 # ---- linear ----
@@ -381,7 +382,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target:
     needs = [t is not None and t.requires_grad for t in (x, weight, bias)]
     if not torch.is_grad_enabled() or not any(needs):
         return ops.linear_cross_entropy_loss(x_TD, weight, bias, target, *how)
-    return _LinearCrossEntropy.apply(x_TD, weight, bias, target, needs, *how)
+    is_fp8 = how[2]
+    function = _Fp8LinearCrossEntropy if is_fp8 and weight.requires_grad else _LinearCrossEntropy
+    return function.apply(x_TD, weight, bias, target, needs, *how)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -403,3 +406,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         found = [next(made) if need else None for need in ctx.needs]
         scaled = [None if grad is None else (grad * scale).to(grad.dtype) for grad in found]
         return *scaled, *[None] * ctx.others
+
+
+class _Fp8LinearCrossEntropy(torch.autograd.Function):
+    """In FP8 the GEMM that makes dW waits for the backward, with the loss' gradient in a scale: no pass over dW."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, needs: list[bool], *how: Any
+    ) -> Tensor:
+        loss, dx, db, *codes = ops.linear_cross_entropy_codes(x_TD, weight, bias, target, needs[::2], *how)
+        kept = [grad if need else None for grad, need in zip((dx, db), needs[::2], strict=True)]
+        ctx.save_for_backward(*kept, *codes)
+        ctx.needs, ctx.dtype, ctx.others = needs, weight.dtype, 2 + len(how)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        made = ops.linear_cross_entropy_backward(grads[0], *ctx.saved_tensors, ctx.dtype)
+        wanted = [grad if need else None for grad, need in zip(made, ctx.needs, strict=True)]
+        return *wanted, *[None] * ctx.others

@@ -15,7 +15,6 @@ from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, swiglu
 from deepwell.kernels.embedding import embedding_backward
 from deepwell.kernels.emulated_mm import emulated_mm
-from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy, linear_cross_entropy_loss
 from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.round_to import round_to, round_to_bf16
 from deepwell.kernels.wgrad_operands import wgrad_operands
@@ -511,69 +510,6 @@ _register(
         _dense(x), _dense(cos), _dense(sin), convention=convention, backward=backward
     ),
     lambda x, cos, sin, convention, backward: x.new_empty(x.shape),
-)
-
-# ---- head and loss ----
-
-
-def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Head:
-    """The arguments after the tensors; a soft cap of 0 is none."""
-    ignore_index, reduction, fp8, logit_scale, soft_cap = how
-    dx, dw, db = needs
-    return Head(
-        ignore_index=ignore_index,
-        reduction=reduction,
-        fp8=fp8,
-        logit_scale=logit_scale,
-        soft_cap=soft_cap or None,
-        dx=dx,
-        dw=dw,
-        db=db,
-    )
-
-
-def _linear_cross_entropy(
-    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
-) -> tuple[Tensor, ...]:
-    """`linear_cross_entropy` of any number of tokens: FP8 gets rows that do not count, up to whole lines.
-
-    Gradients that `needs` does not ask for are empty.
-    """
-    head = _head(how, needs)
-    x, w, target = _dense(x), _dense(w), _dense(target)
-    more = -x.shape[0] % gemm.ALIGNMENT if head.fp8 else 0
-    x_filled = F.pad(x, (0, 0, 0, more)) if more else x
-    target_filled = F.pad(target, (0, more), value=head.ignore_index) if more else target
-    loss, dx, *others = linear_cross_entropy(x_filled, w, target_filled, bias_V=_packed(bias), head=head)
-    dx = dx[: x.shape[0]].contiguous() if dx is not None and more else dx
-    return loss, *(x.new_empty(0) if grad is None else grad for grad in (dx, *others))
-
-
-def _fake_linear_cross_entropy(
-    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
-) -> tuple[Tensor, ...]:
-    wanted = [t if need else None for t, need in zip((x, w, bias), needs, strict=True)]
-    return x.new_empty((), dtype=torch.float32), *(
-        x.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted
-    )
-
-
-def _linear_cross_entropy_loss(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> Tensor:
-    dense = (_dense(x), _dense(w), _dense(target))
-    return linear_cross_entropy_loss(*dense, bias_V=_packed(bias), head=_head(how))
-
-
-_HOW = "int ignore_index, str reduction, bool fp8, float logit_scale, float soft_cap"
-_register(
-    f"linear_cross_entropy(Tensor x, Tensor w, Tensor? bias, Tensor target, bool[] needs, {_HOW})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _linear_cross_entropy,
-    _fake_linear_cross_entropy,
-)
-_register(
-    f"linear_cross_entropy_loss(Tensor x, Tensor w, Tensor? bias, Tensor target, {_HOW}) -> Tensor",
-    _linear_cross_entropy_loss,
-    lambda x, w, bias, target, *how: x.new_empty((), dtype=torch.float32),
 )
 
 # ---- embedding ----

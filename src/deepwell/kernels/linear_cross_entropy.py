@@ -5,7 +5,8 @@
     dx = du W    dW = du^T x    db = sum_t du         over targets that are not ignored
 
 Gradients are made in the forward pass, where the chunk's logits are at hand; the backward scales them. Those that
-nobody wants (a frozen head, a frozen model under a trained head) are not computed.
+nobody wants (a frozen head, a frozen model under a trained head) are not computed. With `fp8` dW may wait: the forward
+hands out codes of du and x, and the GEMM of the backward has the loss' gradient in one of its scales.
 Numerics: softmax in fp32; x W^T and du in bf16 as torch's own, what lies between them in fp32; dW added over chunks in
     bf16 by the GEMM (one rounding a chunk), db in fp32. With `fp8` the GEMMs take x and W in E4M3 and du in E5M2: rows
     of x and du with their own power-of-two scales, W with one; du is never larger than a/count, so its transposed copy
@@ -13,7 +14,9 @@ Numerics: softmax in fp32; x W^T and du in bf16 as torch's own, what lies betwee
     target beside the probabilities of all other words. E4M3 under one scale a row drops those below 2^-18; nothing
     pushes these words down any more, and they rise until together they hold a few percent of the probability.
     Logits and dx have the dtype of x, or bf16 on GPUs that write products with row scales in nothing else.
-Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes.
+    A dW that waited is rounded once; for a gradient of 1 it is bit for bit the one that did not.
+Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes. A dW that waits saves the
+    pass that scales it, 4*D*V bytes of traffic; until then du^T and x^T stand in its place, T*(V + D) bytes for 2*D*V.
     On one H200 16384 x 4096 x 128256 takes 70 ms of bf16 GEMMs, half of that in FP8.
 """
 
@@ -78,6 +81,24 @@ class HeadLoss(NamedTuple):
     db: Tensor | None
 
 
+class WeightCodes(NamedTuple):
+    """The operands of the GEMM that makes dW: du and x along the tokens, each with one scale."""
+
+    qg_VT: Tensor
+    g_scale: Tensor
+    qx_DT: Tensor
+    x_scale: Tensor
+
+
+class HeadCodes(NamedTuple):
+    """As `HeadLoss`, with what dW is made from in its place."""
+
+    loss: Tensor
+    dx: Tensor | None
+    codes: WeightCodes | None
+    db: Tensor | None
+
+
 # ---- reference: what the chunks must add up to, in the plainest torch ----
 
 
@@ -117,16 +138,47 @@ def linear_cross_entropy(
     Raises ConfigError on shapes that do not fit, or sizes FP8 cannot take.
     """
     head = head or Head()
+    if head.fp8:
+        loss, dx, codes, db = linear_cross_entropy_codes(x_TD, w_VD, target_T, bias_V=bias_V, head=head, chunk=chunk)
+        return HeadLoss(loss, dx, None if codes is None else weight_gradient(codes, dtype=w_VD.dtype), db)
     _check(x_TD, w_VD, target_T, bias_V, head.fp8)
-    t = x_TD.shape[0]
-    chunk = min(chunk or _rows_of_a_chunk(x_TD, w_VD), max(t, 1))
-    # Chunks of equal size; FP8 contracts over a chunk's tokens in whole lines.
-    chunk = -(-t // -(-t // chunk)) if t else 1
-    chunk = -(-chunk // ALIGNMENT) * ALIGNMENT if head.fp8 else chunk
     factor = _factor(target_T, head)
-    run = _chunks_fp8 if head.fp8 else _chunks
-    out = run(x_TD, w_VD, bias_V, target_T, factor, head, chunk)
+    out = _chunks(x_TD, w_VD, bias_V, target_T, factor, head, _equal_chunks(x_TD, w_VD, chunk))
     return out._replace(loss=out.loss.sum() * factor)
+
+
+def linear_cross_entropy_codes(
+    x_TD: Tensor,
+    w_VD: Tensor,
+    target_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    head: Head,
+    chunk: int | None = None,
+) -> HeadCodes:
+    """`linear_cross_entropy` in FP8 without its last GEMM: `weight_gradient` makes dW of the codes.
+
+    Raises ConfigError on shapes that do not fit, or a head that is not FP8.
+    """
+    if not head.fp8:
+        raise ConfigError("head.fp8 is False; linear_cross_entropy_codes has no codes of a bf16 head")
+    _check(x_TD, w_VD, target_T, bias_V, head.fp8)
+    factor = _factor(target_T, head)
+    # FP8 contracts over a chunk's tokens in whole lines.
+    rows = -(-_equal_chunks(x_TD, w_VD, chunk) // ALIGNMENT) * ALIGNMENT
+    out = _chunks_fp8(x_TD, w_VD, bias_V, target_T, factor, head, rows)
+    return out._replace(loss=out.loss.sum() * factor)
+
+
+def weight_gradient(codes: WeightCodes, grad: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
+    """dW [V, D] of a loss whose gradient is `grad`, an fp32 number; without one, 1.
+
+    The number is a factor of a scale: 1 changes no bit, a power of two shifts the exponents, any other is rounded with
+    dW, once. 0 gives zeros. An infinite or NaN one leaves no entry of dW finite, as a multiplication would. It goes to
+    the scale of x, near 1, and not to that of du, near 2^-30: it may be as small as 2^-90 before digits are lost.
+    """
+    x_scale = codes.x_scale if grad is None else codes.x_scale * grad
+    return fp8_gemm(codes.qg_VT, codes.g_scale, codes.qx_DT, x_scale, out_dtype=dtype, fast=False)
 
 
 def linear_cross_entropy_loss(
@@ -149,6 +201,13 @@ def linear_cross_entropy_loss(
 
 def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor) -> int:
     return max(ALIGNMENT, CHUNK_BYTES // (w_VD.shape[0] * x_TD.element_size()))
+
+
+def _equal_chunks(x_TD: Tensor, w_VD: Tensor, chunk: int | None) -> int:
+    """Rows of chunks of equal size, none larger than `chunk` or what may be held."""
+    t = x_TD.shape[0]
+    chunk = min(chunk or _rows_of_a_chunk(x_TD, w_VD), max(t, 1))
+    return -(-t // -(-t // chunk)) if t else 1
 
 
 def _parts(t: int, chunk: int) -> Iterator[slice]:
@@ -204,7 +263,7 @@ def _chunks_fp8(
     factor: Tensor,
     head: Head,
     chunk: int,
-) -> HeadLoss:
+) -> HeadCodes:
     t, v = x_TD.shape[0], w_VD.shape[0]
     written = row_dtype(x_TD.dtype, x_TD.device)
     qx_TD, x_scale = quantize_rows(x_TD)
@@ -229,13 +288,13 @@ def _chunks_fp8(
         if qg_VT is not None:
             transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
         del grads
-    dw_VD = db_V = None
+    codes = db_V = None
     if qg_VT is not None and head.dw:
-        dw_VD = fp8_gemm(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale), out_dtype=w_VD.dtype, fast=False)
+        codes = WeightCodes(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale))
     if qg_VT is not None and bias_V is not None and head.db:
         ones = torch.ones((ALIGNMENT, t), dtype=x_TD.dtype, device=x_TD.device).to(qx_TD.dtype)
         db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale), fast=False)[:, 0].to(bias_V.dtype).contiguous()
-    return HeadLoss(loss_T, dx_TD, dw_VD, db_V)
+    return HeadCodes(loss_T, dx_TD, codes, db_V)
 
 
 def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, fp8: bool) -> None:
