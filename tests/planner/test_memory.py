@@ -10,6 +10,7 @@ from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
 from deepwell.planner.estimate import read_job
 from deepwell.planner.estimate_values import StageMemory
+from deepwell.planner.keeps import Keeps, head_bytes
 from deepwell.planner.layout import Layout, Offload, Recompute
 from deepwell.planner.memory import in_flight, saved_bytes
 from deepwell.planner.rank_memory import rank_memory
@@ -18,6 +19,7 @@ from deepwell.planner.shard import Sizes, local_block
 from deepwell.planner.stack import get_stack
 from deepwell.planner.step_memory import memory_timeline
 from deepwell.planner.workload import Lora, Workload
+from deepwell.precision.policy import PrecisionPolicy
 
 # GPT 22B of arXiv 2205.05198, table 3: 48 layers, hidden 6144, 64 heads, sequence 2048.
 HIDDEN, HEADS, SEQ = 6144, 64, 2048
@@ -132,7 +134,13 @@ def test_routing_imbalance_grows_the_experts_activations() -> None:
     assert sizes[1]["attention"] == sizes[0]["attention"]
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp8"])
+def fp8_with_its_head() -> PrecisionPolicy:
+    policy = PrecisionPolicy.recipe("fp8")
+    policy.set_layer_precision("head", "fp8")
+    return policy
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp8", "fp8 with its head"])
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
 def test_deepwells_estimate_and_its_timeline_have_the_same_peak(model: str, policy: str) -> None:
     # What is planned must be what the dry run shows: played action by action, the sum may not be exceeded, and in a
@@ -150,8 +158,37 @@ def test_deepwells_estimate_and_its_timeline_have_the_same_peak(model: str, poli
         Layout(dp=4, pp=4, schedule="dualpipev", virtual_stages=2, sharding="zero2"),
         Layout(dp=4, pp=4, schedule="zero_bubble"),
     ):
-        work = Workload(ir=ir, seq_len=4096, global_batch=64, policy=policy)
+        chosen = fp8_with_its_head() if policy == "fp8 with its head" else policy
+        work = Workload(ir=ir, seq_len=4096, global_batch=64, policy=chosen)
         plan = given_plan(work, hw, layout, get_stack("deepwell"))
         summed = max(stage.allocated for stage in plan.estimate.memory)
         played = max(line.peak.allocated for line in memory_timeline(plan))
         assert played * (1 - 1e-6) <= summed <= played * 1.02, str(layout)
+
+
+def test_gpipes_last_rank_holds_the_codes_of_every_micro_batchs_head() -> None:
+    ir = IR.from_config(published_config("llama3-8b"), dtype="bf16")
+    work = Workload(ir=ir, seq_len=4096, global_batch=64, policy=fp8_with_its_head())
+    layout = Layout(dp=8, pp=2, schedule="gpipe", sharding="zero2", recompute=Recompute(kind="full"))
+    plan = given_plan(work, named_hardware("2x8xH100"), layout, get_stack("deepwell"))
+    last = memory_timeline(plan)[1]
+    waiting = 4096 * (128256 + 4096 + 2 * 4096)  # codes of du and x, and dx
+    assert max(dict(moment.nbytes).get("head", 0.0) for moment in last.moments) > 8 * waiting
+    assert plan.estimate.memory[1].logits > 8 * waiting
+    assert plan.estimate.memory[1].allocated >= last.peak.allocated * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("model", "d"), [("llama3-8b", 4096), ("llama3-70b", 8192)])
+@pytest.mark.parametrize("micro_batch", [1, 4, 16])
+def test_codes_that_wait_do_not_raise_the_peak_of_an_fp8_head(model: str, d: int, micro_batch: int) -> None:
+    # From 2 D tokens on the codes of du are larger than the dW that is made from them; the forward, with a chunk of
+    # logits and the codes of the weight beside them, is the higher moment all the same.
+    ir = IR.from_config(published_config(model), dtype="bf16")
+    work = Workload(ir=ir, seq_len=4096, global_batch=micro_batch, policy=fp8_with_its_head())
+    keeps, stack = Keeps(), get_stack("deepwell")
+    job = read_job(work, Layout(dp=1, micro_batch=micro_batch), keeps.applied_to(stack))
+    head = head_bytes(job, keeps, rank_memory(job, 0).logits)
+    t, v = 4096 * micro_batch, 128256
+    assert head.is_late and head.between == t * v + t * d + 2 * t * d
+    assert head.weight_gradient == 2 * v * d
+    assert head.between + 2 * t * d + head.weight_gradient < head.forward  # dx once more: the scaled one

@@ -1,7 +1,8 @@
 """What an engine holds on to between forward and backward, and the bytes that follow from it. Pure.
 
 It decides as much as the layout. Deepwell's engine makes activation outputs again in the backward, keeps the inputs of
-other linears as FP8 codes, and computes head and loss in chunks whose gradients are made in the forward.
+other linears as FP8 codes, and computes head and loss in chunks whose gradients are made in the forward; that of an FP8
+head's weight waits, as the codes that it is made from.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class Head:
 
     forward: float  # while the loss is computed
     between: float  # from there to the backward, gradients of the weight apart
-    backward: float  # when the backward begins
-    weight_gradient: float  # made in the forward already
+    backward: float  # when the backward begins, besides; the weight's first gradient apart
+    weight_gradient: float
+    is_late: bool = False  # the weight's gradient is made in the backward; else in the forward already
 
 
 def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
@@ -102,8 +104,11 @@ def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
     hidden, weight = size * gemm.m * gemm.k, size * gemm.n * gemm.k
     if gemm.is_low:
         # Logits and their gradient's codes of a chunk, all of that gradient transposed, both codes of the weight.
-        forward = 1.5 * chunk + gemm.m * gemm.n + 2.0 * gemm.n * gemm.k + 2 * hidden
-        return Head(forward=forward, between=hidden, backward=weight + 2 * hidden, weight_gradient=weight)
+        codes = gemm.m * gemm.n
+        forward = 1.5 * chunk + codes + 2.0 * gemm.n * gemm.k + 2 * hidden
+        # What the weight's gradient is made from waits for the backward: these codes, and those of the input.
+        between = codes + gemm.m * gemm.k + hidden
+        return Head(forward=forward, between=between, backward=2 * hidden, weight_gradient=weight, is_late=True)
     # The backward scales the gradients that the forward made: old and new stand beside each other.
     return Head(
         forward=chunk + weight + 2 * hidden, between=hidden, backward=weight + 2 * hidden, weight_gradient=weight

@@ -77,9 +77,12 @@ def _at_its_peak(job: Job, memory: StageMemory, keeps: Keeps) -> StageMemory:
     whole = head.weight_gradient if memory.logits else 0.0
     each = memory.grads / max(1.0, sum(rank_params(job, stages)))
     memory = replace(memory, grads=memory.grads + max(0.0, whole - each * job.tail.dense_params))
-    moments = [(0.0, working, whole)]
+    # GPipe alone has the heads of all micro-batches wait for their backwards; elsewhere each is followed by its own.
+    waits = job.layout.pp > 1 and job.layout.schedule == "gpipe" and memory.logits
+    others = (job.micro_batches - 1) * head.between if waits else 0.0
+    moments = [(others, working, whole)]
     if memory.logits:
-        moments += [(head.forward, 0.0, 0.0), (head.backward, 0.0, whole)]
+        moments += [(others + head.forward, 0.0, 0.0), (others + head.between + head.backward, 0.0, whole)]
     logits, work, early = max(moments, key=lambda moment: moment[0] + moment[1])
     if job.micro_batches > 1 or job.layout.pp > 1 or not keeps.late_gradients:
         return replace(memory, logits=logits, workspace=work + LIBRARIES)

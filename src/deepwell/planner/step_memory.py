@@ -150,12 +150,15 @@ class _Player:
         if self.job.stages[stage].has_tail:
             self._note(end, f"head {label}", head=self.held_head + self.head.forward)
             self.held_head += self.head.between
-            self._add_gradient(self.head.weight_gradient, stage)
+            if not self.head.is_late:
+                self._add_gradient(self.head.weight_gradient, stage)
         self._note(end, label)
 
     def _backward(self, stage: int, label: str, start: float, end: float, *, frees: bool) -> None:
         here = self.job.stages[stage]
         if here.has_tail:
+            if self.head.is_late:
+                self._add_gradient(self.head.weight_gradient, stage)
             self._note(start, f"head {label}", head=self.held_head + self.head.backward)
             self.held_head = max(0.0, self.held_head - self.head.between)
         layers = list(self._layers(stage))
@@ -184,7 +187,7 @@ class _Player:
         self.activations = max(0.0, self.activations - sum(self._stage_bytes(stage)))
 
     def _add_gradient(self, size: float, stage: int) -> None:
-        """The head's weight gradient exists from its first forward on; later micro-batches add theirs to it."""
+        """The head's weight gradient exists from its first forward, or backward; later micro-batches add to it."""
         if self.per_param and stage not in self.done:
             self.gradients = max(self.gradients, size)
 
