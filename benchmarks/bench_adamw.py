@@ -244,7 +244,9 @@ def check_all(pairs: list[tuple[Variant, AnyConfig]]) -> set[tuple[Variant, AnyC
     """
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     wrong = set()
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    # One thread each: all of them with a thread for every core would wait for each other.
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for pair, verdict in zip(pairs, pool.map(check, *zip(*pairs, strict=True)), strict=True):
             if verdict:
                 print(f"WRONG: {pair[0].name}, {show(pair[1])}: {verdict}")
