@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import triton
 
 import aot
 from deepwell.errors import ConfigError, UnsupportedError
@@ -288,10 +287,9 @@ MODELS = [
 ]
 
 
-def compiled(shape, arch, *, fp8, interleaved=False, alone=False, config=None):
+def compiled(shape, arch, *, fp8, interleaved=False, alone=False, config=None, asm=True):
     hq, hk, hv, d, r = shape
     config = config or R.default_config((hq + hk + hv) * d)
-    power = triton.next_power_of_2
     arguments = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr"), torch.bfloat16),
         **dict.fromkeys(("yq_ptr", "yk_ptr", "yv_ptr"), None if fp8 else torch.bfloat16),
@@ -299,9 +297,8 @@ def compiled(shape, arch, *, fp8, interleaved=False, alone=False, config=None):
         "scale_ptr": torch.float32 if fp8 else None,
         **dict.fromkeys((name for name in R._rope_kernel.arg_names if name.startswith("stride_")), "i32"),
         **{"T": "i32", "S": "i32", "HQ": hq, "HK": hk, "HV": hv, "D": d, "R": r, "ROWS": config.rows},
-        **{"BLOCK_HQ": power(hq), "BLOCK_HK": power(hk), "BLOCK_HV": power(hv), "BLOCK_D": power(d)},
-        **{"BLOCK_PAIRS": power(r // 2), "BLOCK_REST": power(max(1, d - r))},
-        **{"INTERLEAVED": interleaved, "BACKWARD": fp8, "FP8_MAX": 448.0, "POW2": True},
+        **R.blocks((hq,) if alone else (hq, hk, hv), d, r, config, interleaved=interleaved),
+        **{"INTERLEAVED": interleaved, "BACKWARD": fp8, "FP8_MAX": 448.0, "POW2": True, "ASM": asm},
     }
     if alone:
         arguments |= dict.fromkeys(("k_ptr", "v_ptr", "yk_ptr", "yv_ptr"))
@@ -349,3 +346,28 @@ def test_codes_come_from_exact_divisions(arch):
     made = compiled(MODELS[0], arch, fp8=True)
     assert made.count(r"div\.rn\.f32") == 2
     assert made.count(r"div\.(approx|full)|rcp\.approx") == 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("shape", MODELS[:2], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_numbers_stay_two_in_a_register_and_with_their_thread(arch, shape, interleaved):
+    made = compiled(shape, arch, fp8=True, interleaved=interleaved)
+    elements = sum(shape[:3]) * shape[3] // (32 * R.default_config(sum(shape[:3]) * shape[3]).num_warps)
+    rotated = elements * (shape[0] + shape[1]) // sum(shape[:3])
+    # Rounded, scaled and encoded two at a time; the compiler's own conversions are for the one multiplier of the row.
+    assert made.count(r"cvt\.rn\.bf16x2\.f32") == rotated // 2
+    assert made.count(r"mul\.rn\.bf16x2") == made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == elements // 2
+    assert made.count(r"cvt\.rn\.bf16\.f32") <= 1
+    assert made.count(r"max\.NaN\.xorsign\.abs\.bf16x2") >= elements // 4
+    # One maximum goes from warp to warp, a number each; tiles do not.
+    assert made.shared_bytes <= 64
+    # 20 warps on a multiprocessor.
+    assert made.registers <= 96
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_other_gpus_get_the_plain_form(arch):
+    made = compiled(MODELS[1], arch, fp8=True, asm=False)
+    assert made.spill_bytes == 0
+    assert made.count(r"max\.NaN\.xorsign|mul\.rn\.bf16x2") == 0

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
+from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, saturate
+from deepwell.kernels._head_tiles import turn
 from deepwell.kernels._triton import num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_fp8, check_shape, check_vector
 from deepwell.kernels.rms_norm import ROUNDINGS, sum_programs_kernel
@@ -30,18 +31,9 @@ from deepwell.kernels.rope import (
     GradOptions,
     Heads,
     RopeConfig,
-    _encode,
-    _largest,
-    _load_pairs,
-    _load_rest,
-    _pair_bits,
-    _rotate,
-    _store_pairs,
-    _store_rest,
     _table_strides,
     check_operand,
     check_tables,
-    default_config,
     rope_qkv_backward_ref,
     rotate_ref,
 )
@@ -141,6 +133,13 @@ BACKWARD_CONFIGS = (
 )
 
 
+def default_config(columns: int) -> RopeConfig:
+    """About 48 elements a thread: loads of 8 or 16 bytes also of the few heads of k and v, all of a row in flight."""
+    if columns <= 3072:
+        return RopeConfig(rows=4 if columns <= 768 else 2, num_warps=4)
+    return RopeConfig(rows=1, num_warps=4 if columns <= 12288 else 8 if columns <= 24576 else 16)
+
+
 def default_backward_config(columns: int) -> BackwardConfig:
     """About 12 elements of a row a thread: gradient, input and the weights' gradient lie in registers together."""
     num_warps = 4 if columns <= 1536 else 8 if columns <= 3072 else 16 if columns <= 8192 else 32
@@ -148,6 +147,71 @@ def default_backward_config(columns: int) -> BackwardConfig:
 
 
 # ---- kernels: a pointer that is None is a result that was not asked for ----
+
+
+@triton.jit
+def _load_pairs(row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The rotated columns of a tile of heads [rows, heads, P] as fp32: first and second of each pair."""
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * P)[None, None, :]
+        x = tl.load(row + h * stride_h + d, mask=live & (d < R), other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], P, 2]))
+    else:
+        i = tl.arange(0, P)[None, None, :]
+        mask = live & (i < R // 2)
+        x1 = tl.load(row + h * stride_h + i, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(row + h * stride_h + i + R // 2, mask=mask, other=0.0).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def _store_pairs(row, h, stride_h, live, y1, y2, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    DTYPE: tl.constexpr = row.dtype.element_ty
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * P)[None, None, :]
+        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], y1.shape[1], 2 * P])
+        tl.store(row + h * stride_h + d, y.to(DTYPE), mask=live & (d < R))
+    else:
+        i = tl.arange(0, P)[None, None, :]
+        mask = live & (i < R // 2)
+        tl.store(row + h * stride_h + i, y1.to(DTYPE), mask=mask)
+        tl.store(row + h * stride_h + i + R // 2, y2.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def _load_rest(row, h, stride_h, live, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Columns START .. D of a tile of heads, which nothing rotates, as fp32."""
+    d = START + tl.arange(0, P)[None, None, :]
+    return tl.load(row + h * stride_h + d, mask=live & (d < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rest(row, h, stride_h, live, y, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    d = START + tl.arange(0, P)[None, None, :]
+    tl.store(row + h * stride_h + d, y.to(row.dtype.element_ty), mask=live & (d < D))
+
+
+@triton.jit
+def _rotate(x1, x2, c1, c2, s1, s2, DTYPE: tl.constexpr, BACKWARD: tl.constexpr):
+    """One rotation, rounded to DTYPE."""
+    y1, y2 = turn(x1, x2, c1, c2, s1, s2, BACKWARD)
+    return y1.to(DTYPE).to(tl.float32), y2.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _largest(bits):
+    """The largest magnitude of each row of a tile [rows, heads, columns]."""
+    return tl.max(tl.max(bits, axis=2), axis=1)
+
+
+@triton.jit
+def _pair_bits(y1, y2):
+    return tl.maximum(magnitude_bits(y1), magnitude_bits(y2))
+
+
+@triton.jit
+def _encode(y, enc, FP8_MAX: tl.constexpr):
+    return saturate(y * enc[:, None, None], FP8_MAX)
 
 
 @triton.jit

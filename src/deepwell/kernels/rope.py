@@ -13,6 +13,7 @@ Cost: memory bound; bytes per element of a row in bf16: forward 2 + 2, backward 
 
 # Shapes: B batch, S sequence, T = B * S tokens, H heads, D head width, R <= D rotated columns of a head, W row width.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +21,21 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, saturate
-from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+from deepwell.kernels._bf16_words import encoded, larger
+from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
+from deepwell.kernels._head_tiles import (
+    heads_of,
+    largest,
+    load_columns,
+    load_pairs,
+    magnitudes,
+    rotated,
+    store_codes,
+    store_columns,
+    store_two,
+    within,
+)
+from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8
 from deepwell.kernels.quantize import quantize_rows_ref
 
@@ -150,92 +164,24 @@ CONFIGS = (
     RopeConfig(rows=1, num_warps=8),
     RopeConfig(rows=1, num_warps=16),
     RopeConfig(rows=1, num_warps=1),
+    RopeConfig(rows=2, num_warps=1),
     RopeConfig(rows=2, num_warps=2),
     RopeConfig(rows=2, num_warps=4),
     RopeConfig(rows=2, num_warps=8),
     RopeConfig(rows=4, num_warps=4),
-    RopeConfig(rows=4, num_warps=8),
 )
 
 
 def default_config(columns: int) -> RopeConfig:
-    """About 48 elements a thread: loads of 8 or 16 bytes also of the few heads of k and v, all of a row in flight."""
-    if columns <= 768:
-        return CONFIGS[8]
-    if columns <= 3072:
-        return CONFIGS[6]
-    return CONFIGS[0] if columns <= 12288 else CONFIGS[2] if columns <= 24576 else CONFIGS[3]
+    """At most 96 elements a thread: what a thread does once is shared by many, and loads are of 16 bytes.
+
+    Instructions an element (sm_90, 48 heads of 64): 9.8 to FP8 with 96, 14.0 with 48; forward 5.7, 8.2. Not timed yet.
+    """
+    rows = 4 if columns <= 768 else 2 if columns <= 1536 else 1
+    return RopeConfig(rows=rows, num_warps=min(16, triton.next_power_of_2(triton.cdiv(columns, 32 * 96))))
 
 
 # ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
-
-
-@triton.jit
-def _load_pairs(row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The rotated columns of a tile of heads [rows, heads, P] as fp32: first and second of each pair."""
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * P)[None, None, :]
-        x = tl.load(row + h * stride_h + d, mask=live & (d < R), other=0.0).to(tl.float32)
-        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], P, 2]))
-    else:
-        i = tl.arange(0, P)[None, None, :]
-        mask = live & (i < R // 2)
-        x1 = tl.load(row + h * stride_h + i, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(row + h * stride_h + i + R // 2, mask=mask, other=0.0).to(tl.float32)
-    return x1, x2
-
-
-@triton.jit
-def _store_pairs(row, h, stride_h, live, y1, y2, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    DTYPE: tl.constexpr = row.dtype.element_ty
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * P)[None, None, :]
-        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], y1.shape[1], 2 * P])
-        tl.store(row + h * stride_h + d, y.to(DTYPE), mask=live & (d < R))
-    else:
-        i = tl.arange(0, P)[None, None, :]
-        mask = live & (i < R // 2)
-        tl.store(row + h * stride_h + i, y1.to(DTYPE), mask=mask)
-        tl.store(row + h * stride_h + i + R // 2, y2.to(DTYPE), mask=mask)
-
-
-@triton.jit
-def _load_rest(row, h, stride_h, live, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Columns START .. D of a tile of heads, which nothing rotates, as fp32."""
-    d = START + tl.arange(0, P)[None, None, :]
-    return tl.load(row + h * stride_h + d, mask=live & (d < D), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_rest(row, h, stride_h, live, y, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    d = START + tl.arange(0, P)[None, None, :]
-    tl.store(row + h * stride_h + d, y.to(row.dtype.element_ty), mask=live & (d < D))
-
-
-@triton.jit
-def _rotate(x1, x2, c1, c2, s1, s2, DTYPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """One rotation, rounded to DTYPE. The explicit fma leaves the compiler no choice: every variant has these bits."""
-    if BACKWARD:
-        y1, y2 = tl.fma(x1, c1, x2 * s2), tl.fma(x2, c2, -(x1 * s1))
-    else:
-        y1, y2 = tl.fma(x1, c1, -(x2 * s1)), tl.fma(x2, c2, x1 * s2)
-    return y1.to(DTYPE).to(tl.float32), y2.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _largest(bits):
-    """The largest magnitude of each row of a tile [rows, heads, columns]."""
-    return tl.max(tl.max(bits, axis=2), axis=1)
-
-
-@triton.jit
-def _pair_bits(y1, y2):
-    return tl.maximum(magnitude_bits(y1), magnitude_bits(y2))
-
-
-@triton.jit
-def _encode(y, enc, FP8_MAX: tl.constexpr):
-    return saturate(y * enc[:, None, None], FP8_MAX)
 
 
 @triton.jit
@@ -283,68 +229,95 @@ def _rope_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POW2: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    # One program, ROWS tokens with all their heads. Tiles are [token, head, column]; y is written, c are its codes.
+    # One program, ROWS tokens with all their heads; y is written, c are its codes.
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    t32 = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
-    live = t32 < T
+    P: tl.constexpr = BLOCK_PAIRS
+    HALF: tl.constexpr = BLOCK_D // 2  # v lies in two tiles, too
+    if ROWS == 1:
+        # One token: its place is the same for all threads, and nothing is masked.
+        t32 = tl.program_id(0)
+        live = tl.full([1, 1, 1, 1], True, tl.int1)
+    else:
+        t32 = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None, None]
+        live = t32 < T
     b, s = (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
     t = t32.to(tl.int64)
 
-    # 64 bits: heads before positions, the last one begins past 2^31 elements from half a million tokens on.
-    hq = tl.arange(0, BLOCK_HQ)[None, :, None].to(tl.int64)
-    live_q = live & (hq < HQ)
-    q_row = q_ptr + b * stride_qb + s * stride_qs
-    q1, q2 = _load_pairs(q_row, hq, stride_qh, live_q, R, BLOCK_PAIRS, INTERLEAVED)
-    if R < D:
-        q3 = _load_rest(q_row, hq, stride_qh, live_q, R, D, BLOCK_REST)
-    if k_ptr is not None:
-        hk = tl.arange(0, BLOCK_HK)[None, :, None].to(tl.int64)
-        live_k = live & (hk < HK)
-        k_row = k_ptr + b * stride_kb + s * stride_ks
-        k1, k2 = _load_pairs(k_row, hk, stride_kh, live_k, R, BLOCK_PAIRS, INTERLEAVED)
-        if R < D:
-            k3 = _load_rest(k_row, hk, stride_kh, live_k, R, D, BLOCK_REST)
     if v_ptr is not None:
-        hv = tl.arange(0, BLOCK_HV)[None, :, None].to(tl.int64)
-        live_v = live & (hv < HV)
-        v = _load_rest(v_ptr + b * stride_vb + s * stride_vs, hv, stride_vh, live_v, 0, D, BLOCK_D)
-
-    c1, c2 = _load_pairs(cos_ptr + b * stride_cos_b + s * stride_cos_s, 0, 0, live, R, BLOCK_PAIRS, INTERLEAVED)
-    s1, s2 = _load_pairs(sin_ptr + b * stride_sin_b + s * stride_sin_s, 0, 0, live, R, BLOCK_PAIRS, INTERLEAVED)
-    q1, q2 = _rotate(q1, q2, c1, c2, s1, s2, DTYPE, BACKWARD)
+        hv = heads_of(BLOCK_HV, GROUP)
+        live_v = within(live, hv, HV, BLOCK_HV)
+        v_row = v_ptr + b * stride_vb + s * stride_vs
+        if INTERLEAVED:
+            v1 = load_columns(v_row, hv, stride_vh, live_v, 0, D, BLOCK_D, RUN)
+            v2 = v1
+        else:
+            v1 = load_columns(v_row, hv, stride_vh, live_v, 0, HALF, HALF, RUN)
+            v2 = load_columns(v_row, hv, stride_vh, live_v, HALF, D, HALF, RUN)
+    hq = heads_of(BLOCK_HQ, GROUP)
+    live_q = within(live, hq, HQ, BLOCK_HQ)
+    q_row = q_ptr + b * stride_qb + s * stride_qs
+    q1, q2 = load_pairs(q_row, hq, stride_qh, live_q, R, P, INTERLEAVED, RUN, ASM)
+    if R < D:
+        q3 = load_columns(q_row, hq, stride_qh, live_q, R, D, BLOCK_REST, RUN)
     if k_ptr is not None:
-        k1, k2 = _rotate(k1, k2, c1, c2, s1, s2, DTYPE, BACKWARD)
+        hk = heads_of(BLOCK_HK, GROUP)
+        live_k = within(live, hk, HK, BLOCK_HK)
+        k_row = k_ptr + b * stride_kb + s * stride_ks
+        k1, k2 = load_pairs(k_row, hk, stride_kh, live_k, R, P, INTERLEAVED, RUN, ASM)
+        if R < D:
+            k3 = load_columns(k_row, hk, stride_kh, live_k, R, D, BLOCK_REST, RUN)
+
+    # Every thread reads the columns it has of q: no exchange.
+    same = heads_of(GROUP, GROUP)
+    c1, c2 = load_pairs(cos_ptr + b * stride_cos_b + s * stride_cos_s, same, 0, live, R, P, INTERLEAVED, RUN, ASM)
+    s1, s2 = load_pairs(sin_ptr + b * stride_sin_b + s * stride_sin_s, same, 0, live, R, P, INTERLEAVED, RUN, ASM)
+    q1, q2 = rotated(q1, q2, c1, c2, s1, s2, DTYPE, BACKWARD, INTERLEAVED, ASM)
+    if k_ptr is not None:
+        k1, k2 = rotated(k1, k2, c1, c2, s1, s2, DTYPE, BACKWARD, INTERLEAVED, ASM)
 
     if yq_ptr is not None:
-        _store_pairs(yq_ptr + t * stride_yqt, hq, stride_yh, live_q, q1, q2, R, BLOCK_PAIRS, INTERLEAVED)
+        y_row = yq_ptr + t * stride_yqt
+        store_two(y_row, hq, stride_yh, live_q, q1, q2, R // 2, R, P, INTERLEAVED, RUN)
         if R < D:
-            _store_rest(yq_ptr + t * stride_yqt, hq, stride_yh, live_q, q3, R, D, BLOCK_REST)
+            store_columns(y_row, hq, stride_yh, live_q, q3, R, D, BLOCK_REST, RUN)
         if k_ptr is not None:
-            _store_pairs(yk_ptr + t * stride_ykt, hk, stride_yh, live_k, k1, k2, R, BLOCK_PAIRS, INTERLEAVED)
+            y_row = yk_ptr + t * stride_ykt
+            store_two(y_row, hk, stride_yh, live_k, k1, k2, R // 2, R, P, INTERLEAVED, RUN)
             if R < D:
-                _store_rest(yk_ptr + t * stride_ykt, hk, stride_yh, live_k, k3, R, D, BLOCK_REST)
+                store_columns(y_row, hk, stride_yh, live_k, k3, R, D, BLOCK_REST, RUN)
         if v_ptr is not None:
-            _store_rest(yv_ptr + t * stride_yvt, hv, stride_yh, live_v, v, 0, D, BLOCK_D)
+            store_two(yv_ptr + t * stride_yvt, hv, stride_yh, live_v, v1, v2, HALF, D, HALF, INTERLEAVED, RUN)
 
     if cq_ptr is not None:
-        bits = tl.maximum(_largest(_pair_bits(q1, q2)), _largest(_pair_bits(k1, k2)))
-        bits = tl.maximum(bits, _largest(magnitude_bits(v)))
+        FP8: tl.constexpr = cq_ptr.dtype.element_ty
+        both = larger(magnitudes(q1, q2, ASM), magnitudes(k1, k2, ASM), ASM)
+        if HALF == P:
+            bits = largest(larger(both, magnitudes(v1, v2, ASM), ASM), ASM)
+        else:
+            bits = tl.maximum(largest(both, ASM), largest(magnitudes(v1, v2, ASM), ASM))
         if R < D:
-            bits = tl.maximum(bits, tl.maximum(_largest(magnitude_bits(q3)), _largest(magnitude_bits(k3))))
+            rest = larger(magnitudes(q3, q3, ASM), magnitudes(k3, k3, ASM), ASM)
+            bits = tl.maximum(bits, largest(rest, ASM))
         enc = multiplier_from_bits(bits, FP8_MAX, POW2, ZERO_ROW)
-        q1, q2 = _encode(q1, enc, FP8_MAX), _encode(q2, enc, FP8_MAX)
-        _store_pairs(cq_ptr + t * stride_yqt, hq, stride_yh, live_q, q1, q2, R, BLOCK_PAIRS, INTERLEAVED)
-        k1, k2 = _encode(k1, enc, FP8_MAX), _encode(k2, enc, FP8_MAX)
-        _store_pairs(ck_ptr + t * stride_ykt, hk, stride_yh, live_k, k1, k2, R, BLOCK_PAIRS, INTERLEAVED)
-        _store_rest(cv_ptr + t * stride_yvt, hv, stride_yh, live_v, _encode(v, enc, FP8_MAX), 0, D, BLOCK_D)
+        e = enc[:, None, None, None]
+        c_row = cq_ptr + t * stride_yqt
+        store_codes(c_row, hq, stride_yh, live_q, q1, q2, e, R // 2, R, P, INTERLEAVED, RUN, POW2, ASM)
         if R < D:
-            _store_rest(cq_ptr + t * stride_yqt, hq, stride_yh, live_q, _encode(q3, enc, FP8_MAX), R, D, BLOCK_REST)
-            _store_rest(ck_ptr + t * stride_ykt, hk, stride_yh, live_k, _encode(k3, enc, FP8_MAX), R, D, BLOCK_REST)
+            store_columns(c_row, hq, stride_yh, live_q, encoded(q3, e, FP8, ASM, POW2), R, D, BLOCK_REST, RUN)
+        c_row = ck_ptr + t * stride_ykt
+        store_codes(c_row, hk, stride_yh, live_k, k1, k2, e, R // 2, R, P, INTERLEAVED, RUN, POW2, ASM)
+        if R < D:
+            store_columns(c_row, hk, stride_yh, live_k, encoded(k3, e, FP8, ASM, POW2), R, D, BLOCK_REST, RUN)
+        c_row = cv_ptr + t * stride_yvt
+        store_codes(c_row, hv, stride_yh, live_v, v1, v2, e, HALF, D, HALF, INTERLEAVED, RUN, POW2, ASM)
         token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         tl.store(scale_ptr + token, tl.div_rn(1.0, enc), mask=token < T)
 
@@ -482,7 +455,7 @@ def _launch(
 ) -> None:
     """Run the kernel on one operand or three [B, S, H, D]; results are [T, H, D] with one head stride for all."""
     b, s, _, d = read[0].shape
-    heads = [x.shape[2] for x in read] + [1] * (3 - len(read))
+    heads = [x.shape[2] for x in read]
     columns = sum(x.shape[2] for x in read) * d
     if columns > MAX_WIDTH:
         raise UnsupportedError(f"rows of {columns} columns do not fit registers; at most {MAX_WIDTH}")
@@ -506,24 +479,39 @@ def _launch(
             *(stride for table in tables for stride in _table_strides(table)),
             *(x.stride(0) if x is not None else 0 for x in _three(like)),
             like[0].stride(1),
-            HQ=heads[0],
-            HK=heads[1],
-            HV=heads[2],
+            **dict(zip(("HQ", "HK", "HV"), heads + [1] * (3 - len(heads)), strict=True)),
             D=d,
             R=r,
             ROWS=config.rows,
-            BLOCK_HQ=triton.next_power_of_2(heads[0]),
-            BLOCK_HK=triton.next_power_of_2(heads[1]),
-            BLOCK_HV=triton.next_power_of_2(heads[2]),
-            BLOCK_D=triton.next_power_of_2(d),
-            BLOCK_PAIRS=triton.next_power_of_2(r // 2),
-            BLOCK_REST=triton.next_power_of_2(max(1, d - r)),
+            **blocks(heads, d, r, config, interleaved=convention == "interleaved"),
             INTERLEAVED=convention == "interleaved",
             BACKWARD=backward,
             FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
             POW2=options.pow2,
+            ASM=runs_ptx(read[0], _rope_kernel),
             num_warps=config.num_warps,
         )
+
+
+def blocks(
+    heads: Sequence[int], width: int, rotated: int, config: RopeConfig, *, interleaved: bool = False
+) -> dict[str, int]:
+    """Sizes of the kernel's tiles, powers of two, for the heads of one operand or of three (`_head_tiles`)."""
+    power = triton.next_power_of_2
+    pairs, threads = power(rotated // 2), 32 * config.num_warps
+    # Columns in a row of one thread: 16 bytes of bf16, or 8 where that would leave threads without a head of k or v.
+    fewest, columns = max(map(power, heads[1:] or heads)), config.rows * pairs * (2 if interleaved else 1)
+    run = 8 if threads * 8 // columns <= fewest else 4
+    group = min(max(1, threads * run // columns), power(heads[0]))
+    tiles = [max(group, power(h)) for h in heads] + [group] * (3 - len(heads))
+    return {
+        **dict(zip(("BLOCK_HQ", "BLOCK_HK", "BLOCK_HV"), tiles, strict=True)),
+        "BLOCK_D": power(width),
+        "BLOCK_PAIRS": pairs,
+        "BLOCK_REST": power(max(1, width - rotated)),
+        "GROUP": group,
+        "RUN": run,
+    }
 
 
 def _three(operands: Any) -> list[Tensor | None]:

@@ -1,0 +1,135 @@
+"""Tiles of heads for rotary embeddings: which thread has what, loads and stores, rotation, magnitudes, codes.
+
+A tile is [rows, heads of a group, groups, columns]. Columns of half a head, rows and heads of a group take all threads,
+in this order (Triton's own, of dimensions that follow columns), so that tables, q, k and v lie alike: a thread has the
+same columns of each, groups are its registers, and nothing is exchanged but one maximum.
+"""
+
+# ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
+
+from deepwell.kernels._bf16_words import bits_of, encoded, floats, larger, rounded
+from deepwell.kernels._triton import tl, triton
+
+
+@triton.jit
+def heads_of(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Numbers of heads. 64 bits: heads before positions, the last one begins past 2^31 elements from half a million
+    tokens on."""
+    h = tl.arange(0, GROUP)[None, :, None, None] + GROUP * tl.arange(0, BLOCK // GROUP)[None, None, :, None]
+    return h.to(tl.int64)
+
+
+@triton.jit
+def columns(START: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr):
+    """Columns, of which a thread has RUN in a row: codes stay with the thread whose numbers they are."""
+    WIDTH: tl.constexpr = RUN if RUN < BLOCK else BLOCK
+    return START + tl.max_contiguous(tl.arange(0, BLOCK), WIDTH)[None, None, None, :]
+
+
+@triton.jit
+def within(live, index, LIMIT: tl.constexpr, END: tl.constexpr):
+    """The mask of what is live and below LIMIT, of indices that end at END."""
+    if LIMIT >= END:
+        return live
+    else:
+        return live & (index < LIMIT)
+
+
+@triton.jit
+def load_columns(
+    row, h, stride_h, live, START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr
+):
+    """Columns START .. END of heads."""
+    d = columns(START, BLOCK, RUN)
+    return tl.load(row + h * stride_h + d, mask=within(live, d, END, START + BLOCK), other=0.0)
+
+
+@triton.jit
+def store_columns(
+    row, h, stride_h, live, y, START: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr
+):
+    d = columns(START, BLOCK, RUN)
+    tl.store(row + h * stride_h + d, y, mask=within(live, d, END, START + BLOCK))
+
+
+@triton.jit
+def load_pairs(
+    row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The rotated columns of heads as fp32: first and second of each pair."""
+    if INTERLEAVED:
+        x = floats(load_columns(row, h, stride_h, live, 0, R, 2 * P, RUN), ASM)
+        return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], P, 2]))
+    else:
+        x1 = load_columns(row, h, stride_h, live, 0, R // 2, P, RUN)
+        x2 = load_columns(row, h, stride_h, live, R // 2, R, P, RUN)
+        return floats(x1, ASM), floats(x2, ASM)
+
+
+@triton.jit
+def store_two(
+    row, h, stride_h, live, y1, y2, SECOND: tl.constexpr, END: tl.constexpr, P: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Store columns 0 .. END of heads that lie in two tiles, the second from SECOND on; in one where interleaved."""
+    if INTERLEAVED:
+        store_columns(row, h, stride_h, live, y1, 0, END, 2 * P, RUN)
+    else:
+        store_columns(row, h, stride_h, live, y1, 0, SECOND, P, RUN)
+        store_columns(row, h, stride_h, live, y2, SECOND, END, P, RUN)
+
+
+@triton.jit
+def turn(x1, x2, c1, c2, s1, s2, BACKWARD: tl.constexpr):
+    """One rotation. The explicit fma leaves the compiler no choice: every variant has these bits."""
+    if BACKWARD:
+        return tl.fma(x1, c1, x2 * s2), tl.fma(x2, c2, -(x1 * s1))
+    else:
+        return tl.fma(x1, c1, -(x2 * s1)), tl.fma(x2, c2, x1 * s2)
+
+
+@triton.jit
+def rotated(
+    x1, x2, c1, c2, s1, s2, DTYPE: tl.constexpr, BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr
+):
+    """One rotation in DTYPE: first and second of each pair, or twice the tile that holds both where they alternate."""
+    y1, y2 = turn(x1, x2, c1, c2, s1, s2, BACKWARD)
+    if INTERLEAVED:
+        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], y1.shape[1], y1.shape[2], 2 * y1.shape[3]])
+        y = rounded(y, DTYPE, ASM)
+        return y, y
+    else:
+        return rounded(y1, DTYPE, ASM), rounded(y2, DTYPE, ASM)
+
+
+@triton.jit
+def magnitudes(y1, y2, ASM: tl.constexpr):
+    """The larger magnitudes of two tiles, the largest of all groups: [rows, heads, 1, columns] as `larger` has them."""
+    m = larger(y1, y2, ASM)
+    for _ in tl.static_range(15):
+        if m.shape[2] > 1:
+            halves = tl.reshape(m, [m.shape[0], m.shape[1], 2, m.shape[2] // 2, m.shape[3]])
+            first, second = tl.split(tl.permute(halves, (0, 1, 3, 4, 2)))
+            m = larger(first, second, ASM)
+    return m
+
+
+@triton.jit
+def largest(m, ASM: tl.constexpr):
+    """The largest of each row, as bits of fp32."""
+    return tl.max(tl.reshape(bits_of(m, ASM), [m.shape[0], m.shape[1] * m.shape[3]]), axis=1)
+
+
+@triton.jit
+def store_codes(
+    row, h, stride_h, live, y1, y2, enc, SECOND: tl.constexpr, END: tl.constexpr, P: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RUN: tl.constexpr, POW2: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Store the codes of two tiles, or of the one that holds both; `enc` lets none of them saturate."""
+    FP8: tl.constexpr = row.dtype.element_ty
+    c1 = encoded(y1, enc, FP8, ASM, POW2)
+    if INTERLEAVED:
+        store_two(row, h, stride_h, live, c1, c1, SECOND, END, P, True, RUN)
+    else:
+        store_two(row, h, stride_h, live, c1, encoded(y2, enc, FP8, ASM, POW2), SECOND, END, P, False, RUN)
