@@ -1,5 +1,6 @@
 """The fused AdamW kernels, compiled without a GPU: accesses, arithmetic, registers and shared memory."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -86,8 +87,15 @@ def test_a_thread_holds_pieces_of_a_block_without_spills(config, monkeypatch):
     monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
     tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
     arguments = {**POINTERS, **_constants(Case(moment=FP8)), **tile}
-    made = aot.compile_kernel(adamw._adamw_kernel, arguments, arch=90, num_warps=config.num_warps)
+    registers = config.max_registers
+    made = aot.compile_kernel(
+        adamw._adamw_kernel, arguments, arch=90, num_warps=config.num_warps, max_registers=registers
+    )
     assert made.spill_bytes == 0
+    # Every load of the tile comes before the barrier that keeps it there.
+    head, _, rest = made.ptx.partition("bar.sync")
+    wide = r"ld\.global\S*\.v[24]\."
+    assert len(re.findall(wide, head)) == 4 * config.pieces and not re.findall(wide, rest)
     # All pieces of a row are one thread's, so that a block is worked out once: one root besides those of the elements.
     elements = config.rows * 128 // (config.num_warps * 32)
     assert made.count(r"rsqrt\.approx\.ftz") == elements + 1
