@@ -118,10 +118,10 @@ def _how(*, fp8: bool) -> tuple[Any, ...]:
 
 
 def _head_grads(s: Sizes, needs: list[bool], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The loss' gradient, what a head's forward left for the backward, and the weight's dtype."""
+    """What a head's forward left for the backward, with the loss' gradient and the weight's dtype."""
     _, *made = ops.linear_cross_entropy_codes(*_head(s, fp8=True, bias=True), needs, *_how(fp8=True))
     dx, db = (grad if need else None for grad, need in zip(made[:2], needs, strict=True))
-    return torch.tensor(0.5), dx, db, *made[2:], dtype
+    return *made[2:], torch.tensor(0.5), dx, db, dtype
 
 
 def _routing(s: Sizes) -> tuple[Tensor, Tensor, Tensor]:

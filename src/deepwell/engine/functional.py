@@ -417,12 +417,13 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         loss, dx, db, *codes = ops.linear_cross_entropy_codes(x_TD, weight, bias, target, needs[::2], *how)
         kept = [grad if need else None for grad, need in zip((dx, db), needs[::2], strict=True)]
-        ctx.save_for_backward(*kept, *codes)
+        ctx.save_for_backward(*codes, *kept)
         ctx.needs, ctx.dtype, ctx.others = needs, weight.dtype, 2 + len(how)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        made = ops.linear_cross_entropy_backward(grads[0], *ctx.saved_tensors, ctx.dtype)
+        *codes, dx, db = ctx.saved_tensors
+        made = ops.linear_cross_entropy_backward(*codes, grads[0], dx, db, ctx.dtype)
         wanted = [grad if need else None for grad, need in zip(made, ctx.needs, strict=True)]
         return *wanted, *[None] * ctx.others

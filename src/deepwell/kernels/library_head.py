@@ -115,20 +115,18 @@ def _fake_linear_cross_entropy_codes(
     return loss, dx, db, qg_VT, g_scale, qx_DT, x_scale
 
 
-def _backward(grad: Tensor, dx: Tensor | None, db: Tensor | None, *operands: Any) -> tuple[Tensor, ...]:
+def _backward(*operands: Any) -> tuple[Tensor, ...]:
     """All gradients (dx, dW, db) in one op: what follows in a backward needs dx, so that no compiler moves the GEMM of
     dW, which nobody waits for, to the end and holds the codes until then.
     """
-    *codes, dtype = operands
+    *codes, grad, dx, db, dtype = operands
     dw = weight_gradient(WeightCodes(*codes), grad, dtype=dtype)
     dx, db = (made if made is None else (made * grad).to(made.dtype) for made in (dx, db))
     return _given(dw, dx, dw, db)
 
 
-def _fake_backward(
-    grad: Tensor, dx: Tensor | None, db: Tensor | None, qg: Tensor, g_scale: Tensor, qx: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
-    _, dtype = others
+def _fake_backward(*operands: Any) -> tuple[Tensor, ...]:
+    qg, _, qx, _, _, dx, db, dtype = operands
     dw = qg.new_empty((qg.shape[0], qx.shape[0]), dtype=dtype)
     dx, db = (made if made is None else made.new_empty(made.shape) for made in (dx, db))
     return _given(dw, dx, dw, db)
@@ -141,8 +139,8 @@ library._register(
     _fake_linear_cross_entropy_codes,
 )
 library._register(
-    "linear_cross_entropy_backward(Tensor grad, Tensor? dx, Tensor? db, Tensor qg, Tensor g_scale, Tensor qx,"
-    " Tensor x_scale, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_backward(Tensor qg, Tensor g_scale, Tensor qx, Tensor x_scale, Tensor grad, Tensor? dx,"
+    " Tensor? db, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
