@@ -208,12 +208,18 @@ def test_the_forward_with_residual_and_fp8_compiles_to_vectors_without_spills(ar
         "ROUND_FIRST": True,
         "ROWS": config.rows_per_program(4096),
         "BLOCK": config.block(4096),
+        **N._layout(config.block(4096), 4096, config.num_warps),
+        "ASM": True,
     }
     made = aot.compile_kernel(N._norm_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == made.stack_bytes == 0
     assert made.count(r"ld\.global\S*\.v4\.b32") >= 3
     assert made.count(r"st\.global\S*\.v4\.b32") >= 2
     assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+    # 16 elements a thread: rounded, times the weight and encoded two at a time, no division.
+    assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == 8
+    assert made.count(r"mul\.rn\.bf16x2") == 16
+    assert made.count(r"div\.") == 0
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
@@ -230,6 +236,9 @@ def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns):
         "POW2": True,
         "BLOCK": columns,
         "NUM_STAGES": config.num_stages,
+        "DENSE": True,
+        **N._layout(columns, columns, config.num_warps),
+        "ASM": True,
     }
     made = aot.compile_kernel(N._norm_backward_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == made.stack_bytes == 0
@@ -239,3 +248,29 @@ def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns):
     # The next row is under way in 16-byte copies while this one is computed.
     assert made.count(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10") >= 3
     assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+    # 8 elements a thread: rounded and encoded two at a time, and nothing is divided, nor masked.
+    assert made.count(r"cvt\.rn\.bf16x2\.f32") == made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == 4
+    assert made.count(r"max\.NaN\.xorsign\.abs\.bf16x2") == 3
+    assert made.count(r"cvt\.rn\.bf16\.f32") <= 1
+    assert made.count(r"div\.") == 0
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_scales_of_rows_of_every_size_have_the_bits_of_a_division(device, dtype, pow2):
+    # Largest values on both sides of 1.75 times a power of two, where the scale's exponent changes; subnormal ones,
+    # none at all, and rows that are not finite.
+    exponents = torch.cat((torch.arange(11), torch.arange(124, 131), torch.arange(245, 255)))
+    near = (exponents[:, None] * 0x80 + torch.tensor([0, 0x60, 0x61])).flatten()
+    sizes = torch.cat((near, torch.tensor([1, 2, 0x7F80, 0x7FC0])))
+    dr = torch.zeros(len(sizes), 128, dtype=torch.bfloat16)
+    dr[:, 77] = sizes.to(torch.int16).view(torch.bfloat16)
+    dr, zero = dr.to(device), torch.zeros_like(dr, device=device)
+    options = N.Options(fp8=dtype, pow2=pow2)
+    # Gradients of 0 leave dx as the residual's.
+    rstd = torch.ones(len(sizes), device=device)
+    got = N.rms_norm_backward(zero, zero, zero[0], rstd, d_residual_TD=dr, options=options)
+    assert_bitwise_equal(got.dx.nan_to_num(), dr.nan_to_num(), "dx")
+    q, scale = N.quantize_rows_ref(dr, pow2=pow2, dtype=dtype)
+    assert_bitwise_equal(got.scale.nan_to_num(nan=-1.0), scale.nan_to_num(nan=-1.0), "scale")
+    assert_bitwise_equal(got.q.float().nan_to_num(nan=-1.0), q.float().nan_to_num(nan=-1.0), "codes")

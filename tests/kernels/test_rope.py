@@ -287,9 +287,9 @@ MODELS = [
 ]
 
 
-def compiled(shape, arch, *, fp8, interleaved=False, alone=False, config=None, asm=True):
+def compiled(shape, arch, *, fp8, interleaved=False, alone=False, pow2=True, asm=True):
     hq, hk, hv, d, r = shape
-    config = config or R.default_config((hq + hk + hv) * d)
+    config = R.default_config((hq + hk + hv) * d)
     arguments = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr"), torch.bfloat16),
         **dict.fromkeys(("yq_ptr", "yk_ptr", "yv_ptr"), None if fp8 else torch.bfloat16),
@@ -298,7 +298,7 @@ def compiled(shape, arch, *, fp8, interleaved=False, alone=False, config=None, a
         **dict.fromkeys((name for name in R._rope_kernel.arg_names if name.startswith("stride_")), "i32"),
         **{"T": "i32", "S": "i32", "HQ": hq, "HK": hk, "HV": hv, "D": d, "R": r, "ROWS": config.rows},
         **R.blocks((hq,) if alone else (hq, hk, hv), d, r, config, interleaved=interleaved),
-        **{"INTERLEAVED": interleaved, "BACKWARD": fp8, "FP8_MAX": 448.0, "POW2": True, "ASM": asm},
+        **{"INTERLEAVED": interleaved, "BACKWARD": fp8, "FP8_MAX": 448.0, "POW2": pow2, "ASM": asm},
     }
     if alone:
         arguments |= dict.fromkeys(("k_ptr", "v_ptr", "yk_ptr", "yv_ptr"))
@@ -343,9 +343,11 @@ def test_interleaved_pairs_stay_within_a_thread(arch):
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 def test_codes_come_from_exact_divisions(arch):
-    made = compiled(MODELS[0], arch, fp8=True)
+    made = compiled(MODELS[0], arch, fp8=True, pow2=False)
     assert made.count(r"div\.rn\.f32") == 2
     assert made.count(r"div\.(approx|full)|rcp\.approx") == 0
+    # A power of two needs none.
+    assert compiled(MODELS[0], arch, fp8=True).count(r"div\.\S*f32|rcp\.approx") == 0
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)

@@ -41,6 +41,19 @@ def rounded(x, DTYPE: tl.constexpr, ASM: tl.constexpr):
         return x.to(DTYPE)
 
 
+_PRODUCT = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
+
+
+@triton.jit
+def product(x, y, ASM: tl.constexpr):
+    """x times y, both of one dtype, rounded to it once: bf16's product is exact in fp32 (above its subnormals)."""
+    if ASM and x.dtype == tl.bfloat16:
+        y = tl.broadcast_to(y, x.shape)
+        return tl.inline_asm_elementwise(_PRODUCT, "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
+
+
 # ---- magnitudes: |x| as bits of fp32, so that a maximum keeps inf and NaN ----
 
 _BITS = tl.constexpr("""{
