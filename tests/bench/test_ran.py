@@ -22,7 +22,9 @@ def kernels(variant: str) -> list[Kernel]:
 
 def claims(variant: str, *, head: bool = False) -> list[Claim]:
     schemes = dict.fromkeys([*LINEARS, *(["head"] if head else [])], FP8)
-    return engine_claims(schemes, ROWS[variant]["passes"], "head")
+    # The file has the 24 longest kernels, and the embedding's is shorter than these.
+    passes = {name: count for name, count in ROWS[variant]["passes"].items() if name != "embedding"}
+    return engine_claims(schemes, passes, "head")
 
 
 def test_what_fp8_claims_is_what_ran() -> None:

@@ -42,7 +42,7 @@ class StepOptions:
     burst: int = 3  # timed steps of a turn, after one that is not timed
     optimizer: str = "auto"  # auto: adamw_dw for Deepwell, torch's fused AdamW for peers, bf16 moments both
     order: str = "auto"
-    kernels: int = 24  # of the profile, the longest
+    kernels: int = 40  # of the profile, the longest
     seed: int = 0
 
     def __post_init__(self) -> None:

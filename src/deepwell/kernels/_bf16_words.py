@@ -64,9 +64,10 @@ _BITS = tl.constexpr("""{
 }""")
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 _LARGER_BITS = tl.constexpr("""{
-    .reg .b32 w;
-    max.NaN.xorsign.abs.bf16x2 w, $2, $3;
-    and.b32 w, w, 0x7FFF7FFF;
+    .reg .b32 w, z;
+    and.b32 w, $2, 0x7FFF7FFF;
+    and.b32 z, $3, 0x7FFF7FFF;
+    max.u16x2 w, w, z;
     shl.b32 $0, w, 16;
     and.b32 $1, w, 0x7FFF0000;
 }""")
