@@ -326,7 +326,7 @@ def test_training_and_evaluation_take_turns_without_compiling_again(model, batch
     assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "mxfp8"])
 def test_activation_checkpointing_of_hugging_face_changes_nothing(model, batch, precision) -> None:
     engine = dw.compile(model, precision=precision)
     loss = engine(**batch).loss

@@ -32,7 +32,9 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param(o, marks=[pytest.mark.slow] if o.startswith("after") else []) for o in ORDERS]
+)
 def test_the_backend_is_found_by_name_in_any_order_of_imports(order) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     code = f"{ORDERS[order]}\n{RUN}"

@@ -380,7 +380,7 @@ def test_a_tile_draws_the_same_random_bits_as_a_flat_pass(case, columns, device)
 
 
 # Interpreted, each of the larger ones takes ten seconds.
-_WORDS = [pytest.param(c, marks=[pytest.mark.slow] if c.rows * c.pieces > 64 else []) for c in WORD_CONFIGS]
+_WORDS = [pytest.param(c, marks=[pytest.mark.slow] if c.rows * c.pieces > 32 else []) for c in WORD_CONFIGS]
 
 
 @pytest.mark.parametrize("config", [*TILE_CONFIGS, *_WORDS], ids=str)

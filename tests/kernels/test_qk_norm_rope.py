@@ -108,7 +108,11 @@ def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, shape, pow2):
         assert_bitwise_equal(got.scale, wanted.scales[:, 0])
 
 
-@pytest.mark.parametrize("config", Q.BACKWARD_CONFIGS, ids=str)
+# Interpreted, each takes two seconds.
+_CONFIGS = [pytest.param(c, marks=[pytest.mark.slow] if i > 1 else []) for i, c in enumerate(Q.BACKWARD_CONFIGS)]
+
+
+@pytest.mark.parametrize("config", _CONFIGS, ids=str)
 def test_every_config_sums_all_tokens_into_the_weights_gradients(device, config):
     heads, qkv, grads, weights, tables = make((2, 1, 1, 16), device, b=3, s=7)
     made = Q.qk_norm_rope(qkv, weights, *tables, heads=heads)

@@ -144,7 +144,11 @@ def test_other_dtypes_are_no_worse_than_torch(device, dtype):
     assert got[0].dtype is dtype
 
 
-@pytest.mark.parametrize("config", R.CONFIGS, ids=str)
+# Interpreted, each takes two seconds.
+_CONFIGS = [pytest.param(c, marks=[pytest.mark.slow] if i % 3 else []) for i, c in enumerate(R.CONFIGS)]
+
+
+@pytest.mark.parametrize("config", _CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(device, config):
     # 11 tokens: the last program of several rows is ragged.
     heads, qkv, grads, cos, sin = make((4, 2, 2, 32, 32), device, b=1, s=11)

@@ -134,7 +134,8 @@ def test_a_kernel_without_memory_in_the_race_is_skipped_and_the_choice_not_kept(
     # Within the process it is asked again when the next graph is compiled; another process finds no such choice.
     assert registry.choose(ASKED) is choice
     registry.forget_skipped()
-    assert registry.choose(ASKED).kernel == "scarce"
+    again = registry.choose(ASKED)  # who is faster is the machine's business
+    assert "scarce" in again.ranking() and not again.skipped()
 
 
 def test_a_choice_in_which_nobody_lacked_memory_stays():
