@@ -4,7 +4,8 @@
 
 python := .venv/bin/python
 # The tree is checked as it stands, and each test process keeps to one core: two of them run at once.
-test_env := DEEPWELL_FULL_TESTS=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Bytecode is kept also where the machine says otherwise: tests start many Pythons, and each would compile everything.
+test_env := DEEPWELL_FULL_TESTS=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1  /p' $(firstword $(MAKEFILE_LIST)) | awk -F'  ' '{printf "  make %-8s %s\n", $$1, $$2}'
