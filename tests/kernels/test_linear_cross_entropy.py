@@ -277,3 +277,11 @@ def test_on_hopper_an_fp8_head_keeps_the_models_dtype(monkeypatch):
     monkeypatch.setattr(gemm, "_capability", lambda device: (9, 0))
     after = linear_cross_entropy(x, w, y, head=Head(fp8=True))
     assert all(torch.equal(mine, ref) for mine, ref in zip(after[:3], before[:3], strict=True))
+
+
+def test_without_tokens_the_weights_gradient_is_zero(monkeypatch):
+    # The first chunk writes dW, and there is none.
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, float("nan")))
+    w = torch.randn(32, 16).bfloat16()
+    made = module.linear_cross_entropy(w.new_empty(0, 16), w, torch.empty(0, dtype=torch.long))
+    assert made.dw is not None and torch.equal(made.dw, torch.zeros_like(w))

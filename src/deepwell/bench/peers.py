@@ -97,7 +97,7 @@ def _patched_apart(
     home = sys.modules[type(model).__module__]
     before = dict(vars(home))
     patch()
-    names = {name: value for name, value in vars(home).items() if before.get(name) is not value}
+    names = {name: value for name, value in vars(home).items() if before.get(name, value) is not value}
     for name in names:
         setattr(home, name, before[name])
     run = how(model)

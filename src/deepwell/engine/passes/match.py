@@ -263,14 +263,13 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
-def replace_by_call(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def replace_by_call(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     """Put a call of another op with the same value in the place of `node` and drop `node`."""
     graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_function(target, args)
     new.meta.update(node.meta)
-    # the old op's operands as it was traced with: Inductor would bind them to the new op's parameters
+    # The operands that the old op was traced with: Inductor would bind them to the new op's parameters
     new.meta.pop("eager_input_vals", None)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
-    return new
