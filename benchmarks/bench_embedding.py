@@ -12,14 +12,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import triton
 from torch import Tensor
 
 from deepwell.kernels.embedding import CONFIGS, default_config, embedding_backward, embedding_backward_ref
-
-
-def median_us(run: Callable[[], object]) -> float:
-    return 1e3 * triton.testing.do_bench(run, warmup=5, rep=20, return_mode="median")
+from deepwell.kernels.timing import cold_median_us
 
 
 def draws(tokens: int, rows: int) -> Iterator[tuple[str, Tensor]]:
@@ -52,10 +48,10 @@ def main() -> None:
     torch.manual_seed(0)
     grad = torch.randn(given.tokens, given.width, device="cuda").bfloat16()
     zeros = partial(torch.zeros, (given.rows, given.width), dtype=torch.bfloat16, device="cuda")
-    print(f"{given.tokens} tokens, weight {given.rows} x {given.width}, bf16; zeros {median_us(zeros):.1f} us")
+    print(f"{given.tokens} tokens, weight {given.rows} x {given.width}, bf16; zeros {cold_median_us(zeros):.1f} us")
     for name, index in draws(given.tokens, given.rows):
         words, counts = index.unique(return_counts=True)
-        sorting = median_us(partial(torch.sort, index.int(), stable=True))
+        sorting = cold_median_us(partial(torch.sort, index.int(), stable=True))
         print(f"{name}: {words.numel()} words, the most frequent {int(counts.max())} times; sort {sorting:.1f} us")
         wanted = embedding_backward_ref(grad, index, given.rows, -1).float()
         for variant, run in variants(grad, index, given.rows):
@@ -64,7 +60,7 @@ def main() -> None:
             again = "same bits" if torch.equal(made, run()) else "other bits"
             # Roundings of bf16 and fp32 sums in another order; torch's own may add in bf16.
             wrong = f" WRONG: off by {error:.1e}" if not error < 5e-3 and "torch" not in variant else ""
-            print(f"  {variant:36} {median_us(run):8.1f} us  {again}  error {error:.1e}{wrong}")
+            print(f"  {variant:36} {cold_median_us(run):8.1f} us  {again}  error {error:.1e}{wrong}")
         del wanted
 
 

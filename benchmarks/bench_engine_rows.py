@@ -15,24 +15,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from deepwell.kernels import bias_activation, cross_entropy, rms_norm, swiglu
 from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.timing import cold_median_us
 
 E4M3 = torch.float8_e4m3fn
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    return float(triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")) * 1e3
 
 
 def copy_bandwidth() -> float:
     """Bytes per microsecond of a large copy."""
     x = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.numel() / microseconds(lambda: y.copy_(x))
+    return 2 * x.numel() / cold_median_us(lambda: y.copy_(x))
 
 
 class Table:
@@ -44,7 +40,7 @@ class Table:
         print(f"{torch.cuda.get_device_name()}, copy {self.copy / 1e6:.2f} TB/s")
 
     def add(self, op: str, variant: str, num_bytes: float, run: Callable[[], Any]) -> None:
-        took = microseconds(run)
+        took = cold_median_us(run)
         share = num_bytes / took / self.copy
         self.rows.append({"op": op, "variant": variant, "us": took, "gb_s": num_bytes / took / 1e3, "share": share})
         print(f"{op:34} {variant:48} {took:9.1f} us {num_bytes / took / 1e3:8.0f} GB/s {share:6.1%}")

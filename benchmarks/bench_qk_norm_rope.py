@@ -14,27 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from deepwell.kernels import qk_norm_rope as fused
 from deepwell.kernels import rope
 from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.rms_norm import rms_norm, rms_norm_backward
+from deepwell.kernels.timing import cold_median_us
 
 E4M3 = torch.float8_e4m3fn
 # (q, k, v heads, head width) of Qwen3 0.6B and 8B and of 32B.
 HEADS = {"qwen3-0.6b": (16, 8, 8, 128), "qwen3-8b": (32, 8, 8, 128), "qwen3-32b": (64, 8, 8, 128)}
 
 
-def median_us(run: Callable[[], object]) -> float:
-    return 1e3 * triton.testing.do_bench(run, warmup=5, rep=20, return_mode="median")
-
-
 def copy_gbps() -> float:
     x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.numel() / median_us(lambda: y.copy_(x)) / 1e3
+    return 2 * x.numel() / cold_median_us(lambda: y.copy_(x)) / 1e3
 
 
 def difference(got: Any, wanted: Any) -> str | None:
@@ -92,7 +88,7 @@ def rows_of(model: str, tokens: int) -> list[dict[str, Any]]:
 
     def row(op: str, variant: str, num_bytes: int, run: Callable[[], Any], ref: Any = None) -> None:
         problem = None if ref is None else difference(run(), ref)
-        rows.append({"model": model, "op": op, "variant": variant, "bytes": num_bytes, "us": median_us(run),
+        rows.append({"model": model, "op": op, "variant": variant, "bytes": num_bytes, "us": cold_median_us(run),
                      "problem": problem})  # fmt: skip
 
     for config in rope.CONFIGS:

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import quantize_mx as Q
 from deepwell.kernels.quantize import amax
+from deepwell.kernels.timing import cold_median_us
 
 SHAPES = ((16384, 4096), (16384, 14336), (32768, 768))
 # Rows that are compared with the reference, whose intermediate tensors are large.
@@ -37,14 +37,10 @@ class Row:
     problem: str = ""
 
 
-def median_us(run: Callable[[], object]) -> float:
-    return 1e3 * triton.testing.do_bench(run, warmup=5, rep=20, return_mode="median")
-
-
 def copy_gbps() -> float:
     source = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_us(lambda: target.copy_(source)) / 1e3
+    return 2 * source.nbytes / cold_median_us(lambda: target.copy_(source)) / 1e3
 
 
 def wrong_bits(got: Tensor, wanted: Tensor) -> str:
@@ -111,7 +107,7 @@ def main() -> None:
         x = (torch.randn(t, k, device="cuda") * torch.exp2(2 * torch.randn(t, 1, device="cuda"))).bfloat16()
         for cases in (mx_cases, nv_cases):
             for op, config, num_bytes, run, problem in cases(x):
-                us = None if problem else median_us(run)
+                us = None if problem else cold_median_us(run)
                 gbps = None if us is None else num_bytes / us / 1e3
                 share = None if gbps is None else gbps / copy
                 rows.append(Row(op=op, shape=(t, k), config=config, us=us, gbps=gbps, of_copy=share, problem=problem))

@@ -23,6 +23,7 @@ from triton.errors import TritonError
 
 from deepwell.kernels import cross_entropy, quantize, rms_norm, rope, swiglu, transpose
 from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.kernels.timing import cold_median_us
 from deepwell.kernels.wgrad_operands import balance_scales
 
 E4M3 = torch.float8_e4m3fn
@@ -57,15 +58,11 @@ class Result:
     problem: str | None
 
 
-def median_us(run: Callable[[], object]) -> float:
-    return 1e3 * triton.testing.do_bench(run, warmup=5, rep=20, return_mode="median")
-
-
 def copy_gbps(device: str) -> float:
     """Read plus write bandwidth of a plain 1 GiB copy."""
     source = torch.empty(1 << 29, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_us(lambda: target.copy_(source)) / 1e3
+    return 2 * source.nbytes / cold_median_us(lambda: target.copy_(source)) / 1e3
 
 
 def same_bits(got: Tensor, wanted: Tensor) -> str | None:
@@ -443,7 +440,7 @@ CASES = {
 def run_case(case: Case, copy: float) -> Result:
     try:
         problem = case.check()
-        us = median_us(case.run)
+        us = cold_median_us(case.run)
     except (RuntimeError, TritonError) as error:
         # A config that does not compile or fit is a row of the table, not the end of it.
         problem, us = f"{type(error).__name__}: {error}".splitlines()[0][:120], float("inf")

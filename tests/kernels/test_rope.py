@@ -1,5 +1,7 @@
 """RoPE of merged rows: no worse than torch at the same dtype both ways, FP8 rows bit-equal to quantizing dqkv."""
 
+import re
+
 import pytest
 import torch
 
@@ -291,9 +293,9 @@ MODELS = [
 ]
 
 
-def compiled(shape, arch, *, fp8, interleaved=False, alone=False, pow2=True, asm=True):
+def compiled(shape, arch, *, fp8, interleaved=False, alone=False, pow2=True, asm=True, config=None):
     hq, hk, hv, d, r = shape
-    config = R.default_config((hq + hk + hv) * d)
+    config = config or R.default_config((hq + hk + hv) * d)
     arguments = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr"), torch.bfloat16),
         **dict.fromkeys(("yq_ptr", "yk_ptr", "yv_ptr"), None if fp8 else torch.bfloat16),
@@ -377,3 +379,10 @@ def test_other_gpus_get_the_plain_form(arch):
     made = compiled(MODELS[1], arch, fp8=True, asm=False)
     assert made.spill_bytes == 0
     assert made.count(r"max\.NaN\.xorsign|mul\.rn\.bf16x2") == 0
+
+
+def test_a_maximum_does_not_mix_the_tokens_of_a_warp():
+    # Lanes of two tokens: columns in bits 0 and 1, the token in bit 2, heads in bits 3 and 4. Triton 3.6 makes 8 4 2 1
+    # of one maximum over columns and heads, which takes in the other token and leaves out half the heads.
+    made = compiled(MODELS[1], 90, fp8=True, config=R.RopeConfig(rows=2, num_warps=1))
+    assert sorted(map(int, re.findall(r"shfl\.sync\.bfly\.b32[^;]*, (\d+), 31", made.ptx))) == [1, 2, 8, 16]

@@ -117,8 +117,13 @@ def magnitudes(y1, y2, ASM: tl.constexpr):
 
 @triton.jit
 def largest(m, ASM: tl.constexpr):
-    """The largest of each row, as bits of fp32."""
-    return tl.max(tl.reshape(bits_of(m, ASM), [m.shape[0], m.shape[1] * m.shape[3]]), axis=1)
+    """The largest of each row, as bits of fp32.
+
+    Columns and heads one after the other: rows lie between them in a warp, and Triton 3.6 exchanges neighbouring lanes
+    only, so that one maximum of both would mix rows.
+    """
+    of_heads = tl.max(bits_of(m, ASM), axis=3)
+    return tl.reshape(tl.max(of_heads, axis=1), [m.shape[0]])
 
 
 @triton.jit

@@ -30,6 +30,15 @@ def median_us(run: Call, device: str, budget_s: float = 0.1) -> float:
         return statistics.median(times_us(replay, place, budget_s))
 
 
+def cold_median_us(run: Call, warmup_ms: int = 5, rep_ms: int = 20) -> float:
+    """The median time of a call on the current GPU that finds nothing of its operands in L2, as in a step."""
+    from triton.testing import do_bench
+
+    run()
+    with recorded(run, torch.device("cuda", torch.cuda.current_device())) as replay:
+        return 1e3 * float(do_bench(replay, warmup=warmup_ms, rep=rep_ms, return_mode="median"))
+
+
 def times_us(run: Call, device: torch.device, budget_s: float) -> list[float]:
     """Times of single calls, by CUDA events on a GPU."""
     return _cuda_times(run, device, budget_s) if device.type == "cuda" else _cpu_times(run, budget_s)
