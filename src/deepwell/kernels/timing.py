@@ -4,6 +4,7 @@ The launches of a call are recorded once in a CUDA graph and replayed. Timed cal
 launches shows the host instead: FP8 looked twice as slow as it is at width 768, and all kernels alike at 4096^3.
 """
 
+import functools
 import itertools
 import logging
 import statistics
@@ -62,8 +63,14 @@ def recorded(run: Call, device: torch.device, pool: Any = None) -> Iterator[Call
             graph.reset()
 
 
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The one stream of all recordings on a device: memory that the allocator keeps for a stream serves no other."""
+    return torch.cuda.Stream(device)
+
+
 def _record(run: Call, pool: Any) -> torch.cuda.CUDAGraph | None:
-    stream = torch.cuda.Stream()
+    stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()  # libraries make the workspaces of this stream
@@ -73,8 +80,10 @@ def _record(run: Call, pool: Any) -> torch.cuda.CUDAGraph | None:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
     except torch.OutOfMemoryError:
+        _stream.cache_clear()
         raise
     except RuntimeError as error:
+        _stream.cache_clear()  # a stream whose recording broke off is left alone
         _log.info("timed call by call: its launches cannot be recorded (%s)", str(error).splitlines()[0][:200])
         torch.cuda.synchronize()
         return None
