@@ -49,20 +49,20 @@ from torch import Tensor
 
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw_moments import (
-    decode_e4m3,
+    BLOCK,
+    FP8,
+    blend_e4m3,
+    blend_ref,
     encode_e4m3,
+    encode_ref,
     magnitude_max,
-    multiplier_of,
     root_exact,
+    scale_of,
     store_scale,
 )
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref
 
-BLOCK = 128
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-FLT_MAX = torch.finfo(torch.float32).max
 # The stream of random bits. The moments take the bits of two neighbours of the parameter: one draw for all three.
 STREAM = 0
 
@@ -103,22 +103,22 @@ def adamw_ref(
     noise: Noise,
 ) -> None:
     """Reference for the update of one tensor, in place; all flat. `scales` are those of FP8 moments."""
-    g = grad.float() * hyper.factor
     p = (param if master is None else master).float()
-    m = exp_avg.float() if scales is None else _decode_ref(exp_avg, scales[0])
-    v = exp_avg_sq.float() if scales is None else _decode_ref(exp_avg_sq, scales[1]).square()
-    p = p * hyper.decay
-    m = m + (g - m) * hyper.weight1
-    v = v * hyper.beta2 + (g * g) * hyper.weight2
-    # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
-    root = v.double().sqrt().float()
-    p = p - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
     if scales is None:
+        g = grad.float() * hyper.factor
+        m, v = exp_avg.float(), exp_avg_sq.float()
+        m = m + (g - m) * hyper.weight1
+        v = v * hyper.beta2 + (g * g) * hyper.weight2
+        # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
+        root = v.double().sqrt().float()
         exp_avg.copy_(_round_ref(m, exp_avg.dtype, None))
         exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise.exp_avg_sq))
     else:
-        _encode_ref(m, exp_avg, scales[0], noise.exp_avg, is_root=False)
-        _encode_ref(root, exp_avg_sq, scales[1], noise.exp_avg_sq, is_root=True)
+        weights = (hyper.weight1, hyper.beta2, hyper.weight2, hyper.factor)
+        m, root = blend_ref((exp_avg, exp_avg_sq), scales, grad, weights)
+        encode_ref(m, exp_avg, scales[0], noise.exp_avg, is_root=False)
+        encode_ref(root, exp_avg_sq, scales[1], noise.exp_avg_sq, is_root=True)
+    p = p * hyper.decay - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
     if master is not None:
         master.copy_(p)
     param.copy_(_round_ref(p, param.dtype, noise.param))
@@ -131,31 +131,6 @@ def _round_ref(x: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
     largest = torch.finfo(torch.bfloat16).max
     rounded = ((x.view(torch.int32) + noise) & -65536).view(torch.float32).clamp(-largest, largest)
     return torch.where(x.isfinite(), rounded, x).to(dtype)
-
-
-def _decode_ref(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales.repeat_interleave(BLOCK)[: codes.numel()]
-
-
-def _encode_ref(x: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None, *, is_root: bool) -> None:
-    """E4M3 codes and block scales of x. Without noise to nearest, halves up; with it at random."""
-    padded = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
-    amax = padded.abs().amax(1, keepdim=True)
-    encode = (torch.full_like(amax, FP8_MAX) / amax).clamp(max=FLT_MAX)
-    encode = torch.where(amax == 0, 1.0, encode)
-    encode = torch.where(amax.isfinite(), encode, float("nan"))
-    scales.copy_((torch.ones_like(encode) / encode).flatten())
-    magnitude = (padded.abs() * encode).flatten()[: x.numel()].clamp(max=FP8_MAX)
-    is_small = magnitude < 2.0**-6
-    # A subnormal plus 2^-6 has the same step of 2^-9 as the first binade: both are rounded as mantissas.
-    bits = torch.where(is_small, magnitude + 2.0**-6, magnitude).view(torch.int32)
-    bits = bits + (0x80000 if noise is None else (noise << 4) + 8)
-    code = ((bits >> 20) - torch.where(is_small, 121 * 8, 120 * 8)).clamp(0, 126)
-    if is_root:
-        code = torch.where(x > 0, code.clamp(min=1), code)
-    code = code + (torch.signbit(x).int() << 7)
-    # A block with inf or NaN says so by its scale; its codes are zero.
-    codes.copy_(torch.where(magnitude.isnan(), 0, code).to(torch.uint8).view(FP8))
 
 
 # ---- configs: what the tuner may choose from; none changes a bit of the result ----
@@ -198,16 +173,34 @@ def configs_for_moments(moment: torch.dtype) -> tuple[Config, ...]:
 
 # ---- kernels ----
 
-# Root and quotient for what is stored in 8 bits of mantissa: the GPU's own, without the cases of subnormal numbers.
+# Root and inverse for what is stored in 8 bits of mantissa: the GPU's own, without the cases of subnormal numbers.
 _ROOT = tl.constexpr("sqrt.approx.ftz.f32 $0, $1;")
-_QUOTIENT = tl.constexpr("div.approx.ftz.f32 $0, $1, $2;")
+_INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+# Two numbers as bf16: noise is added below the upper half unless nothing may be; then the halves are put together.
+_ROUND = tl.constexpr(
+    """{ .reg .f32 u, v; .reg .b32 a, b; .reg .pred p, q;
+    abs.f32 u, $1;
+    abs.f32 v, $2;
+    setp.lt.f32 p, u, 0f7F7F0000;
+    setp.lt.f32 q, v, 0f7F7F0000;
+    mov.b32 a, $1;
+    mov.b32 b, $2;
+    @p add.u32 a, a, $3;
+    @q add.u32 b, b, $4;
+    prmt.b32 $0, a, b, 0x7632; }"""
+)
 
 
 @triton.jit
-def _ratio(m, denominator, EXACT: tl.constexpr, ASM: tl.constexpr):
+def _minus_step(p, m, root, step_size, correction, eps, EXACT: tl.constexpr, ASM: tl.constexpr):
+    """p - m / (root * correction + eps) * step_size; where not EXACT with the GPU's inverse and rounded less often."""
     if ASM and not EXACT:
-        return tl.inline_asm_elementwise(_QUOTIENT, "=f,f,f", [m, denominator], dtype=tl.float32, is_pure=True, pack=1)
-    return tl.div_rn(m, denominator)
+        denominator = tl.fma(root, tl.full(root.shape, correction, tl.float32), tl.full(root.shape, eps, tl.float32))
+        inverse = tl.inline_asm_elementwise(_INVERSE, "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1)
+        p = tl.fma(-(m * step_size), inverse, p)
+    else:
+        p = p - tl.div_rn(m, root * correction + eps) * step_size
+    return p
 
 
 @triton.jit
@@ -220,12 +213,14 @@ def _root(v, EXACT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def round_bf16_at_random(x, noise):
+def round_bf16_at_random(x, noise, ASM: tl.constexpr):
     """fp32 x as bf16, up with the probability of its distance; 16 random bits an element. Inf and NaN stay.
 
     What is beyond bf16's largest number is cut instead: to that number, or it is inf or NaN (quiet, as arithmetic
     leaves it: the bit that says so is in the upper half).
     """
+    if ASM:
+        return tl.inline_asm_elementwise(_ROUND, "=r,f,f,r,r", [x, noise], dtype=tl.bfloat16, is_pure=True, pack=2)
     bits = x.to(tl.int32, bitcast=True)
     upper = (bits + tl.where(tl.abs(x) < 3.3895313892515355e38, noise, 0)) >> 16
     return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -321,23 +316,20 @@ def update_tile(
     p_ptr, _, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
     decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
     p, g, m, v, m_scale, v_scale = loaded
-    if MOMENT == tl.uint8:
-        m = decode_e4m3(m, m_scale, ASM)
-        v = decode_e4m3(v, v_scale, ASM)
-        v = v * v
-    g = g.to(tl.float32) * factor
-    p = p.to(tl.float32) * decay
-    m = m.to(tl.float32)
-    m = m + (g - m) * weight1
-    v = v.to(tl.float32) * beta2 + (g * g) * weight2
     # Where p is stored in 8 bits of mantissa, two units in the 24th do not show.
     EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
+    g = g.to(tl.float32)
+    p = p.to(tl.float32) * decay
     if MOMENT == tl.uint8:
-        root, unlift, root_max = root_exact(v, ASM)
-        denominator = root * (unlift * correction) + eps
+        m, v = blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM)
+        root, root_max = root_exact(v, ASM)
     else:
-        denominator = _root(v, EXACT, ASM) * correction + eps
-    p = p - _ratio(m, denominator, EXACT, ASM) * step_size
+        g = g * factor
+        m = m.to(tl.float32)
+        m = m + (g - m) * weight1
+        v = v.to(tl.float32) * beta2 + (g * g) * weight2
+        root = _root(v, EXACT, ASM)
+    p = _minus_step(p, m, root, step_size, correction, eps, EXACT, ASM)
 
     p_noise, m_noise, v_noise = 0, 0, 0
     if RANDOM_MOMENT or RANDOM_PARAM:
@@ -347,24 +339,25 @@ def update_tile(
         # by a thousandth, less than half a step of bf16, and would stand still.
         tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
         if RANDOM_MOMENT:
-            tl.store(v_ptr + e, round_bf16_at_random(v, v_noise), mask=is_live)
+            tl.store(v_ptr + e, round_bf16_at_random(v, v_noise, ASM), mask=is_live)
         else:
             tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
     if HAS_MASTER:
         tl.store(master_ptr + e, p, mask=is_live)
     if RANDOM_PARAM:
-        stored = round_bf16_at_random(p, p_noise)
+        stored = round_bf16_at_random(p, p_noise, ASM)
     else:
         stored = p.to(PARAM)
     tl.store(p_ptr + e, stored, mask=is_live)
     if MOMENT == tl.uint8:
-        # What was masked is 0 still, so nothing beyond the end raises a block's scale.
-        encode = multiplier_of(magnitude_max(m))
+        # What was masked is 0 still (its root the smallest), so nothing beyond the end raises a block's scale.
+        THREADS: tl.constexpr = m.shape[2] // 8
+        scale, encode = scale_of(magnitude_max(m), ASM)
         tl.store(m_ptr + e, encode_e4m3(m, encode, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
-        store_scale(m_scale_ptr, block, is_live_block, encode, m.shape[2] // 8)
-        encode = multiplier_of(root_max)
-        tl.store(v_ptr + e, encode_e4m3(root, encode * unlift, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
-        store_scale(v_scale_ptr, block, is_live_block, encode, m.shape[2] // 8)
+        store_scale(m_scale_ptr, block, is_live_block, scale, THREADS)
+        scale, encode = scale_of(root_max, ASM)
+        tl.store(v_ptr + e, encode_e4m3(root, encode, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
+        store_scale(v_scale_ptr, block, is_live_block, scale, THREADS)
     return stored
 
 

@@ -1,41 +1,117 @@
-"""FP8 moments inside the optimizer's kernels: decoding, exact roots, and E4M3 codes with a scale for each block.
+"""FP8 moments inside the optimizer: blending with the gradient, exact roots, E4M3 codes with a scale for each block.
 
     m ~ code * scale                   sqrt(v) ~ code * scale            scale = amax / 448 of 128 elements
+    m = fma(code, scale * b1, g * w1)  v = fma(code^2, scale^2 * b2, g^2 * w2), at least 2^-100
 
-Two forms that agree bit for bit with `adamw._encode_ref`: plain operations, which the interpreter runs too, and PTX,
-for a GPU. An element's share of instructions decides whether the update waits for memory, so the second form uses that
-  * 2^-120 of a magnitude has E4M3's code at the top of its fp32 bits, subnormal codes included: rounding is one integer
-    addition for all of them, and the second product rounds as the addition of 2^-6 in the reference does (multiples of
-    2^-29, ties to even);
-  * no code can pass 126: |x| * 448 / amax is at most two units above 448, and what is added is 8 short of a carry;
-  * the correctly rounded root is a Newton step on the approximate one wherever nothing leaves fp32's normal range,
-    which a power of four for each block makes sure of; the power leaves with the block's factors;
+b1 = 1 - w1, and the factor of the gradient is part of w1 and (squared) of w2: what a block or a tensor has once is
+multiplied once. An element's share of instructions decides whether the update waits for memory, hence
+  * 2^-120 of a magnitude has E4M3's code at the top of its fp32 bits, subnormal codes included: one product with
+    2^-120 / scale and one integer addition round an element, and what is below fp32's smallest number was below 2^-20 of
+    a code's step;
+  * no code can pass 126: |x| * (1 / scale) is at most five units above 448, and what is added is 8 short of a carry;
+  * the correctly rounded root is a Newton step on the approximate one, without any case: no v is below 2^-100, where
+    the step's remainder would leave fp32's range;
   * roots keep their order, so that of the largest v is the largest root.
-Cost (SASS of sm_90): about 6 instructions to decode and square, 9 a root, 12 to encode both.
+What it costs in range: a root is at least 2^-50 (1e-15: an eps of 1e-8 hides it), a v beyond fp32 is NaN, and so is a
+block with a magnitude above 2^30.
+
+Two forms that agree bit for bit with the reference: plain operations, which the interpreter runs too, and PTX.
+Cost (SASS of sm_90): about 10 instructions to decode and blend both, 7 a root, 9 to encode both.
 """
 
 # Shapes: tiles are (rows, pieces, columns), the 128 elements of a block in the pieces of its row; what a block has once
 # is (rows, 1, 1).
 
+import torch
+from torch import Tensor
+
 from deepwell.kernels._triton import tl, triton
 
-# What is stored of a block: amax / 448, by way of the multiplier.
-_FLT_MAX = tl.constexpr(3.4028234663852886e38)
-_INF_BITS = tl.constexpr(0x7F800000)
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+_INV_MAX = 1 / 448
+_SMALLEST_V = 2.0**-100
+_SMALLEST_SCALE = 2.0**-126
+_LARGEST = 2.0**30
+_CODE_POWER = 2.0**-120
 
-# Newton's step for the root; 0, inf and NaN would come out as NaN and stay as they are.
+# ---- reference ----
+
+
+def fma_ref(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of fp32, rounded once."""
+    product, other = a.double() * b.double(), c.double()
+    total = product + other
+    back = total - product
+    error = (product - (total - back)) + (other - back)
+    # The product is exact, the sum is not: rounded to odd, it cannot lie halfway between two fp32 numbers by accident.
+    # (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008. An error of NaN is no error.)
+    bits = total.view(torch.int64)
+    step = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = torch.where((error.abs() > 0) & (bits & 1 == 0), bits + step, bits)
+    return odd.view(torch.float64).float()
+
+
+def blend_ref(
+    codes: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    grad: Tensor,
+    weights: tuple[float, float, float, float],
+) -> tuple[Tensor, Tensor]:
+    """First moment and root of the second, flat, from their codes and the gradient; weights (w1, b2, w2, factor)."""
+    weight1, beta2, weight2, factor = (torch.tensor(w, dtype=torch.float32, device=grad.device) for w in weights)
+    m, root = (code.float() for code in codes)
+    m_scale, v_scale = (scale.repeat_interleave(BLOCK)[: m.numel()] for scale in scales)
+    g = grad.float()
+    m = fma_ref(m, m_scale * (1 - weight1), g * (factor * weight1))
+    v = fma_ref(root * root, (v_scale * v_scale) * beta2, (g * g) * ((factor * factor) * weight2))
+    v = v.clamp(min=_SMALLEST_V)
+    # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
+    return m, torch.where(v.isinf(), float("nan"), v.double().sqrt().float())
+
+
+def encode_ref(x: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None, *, is_root: bool) -> None:
+    """E4M3 codes and block scales of x. Without noise to nearest, halves up; with it at random."""
+    padded = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    amax = padded.abs().amax(1, keepdim=True)
+    is_finite = amax <= _LARGEST
+    scale = (amax * _INV_MAX).clamp(min=_SMALLEST_SCALE)
+    scales.copy_(torch.where(is_finite, scale, float("nan")).flatten())
+    # A subnormal multiplier is rounded down, else it could carry a magnitude of 448 into the next code.
+    encode = ((torch.ones_like(scale) / scale) * _CODE_POWER).view(torch.int32)
+    encode = (encode - (encode < 0x800000).int()).view(torch.float32)
+    bits = (padded.abs() * encode).view(torch.int32).flatten()[: x.numel()].long()
+    code = (bits * 16 + (0x800000 if noise is None else (noise << 8) + 0x80)) >> 24
+    if is_root:
+        code = code.clamp(min=1)
+    code = code + (torch.signbit(x).int() << 7)
+    # A block with inf or NaN says so by its scale; its codes are zero.
+    is_finite = is_finite.expand(-1, BLOCK).flatten()[: x.numel()]
+    codes.copy_(torch.where(is_finite, code, 0).to(torch.uint8).view(FP8))
+
+
+# ---- kernel functions ----
+
+# Newton's step for the root of what is neither zero nor subnormal; of inf it is NaN.
 _ROOT = tl.constexpr(
-    """{ .reg .f32 y, s, h, e; .reg .pred p;
+    """{ .reg .f32 y, s, h, e;
     rsqrt.approx.ftz.f32 y, $1;
     mul.rn.f32 s, $1, y;
     mul.rn.f32 h, y, 0f3F000000;
     neg.f32 e, s;
     fma.rn.f32 e, e, s, $1;
-    fma.rn.f32 s, e, h, s;
-    setp.nan.f32 p, s, s;
-    selp.f32 $0, $1, s, p; }"""
+    fma.rn.f32 $0, e, h, s; }"""
 )
-# Four codes: bits of |x| * encode * 2^-120 moved to the top, what rounds added, the sign in its place; a block that is
+# Newton's step for the inverse, correctly rounded within 2^-126 .. 2^126: the compiler's own sequence without its check
+# for other exponents.
+_INVERSE = tl.constexpr(
+    """{ .reg .f32 y, e;
+    rcp.approx.ftz.f32 y, $1;
+    neg.f32 e, $1;
+    fma.rn.f32 e, e, y, 0f3F800000;
+    fma.rn.f32 $0, y, e, y; }"""
+)
+# Four codes: bits of |x| * 2^-120 / scale moved to the top, what rounds added, the sign in its place; a block that is
 # not finite keeps nothing.
 _ENCODE = tl.constexpr(
     """{ .reg .b32 a, b, c, d;
@@ -56,41 +132,62 @@ _ENCODE = tl.constexpr(
     prmt.b32 a, a, c, 0x5410;
     and.b32 $0, a, $13; }"""
 )
-# The same of roots: no sign, and a root above zero has a code above zero.
+# The same of roots: no sign, and no code is zero.
 _ENCODE_ROOT = tl.constexpr(
-    """{ .reg .b32 a, b, c, d, e;
+    """{ .reg .b32 a, b, c, d;
     shl.b32 a, $1, 4;
     shl.b32 b, $2, 4;
     shl.b32 c, $3, 4;
     shl.b32 d, $4, 4;
-    add.u32 a, a, $9;
-    add.u32 b, b, $10;
-    add.u32 c, c, $11;
-    add.u32 d, d, $12;
-    min.u32 e, $5, 0x01000000;
-    max.u32 a, a, e;
-    min.u32 e, $6, 0x01000000;
-    max.u32 b, b, e;
-    min.u32 e, $7, 0x01000000;
-    max.u32 c, c, e;
-    min.u32 e, $8, 0x01000000;
-    max.u32 d, d, e;
+    add.u32 a, a, $5;
+    add.u32 b, b, $6;
+    add.u32 c, c, $7;
+    add.u32 d, d, $8;
+    max.u32 a, a, 0x01000000;
+    max.u32 b, b, 0x01000000;
+    max.u32 c, c, 0x01000000;
+    max.u32 d, d, 0x01000000;
     prmt.b32 a, a, b, 0x0073;
     prmt.b32 c, c, d, 0x0073;
     prmt.b32 a, a, c, 0x5410;
-    and.b32 $0, a, $13; }"""
+    and.b32 $0, a, $9; }"""
 )
 
 
 @triton.jit
-def decode_e4m3(code, scale, ASM: tl.constexpr):
-    """fp32 of uint8 E4M3 codes times their scale."""
+def _value(code, ASM: tl.constexpr):
+    """fp32 of uint8 E4M3 codes."""
     if ASM:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     # The bits moved to fp32's place are 2^-120 of the value, exactly.
     bits = code.to(tl.int32)
     magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where(bits >= 128, -magnitude, magnitude) * scale
+    return tl.where(bits >= 128, -magnitude, magnitude)
+
+
+@triton.jit
+def _fma(a, b, c, ASM: tl.constexpr):
+    """a * b + c rounded once; see `fma_ref`."""
+    if ASM:
+        return tl.fma(a, tl.broadcast_to(b, a.shape), c)
+    product = a.to(tl.float64) * b.to(tl.float64)
+    other = c.to(tl.float64)
+    total = product + other
+    back = total - product
+    error = (product - (total - back)) + (other - back)
+    bits = total.to(tl.int64, bitcast=True)
+    step = tl.where((error > 0) == (total > 0), 1, -1)
+    bits = tl.where((tl.abs(error) > 0) & ((bits & 1) == 0), bits + step, bits)
+    return bits.to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM: tl.constexpr):
+    """The moments (the second as it is, not its root) of uint8 codes, their scales and the gradient."""
+    m = _fma(_value(m, ASM), m_scale * (1.0 - weight1), g * (factor * weight1), ASM)
+    root = _value(v, ASM)
+    v = _fma(root * root, (v_scale * v_scale) * beta2, (g * g) * ((factor * factor) * weight2), ASM)
+    return m, tl.maximum(v, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -112,45 +209,40 @@ def magnitude_max(x):
 
 
 @triton.jit
+def _root(v, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(_ROOT, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.where(v < float("inf"), tl.sqrt_rn(v), float("nan"))
+
+
+@triton.jit
 def root_exact(v, ASM: tl.constexpr):
-    """Correctly rounded roots, times a power of two for each row, and what takes the power away.
-
-    Also the largest root of each row, as bits without the power.
-    """
-    bits = v.to(tl.uint32, bitcast=True)
-    amax = _block_max(bits)
-    if not ASM:
-        root = tl.sqrt_rn(v)
-        largest = tl.sqrt_rn(amax.to(tl.float32, bitcast=True))
-        return root, tl.full(amax.shape, 1.0, tl.float32), largest.to(tl.uint32, bitcast=True)
-    # An even power that brings the largest v to 2^100: what is 2^-200 of it still has all its bits there.
-    power = tl.minimum(tl.maximum(227 - (amax >> 23).to(tl.int32), 0), 120) & -2
-    lift = ((127 + power) << 23).to(tl.float32, bitcast=True)
-    unlift = ((127 - (power >> 1)) << 23).to(tl.float32, bitcast=True)
-    root = tl.inline_asm_elementwise(_ROOT, "=f,f", [v * lift], dtype=tl.float32, is_pure=True, pack=1)
-    largest = tl.inline_asm_elementwise(
-        _ROOT, "=f,f", [amax.to(tl.float32, bitcast=True) * lift], dtype=tl.float32, is_pure=True, pack=1
-    )
-    return root, unlift, (largest * unlift).to(tl.uint32, bitcast=True)
+    """Correctly rounded roots, and the largest of each row as bits."""
+    amax = _block_max(v.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+    return _root(v, ASM), _root(amax, ASM).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def multiplier_of(amax_bits):
-    """What rows are multiplied with before they are encoded, 448 / amax; NaN where a row is not finite."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax), _FLT_MAX)
-    encode = tl.where(amax_bits == 0, 1.0, encode)
-    return tl.where(amax_bits < _INF_BITS, encode, float("nan"))
+def scale_of(amax_bits, ASM: tl.constexpr):
+    """The scale of each row and what its magnitudes are multiplied with, 2^-120 / scale; NaN where it is not finite."""
+    scale = tl.maximum(amax_bits.to(tl.float32, bitcast=True) * 0.002232142857142857, 1.1754943508222875e-38)
+    if ASM:
+        encode = tl.inline_asm_elementwise(_INVERSE, "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        encode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    bits = (encode * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+    encode = (bits - tl.where(bits < 0x800000, 1, 0)).to(tl.float32, bitcast=True)
+    is_finite = amax_bits <= 0x4E800000
+    return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, encode, float("nan"))
 
 
 @triton.jit
-def store_scale(scale_ptr, block, is_live_block, encode, THREADS: tl.constexpr):
-    """Store the inverse of each block's multiplier, by one of the THREADS threads that hold its row.
+def store_scale(scale_ptr, block, is_live_block, scale, THREADS: tl.constexpr):
+    """Store each block's scale, by one of the THREADS threads that hold its row.
 
-    As many columns as threads, and no word of neighbours in memory: else the compiler would find maximum and multiplier
+    As many columns as threads, and no word of neighbours in memory: else the compiler would find maximum and scale
     twice, once for the layout in which it stores.
     """
-    scale = tl.div_rn(tl.full(encode.shape, 1.0, tl.float32), encode)
     c = tl.arange(0, THREADS)[None, None, :]
     place = tl.max_contiguous(block + c, [1, 1, 1])
     tl.store(scale_ptr + place, tl.broadcast_to(scale, place.shape), mask=is_live_block & (c == 0))
@@ -160,29 +252,36 @@ def store_scale(scale_ptr, block, is_live_block, encode, THREADS: tl.constexpr):
 def encode_e4m3(x, encode, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
     """uint8 E4M3 codes of a tile whose rows have these multipliers; `noise` is (16 bits << 8) | 0x80.
 
-    See `adamw._encode_ref`.
+    See `encode_ref`.
     """
     bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.abs(x) * encode
+    top = (tl.abs(x) * encode).to(tl.int32, bitcast=True)
     # A block with inf or NaN says so by its scale; its codes are zero.
     keep = tl.where(encode < float("inf"), -1, 0)
     if ASM:
-        top = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True)
         added = noise if HAS_NOISE else tl.full(x.shape, 0x800000, tl.int32)
-        return tl.inline_asm_elementwise(
-            _ENCODE_ROOT if IS_ROOT else _ENCODE,
-            "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [top, bits, added, tl.broadcast_to(keep, x.shape)],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        )
-    magnitude = tl.minimum(magnitude, 448.0)
-    is_small = magnitude < 0.015625
-    code = tl.where(is_small, magnitude + 0.015625, magnitude).to(tl.int32, bitcast=True)
-    code = code + ((noise >> 4) if HAS_NOISE else 0x80000)
-    code = (code >> 20) - tl.where(is_small, 968, 960)
-    code = tl.minimum(tl.maximum(code, 0), 126)
+        keep = tl.broadcast_to(keep, x.shape)
+        if IS_ROOT:
+            code = tl.inline_asm_elementwise(
+                _ENCODE_ROOT,
+                "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [top, added, keep],
+                dtype=tl.uint8,
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            code = tl.inline_asm_elementwise(
+                _ENCODE,
+                "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [top, bits, added, keep],
+                dtype=tl.uint8,
+                is_pure=True,
+                pack=4,
+            )
+        return code
+    # 28 bits of what is finite, so that nothing is lost by the shift.
+    code = (((top << 4) + (noise if HAS_NOISE else 0x800000)) >> 24) & 0x7F
     if IS_ROOT:
-        code = tl.where(x > 0, tl.maximum(code, 1), code)
+        code = tl.maximum(code, 1)
     return ((code | ((bits >> 24) & 0x80)) & keep).to(tl.uint8)
