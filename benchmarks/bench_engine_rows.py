@@ -19,23 +19,16 @@ from torch import Tensor
 
 from deepwell.kernels import bias_activation, cross_entropy, rms_norm, swiglu
 from deepwell.kernels.quantize import quantize_rows
-from deepwell.kernels.timing import cold_median_us
+from deepwell.kernels.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
-
-
-def copy_bandwidth() -> float:
-    """Bytes per microsecond of a large copy."""
-    x = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.numel() / cold_median_us(lambda: y.copy_(x))
 
 
 class Table:
     """Rows as they are measured, printed at once."""
 
     def __init__(self) -> None:
-        self.copy = copy_bandwidth()
+        self.copy = 1e3 * copy_gbps()  # bytes per microsecond
         self.rows: list[dict[str, Any]] = []
         print(f"{torch.cuda.get_device_name()}, copy {self.copy / 1e6:.2f} TB/s")
 

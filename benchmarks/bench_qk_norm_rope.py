@@ -20,17 +20,11 @@ from deepwell.kernels import qk_norm_rope as fused
 from deepwell.kernels import rope
 from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.rms_norm import rms_norm, rms_norm_backward
-from deepwell.kernels.timing import cold_median_us
+from deepwell.kernels.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
 # (q, k, v heads, head width) of Qwen3 0.6B and 8B and of 32B.
 HEADS = {"qwen3-0.6b": (16, 8, 8, 128), "qwen3-8b": (32, 8, 8, 128), "qwen3-32b": (64, 8, 8, 128)}
-
-
-def copy_gbps() -> float:
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.numel() / cold_median_us(lambda: y.copy_(x)) / 1e3
 
 
 def difference(got: Any, wanted: Any) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import quantize_mx as Q
 from deepwell.kernels.quantize import amax
-from deepwell.kernels.timing import cold_median_us
+from deepwell.kernels.timing import cold_median_us, copy_gbps
 
 SHAPES = ((16384, 4096), (16384, 14336), (32768, 768))
 # Rows that are compared with the reference, whose intermediate tensors are large.
@@ -35,12 +35,6 @@ class Row:
     gbps: float | None
     of_copy: float | None
     problem: str = ""
-
-
-def copy_gbps() -> float:
-    source = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / cold_median_us(lambda: target.copy_(source)) / 1e3
 
 
 def wrong_bits(got: Tensor, wanted: Tensor) -> str:

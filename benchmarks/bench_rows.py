@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 from deepwell.kernels import cross_entropy, quantize, rms_norm, rope, swiglu, transpose
 from deepwell.kernels.quantize import quantize_rows_ref
-from deepwell.kernels.timing import cold_median_us
+from deepwell.kernels.timing import cold_median_us, copy_gbps
 from deepwell.kernels.wgrad_operands import balance_scales
 
 E4M3 = torch.float8_e4m3fn
@@ -56,13 +56,6 @@ class Result:
     gbps: float
     share_of_copy: float
     problem: str | None
-
-
-def copy_gbps(device: str) -> float:
-    """Read plus write bandwidth of a plain 1 GiB copy."""
-    source = torch.empty(1 << 29, dtype=torch.bfloat16, device=device).normal_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / cold_median_us(lambda: target.copy_(source)) / 1e3
 
 
 def same_bits(got: Tensor, wanted: Tensor) -> str | None:
@@ -472,7 +465,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started, device = time.monotonic(), "cuda"
     torch.manual_seed(0)
-    copy = copy_gbps(device)
+    copy = copy_gbps()
     print(
         f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s; torch {torch.__version__}, triton {triton.__version__}"
     )

@@ -77,6 +77,8 @@ def compile_kernel(
     options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
     options |= {} if max_registers is None else {"maxnreg": max_registers}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    split = reductions_over_split_lanes(made.asm["ttgir"])
+    assert not split, f"{kernel.fn.__name__} is wrong on a GPU: Triton mixes lanes in {split}"
     ptx = made.asm["ptx"]
     registers, spill_bytes, stack_bytes = _assemble(ptx, arch)
     return Compiled(
@@ -87,6 +89,32 @@ def compile_kernel(
         stack_bytes=stack_bytes,
         tmem_columns=getattr(made.metadata, "tmem_size", 0) or 0,
     )
+
+
+def reductions_over_split_lanes(ttgir: str) -> list[str]:
+    """Reductions along an axis whose lanes are no neighbouring bits: Triton 3.6 exchanges neighbouring ones instead.
+
+    The interpreter computes these rightly, so that only a GPU would show it.
+    """
+    lanes = {
+        name: [[int(i) for i in basis.split(",")] for basis in re.findall(r"\[([\d, ]+)\]", bases)]
+        for name, bases in re.findall(r"^(#linear\d*) = #ttg\.linear<\{.*lane = \[(.*?)\], warp", ttgir, re.MULTILINE)
+    }
+    found = []
+    for axis, layout in re.findall(
+        r'"tt\.reduce"\(.*?<\{axis = (\d+).*?\}\) : \(tensor<[\dx]+\w+, (.*?)>[,)]', ttgir, re.DOTALL
+    ):
+        name = re.search(r"#linear\d*", layout)
+        if not name:
+            continue  # a blocked layout's lanes of an axis are neighbours
+        # From the outermost slice in: each takes a dimension away from those of its parent.
+        dims = list(range(len(lanes[name[0]][0])))
+        for dim in reversed(re.findall(r"dim = (\d+)", layout)):
+            del dims[int(dim)]
+        bits = [bit for bit, basis in enumerate(lanes[name[0]]) if basis[dims[int(axis)]]]
+        if bits and bits[-1] - bits[0] + 1 != len(bits):
+            found.append(f"axis {axis} of {layout}, lanes {bits}")
+    return found
 
 
 def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:

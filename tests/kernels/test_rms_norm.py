@@ -242,15 +242,16 @@ def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns):
     }
     made = aot.compile_kernel(N._norm_backward_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == made.stack_bytes == 0
-    # All programs are resident at once: registers for 32 warps a multiprocessor, shared memory for their loads.
-    assert made.registers <= 64
+    # All programs are resident at once: registers and shared memory for all of a multiprocessor's.
+    assert made.registers * 32 * config.num_warps * config.programs_per_sm <= 65536
     assert made.shared_bytes * config.programs_per_sm <= aot.MAX_SHARED_BYTES
     # The next row is under way in 16-byte copies while this one is computed.
     assert made.count(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10") >= 3
     assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
-    # 8 elements a thread: rounded and encoded two at a time, and nothing is divided, nor masked.
-    assert made.count(r"cvt\.rn\.bf16x2\.f32") == made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == 4
-    assert made.count(r"max\.NaN\.xorsign\.abs\.bf16x2") == 3
+    # Rounded and encoded two at a time, and nothing is divided, nor masked.
+    words = columns // (32 * config.num_warps) // 2
+    assert made.count(r"cvt\.rn\.bf16x2\.f32") == made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == words
+    assert words // 2 < made.count(r"max\.NaN\.xorsign\.abs\.bf16x2") < words
     assert made.count(r"cvt\.rn\.bf16\.f32") <= 1
     assert made.count(r"div\.") == 0
 

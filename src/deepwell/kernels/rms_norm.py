@@ -145,22 +145,18 @@ FORWARD_CONFIGS = (
     RowConfig(tile=0, num_warps=4, rows=1),
     RowConfig(tile=0, num_warps=2, rows=1),
 )
-# Programs per multiprocessor are what the registers of 4096 columns allow, so that all of them run at once.
+# Enough loads under way by warps, by programs, or by stages; which is best goes with the width.
 BACKWARD_CONFIGS = (
-    BackwardConfig(num_warps=16, programs_per_sm=2, num_stages=2),
-    BackwardConfig(num_warps=16, programs_per_sm=2),
-    BackwardConfig(num_warps=16, programs_per_sm=1, num_stages=3),
-    BackwardConfig(num_warps=16, programs_per_sm=1),
-    BackwardConfig(num_warps=8, programs_per_sm=2),
-    BackwardConfig(num_warps=8, programs_per_sm=1, num_stages=2),
     BackwardConfig(num_warps=8, programs_per_sm=1, num_stages=3),
-    BackwardConfig(num_warps=4, programs_per_sm=3),
-    # 16 elements a thread of 2048 columns, or of 4096: 18 and 21 instructions an element, 27 with 8 (sm_90; not timed).
-    BackwardConfig(num_warps=4, programs_per_sm=4),
     BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=2),
+    BackwardConfig(num_warps=4, programs_per_sm=8, num_stages=2),
+    BackwardConfig(num_warps=4, programs_per_sm=2, num_stages=3),
+    BackwardConfig(num_warps=2, programs_per_sm=8, num_stages=2),
     BackwardConfig(num_warps=8, programs_per_sm=2, num_stages=2),
     BackwardConfig(num_warps=8, programs_per_sm=4, num_stages=2),
-    BackwardConfig(num_warps=8, programs_per_sm=4),
+    BackwardConfig(num_warps=16, programs_per_sm=1, num_stages=3),
+    BackwardConfig(num_warps=16, programs_per_sm=2, num_stages=2),
+    BackwardConfig(num_warps=4, programs_per_sm=4),
 )
 
 
@@ -170,9 +166,19 @@ def default_forward_config(columns: int) -> RowConfig:
 
 
 def default_backward_config(columns: int) -> BackwardConfig:
-    """Eight elements of each row a thread (weight, its gradient and three rows fit 64 registers), 32 warps in all."""
-    num_warps = min(32, max(4, triton.next_power_of_2(columns) // 256))
-    return BackwardConfig(num_warps=num_warps, programs_per_sm=32 // num_warps, num_stages=2)
+    """The fastest of 16384 rows in bf16 to dx and FP8 on an H200 (`benchmarks/bench_rows.py --only rms_norm`).
+
+    4096 columns: 163 us, 174 with 16 warps twice; 2048: 87 us, 119 with 16 warps and three stages; floors 142 and 71.
+    Wider rows keep eight elements of each row a thread: weight, its gradient and three rows fit 64 registers.
+    """
+    width = triton.next_power_of_2(columns)
+    if width <= 1024:
+        return BackwardConfig(num_warps=4, programs_per_sm=8, num_stages=2)
+    if width == 2048:
+        return BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=2)
+    if width == 4096:
+        return BackwardConfig(num_warps=8, programs_per_sm=1, num_stages=3)
+    return BackwardConfig(num_warps=min(32, width // 256), programs_per_sm=1, num_stages=2)
 
 
 # ---- kernels: a pointer that is None is an operand or a result that was not asked for ----

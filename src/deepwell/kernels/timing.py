@@ -40,6 +40,18 @@ def cold_median_us(run: Call, warmup_ms: int = 5, rep_ms: int = 20) -> float:
         return 1e3 * float(do_bench(replay, warmup=warmup_ms, rep=rep_ms, return_mode="median"))
 
 
+def copy_gbps() -> float:
+    """Bandwidth of a plain copy of 1 GiB on the current GPU, read plus write.
+
+    Launched, not recorded: a graph copies by other means (2.7 TB/s instead of 4.25 on an H200).
+    """
+    from triton.testing import do_bench
+
+    source = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2e-6 * source.nbytes / float(do_bench(lambda: target.copy_(source), warmup=5, rep=20, return_mode="median"))
+
+
 def times_us(run: Call, device: torch.device, budget_s: float) -> list[float]:
     """Times of single calls, by CUDA events on a GPU."""
     return _cuda_times(run, device, budget_s) if device.type == "cuda" else _cpu_times(run, budget_s)
