@@ -202,7 +202,9 @@ def _chosen(s: Sizes) -> tuple[Any, ...]:
 OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "quantize_rows": lambda s: (s.tokens(s.d),),
     "quantize_weights": lambda s: (_weights_of(s),),
-    "quantize_weights_transposed": lambda s: (_weights_of(s), torch.tensor(4.0), s.tokens(1)),
+    "quantize_weights, a scale per row": lambda s: (_weights_of(s), True),
+    "quantize_weights_transposed": lambda s: (_weights_of(s), torch.tensor([4.0]), s.tokens(1)),
+    "quantize_weights_transposed, a scale per row": lambda s: (_weights_of(s), torch.ones(3), s.tokens(1), True),
     "wgrad_operands": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.t, s.f)),
     "wgrad_operands, experts": lambda s: (*_expert_rows(s, s.d), *_expert_rows(s, s.f), _routing(s)[0]),
     "round_to": lambda s: (s.tokens(s.d), "mxfp8", "nearest", False),

@@ -48,8 +48,8 @@ class _Linear(torch.autograd.Function):
         saved = []
         uses_fp8 = any(gemm.method == "fp8_row" for gemm in (how.fwd, how.dgrad))
         if uses_fp8:
-            q_NK, w_scale, largest = ops.quantize_weights(list(weights))
-            saved += [largest]
+            q_NK, w_scale, partials = ops.quantize_weights(list(weights), True)
+            saved += [partials]
         if how.fwd.method == "fp8_row" or ctx.codes_of_x:
             q_TK, x_scale = ops.quantize_rows(x_TK)
         if how.fwd.method == "fp8_row":
@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
         (dy_TN,) = grads
         how: LinearScheme = ctx.how
         saved = list(ctx.saved_tensors)
-        largest = saved.pop(0) if ctx.has_amax else None
+        partials = saved.pop(0) if ctx.has_amax else None
         x = [saved.pop(0) for _ in range(2 if ctx.codes_of_x else 1)]
         dy_TN = dy_TN.contiguous()
         wants_dx, wants_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
             q_TN, dy_scale = ops.quantize_rows(dy_TN)
         if wants_dx:
             if how.dgrad.method == "fp8_row":
-                q_KN, w_scale = ops.quantize_weights_transposed(saved, largest, q_TN)
+                q_KN, w_scale = ops.quantize_weights_transposed(saved, partials, q_TN, True)
                 dx_TK = ops.fp8_gemm(q_TN, dy_scale, q_KN, w_scale, how.dgrad.fast).to(dy_TN.dtype)
             else:
                 w_NK = saved[0] if len(saved) == 1 else torch.cat(saved)

@@ -15,7 +15,8 @@ from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, swiglu
 from deepwell.kernels.embedding import embedding_backward
 from deepwell.kernels.emulated_mm import emulated_mm
-from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
+from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.quantize_group import num_partials, partial_maxima, quantize_group
 from deepwell.kernels.round_to import round_to, round_to_bf16
 from deepwell.kernels.wgrad_operands import wgrad_operands
 
@@ -47,55 +48,38 @@ def _rows_of(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 # ---- quantization ----
 
 
-def _quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Several weights side by side under one scale, for the forward: (q [N, K], scale, amax)."""
-    largest = amax([_as_stored(w) for w in weights])
-    q_NK = weights[0].new_empty((sum(w.shape[0] for w in weights), weights[0].shape[1]), dtype=_FP8)
-    return q_NK, _quantize_into(weights, largest, q_NK, along_k=True), largest
+def _quantize_weights(weights: Sequence[Tensor], scale_per_row: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Several weights side by side under one scale, for the forward: (q [N, K], scale, partial maxima)."""
+    partials = partial_maxima(weights)
+    return *quantize_group(weights, partials, turned=False, scale_per_row=scale_per_row), partials
 
 
-def _quantize_weights_transposed(weights: Sequence[Tensor], largest: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_weights_transposed(
+    weights: Sequence[Tensor], partials: Tensor, after: Tensor, scale_per_row: bool = False
+) -> tuple[Tensor, Tensor]:
     """The transposed copy of the same codes, for the backward: (q [K, N], scale).
 
     Made when the backward asks for it, from weights that are there anyway: kept from the forward it would cost a byte
     per parameter at the peak. `after` is any tensor of the backward: it keeps a compiler from moving this forward.
     """
-    q_KN = weights[0].new_empty((weights[0].shape[1], sum(w.shape[0] for w in weights)), dtype=_FP8)
-    return q_KN, _quantize_into(weights, largest, q_KN, along_k=False)
+    return quantize_group(weights, partials, turned=True, scale_per_row=scale_per_row)
 
 
-def _as_stored(w: Tensor) -> Tensor:
-    """A weight with its lines contiguous: one that the model stores as [K, N] is read as it lies."""
-    return w.detach() if w.stride(1) == 1 or w.shape[1] == 1 else w.detach().T
-
-
-def _quantize_into(weights: Sequence[Tensor], largest: Tensor, out: Tensor, *, along_k: bool) -> Tensor:
-    """Write the codes of weights side by side into `out`, [N, K] or turned. Returns their scale."""
-    start = 0
-    for w in weights:
-        rows = slice(start, start + w.shape[0])
-        part = out[rows] if along_k else out[:, rows]
-        stored = _as_stored(w)
-        is_turned = stored.shape != w.shape or stored.stride() != w.stride()
-        if along_k != is_turned:
-            scale = quantize_weight(stored, largest, out=part, write="rows")[2]
-        else:
-            scale = quantize_weight(stored, largest, out_t=part, write="columns")[2]
-        start = rows.stop
-    return scale
-
-
-def _fake_quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize_weights(weights: Sequence[Tensor], scale_per_row: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
-    empty = weights[0].new_empty
-    return empty((n, k), dtype=_FP8), empty((), dtype=torch.float32), empty((), dtype=torch.float32)
+    scale, partials = (
+        weights[0].new_empty(shape, dtype=torch.float32)
+        for shape in (n if scale_per_row else (), num_partials(weights))
+    )
+    return weights[0].new_empty((n, k), dtype=_FP8), scale, partials
 
 
 def _fake_quantize_weights_transposed(
-    weights: Sequence[Tensor], largest: Tensor, after: Tensor
+    weights: Sequence[Tensor], partials: Tensor, after: Tensor, scale_per_row: bool = False
 ) -> tuple[Tensor, Tensor]:
     k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
-    return weights[0].new_empty((k, n), dtype=_FP8), weights[0].new_empty((), dtype=torch.float32)
+    scale = weights[0].new_empty(k if scale_per_row else (), dtype=torch.float32)
+    return weights[0].new_empty((k, n), dtype=_FP8), scale
 
 
 def _round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
@@ -125,9 +109,14 @@ def _fake_wgrad_operands(
 
 
 _register("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(_dense(x)), _rows_of)
-_register("quantize_weights(Tensor[] weights) -> (Tensor, Tensor, Tensor)", _quantize_weights, _fake_quantize_weights)
 _register(
-    "quantize_weights_transposed(Tensor[] weights, Tensor amax, Tensor after) -> (Tensor, Tensor)",
+    "quantize_weights(Tensor[] weights, bool scale_per_row=False) -> (Tensor, Tensor, Tensor)",
+    _quantize_weights,
+    _fake_quantize_weights,
+)
+_register(
+    "quantize_weights_transposed(Tensor[] weights, Tensor partials, Tensor after, bool scale_per_row=False)"
+    " -> (Tensor, Tensor)",
     _quantize_weights_transposed,
     _fake_quantize_weights_transposed,
 )

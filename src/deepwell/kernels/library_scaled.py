@@ -25,6 +25,7 @@ from deepwell.kernels.quantize_blocks import (
     quantize_1x128_both,
     quantize_128x128,
 )
+from deepwell.kernels.quantize_group import as_stored
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -115,7 +116,7 @@ def _weights(weights: Sequence[Tensor], *, along_k: bool) -> tuple[Tensor, Tenso
         else:
             assert made.q_t is not None and made.scale_t is not None
             part = (made.q_t[:, start : blocks.stop * BLOCK], made.scale_t[:, blocks])
-        stored = library._as_stored(w)
+        stored = as_stored(w)
         is_turned = stored.shape != w.shape or stored.stride() != w.stride()
         # Of a weight that is stored as [K, N] the copy along N is the one along its rows.
         out = Blocks(*part, None, None) if along_k != is_turned else Blocks(None, None, *part)

@@ -183,6 +183,18 @@ def _amax_kernel(x_ptr, bits_ptr, T, K, stride_xt, num_tiles, BLOCK_T: tl.conste
 
 
 @triton.jit
+def word_of_codes(a, b, c, d, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PACKING: tl.constexpr):
+    """The codes of four saturated numbers in 32 bits, by PTX instructions ("asm") or shifts."""
+    if PACKING == "asm":
+        PACK: tl.constexpr = _PACK_E4M3 if FP8_MAX == 448.0 else _PACK_E5M2
+        word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        word = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
+        word |= (code_bytes(c, FP8, FP8_MAX) << 16) | (code_bytes(d, FP8, FP8_MAX) << 24)
+    return word
+
+
+@triton.jit
 def _quantize_both_kernel(
     x_ptr,
     amax_ptr,
@@ -240,12 +252,7 @@ def _quantize_both_kernel(
             tl.store(q_tile + stride_qt, b.to(FP8), mask=mask)
             tl.store(q_tile + 2 * stride_qt, c.to(FP8), mask=mask)
             tl.store(q_tile + 3 * stride_qt, d.to(FP8), mask=mask)
-        if PACKING == "asm":
-            PACK: tl.constexpr = _PACK_E4M3 if FP8_MAX == 448.0 else _PACK_E5M2
-            word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-        else:
-            word = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
-            word |= (code_bytes(c, FP8, FP8_MAX) << 16) | (code_bytes(d, FP8, FP8_MAX) << 24)
+        word = word_of_codes(a, b, c, d, FP8, FP8_MAX, PACKING)
         tl.store(t_tile, tl.trans(word), mask=tl.trans(mask))
     if MEASURE:
         tl.atomic_max(bits_ptr, tl.max(tl.max(bits, axis=1), axis=0))
