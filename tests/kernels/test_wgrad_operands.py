@@ -140,9 +140,11 @@ def test_the_kernel_compiles_without_spills_and_reads_vectors(arch, grouped):
         **dict.fromkeys(("a_ptr", "b_ptr", "ratio_a_ptr", "ratio_b_ptr", "scale_a_ptr", "scale_b_ptr"), torch.float32),
         "ends_ptr": torch.int32 if grouped else None,
         "T": "i32",
-        "BLOCK": W._BLOCK,
+        "BLOCK": W._GROUP_BLOCK if grouped else W._BLOCK,
+        "SLICE": W._SLICE,
     }
-    made = aot.compile_kernel(W._balance_kernel, arguments, arch=arch, num_warps=16)
+    num_warps = W._GROUP_WARPS if grouped else W._WARPS
+    made = aot.compile_kernel(W._balance_kernel, arguments, arch=arch, num_warps=num_warps)
     assert made.spill_bytes == made.stack_bytes == 0
     if not grouped:  # groups begin anywhere
         assert made.count(r"ld\.global\S*\.v4\.b32") >= 4

@@ -18,6 +18,7 @@ from deepwell.kernels.linear_cross_entropy import (
     linear_cross_entropy_loss,
     weight_gradient,
 )
+from deepwell.kernels.scale_by import scale_by
 
 NAMESPACE = library.NAMESPACE
 _FP8 = torch.float8_e4m3fn
@@ -121,7 +122,7 @@ def _backward(*operands: Any) -> tuple[Tensor, ...]:
     """
     *codes, grad, dx, db, dtype = operands
     dw = weight_gradient(WeightCodes(*codes), grad, dtype=dtype)
-    dx, db = (made if made is None else (made * grad).to(made.dtype) for made in (dx, db))
+    dx, db = (made if made is None else scale_by(made, grad) for made in (dx, db))
     return _given(dw, dx, dw, db)
 
 

@@ -27,8 +27,11 @@ from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.transpose import transpose_by_ratio
 
-_BLOCK = 4096
-_SLICES = 16  # programs of a dense product: each reads all scales, whose maximum it needs, and writes its share
+# A dense product: each program reads all scales, whose maximum it needs, in one go if it can, and writes its share.
+_BLOCK, _WARPS = 16384, 32
+_SLICE, _SLICES = 1024, 16
+# Of a group, all by one program.
+_GROUP_BLOCK, _GROUP_WARPS = 1024, 4
 
 
 class Balanced(NamedTuple):
@@ -80,7 +83,10 @@ def _from_biased(exponent: Tensor) -> Tensor:
 
 
 @triton.jit
-def _balance_kernel(a_ptr, b_ptr, ends_ptr, ratio_a_ptr, ratio_b_ptr, scale_a_ptr, scale_b_ptr, T, BLOCK: tl.constexpr):
+def _balance_kernel(
+    a_ptr, b_ptr, ends_ptr, ratio_a_ptr, ratio_b_ptr, scale_a_ptr, scale_b_ptr, T,
+    BLOCK: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
     # Program (e, s): slice s of group e; without groups all tokens are one.
     e = tl.program_id(0)
     if ends_ptr is None:
@@ -106,8 +112,8 @@ def _balance_kernel(a_ptr, b_ptr, ends_ptr, ratio_a_ptr, ratio_b_ptr, scale_a_pt
         nan = float("nan")
         tl.store(scale_a_ptr + e, tl.where(is_bad, nan, (half << 23).to(tl.float32, bitcast=True)))
         tl.store(scale_b_ptr + e, tl.where(is_bad, nan, ((largest - half) << 23).to(tl.float32, bitcast=True)))
-    for start in range(begin + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        t = start + lane
+    for start in range(begin + tl.program_id(1) * SLICE, end, tl.num_programs(1) * SLICE):
+        t = start + tl.arange(0, SLICE)
         a = (tl.load(a_ptr + t, mask=t < end, other=0.0).to(tl.int32, bitcast=True) >> 23) & 255
         b = (tl.load(b_ptr + t, mask=t < end, other=0.0).to(tl.int32, bitcast=True) >> 23) & 255
         fall = largest - a - b
@@ -140,10 +146,16 @@ def balance_scales(scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None =
     made = Balanced(
         torch.empty_like(scale_a_T), torch.empty_like(scale_b_T), scale_a_T.new_empty(shape), scale_a_T.new_empty(shape)
     )
-    grid = (1, max(1, min(_SLICES, triton.cdiv(t, _BLOCK)))) if ends_E is None else (ends_E.shape[0], 1)
-    block, num_warps = (_BLOCK, 16) if ends_E is None else (1024, 4)
+    if ends_E is None:
+        grid = (1, max(1, min(_SLICES, triton.cdiv(t, _SLICE))))
+        block = min(_BLOCK, max(_SLICE, triton.next_power_of_2(t)))
+        num_warps = _WARPS * block // _BLOCK
+    else:
+        grid, block, num_warps = (ends_E.shape[0], 1), _GROUP_BLOCK, _GROUP_WARPS
     with on_device(scale_a_T):
-        _balance_kernel[grid](scale_a_T, scale_b_T, ends_E, *made, t, BLOCK=block, num_warps=num_warps)
+        _balance_kernel[grid](
+            scale_a_T, scale_b_T, ends_E, *made, t, BLOCK=block, SLICE=min(block, _SLICE), num_warps=num_warps
+        )
     return made
 
 

@@ -1,0 +1,53 @@
+"""A tensor times a number that lies on the device: what a gradient made in the forward takes from the loss' own.
+
+    y = round(x * factor)
+
+Numerics: the product in fp32, rounded once; bit for bit torch's own.
+Cost: memory bound, 2 + 2 bytes per element of bf16. Torch's own converts element by element where the number is fp32
+    and the tensor is not: 275 us instead of 64 for 16384 x 4096 on an H200.
+"""
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError
+from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
+
+_BLOCK = 4096
+
+
+# ---- reference: what the kernel must compute, in the plainest torch ----
+
+
+def scale_by_ref(x: Tensor, factor: Tensor) -> Tensor:
+    """Reference for `scale_by`."""
+    return (x.float() * factor.float()).to(x.dtype)
+
+
+# ---- kernel ----
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, y_ptr, numel, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
+    y = x * tl.load(factor_ptr).to(tl.float32)
+    tl.store(y_ptr + i, y.to(y_ptr.dtype.element_ty), mask=i < numel)
+
+
+# ---- public wrapper ----
+
+
+def scale_by(x: Tensor, factor: Tensor) -> Tensor:
+    """x times one number on its device, rounded once to x's dtype. Raises ConfigError unless it is one number."""
+    if factor.numel() != 1 or factor.device != x.device:
+        raise ConfigError(
+            f"factor must be one number on {x.device}, got {tuple(factor.shape)} on {factor.device}; move or reduce it"
+        )
+    if not runs_kernel(x, _scale_kernel) or not x.is_contiguous() or x.dtype == torch.float64:
+        return scale_by_ref(x, factor.reshape(()))
+    y = torch.empty_like(x)
+    if x.numel():
+        with on_device(x):
+            _scale_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, factor, y, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return y
