@@ -133,6 +133,16 @@ def run_prmt(text: str, inputs: list[int]) -> list[int]:
     return [registers[f"${i}"] for i in range(4)]
 
 
+@pytest.mark.parametrize("widths", [(64, 32), (96, 256), (20, 44), (3, 8), (0, 16)], ids=str)
+def test_two_operands_of_the_same_tokens_are_turned_as_each_alone(everywhere, widths):
+    # Whole tiles and parts of them; 3 columns are no whole words, and none are nothing to turn.
+    ratio, other_ratio = (torch.exp2(-torch.randint(0, 9, (64,)).float()).to(everywhere) for _ in range(2))
+    q, other = (torch.randn(64, n).to(E4M3).to(everywhere) for n in widths)
+    turned, other_turned = TR.transpose_two_by_ratio(q, ratio, other, other_ratio)
+    for got, codes, by in ((turned, q, ratio), (other_turned, other, other_ratio)):
+        assert_bitwise_equal(got.view(torch.uint8), TR.transpose_by_ratio_ref(codes, by).view(torch.uint8))
+
+
 def test_the_byte_permutations_turn_a_four_by_four_block_over():
     # Byte n of word t is 16 t + n; turned over, byte t of word n is.
     words = [sum((16 * t + n) << 8 * n for n in range(4)) for t in range(4)]
@@ -142,12 +152,16 @@ def test_the_byte_permutations_turn_a_four_by_four_block_over():
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize(("fp8", "largest"), [(tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)], ids=["e4m3", "e5m2"])
-def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch, fp8, largest):
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch, fp8, largest, two):
     config = TR.default_config(16384, 4096)
     arguments = {
         **dict.fromkeys(("q_ptr", "out_ptr"), torch.int32),
         **dict.fromkeys(("scale_t_ptr", "scale_ptr"), torch.float32),
+        **dict.fromkeys(("other_q_ptr", "other_out_ptr"), torch.int32 if two else None),
+        "other_t_ptr": torch.float32 if two else None,
         **dict.fromkeys(("T4", "N4", "stride_qt", "stride_on"), "i32"),
+        **dict.fromkeys(("other_N4", "other_stride_qt", "other_stride_on"), "i32"),
         "FP8": fp8,
         "FP8_MAX": largest,
         "ASM": True,

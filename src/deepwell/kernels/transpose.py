@@ -155,10 +155,16 @@ def _transpose_words_kernel(
     scale_t_ptr,
     scale_ptr,
     out_ptr,
+    other_q_ptr,
+    other_t_ptr,
+    other_out_ptr,
     T4,
     N4,
     stride_qt,
     stride_on,
+    other_N4,
+    other_stride_qt,
+    other_stride_on,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
     ASM: tl.constexpr,
@@ -169,7 +175,17 @@ def _transpose_words_kernel(
     # over in registers, so that shared memory moves whole words. (The mask compares i, not 4 * i: so it stays constant
     # over a vector and the stores keep their 16 bytes.)
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
-    n4 = tl.program_id(0) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    tile_n = tl.program_id(0)
+    if other_q_ptr is not None:
+        # A second operand of the same tokens: the programs past the first one's columns.
+        tiles = tl.cdiv(N4, BLOCK_N // 4)
+        is_other = tile_n >= tiles
+        tile_n -= tl.where(is_other, tiles, 0)
+        q_ptr, out_ptr = tl.where(is_other, other_q_ptr, q_ptr), tl.where(is_other, other_out_ptr, out_ptr)
+        scale_t_ptr = tl.where(is_other, other_t_ptr, scale_t_ptr)
+        N4 = tl.where(is_other, other_N4, N4)
+        stride_qt = tl.where(is_other, other_stride_qt, stride_qt)
+    n4 = tile_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     t = i * 4
     mask = (i[:, None] < T4) & (n4[None, :] < N4)
     tile = q_ptr + t[:, None] * stride_qt + n4[None, :]
@@ -196,6 +212,8 @@ def _transpose_words_kernel(
         w1 = _byte_column(a, b, c, d, 1)
         w2 = _byte_column(a, b, c, d, 2)
         w3 = _byte_column(a, b, c, d, 3)
+    if other_q_ptr is not None:
+        stride_on = tl.where(is_other, other_stride_on, stride_on)
     out_tile = out_ptr + (n4.to(tl.int64) * 4)[:, None] * stride_on + i[None, :]
     turned = tl.trans(mask)
     tl.store(out_tile, tl.trans(w0), mask=turned)
@@ -260,6 +278,28 @@ def transpose_by_ratio(
     return _transposed(q_TN, ratio_T, None, out, config)
 
 
+def transpose_two_by_ratio(
+    q_TN: Tensor, ratio_T: Tensor, other_TK: Tensor, other_ratio_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`transpose_by_ratio` of two operands of the same tokens, in one launch where both lie in whole words."""
+    t, n = q_TN.shape
+    config = default_config(t, n + other_TK.shape[1])
+    out_NT, out_KT = (torch.empty((q.shape[1], t), dtype=q.dtype, device=q.device) for q in (q_TN, other_TK))
+    both = ((q_TN, ratio_T, out_NT), (other_TK, other_ratio_T, out_KT))
+    is_pair = q_TN.dtype == other_TK.dtype and t == other_TK.shape[0] and min(t, n, other_TK.shape[1]) > 0
+    if not (is_pair and runs_kernel(q_TN, _transpose_words_kernel)) or any(
+        _fit_packing(config, q, out).packing == "bytes" for q, _, out in both
+    ):
+        for q, ratio, out in both:
+            transpose_by_ratio(q, ratio, out=out)
+        return out_NT, out_KT
+    for q, ratio, _ in both:
+        _check_rows(q, "ratio_T", ratio)
+    with on_device(q_TN):
+        _launch(q_TN, ratio_T, None, out_NT, config, other=both[1])
+    return out_NT, out_KT
+
+
 def _check_rows(q_TN: Tensor, name: str, numbers_T: Tensor) -> int:
     check_matrix("q_TN", q_TN, tuple(ELEMENTS))
     check_vector(name, numbers_T, q_TN.shape[0], q_TN)
@@ -291,10 +331,19 @@ def default_config(t: int, n: int) -> TileConfig:
     return TRANSPOSE_CONFIGS[2] if t * n >= 1 << 22 else TRANSPOSE_CONFIGS[4]
 
 
-def _launch(q_TN: Tensor, scale_T: Tensor, scale: Tensor | None, q_NT: Tensor, config: TileConfig) -> None:
+def _launch(
+    q_TN: Tensor,
+    scale_T: Tensor,
+    scale: Tensor | None,
+    q_NT: Tensor,
+    config: TileConfig,
+    other: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """`other` is a second operand (codes, ratios, result) that takes its words in the same launch."""
     config = _fit_packing(config, q_TN, q_NT)
     t, n = q_TN.shape
-    grid = (triton.cdiv(n, config.columns), triton.cdiv(t, config.rows))
+    tiles = triton.cdiv(n, config.columns) + (triton.cdiv(other[0].shape[1], config.columns) if other else 0)
+    grid = (tiles, triton.cdiv(t, config.rows))
     fp8_max = check_fp8("q_TN.dtype", q_TN.dtype)
     tile = {"BLOCK_T": config.rows, "BLOCK_N": config.columns, "num_warps": config.num_warps}
     if config.packing == "bytes":
@@ -302,15 +351,22 @@ def _launch(q_TN: Tensor, scale_T: Tensor, scale: Tensor | None, q_NT: Tensor, c
         _transpose_bytes_kernel[grid](q_TN, scale_T, scale, q_NT, t, n, *strides, FP8_MAX=fp8_max, **tile)
         return
     words, out_words = q_TN.view(torch.int32), q_NT.view(torch.int32)
+    others: tuple[Tensor | None, ...] = (None, None, None)
+    sizes = (0, 0, 0)
+    if other is not None:
+        others = (other[0].view(torch.int32), other[1], other[2].view(torch.int32))
+        sizes = (other[0].shape[1] // 4, other[0].stride(0) // 4, other[2].stride(0) // 4)
     _transpose_words_kernel[grid](
         words,
         scale_T,
         scale,
         out_words,
+        *others,
         t // 4,
         n // 4,
         words.stride(0),
         out_words.stride(0),
+        *sizes,
         FP8=tl.float8e4nv if q_TN.dtype == torch.float8_e4m3fn else tl.float8e5,
         FP8_MAX=fp8_max,
         ASM=config.packing == "asm",

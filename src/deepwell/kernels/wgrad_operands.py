@@ -25,7 +25,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.kernels._triton import on_device, runs_kernel, tl, triton
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.transpose import transpose_by_ratio
+from deepwell.kernels.transpose import transpose_two_by_ratio
 
 # A dense product: each program reads all scales, whose maximum it needs, in one go if it can, and writes its share.
 _BLOCK, _WARPS = 16384, 32
@@ -167,5 +167,5 @@ def wgrad_operands(
     Raises ConfigError on a wrong argument.
     """
     balanced = balance_scales(scale_a_T, scale_b_T, ends_E)
-    a_NT = transpose_by_ratio(q_a_TN, balanced.ratio_a_T)
-    return a_NT, balanced.scale_a, transpose_by_ratio(q_b_TK, balanced.ratio_b_T), balanced.scale_b
+    a_NT, b_KT = transpose_two_by_ratio(q_a_TN, balanced.ratio_a_T, q_b_TK, balanced.ratio_b_T)
+    return a_NT, balanced.scale_a, b_KT, balanced.scale_b
