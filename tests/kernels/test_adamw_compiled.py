@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import aot
+from deepwell.formats.spec import get_format
 from deepwell.kernels import adamw, adamw_copies, adamw_words
 from deepwell.kernels._triton import tl, triton
-from deepwell.kernels.adamw import CONFIGS, FP8
+from deepwell.kernels.adamw import CONFIGS, FP8, configs_for_moments
+from deepwell.kernels.adamw_words import WORD_CONFIGS, WordConfig, word_configs_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -66,23 +68,23 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(case, arch, monkeypatch)
     assert made.count(r"st\.global\.b16") == 0
     is_exact = case.param == FP32 or case.has_master
     has_fp8 = case.moment == FP8
-    # Exact roots of FP8 moments are a Newton step (two fused operations), one for each element and the block's largest.
+    # Exact roots of FP8 moments are a Newton step (two fused operations), one for each element and the block's largest;
+    # inverses of the two scales are another. Each moment is one fused operation, a step that is not exact two.
     assert made.count(r"sqrt\.rn\.f32") == (8 if is_exact and not has_fp8 else 0)
     assert made.count(r"sqrt\.approx\.ftz\.f32 ") - made.count(r"rsqrt\.approx\.ftz") == 8 * (
         not is_exact and not has_fp8
     )
     assert made.count(r"rsqrt\.approx\.ftz") == 9 * has_fp8
-    assert made.count(r"fma\.rn\.f32") == 18 * has_fp8
-    # Quotients: of each element, and of FP8 blocks two multipliers and two scales.
-    assert made.count(r"div\.rn\.f32") == 8 * is_exact + 4 * has_fp8
-    assert made.count(r"div\.approx\.ftz") == 8 * (not is_exact) and made.count(r"div\.full") == 0
-    if case.moment == BF16:
-        # Random bits are made where they are used: nothing goes through shared memory.
+    assert made.count(r"fma\.rn\.f32") == (18 + 4 + 16) * has_fp8 + 16 * (not is_exact)
+    assert made.count(r"div\.rn\.f32") == 8 * is_exact and made.count(r"div\.(approx|full)") == 0
+    assert made.count(r"rcp\.approx\.ftz") == 8 * (not is_exact) + 2 * has_fp8
+    if case.moment != FP32:
+        # Random bits are made where they are used and scales stored from where they are: no shared memory.
         assert made.shared_bytes == 0
 
 
-# The default, and one with fewer pieces.
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c.pieces > 1][:3:2], ids=str)
+# The default, and one with more pieces.
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.pieces > 1][::3], ids=str)
 def test_a_thread_holds_pieces_of_a_block_without_spills(config, monkeypatch):
     monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
     tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
@@ -130,13 +132,11 @@ def test_copies_compile_without_spills(scaling, arch, each):
     assert made.count(r"st\.global\S*\.v4\.b32") == 3 + 2 * 2
 
 
-@pytest.mark.parametrize("scaling, arch", [("mx", 90), ("mx", 100), ("square", 90), ("tensor", 90)])
-def test_words_load_everything_before_they_store(scaling, arch):
+def _words(case, scaling, config, arch=90, **changes):
     constants = {
-        **{name: value for name, value in _constants(Case()).items() if name != "ALIGNED"},
-        "ROWS": 64,
-        "PIECES": 1,
-        "PARTS": 2 if scaling == "square" else 1,
+        **{name: value for name, value in _constants(case).items() if name != "ALIGNED"},
+        "ROWS": config.rows,
+        "PARTS": 128 // config.rows if scaling == "square" else 1,
         "SCALING": scaling,
         "POW2": True,
         "HAS_ROW": True,
@@ -144,13 +144,61 @@ def test_words_load_everything_before_they_store(scaling, arch):
         "UPDATES": True,
         "WRITES": True,
         "COLLECTS": scaling == "tensor",
+        **changes,
     }
     pointers = {**POINTERS, "copies_ptr": torch.int64}
-    made = aot.compile_kernel(adamw_words._words_kernel, {**pointers, **constants}, arch=arch, num_warps=8)
+    return aot.compile_kernel(
+        adamw_words._words_kernel,
+        {**pointers, **constants},
+        arch=arch,
+        num_warps=config.num_warps,
+        max_registers=config.max_registers,
+    )
+
+
+@pytest.mark.parametrize("has_master", [False, True])
+@pytest.mark.parametrize("config", configs_for_moments(FP8), ids=str)
+def test_no_config_for_fp8_moments_spills(config, has_master, monkeypatch):
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
+    arguments = {**POINTERS, **_constants(Case(moment=FP8, has_master=has_master)), **tile}
+    registers = config.max_registers
+    made = aot.compile_kernel(
+        adamw._adamw_kernel, arguments, arch=90, num_warps=config.num_warps, max_registers=registers
+    )
+    assert made.spill_bytes == 0 and made.stack_bytes == 0
+
+
+FORMAT_OF = {"mx": "mxfp8", "square": "fp8_e4m3_128x128_pow2", "tensor": "fp8_e4m3_tensor_pow2"}
+
+
+@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_default_configs_of_words_keep_sixteen_warps_without_spills(scaling, moment, monkeypatch):
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8)[0]
+    made = _words(Case(moment=moment), scaling, config)
+    assert made.registers <= 128
+    # FP8 moments and blocks of 32: two registers are put aside before the rows and taken back once.
+    assert made.spill_bytes <= (16 if moment == FP8 and scaling != "tensor" else 0)
+    # A second pass is another kernel: it collects first.
+    if scaling == "tensor":
+        config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8, is_delayed=False)[0]
+        assert _words(Case(moment=moment), scaling, config, WRITES=False).spill_bytes == 0
+
+
+def test_collecting_an_amax_does_not_wait_for_the_stores():
+    made = _words(Case(), "tensor", WORD_CONFIGS[0])
+    assert made.count(r"atom\.global\S*relaxed\S*max") == 1 and made.count(r"fence|membar|acq_rel") == 0
+
+
+@pytest.mark.parametrize("scaling, arch", [("mx", 90), ("mx", 100), ("square", 90), ("tensor", 90)])
+def test_words_load_everything_before_they_store(scaling, arch):
+    made = _words(Case(), scaling, WordConfig(rows=64, num_warps=8), arch)
     assert made.spill_bytes == 0
     # Only words of the transposed copy (and sums over warps) go through shared memory.
     assert made.shared_bytes == 64 * 128
-    parts = constants["PARTS"]
+    parts = 2 if scaling == "square" else 1
     accesses = [line for line in made.ptx.splitlines() if "v4.b32" in line and "global" in line]
     kinds = ["load" if "ld.global" in line else "store" for line in accesses]
     # Parameter, gradient and two moments of four rows, 16 bytes each, a part; then the new ones and 32 bytes of words.

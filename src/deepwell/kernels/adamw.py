@@ -58,7 +58,7 @@ from deepwell.kernels.adamw_moments import (
     magnitude_max,
     root_exact,
     scale_of,
-    store_scale,
+    store_alike,
 )
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref
@@ -156,13 +156,11 @@ CONFIGS = (
     Config(rows=16, tiles=1, num_warps=8),
     Config(rows=32, tiles=1, num_warps=8),
     Config(rows=16, tiles=4, num_warps=8),
-    # For FP8 moments.
-    Config(rows=32, tiles=1, num_warps=4, pieces=4, max_registers=128),
-    Config(rows=32, tiles=1, num_warps=4, pieces=4),
+    # For FP8 moments; none of these spills.
     Config(rows=16, tiles=1, num_warps=4, pieces=2),
-    Config(rows=16, tiles=1, num_warps=4, pieces=2, max_registers=80),
-    Config(rows=32, tiles=1, num_warps=8, pieces=2, max_registers=64),
-    Config(rows=32, tiles=2, num_warps=4, pieces=4),
+    Config(rows=16, tiles=1, num_warps=4, pieces=2, max_registers=128),
+    Config(rows=32, tiles=1, num_warps=4, pieces=4),
+    Config(rows=32, tiles=1, num_warps=8, pieces=2, max_registers=128),
 )
 
 
@@ -254,6 +252,20 @@ def pointers_of(table_ptr, row, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT:
         pointer_at(table_ptr, row, 4, tl.float32, ALIGNED),
         pointer_at(table_ptr, row, 5, tl.float32, ALIGNED),
         pointer_at(table_ptr, row, 6, tl.float32, ALIGNED),
+    )
+
+
+@triton.jit
+def pointers_from(pointers, elements, blocks):
+    """The same addresses, so many elements and blocks further: offsets of a tile then fit 32 bits."""
+    return (
+        pointers[0] + elements,
+        pointers[1] + elements,
+        pointers[2] + elements,
+        pointers[3] + elements,
+        pointers[4] + blocks,
+        pointers[5] + blocks,
+        pointers[6] + elements,
     )
 
 
@@ -351,13 +363,14 @@ def update_tile(
     tl.store(p_ptr + e, stored, mask=is_live)
     if MOMENT == tl.uint8:
         # What was masked is 0 still (its root the smallest), so nothing beyond the end raises a block's scale.
-        THREADS: tl.constexpr = m.shape[2] // 8
-        scale, encode = scale_of(magnitude_max(m), ASM)
-        tl.store(m_ptr + e, encode_e4m3(m, encode, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
-        store_scale(m_scale_ptr, block, is_live_block, scale, THREADS)
-        scale, encode = scale_of(root_max, ASM)
-        tl.store(v_ptr + e, encode_e4m3(root, encode, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
-        store_scale(v_scale_ptr, block, is_live_block, scale, THREADS)
+        block = tl.reshape(block, (m.shape[0],))
+        is_live_block = tl.reshape(is_live_block, (m.shape[0],))
+        scale, encode, keep = scale_of(magnitude_max(m), ASM)
+        tl.store(m_ptr + e, encode_e4m3(m, encode, keep, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
+        store_alike(m_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
+        scale, encode, keep = scale_of(root_max, ASM)
+        tl.store(v_ptr + e, encode_e4m3(root, encode, keep, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
+        store_alike(v_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
     return stored
 
 
@@ -382,10 +395,12 @@ def _adamw_kernel(
     TILES: tl.constexpr,
 ):
     # One program updates TILES tiles of one tensor. A skipped step touches nothing.
-    if tl.load(control_ptr + 1) == 0:
-        pid = tl.program_id(0)
-        row = tl.load(chunk_row_ptr + pid)
-        start = tl.load(chunk_place_ptr + pid).to(tl.int64) * (ROWS * 128 * TILES)
+    pid = tl.program_id(0)
+    row = tl.load(chunk_row_ptr + pid)
+    place = tl.load(chunk_place_ptr + pid)
+    # (Neither is negative. Asking for both loads them before the branch, not after another wait.)
+    if tl.load(control_ptr + 1) == 0 and (row | place) >= 0:
+        start = place.to(tl.int64) * (ROWS * 128 * TILES)
         numel = number_at(table_ptr, row, 7, ALIGNED)
         slot = tl.load(table_ptr + row * 10 + 8)
         random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
@@ -393,21 +408,23 @@ def _adamw_kernel(
         COLUMNS: tl.constexpr = 128 // PIECES
         r = tl.arange(0, ROWS)[:, None, None]
         piece = tl.arange(0, PIECES)[None, :, None]
+        # Eight elements a thread: 16 bytes of bf16, and one draw. More would be stored by way of shared memory.
+        e = tl.max_contiguous(r * 128 + piece * COLUMNS + tl.arange(0, COLUMNS)[None, None, :], [1, 1, 8])
+        call = r * 16 + piece * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, None, :]
         for i in tl.range(TILES):
             first = start + i * (ROWS * 128)
-            e = first + (r * 128 + piece * COLUMNS + tl.arange(0, COLUMNS)[None, None, :])
-            # Eight elements a thread: 16 bytes of bf16, and one draw. More would be stored by way of shared memory.
-            e = tl.max_contiguous(e, [1, 1, 8])
-            block = first // 128 + r
-            calls = first // 8 + (r * 16 + piece * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, None, :])
-            place = (pointers, e, e < numel, block, block * 128 < numel)
-            loaded = load_tile(*place, MOMENT == tl.uint8, HAS_MASTER)
+            left = tl.minimum(numel - first, ROWS * 128).to(tl.int32)
+            if ALIGNED:
+                left = tl.multiple_of(left, 16)
+            calls = first // 8 + call
+            at = (pointers_from(pointers, first, first // 128), e, e < left, r, r * 128 < left)
+            loaded = load_tile(*at, MOMENT == tl.uint8, HAS_MASTER)
             if MOMENT == tl.uint8:
                 # No load may sink below it: the assembler put a third of them amid the arithmetic, where each waits.
                 tl.debug_barrier()
             update_tile(
                 loaded,
-                *place,
+                *at,
                 calls,
                 hyper_of(hyper_ptr + slot * 8),
                 random,

@@ -376,7 +376,7 @@ def _copies_kernel(
             amax = tl.max(tl.reshape(seen, (STRIP * 128,)), axis=0)
         if COLLECTS:
             amax_ptr = tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32))
-            tl.atomic_max(amax_ptr, amax)
+            tl.atomic_max(amax_ptr, amax, sem="relaxed")
         if WRITES:
             copy = (
                 pointer_of(copy_ptr, 3, tl.uint8, ALIGNED),

@@ -80,6 +80,10 @@ class Table:
         self.words = host.to(self.device, non_blocking=True)
 
 
+# Words count in 32 bits within 128 rows.
+_MAX_STRIDE = 2**24
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyKind:
     """What the copies of one launch have in common."""
@@ -101,6 +105,7 @@ def copy_kind(slot: Slot) -> CopyKind:
     assert copies is not None
     rows, columns = slot.param.shape[-2:]
     codes = [t for t in (copies.row, copies.col) if t is not None]
+    strides = [columns, *(stride for t in codes for stride in t.stride()[-2:-1])]
     starts = [t.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in t.stride()[:-1]) for t in codes]
     return CopyKind(
         format=copies.format.name,
@@ -109,7 +114,7 @@ def copy_kind(slot: Slot) -> CopyKind:
         is_delayed=copies.is_delayed and copies.format.scaling == "tensor",
         is_fused=not slot.has_fp8_moments or columns % 128 == 0,
         draws_each=columns % 8 != 0,
-        is_aligned=rows % 16 == 0 and columns % 16 == 0 and all(starts),
+        is_aligned=rows % 16 == 0 and columns % 16 == 0 and all(starts) and max(strides) < _MAX_STRIDE,
     )
 
 
@@ -145,7 +150,10 @@ class CopyLaunch:
         has_words = self.kind.is_aligned and self.copy.is_aligned
         if not has_words and not isinstance(config, TileConfig):
             return configs_for(self.format)[0]
-        return config or word_configs_for(self.format, has_fp8_moments=self.kind.moment == _FP8)[0]
+        if config is not None:
+            return config
+        has_fp8 = self.kind.moment == _FP8
+        return word_configs_for(self.format, has_fp8_moments=has_fp8, is_delayed=self.copy.is_delayed)[0]
 
     @property
     def _parts(self) -> int:
@@ -234,7 +242,7 @@ class CopyLaunch:
         grid = (self.chunk_row.numel(),)
         if isinstance(config, WordConfig):
             dtypes = {name: value for name, value in constants.items() if name != "ALIGNED"}
-            adamw_words._words_kernel[grid](*tables, **dtypes, **common, PIECES=config.pieces, PARTS=self._parts)
+            adamw_words._words_kernel[grid](*tables, **dtypes, **common, PARTS=self._parts)
             return
         adamw_copies._copies_kernel[grid](
             *tables,

@@ -20,7 +20,7 @@ Cost (SASS of sm_90): about 10 instructions to decode and blend both, 7 a root, 
 """
 
 # Shapes: tiles are (rows, pieces, columns), the 128 elements of a block in the pieces of its row; what a block has once
-# is (rows, 1, 1).
+# is (rows,), and (rows, 1, 1) where it was loaded.
 
 import torch
 from torch import Tensor
@@ -78,8 +78,8 @@ def encode_ref(x: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None, *
     scale = (amax * _INV_MAX).clamp(min=_SMALLEST_SCALE)
     scales.copy_(torch.where(is_finite, scale, float("nan")).flatten())
     # A subnormal multiplier is rounded down, else it could carry a magnitude of 448 into the next code.
-    encode = ((torch.ones_like(scale) / scale) * _CODE_POWER).view(torch.int32)
-    encode = (encode - (encode < 0x800000).int()).view(torch.float32)
+    inverse = (torch.ones_like(scale) / scale).double() * _CODE_POWER
+    encode = ((inverse * 2.0**149).floor() * 2.0**-149).float().where(inverse < 2.0**-126, inverse.float())
     bits = (padded.abs() * encode).view(torch.int32).flatten()[: x.numel()].long()
     code = (bits * 16 + (0x800000 if noise is None else (noise << 8) + 0x80)) >> 24
     if is_root:
@@ -103,13 +103,14 @@ _ROOT = tl.constexpr(
     fma.rn.f32 $0, e, h, s; }"""
 )
 # Newton's step for the inverse, correctly rounded within 2^-126 .. 2^126: the compiler's own sequence without its check
-# for other exponents.
+# for other exponents. Then 2^-120 of it, cut where it is subnormal.
 _INVERSE = tl.constexpr(
     """{ .reg .f32 y, e;
     rcp.approx.ftz.f32 y, $1;
     neg.f32 e, $1;
     fma.rn.f32 e, e, y, 0f3F800000;
-    fma.rn.f32 $0, y, e, y; }"""
+    fma.rn.f32 y, y, e, y;
+    mul.rz.f32 $0, y, 0f03800000; }"""
 )
 # Four codes: bits of |x| * 2^-120 / scale moved to the top, what rounds added, the sign in its place; a block that is
 # not finite keeps nothing.
@@ -153,6 +154,9 @@ _ENCODE_ROOT = tl.constexpr(
     and.b32 $0, a, $9; }"""
 )
 
+_STORE_WORD = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }")
+_STORE_BYTE = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b8 [$1], $2; mov.b32 $0, 0; }")
+
 
 @triton.jit
 def _value(code, ASM: tl.constexpr):
@@ -193,7 +197,7 @@ def blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM: 
 @triton.jit
 def _block_max(bits):
     """The largest of a block's bits: as integers NaN is above inf and inf above any number, so it cannot be lost."""
-    return tl.max(tl.max(bits, axis=1, keep_dims=True), axis=2, keep_dims=True)
+    return tl.max(tl.max(bits, axis=1), axis=1)
 
 
 @triton.jit
@@ -203,9 +207,8 @@ def _larger(a, b):
 
 @triton.jit
 def magnitude_max(x):
-    """The largest magnitude of each row's block, as bits; NaN is not lost."""
-    largest = tl.reduce(tl.reduce(tl.abs(x), 1, _larger, keep_dims=True), 2, _larger, keep_dims=True)
-    return largest.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    """The largest magnitude of each row's block; NaN is not lost."""
+    return tl.reduce(tl.reduce(tl.abs(x), 1, _larger), 1, _larger)
 
 
 @triton.jit
@@ -217,47 +220,56 @@ def _root(v, ASM: tl.constexpr):
 
 @triton.jit
 def root_exact(v, ASM: tl.constexpr):
-    """Correctly rounded roots, and the largest of each row as bits."""
+    """Correctly rounded roots, and the largest of each row."""
     amax = _block_max(v.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
-    return _root(v, ASM), _root(amax, ASM).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    return _root(v, ASM), _root(amax, ASM)
 
 
 @triton.jit
-def scale_of(amax_bits, ASM: tl.constexpr):
-    """The scale of each row and what its magnitudes are multiplied with, 2^-120 / scale; NaN where it is not finite."""
-    scale = tl.maximum(amax_bits.to(tl.float32, bitcast=True) * 0.002232142857142857, 1.1754943508222875e-38)
+def scale_of(amax, ASM: tl.constexpr):
+    """The scale of each row (NaN where it is not finite), what its magnitudes are multiplied with, 2^-120 / scale, and a
+    mask for its codes, of all bits or none."""
+    scale = tl.maximum(amax * 0.002232142857142857, 1.1754943508222875e-38)
     if ASM:
         encode = tl.inline_asm_elementwise(_INVERSE, "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        encode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    bits = (encode * 7.52316384526264e-37).to(tl.int32, bitcast=True)
-    encode = (bits - tl.where(bits < 0x800000, 1, 0)).to(tl.float32, bitcast=True)
-    is_finite = amax_bits <= 0x4E800000
-    return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, encode, float("nan"))
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale).to(tl.float64) * 7.52316384526264e-37
+        cut = tl.floor(inverse * 7.1362384635298e44).to(tl.int32).to(tl.float32, bitcast=True)
+        encode = tl.where(inverse < 1.1754943508222875e-38, cut, inverse.to(tl.float32))
+    is_finite = amax <= 1073741824.0
+    return tl.where(is_finite, scale, float("nan")), encode, tl.where(is_finite, -1, 0)
 
 
 @triton.jit
-def store_scale(scale_ptr, block, is_live_block, scale, THREADS: tl.constexpr):
-    """Store each block's scale, by one of the THREADS threads that hold its row.
+def store_alike(pointer, value, is_live, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Store fp32 as it is, or the low byte of int32, from wherever it is: threads that hold the same store the same.
 
-    As many columns as threads, and no word of neighbours in memory: else the compiler would find maximum and scale
-    twice, once for the layout in which it stores.
+    A plain store has a layout of its own; to get there the few numbers of a tile would go through shared memory, with
+    two barriers each time.
     """
-    c = tl.arange(0, THREADS)[None, None, :]
-    place = tl.max_contiguous(block + c, [1, 1, 1])
-    tl.store(scale_ptr + place, tl.broadcast_to(scale, place.shape), mask=is_live_block & (c == 0))
+    if ASM:
+        tl.inline_asm_elementwise(
+            _STORE_WORD if DTYPE == tl.float32 else _STORE_BYTE,
+            "=r,l,r,r",
+            [pointer.to(tl.int64), value.to(tl.int32, bitcast=True), is_live.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(pointer, value.to(DTYPE), mask=is_live)
 
 
 @triton.jit
-def encode_e4m3(x, encode, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
-    """uint8 E4M3 codes of a tile whose rows have these multipliers; `noise` is (16 bits << 8) | 0x80.
+def encode_e4m3(x, encode, keep, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
+    """uint8 E4M3 codes of a tile whose rows have these multipliers and masks; `noise` is (16 bits << 8) | 0x80.
 
     See `encode_ref`.
     """
     bits = x.to(tl.int32, bitcast=True)
-    top = (tl.abs(x) * encode).to(tl.int32, bitcast=True)
+    top = (tl.abs(x) * encode[:, None, None]).to(tl.int32, bitcast=True)
     # A block with inf or NaN says so by its scale; its codes are zero.
-    keep = tl.where(encode < float("inf"), -1, 0)
+    keep = keep[:, None, None]
     if ASM:
         added = noise if HAS_NOISE else tl.full(x.shape, 0x800000, tl.int32)
         keep = tl.broadcast_to(keep, x.shape)

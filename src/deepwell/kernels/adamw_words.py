@@ -8,16 +8,17 @@ Numerics: as `adamw_copies`. The conversion to E4M3 saturates by itself and keep
 Cost:     bytes as `adamw_copies`. Bytes in flight bind it where instructions do not: 64 KB a program of 64 rows.
 """
 
-# Shapes: R rows and C columns of a matrix. A part is 4 * G x 128, as four tensors (G, P, 128 / P): row 4 i + j is in
-# the j-th, its columns in P pieces, of which a thread has eight columns each.
+# Shapes: R rows and C columns of a matrix. A part is 4 * G x 128, as four tensors (G, 1, 128): row 4 i + j is in the
+# j-th; a thread has eight columns each.
 
 from dataclasses import dataclass
 
 from deepwell.formats.spec import Format
 from deepwell.kernels._fp8 import code_bytes, multiplier_from_bits
 from deepwell.kernels._triton import tl, triton
-from deepwell.kernels.adamw import hyper_of, load_tile, pointers_of, update_tile
+from deepwell.kernels.adamw import hyper_of, load_tile, pointers_from, pointers_of, update_tile
 from deepwell.kernels.adamw_copies import e8m0_of, length_at, pointer_of, store_square_scale
+from deepwell.kernels.adamw_moments import store_alike
 
 # ---- configs ----
 
@@ -27,29 +28,30 @@ class WordConfig:
     """Rows of a part (of 128 columns) and its warps; a 128x128 block is one or two parts."""
 
     rows: int
-    # FP8 moments have a scale for 128 columns: the more of them a thread holds, the less it works twice.
-    pieces: int
     num_warps: int
     max_registers: int | None = None
 
 
-WORD_CONFIGS = (
-    WordConfig(rows=32, pieces=1, num_warps=4, max_registers=128),
-    WordConfig(rows=32, pieces=1, num_warps=4, max_registers=160),
-    WordConfig(rows=64, pieces=1, num_warps=8, max_registers=128),
-    WordConfig(rows=64, pieces=1, num_warps=8),
-    WordConfig(rows=64, pieces=1, num_warps=16),
-    WordConfig(rows=128, pieces=1, num_warps=16, max_registers=128),
-    WordConfig(rows=64, pieces=2, num_warps=4),
-    WordConfig(rows=64, pieces=2, num_warps=8, max_registers=128),
-    WordConfig(rows=128, pieces=2, num_warps=8),
-)
+# 16 warps a multiprocessor have 96 to 128 KB of loads in flight and need at most 128 registers each; without a limit the
+# assembler takes fewer than that, or a few more.
+_FREE = WordConfig(rows=32, num_warps=4)
+_AT_120 = WordConfig(rows=32, num_warps=4, max_registers=120)
+_AT_128 = WordConfig(rows=32, num_warps=4, max_registers=128)
+_AT_160 = WordConfig(rows=32, num_warps=4, max_registers=160)
+_TWICE = WordConfig(rows=64, num_warps=8, max_registers=128)
+_WHOLE = WordConfig(rows=128, num_warps=16, max_registers=128)
+WORD_CONFIGS = (_FREE, _AT_120, _AT_128, _AT_160, _TWICE, _WHOLE)
 
 
-def word_configs_for(fmt: Format, *, has_fp8_moments: bool) -> tuple[WordConfig, ...]:
-    """The configs that can serve a format, the best one first."""
-    fits = [config for config in WORD_CONFIGS if fmt.block != (128, 128) or config.rows >= 64]
-    return tuple(sorted(fits, key=lambda config: (config.pieces > 1) != has_fp8_moments))
+def word_configs_for(fmt: Format, *, has_fp8_moments: bool, is_delayed: bool = True) -> tuple[WordConfig, ...]:
+    """The configs that can serve a format, the default first; `is_delayed` only matters with one scale per tensor."""
+    if fmt.block == (128, 128):
+        return _WHOLE, _TWICE
+    if fmt.scaling == "tensor" and not is_delayed:
+        return _AT_160, _FREE, _TWICE
+    if fmt.scaling == "tensor":
+        return _AT_120, _FREE, _AT_128, _TWICE
+    return (_AT_120, _FREE, _TWICE) if has_fp8_moments else (_FREE, _AT_128, _TWICE)
 
 
 # ---- kernels ----
@@ -102,34 +104,40 @@ def _largest_of_four(x):
 
 
 @triton.jit
-def _row(r0, J: tl.constexpr, G: tl.constexpr):
-    return r0 + J + tl.arange(0, G)[:, None, None] * 4
+def _row(G: tl.constexpr):
+    """The first of four rows each, counted from the part's first one, (G, 1, 1)."""
+    return tl.arange(0, G)[:, None, None] * 4
 
 
 @triton.jit
-def _column(c0, P: tl.constexpr):
-    """The 128 columns of a part in P pieces, (1, P, 128 / P)."""
-    return c0 + tl.arange(0, P)[None, :, None] * (128 // P) + tl.arange(0, 128 // P)[None, None, :]
+def _column():
+    """The 128 columns of a part, (1, 1, 128)."""
+    return tl.arange(0, 128)[None, None, :]
 
 
 @triton.jit
-def _place(r0, J: tl.constexpr, c0, R, C, G: tl.constexpr, P: tl.constexpr):
-    """Of the rows 4 i + J of a part: offsets, which are live, and the blocks of FP8 moments with theirs."""
-    r = _row(r0, J, G)
-    c = _column(c0, P)
-    # (Comparing the first of four rows keeps the mask the same for all of them.)
-    return tl.max_contiguous(r * C + c, [1, 1, 8]), (r - J < R) & (c < C), (r * C + c0) // 128, r - J < R
+def _is_live(left, G: tl.constexpr):
+    """Which elements of a part there are, and which rows: lengths are multiples of 16, so four rows are alike."""
+    is_live_row = _row(G) < left[0]
+    return is_live_row & (_column() < left[1]), is_live_row
+
+
+@triton.jit
+def _place(pointers, J: tl.constexpr, C, is_live, G: tl.constexpr):
+    """Of the rows 4 i + J of a part whose first element the pointers point to: they, offsets from them, which are live,
+    and blocks of FP8 moments with theirs."""
+    e = (_row(G) + J) * C + _column()
+    return pointers, tl.max_contiguous(e, [1, 1, 8]), is_live[0], (_row(G) + J) * (C // 128), is_live[1]
 
 
 @triton.jit
 def _update_row(
     loaded,
-    place,
-    r,
-    first,
-    c0,
-    C,
     pointers,
+    place,
+    J: tl.constexpr,
+    first,
+    C,
     hyper,
     random,
     PARAM: tl.constexpr,
@@ -137,20 +145,18 @@ def _update_row(
     HAS_MASTER: tl.constexpr,
     RANDOM_PARAM: tl.constexpr,
     RANDOM_MOMENT: tl.constexpr,
-    P: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    column = tl.arange(0, P)[None, :, None] * (16 // P) + tl.arange(0, 16 // P)[None, None, :]
-    calls = (first + r * C + c0) // 8 + column
-    e, is_live, block, is_live_block = place
+    """Update the rows 4 i + J of a part that begins at the element `first` of its parameter."""
+    column = tl.arange(0, 16)[None, None, :]
     x = update_tile(
         loaded,
         pointers,
-        e,
-        is_live,
-        block,
-        is_live_block,
-        calls,
+        place[1],
+        place[2],
+        place[3],
+        place[4],
+        first // 8 + ((_row(place[1].shape[0]) + J) * (C // 8) + column),
         hyper,
         random,
         PARAM,
@@ -161,8 +167,10 @@ def _update_row(
         False,
         ASM,
     )
-    # With eps = 0 what was masked is 0 / 0: it must not count.
-    return tl.where(is_live, x, 0.0)
+    # With eps = 0 what was masked is 0 / 0 where roots may be 0: it must not count.
+    if not ASM or (MOMENT != tl.uint8 and (HAS_MASTER or PARAM == tl.float32)):
+        x = tl.where(place[2], x, 0.0)
+    return x
 
 
 @triton.jit
@@ -173,7 +181,7 @@ def _new_weights(
     r0,
     c0,
     first,
-    R,
+    left,
     C,
     hyper_ptr,
     random,
@@ -185,77 +193,86 @@ def _new_weights(
     RANDOM_MOMENT: tl.constexpr,
     UPDATES: tl.constexpr,
     G: tl.constexpr,
-    P: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """The weights of a part as they are stored, after the update where it UPDATES: four tensors (G, P, 128 / P)."""
+    """The weights of a part as they are stored, after the update where it UPDATES: four tensors (G, 1, 128)."""
     pointers = pointers_of(table_ptr, row, PARAM, GRAD, MOMENT, True)
-    at0 = _place(r0, 0, c0, R, C, G, P)
-    at1 = _place(r0, 1, c0, R, C, G, P)
-    at2 = _place(r0, 2, c0, R, C, G, P)
-    at3 = _place(r0, 3, c0, R, C, G, P)
+    is_live = _is_live(left, G)
+    e = r0.to(tl.int64) * C + c0
+    C = tl.multiple_of(C.to(tl.int32), 16)
+    pointers = pointers_from(pointers, e, e // 128)
+    at0 = _place(pointers, 0, C, is_live, G)
+    at1 = _place(pointers, 1, C, is_live, G)
+    at2 = _place(pointers, 2, C, is_live, G)
+    at3 = _place(pointers, 3, C, is_live, G)
     if not UPDATES:
-        x0 = tl.load(pointers[0] + at0[0], mask=at0[1], other=0.0)
-        x1 = tl.load(pointers[0] + at1[0], mask=at1[1], other=0.0)
-        x2 = tl.load(pointers[0] + at2[0], mask=at2[1], other=0.0)
-        x3 = tl.load(pointers[0] + at3[0], mask=at3[1], other=0.0)
+        x0 = tl.load(at0[0][0] + at0[1], mask=at0[2], other=0.0)
+        x1 = tl.load(at1[0][0] + at1[1], mask=at1[2], other=0.0)
+        x2 = tl.load(at2[0][0] + at2[1], mask=at2[2], other=0.0)
+        x3 = tl.load(at3[0][0] + at3[1], mask=at3[2], other=0.0)
         return x0, x1, x2, x3
     # All loads before the first store: afterwards none may pass it.
     HAS_FP8: tl.constexpr = MOMENT == tl.uint8
-    hyper = hyper_of(hyper_ptr + slot * 8)
-    y0 = load_tile(pointers, *at0, HAS_FP8, HAS_MASTER)
-    y1 = load_tile(pointers, *at1, HAS_FP8, HAS_MASTER)
-    y2 = load_tile(pointers, *at2, HAS_FP8, HAS_MASTER)
-    y3 = load_tile(pointers, *at3, HAS_FP8, HAS_MASTER)
-    rest = (first, c0, C, pointers, hyper, random)
-    x0 = _update_row(y0, at0, _row(r0, 0, G), *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, P, ASM)
-    x1 = _update_row(y1, at1, _row(r0, 1, G), *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, P, ASM)
-    x2 = _update_row(y2, at2, _row(r0, 2, G), *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, P, ASM)
-    x3 = _update_row(y3, at3, _row(r0, 3, G), *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, P, ASM)
+    y0 = load_tile(*at0, HAS_FP8, HAS_MASTER)
+    y1 = load_tile(*at1, HAS_FP8, HAS_MASTER)
+    y2 = load_tile(*at2, HAS_FP8, HAS_MASTER)
+    y3 = load_tile(*at3, HAS_FP8, HAS_MASTER)
+    # No load may sink below it, amid the arithmetic, where each would wait; and what the arithmetic needs comes after
+    # it, else the first row would be worked out before the others are loaded.
+    tl.debug_barrier()
+    rest = (first + e, C, hyper_of(hyper_ptr + slot * 8), random)
+    # Slots count from 0: it is 0, but only we know. Addresses are worked out again instead of kept in registers.
+    zero = tl.multiple_of(tl.minimum(slot, 0), 16)
+    to = pointers_from(pointers, zero, zero)
+    x0 = _update_row(y0, to, at0, 0, *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, ASM)
+    x1 = _update_row(y1, to, at1, 1, *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, ASM)
+    x2 = _update_row(y2, to, at2, 2, *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, ASM)
+    x3 = _update_row(y3, to, at3, 3, *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, ASM)
     return x0, x1, x2, x3
 
 
 @triton.jit
-def _store_row(x, enc, J: tl.constexpr, copy, r0, c0, R, C, G: tl.constexpr, ASM: tl.constexpr):
+def _store_row(x, enc, J: tl.constexpr, copy, r0, c0, is_live, G: tl.constexpr, ASM: tl.constexpr):
     row_ptr, row_stride, _, _, _, _, _, _ = copy
-    r = _row(r0, J, G)
-    c = _column(c0, x.shape[1])
-    place = tl.max_contiguous(r * row_stride + c, [1, 1, 8])
-    tl.store(row_ptr + place, _codes(x.to(tl.float32) * enc, ASM), mask=(r - J < R) & (c < C))
+    place = (_row(G) + J) * tl.multiple_of(row_stride.to(tl.int32), 16) + _column()
+    out = row_ptr + (r0 * row_stride + c0) + tl.max_contiguous(place, [1, 1, 8])
+    tl.store(out, _codes(x.to(tl.float32) * enc, ASM), mask=is_live[0])
 
 
 @triton.jit
-def _store_words(x, enc, copy, r0, c0, R, C, G: tl.constexpr, ASM: tl.constexpr):
+def _store_words(x, enc, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr):
     """The transposed copy: a word has four codes of a column."""
     _, _, col_ptr, col_stride, _, _, _, _ = copy
     a, b, c, d = _as_fp32(x)
     word = tl.reshape(_word(a * enc, b * enc, c * enc, d * enc, ASM), (G, 128))
-    i = r0 // 4 + tl.arange(0, G)
-    n = c0 + tl.arange(0, 128)
-    out = col_ptr.to(tl.pointer_type(tl.int32)) + n[:, None] * (col_stride // 4) + i[None, :]
-    tl.store(out, tl.trans(word), mask=(n[:, None] < C) & (i[None, :] < R // 4))
+    i = tl.arange(0, G)[None, :]
+    n = tl.arange(0, 128)[:, None]
+    out = (col_ptr + (c0 * col_stride + r0)).to(tl.pointer_type(tl.int32)) + (n * (col_stride // 4).to(tl.int32) + i)
+    tl.store(out, tl.trans(word), mask=(n < left[1]) & (i < left[0] // 4))
 
 
 @triton.jit
-def _store_mx_row(x, J: tl.constexpr, copy, r0, c0, R, C, G: tl.constexpr, ASM: tl.constexpr):
+def _store_mx_row(x, J: tl.constexpr, copy, r0, c0, left, is_live, G: tl.constexpr, ASM: tl.constexpr):
     _, _, _, _, scale_ptr, scale_stride, _, _ = copy
     byte, enc = e8m0_of(_largest(tl.reshape(tl.abs(x.to(tl.float32)), (G, 4, 32)), 2))
     enc = tl.reshape(tl.broadcast_to(enc[:, :, None], (G, 4, 32)), x.shape)
-    _store_row(x, enc, J, copy, r0, c0, R, C, G, ASM)
-    r = r0 + J + tl.arange(0, G)[:, None] * 4
+    _store_row(x, enc, J, copy, r0, c0, is_live, G, ASM)
+    r = tl.arange(0, G)[:, None] * 4
     b = tl.arange(0, 4)[None, :]
-    tl.store(scale_ptr + r * scale_stride + c0 // 32 + b, byte.to(tl.uint8), mask=(r - J < R) & (c0 + b * 32 < C))
+    out = scale_ptr + (r0 * scale_stride + c0 // 32) + ((r + J) * scale_stride.to(tl.int32) + b)
+    store_alike(out, byte, (r < left[0]) & (b * 32 < left[1]), tl.uint8, ASM)
 
 
 @triton.jit
-def _store_mx_words(x, copy, r0, c0, R, C, G: tl.constexpr, ASM: tl.constexpr):
+def _store_mx_words(x, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr):
     _, _, _, _, _, _, scale_ptr, scale_stride = copy
     byte, enc = e8m0_of(_largest(tl.reshape(_largest_of_four(x), (G // 8, 8, 128)), 1))
     enc = tl.reshape(tl.broadcast_to(enc[:, None, :], (G // 8, 8, 128)), x[0].shape)
-    _store_words(x, enc, copy, r0, c0, R, C, G, ASM)
+    _store_words(x, enc, copy, r0, c0, left, G, ASM)
     b = tl.arange(0, G // 8)[:, None]
-    n = c0 + tl.arange(0, 128)[None, :]
-    tl.store(scale_ptr + n * scale_stride + r0 // 32 + b, byte.to(tl.uint8), mask=(r0 + b * 32 < R) & (n < C))
+    n = tl.arange(0, 128)[None, :]
+    out = scale_ptr + (c0 * scale_stride + r0 // 32) + (n * scale_stride.to(tl.int32) + b)
+    store_alike(out, byte, (b * 32 < left[0]) & (n < left[1]), tl.uint8, ASM)
 
 
 @triton.jit
@@ -265,8 +282,7 @@ def _write_part(
     copy,
     r0,
     c0,
-    R,
-    C,
+    left,
     IS_MX: tl.constexpr,
     HAS_ROW: tl.constexpr,
     HAS_COL: tl.constexpr,
@@ -275,21 +291,22 @@ def _write_part(
 ):
     x0, x1, x2, x3 = x
     if HAS_ROW:
+        is_live = _is_live(left, G)
         if IS_MX:
-            _store_mx_row(x0, 0, copy, r0, c0, R, C, G, ASM)
-            _store_mx_row(x1, 1, copy, r0, c0, R, C, G, ASM)
-            _store_mx_row(x2, 2, copy, r0, c0, R, C, G, ASM)
-            _store_mx_row(x3, 3, copy, r0, c0, R, C, G, ASM)
+            _store_mx_row(x0, 0, copy, r0, c0, left, is_live, G, ASM)
+            _store_mx_row(x1, 1, copy, r0, c0, left, is_live, G, ASM)
+            _store_mx_row(x2, 2, copy, r0, c0, left, is_live, G, ASM)
+            _store_mx_row(x3, 3, copy, r0, c0, left, is_live, G, ASM)
         else:
-            _store_row(x0, enc, 0, copy, r0, c0, R, C, G, ASM)
-            _store_row(x1, enc, 1, copy, r0, c0, R, C, G, ASM)
-            _store_row(x2, enc, 2, copy, r0, c0, R, C, G, ASM)
-            _store_row(x3, enc, 3, copy, r0, c0, R, C, G, ASM)
+            _store_row(x0, enc, 0, copy, r0, c0, is_live, G, ASM)
+            _store_row(x1, enc, 1, copy, r0, c0, is_live, G, ASM)
+            _store_row(x2, enc, 2, copy, r0, c0, is_live, G, ASM)
+            _store_row(x3, enc, 3, copy, r0, c0, is_live, G, ASM)
     if HAS_COL:
         if IS_MX:
-            _store_mx_words(x, copy, r0, c0, R, C, G, ASM)
+            _store_mx_words(x, copy, r0, c0, left, G, ASM)
         else:
-            _store_words(x, enc, copy, r0, c0, R, C, G, ASM)
+            _store_words(x, enc, copy, r0, c0, left, G, ASM)
 
 
 @triton.jit
@@ -314,7 +331,6 @@ def _words_kernel(
     RANDOM_MOMENT: tl.constexpr,
     ASM: tl.constexpr,
     ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
     PARTS: tl.constexpr,
     SCALING: tl.constexpr,
     POW2: tl.constexpr,
@@ -325,16 +341,32 @@ def _words_kernel(
     COLLECTS: tl.constexpr,
 ):
     # One program: PARTS parts of ROWS x 128 below each other, two only for a 128x128 block with its one scale.
-    if tl.load(control_ptr + 1) == 0:
-        pid = tl.program_id(0)
-        row = tl.load(chunk_row_ptr + pid)
-        place = tl.load(chunk_place_ptr + pid).to(tl.int64)
+    pid = tl.program_id(0)
+    row = tl.load(chunk_row_ptr + pid)
+    place = tl.load(chunk_place_ptr + pid)
+    # (Neither is negative. Asking for both loads them before the branch, not after another wait.)
+    if tl.load(control_ptr + 1) == 0 and (row | place) >= 0:
         copy_ptr = copies_ptr + row * 14
         R = length_at(copy_ptr, 0, True)
         C = length_at(copy_ptr, 1, True)
         first = tl.multiple_of(tl.load(copy_ptr + 2), 16)
         slot = tl.load(table_ptr + row * 10 + 8)
         random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
+        # In 32 bits: a division in 64 is a hundred instructions.
+        tiles = ((C + 127) // 128).to(tl.int32)
+        r0 = place // tiles * (ROWS * PARTS)
+        c0 = place % tiles * 128
+        # Rows and columns from there on, as far as a program looks.
+        left_r = tl.multiple_of(tl.minimum(R - r0, 128).to(tl.int32), 16)
+        left_c = tl.multiple_of(tl.minimum(C - c0, 128).to(tl.int32), 16)
+        where = (table_ptr, row, slot, r0, c0, first, (left_r, left_c), C, hyper_ptr, random)
+        x = _new_weights(*where, PARAM, GRAD, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, UPDATES, ROWS // 4, ASM)
+        if PARTS == 2:
+            where = (table_ptr, row, slot, r0 + ROWS, c0, first, (left_r - ROWS, left_c), C, hyper_ptr, random)
+            y = _new_weights(
+                *where, PARAM, GRAD, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, UPDATES, ROWS // 4, ASM
+            )
+        # Not before: where it waits, it takes registers.
         copy = (
             pointer_of(copy_ptr, 3, tl.uint8, True),
             length_at(copy_ptr, 4, True),
@@ -351,20 +383,9 @@ def _words_kernel(
             bits = tl.load(tl.load(copy_ptr + 12).to(tl.pointer_type(tl.int32))) & 0x7FFFFFFF
             enc = multiplier_from_bits(bits, 448.0, POW2)
         amax_ptr = tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32))
-        tiles = (C + 127) // 128
-        r0 = place // tiles * (ROWS * PARTS)
-        c0 = place % tiles * 128
-        where = (table_ptr, row, slot, r0, c0, first, R, C, hyper_ptr, random)
-        x = _new_weights(
-            *where, PARAM, GRAD, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, UPDATES, ROWS // 4, PIECES, ASM
-        )
-        if PARTS == 2:
-            where = (table_ptr, row, slot, r0 + ROWS, c0, first, R, C, hyper_ptr, random)
-            y = _new_weights(
-                *where, PARAM, GRAD, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, UPDATES, ROWS // 4, PIECES, ASM
-            )
         if COLLECTS:
-            tl.atomic_max(amax_ptr, _largest_in(x))
+            # Relaxed: else all of the program's stores are waited for.
+            tl.atomic_max(amax_ptr, _largest_in(x), sem="relaxed")
         if SCALING == "square":
             bits = _largest_in(x)
             if PARTS == 2:
@@ -372,6 +393,7 @@ def _words_kernel(
             enc = multiplier_from_bits(bits, 448.0, POW2)
             store_square_scale(tl.div_rn(1.0, enc), copy, square_ptrs, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
         if WRITES:
-            _write_part(x, enc, copy, r0, c0, R, C, SCALING == "mx", HAS_ROW, HAS_COL, ROWS // 4, ASM)
+            _write_part(x, enc, copy, r0, c0, (left_r, left_c), SCALING == "mx", HAS_ROW, HAS_COL, ROWS // 4, ASM)
             if PARTS == 2:
-                _write_part(y, enc, copy, r0 + ROWS, c0, R, C, SCALING == "mx", HAS_ROW, HAS_COL, ROWS // 4, ASM)
+                left = (left_r - ROWS, left_c)
+                _write_part(y, enc, copy, r0 + ROWS, c0, left, SCALING == "mx", HAS_ROW, HAS_COL, ROWS // 4, ASM)
