@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from deepwell.kernels import adamw_scalars
 from deepwell.kernels.adamw import CONFIGS, FP8
 from deepwell.kernels.adamw_copies import FORMATS, TILE_CONFIGS, Copies, write_copies_ref
 from deepwell.kernels.adamw_copy_tables import Slot
+from deepwell.kernels.adamw_moments import encode_ref, fma_ref
 from deepwell.kernels.adamw_tables import FusedAdamW
 from deepwell.kernels.adamw_words import WORD_CONFIGS
 
@@ -332,6 +334,60 @@ def test_a_second_moment_decays_at_random_and_stalls_to_nearest(moment):
     wanted = 0.999**250
     assert roots[True] == pytest.approx(wanted, rel=0.05)
     assert roots[False] > wanted * 1.2
+
+
+# ---- FP8 moments by themselves ----
+
+
+def test_a_fused_multiply_add_is_rounded_once():
+    # 1 + 2^-24 lies halfway between two fp32 numbers; 2^-80 beside it decides, and is lost in fp64.
+    a = torch.tensor([1 + 2.0**-12, 1 + 2.0**-12, -1 - 2.0**-12, 1.0, math.inf, 3.0])
+    b = torch.tensor([1 + 2.0**-12, 1 + 2.0**-12, 1 + 2.0**-12, 1.0, 2.0, 0.0])
+    c = torch.tensor([2.0**-80, -(2.0**-80), -(2.0**-80), 2.0**-80, 1.0, -0.0])
+    up, down = 1 + 2.0**-11 + 2.0**-23, 1 + 2.0**-11
+    assert fma_ref(a, b, c).tolist() == [up, down, -up, 1.0, math.inf, 0.0]
+    # Against integers wide enough to hold any of it.
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.randint(-20, 20, (3, 300), generator=generator)
+    a, b, c = torch.randn((3, 300), generator=generator) * 2.0**powers
+    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(*(t.tolist() for t in (a, b, c)), strict=True)]
+    got = fma_ref(a, b, c)
+    for near in (torch.nextafter(got, got + 1), torch.nextafter(got, got - 1)):
+        for value, other, wanted in zip(got.tolist(), near.tolist(), exact, strict=True):
+            assert abs(Fraction(value) - wanted) <= abs(Fraction(other) - wanted)
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+@pytest.mark.parametrize("amax", [2.0**-120, 1e-5, 1.0, 3e4, 1e6, 2.0**30])
+def test_no_magnitude_of_a_block_passes_the_largest_code(amax, is_root):
+    # Above 2^15 the multiplier is subnormal in fp32; noise of all bits is what could carry.
+    x = torch.full((256,), amax) * torch.cat([torch.ones(128), torch.linspace(0.9, 1.0, 128)])
+    codes, scales = torch.zeros(256, dtype=torch.uint8).view(FP8), torch.zeros(2)
+    for noise in (torch.full((256,), 0xFFFF, dtype=torch.int32), torch.zeros(256, dtype=torch.int32), None):
+        encode_ref(x, codes, scales, noise, is_root=is_root)
+        assert int(codes.view(torch.uint8).max()) <= 126
+        back = codes.float() * scales.repeat_interleave(128)
+        assert ((back / x - 1).abs() <= 1 / 8 + 2.0**-7).all()
+
+
+def test_a_block_beyond_the_largest_magnitude_is_nan():
+    x = torch.ones(256)
+    x[130] = 2.0**31
+    codes, scales = torch.zeros(256, dtype=torch.uint8).view(FP8), torch.zeros(2)
+    encode_ref(x, codes, scales, None, is_root=False)
+    assert scales.isnan().tolist() == [False, True] and not codes.view(torch.uint8)[128:].any()
+
+
+@pytest.mark.parametrize("magnitude", [300.0, 1.05, 2.0**-6 * 1.01, 2.0**-9 * 1.3, 2.0**-9 * 0.2])
+def test_codes_are_right_on_average(magnitude):
+    # A normal code, one near the last binade, subnormal ones and one below the smallest: all 2^16 draws once.
+    noise = torch.arange(2**16, dtype=torch.int32)
+    x = torch.full((2**16,), -magnitude)
+    x[::128] = 448.0
+    codes, scales = torch.zeros(2**16, dtype=torch.uint8).view(FP8), torch.zeros(2**9)
+    encode_ref(x, codes, scales, noise, is_root=False)
+    found = (codes.float() * scales.repeat_interleave(128)).view(-1, 128)[:, 1:].double().mean()
+    assert float(found) == pytest.approx(-magnitude, rel=1e-2)
 
 
 # ---- copies of weights ----

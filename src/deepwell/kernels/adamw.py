@@ -14,26 +14,26 @@ FP8 moments are E4M3 with an fp32 scale (amax / 448) per block of 128 elements i
   * fp32 and not power-of-two scales: a block that decays by b2 = 0.999 must be able to say so.
 COAT (ICLR 2025) trains with E4M3 moments in groups of 128 and expands their range by a power; the root is such a power.
 
-Numerics: fp32 with IEEE division and root and without contraction, in the order above, so that the kernel is bit-equal
-to `adamw_ref` on any device. Two exceptions: the norm is summed in another order; and bf16 parameters without a master
-take the GPU's own quotient, and root where moments are not FP8 (off by two units in the 24th bit, so that less than one
-in 10^4 of the stored parameters rounds the other way; a v below 2^-126 counts as 2^-126, which only an eps below 1e-19
-would show): the exact ones are a third of all instructions, and the update waited for them.
+Numerics: fp32 with IEEE division and root and without contraction, in the order above (FP8 moments as `adamw_moments`
+says), so that the kernel is bit-equal to `adamw_ref` on any device. Two exceptions: the norm has another order of sums;
+and bf16 parameters without a master take the GPU's own inverse, and root where moments are not FP8, and round their
+update once less (off by two units in the 24th bit, so that less than one in 10^4 of the stored parameters rounds the
+other way; a v below 2^-126 counts as 2^-126, which only an eps below 1e-19 would show): the exact ones are a third of
+all instructions, and the update waited for them.
 Cost:     memory bound where instructions allow it. An H200 issues about 29.6e12 instructions of a thread a second (132
           multiprocessors, 4 x 32 lanes, 1.75 GHz) while it copies 4.25 TB: 7 for a byte. Counted in the SASS of sm_90,
-          default configs, an element's share; before = with codes built step by step and weights read again:
+          default configs, an element's share; warps are those a multiprocessor holds:
 
-          moved by the update                       bytes   can issue   issues   before
-          bf16, bf16 moments, random                   14          98       51       60
-          bf16, FP8 moments, nearest                 10.1          71       56      127
-          bf16, FP8 moments, random                  10.1          71       67      145
-          fp32 master, bf16 moments                    20         139       77       78
-          fp32 master, FP8 moments                   16.1         112       79      147
-          bf16 moments + MXFP8 copies                16.1         112       69       99
-          bf16 moments + copies with one scale         16         111       57       73
-          bf16 moments + copies of 128x128 blocks      16         111       54       68
-          FP8 moments + MXFP8 copies                 12.2          85       95      188
-          FP8 moments + copies with one scale        12.1          84       84      153
+          moved by the update                       bytes   can issue   issues   warps
+          bf16, bf16 moments, random                   14          98       47      32
+          bf16, FP8 moments, nearest                 10.1          71       45      28
+          bf16, FP8 moments, random                  10.1          71       57      24
+          fp32 master, FP8 moments                   16.1         112       76      16
+          bf16 moments + MXFP8 copies                16.1         112       60      16
+          bf16 moments + copies with one scale         16         111       55      16
+          bf16 moments + copies of 128x128 blocks      16         111       56      16
+          FP8 moments + MXFP8 copies                 12.2          85       80      16
+          FP8 moments + copies with one scale        12.1          84       74      16
 
           The norm reads 2 bytes more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
 """
@@ -47,9 +47,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepwell.kernels import adamw_moments
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw_moments import (
-    BLOCK,
     FP8,
     blend_e4m3,
     blend_ref,
@@ -63,6 +63,7 @@ from deepwell.kernels.adamw_moments import (
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref
 
+BLOCK = adamw_moments.BLOCK
 # The stream of random bits. The moments take the bits of two neighbours of the parameter: one draw for all three.
 STREAM = 0
 

@@ -6,8 +6,8 @@
 b1 = 1 - w1, and the factor of the gradient is part of w1 and (squared) of w2: what a block or a tensor has once is
 multiplied once. An element's share of instructions decides whether the update waits for memory, hence
   * 2^-120 of a magnitude has E4M3's code at the top of its fp32 bits, subnormal codes included: one product with
-    2^-120 / scale and one integer addition round an element, and what is below fp32's smallest number was below 2^-20 of
-    a code's step;
+    2^-120 / scale and one integer addition round an element, and what fp32's smallest number cuts was below 2^-20 of a
+    code's step;
   * no code can pass 126: |x| * (1 / scale) is at most five units above 448, and what is added is 8 short of a carry;
   * the correctly rounded root is a Newton step on the approximate one, without any case: no v is below 2^-100, where
     the step's remainder would leave fp32's range;
@@ -227,8 +227,8 @@ def root_exact(v, ASM: tl.constexpr):
 
 @triton.jit
 def scale_of(amax, ASM: tl.constexpr):
-    """The scale of each row (NaN where it is not finite), what its magnitudes are multiplied with, 2^-120 / scale, and a
-    mask for its codes, of all bits or none."""
+    """The scale of each row (NaN where it is not finite), what its magnitudes are multiplied with, 2^-120 / scale, and
+    a mask for its codes, of all bits or none."""
     scale = tl.maximum(amax * 0.002232142857142857, 1.1754943508222875e-38)
     if ASM:
         encode = tl.inline_asm_elementwise(_INVERSE, "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)

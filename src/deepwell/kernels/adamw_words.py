@@ -32,7 +32,7 @@ class WordConfig:
     max_registers: int | None = None
 
 
-# 16 warps a multiprocessor have 96 to 128 KB of loads in flight and need at most 128 registers each; without a limit the
+# 16 warps a multiprocessor have 96 to 128 KB of loads in flight and at most 128 registers each; without a limit the
 # assembler takes fewer than that, or a few more.
 _FREE = WordConfig(rows=32, num_warps=4)
 _AT_120 = WordConfig(rows=32, num_warps=4, max_registers=120)
