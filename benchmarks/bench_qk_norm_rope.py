@@ -1,46 +1,67 @@
-"""Time the norm and rotation of q's and k's heads in one pass, in every config, against the kernels apart and torch.
+"""Time the norm and rotation of q's and k's heads in one pass, in every config, against the kernels apart.
 
-    PYTHONPATH=src python3 benchmarks/bench_qk_norm_rope.py [--tokens 16384] [--json FILE]
+    PYTHONPATH=src python3 benchmarks/bench_qk_norm_rope.py [--models qwen3-8b,...] [--apart] [--json FILE]
 
-Each row says microseconds (median), GB/s of the bytes the operation must move, and that as a share of the copy
-bandwidth measured in the same run. Every config is compared with the reference first; a wrong one says WRONG.
+Each row says microseconds (median, nothing in L2), GB/s of the bytes the operation must move, and that as a share of
+the copy bandwidth measured in the same run. Every config is compared with the reference first; a wrong one says WRONG.
+Rows that the time budget (--seconds) does not reach are counted at the end.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepwell.kernels import qk_norm_rope as fused
 from deepwell.kernels import rope
-from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
 from deepwell.kernels.rms_norm import rms_norm, rms_norm_backward
 from deepwell.kernels.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
-# (q, k, v heads, head width) of Qwen3 0.6B and 8B and of 32B.
-HEADS = {"qwen3-0.6b": (16, 8, 8, 128), "qwen3-8b": (32, 8, 8, 128), "qwen3-32b": (64, 8, 8, 128)}
+# (q, k, v heads, head width) of Qwen3.
+HEADS = {"qwen3-8b": (32, 8, 8, 128), "qwen3-0.6b": (16, 8, 8, 128), "qwen3-32b": (64, 8, 8, 128)}
 
 
-def difference(got: Any, wanted: Any) -> str | None:
-    """What differs by more than roundings of bf16 and of sums in another order; codes may differ at a tie."""
-    for name in wanted._fields:
-        a, b = getattr(got, name), getattr(wanted, name)
-        if b is None or b.dtype is E4M3:
-            continue
-        error = (a.float() - b.float()).norm() / b.float().norm()
-        if not error < 5e-3:
+class Case(NamedTuple):
+    """One row of the table; `check` returns what is wrong with a result."""
+
+    op: str
+    variant: str
+    num_bytes: int
+    run: Callable[[], Any]
+    check: Callable[[Any], str | None] = lambda result: None
+
+
+def difference(wanted: Any, got: Any) -> str | None:
+    """What differs by more than roundings of bf16 and of sums in another order; codes count as what they stand for."""
+    pairs = {name: (getattr(got, name), getattr(wanted, name)) for name in wanted._fields if name != "q"}
+    if getattr(wanted, "scale", None) is not None:
+        pairs["codes"] = tuple(x.q.float() * x.scale[:, None] for x in (got, wanted))
+    elif isinstance(wanted, fused.NormedHeads):
+        pairs["q"] = (got.q, wanted.q)
+    for name, (a, b) in pairs.items():
+        if b is not None and not (error := (a.float() - b.float()).norm() / b.float().norm()) < 5e-3:
             return f"WRONG: {name} off by {error:.1e}"
     return None
 
 
+def beside(wanted: Any, got: Any) -> str | None:
+    """Codes and scales must be those of the gradient beside them, bit for bit."""
+    codes, scales = quantize_rows_ref(got.grad, pow2=True, dtype=E4M3)
+    if not (torch.equal(codes.view(torch.uint8), got.q.view(torch.uint8)) and torch.equal(scales, got.scale)):
+        return "WRONG: codes are not those of the gradient"
+    return difference(wanted, got)
+
+
 def forward_apart(qkv: Tensor, weights: tuple[Tensor, ...], tables: tuple[Tensor, ...], heads: rope.Heads) -> None:
-    """Two norms of heads and two rotations, as the engine ran them before."""
+    """Two norms of heads and two rotations."""
     width = weights[0].numel()
     parts = heads.parts(qkv, width)
     for x, w in zip(parts, weights, strict=False):
@@ -64,7 +85,7 @@ def backward_apart(
     quantize_rows(torch.cat((*found, grads[2]), dim=2).flatten(2).flatten(0, 1))
 
 
-def rows_of(model: str, tokens: int) -> list[dict[str, Any]]:
+def cases_of(model: str, tokens: int, apart: bool) -> Iterator[Case]:
     hq, hk, hv, d = HEADS[model]
     heads, b, s = rope.Heads(q=hq, k=hk, v=hv), 2, tokens // 2
     w = heads.total * d
@@ -73,44 +94,59 @@ def rows_of(model: str, tokens: int) -> list[dict[str, Any]]:
     angle = torch.outer(torch.arange(s, device="cuda").float(), 1e6 ** -torch.linspace(0, 1, d // 2, device="cuda"))
     tables = (angle.cos().repeat(1, 2).bfloat16(), angle.sin().repeat(1, 2).bfloat16())
     grads = tuple(torch.randn(b, s, h, d, device="cuda").bfloat16() for h in (hq, hk, hv))
-    options = rope.GradOptions(write=False, fp8=E4M3)
     made = fused.qk_norm_rope_ref(qkv, weights, *tables, heads, fused.QkNorm())
-    rstds = (made.rstd_q.contiguous(), made.rstd_k.contiguous())
-    wanted = fused.qk_norm_rope_backward_ref(grads, qkv, weights, rstds, tables, heads, options)
-    rotated = (hq + hk) * d
-    rows = []
+    given = (grads, qkv, weights, (made.rstd_q.contiguous(), made.rstd_k.contiguous()), tables)
+    both = rope.GradOptions(fp8=E4M3)
+    wanted = fused.qk_norm_rope_backward_ref(*given, heads, both)
+    coded = wanted._replace(grad=None)
 
-    def row(op: str, variant: str, num_bytes: int, run: Callable[[], Any], ref: Any = None) -> None:
-        problem = None if ref is None else difference(run(), ref)
-        rows.append({"model": model, "op": op, "variant": variant, "bytes": num_bytes, "us": cold_median_us(run),
-                     "problem": problem})  # fmt: skip
-
-    for config in rope.CONFIGS:
-        forward = partial(fused.qk_norm_rope, qkv, weights, *tables, heads=heads, config=config)
-        row("forward", str(config), 4 * tokens * w, forward, made)
-    row("forward", "apart", 4 * tokens * w, lambda: forward_apart(qkv, weights, tables, heads))
-    moved = tokens * (3 * w + 2 * rotated)
-    given = (grads, qkv, weights, rstds, tables)
+    for config in fused.FORWARD_CONFIGS:
+        run = partial(fused.qk_norm_rope, qkv, weights, *tables, heads=heads, config=config)
+        yield Case("forward", f"w{config.num_warps}", 4 * tokens * w, run, partial(difference, made))
+    read = tokens * (2 * w + 2 * (hq + hk) * d)
     for chosen in fused.BACKWARD_CONFIGS:
-        backward = partial(fused.qk_norm_rope_backward, *given, options=options, config=chosen)
-        row("backward -> q", str(chosen), moved, backward, wanted)
-    row("backward -> q", "apart", moved, lambda: backward_apart(grads, qkv, weights, made, tables))
-    return rows
+        name = f"w{chosen.num_warps} programs{chosen.programs_per_sm} stages{chosen.num_stages}"
+        options = rope.GradOptions(write=False, fp8=E4M3)
+        run = partial(fused.qk_norm_rope_backward, *given, options=options, config=chosen)
+        yield Case("backward -> q", name, read + tokens * w, run, partial(difference, coded))
+    run = partial(fused.qk_norm_rope_backward, *given)
+    plain = partial(difference, wanted._replace(q=None, scale=None))
+    yield Case("backward", "default", read + 2 * tokens * w, run, plain)
+    run = partial(fused.qk_norm_rope_backward, *given, options=both)
+    yield Case("backward -> both", "default", read + 3 * tokens * w, run, partial(beside, wanted))
+    if apart:
+        yield Case("forward", "apart", 4 * tokens * w, lambda: forward_apart(qkv, weights, tables, heads))
+        run = partial(backward_apart, grads, qkv, weights, made, tables)
+        yield Case("backward -> q", "apart", read + tokens * w, run)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen3-8b,qwen3-0.6b", help=f"of {', '.join(HEADS)}")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--apart", action="store_true", help="also the kernels that this one replaces")
+    parser.add_argument("--seconds", type=float, default=32.0, help="no row is begun after that")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    copy = copy_gbps()
-    print(f"copy {copy:.0f} GB/s")
-    rows = [row for model in HEADS for row in rows_of(model, chosen.tokens)]
+    begin, copy = time.perf_counter(), copy_gbps()
+    rows: list[dict[str, Any]] = []
+    num_left = 0
+    for model in chosen.models.split(","):
+        for case in cases_of(model, chosen.tokens, chosen.apart):
+            if time.perf_counter() - begin > chosen.seconds:
+                num_left += 1
+                continue
+            problem = case.check(case.run())
+            us = cold_median_us(case.run)
+            rows.append({"model": model, "op": case.op, "variant": case.variant, "us": us, "problem": problem,
+                         "gbps": case.num_bytes / us / 1e3})  # fmt: skip
+    print(
+        f"copy {copy:.0f} GB/s; {chosen.tokens} tokens; {time.perf_counter() - begin:.0f} s, {num_left} rows left out"
+    )
     for row in rows:
-        row["gbps"] = row["bytes"] / row["us"] / 1e3
         row["share_of_copy"] = row["gbps"] / copy
-        speed = f"{row['us']:8.1f} us {row['gbps']:6.0f} GB/s {row['share_of_copy']:6.1%}"
-        print(f"{row['model']:11} {row['op']:14} {speed} {row['variant']} {row['problem'] or ''}")
+        speed = f"{row['us']:7.1f} us {row['gbps']:5.0f} GB/s {row['share_of_copy']:6.1%}"
+        print(f"{row['model']:10} {row['op']:16} {speed}  {row['variant']} {row['problem'] or ''}")
     if chosen.json:
         chosen.json.write_text(json.dumps({"copy_gbps": copy, "rows": rows}, indent=1) + "\n")
 

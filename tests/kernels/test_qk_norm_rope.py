@@ -1,5 +1,7 @@
 """Norm and rotation of q and k in one pass: no worse than torch at the same dtype, FP8 rows bit-equal to quantizing."""
 
+import re
+
 import pytest
 import torch
 
@@ -108,7 +110,7 @@ def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, shape, pow2):
         assert_bitwise_equal(got.scale, wanted.scales[:, 0])
 
 
-# Interpreted, each takes two seconds.
+# Interpreted, each takes some seconds.
 _CONFIGS = [pytest.param(c, marks=[pytest.mark.slow] if i > 1 else []) for i, c in enumerate(Q.BACKWARD_CONFIGS)]
 
 
@@ -169,42 +171,114 @@ def test_wrong_arguments_are_named():
         run_backward(made._replace(rstd_q=made.rstd_k), grads, qkv, weights, tables, heads)
 
 
-# ---- compiled for GPUs that are not here: Qwen3-8B's rows ----
+# ---- compiled for GPUs that are not here ----
 
-SIZES = {"HQ": 32, "HK": 8, "HV": 8, "D": 128, "BLOCK_HQ": 32, "BLOCK_HK": 8, "BLOCK_HV": 8, "BLOCK_D": 128}
+# Qwen3 0.6B, 8B, 14B (40 heads: five groups of eight) and 235B (four heads of k: half a group of eight).
+MODELS = [(16, 8, 8, 128), (32, 8, 8, 128), (40, 8, 8, 128), (64, 4, 4, 128)]
+FP8 = {"grad_ptr": None, "code_ptr": E4M3}
+PLAIN = {"code_ptr": None, "scale_ptr": None}
 
 
-def arguments_of(kernel, constexprs):
-    """Pointers by name: bf16, but for statistics, partial sums and scales in fp32."""
+def compiled(kernel, shape, arch, config, *, convention="half", **constexprs):
+    """The kernel for tensors as models have them: bf16, but for statistics, partial sums and scales in fp32; dense."""
+    hq, hk, hv, d = shape
     fp32 = {"rq_ptr", "rk_ptr", "dw_ptr", "scale_ptr"}
-    found = {}
+    arguments = {"T": "i32", "S": "i32", "ASM": True}
     for name in kernel.arg_names:
         if name.endswith("_ptr"):
-            found[name] = torch.float32 if name in fp32 else torch.bfloat16
-        elif name.startswith("stride") or name in ("T", "S"):
-            found[name] = "i32"
-    return {**found, **constexprs}
+            arguments[name] = torch.float32 if name in fp32 else torch.bfloat16
+        elif name.startswith("stride"):
+            arguments[name] = "i32" if name.endswith("s") else None
+    arguments |= Q.sizes(Heads(q=hq, k=hk, v=hv, convention=convention), d, num_warps=config.num_warps)
+    limit = getattr(config, "max_registers", None)
+    return aot.compile_kernel(
+        kernel, arguments | constexprs, arch=arch, num_warps=config.num_warps, max_registers=limit
+    )
+
+
+def forward_of(shape, arch, config=None, **others):
+    config = config or Q.default_forward_config(sum(shape[:3]) * shape[3])
+    return compiled(Q._forward_kernel, shape, arch, config, **{"eps": "fp32", "ROUND_FIRST": True, **others})
+
+
+def backward_of(shape, arch, config=None, **others):
+    heads = Heads(q=shape[0], k=shape[1], v=shape[2], convention=others.get("convention", "half"))
+    config = config or Q.default_backward_config(heads, shape[3])
+    given = {"FP8_MAX": 448.0, "POW2": True, "NUM_STAGES": config.num_stages, **others}
+    return compiled(Q._backward_kernel, shape, arch, config, **given), config
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-def test_the_forward_compiles_to_vectors_without_spills(arch):
-    config = Q.default_config(6144)
-    constexprs = {**SIZES, "eps": "fp32", "ROWS": config.rows, "INTERLEAVED": False, "ROUND_FIRST": True}
-    made = aot.compile_kernel(
-        Q._forward_kernel, arguments_of(Q._forward_kernel, constexprs), arch=arch, num_warps=config.num_warps
-    )
-    assert made.spill_bytes == 0 and made.stack_bytes == 0
-    assert made.count(r"ld\.global\.v4\.b32") >= 4
-    assert made.count(r"st\.global\.v4\.b32") >= 4
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+def test_the_forward_exchanges_nothing_but_the_sums_of_its_heads(arch, shape):
+    made = forward_of(shape, arch)
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"bar\.sync") == made.shared_bytes == 0
+    assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+    assert made.registers <= 128  # 16 warps on a multiprocessor
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-def test_the_backward_holds_its_rows_in_registers_without_spills(arch):
-    config = Q.default_backward_config(6144)
-    constexprs = {**SIZES, "INTERLEAVED": False, "FP8_MAX": 448.0, "POW2": True, "code_ptr": E4M3, "grad_ptr": None}
-    made = aot.compile_kernel(
-        Q._backward_kernel, arguments_of(Q._backward_kernel, constexprs), arch=arch, num_warps=config.num_warps
-    )
-    assert made.spill_bytes == 0 and made.stack_bytes == 0
+def test_the_forward_reads_and_writes_sixteen_bytes_and_works_two_numbers_at_a_time(arch):
+    made = forward_of(MODELS[1], arch)
+    loads, elements = 96 // 8, 80  # of a thread; 80 of them are of q and k
+    assert made.count(r"ld\.global\S*\.v4\.b32") == loads + 8  # tables and weights, each in two halves
+    assert made.count(r"st\.global\S*\.v4\.b32") == loads
+    assert made.count(r"mul\.rn\.bf16x2") == elements // 2
+    assert made.count(r"cvt\.rn\.bf16x2\.f32") == 2 * elements // 2
+    assert made.count(r"cvt\.rn\.bf16\.f32|div\.") == 0
+    # The sum of a head stays within its eight lanes: of five groups of heads in three steps each.
+    assert sorted(re.findall(r"shfl\.sync\.bfly\.b32[^;]*, (\d+), 31", made.ptx)) == ["1"] * 5 + ["2"] * 5 + ["4"] * 5
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+@pytest.mark.parametrize("results", [PLAIN, FP8, {}], ids=["bf16", "fp8", "both"])
+def test_the_backward_holds_its_rows_in_registers_without_spills(arch, shape, results):
+    made, config = backward_of(shape, arch, **({"code_ptr": E4M3} | results))
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+    # All programs of a multiprocessor are there at once: 16 warps.
+    assert config.num_warps * config.programs_per_sm == 16
     assert made.registers * 32 * config.num_warps * config.programs_per_sm <= 65536
-    assert made.count(r"div\.rn\.f32") >= 1
+    assert (made.shared_bytes + 1024) * config.programs_per_sm <= aot.MAX_SHARED_BYTES
+    # A power of two needs no division, and the next token is fetched ahead, 1 / rms of its heads included.
+    assert made.count(r"div\.\S*f32|rcp\.approx|ld\.global\.nc") == 0
+    assert made.count(r"cp\.async\.\S*shared") > 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_codes_come_from_exact_divisions(arch):
+    made, _ = backward_of(MODELS[0], arch, **FP8, POW2=False)
+    assert made.count(r"div\.rn\.f32") == 2
+    assert made.count(r"div\.(approx|full)|rcp\.approx") == 0
+
+
+# `aot` refuses a kernel whose reductions Triton would compute of the wrong lanes.
+@pytest.mark.parametrize("shape", MODELS[:2], ids=str)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_every_config_compiles_without_spills(shape, convention):
+    for config in Q.FORWARD_CONFIGS:
+        assert forward_of(shape, 90, config, convention=convention).spill_bytes == 0
+    for config in Q.BACKWARD_CONFIGS:
+        made, _ = backward_of(shape, 90, config, convention=convention, **FP8)
+        assert made.spill_bytes == 0
+        assert (made.shared_bytes + 1024) * config.programs_per_sm <= aot.MAX_SHARED_BYTES
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_other_gpus_heads_of_any_number_and_far_rows_compile(arch):
+    forward = forward_of((5, 3, 3, 48), arch, ASM=False, ROUND_FIRST=False, stride_b="i32", stride_cos_b="i32")
+    backward, _ = backward_of((5, 3, 3, 48), arch, ASM=False, stride_qb="i32", stride_qh="i32", **FP8)
+    for made in (forward, backward):
+        assert made.spill_bytes == 0
+        assert made.count(r"max\.NaN\.xorsign|mul\.rn\.bf16x2") == 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_the_programs_sums_are_read_many_at_once(arch):
+    arguments = {"partial_ptr": torch.float32, "dwq_ptr": torch.bfloat16, "dwk_ptr": torch.float32, "P": "i32:any"}
+    arguments |= {"D": "i32", "BLOCK_P": 256, "BLOCK_D": 8}
+    made = aot.compile_kernel(Q._sum_kernel, arguments, arch=arch, num_warps=8)
+    assert made.spill_bytes == 0
+    assert made.count(r"ld\.global") >= 2

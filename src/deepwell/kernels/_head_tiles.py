@@ -53,6 +53,20 @@ def store_columns(
 
 
 @triton.jit
+def load_two(
+    row, h, stride_h, live, SECOND: tl.constexpr, END: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """Columns 0 .. END of heads in two tiles, the second from SECOND on; twice the one tile where interleaved."""
+    if INTERLEAVED:
+        x = load_columns(row, h, stride_h, live, 0, END, 2 * P, RUN)
+        return x, x
+    else:
+        x1 = load_columns(row, h, stride_h, live, 0, SECOND, P, RUN)
+        return x1, load_columns(row, h, stride_h, live, SECOND, END, P, RUN)
+
+
+@triton.jit
 def load_pairs(
     row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
     ASM: tl.constexpr,
@@ -65,6 +79,50 @@ def load_pairs(
         x1 = load_columns(row, h, stride_h, live, 0, R // 2, P, RUN)
         x2 = load_columns(row, h, stride_h, live, R // 2, R, P, RUN)
         return floats(x1, ASM), floats(x2, ASM)
+
+
+@triton.jit
+def pairs_of(x1, x2, INTERLEAVED: tl.constexpr, ASM: tl.constexpr):
+    """Two tiles, or the one that holds both, as fp32: first and second of each pair."""
+    x1 = floats(x1, ASM)
+    if INTERLEAVED:
+        return tl.split(tl.reshape(x1, [x1.shape[0], x1.shape[1], x1.shape[2], x1.shape[3] // 2, 2]))
+    else:
+        return x1, floats(x2, ASM)
+
+
+@triton.jit
+def load_of_heads(ptr, h, H: tl.constexpr, DIRECT: tl.constexpr):
+    """One fp32 number a head, read by every thread that has columns of it; any number for heads past the last.
+
+    A load of Triton's own lies otherwise than the tiles and goes to them through shared memory: it is for the
+    interpreter, and for a pipelined loop, which puts it there ahead anyhow.
+    """
+    place = ptr + tl.minimum(h, H - 1)
+    if DIRECT:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [place.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(place)
+
+
+_STORE = tl.constexpr("""{
+    .reg .pred p;
+    setp.ne.b32 p, $3, 0;
+    @p st.global.f32 [$1], $2;
+    mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def store_of_heads(ptr, h, live, x, ASM: tl.constexpr):
+    """Store one fp32 number a head, by every thread that has it: they agree, and nothing goes through shared memory."""
+    if ASM:
+        place, mask = (ptr + h).to(tl.int64), live.to(tl.int32)
+        tl.inline_asm_elementwise(_STORE, "=r,l,f,r", [place, x, mask], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(ptr + h, x, mask=live)
 
 
 @triton.jit
@@ -138,3 +196,79 @@ def store_codes(
         store_two(row, h, stride_h, live, c1, c1, SECOND, END, P, True, RUN)
     else:
         store_two(row, h, stride_h, live, c1, encoded(y2, enc, FP8, ASM, POW2), SECOND, END, P, False, RUN)
+
+
+# ---- heads a group at a time, each two tiles, or twice the one where interleaved: few are in fp32 at once ----
+
+
+@triton.jit
+def row_of(ptr, t, b, s, stride_b, stride_s):
+    """Where a row begins: of sequence b and position s, or row t of rows that are all equally far apart."""
+    if stride_b is None:
+        return ptr + t * stride_s
+    else:
+        return ptr + b * stride_b + s * stride_s
+
+
+@triton.jit
+def live_heads(H: tl.constexpr, START: tl.constexpr, GROUP: tl.constexpr):
+    """The mask of a group of heads from START on, of H."""
+    return within(tl.full([1, 1, 1, 1], True, tl.int1), heads_of(GROUP, GROUP), H - START, GROUP)
+
+
+@triton.jit
+def load_group(
+    row, stride_h, START: tl.constexpr, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """A group of heads from START on, two tiles; None for a stride is D."""
+    # What is the same for all threads is added to the pointer: products with all heads would stay in registers.
+    h, live = heads_of(GROUP, GROUP), live_heads(H, START, GROUP)
+    if stride_h is None:
+        return load_two(row + START * D, h, D, live, D // 2, D, PAIRS, INTERLEAVED, RUN)
+    else:
+        row += START * tl.cast(stride_h, tl.int64)
+        return load_two(row, h, stride_h, live, D // 2, D, PAIRS, INTERLEAVED, RUN)
+
+
+@triton.jit
+def load_groups(
+    row, stride_h, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """All heads of q, k or v, two tiles a group."""
+    found = ()
+    for start in tl.static_range(0, H, GROUP):
+        found = found + load_group(row, stride_h, start, H, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    return found
+
+
+@triton.jit
+def store_groups(
+    row, y, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    h = heads_of(GROUP, GROUP)
+    for i in tl.static_range(0, len(y), 2):
+        live = live_heads(H, i // 2 * GROUP, GROUP)
+        store_two(row + i // 2 * GROUP * D, h, D, live, y[i], y[i + 1], D // 2, D, PAIRS, INTERLEAVED, RUN)
+
+
+@triton.jit
+def largest_of_groups(tiles, ASM: tl.constexpr):
+    """The larger magnitudes of all tiles."""
+    m = larger(tiles[0], tiles[1], ASM)
+    for i in tl.static_range(2, len(tiles), 2):
+        m = larger(m, larger(tiles[i], tiles[i + 1], ASM), ASM)
+    return m
+
+
+@triton.jit
+def store_groups_codes(
+    row, y, enc, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RUN: tl.constexpr, POW2: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    h = heads_of(GROUP, GROUP)
+    for i in tl.static_range(0, len(y), 2):
+        group, live = row + i // 2 * GROUP * D, live_heads(H, i // 2 * GROUP, GROUP)
+        store_codes(group, h, D, live, y[i], y[i + 1], enc, D // 2, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)

@@ -12,6 +12,8 @@ Cost: memory bound; bytes per element of a row in bf16: forward 2 + 2, backward 
     Floors at 4.25 TB/s: 16384 tokens of 48 heads x 128: forward 95 us, backward 134 us, to FP8 110 us.
 """
 
+# ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
+
 # Shapes: B batch, S sequence, T = B * S tokens, H heads, D head width, W row width, P programs of the backward.
 
 from dataclasses import dataclass
@@ -21,17 +23,36 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits, saturate
-from deepwell.kernels._head_tiles import turn
-from deepwell.kernels._triton import num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels._bf16_words import floats, product, rounded
+from deepwell.kernels._fp8 import row_scale
+from deepwell.kernels._head_tiles import (
+    heads_of,
+    largest,
+    largest_of_groups,
+    live_heads,
+    load_group,
+    load_groups,
+    load_of_heads,
+    load_pairs,
+    load_two,
+    pairs_of,
+    rotated,
+    row_of,
+    store_groups,
+    store_groups_codes,
+    store_of_heads,
+    store_two,
+)
+from deepwell.kernels._triton import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_shape, check_vector
-from deepwell.kernels.rms_norm import ROUNDINGS, sum_programs_kernel
+from deepwell.kernels.rms_norm import ROUNDINGS, mean_of
 from deepwell.kernels.rope import (
     MAX_WIDTH,
     GradOptions,
     Heads,
     RopeConfig,
     _table_strides,
+    blocks,
     check_operand,
     check_tables,
     rope_qkv_backward_ref,
@@ -116,302 +137,272 @@ def qk_norm_rope_backward_ref(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardConfig:
+    """Warps of a program, which has one token."""
+
+    num_warps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardConfig:
-    """Programs stay on their multiprocessor and walk over tokens, so that dw is summed in registers."""
+    """Programs stay on their multiprocessor and walk over tokens, so that dw is summed in registers.
+
+    With more than one stage the next tokens are on their way to shared memory meanwhile.
+    """
 
     num_warps: int
     programs_per_sm: int
+    num_stages: int = 1
+
+    @property
+    def max_registers(self) -> int:
+        """What a thread may have for all programs to be there at once: a second wave would run nearly alone."""
+        return min(255, 65536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
-# Not measured yet.
+FORWARD_CONFIGS = tuple(ForwardConfig(num_warps=n) for n in (2, 4, 1, 8))
+
 BACKWARD_CONFIGS = (
-    BackwardConfig(num_warps=16, programs_per_sm=1),
-    BackwardConfig(num_warps=8, programs_per_sm=2),
+    BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=2),
     BackwardConfig(num_warps=4, programs_per_sm=4),
-    BackwardConfig(num_warps=32, programs_per_sm=1),
-    BackwardConfig(num_warps=8, programs_per_sm=1),
+    BackwardConfig(num_warps=2, programs_per_sm=4, num_stages=2),
+    BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=3),
+    BackwardConfig(num_warps=2, programs_per_sm=4),
 )
 
 
-def default_config(columns: int) -> RopeConfig:
-    """About 48 elements a thread: loads of 8 or 16 bytes also of the few heads of k and v, all of a row in flight."""
-    if columns <= 3072:
-        return RopeConfig(rows=4 if columns <= 768 else 2, num_warps=4)
-    return RopeConfig(rows=1, num_warps=4 if columns <= 12288 else 8 if columns <= 24576 else 16)
+def default_forward_config(columns: int) -> ForwardConfig:
+    """At most 96 elements a thread: what a thread does once is shared by many, and 16 warps fit. Not timed yet."""
+    return ForwardConfig(num_warps=min(16, triton.next_power_of_2(triton.cdiv(columns, 32 * 96))))
 
 
-def default_backward_config(columns: int) -> BackwardConfig:
-    """About 12 elements of a row a thread: gradient, input and the weights' gradient lie in registers together."""
-    num_warps = 4 if columns <= 1536 else 8 if columns <= 3072 else 16 if columns <= 8192 else 32
-    return BackwardConfig(num_warps=num_warps, programs_per_sm=max(1, 16 // num_warps))
+def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
+    """48 to 96 elements of a row a thread, more where k has too few heads to give every thread four columns in a row.
+
+    16 warps of 128 registers then hold gradient, tables, weights and their gradients without a spill; eight columns in
+    a row, twice where they pair up with another half, leave room for 8 warps. Not timed yet.
+    """
+    power = triton.next_power_of_2
+    fewest, most = (power(triton.cdiv(heads.total * width, 32 * elements)) for elements in (96, 48))
+    columns = power(heads.k) * power(width)
+    num_warps = min(16, max(fewest, min(most, columns // 256)))
+    num_resident = 8 if heads.convention == "half" and 512 * num_warps <= columns else 16
+    return BackwardConfig(num_warps=num_warps, programs_per_sm=max(1, num_resident // num_warps), num_stages=2)
 
 
 # ---- kernels: a pointer that is None is a result that was not asked for ----
 
 
 @triton.jit
-def _load_pairs(row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The rotated columns of a tile of heads [rows, heads, P] as fp32: first and second of each pair."""
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * P)[None, None, :]
-        x = tl.load(row + h * stride_h + d, mask=live & (d < R), other=0.0).to(tl.float32)
-        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], P, 2]))
-    else:
-        i = tl.arange(0, P)[None, None, :]
-        mask = live & (i < R // 2)
-        x1 = tl.load(row + h * stride_h + i, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(row + h * stride_h + i + R // 2, mask=mask, other=0.0).to(tl.float32)
-    return x1, x2
+def _mean_of_heads(x1, x2, D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The mean over the columns of each head of two tiles, or of the one that holds all: [1, heads, 1, 1]."""
+    total = tl.sum(x1 if INTERLEAVED else x1 + x2, axis=3)
+    return mean_of(total, D, D, D & (D - 1) == 0)[:, :, :, None]
 
 
 @triton.jit
-def _store_pairs(row, h, stride_h, live, y1, y2, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    DTYPE: tl.constexpr = row.dtype.element_ty
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * P)[None, None, :]
-        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], y1.shape[1], 2 * P])
-        tl.store(row + h * stride_h + d, y.to(DTYPE), mask=live & (d < R))
-    else:
-        i = tl.arange(0, P)[None, None, :]
-        mask = live & (i < R // 2)
-        tl.store(row + h * stride_h + i, y1.to(DTYPE), mask=mask)
-        tl.store(row + h * stride_h + i + R // 2, y2.to(DTYPE), mask=mask)
-
-
-@triton.jit
-def _load_rest(row, h, stride_h, live, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Columns START .. D of a tile of heads, which nothing rotates, as fp32."""
-    d = START + tl.arange(0, P)[None, None, :]
-    return tl.load(row + h * stride_h + d, mask=live & (d < D), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_rest(row, h, stride_h, live, y, START: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    d = START + tl.arange(0, P)[None, None, :]
-    tl.store(row + h * stride_h + d, y.to(row.dtype.element_ty), mask=live & (d < D))
-
-
-@triton.jit
-def _rotate(x1, x2, c1, c2, s1, s2, DTYPE: tl.constexpr, BACKWARD: tl.constexpr):
-    """One rotation, rounded to DTYPE."""
-    y1, y2 = turn(x1, x2, c1, c2, s1, s2, BACKWARD)
-    return y1.to(DTYPE).to(tl.float32), y2.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _largest(bits):
-    """The largest magnitude of each row of a tile [rows, heads, columns]."""
-    return tl.max(tl.max(bits, axis=2), axis=1)
-
-
-@triton.jit
-def _pair_bits(y1, y2):
-    return tl.maximum(magnitude_bits(y1), magnitude_bits(y2))
-
-
-@triton.jit
-def _encode(y, enc, FP8_MAX: tl.constexpr):
-    return saturate(y * enc[:, None, None], FP8_MAX)
-
-
-@triton.jit
-def _norm_pairs(x1, x2, w1, w2, eps, D: tl.constexpr, DTYPE: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """Normed heads, rounded to DTYPE, and 1 / rms; masked columns of x must be 0."""
-    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=2) / D + eps)
-    n1, n2 = x1 * rstd[:, :, None], x2 * rstd[:, :, None]
+def _weighted(x, rstd, w, DTYPE: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr):
+    """A normed tile in DTYPE."""
+    n = x * rstd
     if ROUND_FIRST:
-        n1, n2 = n1.to(DTYPE).to(tl.float32), n2.to(DTYPE).to(tl.float32)
-    return (n1 * w1).to(DTYPE).to(tl.float32), (n2 * w2).to(DTYPE).to(tl.float32), rstd
+        n = rounded(n, DTYPE, ASM)
+    if ROUND_FIRST and w.dtype == DTYPE:
+        return product(n, w, ASM)
+    else:
+        return rounded(floats(n, ASM) * floats(w, ASM), DTYPE, ASM)
+
+
+@triton.jit
+def _normed(
+    x1, x2, w1, w2, eps, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr
+):
+    """Heads normed and rounded, and 1 / rms of each; masked columns of x must be 0."""
+    DTYPE: tl.constexpr = x1.dtype
+    x1, x2 = floats(x1, ASM), floats(x2, ASM)
+    rstd = tl.rsqrt(_mean_of_heads(x1 * x1, x2 * x2, D, INTERLEAVED) + eps)
+    u1 = _weighted(x1, rstd, w1, DTYPE, ROUND_FIRST, ASM)
+    if INTERLEAVED:
+        return u1, u1, rstd
+    else:
+        return u1, _weighted(x2, rstd, w2, DTYPE, ROUND_FIRST, ASM), rstd
+
+
+@triton.jit
+def _norm_and_rotate(
+    x, w_ptr, c1, c2, s1, s2, y_row, r_row, eps, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and store heads group by group: few of them are in registers in fp32 then."""
+    DTYPE: tl.constexpr = x[0].dtype
+    h = heads_of(GROUP, GROUP)
+    w1, w2 = load_two(w_ptr, h, 0, live_heads(GROUP, 0, GROUP), D // 2, D, PAIRS, INTERLEAVED, RUN)
+    for i in tl.static_range(0, len(x), 2):
+        start = i // 2 * GROUP
+        live = live_heads(H, i // 2 * GROUP, GROUP)
+        u1, u2, rstd = _normed(x[i], x[i + 1], w1, w2, eps, D, INTERLEAVED, ROUND_FIRST, ASM)
+        u1, u2 = pairs_of(u1, u2, INTERLEAVED, ASM)
+        y1, y2 = rotated(u1, u2, c1, c2, s1, s2, DTYPE, False, INTERLEAVED, ASM)
+        store_two(y_row + start * D, h, D, live, y1, y2, D // 2, D, PAIRS, INTERLEAVED, RUN)
+        store_of_heads(r_row + start, h, live, rstd, ASM)
 
 
 @triton.jit
 def _forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    wq_ptr,
-    wk_ptr,
-    cos_ptr,
-    sin_ptr,
-    yq_ptr,
-    yk_ptr,
-    yv_ptr,
-    rq_ptr,
-    rk_ptr,
-    T,
-    S,
-    stride_b,
-    stride_s,
-    stride_cos_b,
-    stride_cos_s,
-    stride_sin_b,
-    stride_sin_s,
-    eps,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_HQ: tl.constexpr,
-    BLOCK_HK: tl.constexpr,
-    BLOCK_HV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-):
-    # One program, ROWS tokens with all their heads; tiles are [token, head, column].
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    PAIRS: tl.constexpr = BLOCK_D // 2
-    t32 = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
-    live = t32 < T
-    b, s, t = (t32 // S).to(tl.int64), (t32 % S).to(tl.int64), t32.to(tl.int64)
-    place = b * stride_b + s * stride_s
-    hq, hk = tl.arange(0, BLOCK_HQ)[None, :, None], tl.arange(0, BLOCK_HK)[None, :, None]
-    hv = tl.arange(0, BLOCK_HV)[None, :, None]
-    live_q, live_k, live_v = live & (hq < HQ), live & (hk < HK), live & (hv < HV)
-    q1, q2 = _load_pairs(q_ptr + place, hq, D, live_q, D, PAIRS, INTERLEAVED)
-    k1, k2 = _load_pairs(k_ptr + place, hk, D, live_k, D, PAIRS, INTERLEAVED)
-    v = _load_rest(v_ptr + place, hv, D, live_v, 0, D, BLOCK_D)
-    c1, c2 = _load_pairs(cos_ptr + b * stride_cos_b + s * stride_cos_s, 0, 0, live, D, PAIRS, INTERLEAVED)
-    s1, s2 = _load_pairs(sin_ptr + b * stride_sin_b + s * stride_sin_s, 0, 0, live, D, PAIRS, INTERLEAVED)
-    wq1, wq2 = _load_pairs(wq_ptr + tl.zeros_like(place), 0, 0, live, D, PAIRS, INTERLEAVED)
-    wk1, wk2 = _load_pairs(wk_ptr + tl.zeros_like(place), 0, 0, live, D, PAIRS, INTERLEAVED)
-    q1, q2, rq = _norm_pairs(q1, q2, wq1, wq2, eps, D, DTYPE, ROUND_FIRST)
-    k1, k2, rk = _norm_pairs(k1, k2, wk1, wk2, eps, D, DTYPE, ROUND_FIRST)
-    q1, q2 = _rotate(q1, q2, c1, c2, s1, s2, DTYPE, False)
-    k1, k2 = _rotate(k1, k2, c1, c2, s1, s2, DTYPE, False)
-    _store_pairs(yq_ptr + t * (HQ * D), hq, D, live_q, q1, q2, D, PAIRS, INTERLEAVED)
-    _store_pairs(yk_ptr + t * (HK * D), hk, D, live_k, k1, k2, D, PAIRS, INTERLEAVED)
-    _store_rest(yv_ptr + t * (HV * D), hv, D, live_v, v, 0, D, BLOCK_D)
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    q_head, k_head = tl.arange(0, BLOCK_HQ)[None, :], tl.arange(0, BLOCK_HK)[None, :]
-    tl.store(rq_ptr + token * HQ + q_head, rq, mask=(token < T) & (q_head < HQ))
-    tl.store(rk_ptr + token * HK + k_head, rk, mask=(token < T) & (k_head < HK))
+    q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, yv_ptr, rq_ptr, rk_ptr,
+    T, S, stride_b, stride_s, stride_cos_b, stride_cos_s, stride_sin_b, stride_sin_s, eps,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    # One program, one token with all its heads.
+    t32 = tl.program_id(0)
+    t, b, s = t32.to(tl.int64), (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
+    row = row_of(v_ptr, t, b, s, stride_b, stride_s)
+    v = load_groups(row, None, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    row = row_of(q_ptr, t, b, s, stride_b, stride_s)
+    q = load_groups(row, None, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    row = row_of(k_ptr, t, b, s, stride_b, stride_s)
+    k = load_groups(row, None, HK, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    # Every thread reads the columns it has of q: no exchange.
+    same, live = heads_of(GROUP, GROUP), live_heads(GROUP, 0, GROUP)
+    row = row_of(cos_ptr, s, b, s, stride_cos_b, stride_cos_s)
+    c1, c2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+    row = row_of(sin_ptr, s, b, s, stride_sin_b, stride_sin_s)
+    s1, s2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+    store_groups(yv_ptr + t * (HV * D), v, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    _norm_and_rotate(
+        q, wq_ptr, c1, c2, s1, s2, yq_ptr + t * (HQ * D), rq_ptr + t * HQ, eps, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN,
+        ROUND_FIRST, ASM,
+    )  # fmt: skip
+    _norm_and_rotate(
+        k, wk_ptr, c1, c2, s1, s2, yk_ptr + t * (HK * D), rk_ptr + t * HK, eps, HK, D, GROUP, PAIRS, INTERLEAVED, RUN,
+        ROUND_FIRST, ASM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _counted(x, START: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr):
+    """A head past the last is 0 * NaN where w or a table holds one: it must not count."""
+    if START + GROUP <= H:
+        return x
+    else:
+        return tl.where(live_heads(H, START, GROUP), x, 0.0)
+
+
+@triton.jit
+def _group_gradients(
+    d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, START: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a group of heads before their norm, rounded, and what they add to the weight's."""
+    DTYPE: tl.constexpr = d1.dtype
+    d1, d2 = pairs_of(d1, d2, INTERLEAVED, ASM)
+    d1, d2 = rotated(d1, d2, c1, c2, s1, s2, DTYPE, True, INTERLEAVED, ASM)
+    d1, d2 = floats(d1, ASM), floats(d2, ASM)
+    n1, n2 = floats(x1, ASM) * rstd, floats(x2, ASM) * rstd
+    g1, g2 = d1 * floats(w1, ASM), d2 * floats(w2, ASM)
+    mean = _mean_of_heads(g1 * n1, g2 * n2, D, INTERLEAVED)
+    dx1 = rounded(_counted((g1 - n1 * mean) * rstd, START, H, GROUP), DTYPE, ASM)
+    dw1 = _counted(d1 * n1, START, H, GROUP)
+    if INTERLEAVED:
+        return dx1, dx1, dw1, dw1
+    else:
+        dx2 = rounded(_counted((g2 - n2 * mean) * rstd, START, H, GROUP), DTYPE, ASM)
+        return dx1, dx2, dw1, _counted(d2 * n2, START, H, GROUP)
 
 
 @triton.jit
 def _head_gradients(
-    dy_row, x_row, r_ptr, w1, w2, c1, c2, s1, s2, live, t, stride_h, H: tl.constexpr, BLOCK_H: tl.constexpr,
-    D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    d_row, stride_h, x_row, r_row, w1, w2, c1, c2, s1, s2, dw1, dw2, H: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+    NUM_STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of one token's heads before their norm, rounded, and what they add to the weight's."""
-    DTYPE: tl.constexpr = dy_row.dtype.element_ty
-    h = tl.arange(0, BLOCK_H)[None, :, None].to(tl.int64)
-    is_live = live & (h < H)
-    d1, d2 = _load_pairs(dy_row, h, stride_h, is_live, D, PAIRS, INTERLEAVED)
-    x1, x2 = _load_pairs(x_row, h, D, is_live, D, PAIRS, INTERLEAVED)
-    d1, d2 = _rotate(d1, d2, c1, c2, s1, s2, DTYPE, True)
-    rstd = tl.load(r_ptr + t * H + h, mask=is_live, other=0.0)
-    n1, n2 = x1 * rstd, x2 * rstd
-    g1, g2 = d1 * w1, d2 * w2
-    mean = (tl.sum(g1 * n1 + g2 * n2, axis=2) / D)[:, :, None]
-    dx1, dx2 = (g1 - n1 * mean) * rstd, (g2 - n2 * mean) * rstd
-    # A masked head is 0 * NaN where w or a table holds one: it must not count.
-    dx1, dx2 = tl.where(is_live, dx1, 0.0), tl.where(is_live, dx2, 0.0)
-    dw1, dw2 = tl.where(is_live, d1 * n1, 0.0), tl.where(is_live, d2 * n2, 0.0)
-    return dx1.to(DTYPE).to(tl.float32), dx2.to(DTYPE).to(tl.float32), dw1, dw2
+    """Gradients of one token's heads before their norm, rounded, two tiles a group, and the weight's so far."""
+    h = heads_of(GROUP, GROUP)
+    found = ()
+    for start in tl.static_range(0, H, GROUP):
+        d1, d2 = load_group(d_row, stride_h, start, H, D, GROUP, PAIRS, INTERLEAVED, RUN)
+        x1, x2 = load_group(x_row, None, start, H, D, GROUP, PAIRS, INTERLEAVED, RUN)
+        rstd = load_of_heads(r_row + start, h, H - start, ASM and NUM_STAGES == 1)
+        dx1, dx2, a1, a2 = _group_gradients(
+            d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, start, H, D, GROUP, INTERLEAVED, ASM
+        )
+        dw1 += a1
+        dw2 += a2
+        found = found + (dx1, dx2)  # noqa: RUF005 (the compiler unpacks no tuples)
+    return found, dw1, dw2
 
 
 @triton.jit
 def _backward_kernel(
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    q_ptr,
-    k_ptr,
-    wq_ptr,
-    wk_ptr,
-    rq_ptr,
-    rk_ptr,
-    cos_ptr,
-    sin_ptr,
-    grad_ptr,
-    code_ptr,
-    scale_ptr,
-    dw_ptr,
-    T,
-    S,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_b,
-    stride_s,
-    stride_cos_b,
-    stride_cos_s,
-    stride_sin_b,
-    stride_sin_s,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_HQ: tl.constexpr,
-    BLOCK_HK: tl.constexpr,
-    BLOCK_HV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
-):
+    dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, rq_ptr, rk_ptr, cos_ptr, sin_ptr, grad_ptr, code_ptr,
+    scale_ptr, dw_ptr,
+    T, S, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_b,
+    stride_s, stride_cos_b, stride_cos_s, stride_sin_b, stride_sin_s,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     # A program walks over tokens and adds up what they give to the weights' gradients, dq's before dk's.
-    PAIRS: tl.constexpr = BLOCK_D // 2
+    HALF: tl.constexpr = D // 2
     W: tl.constexpr = (HQ + HK + HV) * D
-    one = tl.zeros([1, 1, 1], dtype=tl.int64)
-    always = one == 0
-    hq, hk = tl.arange(0, BLOCK_HQ)[None, :, None], tl.arange(0, BLOCK_HK)[None, :, None]
-    hv = tl.arange(0, BLOCK_HV)[None, :, None]
-    live_q, live_k, live_v = hq < HQ, hk < HK, hv < HV
-    wq1, wq2 = _load_pairs(wq_ptr + one, 0, 0, always, D, PAIRS, INTERLEAVED)
-    wk1, wk2 = _load_pairs(wk_ptr + one, 0, 0, always, D, PAIRS, INTERLEAVED)
-    dwq1 = tl.zeros([1, BLOCK_HQ, PAIRS], dtype=tl.float32)
-    dwq2 = tl.zeros([1, BLOCK_HQ, PAIRS], dtype=tl.float32)
-    dwk1 = tl.zeros([1, BLOCK_HK, PAIRS], dtype=tl.float32)
-    dwk2 = tl.zeros([1, BLOCK_HK, PAIRS], dtype=tl.float32)
-    for token in range(tl.program_id(0), T, tl.num_programs(0)):
-        t = one + token
-        b, s = t // S, t % S
-        c1, c2 = _load_pairs(cos_ptr + b * stride_cos_b + s * stride_cos_s, 0, 0, always, D, PAIRS, INTERLEAVED)
-        s1, s2 = _load_pairs(sin_ptr + b * stride_sin_b + s * stride_sin_s, 0, 0, always, D, PAIRS, INTERLEAVED)
-        place = b * stride_b + s * stride_s
-        q1, q2, a1, a2 = _head_gradients(
-            dq_ptr + b * stride_qb + s * stride_qs, q_ptr + place, rq_ptr, wq1, wq2, c1, c2, s1, s2, always, t,
-            stride_qh, HQ, BLOCK_HQ, D, PAIRS, INTERLEAVED,
+    same, live = heads_of(GROUP, GROUP), live_heads(GROUP, 0, GROUP)
+    wq1, wq2 = load_two(wq_ptr, same, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
+    wk1, wk2 = load_two(wk_ptr, same, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
+    dwq1 = tl.zeros([1, GROUP, 1, 2 * PAIRS if INTERLEAVED else PAIRS], dtype=tl.float32)
+    dwq2, dwk1, dwk2 = dwq1, dwq1, dwq1
+    for token in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=NUM_STAGES):
+        t32 = tl.cast(token, tl.int32)  # the interpreter's token is a plain int
+        t, b, s = t32.to(tl.int64), (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
+        row = row_of(cos_ptr, s, b, s, stride_cos_b, stride_cos_s)
+        c1, c2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+        row = row_of(sin_ptr, s, b, s, stride_sin_b, stride_sin_s)
+        s1, s2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+        row, x_row = row_of(dq_ptr, t, b, s, stride_qb, stride_qs), row_of(q_ptr, t, b, s, stride_b, stride_s)
+        q, dwq1, dwq2 = _head_gradients(
+            row, stride_qh, x_row, rq_ptr + t * HQ, wq1, wq2, c1, c2, s1, s2, dwq1, dwq2, HQ, D, GROUP,
+            PAIRS, INTERLEAVED, RUN, NUM_STAGES, ASM,
         )  # fmt: skip
-        dwq1 += a1
-        dwq2 += a2
-        k1, k2, a1, a2 = _head_gradients(
-            dk_ptr + b * stride_kb + s * stride_ks, k_ptr + place, rk_ptr, wk1, wk2, c1, c2, s1, s2, always, t,
-            stride_kh, HK, BLOCK_HK, D, PAIRS, INTERLEAVED,
+        row, x_row = row_of(dk_ptr, t, b, s, stride_kb, stride_ks), row_of(k_ptr, t, b, s, stride_b, stride_s)
+        k, dwk1, dwk2 = _head_gradients(
+            row, stride_kh, x_row, rk_ptr + t * HK, wk1, wk2, c1, c2, s1, s2, dwk1, dwk2, HK, D, GROUP,
+            PAIRS, INTERLEAVED, RUN, NUM_STAGES, ASM,
         )  # fmt: skip
-        dwk1 += a1
-        dwk2 += a2
-        v = _load_rest(dv_ptr + b * stride_vb + s * stride_vs, hv.to(tl.int64), stride_vh, live_v, 0, D, BLOCK_D)
+        row = row_of(dv_ptr, t, b, s, stride_vb, stride_vs)
+        v = load_groups(row, stride_vh, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
         if grad_ptr is not None:
             row = grad_ptr + t * W
-            _store_pairs(row, hq, D, live_q, q1, q2, D, PAIRS, INTERLEAVED)
-            _store_pairs(row + HQ * D, hk, D, live_k, k1, k2, D, PAIRS, INTERLEAVED)
-            _store_rest(row + (HQ + HK) * D, hv, D, live_v, v, 0, D, BLOCK_D)
+            store_groups(row, q, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN)
+            store_groups(row + HQ * D, k, HK, D, GROUP, PAIRS, INTERLEAVED, RUN)
+            store_groups(row + (HQ + HK) * D, v, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
         if code_ptr is not None:
-            bits = tl.maximum(_largest(_pair_bits(q1, q2)), _largest(_pair_bits(k1, k2)))
-            bits = tl.maximum(bits, _largest(magnitude_bits(v)))
-            enc = multiplier_from_bits(bits, FP8_MAX, POW2, ZERO_ROW)
-            row = code_ptr + t * W
-            q1, q2 = _encode(q1, enc, FP8_MAX), _encode(q2, enc, FP8_MAX)
-            _store_pairs(row, hq, D, live_q, q1, q2, D, PAIRS, INTERLEAVED)
-            k1, k2 = _encode(k1, enc, FP8_MAX), _encode(k2, enc, FP8_MAX)
-            _store_pairs(row + HQ * D, hk, D, live_k, k1, k2, D, PAIRS, INTERLEAVED)
-            _store_rest(row + (HQ + HK) * D, hv, D, live_v, _encode(v, enc, FP8_MAX), 0, D, BLOCK_D)
-            tl.store(scale_ptr + token + tl.arange(0, 1), tl.div_rn(1.0, enc))
-    out = dw_ptr + (one + tl.program_id(0)) * (2 * D)
-    q1, q2 = tl.sum(dwq1, axis=1)[:, None, :], tl.sum(dwq2, axis=1)[:, None, :]
-    _store_pairs(out, 0, 0, always, q1, q2, D, PAIRS, INTERLEAVED)
-    k1, k2 = tl.sum(dwk1, axis=1)[:, None, :], tl.sum(dwk2, axis=1)[:, None, :]
-    _store_pairs(out + D, 0, 0, always, k1, k2, D, PAIRS, INTERLEAVED)
+            # Nothing saturates: the multiplier is of the row's own largest.
+            enc, scale = row_scale(largest(largest_of_groups(q + k + v, ASM), ASM), FP8_MAX, POW2)
+            e, row = enc[:, None, None, None], code_ptr + t * W
+            store_groups_codes(row, q, e, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+            store_groups_codes(row + HQ * D, k, e, HK, D, GROUP, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+            store_groups_codes(row + (HQ + HK) * D, v, e, HV, D, GROUP, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+            tl.store(scale_ptr + t + tl.arange(0, 1), scale)
+    out, one = dw_ptr + tl.program_id(0).to(tl.int64) * (2 * D), heads_of(1, 1)
+    dwq1, dwq2 = tl.sum(dwq1, axis=1)[:, None, :, :], tl.sum(dwq2, axis=1)[:, None, :, :]
+    dwk1, dwk2 = tl.sum(dwk1, axis=1)[:, None, :, :], tl.sum(dwk2, axis=1)[:, None, :, :]
+    store_two(out, one, 0, live, dwq1, dwq2, HALF, D, PAIRS, INTERLEAVED, RUN)
+    store_two(out + D, one, 0, live, dwk1, dwk2, HALF, D, PAIRS, INTERLEAVED, RUN)
+
+
+@triton.jit
+def _sum_kernel(partial_ptr, dwq_ptr, dwk_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    # The programs' sums [P, 2, D]; the second number of a program says whose weight.
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        place = (2 * p + tl.program_id(1))[:, None] * D + d[None, :]
+        total += tl.load(partial_ptr + place, mask=(p[:, None] < P) & (d[None, :] < D), other=0.0)
+    dw = tl.sum(total, axis=0)
+    if tl.program_id(1) == 0:
+        tl.store(dwq_ptr + d, dw.to(dwq_ptr.dtype.element_ty), mask=d < D)
+    else:
+        tl.store(dwk_ptr + d, dw.to(dwk_ptr.dtype.element_ty), mask=d < D)
 
 
 # ---- public wrappers: check, allocate, launch ----
@@ -425,7 +416,7 @@ def qk_norm_rope(
     *,
     heads: Heads,
     norm: QkNorm | None = None,
-    config: RopeConfig | None = None,
+    config: ForwardConfig | None = None,
 ) -> NormedHeads:
     """Norm and rotate the heads of q and k of merged rows; `weights` are those of q's and k's norm, [D].
 
@@ -439,10 +430,10 @@ def qk_norm_rope(
         return qk_norm_rope_ref(qkv_BSW, weights, cos, sin, heads, norm)
     out = [qkv_BSW.new_empty((b, s, h, width)) for h in (heads.q, heads.k, heads.v)]
     rstds = [qkv_BSW.new_empty((b * s, h), dtype=torch.float32) for h in (heads.q, heads.k)]
-    config = config or default_config(w)
+    config = config or default_forward_config(w)
     if b * s:
         with on_device(qkv_BSW):
-            _forward_kernel[(triton.cdiv(b * s, config.rows),)](
+            _forward_kernel[(b * s,)](
                 *heads.parts(qkv_BSW, width),
                 *weights,
                 cos,
@@ -451,12 +442,12 @@ def qk_norm_rope(
                 *rstds,
                 b * s,
                 s,
-                *qkv_BSW.stride()[:2],
-                *(stride for table in (cos, sin) for stride in _table_strides(table)),
+                *_row_strides(qkv_BSW),
+                *(stride for table in (cos, sin) for stride in _strides_of(table)),
                 norm.eps,
-                **_sizes(heads, width),
-                ROWS=config.rows,
+                **sizes(heads, width, num_warps=config.num_warps),
                 ROUND_FIRST=norm.rounding == "llama",
+                ASM=runs_ptx(qkv_BSW, _forward_kernel),
                 num_warps=config.num_warps,
             )
     return NormedHeads(out[0], out[1], out[2], rstds[0], rstds[1])
@@ -493,10 +484,10 @@ def qk_norm_rope_backward(
     grad = dq.new_empty((b * s, w)) if options.write else None
     q = dq.new_empty((b * s, w), dtype=options.fp8) if options.fp8 else None
     scale = dq.new_empty(b * s, dtype=torch.float32) if options.fp8 else None
-    dws = [torch.zeros_like(weight) for weight in weights]
+    dws = [torch.empty_like(weight) for weight in weights]
     if b * s == 0:
-        return NormedHeadsGrads(grad, q, scale, dws[0], dws[1])
-    config = config or default_backward_config(w)
+        return NormedHeadsGrads(grad, q, scale, dws[0].zero_(), dws[1].zero_())
+    config = config or default_backward_config(heads, width)
     num_programs = min(b * s, config.programs_per_sm * num_sms(dq))
     partials = dq.new_empty((num_programs, 2 * width), dtype=torch.float32)
     with on_device(dq):
@@ -512,35 +503,48 @@ def qk_norm_rope_backward(
             partials,
             b * s,
             s,
-            *(stride for x in grads for stride in x.stride()[:3]),
-            *qkv_BSW.stride()[:2],
-            *(stride for table in tables for stride in _table_strides(table)),
-            **_sizes(heads, width),
+            *(stride for x in grads for stride in (*_row_strides(x), None if x.stride(2) == width else x.stride(2))),
+            *_row_strides(qkv_BSW),
+            *(stride for table in tables for stride in _strides_of(table)),
+            **sizes(heads, width, num_warps=config.num_warps),
             FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
             POW2=options.pow2,
+            NUM_STAGES=config.num_stages,
+            ASM=runs_ptx(dq, _backward_kernel),
             num_warps=config.num_warps,
+            maxnreg=config.max_registers,
         )
-        both = partials.new_empty(2 * width)
-        sum_programs_kernel[(triton.cdiv(2 * width, 32),)](
-            partials, both, num_programs, 2 * width, BLOCK_P=32, BLOCK_D=32, num_warps=4
+        # Rows of one sector, and all of them on their way at once or nearly.
+        _sum_kernel[(triton.cdiv(width, 8), 2)](
+            partials, *dws, num_programs, width, BLOCK_P=256, BLOCK_D=8, num_warps=8
         )
-    dws = [part.to(w.dtype) for part, w in zip(both.split(width), weights, strict=True)]
     return NormedHeadsGrads(grad, q, scale, dws[0], dws[1])
 
 
-def _sizes(heads: Heads, width: int) -> dict[str, object]:
-    """The constexprs that follow from the heads."""
+def sizes(heads: Heads, width: int, *, num_warps: int) -> dict[str, int | bool]:
+    """The constexprs that follow from the heads and from how many threads share a token."""
+    is_interleaved = heads.convention == "interleaved"
+    each = (heads.q, heads.k, heads.v)
+    tiles = blocks(each, width, width, RopeConfig(rows=1, num_warps=num_warps), interleaved=is_interleaved)
     return {
-        "HQ": heads.q,
-        "HK": heads.k,
-        "HV": heads.v,
+        **dict(zip(("HQ", "HK", "HV"), each, strict=True)),
         "D": width,
-        "BLOCK_HQ": triton.next_power_of_2(heads.q),
-        "BLOCK_HK": triton.next_power_of_2(heads.k),
-        "BLOCK_HV": triton.next_power_of_2(heads.v),
-        "BLOCK_D": triton.next_power_of_2(width),
-        "INTERLEAVED": heads.convention == "interleaved",
+        "PAIRS": tiles["BLOCK_PAIRS"],
+        "GROUP": tiles["GROUP"],
+        "RUN": tiles["RUN"],
+        "INTERLEAVED": is_interleaved,
     }
+
+
+def _row_strides(x: Tensor) -> tuple[int | None, int]:
+    """Distances of [B, S, ...] from sequence to sequence, None where they follow each other, and row to row."""
+    between, step = x.stride()[:2]
+    return None if between == x.shape[1] * step or len(x) == 1 else between, step
+
+
+def _strides_of(table: Tensor) -> tuple[int | None, int]:
+    between, step = _table_strides(table)
+    return between or None, step
 
 
 def _check(qkv_BSW: Tensor, weights: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], heads: Heads) -> int:
