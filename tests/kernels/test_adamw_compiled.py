@@ -69,14 +69,14 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(case, arch, monkeypatch)
     is_exact = case.param == FP32 or case.has_master
     has_fp8 = case.moment == FP8
     # Exact roots of FP8 moments are a Newton step (two fused operations), one for each element and the block's largest;
-    # inverses of the two scales are another. Each moment is one fused operation, a step that is not exact two.
+    # inverses of the two scales are another. The moments are three fused operations, a step that is not exact two.
     assert made.count(r"sqrt\.rn\.f32") == (8 if is_exact and not has_fp8 else 0)
     assert made.count(r"sqrt\.approx\.ftz\.f32 ") - made.count(r"rsqrt\.approx\.ftz") == 8 * (
         not is_exact and not has_fp8
     )
     assert made.count(r"rsqrt\.approx\.ftz") == 9 * has_fp8
     fused = made.count(r"fma\.rn\.f32") + made.count(r"fma\.rn\.f32x2")  # Blackwell has some in pairs
-    assert fused == (18 + 4 + 16) * has_fp8 + 16 * (not is_exact)
+    assert fused == (18 + 4 + 24) * has_fp8 + 16 * (not is_exact)
     assert made.count(r"div\.rn\.f32") == 8 * is_exact and made.count(r"div\.(approx|full)") == 0
     assert made.count(r"rcp\.approx\.ftz") == 8 * (not is_exact) + 2 * has_fp8
     if case.moment != FP32:
@@ -180,8 +180,8 @@ def test_default_configs_of_words_keep_sixteen_warps_without_spills(scaling, mom
     config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8)[0]
     made = _words(Case(moment=moment), scaling, config)
     assert made.registers <= 128
-    # FP8 moments and blocks of 32: two registers are put aside before the rows and taken back once.
-    assert made.spill_bytes <= (16 if moment == FP8 and scaling != "tensor" else 0)
+    # FP8 moments and blocks of 32: one register is put aside before the rows and taken back once.
+    assert made.spill_bytes <= (8 if moment == FP8 and scaling == "mx" else 0)
     # A second pass is another kernel: it collects first.
     if scaling == "tensor":
         config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8, is_delayed=False)[0]

@@ -1,7 +1,7 @@
 """FP8 moments inside the optimizer: blending with the gradient, exact roots, E4M3 codes with a scale for each block.
 
     m ~ code * scale                   sqrt(v) ~ code * scale            scale = amax / 448 of 128 elements
-    m = fma(code, scale * b1, g * w1)  v = fma(code^2, scale^2 * b2, g^2 * w2), at least 2^-100
+    m = fma(code, scale * b1, g * w1)  v = fma(code^2, scale^2 * b2, fma(g^2, w2, 2^-100))
 
 b1 = 1 - w1, and the factor of the gradient is part of w1 and (squared) of w2: what a block or a tensor has once is
 multiplied once. An element's share of instructions decides whether the update waits for memory, hence
@@ -64,8 +64,8 @@ def blend_ref(
     m_scale, v_scale = (scale.repeat_interleave(BLOCK)[: m.numel()] for scale in scales)
     g = grad.float()
     m = fma_ref(m, m_scale * (1 - weight1), g * (factor * weight1))
-    v = fma_ref(root * root, (v_scale * v_scale) * beta2, (g * g) * ((factor * factor) * weight2))
-    v = v.clamp(min=_SMALLEST_V)
+    new = fma_ref(g * g, (factor * factor) * weight2, torch.full_like(g, _SMALLEST_V))
+    v = fma_ref(root * root, (v_scale * v_scale) * beta2, new)
     # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
     return m, torch.where(v.isinf(), float("nan"), v.double().sqrt().float())
 
@@ -158,6 +158,21 @@ _STORE_WORD = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b
 _STORE_BYTE = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b8 [$1], $2; mov.b32 $0, 0; }")
 
 
+# Two bf16 numbers of a word as fp32. (The compiler takes two instructions for the upper one.)
+_WIDEN = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+
+
+@triton.jit
+def widen(x, ASM: tl.constexpr):
+    """x as fp32."""
+    if ASM and x.dtype == tl.bfloat16:
+        bits = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
 @triton.jit
 def _value(code, ASM: tl.constexpr):
     """fp32 of uint8 E4M3 codes."""
@@ -174,7 +189,7 @@ def _fma(a, b, c, ASM: tl.constexpr):
     """a * b + c rounded once; see `fma_ref`."""
     if ASM:
         return tl.fma(a, tl.broadcast_to(b, a.shape), c)
-    product = a.to(tl.float64) * b.to(tl.float64)
+    product = a.to(tl.float64) * tl.broadcast_to(b, a.shape).to(tl.float64)
     other = c.to(tl.float64)
     total = product + other
     back = total - product
@@ -190,8 +205,8 @@ def blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM: 
     """The moments (the second as it is, not its root) of uint8 codes, their scales and the gradient."""
     m = _fma(_value(m, ASM), m_scale * (1.0 - weight1), g * (factor * weight1), ASM)
     root = _value(v, ASM)
-    v = _fma(root * root, (v_scale * v_scale) * beta2, (g * g) * ((factor * factor) * weight2), ASM)
-    return m, tl.maximum(v, 7.888609052210118e-31, propagate_nan=tl.PropagateNan.ALL)
+    new = _fma(g * g, (factor * factor) * weight2, tl.full(g.shape, 7.888609052210118e-31, tl.float32), ASM)
+    return m, _fma(root * root, (v_scale * v_scale) * beta2, new, ASM)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from deepwell.kernels._fp8 import code_bytes, multiplier_from_bits
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_from, pointers_of, update_tile
 from deepwell.kernels.adamw_copies import e8m0_of, length_at, pointer_of, store_square_scale
-from deepwell.kernels.adamw_moments import store_alike
+from deepwell.kernels.adamw_moments import store_alike, widen
 
 # ---- configs ----
 
@@ -48,9 +48,9 @@ def word_configs_for(fmt: Format, *, has_fp8_moments: bool, is_delayed: bool = T
     if fmt.block == (128, 128):
         return _WHOLE, _TWICE
     if fmt.scaling == "tensor" and not is_delayed:
-        return _AT_160, _FREE, _TWICE
+        return _FREE, _AT_160, _TWICE
     if fmt.scaling == "tensor":
-        return _AT_120, _FREE, _AT_128, _TWICE
+        return (_TWICE, _AT_120, _FREE) if has_fp8_moments else (_FREE, _AT_120, _AT_128)
     return (_AT_120, _FREE, _TWICE) if has_fp8_moments else (_FREE, _AT_128, _TWICE)
 
 
@@ -92,14 +92,14 @@ def _largest(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _as_fp32(x):
+def _as_fp32(x, ASM: tl.constexpr):
     # As late as this: what waits for it takes half the registers.
-    return x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
+    return widen(x[0], ASM), widen(x[1], ASM), widen(x[2], ASM), widen(x[3], ASM)
 
 
 @triton.jit
-def _largest_of_four(x):
-    a, b, c, d = _as_fp32(x)
+def _largest_of_four(x, ASM: tl.constexpr):
+    a, b, c, d = _as_fp32(x, ASM)
     return _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
 
 
@@ -236,14 +236,14 @@ def _store_row(x, enc, J: tl.constexpr, copy, r0, c0, is_live, G: tl.constexpr, 
     row_ptr, row_stride, _, _, _, _, _, _ = copy
     place = (_row(G) + J) * tl.multiple_of(row_stride.to(tl.int32), 16) + _column()
     out = row_ptr + (r0 * row_stride + c0) + tl.max_contiguous(place, [1, 1, 8])
-    tl.store(out, _codes(x.to(tl.float32) * enc, ASM), mask=is_live[0])
+    tl.store(out, _codes(widen(x, ASM) * enc, ASM), mask=is_live[0])
 
 
 @triton.jit
 def _store_words(x, enc, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr):
     """The transposed copy: a word has four codes of a column."""
     _, _, col_ptr, col_stride, _, _, _, _ = copy
-    a, b, c, d = _as_fp32(x)
+    a, b, c, d = _as_fp32(x, ASM)
     word = tl.reshape(_word(a * enc, b * enc, c * enc, d * enc, ASM), (G, 128))
     i = tl.arange(0, G)[None, :]
     n = tl.arange(0, 128)[:, None]
@@ -254,7 +254,7 @@ def _store_words(x, enc, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr)
 @triton.jit
 def _store_mx_row(x, J: tl.constexpr, copy, r0, c0, left, is_live, G: tl.constexpr, ASM: tl.constexpr):
     _, _, _, _, scale_ptr, scale_stride, _, _ = copy
-    byte, enc = e8m0_of(_largest(tl.reshape(tl.abs(x.to(tl.float32)), (G, 4, 32)), 2))
+    byte, enc = e8m0_of(_largest(tl.reshape(tl.abs(widen(x, ASM)), (G, 4, 32)), 2))
     enc = tl.reshape(tl.broadcast_to(enc[:, :, None], (G, 4, 32)), x.shape)
     _store_row(x, enc, J, copy, r0, c0, is_live, G, ASM)
     r = tl.arange(0, G)[:, None] * 4
@@ -266,7 +266,7 @@ def _store_mx_row(x, J: tl.constexpr, copy, r0, c0, left, is_live, G: tl.constex
 @triton.jit
 def _store_mx_words(x, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr):
     _, _, _, _, _, _, scale_ptr, scale_stride = copy
-    byte, enc = e8m0_of(_largest(tl.reshape(_largest_of_four(x), (G // 8, 8, 128)), 1))
+    byte, enc = e8m0_of(_largest(tl.reshape(_largest_of_four(x, ASM), (G // 8, 8, 128)), 1))
     enc = tl.reshape(tl.broadcast_to(enc[:, None, :], (G // 8, 8, 128)), x[0].shape)
     _store_words(x, enc, copy, r0, c0, left, G, ASM)
     b = tl.arange(0, G // 8)[:, None]
@@ -310,8 +310,8 @@ def _write_part(
 
 
 @triton.jit
-def _largest_in(x):
-    return _largest(tl.reshape(_largest_of_four(x), (x[0].shape[0] * 128,)), 0)
+def _largest_in(x, ASM: tl.constexpr):
+    return _largest(tl.reshape(_largest_of_four(x, ASM), (x[0].shape[0] * 128,)), 0)
 
 
 @triton.jit
@@ -385,11 +385,11 @@ def _words_kernel(
         amax_ptr = tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32))
         if COLLECTS:
             # Relaxed: else all of the program's stores are waited for.
-            tl.atomic_max(amax_ptr, _largest_in(x), sem="relaxed")
+            tl.atomic_max(amax_ptr, _largest_in(x, ASM), sem="relaxed")
         if SCALING == "square":
-            bits = _largest_in(x)
+            bits = _largest_in(x, ASM)
             if PARTS == 2:
-                bits = tl.maximum(bits, _largest_in(y))
+                bits = tl.maximum(bits, _largest_in(y, ASM))
             enc = multiplier_from_bits(bits, 448.0, POW2)
             store_square_scale(tl.div_rn(1.0, enc), copy, square_ptrs, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
         if WRITES:
