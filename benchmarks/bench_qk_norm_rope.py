@@ -95,7 +95,14 @@ def cases_of(model: str, tokens: int, apart: bool) -> Iterator[Case]:
     tables = (angle.cos().repeat(1, 2).bfloat16(), angle.sin().repeat(1, 2).bfloat16())
     grads = tuple(torch.randn(b, s, h, d, device="cuda").bfloat16() for h in (hq, hk, hv))
     made = fused.qk_norm_rope_ref(qkv, weights, *tables, heads, fused.QkNorm())
-    given = (grads, qkv, weights, (made.rstd_q.contiguous(), made.rstd_k.contiguous()), tables)
+    given: tuple[Any, Any, Any, Any, Any] = (
+        grads,
+        qkv,
+        weights,
+        (made.rstd_q.contiguous(), made.rstd_k.contiguous()),
+        tables,
+    )
+    run: Callable[[], Any]
     both = rope.GradOptions(fp8=E4M3)
     wanted = fused.qk_norm_rope_backward_ref(*given, heads, both)
     coded = wanted._replace(grad=None)

@@ -211,64 +211,58 @@ def row_of(ptr, t, b, s, stride_b, stride_s):
 
 
 @triton.jit
-def live_heads(H: tl.constexpr, START: tl.constexpr, GROUP: tl.constexpr):
-    """The mask of a group of heads from START on, of H."""
-    return within(tl.full([1, 1, 1, 1], True, tl.int1), heads_of(GROUP, GROUP), H - START, GROUP)
-
-
-@triton.jit
 def load_group(
-    row, stride_h, START: tl.constexpr, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
+    row, h, stride_h, live, START: tl.constexpr, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """A group of heads from START on, two tiles; None for a stride is D."""
+    """Heads h, those of a group, from START on of H; None for a stride is D."""
     # What is the same for all threads is added to the pointer: products with all heads would stay in registers.
-    h, live = heads_of(GROUP, GROUP), live_heads(H, START, GROUP)
+    is_live = live & (h < H - START) if START + h.shape[1] > H else live
     if stride_h is None:
-        return load_two(row + START * D, h, D, live, D // 2, D, PAIRS, INTERLEAVED, RUN)
+        return load_two(row + START * D, h, D, is_live, D // 2, D, PAIRS, INTERLEAVED, RUN)
     else:
         row += START * tl.cast(stride_h, tl.int64)
-        return load_two(row, h, stride_h, live, D // 2, D, PAIRS, INTERLEAVED, RUN)
+        return load_two(row, h, stride_h, is_live, D // 2, D, PAIRS, INTERLEAVED, RUN)
 
 
 @triton.jit
 def load_groups(
-    row, stride_h, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+    row, h, stride_h, live, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """All heads of q, k or v, two tiles a group."""
-    found = ()
-    for start in tl.static_range(0, H, GROUP):
-        found = found + load_group(row, stride_h, start, H, D, GROUP, PAIRS, INTERLEAVED, RUN)
-    return found
+    """All heads of q, k or v."""
+    x = ()
+    for start in tl.static_range(0, H, h.shape[1]):
+        x = x + load_group(row, h, stride_h, live, start, H, D, PAIRS, INTERLEAVED, RUN)
+    return x
 
 
 @triton.jit
 def store_groups(
-    row, y, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    row, h, live, y, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    h = heads_of(GROUP, GROUP)
     for i in tl.static_range(0, len(y), 2):
-        live = live_heads(H, i // 2 * GROUP, GROUP)
-        store_two(row + i // 2 * GROUP * D, h, D, live, y[i], y[i + 1], D // 2, D, PAIRS, INTERLEAVED, RUN)
-
-
-@triton.jit
-def largest_of_groups(tiles, ASM: tl.constexpr):
-    """The larger magnitudes of all tiles."""
-    m = larger(tiles[0], tiles[1], ASM)
-    for i in tl.static_range(2, len(tiles), 2):
-        m = larger(m, larger(tiles[i], tiles[i + 1], ASM), ASM)
-    return m
+        start = i // 2 * h.shape[1]
+        is_live = live & (h < H - start) if i // 2 * h.shape[1] + h.shape[1] > H else live
+        store_two(row + start * D, h, D, is_live, y[i], y[i + 1], D // 2, D, PAIRS, INTERLEAVED, RUN)
 
 
 @triton.jit
 def store_groups_codes(
-    row, y, enc, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, RUN: tl.constexpr, POW2: tl.constexpr, ASM: tl.constexpr,
+    row, h, live, y, enc, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    RUN: tl.constexpr, POW2: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    h = heads_of(GROUP, GROUP)
     for i in tl.static_range(0, len(y), 2):
-        group, live = row + i // 2 * GROUP * D, live_heads(H, i // 2 * GROUP, GROUP)
-        store_codes(group, h, D, live, y[i], y[i + 1], enc, D // 2, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+        start = i // 2 * h.shape[1]
+        is_live = live & (h < H - start) if i // 2 * h.shape[1] + h.shape[1] > H else live
+        store_codes(row + start * D, h, D, is_live, y[i], y[i + 1], enc, D // 2, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+
+
+@triton.jit
+def largest_of_groups(tiles, ASM: tl.constexpr):
+    """The largest of each row of all tiles, as bits of fp32."""
+    m = larger(tiles[0], tiles[1], ASM)
+    for i in tl.static_range(2, len(tiles), 2):
+        m = larger(m, larger(tiles[i], tiles[i + 1], ASM), ASM)
+    return largest(m, ASM)

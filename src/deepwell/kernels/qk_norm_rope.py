@@ -27,9 +27,7 @@ from deepwell.kernels._bf16_words import floats, product, rounded
 from deepwell.kernels._fp8 import row_scale
 from deepwell.kernels._head_tiles import (
     heads_of,
-    largest,
     largest_of_groups,
-    live_heads,
     load_group,
     load_groups,
     load_of_heads,
@@ -177,16 +175,17 @@ def default_forward_config(columns: int) -> ForwardConfig:
 
 
 def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
-    """48 to 96 elements of a row a thread, more where k has too few heads to give every thread four columns in a row.
+    """48 to 96 elements of a row a thread, the more the fewer heads k has: each thread takes four columns of some.
 
-    16 warps of 128 registers then hold gradient, tables, weights and their gradients without a spill; eight columns in
-    a row, twice where they pair up with another half, leave room for 8 warps. Not timed yet.
+    16 warps of 128 registers then hold gradient, tables, weights and their gradients without a spill, 8 warps where
+    threads have eight columns in each half of a head. Not timed yet.
     """
     power = triton.next_power_of_2
     fewest, most = (power(triton.cdiv(heads.total * width, 32 * elements)) for elements in (96, 48))
     columns = power(heads.k) * power(width)
     num_warps = min(16, max(fewest, min(most, columns // 256)))
-    num_resident = 8 if heads.convention == "half" and 512 * num_warps <= columns else 16
+    is_wide = heads.convention == "half" and 512 * num_warps <= columns
+    num_resident = 8 if is_wide else 16
     return BackwardConfig(num_warps=num_warps, programs_per_sm=max(1, num_resident // num_warps), num_stages=2)
 
 
@@ -229,21 +228,19 @@ def _normed(
 
 @triton.jit
 def _norm_and_rotate(
-    x, w_ptr, c1, c2, s1, s2, y_row, r_row, eps, H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr,
+    x, h, live, w_ptr, c1, c2, s1, s2, y_row, r_row, eps, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RUN: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store heads group by group: few of them are in registers in fp32 then."""
-    DTYPE: tl.constexpr = x[0].dtype
-    h = heads_of(GROUP, GROUP)
-    w1, w2 = load_two(w_ptr, h, 0, live_heads(GROUP, 0, GROUP), D // 2, D, PAIRS, INTERLEAVED, RUN)
+    w1, w2 = load_two(w_ptr, h, 0, live, D // 2, D, PAIRS, INTERLEAVED, RUN)
     for i in tl.static_range(0, len(x), 2):
-        start = i // 2 * GROUP
-        live = live_heads(H, i // 2 * GROUP, GROUP)
+        start = i // 2 * h.shape[1]
+        is_live = live & (h < H - start) if i // 2 * h.shape[1] + h.shape[1] > H else live
         u1, u2, rstd = _normed(x[i], x[i + 1], w1, w2, eps, D, INTERLEAVED, ROUND_FIRST, ASM)
         u1, u2 = pairs_of(u1, u2, INTERLEAVED, ASM)
-        y1, y2 = rotated(u1, u2, c1, c2, s1, s2, DTYPE, False, INTERLEAVED, ASM)
-        store_two(y_row + start * D, h, D, live, y1, y2, D // 2, D, PAIRS, INTERLEAVED, RUN)
-        store_of_heads(r_row + start, h, live, rstd, ASM)
+        y1, y2 = rotated(u1, u2, c1, c2, s1, s2, x[i].dtype, False, INTERLEAVED, ASM)
+        store_two(y_row + start * D, h, D, is_live, y1, y2, D // 2, D, PAIRS, INTERLEAVED, RUN)
+        store_of_heads(r_row + start, h, is_live, rstd, ASM)
 
 
 @triton.jit
@@ -256,79 +253,75 @@ def _forward_kernel(
     # One program, one token with all its heads.
     t32 = tl.program_id(0)
     t, b, s = t32.to(tl.int64), (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
+    h, live = heads_of(GROUP, GROUP), tl.full([1, 1, 1, 1], True, tl.int1)
     row = row_of(v_ptr, t, b, s, stride_b, stride_s)
-    v = load_groups(row, None, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    v = load_groups(row, h, None, live, HV, D, PAIRS, INTERLEAVED, RUN)
     row = row_of(q_ptr, t, b, s, stride_b, stride_s)
-    q = load_groups(row, None, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    q = load_groups(row, h, None, live, HQ, D, PAIRS, INTERLEAVED, RUN)
     row = row_of(k_ptr, t, b, s, stride_b, stride_s)
-    k = load_groups(row, None, HK, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    k = load_groups(row, h, None, live, HK, D, PAIRS, INTERLEAVED, RUN)
     # Every thread reads the columns it has of q: no exchange.
-    same, live = heads_of(GROUP, GROUP), live_heads(GROUP, 0, GROUP)
     row = row_of(cos_ptr, s, b, s, stride_cos_b, stride_cos_s)
-    c1, c2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+    c1, c2 = load_pairs(row, h, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
     row = row_of(sin_ptr, s, b, s, stride_sin_b, stride_sin_s)
-    s1, s2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
-    store_groups(yv_ptr + t * (HV * D), v, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    s1, s2 = load_pairs(row, h, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+    store_groups(yv_ptr + t * (HV * D), h, live, v, HV, D, PAIRS, INTERLEAVED, RUN)
     _norm_and_rotate(
-        q, wq_ptr, c1, c2, s1, s2, yq_ptr + t * (HQ * D), rq_ptr + t * HQ, eps, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN,
+        q, h, live, wq_ptr, c1, c2, s1, s2, yq_ptr + t * (HQ * D), rq_ptr + t * HQ, eps, HQ, D, PAIRS, INTERLEAVED, RUN,
         ROUND_FIRST, ASM,
     )  # fmt: skip
     _norm_and_rotate(
-        k, wk_ptr, c1, c2, s1, s2, yk_ptr + t * (HK * D), rk_ptr + t * HK, eps, HK, D, GROUP, PAIRS, INTERLEAVED, RUN,
+        k, h, live, wk_ptr, c1, c2, s1, s2, yk_ptr + t * (HK * D), rk_ptr + t * HK, eps, HK, D, PAIRS, INTERLEAVED, RUN,
         ROUND_FIRST, ASM,
     )  # fmt: skip
-
-
-@triton.jit
-def _counted(x, START: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr):
-    """A head past the last is 0 * NaN where w or a table holds one: it must not count."""
-    if START + GROUP <= H:
-        return x
-    else:
-        return tl.where(live_heads(H, START, GROUP), x, 0.0)
 
 
 @triton.jit
 def _group_gradients(
-    d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, START: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The gradients of a group of heads before their norm, rounded, and what they add to the weight's."""
+    d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, live, D: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr
+):
+    """The gradients of a group of heads before their norm, rounded, and what they add to the weight's.
+
+    `live` is None where all heads are there: one past the last is 0 * NaN where w or a table holds one.
+    """
     DTYPE: tl.constexpr = d1.dtype
     d1, d2 = pairs_of(d1, d2, INTERLEAVED, ASM)
     d1, d2 = rotated(d1, d2, c1, c2, s1, s2, DTYPE, True, INTERLEAVED, ASM)
-    d1, d2 = floats(d1, ASM), floats(d2, ASM)
-    n1, n2 = floats(x1, ASM) * rstd, floats(x2, ASM) * rstd
-    g1, g2 = d1 * floats(w1, ASM), d2 * floats(w2, ASM)
-    mean = _mean_of_heads(g1 * n1, g2 * n2, D, INTERLEAVED)
-    dx1 = rounded(_counted((g1 - n1 * mean) * rstd, START, H, GROUP), DTYPE, ASM)
-    dw1 = _counted(d1 * n1, START, H, GROUP)
+    d1, n1 = floats(d1, ASM), floats(x1, ASM) * rstd
+    g1 = d1 * floats(w1, ASM)
     if INTERLEAVED:
-        return dx1, dx1, dw1, dw1
+        d2, n2, g2 = d1, n1, g1
     else:
-        dx2 = rounded(_counted((g2 - n2 * mean) * rstd, START, H, GROUP), DTYPE, ASM)
-        return dx1, dx2, dw1, _counted(d2 * n2, START, H, GROUP)
+        d2, n2 = floats(d2, ASM), floats(x2, ASM) * rstd
+        g2 = d2 * floats(w2, ASM)
+    mean = _mean_of_heads(g1 * n1, g2 * n2, D, INTERLEAVED)
+    y1, y2, a1, a2 = (g1 - n1 * mean) * rstd, (g2 - n2 * mean) * rstd, d1 * n1, d2 * n2
+    if live is not None:
+        y1, y2 = tl.where(live, y1, 0.0), tl.where(live, y2, 0.0)
+        a1, a2 = tl.where(live, a1, 0.0), tl.where(live, a2, 0.0)
+    y1 = rounded(y1, DTYPE, ASM)
+    if INTERLEAVED:
+        return (y1, y1), a1, a1
+    else:
+        return (y1, rounded(y2, DTYPE, ASM)), a1, a2
 
 
 @triton.jit
 def _head_gradients(
-    d_row, stride_h, x_row, r_row, w1, w2, c1, c2, s1, s2, dw1, dw2, H: tl.constexpr,
-    D: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
-    NUM_STAGES: tl.constexpr, ASM: tl.constexpr,
+    d_row, h, stride_h, live, x_row, r_row, w1, w2, c1, c2, s1, s2, dw1, dw2, H: tl.constexpr, D: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr, NUM_STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one token's heads before their norm, rounded, two tiles a group, and the weight's so far."""
-    h = heads_of(GROUP, GROUP)
     found = ()
-    for start in tl.static_range(0, H, GROUP):
-        d1, d2 = load_group(d_row, stride_h, start, H, D, GROUP, PAIRS, INTERLEAVED, RUN)
-        x1, x2 = load_group(x_row, None, start, H, D, GROUP, PAIRS, INTERLEAVED, RUN)
+    for start in tl.static_range(0, H, h.shape[1]):
+        d1, d2 = load_group(d_row, h, stride_h, live, start, H, D, PAIRS, INTERLEAVED, RUN)
+        x1, x2 = load_group(x_row, h, None, live, start, H, D, PAIRS, INTERLEAVED, RUN)
         rstd = load_of_heads(r_row + start, h, H - start, ASM and NUM_STAGES == 1)
-        dx1, dx2, a1, a2 = _group_gradients(
-            d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, start, H, D, GROUP, INTERLEAVED, ASM
-        )
+        is_live = h < H - start if start + h.shape[1] > H else None
+        two, a1, a2 = _group_gradients(d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, is_live, D, INTERLEAVED, ASM)
         dw1 += a1
         dw2 += a2
-        found = found + (dx1, dx2)  # noqa: RUF005 (the compiler unpacks no tuples)
+        found = found + two
     return found, dw1, dw2
 
 
@@ -345,42 +338,42 @@ def _backward_kernel(
     # A program walks over tokens and adds up what they give to the weights' gradients, dq's before dk's.
     HALF: tl.constexpr = D // 2
     W: tl.constexpr = (HQ + HK + HV) * D
-    same, live = heads_of(GROUP, GROUP), live_heads(GROUP, 0, GROUP)
-    wq1, wq2 = load_two(wq_ptr, same, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
-    wk1, wk2 = load_two(wk_ptr, same, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
+    h, live = heads_of(GROUP, GROUP), tl.full([1, 1, 1, 1], True, tl.int1)
+    wq1, wq2 = load_two(wq_ptr, h, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
+    wk1, wk2 = load_two(wk_ptr, h, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
     dwq1 = tl.zeros([1, GROUP, 1, 2 * PAIRS if INTERLEAVED else PAIRS], dtype=tl.float32)
     dwq2, dwk1, dwk2 = dwq1, dwq1, dwq1
     for token in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=NUM_STAGES):
         t32 = tl.cast(token, tl.int32)  # the interpreter's token is a plain int
         t, b, s = t32.to(tl.int64), (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
         row = row_of(cos_ptr, s, b, s, stride_cos_b, stride_cos_s)
-        c1, c2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+        c1, c2 = load_pairs(row, h, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
         row = row_of(sin_ptr, s, b, s, stride_sin_b, stride_sin_s)
-        s1, s2 = load_pairs(row, same, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
+        s1, s2 = load_pairs(row, h, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
         row, x_row = row_of(dq_ptr, t, b, s, stride_qb, stride_qs), row_of(q_ptr, t, b, s, stride_b, stride_s)
         q, dwq1, dwq2 = _head_gradients(
-            row, stride_qh, x_row, rq_ptr + t * HQ, wq1, wq2, c1, c2, s1, s2, dwq1, dwq2, HQ, D, GROUP,
-            PAIRS, INTERLEAVED, RUN, NUM_STAGES, ASM,
+            row, h, stride_qh, live, x_row, rq_ptr + t * HQ, wq1, wq2, c1, c2, s1, s2, dwq1, dwq2, HQ, D, PAIRS,
+            INTERLEAVED, RUN, NUM_STAGES, ASM,
         )  # fmt: skip
         row, x_row = row_of(dk_ptr, t, b, s, stride_kb, stride_ks), row_of(k_ptr, t, b, s, stride_b, stride_s)
         k, dwk1, dwk2 = _head_gradients(
-            row, stride_kh, x_row, rk_ptr + t * HK, wk1, wk2, c1, c2, s1, s2, dwk1, dwk2, HK, D, GROUP,
-            PAIRS, INTERLEAVED, RUN, NUM_STAGES, ASM,
+            row, h, stride_kh, live, x_row, rk_ptr + t * HK, wk1, wk2, c1, c2, s1, s2, dwk1, dwk2, HK, D, PAIRS,
+            INTERLEAVED, RUN, NUM_STAGES, ASM,
         )  # fmt: skip
         row = row_of(dv_ptr, t, b, s, stride_vb, stride_vs)
-        v = load_groups(row, stride_vh, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
+        v = load_groups(row, h, stride_vh, live, HV, D, PAIRS, INTERLEAVED, RUN)
         if grad_ptr is not None:
             row = grad_ptr + t * W
-            store_groups(row, q, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN)
-            store_groups(row + HQ * D, k, HK, D, GROUP, PAIRS, INTERLEAVED, RUN)
-            store_groups(row + (HQ + HK) * D, v, HV, D, GROUP, PAIRS, INTERLEAVED, RUN)
+            store_groups(row, h, live, q, HQ, D, PAIRS, INTERLEAVED, RUN)
+            store_groups(row + HQ * D, h, live, k, HK, D, PAIRS, INTERLEAVED, RUN)
+            store_groups(row + (HQ + HK) * D, h, live, v, HV, D, PAIRS, INTERLEAVED, RUN)
         if code_ptr is not None:
             # Nothing saturates: the multiplier is of the row's own largest.
-            enc, scale = row_scale(largest(largest_of_groups(q + k + v, ASM), ASM), FP8_MAX, POW2)
+            enc, scale = row_scale(largest_of_groups(q + k + v, ASM), FP8_MAX, POW2)
             e, row = enc[:, None, None, None], code_ptr + t * W
-            store_groups_codes(row, q, e, HQ, D, GROUP, PAIRS, INTERLEAVED, RUN, POW2, ASM)
-            store_groups_codes(row + HQ * D, k, e, HK, D, GROUP, PAIRS, INTERLEAVED, RUN, POW2, ASM)
-            store_groups_codes(row + (HQ + HK) * D, v, e, HV, D, GROUP, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+            store_groups_codes(row, h, live, q, e, HQ, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+            store_groups_codes(row + HQ * D, h, live, k, e, HK, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+            store_groups_codes(row + (HQ + HK) * D, h, live, v, e, HV, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
             tl.store(scale_ptr + t + tl.arange(0, 1), scale)
     out, one = dw_ptr + tl.program_id(0).to(tl.int64) * (2 * D), heads_of(1, 1)
     dwq1, dwq2 = tl.sum(dwq1, axis=1)[:, None, :, :], tl.sum(dwq2, axis=1)[:, None, :, :]
