@@ -185,8 +185,10 @@ def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
     columns = power(heads.k) * power(width)
     num_warps = min(16, max(fewest, min(most, columns // 256)))
     is_wide = heads.convention == "half" and 512 * num_warps <= columns
-    num_resident = 8 if is_wide else 16
-    return BackwardConfig(num_warps=num_warps, programs_per_sm=max(1, num_resident // num_warps), num_stages=2)
+    programs_per_sm = max(1, (8 if is_wide else 16) // num_warps)
+    # Shared memory holds one token of each program, also in fp32.
+    num_stages = 2 if heads.total * width <= 16384 else 1
+    return BackwardConfig(num_warps=num_warps, programs_per_sm=programs_per_sm, num_stages=num_stages)
 
 
 # ---- kernels: a pointer that is None is a result that was not asked for ----
