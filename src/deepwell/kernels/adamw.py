@@ -178,15 +178,16 @@ _ROOT = tl.constexpr("sqrt.approx.ftz.f32 $0, $1;")
 _INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 # Two numbers as bf16: noise is added below the upper half unless nothing may be; then the halves are put together.
 _ROUND = tl.constexpr(
-    """{ .reg .f32 u, v; .reg .b32 a, b; .reg .pred p, q;
+    """{ .reg .f32 u, v; .reg .b32 a, b, n; .reg .pred p, q;
     abs.f32 u, $1;
     abs.f32 v, $2;
     setp.lt.f32 p, u, 0f7F7F0000;
     setp.lt.f32 q, v, 0f7F7F0000;
     mov.b32 a, $1;
     mov.b32 b, $2;
+    selp.b32 n, $4, 0, q;
     @p add.u32 a, a, $3;
-    @q add.u32 b, b, $4;
+    add.u32 b, b, n;
     prmt.b32 $0, a, b, 0x7632; }"""
 )
 
@@ -197,7 +198,8 @@ def _minus_step(p, m, root, step_size, correction, eps, EXACT: tl.constexpr, ASM
     if ASM and not EXACT:
         denominator = tl.fma(root, tl.full(root.shape, correction, tl.float32), tl.full(root.shape, eps, tl.float32))
         inverse = tl.inline_asm_elementwise(_INVERSE, "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1)
-        p = tl.fma(-(m * step_size), inverse, p)
+        # (Of a tensor a minus is an instruction, of a scalar none.)
+        p = tl.fma(m * -step_size, inverse, p)
     else:
         p = p - tl.div_rn(m, root * correction + eps) * step_size
     return p

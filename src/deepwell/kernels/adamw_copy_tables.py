@@ -80,8 +80,9 @@ class Table:
         self.words = host.to(self.device, non_blocking=True)
 
 
-# Words count in 32 bits within 128 rows.
+# Words count in 32 bits within 128 rows, and their tiles in 15 bits down and 16 across.
 _MAX_STRIDE = 2**24
+_MAX_WORD_SHAPE = (2**20, 2**23)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,12 @@ def copy_kind(slot: Slot) -> CopyKind:
         is_delayed=copies.is_delayed and copies.format.scaling == "tensor",
         is_fused=not slot.has_fp8_moments or columns % 128 == 0,
         draws_each=columns % 8 != 0,
-        is_aligned=rows % 16 == 0 and columns % 16 == 0 and all(starts) and max(strides) < _MAX_STRIDE,
+        is_aligned=rows % 16 == 0
+        and columns % 16 == 0
+        and all(starts)
+        and max(strides) < _MAX_STRIDE
+        and rows < _MAX_WORD_SHAPE[0]
+        and columns < _MAX_WORD_SHAPE[1],
     )
 
 
@@ -142,6 +148,12 @@ class CopyLaunch:
         )
         row = torch.arange(counts.numel()).repeat_interleave(counts)
         place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        if isinstance(self.config, WordConfig):
+            # Row and column of the tile, which a program would have to divide for.
+            across = torch.tensor(
+                [-(-slots[i].param.shape[-1] // TILE_COLUMNS) for i in members for _ in range(_num_matrices(slots[i]))]
+            ).repeat_interleave(counts)
+            place = place // across * 65536 + place % across
         self.chunk_row = row.to(torch.int32).to(device)
         self.chunk_place = place.to(torch.int32).to(device)
 

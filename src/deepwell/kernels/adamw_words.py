@@ -104,6 +104,24 @@ def _largest_of_four(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def _multiplier_of(bits, DTYPE: tl.constexpr):
+    """2^(127 - byte) of `e8m0_of`, NaN where the largest is not finite."""
+    if DTYPE != tl.bfloat16:
+        return e8m0_of(bits)[1]
+    # 448 is 1.75 * 2^8: a mantissa above 1.75 carries, and eight exponents down is the scale's. Of bf16 that is exact,
+    # also where amax / 448 is subnormal.
+    raised = tl.maximum(bits + 0x1FFFFF, 8 << 23) & -8388608
+    multiplier = (-2097152000 - raised).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, multiplier, float("nan"))
+
+
+@triton.jit
+def _byte_of(multiplier):
+    """The E8M0 byte of its multiplier 2^(127 - byte); of NaN it is 255."""
+    return 254 - (multiplier.to(tl.int32, bitcast=True) >> 23)
+
+
+@triton.jit
 def _row(G: tl.constexpr):
     """The first of four rows each, counted from the part's first one, (G, 1, 1)."""
     return tl.arange(0, G)[:, None, None] * 4
@@ -254,25 +272,27 @@ def _store_words(x, enc, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr)
 @triton.jit
 def _store_mx_row(x, J: tl.constexpr, copy, r0, c0, left, is_live, G: tl.constexpr, ASM: tl.constexpr):
     _, _, _, _, scale_ptr, scale_stride, _, _ = copy
-    byte, enc = e8m0_of(_largest(tl.reshape(tl.abs(widen(x, ASM)), (G, 4, 32)), 2))
-    enc = tl.reshape(tl.broadcast_to(enc[:, :, None], (G, 4, 32)), x.shape)
+    scale = _multiplier_of(_largest(tl.reshape(tl.abs(widen(x, ASM)), (G, 4, 32)), 2), x.dtype)
+    enc = tl.reshape(tl.broadcast_to(scale[:, :, None], (G, 4, 32)), x.shape)
     _store_row(x, enc, J, copy, r0, c0, is_live, G, ASM)
     r = tl.arange(0, G)[:, None] * 4
     b = tl.arange(0, 4)[None, :]
     out = scale_ptr + (r0 * scale_stride + c0 // 32) + ((r + J) * scale_stride.to(tl.int32) + b)
-    store_alike(out, byte, (r < left[0]) & (b * 32 < left[1]), tl.uint8, ASM)
+    store_alike(out, _byte_of(scale), (r < left[0]) & (b * 32 < left[1]), tl.uint8, ASM)
 
 
 @triton.jit
 def _store_mx_words(x, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr):
     _, _, _, _, _, _, scale_ptr, scale_stride = copy
-    byte, enc = e8m0_of(_largest(tl.reshape(_largest_of_four(x, ASM), (G // 8, 8, 128)), 1))
-    enc = tl.reshape(tl.broadcast_to(enc[:, None, :], (G // 8, 8, 128)), x[0].shape)
+    scale = _multiplier_of(_largest(tl.reshape(_largest_of_four(x, ASM), (G // 8, 8, 128)), 1), x[0].dtype)
+    enc = tl.reshape(tl.broadcast_to(scale[:, None, :], (G // 8, 8, 128)), x[0].shape)
     _store_words(x, enc, copy, r0, c0, left, G, ASM)
-    b = tl.arange(0, G // 8)[:, None]
-    n = tl.arange(0, 128)[None, :]
+    # A column's scales lie side by side, those of two columns far apart: the bytes of a column go out together, each
+    # once. From where they are, eight threads would store each of them, into a sector of its own every time.
+    b = tl.arange(0, G // 8)[None, :]
+    n = tl.arange(0, 128)[:, None]
     out = scale_ptr + (c0 * scale_stride + r0 // 32) + (n * scale_stride.to(tl.int32) + b)
-    store_alike(out, byte, (b * 32 < left[0]) & (n < left[1]), tl.uint8, ASM)
+    tl.store(out, _byte_of(tl.trans(scale)).to(tl.uint8), mask=(b * 32 < left[0]) & (n < left[1]))
 
 
 @triton.jit
@@ -352,10 +372,8 @@ def _words_kernel(
         first = tl.multiple_of(tl.load(copy_ptr + 2), 16)
         slot = tl.load(table_ptr + row * 10 + 8)
         random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
-        # In 32 bits: a division in 64 is a hundred instructions.
-        tiles = ((C + 127) // 128).to(tl.int32)
-        r0 = place // tiles * (ROWS * PARTS)
-        c0 = place % tiles * 128
+        r0 = (place >> 16) * (ROWS * PARTS)
+        c0 = (place & 0xFFFF) * 128
         # Rows and columns from there on, as far as a program looks.
         left_r = tl.multiple_of(tl.minimum(R - r0, 128).to(tl.int32), 16)
         left_c = tl.multiple_of(tl.minimum(C - c0, 128).to(tl.int32), 16)
