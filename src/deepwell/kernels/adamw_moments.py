@@ -133,10 +133,9 @@ _ENCODE = tl.constexpr(
     prmt.b32 a, a, c, 0x5410;
     and.b32 $0, a, $13; }"""
 )
-# The same of roots: no sign, and no code is zero, which two at a time are kept from by the upper halves of their words.
+# The same of roots: no sign, and no code is zero.
 _ENCODE_ROOT = tl.constexpr(
-    """{ .reg .b32 a, b, c, d, one;
-    mov.b32 one, 0x01000100;
+    """{ .reg .b32 a, b, c, d;
     shl.b32 a, $1, 4;
     shl.b32 b, $2, 4;
     shl.b32 c, $3, 4;
@@ -145,11 +144,13 @@ _ENCODE_ROOT = tl.constexpr(
     add.u32 b, b, $6;
     add.u32 c, c, $7;
     add.u32 d, d, $8;
-    prmt.b32 a, a, b, 0x7632;
-    prmt.b32 c, c, d, 0x7632;
-    max.u16x2 a, a, one;
-    max.u16x2 c, c, one;
-    prmt.b32 a, a, c, 0x7531;
+    max.u32 a, a, 0x01000000;
+    max.u32 b, b, 0x01000000;
+    max.u32 c, c, 0x01000000;
+    max.u32 d, d, 0x01000000;
+    prmt.b32 a, a, b, 0x0073;
+    prmt.b32 c, c, d, 0x0073;
+    prmt.b32 a, a, c, 0x5410;
     and.b32 $0, a, $9; }"""
 )
 

@@ -14,6 +14,7 @@ Cost:     bytes as `adamw_copies`. Bytes in flight bind it where instructions do
 from dataclasses import dataclass
 
 from deepwell.formats.spec import Format
+from deepwell.kernels._bf16_words import larger, row_bits
 from deepwell.kernels._fp8 import code_bytes, multiplier_from_bits
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_from, pointers_of, update_tile
@@ -50,8 +51,9 @@ def word_configs_for(fmt: Format, *, has_fp8_moments: bool, is_delayed: bool = T
     if fmt.scaling == "tensor" and not is_delayed:
         return _FREE, _AT_160, _TWICE
     if fmt.scaling == "tensor":
-        return (_TWICE, _AT_120, _FREE) if has_fp8_moments else (_FREE, _AT_120, _AT_128)
-    return (_AT_120, _FREE, _TWICE) if has_fp8_moments else (_FREE, _AT_128, _TWICE)
+        return (_AT_120, _TWICE, _FREE) if has_fp8_moments else (_FREE, _AT_120, _AT_128)
+    # A column's scales of a part share a sector of memory, those of two columns never do: the more rows, the fewer.
+    return _TWICE, _WHOLE, _AT_128
 
 
 # ---- kernels ----
@@ -89,6 +91,28 @@ def _larger(a, b):
 def _largest(x, AXIS: tl.constexpr):
     """Bits of the largest number along an axis; NaN is not lost."""
     return tl.reduce(x, AXIS, _larger).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+# The word of two bf16 numbers' magnitudes, the larger of two such words each, and the halves as bits of fp32.
+_MAGNITUDES = tl.constexpr("{ .reg .b32 w; mov.b32 w, {$1, $2}; and.b32 $0, w, 0x7FFF7FFF; }")
+_LARGER_WORD = tl.constexpr("max.u16x2 $0, $1, $2;")
+
+
+@triton.jit
+def _larger_word(a, b):
+    return tl.inline_asm_elementwise(_LARGER_WORD, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _column_bits(x, G: tl.constexpr, ASM: tl.constexpr):
+    """Bits of the largest magnitude of each block of 32 rows and each column, (G // 8, 128)."""
+    if ASM and x[0].dtype == tl.bfloat16:
+        each = larger(larger(x[0], x[1], ASM), larger(x[2], x[3], ASM), ASM)
+        low, high = tl.split(tl.reshape(each, (G // 8, 8, 64, 2)))
+        words = tl.inline_asm_elementwise(_MAGNITUDES, "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+        words = tl.reduce(words, 1, _larger_word)
+        return tl.reshape(tl.join(words << 16, words & -65536), (G // 8, 128))
+    return _largest(tl.reshape(_largest_of_four(x, ASM), (G // 8, 8, 128)), 1)
 
 
 @triton.jit
@@ -284,7 +308,7 @@ def _store_mx_row(x, J: tl.constexpr, copy, r0, c0, left, is_live, G: tl.constex
 @triton.jit
 def _store_mx_words(x, copy, r0, c0, left, G: tl.constexpr, ASM: tl.constexpr):
     _, _, _, _, _, _, scale_ptr, scale_stride = copy
-    scale = _multiplier_of(_largest(tl.reshape(_largest_of_four(x, ASM), (G // 8, 8, 128)), 1), x[0].dtype)
+    scale = _multiplier_of(_column_bits(x, G, ASM), x[0].dtype)
     enc = tl.reshape(tl.broadcast_to(scale[:, None, :], (G // 8, 8, 128)), x[0].shape)
     _store_words(x, enc, copy, r0, c0, left, G, ASM)
     # A column's scales lie side by side, those of two columns far apart: the bytes of a column go out together, each
@@ -331,6 +355,10 @@ def _write_part(
 
 @triton.jit
 def _largest_in(x, ASM: tl.constexpr):
+    """Bits of the largest magnitude of a part, bf16 two at a time."""
+    if ASM and x[0].dtype == tl.bfloat16:
+        each = larger(larger(x[0], x[1], ASM), larger(x[2], x[3], ASM), ASM)
+        return tl.max(row_bits(tl.reshape(each, (each.shape[0], 128)), 8, ASM), axis=0)
     return _largest(tl.reshape(_largest_of_four(x, ASM), (x[0].shape[0] * 128,)), 0)
 
 
