@@ -152,8 +152,8 @@ class Config:
 # A limit that is never reached (56 of 64) lets the assembler load all four tensors before it computes; without one it
 # saves registers, 48, and half of the loads wait for the others (SASS for sm_90, ptxas of Triton 3.6).
 CONFIGS = (
-    Config(rows=16, tiles=1, num_warps=8, max_registers=64),
     Config(rows=8, tiles=1, num_warps=4, max_registers=64),
+    Config(rows=16, tiles=1, num_warps=8, max_registers=64),
     Config(rows=8, tiles=1, num_warps=8),
     Config(rows=16, tiles=1, num_warps=8),
     Config(rows=32, tiles=1, num_warps=8),
