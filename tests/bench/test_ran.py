@@ -22,9 +22,7 @@ def kernels(variant: str) -> list[Kernel]:
 
 def claims(variant: str, *, head: bool = False) -> list[Claim]:
     schemes = dict.fromkeys([*LINEARS, *(["head"] if head else [])], FP8)
-    # The file has the 24 longest kernels, and the embedding's is shorter than these.
-    passes = {name: count for name, count in ROWS[variant]["passes"].items() if name != "embedding"}
-    return engine_claims(schemes, passes, "head")
+    return engine_claims(schemes, ROWS[variant]["passes"], "head")
 
 
 def test_what_fp8_claims_is_what_ran() -> None:

@@ -105,7 +105,7 @@ def test_a_merged_linear_takes_two_launches_forward_and_one_backward():
 
 
 def compiled(arch, num, *, turned, tiles=4):
-    config = G.TURNED if turned else G.ALONG
+    config = G.TURNED_CONFIG if turned else G.ALONG_CONFIG
     arguments = {
         **dict.fromkeys(("w0_ptr", "w1_ptr", "w2_ptr", "w3_ptr"), torch.bfloat16),
         "q_ptr": torch.int32 if turned else E4M3,
@@ -140,9 +140,9 @@ def test_maxima_keep_enough_bytes_under_way(arch):
         **dict.fromkeys(("w0_ptr", "w1_ptr", "w2_ptr", "w3_ptr"), torch.bfloat16),
         "partials_ptr": torch.float32,
         **dict.fromkeys(("N0", "N1", "N2", "N3", "K", "stride0", "stride1", "stride2", "stride3"), "i32"),
-        **{"NUM": 3, "BLOCK_N": G.PARTIALS.rows, "BLOCK_K": G.PARTIALS.columns},
+        **{"NUM": 3, "BLOCK_N": G.PARTIALS_CONFIG.rows, "BLOCK_K": G.PARTIALS_CONFIG.columns},
     }
-    made = aot.compile_kernel(G._partials_kernel, arguments, arch=arch, num_warps=G.PARTIALS.num_warps)
+    made = aot.compile_kernel(G._partials_kernel, arguments, arch=arch, num_warps=G.PARTIALS_CONFIG.num_warps)
     assert made.spill_bytes == 0
-    assert made.registers * 32 * G.PARTIALS.num_warps * 2 <= 65536  # two programs a multiprocessor
+    assert made.registers * 32 * G.PARTIALS_CONFIG.num_warps * 2 <= 65536  # two programs a multiprocessor
     assert made.count(r"ld\.global\S*\.v4\.b32") >= 12

@@ -159,9 +159,10 @@ def _first(step: Callable[[], Tensor], device: str, exact: Tensor) -> dict[str, 
 def _in_turns(
     calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, advance: Callable[[float], None]
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call. Each round has an order of its own: what follows a GPU's hardest work finds it slow.
+    """Milliseconds of every call. Each round has an order of its own: what ran before may leave a GPU at another clock.
 
-    In one order for all, cuDNN's kernels after torch's flash attention took 6.8 ms, and the same after cuDNN's own 7.2.
+    In one order for all, cuDNN's kernels after torch's flash attention took 6.8 ms, and the same after cuDNN's own 7.2
+    (`attention-h200-2026-11-15.json`).
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle

@@ -8,6 +8,7 @@ same columns of each, groups are its registers, and nothing is exchanged but one
 # ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
 
 from deepwell.kernels._bf16_words import bits_of, encoded, floats, larger, rounded
+from deepwell.kernels._stores import store_alike
 from deepwell.kernels._triton import tl, triton
 
 
@@ -107,22 +108,10 @@ def load_of_heads(ptr, h, H: tl.constexpr, DIRECT: tl.constexpr):
         return tl.load(place)
 
 
-_STORE = tl.constexpr("""{
-    .reg .pred p;
-    setp.ne.b32 p, $3, 0;
-    @p st.global.f32 [$1], $2;
-    mov.b32 $0, 0;
-}""")
-
-
 @triton.jit
 def store_of_heads(ptr, h, live, x, ASM: tl.constexpr):
     """Store one fp32 number a head, by every thread that has it: they agree, and nothing goes through shared memory."""
-    if ASM:
-        place, mask = (ptr + h).to(tl.int64), live.to(tl.int32)
-        tl.inline_asm_elementwise(_STORE, "=r,l,f,r", [place, x, mask], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        tl.store(ptr + h, x, mask=live)
+    store_alike(ptr + h, x, live, tl.float32, ASM)
 
 
 @triton.jit

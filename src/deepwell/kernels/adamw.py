@@ -25,15 +25,15 @@ Cost:     memory bound where instructions allow it. An H200 issues about 29.6e12
           default configs, an element's share; warps are those a multiprocessor holds:
 
           moved by the update                       bytes   can issue   issues   warps
-          bf16, bf16 moments, random                   14          98       45      32
-          bf16, FP8 moments, nearest                 10.1          71       43      28
+          bf16, bf16 moments, random                   14          98       44      32
+          bf16, FP8 moments, nearest                 10.1          71       42      28
           bf16, FP8 moments, random                  10.1          71       54      24
           fp32 master, FP8 moments                   16.1         112       74      16
-          bf16 moments + MXFP8 copies                16.1         112       58      16
-          bf16 moments + copies with one scale         16         111       52      16
-          bf16 moments + copies of 128x128 blocks      16         111       52      16
-          FP8 moments + MXFP8 copies                 12.2          85       77      16
-          FP8 moments + copies with one scale        12.1          84       72      16
+          bf16 moments + MXFP8 copies                16.1         112       53      16
+          bf16 moments + copies with one scale         16         111       50      16
+          bf16 moments + copies of 128x128 blocks      16         111       50      16
+          FP8 moments + MXFP8 copies                 12.2          85       73      16
+          FP8 moments + copies with one scale        12.1          84       69      16
 
           The norm reads 2 bytes more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
 """
@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels import adamw_moments
+from deepwell.kernels._stores import store_alike
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw_moments import (
     FP8,
@@ -58,7 +59,6 @@ from deepwell.kernels.adamw_moments import (
     magnitude_max,
     root_exact,
     scale_of,
-    store_alike,
     widen,
 )
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at

@@ -154,11 +154,9 @@ _ENCODE_ROOT = tl.constexpr(
     and.b32 $0, a, $9; }"""
 )
 
-_STORE_WORD = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }")
-_STORE_BYTE = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b8 [$1], $2; mov.b32 $0, 0; }")
 
-
-# Two bf16 numbers of a word as fp32. (The compiler takes two instructions for the upper one.)
+# Two bf16 numbers of a word as fp32, as `_bf16_words.floats` has them, but by way of integers: with results in float
+# registers ptxas spills 32 bytes of the MX copies.
 _WIDEN = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 
 
@@ -253,26 +251,6 @@ def scale_of(amax, ASM: tl.constexpr):
         encode = tl.where(inverse < 1.1754943508222875e-38, cut, inverse.to(tl.float32))
     is_finite = amax <= 1073741824.0
     return tl.where(is_finite, scale, float("nan")), encode, tl.where(is_finite, -1, 0)
-
-
-@triton.jit
-def store_alike(pointer, value, is_live, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Store fp32 as it is, or the low byte of int32, from wherever it is: threads that hold the same store the same.
-
-    A plain store has a layout of its own; to get there the few numbers of a tile would go through shared memory, with
-    two barriers each time.
-    """
-    if ASM:
-        tl.inline_asm_elementwise(
-            _STORE_WORD if DTYPE == tl.float32 else _STORE_BYTE,
-            "=r,l,r,r",
-            [pointer.to(tl.int64), value.to(tl.int32, bitcast=True), is_live.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(pointer, value.to(DTYPE), mask=is_live)
 
 
 @triton.jit

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from deepwell.formats.spec import Format
 from deepwell.kernels._bf16_words import larger, row_bits
 from deepwell.kernels._fp8 import code_bytes, multiplier_from_bits
+from deepwell.kernels._stores import store_alike
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_from, pointers_of, update_tile
 from deepwell.kernels.adamw_copies import e8m0_of, length_at, pointer_of, store_square_scale
-from deepwell.kernels.adamw_moments import store_alike, widen
+from deepwell.kernels.adamw_moments import widen
 
 # ---- configs ----
 

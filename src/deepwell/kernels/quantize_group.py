@@ -3,8 +3,8 @@
     partial[p] = max |w| over the p-th share of every weight       amax = max_p partial[p]
     q = RNE(w * enc(amax)) of all weights side by side, [N, K] or turned [K, N]       scale = 1 / enc(amax)
 
-Three weights of a merged linear were eight launches (cleared maximum, three maxima, three times codes, one that spread
-the scale for the GEMM): a step of a 16-layer model with 65 linears lost a millisecond between some 340 of them.
+One by one, three weights of a merged linear are eight launches forward (a cleared maximum, three maxima, three times
+codes, one that spreads the scale for the GEMM) and four backward: 540 of the 1,464 of a step of 16 such layers.
 Numerics: bit for bit `quantize_weight` of each weight with the amax of all; a maximum is the same in any order.
 Cost: memory bound; bytes per bf16 weight 2 for the maxima, 2 + 1 for the codes, which find smaller weights in L2.
 """
@@ -59,10 +59,10 @@ class GroupConfig:
     tiles: int = 1
 
 
-PARTIALS = GroupConfig(rows=8, columns=1024, num_warps=8)
+PARTIALS_CONFIG = GroupConfig(rows=8, columns=1024, num_warps=8)
 # Along K a tile is rows of 1 KiB; turned it is a square, through shared memory in words of four codes.
-ALONG = GroupConfig(rows=8, columns=512)
-TURNED = GroupConfig(rows=64, columns=64)
+ALONG_CONFIG = GroupConfig(rows=8, columns=512)
+TURNED_CONFIG = GroupConfig(rows=64, columns=64)
 _ENOUGH_PROGRAMS = 1024
 
 
@@ -130,14 +130,14 @@ def _write_tile(
 
 
 @triton.jit
-def _or(is_next, w_ptr, N, stride, first, before, w_before, N_before, stride_before, first_before, before_before):
-    """The next weight where that is meant, or else the one before: address, rows, stride, first tile, rows ahead."""
+def _either(is_first, first, second):
+    """One of two weights, each given by address, rows, stride, its first tile and the rows ahead of it."""
     return (
-        tl.where(is_next, w_ptr, w_before),
-        tl.where(is_next, N, N_before),
-        tl.where(is_next, stride, stride_before),
-        tl.where(is_next, first, first_before),
-        tl.where(is_next, before, before_before),
+        tl.where(is_first, first[0], second[0]),
+        tl.where(is_first, first[1], second[1]),
+        tl.where(is_first, first[2], second[2]),
+        tl.where(is_first, first[3], second[3]),
+        tl.where(is_first, first[4], second[4]),
     )
 
 
@@ -163,20 +163,17 @@ def _codes_kernel(
         tile = tl.program_id(0) * TILES + step
         n_tile, k_tile = tile // tiles_k, tile % tiles_k
         # Which weight: the last one whose first tile is not behind. A tile past all of them has no rows.
-        w_ptr, N, stride, first, before = w0_ptr, N0, stride0, 0, 0
+        weight = (w0_ptr, N0, stride0, 0, 0)
         if NUM > 1:
             end = tl.cdiv(N0, BLOCK_N)
-            w_ptr, N, stride, first, before = _or(n_tile >= end, w1_ptr, N1, stride1, end, N0, w_ptr, N, stride, 0, 0)
+            weight = _either(n_tile >= end, (w1_ptr, N1, stride1, end, N0), weight)
         if NUM > 2:
             end += tl.cdiv(N1, BLOCK_N)
-            w_ptr, N, stride, first, before = _or(
-                n_tile >= end, w2_ptr, N2, stride2, end, N0 + N1, w_ptr, N, stride, first, before
-            )
+            weight = _either(n_tile >= end, (w2_ptr, N2, stride2, end, N0 + N1), weight)
         if NUM > 3:
             end += tl.cdiv(N2, BLOCK_N)
-            w_ptr, N, stride, first, before = _or(
-                n_tile >= end, w3_ptr, N3, stride3, end, N0 + N1 + N2, w_ptr, N, stride, first, before
-            )
+            weight = _either(n_tile >= end, (w3_ptr, N3, stride3, end, N0 + N1 + N2), weight)
+        w_ptr, N, stride, first, before = weight
         _write_tile(
             w_ptr, q_ptr, enc, n_tile - first, k_tile, before, N, K, stride, stride_q,
             TURNED, PACKING, FP8_MAX, BLOCK_N, BLOCK_K,
@@ -198,7 +195,7 @@ def partial_maxima(weights: Sequence[Tensor]) -> Tensor:
             return amax([as_stored(w) for w in weights]).expand(num_partials(weights)).contiguous()
         return partial_maxima_ref(weights)
     partials = weights[0].new_empty(num_partials(weights), dtype=torch.float32)
-    config = PARTIALS
+    config = PARTIALS_CONFIG
     with on_device(weights[0]):
         _partials_kernel[(partials.numel(),)](
             *_fours(weights),
@@ -225,7 +222,7 @@ def quantize_group(
         scale = _one_by_one(weights, partials_P, q, turned=turned)
         return q, scale.expand(q.shape[0]).contiguous() if scale_per_row else scale
     scale = weights[0].new_empty(q.shape[0] if scale_per_row else (), dtype=torch.float32)
-    config = TURNED if turned else ALONG
+    config = TURNED_CONFIG if turned else ALONG_CONFIG
     num_tiles = sum(triton.cdiv(w.shape[0], config.rows) for w in weights) * triton.cdiv(k, config.columns)
     tiles = tiles_per_program(num_tiles)
     words = q.view(torch.int32) if turned else q

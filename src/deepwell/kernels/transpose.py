@@ -282,6 +282,8 @@ def transpose_two_by_ratio(
     q_TN: Tensor, ratio_T: Tensor, other_TK: Tensor, other_ratio_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`transpose_by_ratio` of two operands of the same tokens, in one launch where both lie in whole words."""
+    for q, name, ratio in ((q_TN, "ratio_T", ratio_T), (other_TK, "other_ratio_T", other_ratio_T)):
+        _check_rows(q, name, ratio)
     t, n = q_TN.shape
     config = default_config(t, n + other_TK.shape[1])
     out_NT, out_KT = (torch.empty((q.shape[1], t), dtype=q.dtype, device=q.device) for q in (q_TN, other_TK))
@@ -293,8 +295,6 @@ def transpose_two_by_ratio(
         for q, ratio, out in both:
             transpose_by_ratio(q, ratio, out=out)
         return out_NT, out_KT
-    for q, ratio, _ in both:
-        _check_rows(q, "ratio_T", ratio)
     with on_device(q_TN):
         _launch(q_TN, ratio_T, None, out_NT, config, other=both[1])
     return out_NT, out_KT
