@@ -35,6 +35,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 32, bias=False))
 
 
+@pytest.fixture
+def _users_win(monkeypatch):
+    """Races that users' kernels win, whatever the machine does meanwhile: a product of 64 x 64 takes anyone as long."""
+
+    def decided(runners, device):
+        for runner in runners:
+            runner.lap()
+            runner.times_us.append(1.0 if runner.candidate.origin == "user" else 2.0)
+        return {}
+
+    monkeypatch.setattr(select, "_take_turns", decided)
+
+
 def policy_of(fmt: str, **options) -> dw.PrecisionPolicy:
     policy = dw.PrecisionPolicy(fmt)
     for path in ("0", "2"):
@@ -210,7 +223,7 @@ def test_on_fp8_hardware_a_whole_chain_that_cannot_compete_is_told_why(model, _a
     assert len(rows) == 6 and all("register it for fp8_gemm" in dict(row.set_aside)["right"] for row in rows)
 
 
-def test_codes_compete_too(model, _as_hopper):
+def test_codes_compete_too(model, _as_hopper, _users_win):
     registry = KernelRegistry()
     registry.register("codes", user_kernels.fp8_right, op="fp8_gemm", precision="fp8", trusted=True)
     model = model.bfloat16()
@@ -220,11 +233,11 @@ def test_codes_compete_too(model, _as_hopper):
     y.sum().backward()
     report = engine.report()
     assert {row.op for row in report.kernels} == {"fp8_gemm"} and sum(row.count for row in report.kernels) == 6
-    assert {row.kernel for row in report.kernels} <= {"codes", "fp8_gemm_ref"}
+    assert {row.kernel for row in report.kernels} == {"codes"}
     assert sqnr_db(model(x), y) > 20
 
 
-def test_a_chosen_kernel_forgets_the_operands_its_predecessor_was_traced_with():
+def test_a_chosen_kernel_forgets_the_operands_its_predecessor_was_traced_with(_users_win):
     """Inductor binds traced operands to the op's parameters: those of another op have other numbers of them."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
