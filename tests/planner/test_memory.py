@@ -166,13 +166,20 @@ def test_deepwells_estimate_and_its_timeline_have_the_same_peak(model: str, poli
         assert played * (1 - 1e-6) <= summed <= played * 1.02, str(layout)
 
 
-def test_gpipes_last_rank_holds_the_codes_of_every_micro_batchs_head() -> None:
+@pytest.mark.parametrize(
+    ("policy", "waiting"),
+    [
+        ("fp8", 2 * 128256 * 4096 + 2 * 4096 * 4096),  # dW and dx, to be scaled by the loss' gradient
+        (fp8_with_its_head(), 4096 * (128256 + 4096 + 2 * 4096)),  # codes of du and x, and dx
+    ],
+    ids=["bf16 head", "FP8 head"],
+)
+def test_gpipes_last_rank_holds_what_every_micro_batchs_head_waits_with(policy, waiting: int) -> None:
     ir = IR.from_config(published_config("llama3-8b"), dtype="bf16")
-    work = Workload(ir=ir, seq_len=4096, global_batch=64, policy=fp8_with_its_head())
+    work = Workload(ir=ir, seq_len=4096, global_batch=64, policy=policy)
     layout = Layout(dp=8, pp=2, schedule="gpipe", sharding="zero2", recompute=Recompute(kind="full"))
     plan = given_plan(work, named_hardware("2x8xH100"), layout, get_stack("deepwell"))
     last = memory_timeline(plan)[1]
-    waiting = 4096 * (128256 + 4096 + 2 * 4096)  # codes of du and x, and dx
     assert max(dict(moment.nbytes).get("head", 0.0) for moment in last.moments) > 8 * waiting
     assert plan.estimate.memory[1].logits > 8 * waiting
     assert plan.estimate.memory[1].allocated >= last.peak.allocated * (1 - 1e-6)
@@ -189,6 +196,6 @@ def test_codes_that_wait_do_not_raise_the_peak_of_an_fp8_head(model: str, d: int
     job = read_job(work, Layout(dp=1, micro_batch=micro_batch), keeps.applied_to(stack))
     head = head_bytes(job, keeps, rank_memory(job, 0).logits)
     t, v = 4096 * micro_batch, 128256
-    assert head.is_late and head.between == t * v + t * d + 2 * t * d
+    assert head.between == t * v + t * d + 2 * t * d
     assert head.weight_gradient == 2 * v * d
     assert head.between + 2 * t * d + head.weight_gradient < head.forward  # dx once more: the scaled one

@@ -85,10 +85,9 @@ class Head:
     """Bytes of head and loss of one micro-batch at the moments that matter."""
 
     forward: float  # while the loss is computed
-    between: float  # from there to the backward, gradients of the weight apart
-    backward: float  # when the backward begins, besides; the weight's first gradient apart
-    weight_gradient: float
-    is_late: bool = False  # the weight's gradient is made in the backward; else in the forward already
+    between: float  # from there to the backward
+    backward: float  # when the backward begins, besides; the weight's gradient apart
+    weight_gradient: float  # comes with the backward; one that others were there before is added to them and gone
 
 
 def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
@@ -97,7 +96,7 @@ def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
     size = keeps.element_bytes
     if gemm is None or not keeps.fuses_head or not logits:
         whole = logits * size / HALF
-        return Head(forward=whole, between=whole, backward=whole, weight_gradient=0.0)
+        return Head(forward=whole, between=whole, backward=0.0, weight_gradient=0.0)
     rows = max(1, int(_CHUNK_BYTES // (gemm.n * size)))
     chunks = max(1, -(-int(gemm.m) // rows))
     chunk = size * gemm.m / chunks * gemm.n
@@ -108,8 +107,7 @@ def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
         forward = 1.5 * chunk + codes + 2.0 * gemm.n * gemm.k + 2 * hidden
         # What the weight's gradient is made from waits for the backward: these codes, and those of the input.
         between = codes + gemm.m * gemm.k + hidden
-        return Head(forward=forward, between=between, backward=2 * hidden, weight_gradient=weight, is_late=True)
+        return Head(forward=forward, between=between, backward=2 * hidden, weight_gradient=weight)
     # The backward scales the gradients that the forward made: old and new stand beside each other.
-    return Head(
-        forward=chunk + weight + 2 * hidden, between=hidden, backward=weight + 2 * hidden, weight_gradient=weight
-    )
+    forward, between = chunk + weight + 2 * hidden, weight + hidden
+    return Head(forward=forward, between=between, backward=2 * hidden, weight_gradient=weight)

@@ -80,11 +80,14 @@ def _at_its_peak(job: Job, memory: StageMemory, keeps: Keeps) -> StageMemory:
     # GPipe alone has the heads of all micro-batches wait for their backwards; elsewhere each is followed by its own.
     waits = job.layout.pp > 1 and job.layout.schedule == "gpipe" and memory.logits
     others = (job.micro_batches - 1) * head.between if waits else 0.0
+    # A later micro-batch's gradient of the head's weight stands beside the sum that it is added to.
+    is_added = job.micro_batches > 1 or not keeps.late_gradients
     moments = [(others, working, whole)]
     if memory.logits:
-        moments += [(others + head.forward, 0.0, 0.0), (others + head.between + head.backward, 0.0, whole)]
+        backward = others + head.between + head.backward + is_added * whole
+        moments += [(others + head.forward, 0.0, 0.0), (backward, 0.0, whole)]
     logits, work, early = max(moments, key=lambda moment: moment[0] + moment[1])
-    if job.micro_batches > 1 or job.layout.pp > 1 or not keeps.late_gradients:
+    if is_added or job.layout.pp > 1:
         return replace(memory, logits=logits, workspace=work + LIBRARIES)
     # One micro-batch: nearly no gradients while its activations stand, and nearly no activations with all gradients.
     logits, work, early = max(moments, key=sum)

@@ -150,16 +150,13 @@ class _Player:
         if self.job.stages[stage].has_tail:
             self._note(end, f"head {label}", head=self.held_head + self.head.forward)
             self.held_head += self.head.between
-            if not self.head.is_late:
-                self._add_gradient(self.head.weight_gradient, stage)
         self._note(end, label)
 
     def _backward(self, stage: int, label: str, start: float, end: float, *, frees: bool) -> None:
         here = self.job.stages[stage]
         if here.has_tail:
-            if self.head.is_late:
-                self._add_gradient(self.head.weight_gradient, stage)
-            self._note(start, f"head {label}", head=self.held_head + self.head.backward)
+            added = self._new_head_gradient(stage)
+            self._note(start, f"head {label}", head=self.held_head + self.head.backward + added)
             self.held_head = max(0.0, self.held_head - self.head.between)
         layers = list(self._layers(stage))
         sizes = self._stage_bytes(stage)
@@ -186,10 +183,13 @@ class _Player:
     def _free(self, stage: int) -> None:
         self.activations = max(0.0, self.activations - sum(self._stage_bytes(stage)))
 
-    def _add_gradient(self, size: float, stage: int) -> None:
-        """The head's weight gradient exists from its first forward, or backward; later micro-batches add to it."""
-        if self.per_param and stage not in self.done:
-            self.gradients = max(self.gradients, size)
+    def _new_head_gradient(self, stage: int) -> float:
+        """The head's weight gradient is there from the first backward on; bytes of a later one, to be added to it."""
+        size = self.head.weight_gradient
+        if not self.per_param or stage in self.done:
+            return size
+        self.gradients = max(self.gradients, size)
+        return 0.0
 
 
 def _thinned(moments: list[Moment]) -> list[Moment]:
