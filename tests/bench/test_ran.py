@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepwell.bench.ran import Claim, Kernel, engine_claims, peer_claims, problems, shares
+from deepwell.bench.ran import Claim, Kernel, engine_claims, idle_us, peer_claims, problems, shares
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROWS = {row["name"]: row for row in json.loads((RESULTS / "step-8b-4l-h200-2026-11-15.json").read_text())["rows"]}
@@ -64,3 +64,17 @@ def test_the_shares_are_the_whole_and_gemms_are_the_largest(variant: str) -> Non
     assert found["attention"] > 30 and found["adamw"] > 6
     assert found["fp8 gemm" if is_fp8 else "bf16 gemm"] > 59
     assert (found["fp8 gemm"] == 0) != is_fp8
+
+
+@pytest.mark.parametrize(
+    ("spans", "idle"),
+    [
+        ([], 0),
+        ([(5.0, 9.0)], 0),
+        ([(0.0, 4.0), (4.0, 6.0)], 0),
+        ([(7.0, 8.0), (0.0, 4.0)], 3),
+        ([(0.0, 10.0), (1.0, 2.0), (9.0, 12.0), (15.0, 16.0)], 3),  # two streams: what runs beside another hides it
+    ],
+)
+def test_a_gpu_is_idle_where_none_of_its_kernels_runs(spans: list[tuple[float, float]], idle: float) -> None:
+    assert idle_us(spans) == idle

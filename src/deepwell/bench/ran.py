@@ -6,6 +6,7 @@ that do such a thing are not among those that ran, or run too seldom.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -58,17 +59,42 @@ class Claim:
 
 def profile(step: Callable[[], Any]) -> list[Kernel]:
     """The kernels of one step on the GPU, longest first."""
+    return watch(step, steps=1)[0]
+
+
+def watch(step: Callable[[], Any], steps: int) -> tuple[list[Kernel], float]:
+    """(the kernels of a step, longest first; milliseconds of it in which the GPU had nothing to run).
+
+    Both are means of `steps` that follow each other: one alone runs at clocks that a GPU at its power limit does not
+    hold, some percent faster than the steps of a training run.
+    """
     import torch
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     torch.cuda.synchronize()
     with profiler(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
+        for _ in range(steps):
+            step()
         torch.cuda.synchronize()
     rows = [event for event in trace.key_averages() if event.self_device_time_total > 0]
     rows.sort(key=lambda event: -event.self_device_time_total)
-    return [Kernel(name=row.key, count=row.count, ms=row.self_device_time_total / 1e3) for row in rows]
+    kernels = [
+        Kernel(name=row.key, count=round(row.count / steps), ms=row.self_device_time_total / 1e3 / steps)
+        for row in rows
+    ]
+    ranges = [event.time_range for event in trace.events() if event.device_type == DeviceType.CUDA]
+    return kernels, idle_us([(one.start, one.end) for one in ranges]) / 1e3 / steps
+
+
+def idle_us(spans: Iterable[tuple[float, float]]) -> float:
+    """Time between the first start and the last end in which no span runs; spans of two streams may overlap."""
+    idle, busy_until = 0.0, math.inf
+    for start, end in sorted(spans):
+        idle += max(0.0, start - busy_until)
+        busy_until = end if busy_until == math.inf else max(busy_until, end)
+    return idle
 
 
 def engine_claims(schemes: Mapping[str, str], passes: Mapping[str, int], head: str) -> list[Claim]:

@@ -25,10 +25,11 @@ def step_table(result: dict[str, Any]) -> str:
     """Whole steps: the first row that has a time is what the others are compared with."""
     rows = result["rows"]
     base = next((row["ms"] for row in rows if row["ms"]), None)
-    cells: list[Sequence[str]] = [("", "ms", "speed", "tokens/s", "peak GB", "first steps s", "loss", "ran as claimed")]
+    columns = ("", "ms", "speed", "tokens/s", "GPU idle ms", "peak GB", "first steps s", "loss", "ran as claimed")
+    cells: list[Sequence[str]] = [columns]
     for row in rows:
         if row["ms"] is None:
-            cells.append((row["name"], "-", "", "", "", "", "", row["note"]))
+            cells.append((row["name"], "-", *[""] * (len(columns) - 3), row["note"]))
             continue
         ran = "yes" if row["claims"] and not row["problems"] else "; ".join(row["problems"]) or "not asked"
         cells.append(
@@ -37,6 +38,7 @@ def step_table(result: dict[str, Any]) -> str:
                 f"{row['ms']:.2f}",
                 f"{base / row['ms']:.3f}x" if base else "",
                 f"{row['tokens_per_s']:,.0f}",
+                "" if row["idle_ms"] is None else f"{row['idle_ms']:.2f}",
                 "" if row["peak_gb"] is None else f"{row['peak_gb']:.2f}",
                 f"{row['first_steps_s']:.1f}",
                 f"{row['losses'][-1]:.4f}",

@@ -23,7 +23,7 @@ from deepwell.bench.environment import environment
 from deepwell.bench.models import RaceModel
 from deepwell.bench.peers import Peer
 from deepwell.bench.progress import bar
-from deepwell.bench.ran import Claim, engine_claims, peer_claims, problems, profile, shares
+from deepwell.bench.ran import Claim, engine_claims, peer_claims, problems, shares, watch
 from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.optim import AdamWDW
@@ -71,6 +71,7 @@ class StepRow:
     runs_as: dict[str, int] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
+    idle_ms: float | None = None  # of a profiled step: the GPU waited for its next kernel
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
     claims: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -138,7 +139,7 @@ class Trainee:
             row.runs_as, row.passes = runs_as(self.engine), dict(self.engine.options.counts)
             row.notes = list(self.engine.report().notes)
         if options.device == "cuda":
-            kernels = profile(self.step)
+            kernels, row.idle_ms = watch(self.step, steps=options.burst + 1)
             row.kernels = [(one.name[:120], one.count, round(one.ms, 3)) for one in kernels[: options.kernels]]
             row.shares = shares(kernels)
             claims = self._claims()
