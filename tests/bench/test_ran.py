@@ -4,11 +4,12 @@ The names come from `benchmarks/results`, where every step keeps what the profil
 """
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from deepwell.bench.ran import Claim, Kernel, engine_claims, idle_us, peer_claims, problems, shares
+from deepwell.bench.ran import Claim, Kernel, engine_claims, idle_us, peer_claims, problems, shares, watch
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROWS = {row["name"]: row for row in json.loads((RESULTS / "step-8b-4l-h200-2026-11-15.json").read_text())["rows"]}
@@ -78,3 +79,21 @@ def test_the_shares_are_the_whole_and_gemms_are_the_largest(variant: str) -> Non
 )
 def test_a_gpu_is_idle_where_none_of_its_kernels_runs(spans: list[tuple[float, float]], idle: float) -> None:
     assert idle_us(spans) == idle
+
+
+@pytest.mark.gpu
+def test_a_host_that_sleeps_leaves_the_gpu_idle_and_every_step_is_counted_once() -> None:
+    import torch
+
+    a = torch.randn(4096, 4096, device="cuda")
+
+    def step() -> None:
+        torch.mm(a, a)
+        torch.cuda.synchronize()
+        time.sleep(0.02)
+        torch.mm(a, a)
+
+    step()
+    found, idle_ms = watch(step, steps=3)
+    assert found[0].count == 2 and found[0].ms > 0.1
+    assert 20 < idle_ms < 40
