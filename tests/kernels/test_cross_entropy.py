@@ -1,4 +1,4 @@
-"""Cross entropy: loss and gradient no worse than torch, FP8 rows bit-equal to quantizing the gradient."""
+"""Cross entropy: loss and gradient no worse than torch, FP8 rows those of the exact gradient up to fp32's rounding."""
 
 import pytest
 import torch
@@ -57,20 +57,58 @@ def test_a_loss_near_zero_keeps_its_digits(device):
     assert loss.item() == pytest.approx(exact.item(), rel=1e-3)  # 1 + 1.1e-4 itself is rounded by 6e-8
 
 
+def assert_rows_of(got, exact, targets, dtype, pow2, cancelled):
+    """Codes and scales between those of a gradient a little smaller and a little larger than the exact one.
+
+    `cancelled` is what the gradient at a target, its probability minus 1, may be off by in fp32.
+    """
+    places = torch.arange(len(targets), device=exact.device), targets.clamp(min=0)
+    slack = 8e-6 * exact.abs()
+    slack[places] += cancelled
+    fmt = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else "")
+    others = exact.clone()
+    others[places] = 0
+    low, high = (
+        quantize(rows.float(), fmt).scales[:, 0] for rows in ((others.abs() - slack).clamp(min=0), exact.abs() + slack)
+    )
+    assert bool(((low <= got.scale) & (got.scale <= high)).all())
+    largest = torch.finfo(dtype).max
+    low, high = (
+        (moved / got.scale[:, None].double()).clamp(-largest, largest).float().to(dtype).float()
+        for moved in (exact - slack, exact + slack)
+    )
+    codes = got.q.float()
+    assert bool(((low <= codes) & (codes <= high)).all())
+    # The bounds are narrow: nearly everywhere they are one number.
+    narrow = low == high
+    narrow[places] = True
+    assert narrow.float().mean() > 0.99
+
+
+@pytest.mark.parametrize("far", [1e4, -3e5])
+def test_logits_far_from_zero_keep_their_digits(device, far):
+    # Their distance counts. A product of each with log2(e), rounded, would be off by more than a percent here.
+    x = (torch.randn(4, 3001) * 5 + far).to(device)
+    targets = torch.tensor([0, 7, 1500, 3000], device=device)
+    got = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=SMALL)
+    exact = gradient(x, targets, 1.0, torch.float64)
+    single = gradient(x, targets, 1.0, torch.float32)
+    assert_no_worse_than(got.loss, single[0], exact[0])
+    assert_no_worse_than(got.grad, single[1], exact[1])
+
+
 @pytest.mark.parametrize("v", VOCABULARIES)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("pow2", [True, False])
-def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, v, dtype, pow2):
+def test_fp8_rows_are_the_gradient_rounded_once(device, v, dtype, pow2):
     # The scale is foretold from the sums, without a pass over the gradient: it must be the one that pass would find.
     x, targets = make(9, v, device)
-    targets[4] = -100
     scale = torch.tensor(1 / 9, device=device)
-    high = C.cross_entropy(x, targets, grad_scale=scale, options=C.Options(gradient="new"), config=SMALL).grad
+    exact = gradient(x, targets, 1 / 9, torch.float64)[1]
+    targets[4], exact[4] = -100, 0
     options = C.Options(gradient="fp8", fp8=dtype, pow2=pow2)
     got = C.cross_entropy(x, targets, grad_scale=scale, options=options, config=SMALL)
-    wanted = quantize(high, f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else ""))
-    assert_bitwise_equal(got.q, wanted.data, "codes")
-    assert_bitwise_equal(got.scale, wanted.scales[:, 0], "scales")
+    assert_rows_of(got, exact, targets, dtype, pow2, cancelled=2e-7 / 9)
 
 
 # A bias, a factor, a soft cap near and far from its bend, all together.
@@ -107,15 +145,19 @@ def test_bias_scale_and_cap_are_no_worse_than_torch(device, name, v):
 
 @pytest.mark.parametrize("name", BENT)
 def test_fp8_rows_of_bent_logits_are_the_quantized_gradient(device, name):
-    # Under a cap the largest gradient need not lie at the largest logit.
+    # Under a cap the largest gradient need not lie at the largest logit: it is written, then quantized.
     has_bias, how = BENT[name]
     x, targets = make(9, 1100, device)
-    targets[4] = -100
     bias = torch.randn(1100, device=device).bfloat16() if has_bias else None
+    exact = bent_gradient(x, bias, targets, 1 / 9, how, torch.float64)[1]
+    targets[4], exact[4] = -100, 0
     scale = torch.tensor(1 / 9, device=device)
     arguments = {"bias_V": bias, "grad_scale": scale, "config": SMALL}
-    high = C.cross_entropy(x, targets, options=C.Options(gradient="new", **how), **arguments).grad
     got = C.cross_entropy(x, targets, options=C.Options(gradient="fp8", **how), **arguments)
+    if "soft_cap" not in how:
+        assert_rows_of(got, exact, targets, E4M3, True, cancelled=2e-7 / 9)
+        return
+    high = C.cross_entropy(x, targets, options=C.Options(gradient="new", **how), **arguments).grad
     wanted = quantize(high, "fp8_e4m3_row_pow2")
     assert_bitwise_equal(got.q, wanted.data, "codes")
     assert_bitwise_equal(got.scale, wanted.scales[:, 0], "scales")
@@ -249,6 +291,7 @@ def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8, bent):
         "SCALE": 0.0625 if bent in ("scale", "all") else 1.0,
         "CAP": 30.0 if bent in ("cap", "all") else 0.0,
         "BLOCK": config.block,
+        "THREADS": 32 * config.num_warps,
         "ASM": True,
     }
     made = aot.compile_kernel(C._cross_entropy_kernel, arguments, arch=arch, num_warps=config.num_warps)

@@ -4,16 +4,17 @@
     lse[t] = log sum_v exp(z[t, v])        loss[t] = lse[t] - z[t, target]
     grad[t, v] = (exp(z[t, v] - lse[t]) - [v == target]) * c a, with a soft cap * (1 - tanh^2): the gradient of x
                  c: the gradient that reaches the loss, one number; summed over t it is the gradient of b
-    (q, scale) = FP8 rows of grad, rounded to the logits' dtype first
+    (q, scale) = FP8 rows of grad
 
-Numerics: fp32 inside, one rounding of grad. A row whose target is `ignore_index` has loss 0 and gradient 0. A target
-    outside 0 .. V-1 gives NaN in loss and gradient: a GPU cannot raise. A NaN or +inf logit makes its row NaN (+inf
-    under a soft cap is k). The scale of a row is known before its gradient is written: the largest magnitude is that of
-    the target or of the largest other logit, through the same instructions. Under a soft cap it is not, and the
-    gradient is written first and quantized after.
-Cost: memory bound; bytes per logit in bf16: one read for the sum, one read (from L2 where a row per multiprocessor fits
-    in it) and one write for the gradient: 2 + 2 + 2, FP8 2 + 2 + 1. 4096 x 128256 at 4.25 TB/s: 741 us, FP8 618 us;
-    with the second read from L2 494 and 371 us.
+Numerics: fp32 inside, one rounding of grad, also to FP8 (under a soft cap two: to the logits' dtype first). A row whose
+    target is `ignore_index` has loss 0 and gradient 0. A target outside 0 .. V-1 gives NaN in loss and gradient: a GPU
+    cannot raise. A NaN or +inf logit makes its row NaN (+inf under a soft cap is k). The scale of a row is known before
+    its gradient is written: the largest magnitude is that of the target or of the largest other logit, through the same
+    instructions. Under a soft cap it is not, and the gradient is written first and quantized after.
+Cost: bytes per logit in bf16: one read for the sum, one read (from L2 where a row per multiprocessor fits in it) and
+    one write for the gradient: 2 + 2 + 2, FP8 2 + 2 + 1. 4096 x 128256 at 4.25 TB/s: 741 us, FP8 618 us; with the
+    second read from L2 494 and 371 us. Instructions: 7 for the sum and 6 for the gradient (SASS of sm_90), one of them
+    an exponential each, of which a multiprocessor makes 16 a clock: 293 us at 1.7 GHz.
 """
 
 # Shapes: T tokens of the chunk, V vocabulary.
@@ -26,8 +27,8 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels._bf16_words import bits_of, encoded, rounded
-from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
+from deepwell.kernels._bf16_words import floats, rounded
+from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
 from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
 from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
@@ -96,7 +97,10 @@ def cross_entropy_ref(
         return Losses(loss, None, None, None)
     grad = x.softmax(1).scatter_add(1, index, torch.full_like(index, -1, dtype=torch.float32))
     grad = torch.where(valid[:, None], grad * (grad_scale * slope), float("nan"))
-    grad = torch.where(ignored[:, None], 0.0, grad).to(logits_TV.dtype)
+    grad = torch.where(ignored[:, None], 0.0, grad)
+    if options.gradient == "fp8" and options.soft_cap is None:
+        return Losses(loss, None, *quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8))
+    grad = grad.to(logits_TV.dtype)
     if options.gradient == "fp8":
         return Losses(loss, None, *quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8))
     return Losses(loss, logits_TV.copy_(grad) if options.gradient == "in_place" else grad, None, None)
@@ -128,14 +132,14 @@ CONFIGS = (
 
 
 def default_config(vocabulary: int, options: Options) -> Config:
-    """Large steps for large vocabularies.
+    """Large steps for large vocabularies. A soft cap takes more registers than 32 warps have.
 
-    One H200, 2026-11-15, 4096 x 128256 to bf16 and to FP8: 32768 by 32 warps 647 and 584 us alone
-    (benchmarks/bench_rows.py), 689 and 666 inside a training step, where the clock is lower and instructions count;
-    8192 by 16 warps 748 and 628 alone, 756 and 623 inside. A soft cap takes more registers than 32 warps have.
+    One H200, 2026-11-15, 4096 x 128256 to bf16 and to FP8 with 20 and 22 instructions a logit, 13 to 14 now:
+    32768 by 32 warps 647 and 584 us alone (benchmarks/bench_rows.py), 689 and 666 inside a training step, where the
+    clock is lower and instructions count; 8192 by 16 warps 748 and 628 alone, 756 and 623 inside.
     """
     if vocabulary >= 32768:
-        return CONFIGS[4] if options.gradient == "fp8" or options.soft_cap is not None else CONFIGS[2]
+        return CONFIGS[4] if options.soft_cap is not None else CONFIGS[2]
     return CONFIGS[3] if vocabulary >= 8192 else CONFIGS[7]
 
 
@@ -143,9 +147,9 @@ def default_config(vocabulary: int, options: Options) -> Config:
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-# Below every finite logit: where nothing was seen yet, without the NaN of inf - inf.
-_LOWEST = tl.constexpr(-3.0e38)
-# Logits of one thread's load: their maximum takes no exchange between threads, and one rescaling serves them all.
+# Where nothing was seen yet: without the NaN of inf - inf, and a power of two, so that its product below is exact.
+_LOWEST = tl.constexpr(-(2.0**127))
+# Logits of one thread's load.
 _WIDE = tl.constexpr(8)
 
 
@@ -154,12 +158,51 @@ _EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
-def _exp(x, ASM: tl.constexpr):
-    y = x * _LOG2E
+def _exp2(y, ASM: tl.constexpr):
     if ASM:
-        y = tl.inline_asm_elementwise(_EXP2, "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.exp2(y)
+        return tl.inline_asm_elementwise(_EXP2, "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(y)
+
+
+@triton.jit
+def _exp(x, ASM: tl.constexpr):
+    return _exp2(x * _LOG2E, ASM)
+
+
+# e^(x - top) takes a subtraction, a product and the power; 2^(x log2 e - top log2 e) one instruction less. The second
+# product is rounded, which moves all that share a top alike, by 2^excess: what they are multiplied with takes it back.
+# (In PTX of its own: the compiler would leave the rounding out here, where that spares an instruction, and not there.)
+_TIMES_LOG2E = tl.constexpr("mul.rn.f32 $0, $1, 0f3FB8AA3B;")
+
+
+@triton.jit
+def _log2_of_exp(top):
+    return tl.inline_asm_elementwise(_TIMES_LOG2E, "=f,f", [top], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _exp_from(x, top, ASM: tl.constexpr):
+    """e^(x - top) * 2^excess; `top` broadcasts to x."""
+    if ASM:
+        rate = tl.full(x.shape, _LOG2E, tl.float32)
+        y = tl.fma(x, rate, tl.broadcast_to(-_log2_of_exp(top), x.shape))
+        return _exp2(y, ASM)
+    return _exp(x - top, ASM)
+
+
+@triton.jit
+def _exp_between(top, other, ASM: tl.constexpr):
+    """What takes a sum of `_exp_from(..., top)` to one of `_exp_from(..., other)`."""
+    if ASM:
+        return _exp2(_log2_of_exp(top) - _log2_of_exp(other), ASM)
+    return _exp(top - other, ASM)
+
+
+@triton.jit
+def _without_excess(y, top, ASM: tl.constexpr):
+    """y / 2^excess."""
+    if ASM:
+        y *= tl.exp2(-tl.fma(top, _LOG2E, -_log2_of_exp(top)))
     return y
 
 
@@ -207,6 +250,7 @@ def _cross_entropy_kernel(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
     ASM: tl.constexpr,
 ):
     # One program, one row. The target stands apart: the others' maximum alone tells the largest gradient beside it.
@@ -221,20 +265,26 @@ def _cross_entropy_kernel(
     place = tl.where(is_valid, target, -1).to(tl.int32)
     lane = tl.arange(0, BLOCK // _WIDE)[:, None] * _WIDE + tl.arange(0, _WIDE)[None, :]
 
-    top = tl.full([BLOCK // _WIDE], _LOWEST, dtype=tl.float32)
-    total = tl.zeros([BLOCK // _WIDE], dtype=tl.float32)
+    # All that a thread reads in a step has one maximum: no exchange between threads, and one rescaling for all.
+    top = tl.full([THREADS], _LOWEST, dtype=tl.float32)
+    total = tl.zeros([THREADS], dtype=tl.float32)
     for start in range(0, V, BLOCK):
         v = start + lane
-        x = tl.load(x_row + v, mask=v < V, other=_LOWEST, eviction_policy="evict_last").to(tl.float32)
+        x = floats(tl.load(x_row + v, mask=v < V, other=_LOWEST, eviction_policy="evict_last"), ASM)
         x, slope_first = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)  # noqa: RUF059 - one name each: a loop carries its type
         if (SCALE != 1.0) or (CAP > 0.0):
             x = tl.where(v < V, x, _LOWEST)
-        x = tl.where(v == place, _LOWEST, x)
-        new_top = tl.maximum(top, tl.max(x, axis=1))
-        total = total * _exp(top - new_top, ASM) + tl.sum(_exp(x - new_top[:, None], ASM), axis=1)
+        # Few steps have the target in them: the others do not ask every logit.
+        if (place >= start) & (place < start + BLOCK):
+            x = tl.where(v == place, _LOWEST, x)
+        x = tl.reshape(x, [BLOCK // (THREADS * _WIDE), THREADS, _WIDE])
+        new_top = tl.maximum(top, tl.max(tl.max(x, axis=0), axis=1))
+        e = _exp_from(x, new_top[None, :, None], ASM)
+        total = total * _exp_between(top, new_top, ASM) + tl.sum(tl.sum(e, axis=0), axis=1)
         top = new_top
     top_other = tl.max(top, axis=0)
-    total_other = tl.sum(total * _exp(top - top_other, ASM), axis=0)
+    total_other = tl.sum(total * _exp_between(top, top_other, ASM), axis=0)
+    total_other = _without_excess(total_other, top_other, ASM)
     highest = tl.maximum(top_other, x_target)
     sum_all = total_other * _exp(top_other - highest, ASM) + _exp(x_target - highest, ASM)
     one_over_sum = tl.div_rn(1.0, sum_all)
@@ -247,38 +297,41 @@ def _cross_entropy_kernel(
         if SCALE != 1.0:
             c *= SCALE
         # The target's share is exactly 1 where no other logit counts. What every logit is multiplied with is said once.
-        at_target = ((_exp(x_target - highest, ASM) * one_over_sum - 1.0) * c * slope_target).to(DTYPE)
-        factor = one_over_sum * c
+        at_target = (_exp(x_target - highest, ASM) * one_over_sum - 1.0) * c * slope_target
+        factor = _without_excess(one_over_sum * c, highest, ASM)
         if q_ptr is not None:
-            at_other = (_exp(top_other - highest, ASM) * factor).to(DTYPE)
-            bits = tl.maximum(bits_of(at_other, False), bits_of(at_target, False))
+            at_other = _exp_from(top_other, highest, ASM) * factor
+            bits = tl.maximum(magnitude_bits(at_other), magnitude_bits(at_target))
             enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2, ZERO_ROW)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
+            at_target *= enc
+            if POW2:
+                factor *= enc  # exact
         # Of a row that is ignored nothing is read, and its gradient is 0 without a question about every logit.
         highest = tl.where(is_ignored, 0.0, highest)
         factor = tl.where(is_ignored, 0.0, factor)
         for start in range(0, V, BLOCK):
             v = start + lane
             is_live = (v < V) & (is_ignored == 0)
-            x = tl.load(x_row + v, mask=is_live, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x = floats(tl.load(x_row + v, mask=is_live, other=0.0, eviction_policy="evict_first"), ASM)
             x, slope = _logit_and_slope(x, b_ptr, v, is_live, SCALE, CAP)
-            grad = _exp(x - highest, ASM) * factor
+            grad = _exp_from(x, highest, ASM) * factor
             if CAP > 0.0:
                 grad *= slope
-            grad = rounded(grad, DTYPE, ASM)
             if grad_ptr is not None:
-                tl.store(grad_ptr + t * stride_gt + v, grad, mask=v < V)
+                tl.store(grad_ptr + t * stride_gt + v, rounded(grad, DTYPE, ASM), mask=v < V)
             if q_ptr is not None:
-                # Nothing saturates: the multiplier is of the row's own largest.
-                tl.store(q_ptr + t * V + v, encoded(grad, enc, q_ptr.dtype.element_ty, ASM), mask=v < V)
+                if not POW2:
+                    grad *= enc
+                # Nothing but the target saturates: the multiplier is of the row's own largest.
+                tl.store(q_ptr + t * V + v, grad.to(q_ptr.dtype.element_ty), mask=v < V)
         # Over what the loop wrote there: cheaper than to ask every logit whether it is the target.
         tl.debug_barrier()
         has_target = is_valid & (is_ignored == 0)
         if grad_ptr is not None:
-            tl.store(grad_ptr + t * stride_gt + target, at_target, mask=has_target)
+            tl.store(grad_ptr + t * stride_gt + target, at_target.to(DTYPE), mask=has_target)
         if q_ptr is not None:
-            code = (at_target.to(tl.float32) * enc).to(q_ptr.dtype.element_ty)
-            tl.store(q_ptr + t * V + target, code, mask=has_target)
+            tl.store(q_ptr + t * V + target, at_target.to(q_ptr.dtype.element_ty), mask=has_target)
 
 
 # ---- public wrapper: check, allocate, launch ----
@@ -363,6 +416,7 @@ def _launch(
                 SCALE=options.logit_scale,
                 CAP=options.soft_cap or 0.0,
                 BLOCK=config.block,
+                THREADS=32 * config.num_warps,
                 ASM=runs_ptx(logits_TV, _cross_entropy_kernel),
                 num_warps=config.num_warps,
             )
