@@ -13,8 +13,8 @@ Numerics: fp32 inside, one rounding of grad, also to FP8 (under a soft cap two: 
     instructions. Under a soft cap it is not, and the gradient is written first and quantized after.
 Cost: bytes per logit in bf16: one read for the sum, one read (from L2 where a row per multiprocessor fits in it) and
     one write for the gradient: 2 + 2 + 2, FP8 2 + 2 + 1. 4096 x 128256 at 4.25 TB/s: 741 us, FP8 618 us; with the
-    second read from L2 494 and 371 us. Instructions: 7 for the sum and 6 for the gradient (SASS of sm_90), one of them
-    an exponential each, of which a multiprocessor makes 16 a clock: 293 us at 1.7 GHz.
+    second read from L2 494 and 371 us. Instructions (SASS of sm_90): 7 for the sum, 6 for the gradient, 7 for that in
+    FP8; one in each pass is an exponential, of which a multiprocessor makes 16 a clock: 293 us at 1.7 GHz.
 """
 
 # Shapes: T tokens of the chunk, V vocabulary.
@@ -134,7 +134,7 @@ CONFIGS = (
 def default_config(vocabulary: int, options: Options) -> Config:
     """Large steps for large vocabularies. A soft cap takes more registers than 32 warps have.
 
-    One H200, 2026-11-15, 4096 x 128256 to bf16 and to FP8 with 20 and 22 instructions a logit, 13 to 14 now:
+    One H200, 2026-11-15, 4096 x 128256 to bf16 and to FP8 with 20 and 22 instructions a logit, 14 and 15 now:
     32768 by 32 warps 647 and 584 us alone (benchmarks/bench_rows.py), 689 and 666 inside a training step, where the
     clock is lower and instructions count; 8192 by 16 warps 748 and 628 alone, 756 and 623 inside.
     """
@@ -305,8 +305,6 @@ def _cross_entropy_kernel(
             enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2, ZERO_ROW)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
             at_target *= enc
-            if POW2:
-                factor *= enc  # exact
         # Of a row that is ignored nothing is read, and its gradient is 0 without a question about every logit.
         highest = tl.where(is_ignored, 0.0, highest)
         factor = tl.where(is_ignored, 0.0, factor)
@@ -321,10 +319,9 @@ def _cross_entropy_kernel(
             if grad_ptr is not None:
                 tl.store(grad_ptr + t * stride_gt + v, rounded(grad, DTYPE, ASM), mask=v < V)
             if q_ptr is not None:
-                if not POW2:
-                    grad *= enc
+                # (Not by one number for both: of a row that is sure of its target it would be inf.)
                 # Nothing but the target saturates: the multiplier is of the row's own largest.
-                tl.store(q_ptr + t * V + v, grad.to(q_ptr.dtype.element_ty), mask=v < V)
+                tl.store(q_ptr + t * V + v, (grad * enc).to(q_ptr.dtype.element_ty), mask=v < V)
         # Over what the loop wrote there: cheaper than to ask every logit whether it is the target.
         tl.debug_barrier()
         has_target = is_valid & (is_ignored == 0)
