@@ -81,7 +81,7 @@ def watch(step: Callable[[], Any], steps: int) -> tuple[list[Kernel], float]:
     rows = [event for event in trace.key_averages() if event.self_device_time_total > 0]
     rows.sort(key=lambda event: -event.self_device_time_total)
     kernels = [
-        Kernel(name=row.key, count=round(row.count / steps), ms=row.self_device_time_total / 1e3 / steps)
+        Kernel(name=row.key, count=max(1, round(row.count / steps)), ms=row.self_device_time_total / 1e3 / steps)
         for row in rows
     ]
     ranges = [event.time_range for event in trace.events() if event.device_type == DeviceType.CUDA]
