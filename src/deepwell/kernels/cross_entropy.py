@@ -98,9 +98,8 @@ def cross_entropy_ref(
     grad = x.softmax(1).scatter_add(1, index, torch.full_like(index, -1, dtype=torch.float32))
     grad = torch.where(valid[:, None], grad * (grad_scale * slope), float("nan"))
     grad = torch.where(ignored[:, None], 0.0, grad)
-    if options.gradient == "fp8" and options.soft_cap is None:
-        return Losses(loss, None, *quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8))
-    grad = grad.to(logits_TV.dtype)
+    if options.gradient != "fp8" or options.soft_cap is not None:
+        grad = grad.to(logits_TV.dtype)
     if options.gradient == "fp8":
         return Losses(loss, None, *quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8))
     return Losses(loss, logits_TV.copy_(grad) if options.gradient == "in_place" else grad, None, None)
