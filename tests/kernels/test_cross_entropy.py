@@ -113,15 +113,17 @@ def test_fp8_rows_are_the_gradient_rounded_once(device, v, dtype, pow2):
 
 @pytest.mark.parametrize("pow2", [True, False])
 def test_fp8_rows_of_a_row_that_is_sure_of_its_target(device, pow2):
-    # e^-80 to the others: the row's multiplier times anything but such small numbers is beyond fp32.
+    # e^-80 to the others: the row's multiplier times anything but such small numbers is beyond fp32, and of a gradient
+    # of 8 beyond it by a factor.
     x = torch.zeros(2, 1000, device=device)
     x[:, 7] = 80.0
     x[1, :500] = -float("inf")
     x[1, 7] = 80.0
     options = C.Options(gradient="fp8", fp8=E5M2, pow2=pow2)
-    got = C.cross_entropy(x, torch.tensor([7, 7], device=device), options=options, config=SMALL)
+    targets, scale = torch.tensor([7, 7], device=device), torch.tensor(8.0, device=device)
+    got = C.cross_entropy(x, targets, grad_scale=scale, options=options, config=SMALL)
     made = got.q.double() * got.scale[:, None]
-    wanted = x.double().softmax(1)
+    wanted = 8 * x.double().softmax(1)
     wanted[:, 7] = 0
     torch.testing.assert_close(made, wanted, rtol=0.13, atol=0.0)  # half a step of E5M2
 

@@ -68,21 +68,6 @@ def load_two(
 
 
 @triton.jit
-def load_pairs(
-    row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """The rotated columns of heads as fp32: first and second of each pair."""
-    if INTERLEAVED:
-        x = floats(load_columns(row, h, stride_h, live, 0, R, 2 * P, RUN), ASM)
-        return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], P, 2]))
-    else:
-        x1 = load_columns(row, h, stride_h, live, 0, R // 2, P, RUN)
-        x2 = load_columns(row, h, stride_h, live, R // 2, R, P, RUN)
-        return floats(x1, ASM), floats(x2, ASM)
-
-
-@triton.jit
 def pairs_of(x1, x2, INTERLEAVED: tl.constexpr, ASM: tl.constexpr):
     """Two tiles, or the one that holds both, as fp32: first and second of each pair."""
     x1 = floats(x1, ASM)
@@ -90,6 +75,16 @@ def pairs_of(x1, x2, INTERLEAVED: tl.constexpr, ASM: tl.constexpr):
         return tl.split(tl.reshape(x1, [x1.shape[0], x1.shape[1], x1.shape[2], x1.shape[3] // 2, 2]))
     else:
         return x1, floats(x2, ASM)
+
+
+@triton.jit
+def load_pairs(
+    row, h, stride_h, live, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The rotated columns of heads as fp32: first and second of each pair."""
+    x1, x2 = load_two(row, h, stride_h, live, R // 2, R, P, INTERLEAVED, RUN)
+    return pairs_of(x1, x2, INTERLEAVED, ASM)
 
 
 @triton.jit
@@ -200,13 +195,22 @@ def row_of(ptr, t, b, s, stride_b, stride_s):
 
 
 @triton.jit
+def of_group(live, h, START: tl.constexpr, H: tl.constexpr):
+    """Which of the heads h from START on there are; a group that is whole asks nothing."""
+    if START + h.shape[1] > H:
+        return live & (h < H - START)
+    else:
+        return live
+
+
+@triton.jit
 def load_group(
     row, h, stride_h, live, START: tl.constexpr, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Heads h, those of a group, from START on of H; None for a stride is D."""
     # What is the same for all threads is added to the pointer: products with all heads would stay in registers.
-    is_live = live & (h < H - START) if START + h.shape[1] > H else live
+    is_live = of_group(live, h, START, H)
     if stride_h is None:
         return load_two(row + START * D, h, D, is_live, D // 2, D, PAIRS, INTERLEAVED, RUN)
     else:
@@ -233,7 +237,7 @@ def store_groups(
 ):  # fmt: skip
     for i in tl.static_range(0, len(y), 2):
         start = i // 2 * h.shape[1]
-        is_live = live & (h < H - start) if i // 2 * h.shape[1] + h.shape[1] > H else live
+        is_live = of_group(live, h, i // 2 * h.shape[1], H)
         store_two(row + start * D, h, D, is_live, y[i], y[i + 1], D // 2, D, PAIRS, INTERLEAVED, RUN)
 
 
@@ -244,7 +248,7 @@ def store_groups_codes(
 ):  # fmt: skip
     for i in tl.static_range(0, len(y), 2):
         start = i // 2 * h.shape[1]
-        is_live = live & (h < H - start) if i // 2 * h.shape[1] + h.shape[1] > H else live
+        is_live = of_group(live, h, i // 2 * h.shape[1], H)
         store_codes(row + start * D, h, D, is_live, y[i], y[i + 1], enc, D // 2, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
 
 
