@@ -1,6 +1,7 @@
 """An FP8 head makes dW in the backward, with the loss' gradient in a scale of the GEMM: any gradient, any backward."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from deepwell.engine.binding import Device
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.kernels import library_head, rms_norm
 from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy
+from deepwell.kernels.scale_by import scale_by_ref
 
 T, D, V = 48, 32, 64
 FP8 = "fp8_row|fp8_row|fp8_row"
@@ -41,8 +43,8 @@ def _leaves(device: str, dtype: torch.dtype = torch.bfloat16, tokens: int = T) -
     return [t.to(device, dtype).requires_grad_() for t in (x, w, b)], y
 
 
-def _loss(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
-    return functional.linear_cross_entropy(x, w, b, y, -100, "mean", True, 1.0, 0.0)
+def _loss(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, fp8: bool = True) -> Tensor:
+    return functional.linear_cross_entropy(x, w, b, y, -100, "mean", fp8, 1.0, 0.0)
 
 
 def _grads(run: Callable[..., Tensor], leaves: list[Tensor], y: Tensor, factor: float) -> tuple[Tensor, ...]:
@@ -90,6 +92,16 @@ def test_any_other_factor_scales_dw_within_two_roundings(device, way) -> None:
     leaves, y = _leaves(device)
     three, one = (_grads(way(_loss), leaves, y, factor)[1] for factor in (3.0, 1.0))
     torch.testing.assert_close(three, 3 * one, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_factor_that_bf16_does_not_hold_is_not_rounded_to_it(device, way, fp8) -> None:
+    # Torch's product on a GPU does: a loss over three micro-batches gave 0.334 of the gradient.
+    leaves, y = _leaves(device)
+    run = way(partial(_loss, fp8=fp8))
+    third, one = (_grads(run, leaves, y, factor) for factor in (1 / 3, 1.0))
+    for mine, whole in zip(third[::2] if fp8 else third, one[::2] if fp8 else one, strict=True):
+        assert_bitwise_equal(mine, scale_by_ref(whole, torch.tensor(1 / 3, device=device)))
 
 
 def test_no_gradient_and_none_that_is_a_number(device, way) -> None:

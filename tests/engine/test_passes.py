@@ -887,9 +887,9 @@ def test_inductor_knows_every_op_beforehand() -> None:
     # Met unknown, an op is printed by torch 2.11 with all that leads to it, which takes hours for a deep model.
     from torch._inductor import lowering
 
-    from deepwell.engine.inductor_ops import register_fallbacks
+    from deepwell.engine.inductor_ops import register_ops
 
-    register_fallbacks()
+    register_ops()
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deepwell::")]
     assert len(names) > 20
     for name in names:

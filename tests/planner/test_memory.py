@@ -8,6 +8,8 @@ from deepwell.engine.dryrun_plan import given_plan
 from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
+from deepwell.kernels import linear_cross_entropy
+from deepwell.planner import keeps as keeps_module
 from deepwell.planner.estimate import read_job
 from deepwell.planner.estimate_values import StageMemory
 from deepwell.planner.keeps import Keeps, head_bytes
@@ -186,10 +188,10 @@ def test_gpipes_last_rank_holds_what_every_micro_batchs_head_waits_with(policy, 
 
 
 @pytest.mark.parametrize(("model", "d"), [("llama3-8b", 4096), ("llama3-70b", 8192)])
-@pytest.mark.parametrize("micro_batch", [1, 4, 16])
+@pytest.mark.parametrize("micro_batch", [1, 4, 8])
 def test_codes_that_wait_do_not_raise_the_peak_of_an_fp8_head(model: str, d: int, micro_batch: int) -> None:
     # From 2 D tokens on the codes of du are larger than the dW that is made from them; the forward, with a chunk of
-    # logits and the codes of the weight beside them, is the higher moment all the same.
+    # logits and the codes of the weight beside them, is the higher moment all the same until x outgrows the chunk.
     ir = IR.from_config(published_config(model), dtype="bf16")
     work = Workload(ir=ir, seq_len=4096, global_batch=micro_batch, policy=fp8_with_its_head())
     keeps, stack = Keeps(), get_stack("deepwell")
@@ -199,3 +201,8 @@ def test_codes_that_wait_do_not_raise_the_peak_of_an_fp8_head(model: str, d: int
     assert head.between == t * v + t * d + 2 * t * d
     assert head.weight_gradient == 2 * v * d
     assert head.between + 2 * t * d + head.weight_gradient < head.forward  # dx once more: the scaled one
+
+
+def test_a_head_is_counted_in_the_chunks_its_kernel_takes() -> None:
+    assert keeps_module.CHUNK_BYTES == linear_cross_entropy.CHUNK_BYTES
+    assert keeps_module.FP8_CHUNK_BYTES == linear_cross_entropy.FP8_CHUNK_BYTES

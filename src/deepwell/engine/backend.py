@@ -326,9 +326,9 @@ def _with_inductor(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    from deepwell.engine.inductor_ops import register_fallbacks
+    from deepwell.engine.inductor_ops import register_ops
 
-    register_fallbacks()
+    register_ops()
 
     class Fusions(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:

@@ -404,7 +404,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # backward of a retained graph.
         scale, made = grads[0], iter(ctx.saved_tensors)
         found = [next(made) if need else None for need in ctx.needs]
-        scaled = [None if grad is None else (grad * scale).to(grad.dtype) for grad in found]
+        scaled = [None if grad is None else ops.scale_by(grad, scale) for grad in found]
         return *scaled, *[None] * ctx.others
 
 

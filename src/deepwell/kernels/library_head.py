@@ -94,6 +94,10 @@ library._register(
     lambda x, w, bias, target, *how: x.new_empty((), dtype=torch.float32),
 )
 
+library._register(
+    "scale_by(Tensor x, Tensor factor) -> Tensor", scale_by, lambda x, factor: x.new_empty_strided(x.shape, x.stride())
+)
+
 # ---- FP8: the weight's gradient waits for the loss' ----
 
 

@@ -39,8 +39,10 @@ from deepwell.kernels.transpose import transpose_codes
 # The gradient of the logits spans as many octaves as their probabilities.
 GRADIENT_FORMAT = torch.float8_e5m2
 
-# Bytes of logits that one chunk may hold: large chunks keep the GEMMs at full speed and add dW up less often.
+# Bytes of logits that one chunk may hold. In bf16 large chunks add dW up less often; in FP8 it is one GEMM, and smaller
+# chunks take no longer: 45.0 ms at 256 MiB, 44.9 at 1 GiB (`benchmarks/bench_head.py`, one H200, 2026-11-15).
 CHUNK_BYTES = 1 << 30
+FP8_CHUNK_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +145,7 @@ def linear_cross_entropy(
         return HeadLoss(loss, dx, None if codes is None else weight_gradient(codes, dtype=w_VD.dtype), db)
     _check(x_TD, w_VD, target_T, bias_V, head.fp8)
     factor = _factor(target_T, head)
-    out = _chunks(x_TD, w_VD, bias_V, target_T, factor, head, _equal_chunks(x_TD, w_VD, chunk))
+    out = _chunks(x_TD, w_VD, bias_V, target_T, factor, head, _equal_chunks(x_TD, w_VD, head, chunk))
     return out._replace(loss=out.loss.sum() * factor)
 
 
@@ -165,7 +167,7 @@ def linear_cross_entropy_codes(
     _check(x_TD, w_VD, target_T, bias_V, head.fp8)
     factor = _factor(target_T, head)
     # FP8 contracts over a chunk's tokens in whole lines.
-    rows = -(-_equal_chunks(x_TD, w_VD, chunk) // ALIGNMENT) * ALIGNMENT
+    rows = -(-_equal_chunks(x_TD, w_VD, head, chunk) // ALIGNMENT) * ALIGNMENT
     out = _chunks_fp8(x_TD, w_VD, bias_V, target_T, factor, head, rows)
     return out._replace(loss=out.loss.sum() * factor)
 
@@ -190,7 +192,7 @@ def linear_cross_entropy_loss(
     total = torch.zeros_like(factor)
     qw_VD, _, w_scale = quantize_weight(w_VD, write="rows") if head.fp8 else (None, None, factor)
     written = row_dtype(x_TD.dtype, x_TD.device)
-    for part in _parts(x_TD.shape[0], _rows_of_a_chunk(x_TD, w_VD)):
+    for part in _parts(x_TD.shape[0], _rows_of_a_chunk(x_TD, w_VD, head)):
         if qw_VD is None:
             z_CV = x_TD[part] @ w_VD.T
         else:
@@ -199,14 +201,15 @@ def linear_cross_entropy_loss(
     return total * factor
 
 
-def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor) -> int:
-    return max(ALIGNMENT, CHUNK_BYTES // (w_VD.shape[0] * x_TD.element_size()))
+def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor, head: Head) -> int:
+    size = FP8_CHUNK_BYTES if head.fp8 else CHUNK_BYTES
+    return max(ALIGNMENT, size // (w_VD.shape[0] * x_TD.element_size()))
 
 
-def _equal_chunks(x_TD: Tensor, w_VD: Tensor, chunk: int | None) -> int:
+def _equal_chunks(x_TD: Tensor, w_VD: Tensor, head: Head, chunk: int | None) -> int:
     """Rows of chunks of equal size, none larger than `chunk` or what may be held."""
     t = x_TD.shape[0]
-    chunk = min(chunk or _rows_of_a_chunk(x_TD, w_VD), max(t, 1))
+    chunk = min(chunk or _rows_of_a_chunk(x_TD, w_VD, head), max(t, 1))
     return -(-t // -(-t // chunk)) if t else 1
 
 

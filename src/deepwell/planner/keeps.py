@@ -18,8 +18,9 @@ from deepwell.planner.stack import Stack
 if TYPE_CHECKING:
     from deepwell.planner.estimate import Job
 
-# Bytes of logits that a fused head holds at a time: kernels/linear_cross_entropy.py, CHUNK_BYTES.
-_CHUNK_BYTES = 1 << 30
+# Bytes of logits that a fused head holds at a time: as kernels/linear_cross_entropy.py, which takes torch to import.
+CHUNK_BYTES = 1 << 30
+FP8_CHUNK_BYTES = 1 << 28
 # cuBLAS and cuDNN keep tens of megabytes inside torch's allocator on Hopper.
 LIBRARIES = 32 << 20
 _GATES = ("gate", "gate_up")
@@ -97,7 +98,7 @@ def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
     if gemm is None or not keeps.fuses_head or not logits:
         whole = logits * size / HALF
         return Head(forward=whole, between=whole, backward=0.0, weight_gradient=0.0)
-    rows = max(1, int(_CHUNK_BYTES // (gemm.n * size)))
+    rows = max(1, int((FP8_CHUNK_BYTES if gemm.is_low else CHUNK_BYTES) // (gemm.n * size)))
     chunks = max(1, -(-int(gemm.m) // rows))
     chunk = size * gemm.m / chunks * gemm.n
     hidden, weight = size * gemm.m * gemm.k, size * gemm.n * gemm.k
