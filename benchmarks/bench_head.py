@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.kernels.linear_cross_entropy import CHUNK_BYTES, FP8_CHUNK_BYTES, Head, linear_cross_entropy
+from deepwell.kernels.linear_cross_entropy import Head, chunk_bytes, linear_cross_entropy
 from deepwell.kernels.timing import recorded, times_us
 
 MEBIBYTES = (1024, 512, 256, 128)
@@ -76,7 +76,8 @@ def main() -> None:
     rows = [row for fp8 in (False, True) for row in measure(x_TD, w_VD, target_T, Head(fp8=fp8))]
     print(
         f"{given.tokens} tokens, width {given.width}, {given.vocab} words;"
-        f" by default chunks of {CHUNK_BYTES >> 20} MiB, in FP8 of {FP8_CHUNK_BYTES >> 20}"
+        f" by default chunks of {chunk_bytes(given.width, False) >> 20} MiB, in FP8 of"
+        f" {chunk_bytes(given.width, True) >> 20}"
     )
     print(f"{'head':5} {'chunk MiB':>9} {'ms':>8} {'held GB':>8}")
     for row in rows:

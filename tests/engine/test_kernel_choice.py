@@ -237,6 +237,20 @@ def test_codes_compete_too(model, _as_hopper, _users_win):
     assert sqnr_db(model(x), y) > 20
 
 
+def test_candidates_are_timed_under_the_scales_that_a_product_has(model, _as_hopper, _users_win, monkeypatch):
+    # A row's scale and a tensor's are other algorithms to cuBLASLt.
+    asked = []
+    choose = KernelRegistry.choose
+    monkeypatch.setattr(KernelRegistry, "choose", lambda self, problem: asked.append(problem) or choose(self, problem))
+    registry = KernelRegistry()
+    registry.register("codes", user_kernels.fp8_right, op="fp8_gemm", precision="fp8", trusted=True)
+    model = model.bfloat16()
+    engine = dw.compile(model, precision_policy=policy_of("mxfp8"), kernel_registry=registry, measure=False)
+    engine(torch.randn(48, 64).bfloat16().requires_grad_()).sum().backward()
+    assert {problem.one_scale for problem in asked if problem.k == 48} == {True}  # weight gradients: over tokens
+    assert {problem.one_scale for problem in asked if problem.k != 48} == {False}
+
+
 def test_a_chosen_kernel_forgets_the_operands_its_predecessor_was_traced_with(_users_win):
     """Inductor binds traced operands to the op's parameters: those of another op have other numbers of them."""
     from torch._subclasses import FakeTensorMode

@@ -9,10 +9,9 @@ from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
 from deepwell.kernels import linear_cross_entropy
-from deepwell.planner import keeps as keeps_module
 from deepwell.planner.estimate import read_job
 from deepwell.planner.estimate_values import StageMemory
-from deepwell.planner.keeps import Keeps, head_bytes
+from deepwell.planner.keeps import Keeps, chunk_bytes, head_bytes
 from deepwell.planner.layout import Layout, Offload, Recompute
 from deepwell.planner.memory import in_flight, saved_bytes
 from deepwell.planner.rank_memory import rank_memory
@@ -203,6 +202,7 @@ def test_codes_that_wait_do_not_raise_the_peak_of_an_fp8_head(model: str, d: int
     assert head.between + 2 * t * d + head.weight_gradient < head.forward  # dx once more: the scaled one
 
 
-def test_a_head_is_counted_in_the_chunks_its_kernel_takes() -> None:
-    assert keeps_module.CHUNK_BYTES == linear_cross_entropy.CHUNK_BYTES
-    assert keeps_module.FP8_CHUNK_BYTES == linear_cross_entropy.FP8_CHUNK_BYTES
+@pytest.mark.parametrize("width", [64, 768, 2048, 4096, 5120, 16384])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_head_is_counted_in_the_chunks_its_kernel_takes(width: int, fp8: bool) -> None:
+    assert chunk_bytes(width, fp8) == linear_cross_entropy.chunk_bytes(width, fp8)

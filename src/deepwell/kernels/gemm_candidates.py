@@ -8,7 +8,7 @@ A chain is: quantize both operands, multiply, bias, activation. Weights that man
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepwell.errors import UnsupportedError
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import gemm, gemm_triton, quantize_blocks
+from deepwell.kernels import cublaslt, gemm, gemm_triton, quantize_blocks
 from deepwell.kernels import quantize as quantizers
 from deepwell.kernels._triton import triton
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm, fp8_gemm_ref
@@ -347,6 +347,8 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
         of("cublaslt_fast", partial(fp8_gemm, fast=True), fast=True, **vendor),
         of("cublaslt", partial(fp8_gemm, fast=False), **vendor),
     ]
+    for fast in (True, False):
+        found += [of(name, fn, fast=fast, **how) for name, fn, how in _other_algorithms(fast)]
     for config in CONFIGS if _has_triton() else ():
         found.append(
             of(
@@ -371,6 +373,19 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
         )
     found.append(of("fp8_gemm_ref", fp8_gemm_ref, origin="reference", trusted=True))
     return tuple(found)
+
+
+def _other_algorithms(fast: bool) -> Iterator[tuple[str, Callable[..., Tensor], dict[str, Any]]]:
+    """cuBLASLt's algorithms besides the first, which torch takes; and the first that needs no workspace."""
+    shared = {"origin": "vendor", "trusted": True, "fingerprint": _sources(gemm, cublaslt)}
+    for rank in range(cublaslt.MAX_ALGORITHMS):
+        how: dict[str, Any] = {"fast": fast, "rank": rank, "is_static": rank == 0}
+
+        def refuses(problem: Problem, how: dict[str, Any] = how) -> str:
+            return _needs_fp8_gpu(problem) or cublaslt.why_not(problem, **how)
+
+        name = f"cublaslt{'_fast' * fast}:{rank or 'static'}"
+        yield name, partial(cublaslt.fp8_gemm_ranked, **how), {**shared, "refuses": refuses}
 
 
 def register_library(registry: KernelRegistry, path: str) -> None:

@@ -39,10 +39,11 @@ from deepwell.kernels.transpose import transpose_codes
 # The gradient of the logits spans as many octaves as their probabilities.
 GRADIENT_FORMAT = torch.float8_e5m2
 
-# Bytes of logits that one chunk may hold. In bf16 large chunks add dW up less often; in FP8 it is one GEMM, and smaller
-# chunks take no longer: 45.0 ms at 256 MiB, 44.9 at 1 GiB (`benchmarks/bench_head.py`, one H200, 2026-11-15).
+# Bytes of logits that one chunk may hold. In bf16 large chunks add dW up less often. In FP8 it is one GEMM, and a chunk
+# has to outweigh its launches alone, whose share falls with the width. One H200, 2026-11-15, at 1024, 512 and 256 MiB:
+# 44.9, 44.4 and 45.0 ms for a width of 4096, 23.7, 24.5 and 24.4 ms for 2048 (`benchmarks/bench_head.py`).
 CHUNK_BYTES = 1 << 30
-FP8_CHUNK_BYTES = 1 << 28
+FP8_CHUNK_BYTES_TIMES_WIDTH = 1 << 41
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,9 +202,13 @@ def linear_cross_entropy_loss(
     return total * factor
 
 
+def chunk_bytes(width: int, fp8: bool) -> int:
+    """Bytes of logits that one chunk may hold, for hidden states of a width."""
+    return min(CHUNK_BYTES, FP8_CHUNK_BYTES_TIMES_WIDTH // width) if fp8 else CHUNK_BYTES
+
+
 def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor, head: Head) -> int:
-    size = FP8_CHUNK_BYTES if head.fp8 else CHUNK_BYTES
-    return max(ALIGNMENT, size // (w_VD.shape[0] * x_TD.element_size()))
+    return max(ALIGNMENT, chunk_bytes(w_VD.shape[1], head.fp8) // (w_VD.shape[0] * x_TD.element_size()))
 
 
 def _equal_chunks(x_TD: Tensor, w_VD: Tensor, head: Head, chunk: int | None) -> int:

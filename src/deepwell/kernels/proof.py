@@ -146,9 +146,16 @@ def operands(problem: Problem, seed: int = 0, *, gradients: bool = False) -> tup
 
 
 def codes(problem: Problem, seed: int = 0) -> tuple[Tensor, ...]:
-    """(a, scale_a, b, scale_b) for "fp8_gemm", a scale per row of both."""
+    """(a, scale_a, b, scale_b) for "fp8_gemm", a scale per row of both or, where the problem says so, one each."""
     a, b, _ = operands(problem, seed)
-    return *quantize_rows(a), *quantize_rows(b.T)
+    made = (*quantize_rows(a), *quantize_rows(b.T))
+    return _with_one_scale(made) if problem.one_scale else made
+
+
+def _with_one_scale(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same codes under the first row's scale: what they stand for does not matter to a product of codes."""
+    a, scale_a, b, scale_b = given
+    return a, scale_a[:1].clone(), b, scale_b[:1].clone()
 
 
 # ---- the proof ----
@@ -209,7 +216,7 @@ def _prove_codes(candidate: Candidate, device: str) -> Proof:
         given = codes(problem, seed=index)
         floor = codes_floor_db(candidate, k, device)
         # One scale per tensor is what weight gradients have.
-        for scales in (given, (given[0], given[1][:1].clone(), given[2], given[3][:1].clone())):
+        for scales in (given, _with_one_scale(given)):
             try:
                 got = run_fp8_gemm(candidate, scales)
             except UnsupportedError:

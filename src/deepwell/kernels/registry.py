@@ -54,6 +54,8 @@ class Problem:
     static_b: bool = False
     # Whether sums must be in fp32: those over tokens drift one way, and a short accumulator cuts off what is added.
     exact_sums: bool = False
+    # Whether codes come with one scale a tensor, as those of weight gradients, instead of one a row.
+    one_scale: bool = False
     device: str = "cpu"
 
     @property
@@ -67,7 +69,7 @@ class Problem:
         bucket = self.bucket
         parts = [self.op, f"{bucket.m}x{bucket.n}x{bucket.k}", self.precision, self.dtype]
         parts += ["bias"] * self.bias + [self.activation or ""] * bool(self.activation) + ["static_b"] * self.static_b
-        parts += ["exact_sums"] * self.exact_sums
+        parts += ["exact_sums"] * self.exact_sums + ["one_scale"] * self.one_scale
         return " ".join(parts)
 
 

@@ -18,9 +18,6 @@ from deepwell.planner.stack import Stack
 if TYPE_CHECKING:
     from deepwell.planner.estimate import Job
 
-# Bytes of logits that a fused head holds at a time: as kernels/linear_cross_entropy.py, which takes torch to import.
-CHUNK_BYTES = 1 << 30
-FP8_CHUNK_BYTES = 1 << 28
 # cuBLAS and cuDNN keep tens of megabytes inside torch's allocator on Hopper.
 LIBRARIES = 32 << 20
 _GATES = ("gate", "gate_up")
@@ -91,6 +88,11 @@ class Head:
     weight_gradient: float  # comes with the backward; one that others were there before is added to them and gone
 
 
+def chunk_bytes(width: int, fp8: bool) -> int:
+    """Bytes of logits that a fused head holds at a time: as kernels/linear_cross_entropy.py, which imports torch."""
+    return min(1 << 30, (1 << 41) // width) if fp8 else 1 << 30
+
+
 def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
     """Head and loss of one micro-batch; `logits` is what they hold where they are not fused."""
     gemm = next((gemm for gemm in job.tail.gemms if gemm.role == "head"), None)
@@ -98,7 +100,7 @@ def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
     if gemm is None or not keeps.fuses_head or not logits:
         whole = logits * size / HALF
         return Head(forward=whole, between=whole, backward=0.0, weight_gradient=0.0)
-    rows = max(1, int((FP8_CHUNK_BYTES if gemm.is_low else CHUNK_BYTES) // (gemm.n * size)))
+    rows = max(1, int(chunk_bytes(int(gemm.k), gemm.is_low) // (gemm.n * size)))
     chunks = max(1, -(-int(gemm.m) // rows))
     chunk = size * gemm.m / chunks * gemm.n
     hidden, weight = size * gemm.m * gemm.k, size * gemm.n * gemm.k

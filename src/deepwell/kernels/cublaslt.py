@@ -1,0 +1,265 @@
+"""FP8 products by an algorithm of cuBLASLt that is chosen by its rank: torch always takes the heuristic's first.
+
+    C[m, n] = (A[m, k] @ B[n, k]^T) * scale_a * scale_b, rounded to bf16
+
+The heuristic orders what it knows by an estimate. Of weight gradients, with one scale a tensor and sums in fp32, it
+knows eight, and another than the first is up to 8 % faster (4096 x 4096 x 16384, one H200, 2026-11-15,
+`benchmarks/bench_algorithms.py`); with a scale per row it knows one. "Static" is the first that needs no workspace: its
+tiles are dealt out beforehand, so that no counter has to be cleared by a launch of its own before every product.
+Numerics: as `gemm.fp8_gemm`, whose reference `fp8_gemm_ref` is that of these products too.
+Cost:     2*M*N*K flops; some ten microseconds of the host a call.
+"""
+
+# Shapes: M rows of the result, N columns, K contraction. cuBLASLt counts columns first: its A is our B, its D our C.T.
+
+import ctypes
+import threading
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p, sizeof
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import UnsupportedError
+from deepwell.kernels.gemm import ALIGNMENT, check_operands
+
+MAX_ALGORITHMS = 8
+_WORKSPACE_BYTES = 32 << 20
+
+# Numbers of cublasLt.h, library_types.h and cublas_api.h (CUDA 12.9 and 13).
+_TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: 14}
+_COMPUTE_FP32, _SCALE_FP32 = 68, 0
+_DESC_TRANSPOSE_A, _DESC_FAST_SUMS = 3, 25
+_DESC_SCALE_A, _DESC_SCALE_B, _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 17, 18, 31, 32
+_SCALE_PER_ROW = 3
+_PREFER_WORKSPACE = 1
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_ = (("data", c_uint64 * 8),)
+
+
+class _Found(ctypes.Structure):
+    """An algorithm as the heuristic names it, and the workspace it needs."""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    """The cuBLASLt that torch has loaded. Raises UnsupportedError where there is none."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        raise UnsupportedError("this torch was built without CUDA, so there is no cuBLASLt")
+    name = f"libcublasLt.so.{cuda.partition('.')[0]}"
+    torch.cuda.current_blas_handle()  # loads it where torch does so late
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise UnsupportedError(f"{name} cannot be loaded: {error}") from error
+    library.cublasLtMatmulDescCreate.argtypes = (c_void_p, c_int, c_int)
+    library.cublasLtMatmulDescSetAttribute.argtypes = (c_void_p, c_int, c_void_p, c_size_t)
+    library.cublasLtMatrixLayoutCreate.argtypes = (c_void_p, c_int, c_uint64, c_uint64, ctypes.c_int64)
+    library.cublasLtMatmulPreferenceCreate.argtypes = (c_void_p,)
+    library.cublasLtMatmulPreferenceSetAttribute.argtypes = (c_void_p, c_int, c_void_p, c_size_t)
+    library.cublasLtMatmulPreferenceDestroy.argtypes = (c_void_p,)
+    library.cublasLtMatmulAlgoGetHeuristic.argtypes = (*[c_void_p] * 7, c_int, c_void_p, c_void_p)
+    library.cublasLtMatmul.argtypes = (*[c_void_p] * 14, c_size_t, c_void_p)
+    return library
+
+
+def _call(what: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLASLt's {what} failed with status {status}")
+
+
+# ---- plans: one per shape ----
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """A product's descriptors and the algorithms that the heuristic names for it; they live as long as the process."""
+
+    m: int
+    n: int
+    description: c_void_p
+    layouts: tuple[c_void_p, c_void_p, c_void_p]
+    found: list[_Found]
+    # The description holds the addresses of the scales from when they are set to when the product is launched.
+    lock: Any = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """What cuBLASLt is asked for; `is_static`: without workspace."""
+
+    m: int
+    n: int
+    k: int
+    types: tuple[torch.dtype, torch.dtype] = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    has_rows: bool
+    fast: bool
+    is_static: bool
+    device: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(product: Product) -> _Plan:
+    library = _library()
+    m, n, k = product.m, product.n, product.k
+    description = c_void_p()
+    _call("MatmulDescCreate", library.cublasLtMatmulDescCreate(byref(description), _COMPUTE_FP32, _SCALE_FP32))
+    _describe(description, _DESC_TRANSPOSE_A, c_int(1))
+    _describe(description, _DESC_FAST_SUMS, ctypes.c_int8(product.fast))
+    if product.has_rows:
+        _describe(description, _DESC_SCALE_MODE_A, c_int(_SCALE_PER_ROW))
+        _describe(description, _DESC_SCALE_MODE_B, c_int(_SCALE_PER_ROW))
+    # The heuristic wants to see addresses; those of the scales come with each call.
+    for address in (_DESC_SCALE_A, _DESC_SCALE_B):
+        _describe(description, address, c_void_p(ALIGNMENT))
+    type_a, type_b = product.types
+    layouts = _layout(type_b, k, n), _layout(type_a, k, m), _layout(torch.bfloat16, n, m)
+    return _Plan(m, n, description, layouts, _algorithms(description, layouts, product.is_static))
+
+
+def _describe(description: c_void_p, attribute: int, value: Any) -> None:
+    status = _library().cublasLtMatmulDescSetAttribute(description, attribute, byref(value), sizeof(value))
+    _call(f"attribute {attribute}", status)
+
+
+def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+    layout = c_void_p()
+    _call(
+        "MatrixLayoutCreate",
+        _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows),
+    )
+    return layout
+
+
+def _algorithms(description: c_void_p, layouts: tuple[c_void_p, ...], is_static: bool) -> list[_Found]:
+    library, a, b, d = _library(), *layouts
+    preference, workspace = c_void_p(), c_size_t(0 if is_static else _WORKSPACE_BYTES)
+    _call("MatmulPreferenceCreate", library.cublasLtMatmulPreferenceCreate(byref(preference)))
+    found, count = (_Found * MAX_ALGORITHMS)(), c_int()
+    try:
+        asked = (preference, _PREFER_WORKSPACE, byref(workspace), sizeof(workspace))
+        _call("preference", library.cublasLtMatmulPreferenceSetAttribute(*asked))
+        handle = torch.cuda.current_blas_handle()
+        status = library.cublasLtMatmulAlgoGetHeuristic(
+            handle, description, a, b, d, d, preference, MAX_ALGORITHMS, found, byref(count)
+        )
+    finally:
+        library.cublasLtMatmulPreferenceDestroy(preference)
+    # It says "not supported" where it knows none.
+    return [] if status else [one for one in found[: count.value] if one.state == 0]
+
+
+def num_algorithms(product: Product) -> int:
+    """How many algorithms the heuristic names for a product. Raises UnsupportedError where there is no cuBLASLt."""
+    with torch.cuda.device(product.device):
+        return len(_plan(product).found)
+
+
+# ---- public wrapper ----
+
+
+def fp8_gemm_ranked(
+    a_MK: Tensor,
+    scale_a: Tensor,
+    b_NK: Tensor,
+    scale_b: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
+    rank: int = 0,
+    is_static: bool = False,
+) -> Tensor:
+    """`a @ b.T` of FP8 codes with fp32 scales, one per tensor or row. A rank beyond the last algorithm is the last.
+
+    Raises ConfigError on operands that do not fit, UnsupportedError on those that cuBLASLt does not take.
+    """
+    check_operands(a_MK, scale_a, b_NK, scale_b)
+    (m, k), n = a_MK.shape, b_NK.shape[0]
+    if not a_MK.is_cuda or out_dtype != torch.bfloat16 or 0 in (m, n, k) or k % ALIGNMENT or n % ALIGNMENT:
+        raise UnsupportedError(
+            f"cuBLASLt's ranked algorithms take K and N in multiples of {ALIGNMENT} on a GPU and write bfloat16; "
+            f"got {m}x{n}x{k} on {a_MK.device}, {out_dtype}"
+        )
+    has_rows = scale_a.numel() > 1 or scale_b.numel() > 1
+    if has_rows:
+        scale_a, scale_b = (s.reshape(-1).expand(size) for s, size in ((scale_a, m), (scale_b, n)))
+    a, b, scale_a, scale_b = (t.contiguous() for t in (a_MK, b_NK, scale_a, scale_b))
+    product = Product(
+        m=m,
+        n=n,
+        k=k,
+        types=(a.dtype, b.dtype),
+        has_rows=has_rows,
+        fast=fast,
+        is_static=is_static,
+        device=a.device.index,
+    )
+    with torch.cuda.device(a.device):
+        plan = _plan(product)
+        if not plan.found:
+            raise UnsupportedError(f"cuBLASLt has no algorithm for {m}x{n}x{k}")
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+        _launch(plan, plan.found[min(rank, len(plan.found) - 1)], (a, scale_a, b, scale_b), out)
+    return out
+
+
+def _launch(plan: _Plan, chosen: _Found, operands: tuple[Tensor, ...], out: Tensor) -> None:
+    a, scale_a, b, scale_b = operands
+    layout_a, layout_b, layout_d = plan.layouts
+    # From torch's allocator, which knows of streams and graphs.
+    workspace = torch.empty(chosen.workspace, dtype=torch.uint8, device=out.device)
+    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    with plan.lock:
+        _describe(plan.description, _DESC_SCALE_A, c_void_p(scale_b.data_ptr()))
+        _describe(plan.description, _DESC_SCALE_B, c_void_p(scale_a.data_ptr()))
+        status = _library().cublasLtMatmul(
+            torch.cuda.current_blas_handle(),
+            plan.description,
+            byref(one),
+            b.data_ptr(),
+            layout_a,
+            a.data_ptr(),
+            layout_b,
+            byref(zero),
+            out.data_ptr(),
+            layout_d,
+            out.data_ptr(),
+            layout_d,
+            byref(chosen.algorithm),
+            workspace.data_ptr() if chosen.workspace else None,
+            chosen.workspace,
+            torch.cuda.current_stream(out.device).cuda_stream,
+        )
+    _call("Matmul", status)
+
+
+def why_not(problem: Any, *, fast: bool, rank: int, is_static: bool) -> str:
+    """Why a problem (`registry.Problem`) on a GPU has no algorithm of this rank, "" where it has."""
+    index = torch.device(problem.device).index
+    product = Product(
+        m=problem.bucket.m,
+        n=problem.n,
+        k=problem.k,
+        has_rows=not problem.one_scale,
+        fast=fast,
+        is_static=is_static,
+        device=torch.cuda.current_device() if index is None else index,
+    )
+    try:
+        count = num_algorithms(product)
+    except (UnsupportedError, RuntimeError, AttributeError) as error:  # the last: a symbol that it does not have
+        return f"cuBLASLt cannot be asked: {error}"
+    return "" if rank < count else f"cuBLASLt names {count} algorithms here"
