@@ -1,6 +1,7 @@
 """Codes of several weights under one scale: bit for bit those of each weight with the amax of all."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -41,11 +42,12 @@ def test_a_group_has_the_codes_of_its_weights_together(everywhere, rows, columns
 
 
 def test_weights_that_are_stored_turned_or_ragged_go_one_by_one(everywhere):
-    # Conv1D's [K, N]; rows of wider ones; a number of rows that leaves no whole words of codes.
+    # Conv1D's [K, N]; rows of wider ones, of one and of all; a number of rows that leaves no whole words of codes.
     wide = torch.randn(32, 64, device=everywhere)
     for weights in (
         [torch.randn(40, 32, device=everywhere).T, torch.randn(40, 16, device=everywhere).T],
         [wide[:, 3:43], torch.randn(16, 40, device=everywhere)],
+        [wide[:16, 3:43], wide[16:, 3:43]],
         [torch.randn(7, 40, device=everywhere), torch.randn(3, 40, device=everywhere)],
     ):
         codes, scale = expected(weights)
@@ -64,6 +66,70 @@ def test_one_bad_number_shows_in_every_code(everywhere, bad):
     for turned in (False, True):
         q, scale = G.quantize_group(weights, partials, turned=turned, scale_per_row=True)
         assert bool(q.float().isnan().all()) and bool(scale.isnan().all())
+
+
+# Weights of unequal sizes, the last tile of each cut off; more tiles than programs; fewer tiles than programs.
+@pytest.mark.parametrize(
+    ("rows", "columns", "tile"),
+    [([48, 16, 16], 1040, 1024), ([16, 64], 520, 4096), ([16, 16, 16, 32], 136, 256), ([32, 16], 1024, 32768)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_of_all_weights_are_dealt_to_the_programs_in_turn(device, rows, columns, tile, dtype):
+    weights = weights_of(rows, columns, device, dtype)
+    config = G.GroupConfig(rows=1, columns=tile, stages=4)
+    tile = tile * 2 // dtype.itemsize
+    tiles = [part.float().abs().amax() for w in weights for part in w.flatten().split(tile)]
+    num = G.num_partials(weights)
+    shares = [tiles[p::num] for p in range(num)]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    zero = torch.zeros((), device=device)
+    wanted = torch.stack([torch.stack([zero, *share]).amax() for share in shares])
+    assert_bitwise_equal(G.partial_maxima(weights, config=config), wanted, "partial maxima")
+
+
+# As bits of bf16: infinities, a NaN as arithmetic makes it, the least one of either sign. All are above every number.
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFF81], ids=hex)
+# The last number of all, the first of its tile, one amid a tile of the first weight.
+@pytest.mark.parametrize("place", [(2, 16 * 1040 - 1), (2, 16384), (0, 3333)], ids=str)
+def test_a_number_that_is_none_wins_wherever_it_is(device, bits, place):
+    weights = weights_of([48, 16, 16], 1040, device)
+    which, i = place
+    weights[which].view(-1).view(torch.int16)[i] = torch.tensor(bits, dtype=torch.uint16).view(torch.int16).item()
+    partials = G.partial_maxima(weights, config=G.GroupConfig(rows=1, columns=1024, stages=4))
+    assert [hex(b) for b in partials.view(torch.int32).tolist() if b >= 0x7F800000] == [hex((bits & 0x7FFF) << 16)]
+    q, scale = G.quantize_group(weights, partials, turned=False, scale_per_row=False)
+    assert bool(q.float().isnan().all()) and bool(scale.isnan())
+
+
+@pytest.mark.parametrize("which", ["PARTIALS_CONFIGS", "ALONG_CONFIGS", "TURNED_CONFIGS"])
+def test_every_config_makes_the_same_bits(device, which, monkeypatch):
+    # Several tiles a program, the last of them past all weights, in programs that few weights fill.
+    monkeypatch.setattr(G, "_ENOUGH_PROGRAMS", 2)
+    weights = weights_of([144, 16, 48], 1040, device)
+    partials = G.partial_maxima(weights)
+    codes, _ = expected(weights)
+    turned = which == "TURNED_CONFIGS"
+    for config in getattr(G, which):
+        if which == "PARTIALS_CONFIGS":
+            assert_bitwise_equal(G.partial_maxima(weights, config=config).amax(), partials.amax(), str(config))
+        else:
+            q, _ = G.quantize_group(weights, partials, turned=turned, scale_per_row=True, config=config)
+            assert_bitwise_equal(q.view(torch.uint8), codes[turned].view(torch.uint8), str(config))
+
+
+# The scale is made of the maximum's exponent: where the mantissa passes 1.75, at both ends of fp32, below the normals.
+@pytest.mark.parametrize(
+    "largest", [1.75, 1.7578125, 448.0, 450.0, 3e38, 2.0**-126, 2.0**-119, 2.0**-118, 2.0**-133], ids=str
+)
+def test_the_scale_is_the_one_of_the_quantizer_for_any_maximum(everywhere, largest):
+    weights = [torch.linspace(-1, 1, 16 * 64, device=everywhere).mul(largest).bfloat16().view(16, 64)]
+    weights[0][3, 5] = largest
+    codes, scale = expected(weights)
+    for turned in (False, True):
+        q, found = G.quantize_group(weights, G.partial_maxima(weights), turned=turned, scale_per_row=False)
+        assert_bitwise_equal(q.view(torch.uint8), codes[turned].view(torch.uint8), f"codes, turned {turned}")
+        assert_bitwise_equal(found, scale, "scale")
 
 
 def test_zeros_have_the_scale_one(everywhere):
@@ -104,15 +170,13 @@ def test_a_merged_linear_takes_two_launches_forward_and_one_backward():
 # ---- compiled for GPUs that are not here ----
 
 
-def compiled(arch, num, *, turned, tiles=4):
-    config = G.TURNED_CONFIG if turned else G.ALONG_CONFIG
+def compiled(arch, num, config, *, turned, tiles):
     arguments = {
         **dict.fromkeys(("w0_ptr", "w1_ptr", "w2_ptr", "w3_ptr"), torch.bfloat16),
         "q_ptr": torch.int32 if turned else E4M3,
         **dict.fromkeys(("partials_ptr", "scale_ptr"), torch.float32),
-        **dict.fromkeys(("N0", "N1", "N2", "N3", "K", "stride_q"), "i32"),
-        **dict.fromkeys(("stride0", "stride1", "stride2", "stride3"), "i32"),
-        **{"num_partials": "i32", "num_scales": "i32", "NUM": num, "TURNED": turned, "PACKING": "asm"},
+        **dict.fromkeys(("N0", "N1", "N2", "N3", "K", "stride", "stride_q"), "i32"),
+        **{"num_partials": "i32", "num_scales": "i32", "NUM": num, "TURNED": turned, "PACKING": "asm", "ASM": True},
         **{"FP8_MAX": 448.0, "PARTIALS": 256, "TILES": tiles, "BLOCK_N": config.rows, "BLOCK_K": config.columns},
     }
     return aot.compile_kernel(G._codes_kernel, arguments, arch=arch, num_warps=config.num_warps)
@@ -120,29 +184,54 @@ def compiled(arch, num, *, turned, tiles=4):
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("num", [1, 3])
-def test_codes_are_read_and_written_in_wide_accesses(arch, num):
-    made = compiled(arch, num, turned=False)
-    assert made.spill_bytes == 0
-    # Whichever weight a tile is of, its address is known to be aligned.
-    assert made.count(r"ld\.global\S*\.v4\.b32") >= 2
-    assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
-    made = compiled(arch, num, turned=True)
-    assert made.spill_bytes == 0
-    assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == 16  # 32 numbers a thread, two at a time
-    assert made.count(r"ld\.global\S*\.v[24]\.b32") >= 4
-    assert made.count(r"st\.global\S*\.v[24]\.b32") >= 2
-    assert made.shared_bytes <= 8192
+@pytest.mark.parametrize("turned", [False, True])
+def test_codes_are_read_and_written_in_wide_accesses(arch, num, turned):
+    for config in G.TURNED_CONFIGS if turned else G.ALONG_CONFIGS:
+        made = compiled(arch, num, config, turned=turned, tiles=config.tiles)
+        numbers = config.rows * config.columns * config.tiles // (32 * config.num_warps)  # of a thread
+        assert made.spill_bytes == 0
+        # Whichever weight a tile is of, its address is known to be aligned.
+        assert made.count(r"ld\.global\S*\.v4\.b32") == numbers // 8
+        assert made.count(r"st\.global\S*\.v4\.b32") == numbers // 16
+        assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+        # Two at a time, and none saturates: nothing holds them to the range.
+        assert made.count(r"mul\.rn\.bf16x2") == numbers // 2
+        assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") == numbers // 2
+        assert made.count(r"(min|max)\S*\.f32") == 0
+        assert made.shared_bytes <= 8192
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-def test_maxima_keep_enough_bytes_under_way(arch):
+@pytest.mark.parametrize("turned", [False, True])
+def test_codes_wait_for_the_maximum_with_a_tile_under_way(arch, turned):
+    config = (G.TURNED_CONFIGS if turned else G.ALONG_CONFIGS)[0]
+    ptx = compiled(arch, 3, config, turned=turned, tiles=2).ptx
+    before = ptx[: ptx.index("shfl.sync")]  # the maximum of the partial ones
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", before)) == config.rows * config.columns // 128 // 8
+    # The second tile is on its way before the first is written.
+    between = ptx[ptx.index("shfl.sync") : re.search(r"st\.global\S*\.v4", ptx).start()]
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", between)) == config.rows * config.columns // 128 // 8
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("num", [1, 3])
+def test_maxima_keep_enough_bytes_under_way(arch, num):
+    config = G.PARTIALS_CONFIGS[0]
     arguments = {
         **dict.fromkeys(("w0_ptr", "w1_ptr", "w2_ptr", "w3_ptr"), torch.bfloat16),
         "partials_ptr": torch.float32,
-        **dict.fromkeys(("N0", "N1", "N2", "N3", "K", "stride0", "stride1", "stride2", "stride3"), "i32"),
-        **{"NUM": 3, "BLOCK_N": G.PARTIALS_CONFIG.rows, "BLOCK_K": G.PARTIALS_CONFIG.columns},
+        **dict.fromkeys(("size0", "size1", "size2", "size3"), "i32"),
+        **{"NUM": num, "ASM": True, "STAGES": config.stages, "BLOCK": config.columns},
     }
-    made = aot.compile_kernel(G._partials_kernel, arguments, arch=arch, num_warps=G.PARTIALS_CONFIG.num_warps)
+    made = aot.compile_kernel(G._partials_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == 0
-    assert made.registers * 32 * G.PARTIALS_CONFIG.num_warps * 2 <= 65536  # two programs a multiprocessor
-    assert made.count(r"ld\.global\S*\.v4\.b32") >= 12
+    # Two programs a multiprocessor, in registers and in shared memory.
+    assert made.registers * 32 * config.num_warps * 2 <= 65536
+    assert made.shared_bytes * 2 <= aot.MAX_SHARED_BYTES
+    copies = config.columns // (32 * config.num_warps) // 8  # of a tile, by a thread, of 16 bytes
+    # All tiles but one at the start, one more in each step, which waits for the oldest alone.
+    assert made.count(r"cp\.async\.cg\.shared\.global \[.*0x10,") == copies * config.stages
+    assert made.count(r"ld\.global") == 0
+    assert made.count(rf"cp\.async\.wait_group\s+{config.stages - 2}\b") == 1
+    assert 2 * (config.stages - 2) * 2 * config.columns >= 64 << 10
+    assert made.count(r"max\.u16x2") == 4 * copies
