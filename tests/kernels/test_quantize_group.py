@@ -235,3 +235,15 @@ def test_maxima_keep_enough_bytes_under_way(arch, num):
     assert made.count(rf"cp\.async\.wait_group\s+{config.stages - 2}\b") == 1
     assert 2 * (config.stages - 2) * 2 * config.columns >= 64 << 10
     assert made.count(r"max\.u16x2") == 4 * copies
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_maxima_of_fp32_are_those_of_integers_which_keep_nan(arch):
+    arguments = {
+        **dict.fromkeys(("w0_ptr", "w1_ptr", "w2_ptr", "w3_ptr", "partials_ptr"), torch.float32),
+        **dict.fromkeys(("size0", "size1", "size2", "size3"), "i32"),
+        **{"NUM": 2, "ASM": True, "STAGES": 4, "BLOCK": 4096},
+    }
+    made = aot.compile_kernel(G._partials_kernel, arguments, arch=arch, num_warps=8)
+    assert made.spill_bytes == 0
+    assert made.count(r"max\.s32") >= 16 and made.count(r"max\S*\.f32") == 0

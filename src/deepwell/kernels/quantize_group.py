@@ -56,13 +56,13 @@ def quantize_group_ref(weights: Sequence[Tensor], partials_P: Tensor, *, turned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """A tile of rows x columns of bf16, half as many of fp32. Codes: at most `tiles` of them make a program."""
+    """A tile of rows x columns. Codes: at most `tiles` of them make a program."""
 
     rows: int
     columns: int
     num_warps: int = 4
     tiles: int = 4
-    # Maxima: how many tiles of a program are under way or at hand.
+    # Maxima: how many tiles of a program are under way or at hand. A tile of fp32 has half the columns.
     stages: int = 1
 
 
