@@ -286,8 +286,8 @@ def _codes_kernel(
     # Program i spreads the scale over its share of the rows of q.
     each = tl.cdiv(num_scales, tl.num_programs(0))
     begin = tl.program_id(0) * each
-    for start in range(begin, tl.minimum(begin + each, num_scales), 256):
-        r = start + tl.arange(0, 256)
+    for start in range(begin, tl.minimum(begin + each, num_scales), 32):
+        r = start + tl.arange(0, 32)
         tl.store(scale_ptr + r, scale, mask=r < tl.minimum(begin + each, num_scales))
 
 
