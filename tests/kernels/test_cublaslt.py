@@ -25,7 +25,8 @@ def _given(m: int, n: int, k: int, *, one_scale: bool, seed: int = 0, device: st
 
 
 def _product(m: int, n: int, k: int, *, one_scale: bool, fast: bool, is_static: bool = False) -> Product:
-    return Product(m=m, n=n, k=k, has_rows=not one_scale, fast=fast, is_static=is_static, device=0)
+    scales = "tensor" if one_scale else "row"
+    return Product(m=m, n=n, k=k, scales=scales, fast=fast, is_static=is_static, device=0)
 
 
 def test_what_the_heuristic_writes_has_the_headers_size() -> None:
@@ -50,7 +51,7 @@ def test_without_a_gpu_it_says_so_and_nobody_competes() -> None:
         fp8_gemm_ranked(given[0].float(), *given[1:])
     problem = Problem(op="fp8_gemm", m=32, n=48, k=64, precision="fp8")
     ranked = [candidate for candidate in built_in("fp8_gemm") if ":" in candidate.name and candidate.origin == "vendor"]
-    assert len(ranked) == 2 * cublaslt.MAX_ALGORITHMS
+    assert len(ranked) == 2 * (2 * cublaslt.MAX_ALGORITHMS - 1)
     assert all("needs an FP8 GPU" in candidate.why_not(problem) for candidate in ranked)
 
 

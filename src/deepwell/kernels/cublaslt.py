@@ -1,12 +1,13 @@
-"""FP8 products by an algorithm of cuBLASLt that is chosen by its rank: torch always takes the heuristic's first.
+"""Products by an algorithm of cuBLASLt that is chosen by its rank: torch always takes the heuristic's first.
 
-    C[m, n] = (A[m, k] @ B[n, k]^T) * scale_a * scale_b, rounded to bf16
+    C[m, n] = (A[m, k] @ B[n, k]^T) * scale_a * scale_b, rounded to bf16          FP8 codes
+    C[m, n] = A[m, k] @ B[k, n], or C += that                                     bf16, either of them turned in memory
 
 The heuristic orders what it knows by an estimate. Of weight gradients, with one scale a tensor and sums in fp32, it
 knows eight, and another than the first is up to 8 % faster (4096 x 4096 x 16384, one H200, 2026-11-15,
-`benchmarks/bench_algorithms.py`); with a scale per row it knows one. "Static" is the first that needs no workspace: its
-tiles are dealt out beforehand, so that no counter has to be cleared by a launch of its own before every product.
-Numerics: as `gemm.fp8_gemm`, whose reference `fp8_gemm_ref` is that of these products too.
+`benchmarks/bench_algorithms.py`); with a scale per row it knows one. "Static" algorithms need no workspace: tiles are
+dealt out beforehand, so that no counter has to be cleared by a launch of its own before every product.
+Numerics: as torch's own products: `gemm.fp8_gemm_ref`, and `mm_ref` here.
 Cost:     2*M*N*K flops; some ten microseconds of the host a call.
 """
 
@@ -31,7 +32,7 @@ _WORKSPACE_BYTES = 32 << 20
 # Numbers of cublasLt.h, library_types.h and cublas_api.h (CUDA 12.9 and 13).
 _TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: 14}
 _COMPUTE_FP32, _SCALE_FP32 = 68, 0
-_DESC_TRANSPOSE_A, _DESC_FAST_SUMS = 3, 25
+_DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_FAST_SUMS = 3, 4, 25
 _DESC_SCALE_A, _DESC_SCALE_B, _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 17, 18, 31, 32
 _SCALE_PER_ROW = 3
 _PREFER_WORKSPACE = 1
@@ -81,6 +82,15 @@ def _call(what: str, status: int) -> None:
         raise RuntimeError(f"cuBLASLt's {what} failed with status {status}")
 
 
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+def mm_ref(a_MK: Tensor, b_KN: Tensor, before_MN: Tensor | None = None) -> Tensor:
+    """Reference for `mm_ranked`: sums in fp32, rounded once."""
+    c_MN = a_MK.float() @ b_KN.float()
+    return (c_MN if before_MN is None else c_MN + before_MN.float()).to(a_MK.dtype)
+
+
 # ---- plans: one per shape ----
 
 
@@ -99,15 +109,17 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """What cuBLASLt is asked for; `is_static`: without workspace."""
+    """What cuBLASLt is asked for. `scales` is "row", "tensor" or "none"; `along_k` says of A and B whether numbers of
+    one sum lie side by side; `is_static`: without workspace."""
 
     m: int
     n: int
     k: int
     types: tuple[torch.dtype, torch.dtype] = (torch.float8_e4m3fn, torch.float8_e4m3fn)
-    has_rows: bool
-    fast: bool
-    is_static: bool
+    along_k: tuple[bool, bool] = (True, True)
+    scales: str
+    fast: bool = False
+    is_static: bool = False
     device: int
 
 
@@ -117,16 +129,23 @@ def _plan(product: Product) -> _Plan:
     m, n, k = product.m, product.n, product.k
     description = c_void_p()
     _call("MatmulDescCreate", library.cublasLtMatmulDescCreate(byref(description), _COMPUTE_FP32, _SCALE_FP32))
-    _describe(description, _DESC_TRANSPOSE_A, c_int(1))
-    _describe(description, _DESC_FAST_SUMS, ctypes.c_int8(product.fast))
-    if product.has_rows:
+    a_along_k, b_along_k = product.along_k
+    _describe(description, _DESC_TRANSPOSE_A, c_int(b_along_k))
+    _describe(description, _DESC_TRANSPOSE_B, c_int(not a_along_k))
+    if product.scales != "none":
+        _describe(description, _DESC_FAST_SUMS, ctypes.c_int8(product.fast))
+        # The heuristic wants to see addresses; those of the scales come with each call.
+        for address in (_DESC_SCALE_A, _DESC_SCALE_B):
+            _describe(description, address, c_void_p(ALIGNMENT))
+    if product.scales == "row":
         _describe(description, _DESC_SCALE_MODE_A, c_int(_SCALE_PER_ROW))
         _describe(description, _DESC_SCALE_MODE_B, c_int(_SCALE_PER_ROW))
-    # The heuristic wants to see addresses; those of the scales come with each call.
-    for address in (_DESC_SCALE_A, _DESC_SCALE_B):
-        _describe(description, address, c_void_p(ALIGNMENT))
     type_a, type_b = product.types
-    layouts = _layout(type_b, k, n), _layout(type_a, k, m), _layout(torch.bfloat16, n, m)
+    layouts = (
+        _layout(type_b, *((k, n) if b_along_k else (n, k))),
+        _layout(type_a, *((k, m) if a_along_k else (m, k))),
+        _layout(torch.bfloat16, n, m),
+    )
     return _Plan(m, n, description, layouts, _algorithms(description, layouts, product.is_static))
 
 
@@ -168,7 +187,7 @@ def num_algorithms(product: Product) -> int:
         return len(_plan(product).found)
 
 
-# ---- public wrapper ----
+# ---- public wrappers ----
 
 
 def fp8_gemm_ranked(
@@ -202,29 +221,101 @@ def fp8_gemm_ranked(
         n=n,
         k=k,
         types=(a.dtype, b.dtype),
-        has_rows=has_rows,
+        scales="row" if has_rows else "tensor",
         fast=fast,
         is_static=is_static,
         device=a.device.index,
     )
-    with torch.cuda.device(a.device):
-        plan = _plan(product)
-        if not plan.found:
-            raise UnsupportedError(f"cuBLASLt has no algorithm for {m}x{n}x{k}")
-        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-        _launch(plan, plan.found[min(rank, len(plan.found) - 1)], (a, scale_a, b, scale_b), out)
+    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    _launch(product, rank, (a, b), out, scales=(scale_a, scale_b))
     return out
 
 
-def _launch(plan: _Plan, chosen: _Found, operands: tuple[Tensor, ...], out: Tensor) -> None:
-    a, scale_a, b, scale_b = operands
+def mm_ranked(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    *,
+    out: Tensor,
+    accumulate: bool = False,
+    rank: int = 0,
+    is_static: bool = False,
+) -> Tensor:
+    """`out = a @ b`, or `out += a @ b`, in bf16. Operands are matrices without gaps, as they are or transposed.
+
+    Raises UnsupportedError on any others. A rank beyond the last algorithm is the last.
+    """
+    product = product_of(a_MK, b_KN, out, is_static=is_static)
+    if product is None:
+        raise UnsupportedError(
+            "cuBLASLt's ranked algorithms take whole bf16 matrices on a GPU and write one; "
+            f"got {tuple(a_MK.shape)} and {tuple(b_KN.shape)} for {tuple(out.shape)}, {a_MK.dtype} on {a_MK.device}"
+        )
+    _launch(product, rank, (a_MK, b_KN), out, accumulate=accumulate)
+    return out
+
+
+def product_of(a_MK: Tensor, b_KN: Tensor, out: Tensor, *, is_static: bool = False) -> Product | None:
+    """What a product in bf16 is to cuBLASLt, None where it is none for `mm_ranked`."""
+    along_k = _along(a_MK, 1), _along(b_KN, 0)
+    operands = (a_MK, b_KN, out)
+    fits = all(t.is_cuda and t.dtype == torch.bfloat16 and t.data_ptr() % ALIGNMENT == 0 for t in operands)
+    sizes = (a_MK.shape[0], b_KN.shape[1], a_MK.shape[1])
+    if not fits or None in along_k or not out.is_contiguous() or any(size % 8 for size in sizes) or 0 in sizes:
+        return None
+    m, n, k = sizes
+    return Product(
+        m=m,
+        n=n,
+        k=k,
+        types=(torch.bfloat16, torch.bfloat16),
+        along_k=(bool(along_k[0]), bool(along_k[1])),
+        scales="none",
+        is_static=is_static,
+        device=out.device.index,
+    )
+
+
+def _along(x: Tensor, dim: int) -> bool | None:
+    """Whether a matrix without gaps lies along that dimension; None where it has gaps."""
+    if x.is_contiguous():
+        return dim == 1
+    return dim == 0 if x.T.is_contiguous() else None
+
+
+def _launch(
+    product: Product,
+    rank: int,
+    operands: tuple[Tensor, Tensor],
+    out: Tensor,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    accumulate: bool = False,
+) -> None:
+    with torch.cuda.device(out.device):
+        plan = _plan(product)
+        if not plan.found:
+            raise UnsupportedError(f"cuBLASLt has no algorithm for {product.m}x{product.n}x{product.k}")
+        chosen = plan.found[min(rank, len(plan.found) - 1)]
+        _run(plan, chosen, operands, out, scales, 1.0 if accumulate else 0.0)
+
+
+def _run(
+    plan: _Plan,
+    chosen: _Found,
+    operands: tuple[Tensor, Tensor],
+    out: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    beta: float,
+) -> None:
+    a, b = operands
     layout_a, layout_b, layout_d = plan.layouts
     # From torch's allocator, which knows of streams and graphs.
     workspace = torch.empty(chosen.workspace, dtype=torch.uint8, device=out.device)
-    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    one, before = ctypes.c_float(1.0), ctypes.c_float(beta)
     with plan.lock:
-        _describe(plan.description, _DESC_SCALE_A, c_void_p(scale_b.data_ptr()))
-        _describe(plan.description, _DESC_SCALE_B, c_void_p(scale_a.data_ptr()))
+        if scales is not None:
+            _describe(plan.description, _DESC_SCALE_A, c_void_p(scales[1].data_ptr()))
+            _describe(plan.description, _DESC_SCALE_B, c_void_p(scales[0].data_ptr()))
         status = _library().cublasLtMatmul(
             torch.cuda.current_blas_handle(),
             plan.description,
@@ -233,7 +324,7 @@ def _launch(plan: _Plan, chosen: _Found, operands: tuple[Tensor, ...], out: Tens
             layout_a,
             a.data_ptr(),
             layout_b,
-            byref(zero),
+            byref(before),
             out.data_ptr(),
             layout_d,
             out.data_ptr(),
@@ -253,7 +344,7 @@ def why_not(problem: Any, *, fast: bool, rank: int, is_static: bool) -> str:
         m=problem.bucket.m,
         n=problem.n,
         k=problem.k,
-        has_rows=not problem.one_scale,
+        scales="tensor" if problem.one_scale else "row",
         fast=fast,
         is_static=is_static,
         device=torch.cuda.current_device() if index is None else index,

@@ -376,15 +376,16 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
 
 
 def _other_algorithms(fast: bool) -> Iterator[tuple[str, Callable[..., Tensor], dict[str, Any]]]:
-    """cuBLASLt's algorithms besides the first, which torch takes; and the first that needs no workspace."""
+    """cuBLASLt's algorithms besides the first, which torch takes; and those that need no workspace."""
     shared = {"origin": "vendor", "trusted": True, "fingerprint": _sources(gemm, cublaslt)}
-    for rank in range(cublaslt.MAX_ALGORITHMS):
-        how: dict[str, Any] = {"fast": fast, "rank": rank, "is_static": rank == 0}
+    ranks = [(rank, is_static) for is_static in (False, True) for rank in range(cublaslt.MAX_ALGORITHMS)]
+    for rank, is_static in ranks[1:]:
+        how: dict[str, Any] = {"fast": fast, "rank": rank, "is_static": is_static}
 
         def refuses(problem: Problem, how: dict[str, Any] = how) -> str:
             return _needs_fp8_gpu(problem) or cublaslt.why_not(problem, **how)
 
-        name = f"cublaslt{'_fast' * fast}:{rank or 'static'}"
+        name = f"cublaslt{'_fast' * fast}:{'static' * is_static}{rank}"
         yield name, partial(cublaslt.fp8_gemm_ranked, **how), {**shared, "refuses": refuses}
 
 

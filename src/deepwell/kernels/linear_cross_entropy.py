@@ -32,6 +32,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.cross_entropy import Options, cross_entropy, logits_ref
+from deepwell.kernels.fastest import fastest_fp8_gemm, fastest_mm
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm, row_dtype
 from deepwell.kernels.quantize import quantize_rows, quantize_weight
 from deepwell.kernels.transpose import transpose_codes
@@ -181,7 +182,7 @@ def weight_gradient(codes: WeightCodes, grad: Tensor | None = None, *, dtype: to
     the scale of x, near 1, and not to that of du, near 2^-30: it may be as small as 2^-90 before digits are lost.
     """
     x_scale = codes.x_scale if grad is None else codes.x_scale * grad
-    return fp8_gemm(codes.qg_VT, codes.g_scale, codes.qx_DT, x_scale, out_dtype=dtype, fast=False)
+    return fastest_fp8_gemm(codes.qg_VT, codes.g_scale, codes.qx_DT, x_scale, out_dtype=dtype, fast=False)
 
 
 def linear_cross_entropy_loss(
@@ -245,15 +246,15 @@ def _chunks(
     # One buffer for the logits of every chunk: two at once would stand at the peak of a model's memory.
     logits = torch.empty((min(chunk, x_TD.shape[0]), w_VD.shape[0]), dtype=x_TD.dtype, device=x_TD.device)
     for part in _parts(x_TD.shape[0], chunk):
-        z_CV = torch.mm(x_TD[part], w_VD.T, out=logits[: part.stop - part.start])
+        z_CV = fastest_mm(x_TD[part], w_VD.T, out=logits[: part.stop - part.start])
         # Overwrites the logits by their gradient.
         options = head.loss("in_place")
         made = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
         loss_T[part] = made.loss
         if dx_TD is not None:
-            torch.mm(z_CV, w_VD, out=dx_TD[part])
+            fastest_mm(z_CV, w_VD, out=dx_TD[part])
         if dw_VD is not None:
-            dw_VD.addmm_(z_CV.T, x_TD[part], beta=0 if part.start == 0 else 1)
+            fastest_mm(z_CV.T, x_TD[part], out=dw_VD, accumulate=part.start > 0)
         if db_V is not None:
             db_V += z_CV.sum(0, dtype=torch.float32)
     return HeadLoss(loss_T, dx_TD, dw_VD, _as_bias(db_V, bias_V))
@@ -277,6 +278,8 @@ def _chunks_fp8(
     qx_TD, x_scale = quantize_rows(x_TD)
     qw_VD, qw_DV, w_scale = quantize_weight(w_VD)
     assert qw_VD is not None and qw_DV is not None
+    # As the GEMMs of all chunks take it beside scales of rows.
+    scale_V, scale_D = (w_scale.expand(size).contiguous() for size in w_VD.shape)
     wants_db = head.db and bias_V is not None
     loss_T = torch.empty(t, dtype=torch.float32, device=x_TD.device)
     dx_TD = torch.empty_like(x_TD) if head.dx else None
@@ -285,14 +288,14 @@ def _chunks_fp8(
     largest = torch.where(factor.isinf(), 0.0, factor * abs(head.logit_scale))
     g_scale = quantize_rows(largest.reshape(1, 1), dtype=GRADIENT_FORMAT)[1].reshape(())
     for part in _parts(t, chunk):
-        z_CV = fp8_gemm(qx_TD[part], x_scale[part], qw_VD, w_scale, out_dtype=written)
+        z_CV = fastest_fp8_gemm(qx_TD[part], x_scale[part], qw_VD, scale_V, out_dtype=written)
         options = head.loss("fp8")
         grads = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
         del z_CV  # before the next chunk's logits are made
         assert grads.q is not None and grads.scale is not None
         loss_T[part] = grads.loss
         if dx_TD is not None:
-            dx_TD[part] = fp8_gemm(grads.q, grads.scale, qw_DV, w_scale, out_dtype=written, fast=False)
+            dx_TD[part] = fastest_fp8_gemm(grads.q, grads.scale, qw_DV, scale_D, out_dtype=written, fast=False)
         if qg_VT is not None:
             transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
         del grads

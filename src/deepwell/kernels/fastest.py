@@ -1,0 +1,196 @@
+"""Large products by the fastest of cuBLASLt's algorithms: timed where a shape is first met, then kept on disk.
+
+Torch takes the heuristic's first. In bf16, 4096 x 128256 x 4096, another is 5 % faster, of the gradient of the same
+weight 8 to 10 % (one H200, 2026-11-15, `benchmarks/bench_algorithms.py --model head`). Each algorithm is compared with
+torch's product before it is timed; the operands are those of the call, so that nothing is held besides them, and
+whatever was tried before it, the result is that of the one that won. While a CUDA graph is recorded nothing can be
+timed: a shape that is new then is torch's.
+Numerics: those of `cublaslt`. Which algorithm wins changes the order of sums, so the choice is kept with the others of
+    this device, torch and CUDA (`choice_cache`): the next process takes the same one.
+Cost: the first call of a shape some hundred calls, later ones a look into a dictionary.
+"""
+
+# Shapes: M rows of the result, N columns, K contraction.
+
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import UnsupportedError
+from deepwell.formats.metrics import sqnr_db
+from deepwell.kernels import cublaslt
+from deepwell.kernels.cublaslt import Product
+from deepwell.kernels.gemm import fp8_gemm
+from deepwell.kernels.registry import file_hash
+from deepwell.kernels.select import cache_of
+from deepwell.kernels.timing import times_us
+
+_log = logging.getLogger("deepwell.kernels")
+
+TORCH = "torch"
+# Below that, some 100 us of an H200 in bf16, a choice would drown in the noise of its measurement.
+_LEAST_FLOPS = 1e11
+# What another algorithm must gain on torch's.
+_LEAST_GAIN = 0.01
+# As many as lead after the first round are timed again.
+_LEADERS, _ROUNDS, _BUDGET_S = 4, 3, 0.02
+# Both round the same sums in fp32 to bf16, in another order; short accumulators (`fast`) differ more.
+_FLOOR_DB, _FAST_FLOOR_DB = 45.0, 35.0
+_CHECKED_ROWS = 64
+
+Run = Callable[[], Tensor]
+# The way that was chosen, by device and product.
+_chosen: dict[tuple[int, str], str] = {}
+
+
+def forget() -> None:
+    """Drop what this process remembers, so that the files are read again."""
+    _chosen.clear()
+
+
+# ---- public wrappers ----
+
+
+def fastest_mm(a_MK: Tensor, b_KN: Tensor, *, out: Tensor, accumulate: bool = False) -> Tensor:
+    """`out = a @ b`, or `out += a @ b`, written in place. What cuBLASLt's ranked algorithms do not take is torch's."""
+    product = cublaslt.product_of(a_MK, b_KN, out)
+    by_torch = partial(_torch_mm, a_MK, b_KN, out=out, accumulate=accumulate)
+    if product is None or not _is_large(product):
+        return by_torch()
+
+    def run(rank: int, is_static: bool) -> Tensor:
+        return cublaslt.mm_ranked(a_MK, b_KN, out=out, accumulate=accumulate, rank=rank, is_static=is_static)
+
+    # A sum over chunks would count what was tried: the first of them, which adds to nothing, decides for all.
+    return _by_the_fastest(product, by_torch, run, may_time=not accumulate)
+
+
+def fastest_fp8_gemm(
+    a_MK: Tensor,
+    scale_a: Tensor,
+    b_NK: Tensor,
+    scale_b: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast: bool = True,
+) -> Tensor:
+    """As `gemm.fp8_gemm`."""
+    operands = (a_MK, scale_a, b_NK, scale_b)
+    by_torch = partial(fp8_gemm, *operands, out_dtype=out_dtype, fast=fast)
+    if not a_MK.is_cuda or out_dtype != torch.bfloat16:
+        return by_torch()
+    product = Product(
+        m=a_MK.shape[0],
+        n=b_NK.shape[0],
+        k=a_MK.shape[1],
+        types=(a_MK.dtype, b_NK.dtype),
+        scales="row" if scale_a.numel() > 1 or scale_b.numel() > 1 else "tensor",
+        fast=fast,
+        device=a_MK.device.index,
+    )
+    if not _is_large(product):
+        return by_torch()
+    return _by_the_fastest(product, by_torch, partial(cublaslt.fp8_gemm_ranked, *operands, fast=fast), may_time=True)
+
+
+def _torch_mm(a_MK: Tensor, b_KN: Tensor, *, out: Tensor, accumulate: bool) -> Tensor:
+    return out.addmm_(a_MK, b_KN) if accumulate else torch.mm(a_MK, b_KN, out=out)
+
+
+def _is_large(product: Product) -> bool:
+    return 2.0 * product.m * product.n * product.k >= _LEAST_FLOPS
+
+
+# ---- choosing ----
+
+
+def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> Tensor:
+    name = _key(product)
+    way = _chosen.get((product.device, name))
+    if way is None:
+        way = _known(product.device, name)
+        if way is None and may_time and not torch.cuda.is_current_stream_capturing():
+            way = _measured(product, name, by_torch, run)
+        if way is None:
+            return by_torch()
+        _chosen[product.device, name] = way
+    return by_torch() if way == TORCH else run(**_ranked(way))
+
+
+def _key(product: Product) -> str:
+    types = "x".join(str(dtype).removeprefix("torch.") for dtype in product.types)
+    turned = "".join("t" if along else "n" for along in product.along_k)
+    sums = "fast" if product.fast else "fp32"
+    return f"algorithm {product.m}x{product.n}x{product.k} {types} {turned} {product.scales} {sums} {_source_hash()}"
+
+
+@lru_cache(maxsize=1)
+def _source_hash() -> str:
+    return file_hash(Path(cublaslt.__file__))[:8]
+
+
+def _ways(product: Product) -> list[str]:
+    """Algorithms besides torch's, which is the first of those with a workspace."""
+    try:
+        counts = {label: cublaslt.num_algorithms(replace(product, is_static=bool(label))) for label in ("", "static")}
+    except (UnsupportedError, RuntimeError, AttributeError) as error:
+        _log.info("cuBLASLt's algorithms cannot be asked for: %s", error)
+        return []
+    ways = [f"{label}{rank}" for label, count in counts.items() for rank in range(count)]
+    return [way for way in ways if way != "0"]
+
+
+def _ranked(way: str) -> dict[str, int | bool]:
+    return {"rank": int(way.removeprefix("static")), "is_static": way.startswith("static")}
+
+
+def _known(device: int, name: str) -> str | None:
+    """The way that an earlier process found the fastest."""
+    figures = cache_of(f"cuda:{device}").figures(name)
+    return None if figures is None else _best(figures)
+
+
+def _best(figures: dict[str, float]) -> str:
+    best = min(figures, key=lambda way: figures[way])
+    return best if figures[best] < (1.0 - _LEAST_GAIN) * figures[TORCH] else TORCH
+
+
+def _measured(product: Product, name: str, by_torch: Run, run: Callable[..., Tensor]) -> str:
+    """Time all algorithms that are right, those that lead three times; keeps the figures. Any result is left behind."""
+    runs: dict[str, Run] = {TORCH: by_torch}
+    first = by_torch()
+    rows = torch.linspace(0, product.m - 1, min(_CHECKED_ROWS, product.m), device=first.device).long()
+    wanted = first[rows].float()
+    for way in _ways(product):
+        if _is_right(candidate := partial(run, **_ranked(way)), rows, wanted, product):
+            runs[way] = candidate
+    times: dict[str, list[float]] = {way: [] for way in runs}
+    racing = list(runs)
+    for _ in range(_ROUNDS):
+        for way in racing:
+            times[way] += times_us(runs[way], first.device, _BUDGET_S)
+        others = sorted(racing[1:], key=lambda way: statistics.median(times[way]))
+        racing = [TORCH, *others[:_LEADERS]]
+    figures = {way: float(statistics.median(times[way])) for way in racing}
+    cache_of(f"cuda:{product.device}").keep_figures(name, figures)
+    best = _best(figures)
+    _log.info("%s: %s, %.0f us; torch %.0f us", name, best, figures[best], figures[TORCH])
+    return best
+
+
+def _is_right(run: Run, rows: Tensor, wanted: Tensor, product: Product) -> bool:
+    """Whether an algorithm's product is torch's but for rounding. One that cannot run is not."""
+    try:
+        got = run()[rows].float()
+    except (UnsupportedError, RuntimeError) as error:
+        _log.info("an algorithm of cuBLASLt was set aside: %s", error)
+        return False
+    if not bool(wanted.isfinite().all()):
+        return bool((got.isnan() == wanted.isnan()).all())
+    return sqnr_db(wanted, got) >= (_FAST_FLOOR_DB if product.fast else _FLOOR_DB)
