@@ -167,6 +167,8 @@ def _measured(product: Product, name: str, by_torch: Run, run: Callable[..., Ten
     first = by_torch()
     rows = torch.linspace(0, product.m - 1, min(_CHECKED_ROWS, product.m), device=first.device).long()
     wanted = first[rows].float()
+    device = first.device
+    del first  # before another result stands beside it
     for way in _ways(product):
         if _is_right(candidate := partial(run, **_ranked(way)), rows, wanted, product):
             runs[way] = candidate
@@ -174,7 +176,7 @@ def _measured(product: Product, name: str, by_torch: Run, run: Callable[..., Ten
     racing = list(runs)
     for _ in range(_ROUNDS):
         for way in racing:
-            times[way] += times_us(runs[way], first.device, _BUDGET_S)
+            times[way] += times_us(runs[way], device, _BUDGET_S)
         others = sorted(racing[1:], key=lambda way: statistics.median(times[way]))
         racing = [TORCH, *others[:_LEADERS]]
     figures = {way: float(statistics.median(times[way])) for way in racing}
