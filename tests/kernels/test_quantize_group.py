@@ -44,6 +44,7 @@ def test_a_group_has_the_codes_of_its_weights_together(everywhere, rows, columns
 def test_weights_that_are_stored_turned_or_ragged_go_one_by_one(everywhere):
     # Conv1D's [K, N]; rows of wider ones, of one and of all; a number of rows that leaves no whole words of codes.
     wide = torch.randn(32, 64, device=everywhere)
+    wide[0, 50], wide[31, 42] = 1000, 100  # beside the weights, and where only their last row ends
     for weights in (
         [torch.randn(40, 32, device=everywhere).T, torch.randn(40, 16, device=everywhere).T],
         [wide[:, 3:43], torch.randn(16, 40, device=everywhere)],
