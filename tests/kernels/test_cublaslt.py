@@ -12,7 +12,6 @@ from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels import cublaslt
 from deepwell.kernels.cublaslt import Product, fp8_gemm_ranked, num_algorithms
 from deepwell.kernels.gemm import fp8_gemm, fp8_gemm_ref
-from deepwell.kernels.gemm_candidates import built_in
 from deepwell.kernels.proof import codes
 from deepwell.kernels.registry import Problem
 
@@ -43,16 +42,12 @@ def test_operands_under_one_scale_are_of_one_element_and_another_problem() -> No
     assert [t.numel() for t in codes(single)[1::2]] == [1, 1]
 
 
-def test_without_a_gpu_it_says_so_and_nobody_competes() -> None:
+def test_without_a_gpu_it_says_so() -> None:
     given = _given(32, 48, 64, one_scale=True, device="cpu")
     with pytest.raises(UnsupportedError, match="32x48x64 on cpu"):
         fp8_gemm_ranked(*given)
     with pytest.raises(ConfigError, match=r"a_MK is torch\.float32"):
         fp8_gemm_ranked(given[0].float(), *given[1:])
-    problem = Problem(op="fp8_gemm", m=32, n=48, k=64, precision="fp8")
-    ranked = [candidate for candidate in built_in("fp8_gemm") if ":" in candidate.name and candidate.origin == "vendor"]
-    assert len(ranked) == 2 * (2 * cublaslt.MAX_ALGORITHMS - 1)
-    assert all("needs an FP8 GPU" in candidate.why_not(problem) for candidate in ranked)
 
 
 @pytest.mark.gpu

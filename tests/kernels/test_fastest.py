@@ -1,5 +1,7 @@
 """Large products by the fastest algorithm: the right one wins, is kept, and nothing is counted twice."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,11 +50,14 @@ def race(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: race.is_recording)
     monkeypatch.setattr(fastest, "cache_of", lambda device: select.cache_of("cpu"))
 
-    def go(may_time: bool = True) -> str:
+    def go(may_time: bool = True, m: int = PRODUCT.m) -> str:
         """Which way a product takes."""
         log.clear()
         fastest._by_the_fastest(
-            PRODUCT, run_of("torch"), lambda rank, is_static: run_of(_name(rank, is_static))(), may_time=may_time
+            replace(PRODUCT, m=m),
+            run_of("torch"),
+            lambda rank, is_static: run_of(_name(rank, is_static))(),
+            may_time=may_time,
         )
         return log[-1]
 
@@ -89,6 +94,12 @@ def test_other_sources_and_other_products_are_measured_anew(race, monkeypatch):
     monkeypatch.setattr(fastest, "_source_hash", lambda: "other")
     race.us.update({"1": 200.0})
     assert race.go() == "torch" and len(race.log) > 1
+
+
+def test_lengths_that_change_from_batch_to_batch_are_not_timed_for_ever(race):
+    race.us.update({"torch": 100.0, "1": 90.0})
+    for m in range(2048, 2048 + 64, 8):
+        assert race.go(m=m) == ("1" if m < 2048 + 8 * fastest._MOST_LENGTHS else "torch")
 
 
 def test_nothing_is_timed_into_a_sum_or_a_recording_and_the_shape_stays_open(race):

@@ -272,6 +272,8 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "linear_cross_entropy_backward, frozen body": lambda s: _head_grads(s, [False, False], torch.float32),
     "linear_cross_entropy_loss": lambda s: (*_head(s, fp8=False, bias=True), *_how(fp8=False)),
     "linear_cross_entropy_loss, fp8": lambda s: (*_head(s, fp8=True, bias=False), *_how(fp8=True)),
+    "scale_by": lambda s: (s.tokens(s.d), torch.tensor(1 / 3)),
+    "scale_by, turned": lambda s: (s.tokens(s.d).T, torch.tensor([2.0])),
     "embedding_backward": lambda s: (s.tokens(s.d), torch.arange(s.t) * 5 % 3, s.v, -1),
     "embedding_backward, padding": lambda s: (s.tokens(s.d), (torch.arange(2 * s.t) % 4).int()[::2], s.v, 2),
     "group_layout": lambda s: (torch.tensor([3, 3, 4, s.t], dtype=torch.int64), None, s.t),

@@ -335,22 +335,3 @@ def _run(
             torch.cuda.current_stream(out.device).cuda_stream,
         )
     _call("Matmul", status)
-
-
-def why_not(problem: Any, *, fast: bool, rank: int, is_static: bool) -> str:
-    """Why a problem (`registry.Problem`) on a GPU has no algorithm of this rank, "" where it has."""
-    index = torch.device(problem.device).index
-    product = Product(
-        m=problem.bucket.m,
-        n=problem.n,
-        k=problem.k,
-        scales="tensor" if problem.one_scale else "row",
-        fast=fast,
-        is_static=is_static,
-        device=torch.cuda.current_device() if index is None else index,
-    )
-    try:
-        count = num_algorithms(product)
-    except (UnsupportedError, RuntimeError, AttributeError) as error:  # the last: a symbol that it does not have
-        return f"cuBLASLt cannot be asked: {error}"
-    return "" if rank < count else f"cuBLASLt names {count} algorithms here"

@@ -14,6 +14,7 @@ Cost: the first call of a shape some hundred calls, later ones a look into a dic
 
 import logging
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -43,15 +44,19 @@ _LEADERS, _ROUNDS, _BUDGET_S = 4, 3, 0.02
 # Both round the same sums in fp32 to bf16, in another order; short accumulators (`fast`) differ more.
 _FLOOR_DB, _FAST_FLOOR_DB = 45.0, 35.0
 _CHECKED_ROWS = 64
+# Of a weight as many lengths of M are timed; where they differ from batch to batch the others are torch's.
+_MOST_LENGTHS = 4
 
 Run = Callable[[], Tensor]
-# The way that was chosen, by device and product.
-_chosen: dict[tuple[int, str], str] = {}
+# The way that was chosen, by product; and how many lengths of M were timed in this process.
+_chosen: dict[Product, str] = {}
+_lengths: Counter[Product] = Counter()
 
 
 def forget() -> None:
     """Drop what this process remembers, so that the files are read again."""
     _chosen.clear()
+    _lengths.clear()
 
 
 # ---- public wrappers ----
@@ -111,16 +116,26 @@ def _is_large(product: Product) -> bool:
 
 
 def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> Tensor:
-    name = _key(product)
-    way = _chosen.get((product.device, name))
+    way = _chosen.get(product)
     if way is None:
-        way = _known(product.device, name)
+        way = _known(product)
         if way is None and may_time and not torch.cuda.is_current_stream_capturing():
-            way = _measured(product, name, by_torch, run)
+            way = _first_met(product, by_torch, run)
         if way is None:
             return by_torch()
-        _chosen[product.device, name] = way
+        _chosen[product] = way
     return by_torch() if way == TORCH else run(**_ranked(way))
+
+
+def _first_met(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> str:
+    any_length = replace(product, m=0)
+    _lengths[any_length] += 1
+    return _measured(product, by_torch, run) if _lengths[any_length] <= _MOST_LENGTHS else TORCH
+
+
+def way_of(product: Product) -> str:
+    """The algorithm that runs a product: torch's, or its rank and whether it is static."""
+    return _chosen.get(product, TORCH)
 
 
 def _key(product: Product) -> str:
@@ -150,9 +165,9 @@ def _ranked(way: str) -> dict[str, int | bool]:
     return {"rank": int(way.removeprefix("static")), "is_static": way.startswith("static")}
 
 
-def _known(device: int, name: str) -> str | None:
+def _known(product: Product) -> str | None:
     """The way that an earlier process found the fastest."""
-    figures = cache_of(f"cuda:{device}").figures(name)
+    figures = cache_of(f"cuda:{product.device}").figures(_key(product))
     return None if figures is None else _best(figures)
 
 
@@ -161,7 +176,7 @@ def _best(figures: dict[str, float]) -> str:
     return best if figures[best] < (1.0 - _LEAST_GAIN) * figures[TORCH] else TORCH
 
 
-def _measured(product: Product, name: str, by_torch: Run, run: Callable[..., Tensor]) -> str:
+def _measured(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> str:
     """Time all algorithms that are right, those that lead three times; keeps the figures. Any result is left behind."""
     runs: dict[str, Run] = {TORCH: by_torch}
     first = by_torch()
@@ -180,9 +195,9 @@ def _measured(product: Product, name: str, by_torch: Run, run: Callable[..., Ten
         others = sorted(racing[1:], key=lambda way: statistics.median(times[way]))
         racing = [TORCH, *others[:_LEADERS]]
     figures = {way: float(statistics.median(times[way])) for way in racing}
-    cache_of(f"cuda:{product.device}").keep_figures(name, figures)
+    cache_of(f"cuda:{product.device}").keep_figures(_key(product), figures)
     best = _best(figures)
-    _log.info("%s: %s, %.0f us; torch %.0f us", name, best, figures[best], figures[TORCH])
+    _log.info("%s: %s, %.0f us; torch %.0f us", _key(product), best, figures[best], figures[TORCH])
     return best
 
 

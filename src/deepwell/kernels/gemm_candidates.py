@@ -8,7 +8,7 @@ A chain is: quantize both operands, multiply, bias, activation. Weights that man
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepwell.errors import UnsupportedError
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import cublaslt, gemm, gemm_triton, quantize_blocks
+from deepwell.kernels import gemm, gemm_triton, quantize_blocks
 from deepwell.kernels import quantize as quantizers
 from deepwell.kernels._triton import triton
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm, fp8_gemm_ref
@@ -342,13 +342,14 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
     def of(name: str, fn: Callable[..., Any], **how: Any) -> Candidate:
         return Candidate(name=name, op="fp8_gemm", precision="fp8", fn=fn, **{"fingerprint": _sources(gemm), **how})
 
-    vendor = {"origin": "vendor", "trusted": True, "refuses": _needs_fp8_gpu}
+    from deepwell.kernels import cublaslt, fastest  # it keeps what it chose among the choices that begin here
+
+    sources = _sources(gemm, cublaslt, fastest)
+    vendor = {"origin": "vendor", "trusted": True, "refuses": _needs_fp8_gpu, "fingerprint": sources}
     found = [
-        of("cublaslt_fast", partial(fp8_gemm, fast=True), fast=True, **vendor),
-        of("cublaslt", partial(fp8_gemm, fast=False), **vendor),
+        of("cublaslt_fast", partial(fastest.fastest_fp8_gemm, fast=True), fast=True, **vendor),
+        of("cublaslt", partial(fastest.fastest_fp8_gemm, fast=False), **vendor),
     ]
-    for fast in (True, False):
-        found += [of(name, fn, fast=fast, **how) for name, fn, how in _other_algorithms(fast)]
     for config in CONFIGS if _has_triton() else ():
         found.append(
             of(
@@ -373,20 +374,6 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
         )
     found.append(of("fp8_gemm_ref", fp8_gemm_ref, origin="reference", trusted=True))
     return tuple(found)
-
-
-def _other_algorithms(fast: bool) -> Iterator[tuple[str, Callable[..., Tensor], dict[str, Any]]]:
-    """cuBLASLt's algorithms besides the first, which torch takes; and those that need no workspace."""
-    shared = {"origin": "vendor", "trusted": True, "fingerprint": _sources(gemm, cublaslt)}
-    ranks = [(rank, is_static) for is_static in (False, True) for rank in range(cublaslt.MAX_ALGORITHMS)]
-    for rank, is_static in ranks[1:]:
-        how: dict[str, Any] = {"fast": fast, "rank": rank, "is_static": is_static}
-
-        def refuses(problem: Problem, how: dict[str, Any] = how) -> str:
-            return _needs_fp8_gpu(problem) or cublaslt.why_not(problem, **how)
-
-        name = f"cublaslt{'_fast' * fast}:{'static' * is_static}{rank}"
-        yield name, partial(cublaslt.fp8_gemm_ranked, **how), {**shared, "refuses": refuses}
 
 
 def register_library(registry: KernelRegistry, path: str) -> None:

@@ -15,6 +15,7 @@ from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, swiglu
 from deepwell.kernels.embedding import embedding_backward
 from deepwell.kernels.emulated_mm import emulated_mm
+from deepwell.kernels.fastest import fastest_fp8_gemm
 from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.quantize_group import num_partials, partial_maxima, quantize_group
 from deepwell.kernels.round_to import round_to, round_to_bf16
@@ -164,6 +165,8 @@ def _fp8_gemm(
     n, k = b_NK.shape
     more_n, more_k = -n % gemm.ALIGNMENT, -k % gemm.ALIGNMENT
     if not (more_n or more_k):
+        if bias_N is None:
+            return fastest_fp8_gemm(a_MK, scale_a, b_NK, scale_b, fast=fast)
         return gemm.fp8_gemm(a_MK, scale_a, b_NK, scale_b, fast=fast, bias_N=bias_N)
     a, b = _filled(a_MK, 0, more_k), _filled(b_NK, more_n, more_k)
     if scale_b.numel() > 1:
