@@ -69,12 +69,12 @@ class GroupConfig:
 # The first ones serve. A maximum waits for its tile, and programs are few: copies to shared memory run ahead of it.
 # Loads to registers do not: the assembler moves the maxima of the first tile ahead of the loads of the second.
 PARTIALS_CONFIGS = (
+    GroupConfig(rows=1, columns=4096, num_warps=4, stages=6),
     GroupConfig(rows=1, columns=8192, num_warps=8, stages=4),
     GroupConfig(rows=1, columns=8192, num_warps=8, stages=5),
     GroupConfig(rows=1, columns=8192, num_warps=8, stages=3),
     GroupConfig(rows=1, columns=8192, num_warps=16, stages=4),
     GroupConfig(rows=1, columns=8192, num_warps=4, stages=4),
-    GroupConfig(rows=1, columns=4096, num_warps=4, stages=6),
     GroupConfig(rows=1, columns=8192, num_warps=8),
 )
 # Along K a tile is rows of 1 KiB; turned it goes through shared memory in words of four codes.
