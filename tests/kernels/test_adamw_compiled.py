@@ -69,16 +69,17 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(case, arch, monkeypatch)
     is_exact = case.param == FP32 or case.has_master
     has_fp8 = case.moment == FP8
     # Exact roots of FP8 moments are a Newton step (two fused operations), one for each element and the block's largest;
-    # inverses of the two scales are another. The moments are three fused operations, a step that is not exact two.
+    # inverses of the two scales are another. The moments are three fused operations, a step that is not exact two, and
+    # its size is inverted once (two more).
     assert made.count(r"sqrt\.rn\.f32") == (8 if is_exact and not has_fp8 else 0)
     assert made.count(r"sqrt\.approx\.ftz\.f32 ") - made.count(r"rsqrt\.approx\.ftz") == 8 * (
         not is_exact and not has_fp8
     )
     assert made.count(r"rsqrt\.approx\.ftz") == 9 * has_fp8
     fused = made.count(r"fma\.rn\.f32") + made.count(r"fma\.rn\.f32x2")  # Blackwell has some in pairs
-    assert fused == (18 + 4 + 24) * has_fp8 + 16 * (not is_exact)
+    assert fused == (18 + 4 + 24) * has_fp8 + (16 + 2) * (not is_exact)
     assert made.count(r"div\.rn\.f32") == 8 * is_exact and made.count(r"div\.(approx|full)") == 0
-    assert made.count(r"rcp\.approx\.ftz") == 8 * (not is_exact) + 2 * has_fp8
+    assert made.count(r"rcp\.approx\.ftz") == 9 * (not is_exact) + 2 * has_fp8
     if case.moment != FP32:
         # Random bits are made where they are used and scales stored from where they are: no shared memory.
         assert made.shared_bytes == 0
@@ -175,13 +176,15 @@ FORMAT_OF = {"mx": "mxfp8", "square": "fp8_e4m3_128x128_pow2", "tensor": "fp8_e4
 
 @pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_default_configs_of_words_keep_sixteen_warps_without_spills(scaling, moment, monkeypatch):
+def test_default_configs_of_words_keep_sixteen_warps_and_spill_next_to_nothing(scaling, moment, monkeypatch):
     monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
     config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8)[0]
     made = _words(Case(moment=moment), scaling, config)
     assert made.registers <= 128
-    # bf16 moments and square blocks: the maximum over warps begins with a word of the stack that no lane counts.
-    assert made.spill_bytes <= (4 if moment == BF16 and scaling == "square" else 0)
+    # Bytes stored and loaded. Two rows of FP8 moments at once take the last registers: the address of what the copies
+    # need waits on the stack, 2 stores and 2 loads of 2000 instructions; two parts have more to wait.
+    allowed = {("mx", FP8): 16, ("tensor", FP8): 16, ("square", BF16): 24, ("square", FP8): 96}
+    assert made.spill_bytes <= allowed.get((scaling, moment), 0)
     # A second pass is another kernel: it collects first.
     if scaling == "tensor":
         config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8, is_delayed=False)[0]
@@ -191,10 +194,26 @@ def test_default_configs_of_words_keep_sixteen_warps_without_spills(scaling, mom
 @pytest.mark.parametrize("config", word_configs_for(get_format("mxfp8"), has_fp8_moments=False), ids=str)
 def test_a_scale_of_a_column_is_stored_by_one_thread(config):
     # Each store of a column's scales takes a sector for every column. A thread has one byte to store, not eight of
-    # which seven others store the same; a row's scales share a sector, and are stored from where they are.
+    # which seven others store the same; a row's scales share a sector, and are stored from where they are, that of one
+    # of its four rows by each of four threads.
     made = _words(Case(), "mx", config)
     rows = made.count(r"@p st\.global\.b8")
-    assert rows == 4 and made.count(r"st\.global\.b8") - rows == 1
+    assert rows == 1 and made.count(r"st\.global\.b8") - rows == 1
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scales_of_two_rows_of_fp8_moments_are_worked_out_together(scaling, monkeypatch):
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=True)[0]
+    made = _words(Case(moment=FP8), scaling, config)
+    pairs = 4 if scaling == "square" else 2
+    # One root and one inverse a pair besides those of the elements; the step's size is inverted once a part.
+    assert made.count(r"rsqrt\.approx\.ftz") == pairs * (16 + 1)
+    assert made.count(r"rcp\.approx\.ftz") == pairs * (16 + 1) + pairs // 2
+    # Five exchanges until a thread has one maximum of four, four to hand out what follows from it: by threads that
+    # differ in bits 3 and 2 of their number, and within the sixteen of a row.
+    assert made.count(r"shfl\.sync\.idx\.b32 .*, 0x101F, ") == 4 * pairs
+    assert made.count(r"shfl\.sync\.bfly\.b32 .*, 8, 0x1F, ") == 2 * pairs
 
 
 def test_collecting_an_amax_does_not_wait_for_the_stores():

@@ -5,7 +5,7 @@
 
 Parameters are fp32 or bf16 (optionally with an fp32 master copy), moments fp32, bf16 or FP8. What is stored in bf16 or
 FP8 is rounded at random where the caller asks for it: an update below half a step is then right on average instead of
-lost (bf16 keeps 8 bits: with b2 = 0.999 a second moment changes by a quarter of a step and never moves to nearest).
+lost (bf16 drops 8 bits: with b2 = 0.999 a second moment changes by a quarter of a step and never moves to nearest).
 
 FP8 moments are E4M3 with an fp32 scale (amax / 448) per block of 128 elements in memory order, m and sqrt(v).
   * The root, because E4M3 spans 2^18 within a block and v spans the square of what g does; of the root the same codes
@@ -58,11 +58,14 @@ from deepwell.kernels.adamw_moments import (
     encode_ref,
     magnitude_max,
     root_exact,
+    root_of,
     scale_of,
+    scales_of_pair,
+    store_codes,
     widen,
 )
 from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
-from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref
+from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref, random_words
 
 BLOCK = adamw_moments.BLOCK
 # The stream of random bits. The moments take the bits of two neighbours of the parameter: one draw for all three.
@@ -176,30 +179,45 @@ def configs_for_moments(moment: torch.dtype) -> tuple[Config, ...]:
 # Root and inverse for what is stored in 8 bits of mantissa: the GPU's own, without the cases of subnormal numbers.
 _ROOT = tl.constexpr("sqrt.approx.ftz.f32 $0, $1;")
 _INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
-# Two numbers as bf16: noise is added below the upper half unless nothing may be; then the halves are put together.
-_ROUND = tl.constexpr(
-    """{ .reg .f32 u, v; .reg .b32 a, b, n; .reg .pred p, q;
-    abs.f32 u, $1;
-    abs.f32 v, $2;
-    setp.lt.f32 p, u, 0f7F7F0000;
-    setp.lt.f32 q, v, 0f7F7F0000;
+# Newton's step for it: correctly rounded within 2^-126 .. 2^126.
+_EXACT_INVERSE = tl.constexpr(
+    """{ .reg .f32 y, e;
+    rcp.approx.ftz.f32 y, $1;
+    neg.f32 e, $1;
+    fma.rn.f32 e, e, y, 0f3F800000;
+    fma.rn.f32 $0, y, e, y; }"""
+)
+# Two numbers as bf16: the half of a word is added below the upper half unless nothing may be (a dot product of halves
+# and bytes, one of which is 1, takes it out and adds it at once); then the upper halves are put together.
+_ROUND_TEXT = """{ .reg .b32 a, b, cut, least, may;
     mov.b32 a, $1;
     mov.b32 b, $2;
-    selp.b32 n, $4, 0, q;
-    @p add.u32 a, a, $3;
-    add.u32 b, b, n;
-    prmt.b32 $0, a, b, 0x7632; }"""
-)
+    prmt.b32 cut, a, b, 0x7632;
+    abs.bf16x2 may, cut;
+    mov.b32 least, 0x7F7F7F7F;
+    set.lt.u32.bf16x2 may, may, least;
+    dp2a.lo.u32.u32 a, $3, EVEN, a;
+    dp2a.lo.u32.u32 b, $4, ODD, b;
+    prmt.b32 a, a, b, 0x7632;
+    lop3.b32 $0, a, cut, may, 0xE4; }"""
+_ROUND = tl.constexpr(_ROUND_TEXT.replace("EVEN", "0x1").replace("ODD", "0x100"))
+_ROUND_SWAPPED = tl.constexpr(_ROUND_TEXT.replace("EVEN", "0x100").replace("ODD", "0x1"))
 
 
 @triton.jit
 def _minus_step(p, m, root, step_size, correction, eps, EXACT: tl.constexpr, ASM: tl.constexpr):
     """p - m / (root * correction + eps) * step_size; where not EXACT with the GPU's inverse and rounded less often."""
     if ASM and not EXACT:
+        # The step is a part of the denominator: its two scalars are divided by it, and not every m multiplied with it.
+        # No step is a denominator of inf.
+        is_none = tl.abs(step_size) < 7.888609052210118e-31
+        per_step = tl.where(is_none, 1.0, -step_size)
+        per_step = tl.inline_asm_elementwise(_EXACT_INVERSE, "=f,f", [per_step], dtype=tl.float32, is_pure=True, pack=1)
+        correction = tl.where(is_none, float("inf"), correction * per_step)
+        eps = tl.where(is_none, float("inf"), eps * per_step)
         denominator = tl.fma(root, tl.full(root.shape, correction, tl.float32), tl.full(root.shape, eps, tl.float32))
         inverse = tl.inline_asm_elementwise(_INVERSE, "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1)
-        # (Of a tensor a minus is an instruction, of a scalar none.)
-        p = tl.fma(m * -step_size, inverse, p)
+        p = tl.fma(m, inverse, p)
     else:
         p = p - tl.div_rn(m, root * correction + eps) * step_size
     return p
@@ -215,14 +233,16 @@ def _root(v, EXACT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def round_bf16_at_random(x, noise, ASM: tl.constexpr):
+def round_bf16_at_random(x, noise, IS_SWAPPED: tl.constexpr, ASM: tl.constexpr):
     """fp32 x as bf16, up with the probability of its distance; 16 random bits an element. Inf and NaN stay.
 
+    In PTX `noise` are words: even elements take the lower half, or the upper one where it IS_SWAPPED.
     What is beyond bf16's largest number is cut instead: to that number, or it is inf or NaN (quiet, as arithmetic
     leaves it: the bit that says so is in the upper half).
     """
     if ASM:
-        return tl.inline_asm_elementwise(_ROUND, "=r,f,f,r,r", [x, noise], dtype=tl.bfloat16, is_pure=True, pack=2)
+        text: tl.constexpr = _ROUND_SWAPPED if IS_SWAPPED else _ROUND
+        return tl.inline_asm_elementwise(text, "=r,f,f,r,r", [x, noise], dtype=tl.bfloat16, is_pure=True, pack=2)
     bits = x.to(tl.int32, bitcast=True)
     upper = (bits + tl.where(tl.abs(x) < 3.3895313892515355e38, noise, 0)) >> 16
     return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -233,14 +253,23 @@ def noise_of(e, calls, random, EACH: tl.constexpr, IS_RAISED: tl.constexpr, ASM:
     """Random bits of a tile and of its elements' two neighbours; `random` is (seed, tensor, step).
 
     `calls` are the draws of eight elements that the tile's rows begin at and follow; EACH where they begin elsewhere:
-    then they are the parameter's element that offset 0 stands for.
+    then they are the parameter's element that offset 0 stands for. In PTX what is not raised are words, as
+    `round_bf16_at_random` takes them.
     """
     seed, index, step = random
     # Not an early return: Triton would compile what follows it all the same.
     if EACH:
-        bits = random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
+        own, one, two = random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
+        if ASM:
+            # Either half will do.
+            own = own * 0x10001
+            if not IS_RAISED:
+                one, two = one * 0x10001, two * 0x10001
+        bits = own, one, two
+    elif ASM:
+        bits = random_words(calls, seed, index, step, 0, IS_RAISED)
     else:
-        bits = random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
+        bits = random_bits(calls, seed, index, step, 0, IS_RAISED, False)
     return bits
 
 
@@ -289,16 +318,21 @@ def hyper_of(hyper_ptr):
 
 
 @triton.jit
-def load_tile(pointers, e, is_live, block, is_live_block, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr):
-    """Parameter, gradient and moments of the elements `e` (offsets from the slot's addresses), as they are stored."""
+def load_tile(
+    pointers, e, is_live, block, is_live_block, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr, POLICY: tl.constexpr
+):
+    """Parameter, gradient and moments of the elements `e` (offsets from the slot's addresses), as they are stored.
+
+    A POLICY for the cache ("evict_first", or "" for none) takes five instructions of each two loads.
+    """
     p_ptr, g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
-    g = tl.load(g_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
+    g = tl.load(g_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
     if HAS_MASTER:
-        p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
+        p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
     else:
-        p = tl.load(p_ptr + e, mask=is_live, other=0.0, eviction_policy="evict_first")
-    m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
-    v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy="evict_first")
+        p = tl.load(p_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
+    m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy=POLICY)
+    v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy=POLICY)
     m_scale, v_scale = 1.0, 1.0
     if HAS_FP8:
         m_scale = tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)
@@ -355,13 +389,13 @@ def update_tile(
         # by a thousandth, less than half a step of bf16, and would stand still.
         tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
         if RANDOM_MOMENT:
-            tl.store(v_ptr + e, round_bf16_at_random(v, v_noise, ASM), mask=is_live)
+            tl.store(v_ptr + e, round_bf16_at_random(v, v_noise, True, ASM), mask=is_live)
         else:
             tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
     if HAS_MASTER:
         tl.store(master_ptr + e, p, mask=is_live)
     if RANDOM_PARAM:
-        stored = round_bf16_at_random(p, p_noise, ASM)
+        stored = round_bf16_at_random(p, p_noise, False, ASM)
     else:
         stored = p.to(PARAM)
     tl.store(p_ptr + e, stored, mask=is_live)
@@ -369,12 +403,77 @@ def update_tile(
         # What was masked is 0 still (its root the smallest), so nothing beyond the end raises a block's scale.
         block = tl.reshape(block, (m.shape[0],))
         is_live_block = tl.reshape(is_live_block, (m.shape[0],))
-        scale, encode, keep = scale_of(magnitude_max(m), ASM)
-        tl.store(m_ptr + e, encode_e4m3(m, encode, keep, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
+        scale, encode, drop = scale_of(magnitude_max(m), ASM)
+        encode, drop = encode[:, None, None], drop[:, None, None]
+        tl.store(m_ptr + e, encode_e4m3(m, encode, drop, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
         store_alike(m_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
-        scale, encode, keep = scale_of(root_max, ASM)
-        tl.store(v_ptr + e, encode_e4m3(root, encode, keep, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
+        scale, encode, drop = scale_of(root_max, ASM)
+        encode, drop = encode[:, None, None], drop[:, None, None]
+        tl.store(v_ptr + e, encode_e4m3(root, encode, drop, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
         store_alike(v_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
+    return stored
+
+
+@triton.jit
+def _advance_fp8(loaded, e, calls, hyper, random, EXACT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
+    """The new parameter in fp32, first moment and second with its root, and random bits of them, of one row's tile."""
+    decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
+    p, g, m, v, m_scale, v_scale = loaded
+    m, v = blend_e4m3(m, v, m_scale, v_scale, widen(g, ASM), weight1, beta2, weight2, factor, ASM)
+    root = root_of(v, ASM)
+    p = _minus_step(widen(p, ASM) * decay, m, root, step_size, correction, eps, EXACT, ASM)
+    noise = 0, 0, 0
+    if HAS_NOISE:
+        noise = noise_of(e, calls, random, False, True, ASM)
+    return p, m, v, root, noise
+
+
+@triton.jit
+def update_pair_fp8(
+    loaded,
+    pointers,
+    places,
+    calls,
+    hyper,
+    random,
+    PARAM: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+):
+    """`update_tile` of two tiles (rows, 1, 128) with FP8 moments, whose blocks' scales are worked out together.
+
+    `places` are offsets, which elements are live, blocks, and which of those; for PTX alone, eight columns a thread.
+    """
+    p_ptr, _, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
+    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
+    HAS_NOISE: tl.constexpr = RANDOM_MOMENT or RANDOM_PARAM
+    p0, m0, v0, root0, noise0 = _advance_fp8(loaded[0], places[0][0], calls[0], hyper, random, EXACT, HAS_NOISE, True)
+    p1, m1, v1, root1, noise1 = _advance_fp8(loaded[1], places[1][0], calls[1], hyper, random, EXACT, HAS_NOISE, True)
+    stored0 = _store_new(p0, noise0[0], p_ptr, master_ptr, places[0], PARAM, HAS_MASTER, RANDOM_PARAM)
+    stored1 = _store_new(p1, noise1[0], p_ptr, master_ptr, places[1], PARAM, HAS_MASTER, RANDOM_PARAM)
+    scale, is_second, is_v, encodes, drops = scales_of_pair(m0, v0, m1, v1)
+    store_codes(m_ptr, m0, v_ptr, root0, encodes, drops, 0, noise0, places[0], RANDOM_MOMENT)
+    store_codes(m_ptr, m1, v_ptr, root1, encodes, drops, 2, noise1, places[1], RANDOM_MOMENT)
+    # A thread has one of the four scales, which it stores: that of the row and the moment it was left with.
+    G: tl.constexpr = m0.shape[0]
+    block = tl.where(is_second, tl.reshape(places[1][2], (G, 1)), tl.reshape(places[0][2], (G, 1)))
+    is_live = tl.broadcast_to(tl.reshape(places[0][3], (G, 1)), (G, 16))
+    store_alike(tl.where(is_v, v_scale_ptr, m_scale_ptr) + block, scale, is_live, tl.float32, True)
+    return stored0, stored1
+
+
+@triton.jit
+def _store_new(
+    p, noise, p_ptr, master_ptr, place, PARAM: tl.constexpr, HAS_MASTER: tl.constexpr, IS_RANDOM: tl.constexpr
+):
+    if HAS_MASTER:
+        tl.store(master_ptr + place[0], p, mask=place[1])
+    if IS_RANDOM:
+        stored = round_bf16_at_random(p, noise, False, True)
+    else:
+        stored = p.to(PARAM)
+    tl.store(p_ptr + place[0], stored, mask=place[1])
     return stored
 
 
@@ -422,7 +521,7 @@ def _adamw_kernel(
                 left = tl.multiple_of(left, 16)
             calls = first // 8 + call
             at = (pointers_from(pointers, first, first // 128), e, e < left, r, r * 128 < left)
-            loaded = load_tile(*at, MOMENT == tl.uint8, HAS_MASTER)
+            loaded = load_tile(*at, MOMENT == tl.uint8, HAS_MASTER, "" if MOMENT == tl.uint8 else "evict_first")
             if MOMENT == tl.uint8:
                 # No load may sink below it: the assembler put a third of them amid the arithmetic, where each waits.
                 tl.debug_barrier()

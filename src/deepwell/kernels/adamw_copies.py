@@ -353,7 +353,7 @@ def _copies_kernel(
                         calls = (start + r * C + c0) // 8 + tl.arange(0, 16)[None, None, :]
                     at = (pointers, e, is_live, (r * C + c0) // 128, r < R)
                     x = update_tile(
-                        load_tile(*at, MOMENT == tl.uint8, HAS_MASTER),
+                        load_tile(*at, MOMENT == tl.uint8, HAS_MASTER, "evict_first"),
                         *at,
                         calls,
                         hyper,

@@ -112,8 +112,58 @@ _INVERSE = tl.constexpr(
     fma.rn.f32 y, y, e, y;
     mul.rz.f32 $0, y, 0f03800000; }"""
 )
+# Four blocks of 16 threads each at once: of two rows the largest magnitude of m and the largest v. A thread gives half
+# of what it has away and drops the larger ones of the rest, twice, so that four threads each are left with one of the
+# four blocks (row by bit 3, moment by bit 2 of the thread's number); then these four agree on its maximum, work out
+# scale and multiplier (negative where the block is not finite), and the multipliers go round.
+_PAIR = tl.constexpr(
+    """{ .reg .b32 a, b, c, d; .reg .pred row, second, f; .reg .f32 x, y, s, e;
+    and.b32 a, $9, 8;
+    setp.ne.u32 row, a, 0;
+    and.b32 a, $9, 4;
+    setp.ne.u32 second, a, 0;
+    selp.b32 a, $7, $5, row;
+    selp.b32 b, $8, $6, row;
+    selp.b32 c, $5, $7, row;
+    selp.b32 d, $6, $8, row;
+    shfl.sync.bfly.b32 c, c, 8, 0x1F, 0xFFFFFFFF;
+    shfl.sync.bfly.b32 d, d, 8, 0x1F, 0xFFFFFFFF;
+    max.u32 a, a, c;
+    max.u32 b, b, d;
+    selp.b32 c, a, b, second;
+    selp.b32 a, b, a, second;
+    shfl.sync.bfly.b32 c, c, 4, 0x1F, 0xFFFFFFFF;
+    max.u32 a, a, c;
+    shfl.sync.bfly.b32 c, a, 2, 0x1F, 0xFFFFFFFF;
+    max.u32 a, a, c;
+    shfl.sync.bfly.b32 c, a, 1, 0x1F, 0xFFFFFFFF;
+    max.u32 a, a, c;
+    mov.b32 x, a;
+    rsqrt.approx.ftz.f32 y, x;
+    mul.rn.f32 s, x, y;
+    mul.rn.f32 y, y, 0f3F000000;
+    neg.f32 e, s;
+    fma.rn.f32 e, e, s, x;
+    fma.rn.f32 y, e, y, s;
+    selp.f32 x, y, x, second;
+    setp.le.f32 f, x, 0f4E800000;
+    mul.rn.f32 s, x, 0f3B124925;
+    max.f32 s, s, 0f00800000;
+    rcp.approx.ftz.f32 y, s;
+    neg.f32 e, s;
+    fma.rn.f32 e, e, y, 0f3F800000;
+    fma.rn.f32 y, y, e, y;
+    mul.rz.f32 y, y, 0f03800000;
+    selp.f32 $4, s, 0f7FFFFFFF, f;
+    selp.f32 y, y, 0fBF800000, f;
+    mov.b32 a, y;
+    shfl.sync.idx.b32 $0, a, 0, 0x101F, 0xFFFFFFFF;
+    shfl.sync.idx.b32 $1, a, 4, 0x101F, 0xFFFFFFFF;
+    shfl.sync.idx.b32 $2, a, 8, 0x101F, 0xFFFFFFFF;
+    shfl.sync.idx.b32 $3, a, 12, 0x101F, 0xFFFFFFFF; }"""
+)
 # Four codes: bits of |x| * 2^-120 / scale moved to the top, what rounds added, the sign in its place; a block that is
-# not finite keeps nothing.
+# not finite drops all.
 _ENCODE = tl.constexpr(
     """{ .reg .b32 a, b, c, d;
     shl.b32 a, $1, 4;
@@ -131,9 +181,9 @@ _ENCODE = tl.constexpr(
     prmt.b32 a, a, b, 0x0073;
     prmt.b32 c, c, d, 0x0073;
     prmt.b32 a, a, c, 0x5410;
-    and.b32 $0, a, $13; }"""
+    lop3.b32 $0, a, $13, 0, 0x30; }"""
 )
-# The same of roots: no sign, and no code is zero.
+# The same of roots: no sign, and no code is zero (127 more than any other passes 127).
 _ENCODE_ROOT = tl.constexpr(
     """{ .reg .b32 a, b, c, d;
     shl.b32 a, $1, 4;
@@ -144,14 +194,14 @@ _ENCODE_ROOT = tl.constexpr(
     add.u32 b, b, $6;
     add.u32 c, c, $7;
     add.u32 d, d, $8;
-    max.u32 a, a, 0x01000000;
-    max.u32 b, b, 0x01000000;
-    max.u32 c, c, 0x01000000;
-    max.u32 d, d, 0x01000000;
     prmt.b32 a, a, b, 0x0073;
     prmt.b32 c, c, d, 0x0073;
     prmt.b32 a, a, c, 0x5410;
-    and.b32 $0, a, $9; }"""
+    add.u32 b, a, 0x7F7F7F7F;
+    lop3.b32 b, b, 0x80808080, 0, 0x0C;
+    shr.u32 b, b, 7;
+    add.u32 a, a, b;
+    lop3.b32 $0, a, $9, 0, 0x30; }"""
 )
 
 
@@ -225,7 +275,8 @@ def magnitude_max(x):
 
 
 @triton.jit
-def _root(v, ASM: tl.constexpr):
+def root_of(v, ASM: tl.constexpr):
+    """Correctly rounded roots."""
     if ASM:
         return tl.inline_asm_elementwise(_ROOT, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
     return tl.where(v < float("inf"), tl.sqrt_rn(v), float("nan"))
@@ -235,13 +286,13 @@ def _root(v, ASM: tl.constexpr):
 def root_exact(v, ASM: tl.constexpr):
     """Correctly rounded roots, and the largest of each row."""
     amax = _block_max(v.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
-    return _root(v, ASM), _root(amax, ASM)
+    return root_of(v, ASM), root_of(amax, ASM)
 
 
 @triton.jit
 def scale_of(amax, ASM: tl.constexpr):
     """The scale of each row (NaN where it is not finite), what its magnitudes are multiplied with, 2^-120 / scale, and
-    a mask for its codes, of all bits or none."""
+    a mask of what its codes drop, of no bits or all."""
     scale = tl.maximum(amax * 0.002232142857142857, 1.1754943508222875e-38)
     if ASM:
         encode = tl.inline_asm_elementwise(_INVERSE, "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
@@ -250,27 +301,26 @@ def scale_of(amax, ASM: tl.constexpr):
         cut = tl.floor(inverse * 7.1362384635298e44).to(tl.int32).to(tl.float32, bitcast=True)
         encode = tl.where(inverse < 1.1754943508222875e-38, cut, inverse.to(tl.float32))
     is_finite = amax <= 1073741824.0
-    return tl.where(is_finite, scale, float("nan")), encode, tl.where(is_finite, -1, 0)
+    return tl.where(is_finite, scale, float("nan")), encode, tl.where(is_finite, 0, -1)
 
 
 @triton.jit
-def encode_e4m3(x, encode, keep, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
-    """uint8 E4M3 codes of a tile whose rows have these multipliers and masks; `noise` is (16 bits << 8) | 0x80.
+def encode_e4m3(x, encode, drop, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
+    """uint8 E4M3 codes of a tile with the multipliers and masks of its blocks; `noise` is (16 bits << 8) | 0x80.
 
     See `encode_ref`.
     """
     bits = x.to(tl.int32, bitcast=True)
-    top = (tl.abs(x) * encode[:, None, None]).to(tl.int32, bitcast=True)
+    top = (tl.abs(x) * encode).to(tl.int32, bitcast=True)
     # A block with inf or NaN says so by its scale; its codes are zero.
-    keep = keep[:, None, None]
     if ASM:
         added = noise if HAS_NOISE else tl.full(x.shape, 0x800000, tl.int32)
-        keep = tl.broadcast_to(keep, x.shape)
+        drop = tl.broadcast_to(drop, x.shape)
         if IS_ROOT:
             code = tl.inline_asm_elementwise(
                 _ENCODE_ROOT,
                 "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [top, added, keep],
+                [top, added, drop],
                 dtype=tl.uint8,
                 is_pure=True,
                 pack=4,
@@ -279,7 +329,7 @@ def encode_e4m3(x, encode, keep, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.con
             code = tl.inline_asm_elementwise(
                 _ENCODE,
                 "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [top, bits, added, keep],
+                [top, bits, added, drop],
                 dtype=tl.uint8,
                 is_pure=True,
                 pack=4,
@@ -289,4 +339,54 @@ def encode_e4m3(x, encode, keep, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.con
     code = (((top << 4) + (noise if HAS_NOISE else 0x800000)) >> 24) & 0x7F
     if IS_ROOT:
         code = tl.maximum(code, 1)
-    return ((code | ((bits >> 24) & 0x80)) & keep).to(tl.uint8)
+    return ((code | ((bits >> 24) & 0x80)) & ~drop).to(tl.uint8)
+
+
+@triton.jit
+def _eights(x):
+    """A tile (rows, 1, 128) by the thread that has it, (rows, 16, 8)."""
+    return tl.reshape(x, (x.shape[0], 16, 8))
+
+
+@triton.jit
+def scales_of_pair(m0, v0, m1, v1):
+    """Scales of the blocks of two tiles (rows, 1, 128), for PTX: `scale_of` of both moments of both.
+
+    Returns of the sixteen threads of a row the scale that each has, (rows, 16), whether it is the second tile's and
+    whether it is that of v; and the multipliers and masks of all four (of m, root, m, root), (rows, 16) each.
+    """
+    i = tl.broadcast_to(tl.arange(0, 16)[None, :], (m0.shape[0], 16))
+    amax_m0 = tl.reduce(tl.abs(_eights(m0)), 2, _larger).to(tl.int32, bitcast=True)
+    amax_m1 = tl.reduce(tl.abs(_eights(m1)), 2, _larger).to(tl.int32, bitcast=True)
+    amax_v0 = tl.max(_eights(v0.to(tl.uint32, bitcast=True)), axis=2).to(tl.int32, bitcast=True)
+    amax_v1 = tl.max(_eights(v1.to(tl.uint32, bitcast=True)), axis=2).to(tl.int32, bitcast=True)
+    a, b, c, d, scale = tl.inline_asm_elementwise(
+        _PAIR,
+        "=r,=r,=r,=r,=f,r,r,r,r,r",
+        [amax_m0, amax_v0, amax_m1, amax_v1, i],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.float32),
+        is_pure=False,
+        pack=1,
+    )
+    encodes = (
+        a.to(tl.float32, bitcast=True),
+        b.to(tl.float32, bitcast=True),
+        c.to(tl.float32, bitcast=True),
+        d.to(tl.float32, bitcast=True),
+    )
+    return scale, (i & 8) != 0, (i & 4) != 0, encodes, (a >> 31, b >> 31, c >> 31, d >> 31)
+
+
+@triton.jit
+def _to_all(x, like):
+    """What the sixteen threads of a row have, for the eight elements of each."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (x.shape[0], 16, 8)), like.shape)
+
+
+@triton.jit
+def store_codes(m_ptr, m, v_ptr, root, encodes, drops, FIRST: tl.constexpr, noise, place, HAS_NOISE: tl.constexpr):
+    """Store the codes of both moments of a tile; its multipliers and masks of m and v are those from FIRST on."""
+    encode, drop = _to_all(encodes[FIRST], m), _to_all(drops[FIRST], m)
+    tl.store(m_ptr + place[0], encode_e4m3(m, encode, drop, noise[2], False, HAS_NOISE, True), mask=place[1])
+    encode, drop = _to_all(encodes[FIRST + 1], m), _to_all(drops[FIRST + 1], m)
+    tl.store(v_ptr + place[0], encode_e4m3(root, encode, drop, noise[1], True, HAS_NOISE, True), mask=place[1])

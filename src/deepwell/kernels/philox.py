@@ -131,6 +131,29 @@ def random_bits(call, seed, tensor, step, STREAM: tl.constexpr, IS_RAISED: tl.co
 
 
 @triton.jit
+def random_words(call, seed, tensor, step, STREAM: tl.constexpr, IS_RAISED: tl.constexpr):
+    """As `random_bits` for a GPU, but what is not raised comes as whole words, both elements of a word alike.
+
+    An even element's own bits are the lower half of its word, those of e ^ 1 the upper one of the same, and those of
+    e ^ 2 the lower one of theirs: what adds them can take a half out by itself.
+    """
+    r0, r1, r2, r3 = _words(call, seed, tensor, step, STREAM)
+    own = _whole(r0, r1, r2, r3)
+    if IS_RAISED:
+        _, first = _in_order(r0, r1, r2, r3, True, True)
+        second, _ = _in_order(r1, r0, r3, r2, True, True)
+    else:
+        first, second = own, _whole(r1, r0, r3, r2)
+    return own, first, second
+
+
+@triton.jit
+def _whole(r0, r1, r2, r3):
+    words = tl.join(tl.join(r0, r2), tl.join(r1, r3)).to(tl.int32, bitcast=True)
+    return tl.reshape(tl.join(words, words), (r0.shape[0], r0.shape[1], r0.shape[2] * 8))
+
+
+@triton.jit
 def random_bits_each(element, seed, tensor, step, STREAM: tl.constexpr, IS_RAISED: tl.constexpr):
     """As `random_bits`, each element by a call of its own: eight times the work, for rows that begin anywhere."""
     r0, r1, r2, r3 = _words(element // 8, seed, tensor, step, STREAM)
