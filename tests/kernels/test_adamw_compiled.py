@@ -216,6 +216,19 @@ def test_scales_of_two_rows_of_fp8_moments_are_worked_out_together(scaling, monk
     assert made.count(r"shfl\.sync\.bfly\.b32 .*, 8, 0x1F, ") == 2 * pairs
 
 
+@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_words_of_random_bits_serve_only_threads_that_have_both_their_elements(is_aligned, moment):
+    # Elements that are loaded one by one lie in a thread 32 apart: the first of two in registers is not the even one.
+    # There each takes its own bits from either half of a word of them.
+    config = configs_for_moments(moment)[0]
+    tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
+    constants = {**_constants(Case(moment=moment)), **tile, "ALIGNED": is_aligned}
+    made = aot.compile_kernel(adamw._adamw_kernel, {**POINTERS, **constants}, arch=90, num_warps=config.num_warps)
+    assert made.count(r"dp2a\.lo") > 0
+    assert (made.count(r"65537") > 0) == (not is_aligned)
+
+
 def test_collecting_an_amax_does_not_wait_for_the_stores():
     made = _words(Case(), "tensor", WORD_CONFIGS[0])
     assert made.count(r"atom\.global\S*relaxed\S*max") == 1 and made.count(r"fence|membar|acq_rel") == 0

@@ -253,27 +253,29 @@ def round_bf16_at_random(x, noise, IS_SWAPPED: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def noise_of(e, calls, random, EACH: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
+def noise_of(e, calls, random, DRAWS: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
     """Random bits of a tile and of its elements' two neighbours; `random` is (seed, tensor, step).
 
-    `calls` are the draws of eight elements that the tile's rows begin at and follow; EACH where they begin elsewhere:
-    then they are the parameter's element that offset 0 stands for. In PTX what is not raised are words, as
-    `round_bf16_at_random` takes them.
+    `calls` are the draws of eight elements that the tile's rows begin at and follow. DRAWS: "each" where they begin
+    elsewhere, then `calls` are the parameter's element that offset 0 stands for; "pairs" where a thread has an even
+    element and the next one side by side, as where it loads whole words; else "rows". In PTX what is not raised are
+    words, as `round_bf16_at_random` takes them.
     """
     seed, index, step = random
     # Not an early return: Triton would compile what follows it all the same.
-    if EACH:
-        own, one, two = random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
+    if ASM and DRAWS == "pairs":
+        bits = random_words(calls, seed, index, step, 0, IS_RAISED)
+    else:
+        if DRAWS == "each":
+            own, one, two = random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
+        else:
+            own, one, two = random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
         if ASM:
-            # Either half will do.
+            # Either half of the word will do.
             own = own * 0x10001
             if not IS_RAISED:
                 one, two = one * 0x10001, two * 0x10001
         bits = own, one, two
-    elif ASM:
-        bits = random_words(calls, seed, index, step, 0, IS_RAISED)
-    else:
-        bits = random_bits(calls, seed, index, step, 0, IS_RAISED, False)
     return bits
 
 
@@ -360,7 +362,7 @@ def update_tile(
     HAS_MASTER: tl.constexpr,
     RANDOM_PARAM: tl.constexpr,
     RANDOM_MOMENT: tl.constexpr,
-    EACH: tl.constexpr,
+    DRAWS: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Update the (rows, pieces, columns) elements `e` that `load_tile` gave; returns the parameter as stored.
@@ -387,7 +389,7 @@ def update_tile(
 
     p_noise, m_noise, v_noise = 0, 0, 0
     if RANDOM_MOMENT or RANDOM_PARAM:
-        p_noise, v_noise, m_noise = noise_of(e, calls, random, EACH, MOMENT == tl.uint8, ASM)
+        p_noise, v_noise, m_noise = noise_of(e, calls, random, DRAWS, MOMENT == tl.uint8, ASM)
     if MOMENT != tl.uint8:
         # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
         # by a thousandth, less than half a step of bf16, and would stand still.
@@ -428,7 +430,7 @@ def _advance_fp8(loaded, e, calls, hyper, random, EXACT: tl.constexpr, HAS_NOISE
     p = _minus_step(widen(p, ASM) * decay, m, root, step_size, correction, eps, EXACT, ASM)
     noise = 0, 0, 0
     if HAS_NOISE:
-        noise = noise_of(e, calls, random, False, True, ASM)
+        noise = noise_of(e, calls, random, "pairs", True, ASM)
     return p, m, v, root, noise
 
 
@@ -540,6 +542,6 @@ def _adamw_kernel(
                 HAS_MASTER,
                 RANDOM_PARAM,
                 RANDOM_MOMENT,
-                False,
+                "pairs" if ALIGNED else "rows",
                 ASM,
             )

@@ -363,7 +363,7 @@ def _copies_kernel(
                         HAS_MASTER,
                         RANDOM_PARAM,
                         RANDOM_MOMENT,
-                        EACH,
+                        "each" if EACH else "rows",
                         ASM,
                     )
                 else:

@@ -125,7 +125,7 @@ def _update_row(
         HAS_MASTER,
         RANDOM_PARAM,
         RANDOM_MOMENT,
-        False,
+        "pairs",
         ASM,
     )
     # With eps = 0 what was masked is 0 / 0 where roots may be 0: it must not count.

@@ -1,7 +1,7 @@
 """Large products by the fastest of cuBLASLt's algorithms: timed where a shape is first met, then kept on disk.
 
-Torch takes the heuristic's first. In bf16, 4096 x 128256 x 4096, another is 5 % faster, of the gradient of the same
-weight 8 to 10 % (one H200, 2026-11-15, `benchmarks/bench_algorithms.py --model head`). Each algorithm is compared with
+Torch takes the heuristic's first. In bf16, 4096 x 128256 x 4096, another is 8 % faster, of the gradient of the same
+weight 4 % (one H200, 2026-11-15, `benchmarks/bench_algorithms.py --model head`). Each algorithm is compared with
 torch's product before it is timed; the operands are those of the call, so that nothing is held besides them, and
 whatever was tried before it, the result is that of the one that won. While a CUDA graph is recorded nothing can be
 timed: a shape that is new then is torch's.
