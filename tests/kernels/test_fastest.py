@@ -28,12 +28,18 @@ def race(monkeypatch):
     """A race without a GPU: algorithms by name with their microseconds; which were run and timed."""
     us: dict[str, float] = {}
     wrong: set[str] = set()
+    broken: set[str] = set()
+    short: set[str] = set()
     log: list[str] = []
     right = torch.randn(4096, 8)
 
     def run_of(name: str):
         def run() -> torch.Tensor:
             log.append(name)
+            if name in short:
+                raise torch.OutOfMemoryError
+            if name in broken:
+                raise RuntimeError("cuBLASLt's Matmul failed with status 14")
             return -right if name in wrong else right
 
         run.name = name
@@ -61,7 +67,8 @@ def race(monkeypatch):
         )
         return log[-1]
 
-    race = type("Race", (), {"us": us, "wrong": wrong, "log": log, "go": staticmethod(go), "is_recording": False})
+    parts = {"us": us, "wrong": wrong, "broken": broken, "short": short, "log": log, "go": staticmethod(go)}
+    race = type("Race", (), {**parts, "is_recording": False})
     return race
 
 
@@ -108,6 +115,33 @@ def test_nothing_is_timed_into_a_sum_or_a_recording_and_the_shape_stays_open(rac
     race.is_recording = True
     assert race.go() == "torch" and race.log == ["torch"]
     race.is_recording = False
+    assert race.go() == "1"
+
+
+def test_an_algorithm_that_fails_later_is_set_aside_and_the_product_is_torchs(race):
+    race.us.update({"torch": 100.0, "1": 90.0})
+    assert race.go() == "1"
+    race.broken.add("1")
+    assert race.go() == "torch" and race.log == ["1", "torch"]
+    assert race.go() == "torch" and race.log == ["torch"]
+
+
+def test_lack_of_memory_is_not_held_against_an_algorithm(race):
+    race.us.update({"torch": 100.0, "1": 90.0})
+    race.go()
+    race.short.add("1")
+    with pytest.raises(torch.OutOfMemoryError):
+        race.go()
+    race.short.clear()
+    assert race.go() == "1"
+
+
+def test_a_race_that_lacks_memory_is_torchs_and_run_again_by_the_next_process(race):
+    race.us.update({"torch": 100.0, "1": 90.0})
+    race.short.add("1")
+    assert race.go() == "torch" and race.go() == "torch"
+    race.short.clear()
+    fastest.forget()
     assert race.go() == "1"
 
 

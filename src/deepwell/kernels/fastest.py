@@ -30,6 +30,7 @@ from deepwell.kernels.cublaslt import Product
 from deepwell.kernels.gemm import fp8_gemm
 from deepwell.kernels.registry import file_hash
 from deepwell.kernels.select import cache_of
+from deepwell.kernels.shortage import is_shortage, skipped
 from deepwell.kernels.timing import times_us
 
 _log = logging.getLogger("deepwell.kernels")
@@ -124,13 +125,32 @@ def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor],
         if way is None:
             return by_torch()
         _chosen[product] = way
-    return by_torch() if way == TORCH else run(**_ranked(way))
+    if way == TORCH:
+        return by_torch()
+    try:
+        return run(**_ranked(way))
+    except (UnsupportedError, RuntimeError) as error:
+        if is_shortage(error):
+            raise
+        # It refused before anything was launched.
+        _log.warning("cuBLASLt's algorithm %s was set aside: %s", way, error)
+        _chosen[product] = TORCH
+        return by_torch()
 
 
 def _first_met(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> str:
     any_length = replace(product, m=0)
     _lengths[any_length] += 1
-    return _measured(product, by_torch, run) if _lengths[any_length] <= _MOST_LENGTHS else TORCH
+    if _lengths[any_length] > _MOST_LENGTHS:
+        return TORCH
+    try:
+        return _measured(product, by_torch, run)
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        # For this process; the next one may have more memory.
+        _log.info("%s: not timed, %s", _key(product), skipped(error))
+        return TORCH
 
 
 def way_of(product: Product) -> str:
@@ -206,6 +226,8 @@ def _is_right(run: Run, rows: Tensor, wanted: Tensor, product: Product) -> bool:
     try:
         got = run()[rows].float()
     except (UnsupportedError, RuntimeError) as error:
+        if is_shortage(error):
+            raise
         _log.info("an algorithm of cuBLASLt was set aside: %s", error)
         return False
     if not bool(wanted.isfinite().all()):
