@@ -1,9 +1,9 @@
 """Time every algorithm that cuBLASLt's heuristic names for the products of a layer or a head, against torch's choice.
 
-    python benchmarks/bench_algorithms.py [--model 1b|8b|head] [--tokens 16384] [--json FILE]
+    python benchmarks/bench_algorithms.py [--model 1b|8b|head] [--tokens 16384] [--one-scale] [--json FILE]
 
 A layer: its four linears in FP8, forward and input gradient with a scale per row and fast sums, weight gradient with
-one scale a tensor and sums in fp32. The head: its three products in bf16, 4096 tokens of a width of 4096 and 2048.
+one scale a tensor and sums in fp32 (`--one-scale`: all of them, to see what scales of rows cost). The head: its three products in bf16, 4096 tokens of a width of 4096 and 2048.
 Algorithms take turns; operands of a layer rotate, and whole laps are CUDA graphs.
 """
 
@@ -36,17 +36,18 @@ COPIES, ROUNDS = 3, 4
 Laps = dict[str, Callable[[], object]]
 
 
-def layer_products(model: str, tokens: int) -> Iterator[tuple[str, Product, Laps, int]]:
+def layer_products(model: str, tokens: int, one_scale: bool) -> Iterator[tuple[str, Product, Laps, int]]:
     for name, (n, k) in LAYERS[model].items():
         shapes = {"fwd": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}
         for role, (rows, width, depth) in shapes.items():
             is_wgrad = role == "wgrad"
+            has_one = is_wgrad or one_scale
             sizes = {"m": rows, "n": width, "k": depth}
-            problem = Problem(op="fp8_gemm", **sizes, precision="fp8", one_scale=is_wgrad, device="cuda")
+            problem = Problem(op="fp8_gemm", **sizes, precision="fp8", one_scale=has_one, device="cuda")
             operands = [codes(problem, seed) for seed in range(COPIES)]
             product = Product(
                 **sizes,
-                scales="tensor" if is_wgrad else "row",
+                scales="tensor" if has_one else "row",
                 fast=not is_wgrad,
                 device=torch.cuda.current_device(),
             )
@@ -98,11 +99,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*LAYERS, "head"], default="8b")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--one-scale", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = []
     print(f"{'product':14} {'shape':>18} {'torch us':>9} {'best us':>9} {'':>6}  algorithm (of)")
-    found = head_products() if given.model == "head" else layer_products(given.model, given.tokens)
+    found = head_products() if given.model == "head" else layer_products(given.model, given.tokens, given.one_scale)
     for name, product, laps, copies in found:
         us = measure(laps, copies)
         best = min((one for one in us if one != "torch"), key=lambda one: us[one])
