@@ -3,7 +3,8 @@
     python benchmarks/bench_algorithms.py [--model 1b|8b|head] [--tokens 16384] [--one-scale] [--json FILE]
 
 A layer: its four linears in FP8, forward and input gradient with a scale per row and fast sums, weight gradient with
-one scale a tensor and sums in fp32 (`--one-scale`: all of them, to see what scales of rows cost). The head: its three products in bf16, 4096 tokens of a width of 4096 and 2048.
+one scale a tensor and sums in fp32 (`--one-scale`: all of them, to see what scales of rows cost). The head: its three
+products in bf16, 4096 tokens of a width of 4096 and 2048.
 Algorithms take turns; operands of a layer rotate, and whole laps are CUDA graphs.
 """
 
