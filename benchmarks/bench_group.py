@@ -204,7 +204,8 @@ def main() -> None:
     print(f"{len(results)} rows, {wrong} wrong, {skipped} not reached in {time.monotonic() - started:.0f} s")
     if given.json:
         rows_of = [asdict(result) for result in results]
-        report = {"environment": environment(), "arguments": vars(given), "copy_gbps": copy, "rows": rows_of}
+        told = {name: value for name, value in vars(given).items() if name not in ("json", "against")}
+        report = {"environment": environment(), "arguments": told, "copy_gbps": copy, "rows": rows_of}
         given.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     if wrong:
         raise SystemExit(1)

@@ -83,9 +83,8 @@ def main() -> None:
     for row in rows:
         print(f"{row['head']:5} {row['chunk_mib']:9} {row['ms']:8.2f} {row['held_gb']:8.2f}  {row['problem']}")
     if given.json:
-        given.json.write_text(
-            json.dumps({"environment": environment(), "arguments": vars(given), "rows": rows}, indent=1, default=str)
-        )
+        told = {name: value for name, value in vars(given).items() if name != "json"}
+        given.json.write_text(json.dumps({"environment": environment(), "arguments": told, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -238,10 +238,12 @@ def test_the_trace_is_the_simulated_step() -> None:
         # Peaks of 2026-11-15 on one H200: step-*.json under benchmarks/results.
         ("8b-4l", "bf16", False, "hidden", 21.52),
         ("8b-4l", "fp8", False, "hidden", 21.04),
-        ("8b-4l", "fp8", True, "hidden", 23.74),
+        ("8b-4l", "fp8", True, "hidden", 22.96),
         ("1b-16l", "fp8", False, "hidden", 25.85),
+        ("1b-16l", "fp8", True, "hidden", 28.56),
         ("1b-16l", "fp8", False, "copies", 24.62),
         ("1b-16l", "fp8", False, "nothing", 28.01),
+        ("768-12l", "fp8", False, "hidden", 11.27),
         ("768-12l", "fp8", False, "copies", 10.66),
         ("768-12l", "fp8", True, "copies", 12.83),
     ],

@@ -13,7 +13,7 @@ from deepwell.engine import functional
 from deepwell.engine.binding import Device
 from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels import gemm
+from deepwell.kernels import fastest, gemm
 from deepwell.kernels import linear_cross_entropy as kernels
 
 HEAD = (torch.Size([6, 5, 16]), torch.Size([24, 16]))
@@ -314,7 +314,7 @@ def test_an_fp8_head_of_an_fp32_model_is_computed_and_the_report_says_how(capabi
                 raise ValueError("Only bf16 high precision output types are supported for row-wise scaling.")
         return product(a, scale_a, b, scale_b, **how)
 
-    monkeypatch.setattr(kernels, "fp8_gemm", of_torch)
+    monkeypatch.setattr(fastest, "fp8_gemm", of_torch)
     model, (x, y) = Tiny(), torch.randint(0, 48, (2, 64))
     policy = dw.PrecisionPolicy("bf16")
     policy.set_layer_precision("path:lm_head", "fp8", scaling="row")
