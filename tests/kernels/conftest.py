@@ -5,7 +5,8 @@ time, so that other tests in the process see them compiled, and CPU tensors sent
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import ml_dtypes
@@ -50,6 +51,19 @@ def everywhere(request, monkeypatch) -> Iterator[str]:
         yield "cpu"
     else:
         yield from _on(request.param, monkeypatch)
+
+
+@pytest.fixture
+def interpreting() -> Callable[[], AbstractContextManager[pytest.MonkeyPatch]]:
+    """For a part of a test: within it kernels are interpreted, and what is patched by what it gives is undone after."""
+
+    @contextmanager
+    def context() -> Iterator[pytest.MonkeyPatch]:
+        with pytest.MonkeyPatch.context() as patch:
+            for _ in _on("cpu", patch):
+                yield patch
+
+    return context
 
 
 def _on(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
