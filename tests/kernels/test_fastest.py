@@ -94,6 +94,16 @@ def test_a_choice_is_measured_once_and_outlives_the_process(race):
     assert race.go() == "1" and race.log == ["1"]
 
 
+@pytest.mark.parametrize("figures", [{"1": 90.0}, {"torch": 100.0, "quickest": 1.0}, {}], ids=str)
+def test_figures_that_nobody_wrote_are_not_trusted(race, figures):
+    race.us.update({"torch": 100.0, "1": 90.0})
+    race.go()
+    fastest.forget()
+    cache = select.cache_of("cpu")
+    cache.keep_figures(fastest._key(PRODUCT), figures)
+    assert race.go() == "1" and len(race.log) > 1
+
+
 def test_other_sources_and_other_products_are_measured_anew(race, monkeypatch):
     race.us.update({"torch": 100.0, "1": 90.0})
     race.go()

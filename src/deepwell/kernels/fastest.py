@@ -13,6 +13,7 @@ Cost: the first call of a shape some hundred calls, later ones a look into a dic
 # Shapes: M rows of the result, N columns, K contraction.
 
 import logging
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from deepwell.kernels.timing import times_us
 _log = logging.getLogger("deepwell.kernels")
 
 TORCH = "torch"
+_WAY = re.compile(rf"{TORCH}|(static)?\d+")
 # Below that, some 100 us of an H200 in bf16, a choice would drown in the noise of its measurement.
 _LEAST_FLOPS = 1e11
 # What another algorithm must gain on torch's.
@@ -186,9 +188,11 @@ def _ranked(way: str) -> dict[str, int | bool]:
 
 
 def _known(product: Product) -> str | None:
-    """The way that an earlier process found the fastest."""
+    """The way that an earlier process found the fastest; None where its figures are not what is written here."""
     figures = cache_of(f"cuda:{product.device}").figures(_key(product))
-    return None if figures is None else _best(figures)
+    if figures is None or TORCH not in figures or not all(map(_WAY.fullmatch, figures)):
+        return None
+    return _best(figures)
 
 
 def _best(figures: dict[str, float]) -> str:
