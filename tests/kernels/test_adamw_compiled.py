@@ -183,9 +183,8 @@ def test_default_configs_of_words_keep_sixteen_warps_and_spill_next_to_nothing(s
     made = _words(Case(moment=moment), scaling, config)
     assert made.registers <= 128
     # Bytes stored and loaded. Two rows of FP8 moments at once take the last registers: the address of what the copies
-    # need waits on the stack, 2 stores and 2 loads of 2000 instructions; two parts have more to wait.
-    allowed = {("mx", FP8): 16, ("tensor", FP8): 16, ("square", BF16): 24, ("square", FP8): 96}
-    assert made.spill_bytes <= allowed.get((scaling, moment), 0)
+    # need waits on the stack, 2 stores and 2 loads of 2000 instructions.
+    assert made.spill_bytes <= (16 if moment == FP8 else 0)
     # A second pass is another kernel: it collects first.
     if scaling == "tensor":
         config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8, is_delayed=False)[0]
@@ -207,7 +206,7 @@ def test_scales_of_two_rows_of_fp8_moments_are_worked_out_together(scaling, monk
     monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
     config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=True)[0]
     made = _words(Case(moment=FP8), scaling, config)
-    pairs = 4 if scaling == "square" else 2
+    pairs = 2 * 128 // config.rows if scaling == "square" else 2
     # One root and one inverse a pair besides those of the elements; the step's size is inverted once a part.
     assert made.count(r"rsqrt\.approx\.ftz") == pairs * (16 + 1)
     assert made.count(r"rcp\.approx\.ftz") == pairs * (16 + 1) + pairs // 2

@@ -6,7 +6,6 @@ report is asked for times, each is run on random numbers of its shapes and dtype
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepwell.engine.passes.choose_kernels import KernelRow, size_of
-from deepwell.kernels.cublaslt import Product
+from deepwell.kernels.cublaslt import product_of_codes
 from deepwell.kernels.fastest import TORCH, way_of
 from deepwell.kernels.group_rows import GROUP_ALIGNMENT
 from deepwell.kernels.proof import FAILURES
@@ -103,17 +102,8 @@ def _algorithm(call: OpCall) -> str:
     """Which of cuBLASLt's algorithms runs a product of codes, where it is not the one that torch takes."""
     if call.name != "fp8_gemm" or torch.device(call.device).type != "cuda":
         return ""
-    a, scale_a, b, scale_b, fast = call.args
-    product = Product(
-        m=a.shape[0],
-        n=b.shape[0],
-        k=a.shape[1],
-        types=(a.dtype, b.dtype),
-        scales="row" if max(math.prod(scale_a.shape), math.prod(scale_b.shape)) > 1 else "tensor",
-        fast=fast,
-        device=torch.device(call.device).index or 0,
-    )
-    way = way_of(product)
+    *operands, fast = call.args
+    way = way_of(product_of_codes(*operands, fast=fast, device=torch.device(call.device)))
     return "" if way == TORCH else f", cuBLASLt's algorithm {way}"
 
 

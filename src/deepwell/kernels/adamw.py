@@ -5,7 +5,7 @@
 
 Parameters are fp32 or bf16 (optionally with an fp32 master copy), moments fp32, bf16 or FP8. What is stored in bf16 or
 FP8 is rounded at random where the caller asks for it: an update below half a step is then right on average instead of
-lost (bf16 drops 8 bits: with b2 = 0.999 a second moment changes by a quarter of a step and never moves to nearest).
+lost (bf16 keeps 8 bits: with b2 = 0.999 a second moment changes by a quarter of a step and never moves to nearest).
 
 FP8 moments are E4M3 with an fp32 scale (amax / 448) per block of 128 elements in memory order, m and sqrt(v).
   * The root, because E4M3 spans 2^18 within a block and v spans the square of what g does; of the root the same codes

@@ -54,7 +54,7 @@ WORD_CONFIGS = (_FREE, _AT_120, _AT_128, _AT_160, _TWICE, _WHOLE, _AHEAD, _TWICE
 def word_configs_for(fmt: Format, *, has_fp8_moments: bool, is_delayed: bool = True) -> tuple[WordConfig, ...]:
     """The configs that can serve a format, the default first; `is_delayed` only matters with one scale per tensor."""
     if fmt.block == (128, 128):
-        return _TWICE, _WHOLE
+        return _WHOLE, _TWICE
     if fmt.scaling == "tensor" and not is_delayed:
         return _FREE, _AT_160, _TWICE
     if fmt.scaling == "tensor":

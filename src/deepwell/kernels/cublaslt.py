@@ -14,9 +14,10 @@ Cost:     2*M*N*K flops; some ten microseconds of the host a call.
 # Shapes: M rows of the result, N columns, K contraction. cuBLASLt counts columns first: its A is our B, its D our C.T.
 
 import ctypes
+import math
 import threading
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p, sizeof
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -212,23 +213,27 @@ def fp8_gemm_ranked(
             f"cuBLASLt's ranked algorithms take K and N in multiples of {ALIGNMENT} on a GPU and write bfloat16; "
             f"got {m}x{n}x{k} on {a_MK.device}, {out_dtype}"
         )
-    has_rows = scale_a.numel() > 1 or scale_b.numel() > 1
-    if has_rows:
+    product = product_of_codes(a_MK, scale_a, b_NK, scale_b, fast=fast, device=a_MK.device)
+    if product.scales == "row":
         scale_a, scale_b = (s.reshape(-1).expand(size) for s, size in ((scale_a, m), (scale_b, n)))
     a, b, scale_a, scale_b = (t.contiguous() for t in (a_MK, b_NK, scale_a, scale_b))
-    product = Product(
-        m=m,
-        n=n,
-        k=k,
-        types=(a.dtype, b.dtype),
+    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    _launch(replace(product, is_static=is_static), rank, (a, b), out, scales=(scale_a, scale_b))
+    return out
+
+
+def product_of_codes(a_MK: Any, scale_a: Any, b_NK: Any, scale_b: Any, *, fast: bool, device: torch.device) -> Product:
+    """What a product of FP8 codes is to cuBLASLt, of tensors or of what has their shape and dtype."""
+    has_rows = max(math.prod(scale_a.shape), math.prod(scale_b.shape)) > 1
+    return Product(
+        m=a_MK.shape[0],
+        n=b_NK.shape[0],
+        k=a_MK.shape[1],
+        types=(a_MK.dtype, b_NK.dtype),
         scales="row" if has_rows else "tensor",
         fast=fast,
-        is_static=is_static,
-        device=a.device.index,
+        device=device.index or 0,
     )
-    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    _launch(product, rank, (a, b), out, scales=(scale_a, scale_b))
-    return out
 
 
 def mm_ranked(

@@ -93,15 +93,7 @@ def fastest_fp8_gemm(
     by_torch = partial(fp8_gemm, *operands, out_dtype=out_dtype, fast=fast)
     if not a_MK.is_cuda or out_dtype != torch.bfloat16:
         return by_torch()
-    product = Product(
-        m=a_MK.shape[0],
-        n=b_NK.shape[0],
-        k=a_MK.shape[1],
-        types=(a_MK.dtype, b_NK.dtype),
-        scales="row" if scale_a.numel() > 1 or scale_b.numel() > 1 else "tensor",
-        fast=fast,
-        device=a_MK.device.index,
-    )
+    product = cublaslt.product_of_codes(*operands, fast=fast, device=a_MK.device)
     if not _is_large(product):
         return by_torch()
     return _by_the_fastest(product, by_torch, partial(cublaslt.fp8_gemm_ranked, *operands, fast=fast), may_time=True)
