@@ -373,7 +373,7 @@ def show(config: AnyConfig) -> str:
     if isinstance(config, TileConfig):
         return f"{config.rows}/{config.strip}/{config.copy_strip}, {config.num_warps}{capped}"
     if isinstance(config, WordConfig):
-        return f"words {config.rows}, {config.num_warps}{capped}{f', ahead {config.ahead}' if config.ahead else ''}"
+        return f"words {config.rows}, {config.num_warps}{capped}"
     return f"{config.rows} x {config.tiles}, p{config.pieces}, {config.num_warps}{capped}"
 
 

@@ -313,7 +313,7 @@ class Machine:
     def _step(self, one: Instruction) -> None:
         name, operands = one.name, one.operands
         head = name.partition(".")[0]
-        if head in ("bar", "createpolicy", "prefetch"):
+        if head in ("bar", "createpolicy"):
             return
         if name.startswith("ld.param"):
             number = int(re.findall(r"param_(\d+)", operands[1])[0])

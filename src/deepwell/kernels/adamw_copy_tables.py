@@ -254,7 +254,7 @@ class CopyLaunch:
         grid = (self.chunk_row.numel(),)
         if isinstance(config, WordConfig):
             dtypes = {name: value for name, value in constants.items() if name != "ALIGNED"}
-            adamw_words._words_kernel[grid](*tables, **dtypes, **common, PARTS=self._parts, AHEAD=config.ahead)
+            adamw_words._words_kernel[grid](*tables, **dtypes, **common, PARTS=self._parts)
             return
         adamw_copies._copies_kernel[grid](
             *tables,

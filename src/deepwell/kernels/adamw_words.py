@@ -17,7 +17,6 @@ from deepwell.kernels._fp8 import multiplier_from_bits
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_from, pointers_of, update_pair_fp8, update_tile
 from deepwell.kernels.adamw_copies import length_at, pointer_of, store_square_scale
-from deepwell.kernels.adamw_scalars import pointer_at
 from deepwell.kernels.adamw_word_copies import column_of, is_live_part, largest_in, row_of, write_mx_part, write_part
 
 # ---- configs ----
@@ -25,15 +24,11 @@ from deepwell.kernels.adamw_word_copies import column_of, is_live_part, largest_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordConfig:
-    """Rows of a part (of 128 columns) and its warps; a 128x128 block is one or two parts.
-
-    `ahead`: so many programs later is the one whose tile a program has fetched to L2; 0 fetches none.
-    """
+    """Rows of a part (of 128 columns) and its warps; a 128x128 block is one or two parts."""
 
     rows: int
     num_warps: int
     max_registers: int | None = None
-    ahead: int = 0
 
 
 # 16 warps a multiprocessor have 96 to 128 KB of loads in flight and at most 128 registers each; without a limit the
@@ -44,11 +39,7 @@ _AT_128 = WordConfig(rows=32, num_warps=4, max_registers=128)
 _AT_160 = WordConfig(rows=32, num_warps=4, max_registers=160)
 _TWICE = WordConfig(rows=64, num_warps=8, max_registers=128)
 _WHOLE = WordConfig(rows=128, num_warps=16, max_registers=128)
-# As many programs ahead as 132 multiprocessors hold: a program waits for its loads before it computes, and memory for
-# the computing of those who loaded. Not measured yet, so none is a default.
-_AHEAD = WordConfig(rows=32, num_warps=4, max_registers=128, ahead=528)
-_TWICE_AHEAD = WordConfig(rows=64, num_warps=8, max_registers=128, ahead=264)
-WORD_CONFIGS = (_FREE, _AT_120, _AT_128, _AT_160, _TWICE, _WHOLE, _AHEAD, _TWICE_AHEAD)
+WORD_CONFIGS = (_FREE, _AT_120, _AT_128, _AT_160, _TWICE, _WHOLE)
 
 
 def word_configs_for(fmt: Format, *, has_fp8_moments: bool, is_delayed: bool = True) -> tuple[WordConfig, ...]:
@@ -58,58 +49,12 @@ def word_configs_for(fmt: Format, *, has_fp8_moments: bool, is_delayed: bool = T
     if fmt.scaling == "tensor" and not is_delayed:
         return _FREE, _AT_160, _TWICE
     if fmt.scaling == "tensor":
-        return (_AT_128, _TWICE, _AHEAD, _TWICE_AHEAD) if has_fp8_moments else (_FREE, _AT_120, _AT_128, _AHEAD)
+        return (_AT_128, _TWICE) if has_fp8_moments else (_FREE, _AT_120, _AT_128)
     # A column's scales of a part share a sector of memory, those of two columns never do: the more rows, the fewer.
-    return _TWICE, _WHOLE, _AT_128, _AHEAD, _TWICE_AHEAD
+    return _TWICE, _WHOLE, _AT_128
 
 
 # ---- kernels ----
-
-_FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
-
-
-@triton.jit
-def _fetch(table_ptr, row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, first, last, C, ROWS: tl.constexpr):
-    """Have the lines of a part to L2 that a pointer of the table leads to, from its element `first` on; beyond the row
-    and column `last` it is these."""
-    NUM: tl.constexpr = DTYPE.primitive_bitwidth // 8  # lines of 128 bytes that 128 elements take
-    i = tl.arange(0, ROWS * NUM)
-    place = tl.minimum(i // NUM, last[0]) * C + tl.minimum(i % NUM * (128 // NUM), last[1])
-    lines = (pointer_at(table_ptr, row, COLUMN, DTYPE, True) + first + place).to(tl.int64)
-    tl.inline_asm_elementwise(_FETCH, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _fetch_ahead(
-    table_ptr,
-    copies_ptr,
-    chunk_row_ptr,
-    chunk_place_ptr,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    MOMENT: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Have what a later program will load to L2, where there is one."""
-    pid = tl.program_id(0) + AHEAD
-    if pid < tl.num_programs(0):
-        row = tl.load(chunk_row_ptr + pid)
-        place = tl.load(chunk_place_ptr + pid)
-        R = length_at(copies_ptr + row * 14, 0, True)
-        C = length_at(copies_ptr + row * 14, 1, True)
-        r0 = (place >> 16) * ROWS
-        c0 = (place & 0xFFFF) * 128
-        last = ((R - 1 - r0).to(tl.int32), (C - 1 - c0).to(tl.int32))
-        where = (r0.to(tl.int64) * C + c0, last, C.to(tl.int32))
-        _fetch(table_ptr, row, 1, GRAD, *where, ROWS)
-        if HAS_MASTER:
-            _fetch(table_ptr, row, 6, tl.float32, *where, ROWS)
-        else:
-            _fetch(table_ptr, row, 0, PARAM, *where, ROWS)
-        _fetch(table_ptr, row, 2, MOMENT, *where, ROWS)
-        _fetch(table_ptr, row, 3, MOMENT, *where, ROWS)
 
 
 @triton.jit
@@ -240,8 +185,6 @@ def _new_weights(
     IS_FULL: tl.constexpr,
     G: tl.constexpr,
     ASM: tl.constexpr,
-    chunks,
-    AHEAD: tl.constexpr,
 ):
     """The weights of a part as they are stored, after the update where it UPDATES: four tensors (G, 1, 128)."""
     pointers = pointers_of(table_ptr, row, PARAM, GRAD, MOMENT, True)
@@ -265,8 +208,6 @@ def _new_weights(
     y1 = load_tile(*at1[:5], HAS_FP8, HAS_MASTER, "")
     y2 = load_tile(*at2[:5], HAS_FP8, HAS_MASTER, "")
     y3 = load_tile(*at3[:5], HAS_FP8, HAS_MASTER, "")
-    if ASM and AHEAD > 0 and IS_FULL:
-        _fetch_ahead(table_ptr, *chunks, PARAM, GRAD, MOMENT, HAS_MASTER, 4 * G, AHEAD)
     # No load may sink below it, amid the arithmetic, where each would wait; and what the arithmetic needs comes after
     # it, else the first row would be worked out before the others are loaded.
     tl.debug_barrier()
@@ -310,7 +251,6 @@ def _words_kernel(
     UPDATES: tl.constexpr,
     WRITES: tl.constexpr,
     COLLECTS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     # One program: PARTS parts of ROWS x 128 below each other, two only for a 128x128 block with its one scale.
     pid = tl.program_id(0)
@@ -330,7 +270,6 @@ def _words_kernel(
         left_r = tl.multiple_of(tl.minimum(R - r0, 128).to(tl.int32), 16)
         left_c = tl.multiple_of(tl.minimum(C - c0, 128).to(tl.int32), 16)
         where = (table_ptr, row, slot, r0, c0, first, (left_r, left_c), C, hyper_ptr, random)
-        chunks = (copies_ptr, chunk_row_ptr, chunk_place_ptr)
         x = _new_weights(
             *where,
             PARAM,
@@ -343,8 +282,6 @@ def _words_kernel(
             PARTS == 1,
             ROWS // 4,
             ASM,
-            chunks,
-            AHEAD,
         )
         if PARTS == 2:
             where = (table_ptr, row, slot, r0 + ROWS, c0, first, (left_r - ROWS, left_c), C, hyper_ptr, random)
@@ -360,8 +297,6 @@ def _words_kernel(
                 PARTS == 1,
                 ROWS // 4,
                 ASM,
-                chunks,
-                0,
             )
         # Not before: where it waits, it takes registers.
         copy = (
