@@ -3,7 +3,8 @@
 The interpreter runs a kernel's source, not what is made of it: which elements a thread has, and in which order assembly
 meets them, it cannot see. Here all threads of a program advance together, an instruction at a time; a branch must be
 taken by all of them. Memory is that of the process, so tensors lie on the CPU. Approximate functions are exact ones,
-rounded; NaN is the GPU's. An instruction that is not known is refused by its name.
+rounded; NaN is the GPU's. An instruction that is not known is refused by its name. What is copied to shared memory
+asynchronously arrives as late as it may, and until then what was there is lost.
 """
 
 import ctypes
@@ -25,6 +26,9 @@ class Instruction:
     name: str
     operands: tuple[str, ...]
     guard: tuple[str, bool] | None  # a predicate, and whether it must hold
+
+
+Copy = tuple[int, int, int, int]  # where to, where from, bytes of that, bytes in all: the others are 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +282,8 @@ class Machine:
             "global_smem": self._all(0),  # shared memory has addresses of its own
         }
         self.parameters = parameters
+        self.copying: list[Copy] = []
+        self.groups: list[list[Copy]] = []
         place = 0
         while place < len(self.code.instructions):
             one = self.code.instructions[place]
@@ -320,6 +326,8 @@ class Machine:
             self._put(operands[0], self._all(self.parameters[number]))
         elif head in ("ld", "st"):
             self._access(name, operands)
+        elif head == "cp":
+            self._copy(name, operands)
         elif head == "atom":
             self._largest_in_memory(name, operands)
         elif head == "mov":
@@ -367,6 +375,25 @@ class Machine:
                     ctypes.memmove(address, int(value[thread]).to_bytes(8, "little"), width)
             if is_load:
                 self._put(register, value)
+
+    def _copy(self, name: str, operands: tuple[str, ...]) -> None:
+        """cp.async from global to shared memory, its groups, and the wait until no more than so many are under way."""
+        if name == "cp.async.commit_group":
+            self.groups.append(self.copying)
+            self.copying = []
+        elif name == "cp.async.wait_group":
+            done = max(0, len(self.groups) - int(operands[0], 0))
+            for to, source, given, size in (one for group in self.groups[:done] for one in group):
+                ctypes.memmove(to, ctypes.string_at(source, given).ljust(size, b"\0"), size)
+            self.groups = self.groups[done:]
+        elif re.fullmatch(r"cp\.async\.c[ag]\.shared\.global", name):
+            to = self._addresses(operands[0]) + self._all(ctypes.addressof(self.shared))
+            source, size, given = self._addresses(operands[1]), int(operands[2], 0), self._value(operands[3])
+            for thread in np.flatnonzero(self.live):
+                self.copying.append((int(to[thread]), int(source[thread]), int(given[thread]), size))
+                ctypes.memset(int(to[thread]), 0xFF, size)
+        else:
+            raise NotImplementedError(f"the machine does not know {name}")
 
     def _largest_in_memory(self, name: str, operands: tuple[str, ...]) -> None:
         if not name.endswith("max.s32"):

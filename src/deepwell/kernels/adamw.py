@@ -68,7 +68,7 @@ from deepwell.kernels.adamw_moments import (
     store_codes,
     widen,
 )
-from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
+from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at, read
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref, random_words
 
 BLOCK = adamw_moments.BLOCK
@@ -280,17 +280,25 @@ def noise_of(e, calls, random, DRAWS: tl.constexpr, IS_RAISED: tl.constexpr, ASM
 
 
 @triton.jit
-def pointers_of(table_ptr, row, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
+def pointers_of(
+    table_ptr,
+    row,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IS_HIDDEN: tl.constexpr = False,
+):
     """Where a slot's parameter, gradient, moments, their scales and its master lie. Read before anything is stored:
     afterwards the compiler could not know that the table is still the same."""
     return (
-        pointer_at(table_ptr, row, 0, PARAM, ALIGNED),
-        pointer_at(table_ptr, row, 1, GRAD, ALIGNED),
-        pointer_at(table_ptr, row, 2, MOMENT, ALIGNED),
-        pointer_at(table_ptr, row, 3, MOMENT, ALIGNED),
-        pointer_at(table_ptr, row, 4, tl.float32, ALIGNED),
-        pointer_at(table_ptr, row, 5, tl.float32, ALIGNED),
-        pointer_at(table_ptr, row, 6, tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 0, PARAM, ALIGNED, IS_HIDDEN),
+        pointer_at(table_ptr, row, 1, GRAD, ALIGNED, IS_HIDDEN),
+        pointer_at(table_ptr, row, 2, MOMENT, ALIGNED, IS_HIDDEN),
+        pointer_at(table_ptr, row, 3, MOMENT, ALIGNED, IS_HIDDEN),
+        pointer_at(table_ptr, row, 4, tl.float32, ALIGNED, IS_HIDDEN),
+        pointer_at(table_ptr, row, 5, tl.float32, ALIGNED, IS_HIDDEN),
+        pointer_at(table_ptr, row, 6, tl.float32, ALIGNED, IS_HIDDEN),
     )
 
 
@@ -309,17 +317,17 @@ def pointers_from(pointers, elements, blocks):
 
 
 @triton.jit
-def hyper_of(hyper_ptr):
+def hyper_of(hyper_ptr, IS_HIDDEN: tl.constexpr = False):
     """A slot's row of scalars."""
     return (
-        tl.load(hyper_ptr),
-        tl.load(hyper_ptr + 1),
-        tl.load(hyper_ptr + 2),
-        tl.load(hyper_ptr + 3),
-        tl.load(hyper_ptr + 4),
-        tl.load(hyper_ptr + 5),
-        tl.load(hyper_ptr + 6),
-        tl.load(hyper_ptr + 7),
+        read(hyper_ptr, IS_HIDDEN),
+        read(hyper_ptr + 1, IS_HIDDEN),
+        read(hyper_ptr + 2, IS_HIDDEN),
+        read(hyper_ptr + 3, IS_HIDDEN),
+        read(hyper_ptr + 4, IS_HIDDEN),
+        read(hyper_ptr + 5, IS_HIDDEN),
+        read(hyper_ptr + 6, IS_HIDDEN),
+        read(hyper_ptr + 7, IS_HIDDEN),
     )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deepwell.formats.spec import get_format
-from deepwell.kernels import adamw_copies, adamw_words
-from deepwell.kernels._triton import triton
+from deepwell.kernels import adamw_copies, adamw_staged, adamw_words
+from deepwell.kernels._triton import num_sms, triton
 from deepwell.kernels.adamw_copies import (
     COPY_COLUMNS,
     TILE_COLUMNS,
@@ -22,6 +22,7 @@ from deepwell.kernels.adamw_copies import (
     write_copies_ref,
 )
 from deepwell.kernels.adamw_scalars import TABLE_COLUMNS
+from deepwell.kernels.adamw_staged import programs_per_sm
 from deepwell.kernels.adamw_words import WordConfig, word_configs_for
 
 _FP8 = torch.float8_e4m3fn
@@ -253,8 +254,11 @@ class CopyLaunch:
         }
         grid = (self.chunk_row.numel(),)
         if isinstance(config, WordConfig):
-            dtypes = {name: value for name, value in constants.items() if name != "ALIGNED"}
-            adamw_words._words_kernel[grid](*tables, **dtypes, **common, PARTS=self._parts)
+            common |= {name: value for name, value in constants.items() if name != "ALIGNED"}
+            if config.stages > 1 and self._parts == 1 and updates and writes:
+                self._staged(tables, common)
+            else:
+                adamw_words._words_kernel[grid](*tables, **common, PARTS=self._parts)
             return
         adamw_copies._copies_kernel[grid](
             *tables,
@@ -264,6 +268,16 @@ class CopyLaunch:
             COPY_STRIP=config.copy_strip,
             EACH=self.copy.draws_each,
         )
+
+    def _staged(self, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
+        """The update and its copies by programs that stay, as many as there is room for."""
+        config, kind = self.config, self.kind
+        assert isinstance(config, WordConfig)
+        each = 4 if kind.has_master else kind.param.itemsize
+        programs = programs_per_sm(config, each + kind.grad.itemsize + 2 * kind.moment.itemsize) * num_sms(tables[0])
+        num_tiles = self.chunk_row.numel()
+        given = {name: value for name, value in constants.items() if name not in {"UPDATES", "WRITES"}}
+        adamw_staged._staged_kernel[(min(num_tiles, programs),)](*tables, num_tiles, **given, STAGES=config.stages)
 
     def _roll(self, control: Tensor) -> None:
         count = self.scales.words.shape[0]

@@ -89,10 +89,38 @@ NORM_WARPS = 8
 # ---- kernels ----
 
 
+_READ_LONG = tl.constexpr("ld.global.nc.b64 $0, [$1];")
+_READ_WORD = tl.constexpr("ld.global.nc.b32 $0, [$1];")
+
+
 @triton.jit
-def pointer_at(table_ptr, row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def read(pointer, IS_HIDDEN: tl.constexpr, ALIGNED: tl.constexpr = False):
+    """A number that no kernel writes meanwhile. Where it IS_HIDDEN, Triton does not see that it is a load: in a loop
+    that loads tiles ahead it would have each such number wait in shared memory as well."""
+    if not IS_HIDDEN:
+        number = tl.load(pointer)
+    elif pointer.dtype.element_ty == tl.int64:
+        number = tl.inline_asm_elementwise(_READ_LONG, "=l,l", [pointer], dtype=tl.int64, is_pure=True, pack=1)
+    elif pointer.dtype.element_ty == tl.int32:
+        number = tl.inline_asm_elementwise(_READ_WORD, "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        number = tl.inline_asm_elementwise(_READ_WORD, "=f,l", [pointer], dtype=tl.float32, is_pure=True, pack=1)
+    if ALIGNED:
+        number = tl.multiple_of(number, 16)
+    return number
+
+
+@triton.jit
+def pointer_at(
+    table_ptr,
+    row,
+    COLUMN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IS_HIDDEN: tl.constexpr = False,
+):
     """An address of the table as a pointer; ALIGNED promises 16 bytes, and so gets 16-byte accesses."""
-    pointer = tl.load(table_ptr + row * 10 + COLUMN).to(tl.pointer_type(DTYPE))
+    pointer = read(table_ptr + row * 10 + COLUMN, IS_HIDDEN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer

@@ -1,0 +1,103 @@
+"""The update with quantized copies by programs that stay: the next tile is on its way while the present one is updated.
+
+`adamw_words` has a program load its tile into registers, wait, and compute: what a multiprocessor loads and what it
+computes are at the same time only as far as its programs happen to differ. Here a program walks over tiles. Those of
+the next turn are copied to shared memory (cp.async) while it computes, and a row is taken from there when its turn
+comes, not all of a tile at once. The same functions do the rest, to the same bits.
+
+Numerics: as `adamw_words`.
+Cost:     bytes as `adamw_words`. Shared memory: two tiles and what the copies take, 105 KB for 64 rows of FP8 moments.
+"""
+
+# Shapes: as adamw_words; a tile is one part, ROWS x 128.
+
+from deepwell.kernels._triton import tl, triton
+from deepwell.kernels.adamw import hyper_of
+from deepwell.kernels.adamw_scalars import read
+from deepwell.kernels.adamw_words import (
+    WordConfig,
+    load_part,
+    places_of,
+    random_at,
+    tile_at,
+    update_part,
+    write_copies,
+)
+
+# Of Hopper and Blackwell: shared memory of a multiprocessor, of which each program takes 1 KB more than it asks for.
+_SHARED_BYTES = 233472
+_WARPS = 16  # that have 128 registers a thread
+
+
+def programs_per_sm(config: WordConfig, bytes_per_element: int) -> int:
+    """Programs that a multiprocessor holds where an element takes so many bytes in shared memory."""
+    elements = config.rows * 128
+    # Besides the tiles: their scales, codes to be transposed.
+    each = config.stages * (elements * bytes_per_element + config.rows * 8) + elements + 1024
+    return max(1, min(_WARPS // config.num_warps, _SHARED_BYTES // each))
+
+
+_SAME = tl.constexpr("mov.b32 $0, $1;")
+
+
+@triton.jit
+def _again(number, ASM: tl.constexpr):
+    """The same number, but only we know: what follows from it is worked out again and not kept for two turns."""
+    if ASM:
+        number = tl.inline_asm_elementwise(_SAME, "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
+    return number
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _staged_kernel(
+    table_ptr,
+    copies_ptr,
+    chunk_row_ptr,
+    chunk_place_ptr,
+    hyper_ptr,
+    step_ptr,
+    control_ptr,
+    num_tiles,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+    ASM: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALING: tl.constexpr,
+    POW2: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    COLLECTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # One program: every so-manyth tile. Triton's loop of N stages holds N - 1 tiles.
+    pid = tl.program_id(0)
+    step = tl.num_programs(0)
+    if tl.load(control_ptr + 1) == 0:
+        row = tl.load(chunk_row_ptr + pid)
+        place = tl.load(chunk_place_ptr + pid)
+        for i in tl.range(pid, num_tiles, step, num_stages=STAGES + 1):
+            # One turn before its loads need it. (What is read is read also where the loop ends before.)
+            later = tl.minimum(i + step, num_tiles - 1)
+            next_row = read(chunk_row_ptr + later, ASM)
+            next_place = read(chunk_place_ptr + later, ASM)
+            # Two turns before the rest: no tile is stored that another one loads.
+            tile = tile_at(copies_ptr + row * 14, place, ROWS, ASM)
+            _, at = places_of(table_ptr, row, tile, PARAM, GRAD, MOMENT, True, ROWS // 4, ASM)
+            loaded = load_part(at, MOMENT == tl.uint8, HAS_MASTER)
+
+            now = _again(row, ASM)
+            copy_ptr = copies_ptr + now * 14
+            tile = tile_at(copy_ptr, _again(place, ASM), ROWS, ASM)
+            e, at = places_of(table_ptr, now, tile, PARAM, GRAD, MOMENT, True, ROWS // 4, ASM)
+            first = read(copy_ptr + 2, ASM, True)
+            slot = read(table_ptr + now * 10 + 8, ASM)
+            random = random_at(table_ptr, now, slot, step_ptr, control_ptr, ASM)
+            rest = (first + e, hyper_of(hyper_ptr + slot * 8, ASM), random)
+            x = update_part(loaded, at, at[0][0], *rest, PARAM, MOMENT, HAS_MASTER, RANDOM_PARAM, RANDOM_MOMENT, ASM)
+            write_copies(x, x, copy_ptr, tile, ASM, ROWS, 1, SCALING, POW2, HAS_ROW, HAS_COL, True, COLLECTS, ASM)
+            row = next_row
+            place = next_place
