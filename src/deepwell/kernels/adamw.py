@@ -68,7 +68,7 @@ from deepwell.kernels.adamw_moments import (
     store_codes,
     widen,
 )
-from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at, read
+from deepwell.kernels.adamw_scalars import Hyper, as_pointer, number_at, read, read_four, read_two
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref, random_words
 
 BLOCK = adamw_moments.BLOCK
@@ -291,14 +291,18 @@ def pointers_of(
 ):
     """Where a slot's parameter, gradient, moments, their scales and its master lie. Read before anything is stored:
     afterwards the compiler could not know that the table is still the same."""
+    row_ptr = table_ptr + row * 10
+    p, g = read_two(row_ptr, IS_HIDDEN)
+    m, v = read_two(row_ptr + 2, IS_HIDDEN)
+    m_scale, v_scale = read_two(row_ptr + 4, IS_HIDDEN)
     return (
-        pointer_at(table_ptr, row, 0, PARAM, ALIGNED, IS_HIDDEN),
-        pointer_at(table_ptr, row, 1, GRAD, ALIGNED, IS_HIDDEN),
-        pointer_at(table_ptr, row, 2, MOMENT, ALIGNED, IS_HIDDEN),
-        pointer_at(table_ptr, row, 3, MOMENT, ALIGNED, IS_HIDDEN),
-        pointer_at(table_ptr, row, 4, tl.float32, ALIGNED, IS_HIDDEN),
-        pointer_at(table_ptr, row, 5, tl.float32, ALIGNED, IS_HIDDEN),
-        pointer_at(table_ptr, row, 6, tl.float32, ALIGNED, IS_HIDDEN),
+        as_pointer(p, PARAM, ALIGNED),
+        as_pointer(g, GRAD, ALIGNED),
+        as_pointer(m, MOMENT, ALIGNED),
+        as_pointer(v, MOMENT, ALIGNED),
+        as_pointer(m_scale, tl.float32, ALIGNED),
+        as_pointer(v_scale, tl.float32, ALIGNED),
+        as_pointer(read(row_ptr + 6, IS_HIDDEN), tl.float32, ALIGNED),
     )
 
 
@@ -319,16 +323,19 @@ def pointers_from(pointers, elements, blocks):
 @triton.jit
 def hyper_of(hyper_ptr, IS_HIDDEN: tl.constexpr = False):
     """A slot's row of scalars."""
-    return (
-        read(hyper_ptr, IS_HIDDEN),
-        read(hyper_ptr + 1, IS_HIDDEN),
-        read(hyper_ptr + 2, IS_HIDDEN),
-        read(hyper_ptr + 3, IS_HIDDEN),
-        read(hyper_ptr + 4, IS_HIDDEN),
-        read(hyper_ptr + 5, IS_HIDDEN),
-        read(hyper_ptr + 6, IS_HIDDEN),
-        read(hyper_ptr + 7, IS_HIDDEN),
-    )
+    if IS_HIDDEN:
+        decay, step_size, correction, weight1 = read_four(hyper_ptr)
+        beta2, weight2, eps, factor = read_four(hyper_ptr + 4)
+    else:
+        decay = tl.load(hyper_ptr)
+        step_size = tl.load(hyper_ptr + 1)
+        correction = tl.load(hyper_ptr + 2)
+        weight1 = tl.load(hyper_ptr + 3)
+        beta2 = tl.load(hyper_ptr + 4)
+        weight2 = tl.load(hyper_ptr + 5)
+        eps = tl.load(hyper_ptr + 6)
+        factor = tl.load(hyper_ptr + 7)
+    return decay, step_size, correction, weight1, beta2, weight2, eps, factor
 
 
 @triton.jit

@@ -12,11 +12,10 @@ Cost:     bytes as `adamw_words`. Shared memory: two tiles and what the copies t
 # Shapes: as adamw_words; a tile is one part, ROWS x 128.
 
 from deepwell.kernels._triton import tl, triton
-from deepwell.kernels.adamw import hyper_of
+from deepwell.kernels.adamw import hyper_of, load_tile
 from deepwell.kernels.adamw_scalars import read
 from deepwell.kernels.adamw_words import (
     WordConfig,
-    load_part,
     places_of,
     random_at,
     tile_at,
@@ -46,6 +45,60 @@ def _again(number, ASM: tl.constexpr):
     if ASM:
         number = tl.inline_asm_elementwise(_SAME, "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
     return number
+
+
+# A number that all threads have alike, from another one: the assembler knows no more that they do.
+_OTHERS = tl.constexpr("shfl.sync.bfly.b32 $0, $1, 16, 0x1F, 0xFFFFFFFF;")
+
+
+@triton.jit
+def _is_any(number, ASM: tl.constexpr):
+    """True of a number that is not negative.
+
+    Of loads with such a mask the assembler keeps one predicate, whether there is a next tile; it knows that all threads
+    have it alike, and would copy it out of a uniform register before each load.
+    """
+    if ASM:
+        number = tl.inline_asm_elementwise(_OTHERS, "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1)
+    return number >= 0
+
+
+@triton.jit
+def _row_by_row(x):
+    """The four (G, 1, 1) of (4, G, 1, 1)."""
+    both = tl.permute(tl.reshape(x, (2, 2, x.shape[1], 1, 1)), (2, 3, 4, 1, 0))
+    upper, lower = tl.split(both)
+    a, b = tl.split(upper)
+    c, d = tl.split(lower)
+    return a, b, c, d
+
+
+@triton.jit
+def _load_scales(pointer, place, C, is_any, G: tl.constexpr):
+    """Scales of FP8 moments of a part, by rows as `load_part` has them; each load waits in a group of its own."""
+    blocks = place[3][None] + tl.arange(0, 4)[:, None, None, None] * (C // 128).to(tl.int32)
+    return _row_by_row(tl.load(pointer + blocks, mask=tl.broadcast_to(is_any, (4, G, 1, 1)), other=0.0))
+
+
+@triton.jit
+def _load_row(place, is_any, m_scale, v_scale, G: tl.constexpr, HAS_MASTER: tl.constexpr):
+    is_live = tl.broadcast_to(is_any, (G, 1, 128))
+    p, g, m, v, _, _ = load_tile(place[0], place[1], is_live, place[3], place[4], False, HAS_MASTER, "")
+    return p, g, m, v, m_scale, v_scale
+
+
+@triton.jit
+def _load_ahead(at, C, is_any, G: tl.constexpr, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr):
+    """`load_part` of a part all of which is live, where `is_any`."""
+    m, v = (1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)
+    if HAS_FP8:
+        m = _load_scales(at[0][0][4], at[0], C, is_any, G)
+        v = _load_scales(at[0][0][5], at[0], C, is_any, G)
+    y0 = _load_row(at[0], is_any, m[0], v[0], G, HAS_MASTER)
+    y1 = _load_row(at[1], is_any, m[1], v[1], G, HAS_MASTER)
+    y2 = _load_row(at[2], is_any, m[2], v[2], G, HAS_MASTER)
+    y3 = _load_row(at[3], is_any, m[3], v[3], G, HAS_MASTER)
+    return y0, y1, y2, y3
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -79,6 +132,7 @@ def _staged_kernel(
     if tl.load(control_ptr + 1) == 0:
         row = tl.load(chunk_row_ptr + pid)
         place = tl.load(chunk_place_ptr + pid)
+        is_any = _is_any(row, ASM)
         for i in tl.range(pid, num_tiles, step, num_stages=STAGES + 1):
             # One turn before its loads need it. (What is read is read also where the loop ends before.)
             later = tl.minimum(i + step, num_tiles - 1)
@@ -87,7 +141,7 @@ def _staged_kernel(
             # Two turns before the rest: no tile is stored that another one loads.
             tile = tile_at(copies_ptr + row * 14, place, ROWS, ASM)
             _, at = places_of(table_ptr, row, tile, PARAM, GRAD, MOMENT, True, ROWS // 4, ASM)
-            loaded = load_part(at, MOMENT == tl.uint8, HAS_MASTER)
+            loaded = _load_ahead(at, tile[0], is_any, ROWS // 4, MOMENT == tl.uint8, HAS_MASTER)
 
             now = _again(row, ASM)
             copy_ptr = copies_ptr + now * 14

@@ -17,7 +17,7 @@ from deepwell.kernels._fp8 import multiplier_from_bits
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_from, pointers_of, update_pair_fp8, update_tile
 from deepwell.kernels.adamw_copies import length_at, pointer_of, store_square_scale
-from deepwell.kernels.adamw_scalars import read
+from deepwell.kernels.adamw_scalars import read, read_two
 from deepwell.kernels.adamw_word_copies import column_of, is_live_part, largest_in, row_of, write_mx_part, write_part
 
 # ---- configs ----
@@ -175,8 +175,7 @@ def _update_pair(
 def tile_at(copy_ptr, place, ROWS: tl.constexpr, IS_HIDDEN: tl.constexpr):
     """Columns of the matrix, first row and column of a tile of ROWS x 128, and how many of each it has from there on,
     as far as a program looks."""
-    R = length_at(copy_ptr, 0, True, IS_HIDDEN)
-    C = length_at(copy_ptr, 1, True, IS_HIDDEN)
+    R, C = read_two(copy_ptr, IS_HIDDEN, True)
     r0 = (place >> 16) * ROWS
     c0 = (place & 0xFFFF) * 128
     left_r = tl.multiple_of(tl.minimum(R - r0, 128).to(tl.int32), 16)
