@@ -1,6 +1,6 @@
 """The fused optimizer against torch's fused AdamW: milliseconds, bytes, share of the copy bandwidth, ratio.
 
-    PYTHONPATH=src python3 benchmarks/bench_adamw.py [--json FILE] [--layers 4] [--defaults] [--quick]
+    PYTHONPATH=src python3 benchmarks/bench_adamw.py [--json FILE] [--layers 4] [--defaults] [--quick] [--only TEXT]
 
 First each variant and config is checked bit for bit against the CPU reference; one that differs is set aside. Then
 Llama-8B's shapes with 4 layers (1.92e9 parameters, 39 tensors), 16 equal tensors, and 300 small ones (`--quick`: FP8
@@ -396,12 +396,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="layers of the Llama-8B shapes (default 4)")
     parser.add_argument("--defaults", action="store_true", help="only the default config of each variant")
     parser.add_argument("--quick", action="store_true", help="only FP8 moments and copies, on the Llama-8B shapes")
+    parser.add_argument("--only", default="", help="only variants with this in their name, such as 'mxfp8'")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_adamw needs a CUDA GPU")
     variants = (PLAIN, RANDOM, *VARIANTS, *COPIED)
     if arguments.quick:
         variants = (VARIANTS[0], *(v for v in VARIANTS if v.moment == adamw.FP8), *COPIED)
+    variants = tuple(v for v in variants if arguments.only in v.name)
+    if not variants:
+        raise SystemExit(f"--only {arguments.only}: no variant has that in its name")
     pairs = [(v, c) for v in variants for c in configs_of(v, every=not arguments.defaults)]
     if arguments.quick:
         # The best few of each, and nothing that reads the weights again.
