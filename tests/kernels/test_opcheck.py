@@ -16,6 +16,7 @@ from torch import Tensor
 from deepwell.kernels import (
     chosen,
     library,
+    library_activations,
     library_experts,
     library_head,
     library_native,
@@ -26,7 +27,16 @@ from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.registry import KernelRegistry
 
 ops = torch.ops.deepwell
-MODULES = (library, library_experts, library_head, library_native, library_qk_norm, library_scaled, chosen)
+MODULES = (
+    library,
+    library_activations,
+    library_experts,
+    library_head,
+    library_native,
+    library_qk_norm,
+    library_scaled,
+    chosen,
+)
 EXPERTS, TOP_K = 4, 2
 
 
@@ -212,28 +222,41 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "emulated_mm": lambda s: (s.tokens(s.d), s.tokens(s.d), "mxfp8", "nearest", False, "nvfp4", "nearest"),
     "fp8_gemm": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
     "fp8_gemm, one scale": lambda s: (_codes(s, s.t, s.d)[0], torch.ones(()), *_codes(s, s.f, s.d), False),
+    "fp8_gemm, scales left to the reader": lambda s: (
+        _codes(s, s.t, s.d)[0],
+        None,
+        _codes(s, s.f, s.d)[0],
+        torch.ones(()),
+        True,
+    ),
     "fp8_gemm_bias": lambda s: (*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), s.vector(s.f), True),
     "rms_norm": lambda s: (s.tokens(s.d), s.vector(s.d), 1e-6, "llama"),
     "rms_norm_quantize": lambda s: (s.tokens(s.d), s.vector(s.d), 1e-6, "torch"),
     "add_rms_norm": _add_rms,
+    "add_rms_norm, with factors": lambda s: (*_add_rms(s), torch.rand(s.t)),
     "add_rms_norm_quantize": _add_rms,
     "rms_norm_backward": _rms_grads,
     "rms_norm_backward, alone": lambda s: _rms_grads(s)[:-1],
     "rms_norm_backward_quantize": _rms_grads,
     "rms_norm_backward_beside": _rms_grads,
+    "rms_norm_backward_beside, with factors": lambda s: (*_rms_grads(s), torch.rand(s.t)),
     "layer_norm": lambda s: (s.tokens(s.d), s.vector(s.d), None, 1e-5),
     "layer_norm_quantize": lambda s: (s.tokens(s.d), s.vector(s.d), s.vector(s.d), 1e-5),
     "add_layer_norm": _add_layer,
+    "add_layer_norm, with factors": lambda s: (*_add_layer(s), torch.rand(s.t)),
     "add_layer_norm_quantize": _add_layer,
     "layer_norm_backward": _layer_grads,
+    "layer_norm_backward, with factors": lambda s: (*_layer_grads(s), torch.rand(s.t)),
     "layer_norm_backward, alone": lambda s: _layer_grads(s)[:-1],
     "layer_norm_backward_quantize": _layer_grads,
     "layer_norm_backward_beside": _layer_grads,
     "swiglu": lambda s: (s.tokens(2 * s.f), "silu"),
+    "swiglu, with factors": lambda s: (s.tokens(2 * s.f), "silu", torch.rand(s.t)),
     "swiglu_quantize": lambda s: (s.tokens(2 * s.f), "gelu_tanh"),
     "swiglu_backward": _gated_grads,
     "swiglu_backward_quantize": _gated_grads,
     "swiglu_backward_recompute": _gated_grads,
+    "swiglu_backward_recompute, with factors": lambda s: (*_gated_grads(s), torch.rand(s.t), torch.rand(s.t)),
     "swiglu_pair": lambda s: (s.tokens(s.f), s.tokens(s.f), "silu"),
     "swiglu_pair_backward": lambda s: (s.tokens(s.f), s.tokens(s.f), s.tokens(s.f), "gelu"),
     "activation": lambda s: (s.tokens(s.f), "relu"),
@@ -247,6 +270,10 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "rope": lambda s: (s.heads(2, s.t, 4, 8), *_tables(s, s.t, 8), "half", False),
     "rope, part of a head": lambda s: (s.heads(2, s.t, 4, 8), *_tables(s, s.t, 4), "interleaved", True),
     "rope_qkv": lambda s: (_merged_rows(s), *_tables(s, s.t, 8), [4, 2, 2], "blocks", "half"),
+    "rope_qkv, with factors": lambda s: (
+        *(_merged_rows(s), *_tables(s, s.t, 8), [4, 2, 2], "blocks", "half"),
+        torch.rand(2 * s.t),
+    ),
     "rope_qkv_backward": _rope_grads,
     "rope_qkv_backward_rows": _rope_grads,
     "rope_qkv_backward_beside": _rope_grads,

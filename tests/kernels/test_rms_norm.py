@@ -158,6 +158,31 @@ def test_a_nan_stays_in_its_row_and_shows(device):
     assert N.rms_norm_backward(dy, x, w, made.rstd).dw.isnan().any()
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, kind):
+    # What a product of codes leaves to its reader: powers of two, another for every row. (Rows are not multiples of
+    # the block, nor of the rows of a program.)
+    x, r, dy, dr, w, b = make(5, 300, device)
+    factor = torch.tensor([1.0, 2.0**-3, 2.0**4, 2.0**-20, 2.0**-1], device=device)
+    scaled_x, scaled_dy = ((a.float() * factor[:, None]).to(a.dtype) for a in (x, dy))
+    options = N.Options(eps=1e-5, rounding="torch", fp8=E4M3)
+
+    def both(x, dy, factor):
+        given = {"factor_T": factor, "options": options}
+        if kind == "layer":
+            made = L.layer_norm(x, w, b, residual_TD=r, **given)
+            return made, L.layer_norm_backward(dy, made.total, w, made.mean, made.rstd, d_residual_TD=dr, **given)
+        made = N.rms_norm(x, w, residual_TD=r, **given)
+        return made, N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, **given)
+
+    (made, grads), (wanted, wanted_grads) = both(x, dy, factor), both(scaled_x, scaled_dy, None)
+    assert not torch.equal(made.total, x + r)
+    for one, other in zip((*made, *grads), (*wanted, *wanted_grads), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_bitwise_equal(one, other)
+
+
 def test_no_tokens_give_empty_results_and_a_zero_weight_gradient(device):
     x, w = torch.empty(0, 64, device=device), torch.ones(64, device=device)
     made = N.rms_norm(x, w, options=N.Options(fp8=E4M3))
@@ -173,6 +198,9 @@ def test_no_tokens_give_empty_results_and_a_zero_weight_gradient(device):
         (lambda x, w: N.rms_norm(x, w, residual_TD=x[:1]), ConfigError, "residual_TD must have shape"),
         (lambda x, w: N.rms_norm(x, w, residual_TD=x.double()), ConfigError, "residual_TD has dtype"),
         (lambda x, w: N.rms_norm(x[:, :0], w[:0]), ConfigError, "no columns"),
+        (lambda x, w: N.rms_norm(x, w, factor_T=w[:2]), ConfigError, "factor_T is for an x that a residual"),
+        (lambda x, w: N.rms_norm(x, w, residual_TD=x, factor_T=w), ConfigError, "factor_T must have shape"),
+        (lambda x, w: N.rms_norm(x, w, residual_TD=x, factor_T=w[:2].half()), ConfigError, "factor_T is torch.float16"),
         (lambda x, w: N.Options(rounding="up"), ConfigError, "rounding must be one of"),
         (lambda x, w: N.Options(write=False), ConfigError, "nothing would be written"),
         (lambda x, w: N.rms_norm(x, w, options=N.Options(center=True)), ConfigError, "layer_norm"),
@@ -194,10 +222,12 @@ def test_rows_that_do_not_fit_registers_are_refused_on_every_device():
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-def test_the_forward_with_residual_and_fp8_compiles_to_vectors_without_spills(arch):
+@pytest.mark.parametrize("factor", [None, torch.float32], ids=["scaled", "with factors"])
+def test_the_forward_with_residual_and_fp8_compiles_to_vectors_without_spills(arch, factor):
     config = N.default_forward_config(4096)
     arguments = {
         **dict.fromkeys(("x_ptr", "residual_ptr", "w_ptr", "total_ptr"), torch.bfloat16),
+        "factor_ptr": factor,
         **dict.fromkeys(("b_ptr", "y_ptr", "mean_ptr"), None),
         **dict.fromkeys(("scale_ptr", "rstd_ptr"), torch.float32),
         "q_ptr": E4M3,
@@ -224,11 +254,13 @@ def test_the_forward_with_residual_and_fp8_compiles_to_vectors_without_spills(ar
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("columns", [2048, 4096, 8192])
-def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns):
+@pytest.mark.parametrize("factor", [None, torch.float32], ids=["scaled", "with factors"])
+def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns, factor):
     config = N.default_backward_config(columns)
     arguments = {
         **dict.fromkeys(("dy_ptr", "x_ptr", "w_ptr", "dr_ptr", "dx_ptr"), torch.bfloat16),
         **dict.fromkeys(("mean_ptr", "db_ptr"), None),
+        "factor_ptr": factor,
         **dict.fromkeys(("rstd_ptr", "scale_ptr", "dw_ptr"), torch.float32),
         "q_ptr": E4M3,
         **dict.fromkeys(("T", "D", "stride_dyt", "stride_xt", "stride_drt"), "i32"),

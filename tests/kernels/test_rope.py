@@ -107,6 +107,18 @@ def test_the_kernel_has_the_bits_of_the_reference(device, shape, convention):
         assert_bitwise_equal(getattr(got, name), getattr(ref, name), name)
 
 
+@pytest.mark.parametrize("convention", R.CONVENTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, shape, convention):
+    # What a product of codes leaves to its reader: powers of two, another for every token.
+    heads, qkv, _, cos, sin = make(shape, device, convention=convention)
+    factor = torch.exp2(torch.arange(10.0, device=device) - 7)
+    scaled = (qkv.float() * factor.view(2, 5, 1)).bfloat16()
+    got = R.rope_qkv(qkv, cos, sin, heads=heads, factor_T=factor)
+    for name, mine, wanted in zip("qkv", got, R.rope_qkv(scaled, cos, sin, heads=heads), strict=True):
+        assert_bitwise_equal(mine, wanted, name)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("pow2", [True, False])
@@ -293,11 +305,12 @@ MODELS = [
 ]
 
 
-def compiled(shape, arch, *, fp8, interleaved=False, alone=False, pow2=True, asm=True, config=None):
+def compiled(shape, arch, *, fp8, interleaved=False, alone=False, pow2=True, asm=True, config=None, factor=None):
     hq, hk, hv, d, r = shape
     config = config or R.default_config((hq + hk + hv) * d)
     arguments = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr"), torch.bfloat16),
+        "factor_ptr": factor,
         **dict.fromkeys(("yq_ptr", "yk_ptr", "yv_ptr"), None if fp8 else torch.bfloat16),
         **dict.fromkeys(("cq_ptr", "ck_ptr", "cv_ptr"), E4M3 if fp8 else None),
         "scale_ptr": torch.float32 if fp8 else None,
@@ -323,8 +336,10 @@ def test_models_compile_without_spills_or_narrow_accesses(arch, fp8, shape):
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("shape", [MODELS[0], MODELS[2]], ids=str)
-def test_q_is_read_and_written_sixteen_bytes_at_a_time(arch, shape):
-    made = compiled(shape, arch, fp8=False)
+@pytest.mark.parametrize("factor", [None, torch.float32], ids=["scaled", "with factors"])
+def test_q_is_read_and_written_sixteen_bytes_at_a_time(arch, shape, factor):
+    made = compiled(shape, arch, fp8=False, factor=factor)
+    assert made.spill_bytes == made.stack_bytes == 0
     assert made.count(r"ld\.global\S*\.v4\.b32") >= 5
     assert made.count(r"st\.global\S*\.v4\.b32") >= 5
     # Nothing is exchanged between threads: no barrier, no shared memory.

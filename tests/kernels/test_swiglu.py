@@ -137,6 +137,31 @@ def test_a_nan_shows_in_its_row_alone(device, config):
     assert grads.q[2].float().isnan().all()
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=["whole", "tiles"])
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, config, is_gated):
+    # What a product of codes leaves to its reader: powers of two, another for every row, and NaN for a row that is NaN.
+    gate, up, dh = make(5, 300, device)
+    x = torch.cat([gate, up], dim=1) if is_gated else gate
+    factors = S.RowFactors(
+        gate_up=torch.tensor([1.0, 2.0**-3, 2.0**4, 2.0**-20, torch.nan], device=device),
+        dh=torch.tensor([2.0**-9, 1.0, 2.0**-30, 2.0**2, 1.0], device=device),
+    )
+    scaled_x, scaled_dh = ((a.float() * b[:, None]).to(a.dtype) for a, b in ((x, factors.gate_up), (dh, factors.dh)))
+    forward, backward = (S.swiglu, S.swiglu_backward) if is_gated else (S.activation, S.activation_backward)
+    options = S.Options(fp8=E4M3, recompute_h=is_gated)
+    got = forward(x, factors=factors._replace(dh=None), options=options, config=config)
+    got += backward(dh, x, factors=factors, options=options, config=config)
+    wanted = forward(scaled_x, options=options, config=config)
+    wanted += backward(scaled_dh, scaled_x, options=options, config=config)
+    assert bool(got[1].view(torch.uint8)[0].any()) and bool(got[2][4].isnan())
+    for one, other in zip(got, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_bitwise_equal(one[:4], other[:4])  # a NaN may have either sign
+            assert torch.equal(one[4].isnan(), other[4].isnan())
+
+
 def test_no_tokens_give_empty_results(device):
     x = torch.empty(0, 64, device=device)
     assert S.swiglu(x, options=S.Options(fp8=E4M3)).q.shape == (0, 32)
@@ -163,13 +188,18 @@ def test_wrong_arguments_are_named(call, names):
 # ---- what the compiler makes of them, without a GPU ----
 
 
+FACTORS = [None, torch.float32]
+
+
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("columns", [3072, 14336])
-def test_the_forward_compiles_to_vectors_without_spills(arch, columns):
+@pytest.mark.parametrize("factor", FACTORS, ids=["scaled", "with factors"])
+def test_the_forward_compiles_to_vectors_without_spills(arch, columns, factor):
     config = S.default_forward_config(columns)
     arguments = {
         **dict.fromkeys(("g_ptr", "u_ptr"), torch.bfloat16),
         "b_ptr": None,
+        "factor_ptr": factor,
         "h_ptr": None,
         "q_ptr": E4M3,
         "scale_ptr": torch.float32,
@@ -190,10 +220,12 @@ def test_the_forward_compiles_to_vectors_without_spills(arch, columns):
 @pytest.mark.parametrize(
     ("arch", "columns"), [(arch, columns) for arch in aot.ARCHS for columns in (3072, 4096, 8192, 14336)]
 )
-def test_the_backward_with_three_rows_in_and_three_out_compiles_without_spills(arch, columns):
+@pytest.mark.parametrize("factor", FACTORS, ids=["scaled", "with factors"])
+def test_the_backward_with_three_rows_in_and_three_out_compiles_without_spills(arch, columns, factor):
     config = S.default_backward_config(columns)
     arguments = {
         **dict.fromkeys(("dh_ptr", "g_ptr", "u_ptr"), torch.bfloat16),
+        **dict.fromkeys(("dh_factor_ptr", "factor_ptr"), factor),
         "grad_ptr": None,
         **dict.fromkeys(("q_ptr", "qh_ptr"), E4M3),
         **dict.fromkeys(("scale_ptr", "scale_h_ptr"), torch.float32),

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import default_partition
 
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.nested_graphs import in_common, nested, separate
@@ -39,12 +40,14 @@ from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
+from deepwell.engine.passes.row_factors import leave_row_scales
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.engine.product_times import Product, find_products
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
 from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
+from deepwell.kernels.fastest import LEAST_FLOPS
 from deepwell.kernels.gain import Gain, would_gain
-from deepwell.kernels.gemm import ALIGNMENT
+from deepwell.kernels.gemm import ALIGNMENT, keep_one
 from deepwell.kernels.registry import KernelRegistry
 
 _FP8 = "fp8_row|fp8_row|fp8_row"
@@ -105,6 +108,18 @@ class BackendOptions:
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
 
+    def leave_row_scales(self, graph: fx.Graph) -> None:
+        """Have the products of a joint graph read without the scales of their rows, which their readers then take.
+
+        On a GPU only those that are large enough for their algorithms to be timed: torch's own choice of one for a
+        product with one scale is the slower one. None where a user's kernel may want the whole chain.
+        """
+        if self.registry is not None and any(candidate.op == "gemm" for candidate in self.registry.users()):
+            return
+        devices = {value.device for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
+        has_gpu = any(device.type == "cuda" for device in devices)
+        self.note("row_factors", leave_row_scales(graph, LEAST_FLOPS if has_gpu else 0.0))
+
     def choose_kernels(self, graph: fx.Graph) -> None:
         """Let the registry choose among kernels for the products of one of AOTAutograd's graphs; note what runs."""
         if self.registry is not None:
@@ -123,6 +138,8 @@ def compile_graph(
     deferred = rewrite(graph_module, example_inputs, own)
     kept = keep_codes(graph_module, example_inputs, own) if options.cache_weights else []
     options.add_paths(own)
+    for device in {value.device for value in example_inputs if isinstance(value, torch.Tensor)}:
+        keep_one(device)
     # Before AOTAutograd, which erases where inputs came from.
     run_for = _guarded(graph, example_inputs, options, kept)
     compiler = _with_inductor if options.use_inductor else _eagerly
@@ -317,7 +334,12 @@ def _eagerly(
         inner.recompile()
         return make_boxed_func(inner.forward)
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(graph_module, example_inputs)
+    def partition(joint: fx.GraphModule, *operands: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        options.leave_row_scales(joint.graph)
+        return default_partition(joint, *operands, **how)
+
+    compilers = {"fw_compiler": compiler, "bw_compiler": compiler}
+    return aot_autograd(**compilers, partition_fn=partition)(graph_module, example_inputs)
 
 
 def _with_inductor(
@@ -342,19 +364,21 @@ def _with_inductor(
             fused = (fuse_quantize, fuse_recomputed_rows, fuse_bias, emulate_in_bf16)
             return get_hash_for_files(tuple(f.__code__.co_filename for f in fused))
 
-    class Marks(CustomGraphPass):
+    class Joint(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             if options.recompute == "copies":
                 norm_again_from_sums(graph)
-            options.note("recomputed", mark_recomputed(graph, options.recompute))
+            options.leave_row_scales(graph)
+            if options.recompute != "nothing":
+                options.note("recomputed", mark_recomputed(graph, options.recompute))
 
         def uuid(self) -> Any:
-            files = (mark_recomputed.__code__.co_filename, norm_again_from_sums.__code__.co_filename)
-            return get_hash_for_files(files, options.recompute)
+            passes = (mark_recomputed, norm_again_from_sums, leave_row_scales)
+            return get_hash_for_files(
+                tuple(f.__code__.co_filename for f in passes), f"{options.recompute} {LEAST_FLOPS}"
+            )
 
-    patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions()}
+    patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions(), "joint_custom_pre_pass": Joint()}
     if options.cuda_graphs:
         patches["triton.cudagraphs"] = True
-    if options.recompute != "nothing":
-        patches["joint_custom_pre_pass"] = Marks()
     return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

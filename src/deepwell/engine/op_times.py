@@ -67,7 +67,8 @@ class OpCall:
         specs: list[TensorSpec] = []
         map_aggregate(self.args, lambda arg: specs.append(arg) if isinstance(arg, TensorSpec) else None)
         if self.name in ("fp8_gemm", "fp8_gemm_bias", "fp8_gemm_blocks"):
-            return f"{specs[0].shape[0]}x{specs[2].shape[0]}x{specs[0].shape[1]}"
+            codes = [spec for spec in specs if spec.dtype.itemsize == 1]
+            return f"{codes[0].shape[0]}x{codes[1].shape[0]}x{codes[0].shape[1]}"
         return str(specs[0]) if specs else ""
 
 

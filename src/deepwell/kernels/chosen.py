@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels import library
+from deepwell.kernels.gemm import one_on
 from deepwell.kernels.proof import FAILURES, prepared, run_fp8_gemm, run_gemm
 from deepwell.kernels.registry import Candidate, KernelRegistry, problem_of
 from deepwell.kernels.shortage import is_shortage
@@ -79,8 +80,8 @@ def _chosen_gemm(a: Tensor, b: Tensor, kernel: str, lhs: str, rhs: str, dtype: t
     return _or_else(kernel, lambda found: run_gemm(found, a, prepared(found, b), out_dtype=dtype), exactly, (a, b))
 
 
-def _chosen_fp8_gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, fast: bool, kernel: str) -> Tensor:
-    given = (a, scale_a, b, scale_b)
+def _chosen_fp8_gemm(a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tensor, fast: bool, kernel: str) -> Tensor:
+    given = (a, one_on(a.device) if scale_a is None else scale_a, b, scale_b)
 
     def by_vendor() -> Tensor:
         return torch.ops.deepwell.fp8_gemm(*given, fast)
@@ -94,7 +95,7 @@ library._register(
     lambda a, b, kernel, lhs, rhs, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
 )
 library._register(
-    "chosen_fp8_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool fast, str kernel) -> Tensor",
+    "chosen_fp8_gemm(Tensor a, Tensor? scale_a, Tensor b, Tensor scale_b, bool fast, str kernel) -> Tensor",
     _chosen_fp8_gemm,
     lambda a, scale_a, b, scale_b, fast, kernel: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),
 )

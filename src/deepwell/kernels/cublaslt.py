@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import UnsupportedError
-from deepwell.kernels.gemm import ALIGNMENT, check_operands
+from deepwell.kernels.gemm import ALIGNMENT, check_operands, one_on
 
 MAX_ALGORITHMS = 8
 _WORKSPACE_BYTES = 32 << 20
@@ -193,7 +193,7 @@ def num_algorithms(product: Product) -> int:
 
 def fp8_gemm_ranked(
     a_MK: Tensor,
-    scale_a: Tensor,
+    scale_a: Tensor | None,
     b_NK: Tensor,
     scale_b: Tensor,
     *,
@@ -202,9 +202,10 @@ def fp8_gemm_ranked(
     rank: int = 0,
     is_static: bool = False,
 ) -> Tensor:
-    """`a @ b.T` of FP8 codes with fp32 scales, one per tensor or row. A rank beyond the last algorithm is the last.
+    """`a @ b.T` of FP8 codes with fp32 scales, one per tensor or row; no `scale_a` is 1.
 
-    Raises ConfigError on operands that do not fit, UnsupportedError on those that cuBLASLt does not take.
+    A rank beyond the last algorithm is the last. Raises ConfigError on operands that do not fit, UnsupportedError on
+    those that cuBLASLt does not take.
     """
     check_operands(a_MK, scale_a, b_NK, scale_b)
     (m, k), n = a_MK.shape, b_NK.shape[0]
@@ -213,6 +214,7 @@ def fp8_gemm_ranked(
             f"cuBLASLt's ranked algorithms take K and N in multiples of {ALIGNMENT} on a GPU and write bfloat16; "
             f"got {m}x{n}x{k} on {a_MK.device}, {out_dtype}"
         )
+    scale_a = one_on(a_MK.device) if scale_a is None else scale_a
     product = product_of_codes(a_MK, scale_a, b_NK, scale_b, fast=fast, device=a_MK.device)
     if product.scales == "row":
         scale_a, scale_b = (s.reshape(-1).expand(size) for s, size in ((scale_a, m), (scale_b, n)))
@@ -224,7 +226,7 @@ def fp8_gemm_ranked(
 
 def product_of_codes(a_MK: Any, scale_a: Any, b_NK: Any, scale_b: Any, *, fast: bool, device: torch.device) -> Product:
     """What a product of FP8 codes is to cuBLASLt, of tensors or of what has their shape and dtype."""
-    has_rows = max(math.prod(scale_a.shape), math.prod(scale_b.shape)) > 1
+    has_rows = max(1 if scale is None else math.prod(scale.shape) for scale in (scale_a, scale_b)) > 1
     return Product(
         m=a_MK.shape[0],
         n=b_NK.shape[0],

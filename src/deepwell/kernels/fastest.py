@@ -39,7 +39,7 @@ _log = logging.getLogger("deepwell.kernels")
 TORCH = "torch"
 _WAY = re.compile(rf"{TORCH}|(static)?\d+")
 # Below that, some 100 us of an H200 in bf16, a choice would drown in the noise of its measurement.
-_LEAST_FLOPS = 1e11
+LEAST_FLOPS = 1e11
 # What another algorithm must gain on torch's.
 _LEAST_GAIN = 0.01
 # As many as lead after the first round are timed again.
@@ -81,7 +81,7 @@ def fastest_mm(a_MK: Tensor, b_KN: Tensor, *, out: Tensor, accumulate: bool = Fa
 
 def fastest_fp8_gemm(
     a_MK: Tensor,
-    scale_a: Tensor,
+    scale_a: Tensor | None,
     b_NK: Tensor,
     scale_b: Tensor,
     *,
@@ -104,7 +104,7 @@ def _torch_mm(a_MK: Tensor, b_KN: Tensor, *, out: Tensor, accumulate: bool) -> T
 
 
 def _is_large(product: Product) -> bool:
-    return 2.0 * product.m * product.n * product.k >= _LEAST_FLOPS
+    return 2.0 * product.m * product.n * product.k >= LEAST_FLOPS
 
 
 # ---- choosing ----

@@ -1,9 +1,11 @@
 """FP8 matrix products with the scales in the epilogue: `C[m, n] = (A[m, k] @ B[n, k]^T) * scale_a[m] * scale_b`.
 
 Both operands lie along the contraction (Hopper's tensor cores take nothing else). Rows of A carry their own scale or
-share one; B has one scale for the tensor or one per row. Numerics: products of codes are exact; cuBLASLt adds them in
-fp32, with `fast` in the tensor cores' shorter accumulator, which suits sums that wander and spoils sums that drift:
-4096 terms without a mean keep 57 dB, with one as large as their deviation 31, and 32768 of those 12 (docs/numerics.md).
+share one; B has one scale for the tensor or one per row. Where A is given none, its reader multiplies rows by theirs:
+cuBLASLt has faster kernels for products with one scale (docs/gotchas.md), and powers of two lose nothing.
+Numerics: products of codes are exact; cuBLASLt adds them in fp32, with `fast` in the tensor cores' shorter accumulator,
+which suits sums that wander and spoils sums that drift: 4096 terms without a mean keep 57 dB, with one as large as
+their deviation 31, and 32768 of those 12 (docs/numerics.md).
 Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N.
 """
 
@@ -25,7 +27,7 @@ ALIGNMENT = 16
 
 def fp8_gemm_ref(
     a_MK: Tensor,
-    scale_a: Tensor,
+    scale_a: Tensor | None,
     b_NK: Tensor,
     scale_b: Tensor,
     *,
@@ -33,7 +35,7 @@ def fp8_gemm_ref(
     bias_N: Tensor | None = None,
 ) -> Tensor:
     """Reference for `fp8_gemm`: fp32 products of the dequantized operands, the bias added, rounded once."""
-    a = a_MK.float() * _as_rows(scale_a, a_MK.shape[0])
+    a = a_MK.float() if scale_a is None else a_MK.float() * _as_rows(scale_a, a_MK.shape[0])
     b = b_NK.float() * _as_rows(scale_b, b_NK.shape[0])
     product = a @ b.T
     return (product if bias_N is None else product + bias_N.float()).to(out_dtype)
@@ -44,12 +46,29 @@ def _as_rows(scale: Tensor, rows: int) -> Tensor:
     return scale.reshape(-1, 1).expand(rows, 1)
 
 
+# ---- a scale of one ----
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def keep_one(device: torch.device) -> None:
+    """Have a scale of 1 on a device for good. To be called while no CUDA graph is recorded: it would be its memory."""
+    if device.type == "cuda" and device not in _ones:
+        _ones[device] = torch.ones((), device=device)
+
+
+def one_on(device: torch.device) -> Tensor:
+    """The scale 1: the one that is kept, or a new one."""
+    kept = _ones.get(device)
+    return torch.ones((), device=device) if kept is None else kept
+
+
 # ---- public wrapper ----
 
 
 def fp8_gemm(
     a_MK: Tensor,
-    scale_a: Tensor,
+    scale_a: Tensor | None,
     b_NK: Tensor,
     scale_b: Tensor,
     *,
@@ -59,7 +78,8 @@ def fp8_gemm(
 ) -> Tensor:
     """`a @ b.T + bias` of FP8 codes with fp32 scales (one per tensor, or one per row of either operand).
 
-    The bias goes into the epilogue, before the one rounding: bf16, of a bf16 result (torch's own restriction).
+    Without `scale_a` it is 1. The bias goes into the epilogue, before the one rounding: bf16, of a bf16 result (torch's
+    own restriction).
 
     Raises ConfigError on shapes or dtypes that do not fit, UnsupportedError where K or N is no multiple of 16 on a GPU,
     or where that GPU does not write products with row scales in `out_dtype` (see `row_dtype`).
@@ -69,6 +89,7 @@ def fp8_gemm(
         _check_bias(bias_N, b_NK, out_dtype)
     if not a_MK.is_cuda:
         return fp8_gemm_ref(a_MK, scale_a, b_NK, scale_b, out_dtype=out_dtype, bias_N=bias_N)
+    scale_a = one_on(a_MK.device) if scale_a is None else scale_a
     m, k = a_MK.shape
     n = b_NK.shape[0]
     if k % ALIGNMENT or n % ALIGNMENT:
@@ -112,13 +133,15 @@ def _check_bias(bias_N: Tensor, b_NK: Tensor, out_dtype: torch.dtype) -> None:
         raise ConfigError(f"bias_N must have shape ({b_NK.shape[0]},) on {b_NK.device}, got {got}")
 
 
-def check_operands(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> None:
+def check_operands(a_MK: Tensor, scale_a: Tensor | None, b_NK: Tensor, scale_b: Tensor) -> None:
     """Raise ConfigError unless both are FP8 matrices of one contraction with fp32 scales, one or one per row."""
     for name, operand, scale in (("a_MK", a_MK, scale_a), ("b_NK", b_NK, scale_b)):
         if operand.dim() != 2 or operand.dtype not in _FP8:
             raise ConfigError(
                 f"{name} is {operand.dtype} with {operand.dim()} dimensions; fp8_gemm takes an FP8 matrix"
             )
+        if scale is None:
+            continue
         if scale.dtype != torch.float32 or scale.numel() not in (1, operand.shape[0]):
             raise ConfigError(
                 f"the scale of {name} is {scale.dtype} with {scale.numel()} entries; "

@@ -24,14 +24,17 @@ def layer_norm(
     b_D: Tensor | None = None,
     *,
     residual_TD: Tensor | None = None,
+    factor_T: Tensor | None = None,
     options: Options = _DEFAULT,
     config: RowConfig | None = None,
 ) -> Normed:
     """Normalise the rows of `x_TD` (+ `residual_TD`) to mean 0 and variance 1, times w plus b.
 
+    `factor_T` multiplies the rows of x before a residual is added.
+
     Raises ConfigError on a wrong argument, UnsupportedError on rows of more than 32768 columns.
     """
-    return norm(x_TD, w_D, b_D, residual_TD, replace(options, center=True), config)
+    return norm(x_TD, w_D, b_D, residual_TD, replace(options, center=True), config, factor_T)
 
 
 def layer_norm_backward(
@@ -42,9 +45,13 @@ def layer_norm_backward(
     rstd_T: Tensor,
     *,
     d_residual_TD: Tensor | None = None,
+    factor_T: Tensor | None = None,
     options: Options = _DEFAULT,
     config: BackwardConfig | None = None,
 ) -> NormGrads:
-    """Gradients of `layer_norm`: dx (with `d_residual_TD` added), dw and db. `x_TD` is what was normalised."""
+    """Gradients of `layer_norm`: dx (with `d_residual_TD` added), dw and db. `x_TD` is what was normalised.
+
+    `factor_T` multiplies the rows of dy.
+    """
     saved = Normed(None, None, None, x_TD, rstd_T, mean_T)
-    return norm_backward(dy_TD, saved, w_D, d_residual_TD, replace(options, center=True), config)
+    return norm_backward(dy_TD, saved, w_D, d_residual_TD, replace(options, center=True), config, factor_T)

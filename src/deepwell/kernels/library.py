@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
-from deepwell.kernels import bias_activation, gemm, layer_norm, rms_norm, rope, swiglu
+from deepwell.kernels import gemm, layer_norm, rms_norm, rope
 from deepwell.kernels.embedding import embedding_backward
 from deepwell.kernels.emulated_mm import emulated_mm
 from deepwell.kernels.fastest import fastest_fp8_gemm
@@ -159,9 +159,12 @@ _register(
 
 
 def _fp8_gemm(
-    a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, fast: bool, bias_N: Tensor | None = None
+    a_MK: Tensor, scale_a: Tensor | None, b_NK: Tensor, scale_b: Tensor, fast: bool, bias_N: Tensor | None = None
 ) -> Tensor:
-    """`gemm.fp8_gemm` of any shape: K and N are filled up with zeros to whole 16-byte lines."""
+    """`gemm.fp8_gemm` of any shape: K and N are filled up with zeros to whole 16-byte lines.
+
+    Without `scale_a` the reader multiplies the rows (`row_factors`).
+    """
     n, k = b_NK.shape
     more_n, more_k = -n % gemm.ALIGNMENT, -k % gemm.ALIGNMENT
     if not (more_n or more_k):
@@ -181,7 +184,7 @@ def _filled(q: Tensor, rows: int, columns: int) -> Tensor:
 
 
 _register(
-    "fp8_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool fast) -> Tensor",
+    "fp8_gemm(Tensor a, Tensor? scale_a, Tensor b, Tensor scale_b, bool fast) -> Tensor",
     _fp8_gemm,
     lambda a, scale_a, b, scale_b, fast: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),
 )
@@ -205,15 +208,21 @@ def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> 
     return out.q, out.scale, out.rstd
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str, factor: Tensor | None = None
+) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding=rounding)
-    out = rms_norm.rms_norm(_dense(x), _dense(weight), residual_TD=_dense(residual), options=options)
+    dense = (_dense(x), _dense(weight))
+    out = rms_norm.rms_norm(*dense, residual_TD=_dense(residual), factor_T=factor, options=options)
     return out.y, out.total, out.rstd
 
 
-def _add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
+def _add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str, factor: Tensor | None = None
+) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=_FP8)
-    out = rms_norm.rms_norm(_dense(x), _dense(weight), residual_TD=_dense(residual), options=options)
+    dense = (_dense(x), _dense(weight))
+    out = rms_norm.rms_norm(*dense, residual_TD=_dense(residual), factor_T=factor, options=options)
     return out.q, out.scale, out.total, out.rstd
 
 
@@ -231,11 +240,12 @@ def _given(grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
 def _rms_norm_grads(
     written: _Written, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *how: Any
 ) -> tuple[Any, ...]:
-    """`how` is the rounding and, where there is one, the gradient that reaches x past the norm; dx has it added."""
-    rounding, past = how if len(how) == 2 else (*how, None)
+    """`how` is the rounding and, where there are any, the gradient that reaches x past the norm (dx has it added) and
+    factors of dy's rows."""
+    rounding, past, factor = (*how, None, None)[:3]
     options = rms_norm.Options(rounding=rounding, **written)
     dense = (_dense(dy), _dense(x), _dense(weight), rstd)
-    return _given(rms_norm.rms_norm_backward(*dense, d_residual_TD=_packed(past), options=options))
+    return _given(rms_norm.rms_norm_backward(*dense, d_residual_TD=_packed(past), factor_T=factor, options=options))
 
 
 def _fake_rstd(x: Tensor) -> Tensor:
@@ -252,18 +262,20 @@ _register(
     _rms_norm_quantize,
     lambda x, weight, eps, rounding: (*_rows_of(x), _fake_rstd(x)),
 )
-_ADD_RMS_NORM = "(Tensor x, Tensor residual, Tensor weight, float eps, str rounding)"
+_ADD_RMS_NORM = "(Tensor x, Tensor residual, Tensor weight, float eps, str rounding, Tensor? factor=None)"
 _register(
     f"add_rms_norm{_ADD_RMS_NORM} -> (Tensor, Tensor, Tensor)",
     _add_rms_norm,
-    lambda x, residual, weight, eps, rounding: (x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x)),
+    lambda x, *others: (x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x)),
 )
 _register(
     f"add_rms_norm_quantize{_ADD_RMS_NORM} -> (Tensor, Tensor, Tensor, Tensor)",
     _add_rms_norm_quantize,
-    lambda x, residual, weight, eps, rounding: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x)),
+    lambda x, *others: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x)),
 )
-_RMS_NORM_GRADS = "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? d_residual=None)"
+_RMS_NORM_GRADS = (
+    "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? d_residual=None, Tensor? factor=None)"
+)
 _register(
     f"rms_norm_backward{_RMS_NORM_GRADS} -> (Tensor, Tensor)",
     lambda *operands: _rms_norm_grads(_DX, *operands),
@@ -295,28 +307,32 @@ def _layer_norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return out.q, out.scale, out.mean, out.rstd
 
 
-def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, factor: Tensor | None = None
+) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding="torch")
     dense = (_dense(x), _dense(weight), _packed(bias))
-    out = layer_norm.layer_norm(*dense, residual_TD=_dense(residual), options=options)
+    out = layer_norm.layer_norm(*dense, residual_TD=_dense(residual), factor_T=factor, options=options)
     return out.y, out.total, out.mean, out.rstd
 
 
 def _add_layer_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, factor: Tensor | None = None
 ) -> tuple[Any, ...]:
     options = rms_norm.Options(eps=eps, rounding="torch", write=False, fp8=_FP8)
     dense = (_dense(x), _dense(weight), _packed(bias))
-    out = layer_norm.layer_norm(*dense, residual_TD=_dense(residual), options=options)
+    out = layer_norm.layer_norm(*dense, residual_TD=_dense(residual), factor_T=factor, options=options)
     return out.q, out.scale, out.total, out.mean, out.rstd
 
 
 def _layer_norm_grads(
-    written: _Written, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, past: Tensor | None = None
+    written: _Written, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *how: Any
 ) -> tuple[Any, ...]:
+    """`how`: where there are any, the gradient that reaches x past the norm and factors of dy's rows."""
+    past, factor = (*how, None, None)[:2]
     options = rms_norm.Options(rounding="torch", **written)
     dense = (_dense(dy), _dense(x), _dense(weight), mean, rstd)
-    return _given(layer_norm.layer_norm_backward(*dense, d_residual_TD=_packed(past), options=options))
+    return _given(layer_norm.layer_norm_backward(*dense, d_residual_TD=_packed(past), factor_T=factor, options=options))
 
 
 def _fake_dw_db(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,18 +349,20 @@ _register(
     _layer_norm_quantize,
     lambda x, weight, bias, eps: (*_rows_of(x), _fake_rstd(x), _fake_rstd(x)),
 )
-_ADD_LAYER_NORM = "(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps)"
+_ADD_LAYER_NORM = "(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, Tensor? factor=None)"
 _register(
     f"add_layer_norm{_ADD_LAYER_NORM} -> (Tensor, Tensor, Tensor, Tensor)",
     _add_layer_norm,
-    lambda x, residual, weight, bias, eps: (x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
+    lambda x, *others: (x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
 )
 _register(
     f"add_layer_norm_quantize{_ADD_LAYER_NORM} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _add_layer_norm_quantize,
-    lambda x, residual, weight, bias, eps: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
+    lambda x, *others: (*_rows_of(x), x.new_empty(x.shape), _fake_rstd(x), _fake_rstd(x)),
 )
-_LAYER_NORM_GRADS = "(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? d_residual=None)"
+_LAYER_NORM_GRADS = (
+    "(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? d_residual=None, Tensor? factor=None)"
+)
 _register(
     f"layer_norm_backward{_LAYER_NORM_GRADS} -> (Tensor, Tensor, Tensor)",
     lambda *operands: _layer_norm_grads(_DX, *operands),
@@ -361,101 +379,24 @@ _register(
     lambda dy, x, weight, *how: (x.new_empty(x.shape), *_rows_of(x), *_fake_dw_db(weight)),
 )
 
-# ---- activations: gated (SwiGLU, GEGLU) and plain ----
-
-
-def _rows(act: str) -> swiglu.Options:
-    """FP8 rows instead of the result itself."""
-    return swiglu.Options(act=act, write=False, fp8=_FP8)
-
-
-def _half(gate_up: Tensor, act: str) -> Tensor:
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-
-
-def _like(*operands: Any) -> Tensor:
-    """Shaped as the last tensor before the activation's name."""
-    return operands[-2].new_empty(operands[-2].shape)
-
-
-def _register_activation(name: str, operands: str, run: Callable[..., Any], like: Callable[..., Tensor]) -> None:
-    """An op that gives a tensor shaped as `like` says, and its twin that gives FP8 rows of it instead."""
-
-    def call(given: Sequence[Any], options: swiglu.Options) -> Any:
-        return run(*map(_dense, given[:-1]), options=options)
-
-    _register(
-        f"{name}({operands}, str act) -> Tensor", lambda *given: call(given, swiglu.Options(act=given[-1]))[0], like
-    )
-    _register(
-        f"{name}_quantize({operands}, str act) -> (Tensor, Tensor)",
-        lambda *given: call(given, _rows(given[-1]))[1:3],
-        lambda *given: _rows_of(like(*given)),
-    )
-
-
-_register_activation("swiglu", "Tensor gate_up", swiglu.swiglu, _half)
-_register_activation("swiglu_backward", "Tensor dh, Tensor gate_up", swiglu.swiglu_backward, _like)
-_register_activation("activation", "Tensor x", swiglu.activation, _like)
-_register_activation("activation_backward", "Tensor dh, Tensor x", swiglu.activation_backward, _like)
-_register_activation(
-    "bias_activation",
-    "Tensor x, Tensor bias",
-    bias_activation.bias_activation,
-    lambda x, bias, act: x.new_empty(x.shape),
-)
-_register(
-    "swiglu_backward_recompute(Tensor dh, Tensor gate_up, str act) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda dh, gate_up, act: swiglu.swiglu_backward(
-        _dense(dh), _dense(gate_up), options=swiglu.Options(act=act, write=False, fp8=_FP8, recompute_h=True)
-    )[1:],
-    lambda dh, gate_up, act: (*_rows_of(gate_up), *_rows_of(dh)),
-)
-_register(
-    "swiglu_pair(Tensor gate, Tensor up, str act) -> Tensor",
-    lambda gate, up, act: swiglu.swiglu(_dense(gate), _dense(up), options=swiglu.Options(act=act)).h,
-    _like,
-)
-_register(
-    "swiglu_pair_backward(Tensor dh, Tensor gate, Tensor up, str act) -> Tensor",
-    lambda dh, gate, up, act: (
-        swiglu.swiglu_backward(_dense(dh), _dense(gate), _dense(up), options=swiglu.Options(act=act)).grad
-    ),
-    lambda dh, gate, up, act: gate.new_empty((gate.shape[0], 2 * gate.shape[1])),
-)
-
-
-def _bias_activation_grads(
-    dh: Tensor, x: Tensor, bias: Tensor, options: swiglu.Options
-) -> bias_activation.BiasActivationGrads:
-    return bias_activation.bias_activation_backward(_dense(dh), _dense(x), _dense(bias), options=options)
-
-
-_register(
-    "bias_activation_backward(Tensor dh, Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
-    lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, swiglu.Options(act=act))[0::3],
-    lambda dh, x, bias, act: (x.new_empty(x.shape), bias.new_empty(bias.shape)),
-)
-_register(
-    "bias_activation_backward_quantize(Tensor dh, Tensor x, Tensor bias, str act) -> (Tensor, Tensor, Tensor)",
-    lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, _rows(act))[1:],
-    lambda dh, x, bias, act: (*_rows_of(x), bias.new_empty(bias.shape)),
-)
-
 # ---- rotary embedding ----
 
 
 def _rope_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], packing: str, convention: str
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Sequence[int],
+    packing: str,
+    convention: str,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = heads
     how = rope.Heads(q=q, k=k, v=v, packing=packing, convention=convention)
-    return rope.rope_qkv(_dense(qkv), _dense(cos), _dense(sin), heads=how)
+    return rope.rope_qkv(_dense(qkv), _dense(cos), _dense(sin), heads=how, factor_T=factor)
 
 
-def _fake_rope_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], packing: str, convention: str
-) -> tuple[Tensor, ...]:
+def _fake_rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], *how: Any) -> tuple[Tensor, ...]:
     width = qkv.shape[-1] // sum(heads)
     return tuple(qkv.new_empty((*qkv.shape[:2], h, width)) for h in heads)
 
@@ -475,7 +416,7 @@ def _fake_dqkv(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, pac
 
 
 _register(
-    "rope_qkv(Tensor qkv, Tensor cos, Tensor sin, int[] heads, str packing, str convention)"
+    "rope_qkv(Tensor qkv, Tensor cos, Tensor sin, int[] heads, str packing, str convention, Tensor? factor=None)"
     " -> (Tensor, Tensor, Tensor)",
     _rope_qkv,
     _fake_rope_qkv,

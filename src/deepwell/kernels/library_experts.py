@@ -12,6 +12,7 @@ from deepwell.kernels.expert_swiglu import expert_swiglu, expert_swiglu_backward
 from deepwell.kernels.expert_weights import quantize_experts, quantize_experts_turned
 from deepwell.kernels.group_rows import combine_rows, gather_rows, group_layout, padded_rows
 from deepwell.kernels.grouped_gemm import grouped_gemm, grouped_wgrad
+from deepwell.kernels.library_activations import half
 
 NAMESPACE = library.NAMESPACE
 _FP8 = torch.float8_e4m3fn
@@ -90,7 +91,7 @@ def _fake_swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor
 library._register(
     "expert_swiglu(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
     lambda gate_up, weight, slot, act: expert_swiglu(gate_up, weight.contiguous(), slot, act=act),
-    lambda gate_up, weight, slot, act: library._rows_of(library._half(gate_up, act)),
+    lambda gate_up, weight, slot, act: library._rows_of(half(gate_up, act)),
 )
 library._register(
     "expert_swiglu_backward(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"

@@ -4,6 +4,7 @@
     y = w * round(n) ("llama": n is rounded to x's dtype first) or round(w * n) ("torch": F.rms_norm)
     dx = rstd * (g - n * mean_d(g * n)) + dr,   g = dy * w;        dw = sum_t dy * n  (n in fp32)
     (q, scale) = FP8 rows of y or dx as `quantize_rows` makes them of the rounded values
+    x before a residual is added, and dy, may come with factors of their rows (`row_factors`)
 
 Numerics: fp32 inside; one rounding of each result. (q, scale) are bit-equal to quantizing y (dx). dw is deterministic:
     each program adds its rows in order, a second small kernel adds the programs in order.
@@ -28,6 +29,7 @@ from deepwell.kernels._fp8 import row_scale
 from deepwell.kernels._triton import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
+from deepwell.kernels.row_factors import check_factor, times_factor, times_rows
 
 # A row lies in registers as a whole.
 MAX_COLUMNS = 32768
@@ -80,9 +82,16 @@ class Options:
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
 
-def norm_ref(x_TD: Tensor, w_D: Tensor, b_D: Tensor | None, residual_TD: Tensor | None, options: Options) -> Normed:
+def norm_ref(
+    x_TD: Tensor,
+    w_D: Tensor,
+    b_D: Tensor | None,
+    residual_TD: Tensor | None,
+    options: Options,
+    factor_T: Tensor | None = None,
+) -> Normed:
     """Reference for `rms_norm` and `layer_norm`."""
-    total = x_TD if residual_TD is None else x_TD + residual_TD
+    total = x_TD if residual_TD is None else (times_rows(x_TD, factor_T) + residual_TD.float()).to(x_TD.dtype)
     x = total.float()
     mean = x.mean(1) if options.center else None
     if mean is not None:
@@ -99,10 +108,17 @@ def norm_ref(x_TD: Tensor, w_D: Tensor, b_D: Tensor | None, residual_TD: Tensor 
     return Normed(y if options.write else None, q, scale, None if residual_TD is None else total, rstd, mean)
 
 
-def norm_backward_ref(dy_TD: Tensor, saved: Normed, w_D: Tensor, dr_TD: Tensor | None, options: Options) -> NormGrads:
+def norm_backward_ref(
+    dy_TD: Tensor,
+    saved: Normed,
+    w_D: Tensor,
+    dr_TD: Tensor | None,
+    options: Options,
+    factor_T: Tensor | None = None,
+) -> NormGrads:
     """Reference for the backward; `saved.total` is the input of the norm."""
     assert saved.total is not None
-    x, dy = saved.total.float(), dy_TD.float()
+    x, dy = saved.total.float(), times_rows(dy_TD, factor_T)
     if saved.mean is not None:
         x = x - saved.mean[:, None]
     n = x * saved.rstd[:, None]
@@ -213,6 +229,7 @@ def mean_of(total, D, BLOCK: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def _norm_kernel(
     x_ptr,
+    factor_ptr,
     residual_ptr,
     w_ptr,
     b_ptr,
@@ -247,7 +264,12 @@ def _norm_kernel(
     w = tl.load(w_ptr + d, mask=here, other=0.0)[None, :]
     if residual_ptr is not None:
         r = tl.load(residual_ptr + t[:, None] * stride_rt + d[None, :], mask=mask, other=0.0)
-        x = (x.to(tl.float32) + r.to(tl.float32)).to(DTYPE)  # the compiler adds two at a time in bf16, to the same bits
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + t, mask=live, other=0.0)[:, None]
+            x = rounded(floats(x, ASM) * factor + floats(r, ASM), DTYPE, ASM)
+        else:
+            # The compiler adds two at a time in bf16, to the same bits.
+            x = (x.to(tl.float32) + r.to(tl.float32)).to(DTYPE)
         tl.store(total_ptr + packed, x, mask=mask)
     x = floats(x, ASM)
     if mean_ptr is not None:
@@ -278,6 +300,7 @@ def _norm_kernel(
 @triton.jit
 def _norm_backward_kernel(
     dy_ptr,
+    factor_ptr,
     x_ptr,
     w_ptr,
     mean_ptr,
@@ -317,7 +340,7 @@ def _norm_backward_kernel(
             dy_at, x_at, dr_at = place, place, place
         else:
             dy_at, x_at, dr_at = t * stride_dyt + d, t * stride_xt + d, t * stride_drt + d
-        dy = floats(tl.load(dy_ptr + dy_at, mask=mask, other=0.0), ASM)
+        dy = times_factor(floats(tl.load(dy_ptr + dy_at, mask=mask, other=0.0), ASM), factor_ptr, t)
         x = floats(tl.load(x_ptr + x_at, mask=mask, other=0.0), ASM)
         rstd = tl.load(rstd_ptr + t)
         if dr_ptr is not None:
@@ -367,17 +390,20 @@ def rms_norm(
     w_D: Tensor,
     *,
     residual_TD: Tensor | None = None,
+    factor_T: Tensor | None = None,
     options: Options | None = None,
     config: RowConfig | None = None,
 ) -> Normed:
     """Normalise the rows of `x_TD` (+ `residual_TD`, whose sum is returned as `total`). See `Options` for the rest.
+
+    `factor_T` multiplies the rows of x before a residual is added.
 
     Raises ConfigError on a wrong argument, UnsupportedError on rows of more than 32768 columns.
     """
     options = options or Options()
     if options.center:
         raise ConfigError("options.center is for layer_norm; call that instead")
-    return norm(x_TD, w_D, None, residual_TD, options, config)
+    return norm(x_TD, w_D, None, residual_TD, options, config, factor_T)
 
 
 def rms_norm_backward(
@@ -387,19 +413,20 @@ def rms_norm_backward(
     rstd_T: Tensor,
     *,
     d_residual_TD: Tensor | None = None,
+    factor_T: Tensor | None = None,
     options: Options | None = None,
     config: BackwardConfig | None = None,
 ) -> NormGrads:
     """Gradients of `rms_norm`: `x_TD` is what was normalised (`total` where there was a residual).
 
     `d_residual_TD` is the gradient that reaches the residual stream past this norm; dx has it added, and is then the
-    gradient of x and of the residual both.
+    gradient of x and of the residual both. `factor_T` multiplies the rows of dy.
     """
     options = options or Options()
     if options.center:
         raise ConfigError("options.center is for layer_norm; call layer_norm_backward instead")
     saved = Normed(None, None, None, x_TD, rstd_T, None)
-    return norm_backward(dy_TD, saved, w_D, d_residual_TD, options, config)
+    return norm_backward(dy_TD, saved, w_D, d_residual_TD, options, config, factor_T)
 
 
 def _check_columns(d: int) -> None:
@@ -416,6 +443,7 @@ def norm(
     residual_TD: Tensor | None,
     options: Options,
     config: RowConfig | None,
+    factor_T: Tensor | None = None,
 ) -> Normed:
     """The forward of both norms."""
     check_matrix("x_TD", x_TD)
@@ -427,8 +455,11 @@ def norm(
     if residual_TD is not None:
         check_matrix("residual_TD", residual_TD, (x_TD.dtype,))
         check_shape("residual_TD", residual_TD, (t, d), x_TD)
+    if factor_T is not None and residual_TD is None:
+        raise ConfigError("factor_T is for an x that a residual is added to; multiply x itself")
+    check_factor("factor_T", factor_T, t, x_TD)
     if not runs_kernel(x_TD, _norm_kernel):
-        return norm_ref(x_TD, w_D, b_D, residual_TD, options)
+        return norm_ref(x_TD, w_D, b_D, residual_TD, options, factor_T)
     y, q, scale = _allocate(x_TD, options)
     total = torch.empty((t, d), dtype=x_TD.dtype, device=x_TD.device) if residual_TD is not None else None
     rstd = torch.empty(t, dtype=torch.float32, device=x_TD.device)
@@ -439,6 +470,7 @@ def norm(
         with on_device(x_TD):
             _norm_kernel[(triton.cdiv(t, rows),)](
                 x_TD,
+                factor_T,
                 residual_TD,
                 w_D,
                 b_D,
@@ -485,6 +517,7 @@ def norm_backward(
     d_residual_TD: Tensor | None,
     options: Options,
     config: BackwardConfig | None,
+    factor_T: Tensor | None = None,
 ) -> NormGrads:
     """The backward of both norms; `saved` holds total, rstd and mean of the forward."""
     x_TD = saved.total
@@ -499,8 +532,9 @@ def norm_backward(
     if d_residual_TD is not None:
         check_matrix("d_residual_TD", d_residual_TD)
         check_shape("d_residual_TD", d_residual_TD, (t, d), x_TD)
+    check_factor("factor_T", factor_T, t, x_TD)
     if not runs_kernel(x_TD, _norm_backward_kernel):
-        return norm_backward_ref(dy_TD, saved, w_D, d_residual_TD, options)
+        return norm_backward_ref(dy_TD, saved, w_D, d_residual_TD, options, factor_T)
     dx, q, scale = _allocate(x_TD, options)
     dw = torch.empty_like(w_D)
     db = torch.empty_like(w_D) if options.center else None
@@ -514,6 +548,7 @@ def norm_backward(
     with on_device(x_TD):
         _norm_backward_kernel[(num_programs,)](
             dy_TD,
+            factor_T,
             x_TD,
             w_D,
             saved.mean,

@@ -4,6 +4,7 @@
     interleaved  the same of the pairs (2i, 2i + 1)           columns R .. D of a head, and all of v, are copied
     backward     the transposed rotation; dqkv holds dq, dk, dv where the forward found q, k, v
     (q, scale) = FP8 rows of dqkv, one scale for all heads of a token
+    merged rows may come with factors (`row_factors`): the tables take them for q and k
 
 Numerics: fp32 inside, one rounding to the input's dtype; the FP8 rows are bit-equal to quantizing the rounded dqkv.
 Cost: memory bound; bytes per element of a row in bf16: forward 2 + 2, backward 2 + 2, backward to FP8 2 + 1; the tables
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._bf16_words import encoded, larger
+from deepwell.kernels._bf16_words import encoded, floats, larger, rounded
 from deepwell.kernels._fp8 import row_scale
 from deepwell.kernels._head_tiles import (
     heads_of,
@@ -38,6 +39,7 @@ from deepwell.kernels._head_tiles import (
 from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8
 from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.kernels.row_factors import check_factor, times_rows
 
 CONVENTIONS = ("half", "interleaved")
 # How q, k and v lie in a row: all heads of each side by side, or the three of one head (GPT-NeoX).
@@ -125,8 +127,12 @@ def _pairs(x: Tensor, convention: str) -> tuple[Tensor, Tensor]:
     return x[..., 0::2], x[..., 1::2]
 
 
-def rope_qkv_ref(qkv_BSW: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def rope_qkv_ref(
+    qkv_BSW: Tensor, cos: Tensor, sin: Tensor, heads: Heads, factor_T: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Reference for `rope_qkv`."""
+    if factor_T is not None:
+        qkv_BSW = times_rows(qkv_BSW.flatten(0, 1), factor_T).to(qkv_BSW.dtype).view(qkv_BSW.shape)
     q, k, v = heads.parts(qkv_BSW, qkv_BSW.shape[-1] // heads.total)
     q, k = (rotate_ref(x, cos, sin, heads.convention) for x in (q, k))
     return q, k, v.clone(memory_format=torch.contiguous_format)
@@ -192,6 +198,7 @@ def _rope_kernel(
     v_ptr,
     cos_ptr,
     sin_ptr,
+    factor_ptr,
     yq_ptr,
     yk_ptr,
     yv_ptr,
@@ -280,6 +287,20 @@ def _rope_kernel(
     same = heads_of(GROUP, GROUP)
     c1, c2 = load_pairs(cos_ptr + b * stride_cos_b + s * stride_cos_s, same, 0, live, R, P, INTERLEAVED, RUN, ASM)
     s1, s2 = load_pairs(sin_ptr + b * stride_sin_b + s * stride_sin_s, same, 0, live, R, P, INTERLEAVED, RUN, ASM)
+    if factor_ptr is not None:
+        if ROWS == 1:
+            factor = tl.load(factor_ptr + t)
+        else:
+            factor = tl.load(factor_ptr + t, mask=live, other=0.0)
+        # A power of two: where it is multiplied in changes no bit.
+        c1, c2, s1, s2 = c1 * factor, c2 * factor, s1 * factor, s2 * factor
+        if R < D:
+            q3 = rounded(floats(q3, ASM) * factor, DTYPE, ASM)
+            if k_ptr is not None:
+                k3 = rounded(floats(k3, ASM) * factor, DTYPE, ASM)
+        if v_ptr is not None:
+            v1 = rounded(floats(v1, ASM) * factor, DTYPE, ASM)
+            v2 = rounded(floats(v2, ASM) * factor, DTYPE, ASM)
     q1, q2 = rotated(q1, q2, c1, c2, s1, s2, DTYPE, BACKWARD, INTERLEAVED, ASM)
     if k_ptr is not None:
         k1, k2 = rotated(k1, k2, c1, c2, s1, s2, DTYPE, BACKWARD, INTERLEAVED, ASM)
@@ -328,11 +349,19 @@ def _rope_kernel(
 
 
 def rope_qkv(
-    qkv_BSW: Tensor, cos: Tensor, sin: Tensor, *, heads: Heads, config: RopeConfig | None = None
+    qkv_BSW: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: Heads,
+    factor_T: Tensor | None = None,
+    config: RopeConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated q and k, and v, of merged rows, each in a buffer of its own: [B, S, H, D], contiguous.
 
-    `cos` and `sin` are [S, R], [1, S, R] or [B, S, R]. Raises ConfigError on a wrong argument.
+    `cos` and `sin` are [S, R], [1, S, R] or [B, S, R]; `factor_T` multiplies the rows.
+
+    Raises ConfigError on a wrong argument.
     """
     check_operand("qkv_BSW", qkv_BSW, 3)
     b, s, w = qkv_BSW.shape
@@ -340,11 +369,12 @@ def rope_qkv(
         raise ConfigError(f"qkv_BSW has {w} columns, no multiple of its {heads.total} heads")
     width = w // heads.total
     check_tables(cos, sin, qkv_BSW, width)
+    check_factor("factor_T", factor_T, b * s, qkv_BSW)
     if not runs_kernel(qkv_BSW, _rope_kernel):
-        return rope_qkv_ref(qkv_BSW, cos, sin, heads)
+        return rope_qkv_ref(qkv_BSW, cos, sin, heads, factor_T)
     out = tuple(qkv_BSW.new_empty((b, s, h, width)) for h in (heads.q, heads.k, heads.v))
     written = [x.flatten(0, 1) for x in out]
-    _launch(heads.parts(qkv_BSW, width), (cos, sin), written, heads.convention, config=config)
+    _launch(heads.parts(qkv_BSW, width), (cos, sin), written, heads.convention, factor=factor_T, config=config)
     return out[0], out[1], out[2]
 
 
@@ -452,6 +482,7 @@ def _launch(
     convention: str,
     *,
     backward: bool = False,
+    factor: Tensor | None = None,
     rows: tuple[tuple[Tensor, ...], Tensor | None, GradOptions] | None = None,
     config: RopeConfig | None = None,
 ) -> None:
@@ -472,6 +503,7 @@ def _launch(
         _rope_kernel[(triton.cdiv(b * s, config.rows),)](
             *_three(read),
             *tables,
+            factor,
             *_three(write),
             *_three(codes),
             scale,

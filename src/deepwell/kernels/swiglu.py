@@ -8,6 +8,7 @@
     quick_gelu act(g) = g * s(1.702 g)            relu  act(g) = max(g, 0)
     with a bias: g + b in the place of g (`bias_activation.py`, which has the backward)
     (q, scale) = FP8 rows of h, or of [dg, du] with one scale for both halves of a row
+    gate and up, and dh, may come with factors of their rows (`row_factors`)
 
 Numerics: fp32 inside; h, dg and du are rounded once to the input's dtype and quantized from there, so that (q, scale)
     are bit-equal to quantizing them.
@@ -31,6 +32,7 @@ from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
+from deepwell.kernels.row_factors import check_factor, times_factor, times_rows
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "quick_gelu", "relu")
 # The widest row a whole-row config takes; wider ones go in two passes.
@@ -44,6 +46,13 @@ class Activated(NamedTuple):
     h: Tensor | None
     q: Tensor | None
     scale: Tensor | None
+
+
+class RowFactors(NamedTuple):
+    """What the rows of inputs are to be multiplied with (`row_factors`); None for 1."""
+
+    gate_up: Tensor | None = None
+    dh: Tensor | None = None
 
 
 class ActivationGrads(NamedTuple):
@@ -97,21 +106,35 @@ def act_ref(g: Tensor, act: str) -> tuple[Tensor, Tensor]:
     return g * s, s + g * s * (1 - s) * 2 * c * (1 + 3 * 0.044715 * g * g)
 
 
-def swiglu_ref(g_TF: Tensor, u_TF: Tensor | None, options: Options, bias_F: Tensor | None = None) -> Activated:
+def swiglu_ref(
+    g_TF: Tensor,
+    u_TF: Tensor | None,
+    options: Options,
+    bias_F: Tensor | None = None,
+    factors: RowFactors = RowFactors(),  # noqa: B008 (a tuple)
+) -> Activated:
     """Reference for `swiglu`, `activation` and, with a bias, `bias_activation`."""
-    a, _ = act_ref(g_TF.float() if bias_F is None else g_TF.float() + bias_F.float(), options.act)
-    h = (a if u_TF is None else a * u_TF.float()).to(g_TF.dtype)
+    g = times_rows(g_TF, factors.gate_up)
+    a, _ = act_ref(g if bias_F is None else g + bias_F.float(), options.act)
+    h = (a if u_TF is None else a * times_rows(u_TF, factors.gate_up)).to(g_TF.dtype)
     q, scale = _rows_of(h, options)
     return Activated(h if options.write else None, q, scale)
 
 
-def swiglu_backward_ref(dh_TF: Tensor, g_TF: Tensor, u_TF: Tensor | None, options: Options) -> ActivationGrads:
+def swiglu_backward_ref(
+    dh_TF: Tensor,
+    g_TF: Tensor,
+    u_TF: Tensor | None,
+    options: Options,
+    factors: RowFactors = RowFactors(),  # noqa: B008 (a tuple)
+) -> ActivationGrads:
     """Reference for `swiglu_backward` and `activation_backward`."""
-    dh, (a, slope) = dh_TF.float(), act_ref(g_TF.float(), options.act)
+    dh, (a, slope) = times_rows(dh_TF, factors.dh), act_ref(times_rows(g_TF, factors.gate_up), options.act)
     if u_TF is None:
         grad, h = dh * slope, a
     else:
-        grad, h = torch.cat([dh * u_TF.float() * slope, dh * a], dim=1), a * u_TF.float()
+        u = times_rows(u_TF, factors.gate_up)
+        grad, h = torch.cat([dh * u * slope, dh * a], dim=1), a * u
     grad = grad.to(g_TF.dtype)
     q, scale = _rows_of(grad, options)
     q_h, scale_h = quantize_rows_ref(h.to(g_TF.dtype), pow2=options.pow2) if options.recompute_h else (None, None)
@@ -228,16 +251,33 @@ def act_and_slope(g, ACT: tl.constexpr, ASM: tl.constexpr = False):
 
 
 @triton.jit
+def _load(row, f, mask, factor_ptr, t, EVICT: tl.constexpr):
+    """Of row t, times its factor."""
+    x = tl.load(row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return times_factor(x, factor_ptr, t)
+
+
+@triton.jit
 def _load_h(
-    g_row, u_row, b_ptr, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr
+    g_row,
+    u_row,
+    b_ptr,
+    factor_ptr,
+    t,
+    f,
+    mask,
+    DTYPE: tl.constexpr,
+    ACT: tl.constexpr,
+    EVICT: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """h of one tile, rounded to the input's dtype."""
-    g = tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    """h of one tile of row t, rounded to the input's dtype."""
+    g = _load(g_row, f, mask, factor_ptr, t, EVICT)
     if b_ptr is not None:
         g += tl.load(b_ptr + f, mask=mask, other=0.0).to(tl.float32)
     h = _act(g, ACT, ASM)
     if u_row is not None:
-        h *= tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        h *= _load(u_row, f, mask, factor_ptr, t, EVICT)
     return rounded(h, DTYPE, ASM)
 
 
@@ -246,6 +286,7 @@ def _swiglu_kernel(
     g_ptr,
     u_ptr,
     b_ptr,
+    factor_ptr,
     h_ptr,
     q_ptr,
     scale_ptr,
@@ -267,11 +308,12 @@ def _swiglu_kernel(
     if u_ptr is not None:
         u_row = u_ptr + t * stride_ut
     columns = tl.arange(0, BLOCK)
+    row = (g_row, u_row, b_ptr, factor_ptr, t)
     if TWO_PASSES:
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
             f = start + columns
-            h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_last", ASM)
+            h = _load_h(*row, f, f < F, DTYPE, ACT, "evict_last", ASM)
             if h_ptr is not None:
                 tl.store(h_ptr + t * F + f, h, mask=f < F)
             bits = tl.maximum(bits, bits_of(h, ASM))
@@ -279,12 +321,12 @@ def _swiglu_kernel(
             enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
-                h = _load_h(g_row, u_row, b_ptr, f, f < F, DTYPE, ACT, "evict_first", ASM)
+                h = _load_h(*row, f, f < F, DTYPE, ACT, "evict_first", ASM)
                 tl.store(q_ptr + t * F + f, encoded(h, enc, q_ptr.dtype.element_ty, ASM), mask=f < F)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
     else:
         mask = columns < F
-        h = _load_h(g_row, u_row, b_ptr, columns, mask, DTYPE, ACT, "", ASM)
+        h = _load_h(*row, columns, mask, DTYPE, ACT, "", ASM)
         if h_ptr is not None:
             tl.store(h_ptr + t * F + columns, h, mask=mask)
         if q_ptr is not None:
@@ -295,14 +337,24 @@ def _swiglu_kernel(
 
 @triton.jit
 def _load_grads(
-    dh_row, g_row, u_row, f, mask, DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr
+    dh_row,
+    g_row,
+    u_row,
+    factor_ptrs,
+    t,
+    f,
+    mask,
+    DTYPE: tl.constexpr,
+    ACT: tl.constexpr,
+    EVICT: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """(dg, du, h) of one tile, rounded to the input's dtype; du and h are the same value where there is no up."""
-    dh = tl.load(dh_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    g = tl.load(g_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    """(dg, du, h) of one tile of row t, rounded to the input's dtype; du and h are one value where there is no up."""
+    dh = _load(dh_row, f, mask, factor_ptrs[0], t, EVICT)
+    g = _load(g_row, f, mask, factor_ptrs[1], t, EVICT)
     a, slope = act_and_slope(g, ACT, ASM)
     if u_row is not None:
-        u = tl.load(u_row + f, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        u = _load(u_row, f, mask, factor_ptrs[1], t, EVICT)
         return rounded(dh * u * slope, DTYPE, ASM), rounded(dh * a, DTYPE, ASM), rounded(a * u, DTYPE, ASM)
     else:
         h = rounded(a, DTYPE, ASM)
@@ -331,6 +383,8 @@ def _backward_row(
     dh_ptr,
     g_ptr,
     u_ptr,
+    dh_factor_ptr,
+    factor_ptr,
     grad_ptr,
     q_ptr,
     scale_ptr,
@@ -355,7 +409,8 @@ def _backward_row(
         u_row = u_ptr + t * stride_ut
     columns = tl.arange(0, BLOCK)
     mask = columns < F
-    dg, du, h = _load_grads(dh_ptr + t * stride_dht, g_ptr + t * stride_gt, u_row, columns, mask, DTYPE, ACT, "", ASM)
+    row = (dh_ptr + t * stride_dht, g_ptr + t * stride_gt, u_row, (dh_factor_ptr, factor_ptr), t)
+    dg, du, h = _load_grads(*row, columns, mask, DTYPE, ACT, "", ASM)
     if grad_ptr is not None:
         _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
     if q_ptr is not None:
@@ -376,6 +431,8 @@ def _swiglu_backward_kernel(
     dh_ptr,
     g_ptr,
     u_ptr,
+    dh_factor_ptr,
+    factor_ptr,
     grad_ptr,
     q_ptr,
     scale_ptr,
@@ -404,11 +461,12 @@ def _swiglu_backward_kernel(
         if GATED:
             u_row = u_ptr + t * stride_ut
         columns = tl.arange(0, BLOCK)
+        row = (dh_row, g_row, u_row, (dh_factor_ptr, factor_ptr), t)
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         bits_h = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
             f = start + columns
-            dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_last", ASM)
+            dg, du, h = _load_grads(*row, f, f < F, DTYPE, ACT, "evict_last", ASM)
             bits = tl.maximum(bits, _largest_bits(dg, du, GATED, ASM))
             bits_h = tl.maximum(bits_h, bits_of(h, ASM))
             if grad_ptr is not None:
@@ -418,7 +476,7 @@ def _swiglu_backward_kernel(
             enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, POW2, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
-                dg, du, h = _load_grads(dh_row, g_row, u_row, f, f < F, DTYPE, ACT, "evict_first", ASM)
+                dg, du, h = _load_grads(*row, f, f < F, DTYPE, ACT, "evict_first", ASM)
                 if q_ptr is not None:
                     dg_q = encoded(dg, enc, q_ptr.dtype.element_ty, ASM)
                     du_q = encoded(du, enc, q_ptr.dtype.element_ty, ASM)
@@ -431,7 +489,7 @@ def _swiglu_backward_kernel(
                 tl.store(scale_h_ptr + t, tl.div_rn(1.0, enc_h))
     else:
         _backward_row(
-            t, dh_ptr, g_ptr, u_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
+            t, dh_ptr, g_ptr, u_ptr, dh_factor_ptr, factor_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
             F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK, ASM,
         )  # fmt: skip
 
@@ -443,21 +501,28 @@ def swiglu(
     gate_up_T2F: Tensor,
     up_TF: Tensor | None = None,
     *,
+    factors: RowFactors | None = None,
     options: Options | None = None,
     config: RowConfig | None = None,
 ) -> Activated:
-    """act(gate) * up of `gate_up_T2F` (gate first), or of a gate and an up given apart. See `Options`.
+    """act(gate) * up of `gate_up_T2F` (gate first), or of a gate and an up given apart. See `Options`, `RowFactors`.
 
     Raises ConfigError on a wrong argument.
     """
     g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
-    return forward(g, u, options or Options(), config)
+    return forward(g, u, options or Options(), config, factors=factors)
 
 
-def activation(x_TF: Tensor, *, options: Options | None = None, config: RowConfig | None = None) -> Activated:
+def activation(
+    x_TF: Tensor,
+    *,
+    factors: RowFactors | None = None,
+    options: Options | None = None,
+    config: RowConfig | None = None,
+) -> Activated:
     """The plain activation of `x_TF`, GELU (tanh) unless `options` says otherwise."""
     check_matrix("x_TF", x_TF)
-    return forward(x_TF, None, options or Options(act="gelu_tanh"), config)
+    return forward(x_TF, None, options or Options(act="gelu_tanh"), config, factors=factors)
 
 
 def swiglu_backward(
@@ -465,20 +530,26 @@ def swiglu_backward(
     gate_up_T2F: Tensor,
     up_TF: Tensor | None = None,
     *,
+    factors: RowFactors | None = None,
     options: Options | None = None,
     config: RowConfig | None = None,
 ) -> ActivationGrads:
     """Gradients of `swiglu`: [d gate, d up] side by side, T x 2F, with one FP8 scale for a whole row of it."""
     g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
-    return _backward(dh_TF, g, u, options or Options(), config)
+    return _backward(dh_TF, g, u, options or Options(), config, factors)
 
 
 def activation_backward(
-    dy_TF: Tensor, x_TF: Tensor, *, options: Options | None = None, config: RowConfig | None = None
+    dy_TF: Tensor,
+    x_TF: Tensor,
+    *,
+    factors: RowFactors | None = None,
+    options: Options | None = None,
+    config: RowConfig | None = None,
 ) -> ActivationGrads:
     """Gradient of `activation` at x."""
     check_matrix("x_TF", x_TF)
-    return _backward(dy_TF, x_TF, None, options or Options(act="gelu_tanh"), config)
+    return _backward(dy_TF, x_TF, None, options or Options(act="gelu_tanh"), config, factors)
 
 
 def _split(name: str, gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -491,6 +562,13 @@ def _split(name: str, gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tenso
     check_matrix("up_TF", up, (gate_up.dtype,))
     check_shape("up_TF", up, tuple(gate_up.shape), gate_up)
     return gate_up, up
+
+
+def _checked(factors: RowFactors | None, x_TF: Tensor) -> RowFactors:
+    factors = factors or RowFactors()
+    check_factor("factors.gate_up", factors.gate_up, x_TF.shape[0], x_TF)
+    check_factor("factors.dh", factors.dh, x_TF.shape[0], x_TF)
+    return factors
 
 
 def _check_config(config: RowConfig, columns: int) -> RowConfig:
@@ -506,10 +584,12 @@ def forward(
     config: RowConfig | None,
     *,
     bias_F: Tensor | None = None,
+    factors: RowFactors | None = None,
 ) -> Activated:
     """The forward of all activations; `bias_F` is added to the gate."""
+    factors = _checked(factors, g_TF)
     if not runs_kernel(g_TF, _swiglu_kernel):
-        return swiglu_ref(g_TF, u_TF, options, bias_F)
+        return swiglu_ref(g_TF, u_TF, options, bias_F, factors)
     t, f = g_TF.shape
     h = torch.empty((t, f), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
     q, scale = _allocate_rows(g_TF, f, options.fp8)
@@ -520,6 +600,7 @@ def forward(
                 g_TF,
                 u_TF,
                 bias_F,
+                factors.gate_up,
                 h,
                 q,
                 scale,
@@ -538,12 +619,18 @@ def forward(
 
 
 def _backward(
-    dh_TF: Tensor, g_TF: Tensor, u_TF: Tensor | None, options: Options, config: RowConfig | None
+    dh_TF: Tensor,
+    g_TF: Tensor,
+    u_TF: Tensor | None,
+    options: Options,
+    config: RowConfig | None,
+    factors: RowFactors | None = None,
 ) -> ActivationGrads:
     check_matrix("dh_TF", dh_TF)
     check_shape("dh_TF", dh_TF, tuple(g_TF.shape), g_TF)
+    factors = _checked(factors, g_TF)
     if not runs_kernel(g_TF, _swiglu_backward_kernel):
-        return swiglu_backward_ref(dh_TF, g_TF, u_TF, options)
+        return swiglu_backward_ref(dh_TF, g_TF, u_TF, options, factors)
     t, f = g_TF.shape
     width = f if u_TF is None else 2 * f
     grad = torch.empty((t, width), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
@@ -558,6 +645,8 @@ def _backward(
                 dh_TF,
                 g_TF,
                 u_TF,
+                factors.dh,
+                factors.gate_up,
                 grad,
                 q,
                 scale,

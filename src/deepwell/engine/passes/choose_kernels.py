@@ -83,7 +83,7 @@ def _fp8_gemm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
     if a.dtype != b.dtype:
         return []  # E5M2 gradients: candidates prove themselves in E4M3
     fast = bool(node.args[4])
-    one_scale = all(scale.meta["val"].dim() == 0 for scale in (node.args[1], node.args[3]))
+    one_scale = all(scale is None or scale.meta["val"].dim() == 0 for scale in (node.args[1], node.args[3]))
     sizes = {"m": m, "n": n, "k": k}
     problem = Problem(
         op="fp8_gemm", **sizes, precision="fp8", exact_sums=not fast, one_scale=one_scale, device=str(a.device)

@@ -92,9 +92,13 @@ def _share(graph: fx.Graph, target: object) -> None:
 
 def through_views(node: Any) -> Any:
     """The tensor behind views that keep the rows: [T, D] -> [B, S, D] -> [T, D]."""
-    while node.target in _VIEWS and _width(node) == _width(node.args[0]):
+    while is_row_view(node):
         node = node.args[0]
     return node
+
+
+def is_row_view(node: Any) -> bool:
+    return node.target in _VIEWS and _width(node) == _width(node.args[0])
 
 
 def _width(node: fx.Node) -> int | None:
@@ -111,10 +115,7 @@ def _producer(node: fx.Node) -> tuple[fx.Node | None, int]:
 
 def _read_only_by(node: fx.Node, quantize: fx.Node) -> bool:
     """Whether every path from a value leads, through views, to this quantization."""
-    return all(
-        user is quantize or (user.target in _VIEWS and _width(user) == _width(node) and _read_only_by(user, quantize))
-        for user in node.users
-    )
+    return all(user is quantize or (is_row_view(user) and _read_only_by(user, quantize)) for user in node.users)
 
 
 def _fuse_norm(graph: fx.Graph, quantize: fx.Node, norm: fx.Node, fused_op: object) -> bool:

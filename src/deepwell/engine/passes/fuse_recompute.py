@@ -21,21 +21,17 @@ from deepwell.engine.passes.fuse_quantize import call_with_value, items_of, thro
 def fuse_recomputed_rows(graph: fx.Graph) -> int:
     """Join the pairs of a backward graph. Returns how many."""
     ops = torch.ops.deepwell
-    forwards = {
-        (through_views(node.args[0]), node.args[1]): node
-        for node in graph.nodes
-        if node.target is ops.swiglu_quantize.default
-    }
+    forwards = {_key(*node.args): node for node in graph.nodes if node.target is ops.swiglu_quantize.default}
     count = 0
     for node in list(graph.nodes):
         if node.target is not ops.swiglu_backward_quantize.default:
             continue
-        dh, gate_up, act = node.args
-        again = forwards.pop((through_views(gate_up), act), None)
+        dh, *forward = node.args[:4]  # a factor of dh's rows comes last
+        again = forwards.pop(_key(*forward), None)
         if again is None or _follows_from(dh, again):
             continue
         with graph.inserting_before(node):
-            joined = call_with_value(graph, ops.swiglu_backward_recompute.default, (dh, gate_up, act))
+            joined = call_with_value(graph, ops.swiglu_backward_recompute.default, node.args)
             items = items_of(graph, joined)
         _replace_items(node, items[:2])
         _replace_items(again, items[2:])
@@ -44,6 +40,10 @@ def fuse_recomputed_rows(graph: fx.Graph) -> int:
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
     return count
+
+
+def _key(gate_up: fx.Node, act: str, factor: fx.Node | None = None) -> tuple[object, ...]:
+    return through_views(gate_up), act, factor
 
 
 def _follows_from(node: fx.Node, other: fx.Node) -> bool:

@@ -30,12 +30,12 @@ def mark_recomputed(graph: fx.Graph, what: str) -> int:
     hidden = {getattr(ops, name).default for name in _HIDDEN}
     inputs = {getattr(ops, name).default for name in _INPUTS}
     cheap = {"nothing": set(), "hidden": hidden, "copies": hidden | inputs}[what]
-    backward = backward_nodes(graph)
+    taken = backward_nodes(graph) | {node for node in graph.nodes if is_checkpointed(node)}
     marked = 0
     for node in graph.nodes:
         owner = node.args[0] if _is_item(node) else node
         is_hidden_rows = owner.target is ops.quantize_rows.default and _owner(owner.args[0]).target in cheap
-        if (owner.target in cheap or is_hidden_rows) and node not in backward and not is_checkpointed(node):
+        if (owner.target in cheap or is_hidden_rows) and not taken & {node, owner}:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0
             marked += 1
@@ -43,7 +43,7 @@ def mark_recomputed(graph: fx.Graph, what: str) -> int:
 
 
 def is_checkpointed(node: fx.Node) -> bool:
-    """Whether a node lies in a region that the model itself has computed again.
+    """Whether a node has a mark already: mostly it lies in a region that the model itself has computed again.
 
     Our mark on it would put it into another region than its neighbours: the partitioner then keeps what crosses over,
     and what it cannot keep (the results of an op as a whole) leaves it without a way.

@@ -1,0 +1,203 @@
+"""Scales of rows are left to a product's readers: which ones, and that no bit of a step changes."""
+
+import operator
+
+import pytest
+import torch
+import zoo_models
+from torch import Tensor, fx, nn
+from torch._functorch.partitioners import default_partition
+
+from deepwell.engine import backend
+from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.functional import low_precision_linear, swiglu_packed
+from deepwell.engine.passes import row_factors
+from deepwell.engine.passes.fuse_quantize import through_views
+from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels import gemm
+from deepwell.kernels.registry import KernelRegistry
+
+FP8 = "fp8_row|fp8_row|fp8_row"
+gemm_op = torch.ops.deepwell.fp8_gemm.default
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], **how) -> tuple[BackendOptions, list[Tensor]]:
+    """Loss and gradients of one compiled training step."""
+    torch._dynamo.reset()
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    options = BackendOptions(schemes=dict.fromkeys(linears, FP8), **how)
+    compiled = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))
+    model.zero_grad(set_to_none=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        loss = compiled(**batch).loss
+        loss.backward()
+    return options, [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Runs a step with every product scaled by its rows."""
+
+    def run(*given, **how):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "leave_row_scales", lambda graph, least_flops: 0)
+            return step(*given, **how)[1]
+
+    return run
+
+
+# Forward qkv, o, gate and up, down; backward all but o, whose gradient attention reads. Qwen2 has a bias of q, k, v.
+@pytest.mark.parametrize(("model_type", "count"), [("llama", 7), ("qwen2", 12), ("phi3", 5)])
+def test_a_step_has_the_same_bits_on_architectures_of_hugging_face(batch, apart, model_type, count) -> None:
+    layers = {} if model_type == "qwen2" else {"num_hidden_layers": 1}
+    model = zoo_models.tiny_model(model_type, **layers).bfloat16()
+    options, got = step(model, batch)
+    assert options.counts["row_factors"] == count
+    for one, other in zip(got, apart(model, batch), strict=True):
+        assert_bitwise_equal(one, other)
+
+
+@pytest.mark.usefixtures("cxx_compiler")
+@pytest.mark.parametrize("recompute", ["hidden", "copies"])
+def test_inductor_compiles_the_same_step(batch, apart, recompute) -> None:
+    model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
+    options, got = step(model, batch, use_inductor=True, recompute=recompute)
+    assert options.counts["row_factors"] == 7
+    for one, other in zip(got, apart(model, batch, use_inductor=True, recompute=recompute), strict=True):
+        assert_bitwise_equal(one, other)
+
+
+# ---- single graphs ----
+
+
+def joint(function, *inputs: Tensor) -> tuple[fx.Graph, int]:
+    """The joint graph of a function after the pass, and how many products it changed."""
+    from torch._functorch.aot_autograd import aot_function
+
+    seen: list[tuple[fx.Graph, int]] = []
+
+    def partition(module, *operands, **how):
+        seen.append((module.graph, row_factors.leave_row_scales(module.graph)))
+        return default_partition(module, *operands, **how)
+
+    compiled = aot_function(function, fw_compiler=lambda g, _: g.forward, partition_fn=partition)
+    compiled(*inputs).float().sum().backward()
+    ((graph, count),) = seen
+    return graph, count
+
+
+def products(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is gemm_op]
+
+
+def make(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+
+
+def test_gate_and_up_are_read_with_factors_in_forward_and_backward() -> None:
+    graph, count = joint(
+        lambda x, w: swiglu_packed(low_precision_linear(x, [w], None, FP8), "silu"), *make((32, 64), (96, 64))
+    )
+    assert count == 1  # the gradient of x is a result
+    product = next(node for node in products(graph) if node.args[1] is None)
+    ops = torch.ops.deepwell
+    places = {ops.swiglu.default: (0, 2), ops.swiglu_backward.default: (1, 3)}
+    readers = [node for node in graph.nodes if node.target in places]
+    scale, other = (node.args[places[node.target][1]] for node in readers)
+    assert scale is other and all(through_views(n.args[places[n.target][0]]) is product for n in readers)
+    assert scale.target is operator.getitem and scale.args[1] == 1
+    # A weight's scale is one number.
+    assert product.args[3].meta["val"].dim() == 0
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda y: y,  # a result of the graph
+        torch.relu,  # an op that knows nothing of factors
+        lambda y: swiglu_packed(y, "silu") + y[:, :48],  # one reader that takes them, one that does not
+        lambda y: swiglu_packed(y.view(16, 192), "silu"),  # rows of another length are not the product's rows
+    ],
+)
+def test_a_product_that_others_read_keeps_its_scales(reader) -> None:
+    graph, count = joint(lambda x, w: reader(low_precision_linear(x, [w], None, FP8)), *make((32, 64), (96, 64)))
+    assert count == 0 and all(node.args[1] is not None for node in products(graph))
+
+
+def test_a_right_operand_with_scales_of_its_own_rows_keeps_them() -> None:
+    # Two activations multiplied: neither has one scale.
+    ops = torch.ops.deepwell
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return ops.fp8_gemm(*ops.quantize_rows(x), *ops.quantize_rows(y), False)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad @ grad.new_ones(96, 64), grad.T @ grad.new_ones(32, 64)
+
+    graph, count = joint(lambda x, y: swiglu_packed(Both.apply(x, y), "silu"), *make((32, 64), (96, 64)))
+    assert count == 0 and len(products(graph)) == 1
+
+
+def test_small_products_are_left_alone_where_they_would_not_gain() -> None:
+    x, w = make((32, 64), (96, 64))
+    captured: list[fx.Graph] = []
+
+    def partition(module, *operands, **how):
+        captured.append(module.graph)
+        return default_partition(module, *operands, **how)
+
+    from torch._functorch.aot_autograd import aot_function
+
+    run = aot_function(
+        lambda x, w: swiglu_packed(low_precision_linear(x, [w], None, FP8), "silu"),
+        fw_compiler=lambda g, _: g.forward,
+        partition_fn=partition,
+    )
+    run(x, w)
+    flops = 2.0 * 32 * 64 * 96
+    assert row_factors.leave_row_scales(captured[0], least_flops=flops + 1) == 0
+    assert row_factors.leave_row_scales(captured[0], least_flops=flops) == 1
+
+
+def test_a_users_kernel_for_whole_chains_still_gets_them(batch) -> None:
+    registry = KernelRegistry()
+    registry.register("mine", lambda a, b: a @ b, precision="fp8")
+    options, _ = step(zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16(), batch, registry=registry)
+    assert options.counts.get("row_factors", 0) == 0
+
+
+def test_a_kept_one_is_the_scale_of_products_without(monkeypatch) -> None:
+    monkeypatch.setattr(gemm, "_ones", {torch.device("cpu"): torch.tensor(1.0)})
+    assert gemm.one_on(torch.device("cpu")) is gemm.one_on(torch.device("cpu"))
+    monkeypatch.setattr(gemm, "_ones", {})
+    gemm.keep_one(torch.device("cpu"))  # only where graphs of launches are recorded
+    assert not gemm._ones and gemm.one_on(torch.device("cpu")).item() == 1.0
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_large_step_agrees_with_one_scaled_by_rows(apart, cuda_graphs) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=4096, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).bfloat16()
+        ids = torch.randint(0, 4096, (4, 4096))
+    batch = {"input_ids": ids, "labels": ids}
+    how = {"use_inductor": True, "cuda_graphs": cuda_graphs}
+    options, got = step(model, batch, **how)
+    assert options.counts["row_factors"] >= 12
+    # Other algorithms add in another order, in the tensor cores' short accumulator.
+    pairs = zip(got[1:], apart(model, batch, **how)[1:], strict=True)
+    assert min(sqnr_db(other, one) for one, other in pairs) > 25
