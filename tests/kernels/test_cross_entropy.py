@@ -244,6 +244,82 @@ def test_nan_and_inf_and_targets_out_of_range_show_in_their_row_alone(device):
     assert high[5, (targets[5] + 1) % 90] == 0
 
 
+# ---- factors of rows ----
+
+
+def assert_same(got, wanted, name):
+    """Of equal bits, but for the sign of a NaN."""
+    assert torch.equal(got.isnan(), wanted.isnan()), name
+    kept = ~got.isnan()
+    assert_bitwise_equal(got[kept], wanted[kept], name)
+
+
+# Scales of quantized rows, from that of a row of zeros on: tiny, none, large. The largest are beyond what the kernel
+# takes for the lowest logit there is.
+FACTORS = [2.0**n for n in (-127, -126, -100, -9, -1, 0, 1, 6, 60, 100, 119)]
+
+
+def make_with_factors(v, device):
+    """Logits that wait for their factors, the factors, and what they are multiplied."""
+    x, targets = make(len(FACTORS), v, "cpu")
+    factor = torch.tensor(FACTORS)
+    given = (x.float() / factor.clamp(min=2.0**-110)[:, None]).bfloat16()
+    given[:2] = 0
+    given[1, 0] = -3.0
+    given[4, v // 2] = -float("inf")
+    return (t.to(device) for t in (given, factor, (given.float() * factor[:, None]).bfloat16(), targets))
+
+
+# All forms of the gradient; with something else that is done to the logits, the loss alone and its codes. Whole blocks
+# and ends, of which what lies beyond the row must not count, however small the factor; a target and nothing beside it.
+CASES = [("plain", how, v) for how in C.GRADIENTS for v in (1, 50, 3001)]
+CASES += [(name, how, 1100) for name in BENT for how in ("none", "fp8")]
+
+
+@pytest.mark.parametrize(("name", "how", "v"), CASES)
+def test_a_factor_counts_as_if_the_logits_had_been_multiplied_by_it(device, name, how, v):
+    has_bias, bend = BENT.get(name, (False, {}))
+    given, factor, x, targets = make_with_factors(v, device)
+    targets[5] = -100
+    arguments = {
+        "bias_V": torch.randn(v, device=device).bfloat16() if has_bias else None,
+        "grad_scale": torch.tensor(1 / 9, device=device),
+        "options": C.Options(gradient=how, fp8=E5M2, **bend),
+        "config": SMALL,
+    }
+    got = C.cross_entropy(given, targets, factor_T=factor, **arguments)
+    wanted = C.cross_entropy(x, targets, **arguments)
+    for part, mine, theirs in zip(got._fields, got, wanted, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert_same(mine, theirs, part)
+
+
+def test_a_factor_that_is_no_power_of_two_keeps_the_digits(device):
+    x, targets = make(6, 3001, device)
+    factor = torch.tensor([0.3, 7.0, 1e-3, 1.1, 0.7, 3.3], device=device)
+    got = C.cross_entropy(x, targets, factor_T=factor, options=C.Options(gradient="new"), config=SMALL)
+    exact = gradient(x.double() * factor[:, None].double(), targets, 1.0, torch.float64)
+    single = gradient(x.float() * factor[:, None], targets, 1.0, torch.float32)
+    assert_no_worse_than(got.loss, single[0], exact[0])
+    assert_no_worse_than(got.grad, single[1].bfloat16(), exact[1])
+
+
+def test_a_row_of_a_nan_factor_is_nan_unless_it_is_ignored(device):
+    # A row of x that holds inf or NaN has a NaN scale. Where nobody counts it, it must not reach others' gradients.
+    x, targets = make(4, 70, device)
+    factor = torch.tensor([0.5, float("nan"), float("nan"), 2.0], device=device)
+    targets[2] = -100
+    for bias in (None, torch.zeros(70, device=device)):
+        for how in ("new", "fp8"):
+            options = C.Options(gradient=how, fp8=E5M2)
+            got = C.cross_entropy(x, targets, bias_V=bias, factor_T=factor, options=options, config=SMALL)
+            assert got.loss.isnan().tolist() == [False, True, False, False]
+            made = got.grad if how == "new" else got.q.float() * got.scale[:, None]
+            assert made.isnan().all(1).tolist() == made.isnan().any(1).tolist() == [False, True, False, False]
+            assert got.loss[2] == 0 and not made[2].any()
+
+
 @pytest.mark.parametrize("config", C.CONFIGS, ids=str)
 def test_every_config_agrees(device, config):
     x, targets = make(2, 5000, device)
@@ -270,6 +346,8 @@ def test_int32_targets_and_fp32_logits_and_no_rows_are_taken(device):
         (lambda x, y: C.cross_entropy(x[:, :0], y), "no columns"),
         (lambda x, y: C.cross_entropy(x.T, y), "logits_TV has stride"),
         (lambda x, y: C.cross_entropy(x, y, bias_V=torch.zeros(3)), "bias_V must have shape"),
+        (lambda x, y: C.cross_entropy(x, y, factor_T=torch.ones(3)), "factor_T must have shape"),
+        (lambda x, y: C.cross_entropy(x, y, factor_T=torch.ones(2).half()), "factor_T is torch.float16"),
         (lambda x, y: C.Options(gradient="fp4"), "gradient must be one of"),
         (lambda x, y: C.Options(logit_scale=float("inf")), "logit_scale is inf"),
         (lambda x, y: C.Options(soft_cap=0.0), "soft_cap is 0.0"),
@@ -283,21 +361,18 @@ def test_wrong_arguments_are_named(call, names):
 # ---- what the compiler makes of it, without a GPU ----
 
 
-@pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("is_fp8", [True, False])
-@pytest.mark.parametrize("bent", ["plain", "bias", "scale", "cap", "all"])
-def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8, bent):
-    if is_fp8 and bent in ("cap", "all"):
-        pytest.skip("under a cap the gradient is written first and quantized by quantize_rows")
-    cap = 30.0 if bent in ("cap", "all") else None
-    options = C.Options(gradient="fp8" if is_fp8 else "new", soft_cap=cap)
+def compiled(arch, bent, gradient, *, has_factor):
+    """The kernel for a vocabulary of 128256, and its config."""
+    options = C.Options(gradient=gradient, soft_cap=30.0 if bent in ("cap", "all") else None)
     config = C.default_config(128256, options)
+    is_fp8 = gradient == "fp8"
     arguments = {
         "x_ptr": torch.bfloat16,
         "target_ptr": torch.int64,
         "b_ptr": torch.bfloat16 if bent in ("bias", "all") else None,
+        "factor_ptr": torch.float32 if has_factor else None,
         "loss_ptr": torch.float32,
-        "grad_ptr": None if is_fp8 else torch.bfloat16,
+        "grad_ptr": torch.bfloat16 if gradient == "new" else None,
         "q_ptr": E4M3 if is_fp8 else None,
         "scale_ptr": torch.float32 if is_fp8 else None,
         "c_ptr": torch.float32,
@@ -306,13 +381,25 @@ def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8, bent):
         "FP8_MAX": 448.0,
         "POW2": True,
         "SCALE": 0.0625 if bent in ("scale", "all") else 1.0,
-        "CAP": 30.0 if bent in ("cap", "all") else 0.0,
+        "CAP": options.soft_cap or 0.0,
         "BLOCK": config.block,
         "THREADS": 32 * config.num_warps,
         "ASM": True,
     }
-    made = aot.compile_kernel(C._cross_entropy_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    return aot.compile_kernel(C._cross_entropy_kernel, arguments, arch=arch, num_warps=config.num_warps), config
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("has_factor", [True, False])
+@pytest.mark.parametrize("is_fp8", [True, False])
+@pytest.mark.parametrize("bent", ["plain", "bias", "scale", "cap", "all"])
+def test_the_kernel_compiles_to_vectors_without_spills(arch, has_factor, is_fp8, bent):
+    if is_fp8 and bent in ("cap", "all"):
+        pytest.skip("under a cap the gradient is written first and quantized by quantize_rows")
+    made, config = compiled(arch, bent, "fp8" if is_fp8 else "new", has_factor=has_factor)
     assert made.spill_bytes == made.stack_bytes == 0
+    # As many rows are under way as the config says.
+    assert made.registers * 32 * config.num_warps <= 65536
     vectors = config.block // (8 * 32 * config.num_warps)
     # Twice over the row; the bias twice beside it.
     assert made.count(r"ld\.global\S*\.v4\.b32") == (4 if bent in ("bias", "all") else 2) * vectors
@@ -320,3 +407,15 @@ def test_the_kernel_compiles_to_vectors_without_spills(arch, is_fp8, bent):
     assert made.count(r"ex2\.approx") > 0
     # The one logarithm of a row is exact to a unit in the last place: lg2.approx would spoil small losses.
     assert made.count(r"lg2\.approx") == 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("gradient", ["none", "new", "fp8"])
+def test_a_factor_is_no_instruction_of_a_logit(arch, gradient):
+    # Of some 15 a logit, in a kernel that waits for them: a multiplication in both passes would be two more.
+    (plain, config), (made, _) = (compiled(arch, "plain", gradient, has_factor=has) for has in (False, True))
+    a_pass = config.block // (32 * config.num_warps)
+    for instruction in (r"\bfma\.rn\.f32", r"\bmul(\.rn)?\.f32", r"\bex2\.approx", r"\bselp?\.", r"\bcvt\."):
+        assert made.count(instruction) < plain.count(instruction) + a_pass // 2, instruction
+    assert made.count(r"ld\.global") == plain.count(r"ld\.global") + 1  # once a row
+    assert made.registers <= plain.registers

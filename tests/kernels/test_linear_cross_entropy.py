@@ -1,15 +1,17 @@
 """Head and loss in chunks: loss and gradients no worse than torch's own, whatever the chunk and the targets."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepwell.errors import ConfigError
-from deepwell.formats.metrics import assert_no_worse_than, sqnr_db
+from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
 from deepwell.kernels import gemm
 from deepwell.kernels import linear_cross_entropy as module
+from deepwell.kernels.gemm import fp8_gemm
 from deepwell.kernels.linear_cross_entropy import (
     Head,
     linear_cross_entropy,
@@ -240,13 +242,15 @@ class OfAda:
     """fp8_gemm as torch has it off Hopper: with row scales no result but bf16. It notes what was written."""
 
     def __init__(self):
-        self.row_results = []
+        self.row_results, self.results = [], []
 
     def __call__(self, a, scale_a, b, scale_b, *, out_dtype=torch.bfloat16, **how):
-        if scale_a.numel() > 1 or scale_b.numel() > 1:
+        if any(scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b)):
             self.row_results.append(out_dtype)
             if out_dtype is not torch.bfloat16:
                 raise ValueError("Only bf16 high precision output types are supported for row-wise scaling.")
+        else:
+            self.results.append(out_dtype)
         return gemm.fp8_gemm(a, scale_a, b, scale_b, out_dtype=out_dtype, **how)
 
 
@@ -263,13 +267,135 @@ def test_an_fp8_head_of_an_fp32_model_runs_where_row_products_are_bf16_alone(cap
         monkeypatch.setattr(module, name, ada)
     got = linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=16)
     alone = linear_cross_entropy_loss(x, w, y, bias_V=b, head=head)
-    assert ada.row_results == [torch.bfloat16] * 7  # logits and dx of three chunks, and the loss alone
+    # Logits and dx of three chunks, and db, which is always made in bf16; dW; the logits of the loss alone.
+    assert ada.results == [torch.bfloat16] * 7 + [dtype, torch.bfloat16] and not ada.row_results
     # What the caller gets has the dtypes of its own tensors, and is as good as FP8 is.
     assert [grad.dtype for grad in got[1:]] == [dtype] * 3
     torch.testing.assert_close(got.loss, exact.loss, rtol=0.02, atol=0)
     torch.testing.assert_close(alone, got.loss, rtol=1e-3, atol=0)
     for mine, ref in zip(got[1:], exact[1:], strict=True):
         assert sqnr_db(ref, mine) > 20  # a layer's gradients (docs/numerics.md)
+
+
+# ---- scales of rows are left out of the products ----
+
+
+def _scaled_by_rows(q, scale, qw, w_scale, *, dtype, fast=True):
+    """The product as it was made before: the rows' scales in it."""
+    return fp8_gemm(q, scale, qw, w_scale, out_dtype=dtype, fast=fast), None
+
+
+def _scaled_after(q, scale, qw, w_scale, *, dtype, fast=True):
+    """As it is made now, multiplied before anybody reads it."""
+    return (fp8_gemm(q, None, qw, w_scale, out_dtype=dtype, fast=fast).float() * scale[:, None]).to(dtype), None
+
+
+def _assert_same(got, wanted):
+    """Of equal bits, but for the sign of a NaN."""
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert torch.equal(mine.isnan(), theirs.isnan())
+            assert_bitwise_equal(mine.nan_to_num(nan=0.0), theirs.nan_to_num(nan=0.0))
+
+
+def _before(device):
+    """How products were made before; on a GPU, which adds another product's terms in another order, how they are."""
+    return _scaled_after if device == "cuda" else _scaled_by_rows
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in ("plain", *HEADS)), ("plain", torch.float32)]
+)
+def test_scales_left_to_the_reader_change_no_bit(device, name, dtype, monkeypatch):
+    has_bias, head = HEADS.get(name, (False, Head()))
+    head = dataclasses.replace(head, fp8=True)
+    x, w, y = _inputs(device, t=32, d=32, v=48, dtype=dtype)
+    x[0] = 0
+    x[1] *= 2.0**-90  # its logits are as nothing, its gradient is not
+    x[2] *= 2.0**-124  # below the smallest normal number
+    x[3] *= 2.0**12
+    x[4] = 16 * w[y[4]]  # nearly sure of its target
+    b = torch.randn(48, device=device).to(dtype) if has_bias else None
+    got = linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=16)
+    alone = linear_cross_entropy_loss(x, w, y, bias_V=b, head=head)
+    assert got.dx[:3].count_nonzero(1).min() > 0
+    monkeypatch.setattr(module, "_product", _before(device))
+    _assert_same(got, linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=16))
+    _assert_same([alone], [linear_cross_entropy_loss(x, w, y, bias_V=b, head=head)])
+
+
+def test_rows_that_hold_inf_or_nan_are_nan_as_before(device, monkeypatch):
+    # Whole rows of dx; a row that nobody counts has no loss and no gradient even then.
+    x, w, y = _inputs(device, t=32, d=32, v=48)
+    x[1, 3], x[2, 5], x[10, 7] = float("inf"), float("nan"), float("nan")
+    assert y[10] == -100
+    head = Head(fp8=True, reduction="sum")
+    made = linear_cross_entropy_codes(x, w, y, head=head)
+    broken = [row in (1, 2) for row in range(32)]
+    assert made.dx.isnan().all(1).tolist() == made.dx.isnan().any(1).tolist() == broken
+    assert made.loss.isnan() and not made.dx[10].any()
+    monkeypatch.setattr(module, "_product", _before(device))
+    before = linear_cross_entropy_codes(x, w, y, head=head)
+    _assert_same([made.loss, made.dx, made.codes.g_scale], [before.loss, before.dx, before.codes.g_scale])
+    _assert_same([made.codes.qg_VT.float()], [before.codes.qg_VT.float()])
+
+
+def test_gradients_below_bf16s_normal_numbers_are_off_by_a_step_at_most(monkeypatch):
+    # Rows that are sure of their target by 80: du is at most 2^-115, its scale the smallest there is, and dx among the
+    # numbers that bf16 has in steps of 2^-133. These are rounded twice: to eight digits, then to that step.
+    x = torch.zeros(16, 64, dtype=torch.bfloat16)
+    x[:, 0], x[:, 1] = 80, torch.linspace(1, 3, 16)
+    w = (torch.randn(64, 64) / 2**14).bfloat16()
+    w[:, 0], w[:, 1] = 0, -torch.randn(64).abs()
+    w[5, :2] = torch.tensor([1.0, 0.0])
+    y = torch.full((16,), 5)
+    head = Head(fp8=True, reduction="sum")
+    got = linear_cross_entropy(x, w, y, head=head).dx[:, 2:]
+    monkeypatch.setattr(module, "_product", _scaled_by_rows)
+    before = linear_cross_entropy(x, w, y, head=head).dx[:, 2:]
+    assert 0 < before.abs().max() < 2.0**-126
+    assert (got.double() - before.double()).abs().max() == 2.0**-133
+
+
+@pytest.mark.parametrize("scale", [float("nan"), *(2.0**n for n in (-127, -126, -30, 0, 119))])
+def test_every_scale_of_a_row_is_one_of_bf16(scale):
+    # As a row of zeros has it, as the smallest and the largest rows have it, as a broken row has it.
+    product, out = torch.randn(2, 8).bfloat16(), torch.empty(2, 8).bfloat16()
+    module._to_place(product, torch.tensor([scale, 1.0]), out)
+    _assert_same([out], [torch.stack([(product[0].float() * scale).bfloat16(), product[1]])])
+
+
+def test_products_of_an_fp8_head_have_one_scale_and_one_chunk_of_logits_is_held(monkeypatch):
+    # One scale: cuBLASLt's faster kernels. What multiplies the rows makes no second [C, V] beside the first.
+    x, w, y = _inputs("cpu", t=48, d=64, v=96)
+    rows_scaled, logits = [], []
+
+    def noting(a, scale_a, b, scale_b, **how):
+        rows_scaled.append(any(scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b)))
+        held = [z for z in logits if z() is not None]
+        made = fp8_gemm(a, scale_a, b, scale_b, **how)
+        if made.shape == (16, 96):
+            assert not held
+            logits.append(weakref.ref(made))
+        return made
+
+    for name in ("fp8_gemm", "fastest_fp8_gemm"):
+        monkeypatch.setattr(module, name, noting)
+    monkeypatch.setattr(module, "_rows_of_a_chunk", lambda *_: 16)
+    linear_cross_entropy(x, w, y, head=Head(fp8=True))
+    linear_cross_entropy_loss(x, w, y, head=Head(fp8=True))
+    assert rows_scaled == [False] * 10 and len(logits) == 6  # logits of six chunks, dx of three, dW
+
+
+def test_an_fp16_head_has_the_scales_in_its_products(device):
+    # Without them they would be beyond 65504: those of du in E5M2 nearly always.
+    x, w, y = _inputs(device, t=48, d=64, v=96, dtype=torch.float16)
+    got = linear_cross_entropy(x, w * 4, y, head=Head(fp8=True), chunk=16)
+    ref = linear_cross_entropy_ref(x, w * 4, y)
+    assert abs(got.loss - ref.loss) < 2e-2 * ref.loss
+    for mine, theirs in zip(got[1:3], ref[1:3], strict=True):
+        assert mine.dtype == torch.float16 and sqnr_db(theirs, mine) > 20
 
 
 def test_on_hopper_an_fp8_head_keeps_the_models_dtype(monkeypatch):

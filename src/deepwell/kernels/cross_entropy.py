@@ -1,5 +1,6 @@
 """Cross entropy of a chunk of logits: the loss of each row and its gradient, in place or as FP8 rows.
 
+    x[t, v] = factor[t] * logits[t, v]     where the product that made them left a factor to its reader (`row_factors`)
     z[t, v] = a (x[t, v] + b[v])           with a soft cap k: z = k tanh(a (x + b) / k)
     lse[t] = log sum_v exp(z[t, v])        loss[t] = lse[t] - z[t, target]
     grad[t, v] = (exp(z[t, v] - lse[t]) - [v == target]) * c a, with a soft cap * (1 - tanh^2): the gradient of x
@@ -11,10 +12,14 @@ Numerics: fp32 inside, one rounding of grad, also to FP8 (under a soft cap two: 
     cannot raise. A NaN or +inf logit makes its row NaN (+inf under a soft cap is k). The scale of a row is known before
     its gradient is written: the largest magnitude is that of the target or of the largest other logit, through the same
     instructions. Under a soft cap it is not, and the gradient is written first and quantized after.
+    Factors are positive. By powers of two the result has the bits that it has of logits multiplied beforehand (but for
+    those below bf16's normal numbers), by others the digits.
 Cost: bytes per logit in bf16: one read for the sum, one read (from L2 where a row per multiprocessor fits in it) and
     one write for the gradient: 2 + 2 + 2, FP8 2 + 2 + 1. 4096 x 128256 at 4.25 TB/s: 741 us, FP8 618 us; with the
     second read from L2 494 and 371 us. Instructions (SASS of sm_90): 7 for the sum, 6 for the gradient, 7 for that in
     FP8; one in each pass is an exponential, of which a multiprocessor makes 16 a clock: 293 us at 1.7 GHz.
+    A factor is four bytes a row and no instruction a logit: it goes into the one that an exponential is asked by. With
+    a bias, a scale or a soft cap, whose logits are not x, it is a multiplication in each pass.
 """
 
 # Shapes: T tokens of the chunk, V vocabulary.
@@ -32,6 +37,7 @@ from deepwell.kernels._fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
 from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
 from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
+from deepwell.kernels.row_factors import check_factor, times_rows
 
 GRADIENTS = ("none", "in_place", "new", "fp8")
 
@@ -69,9 +75,11 @@ class Options:
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
 
-def logits_ref(logits_TV: Tensor, bias_V: Tensor | None, options: Options) -> tuple[Tensor, Tensor | float]:
-    """The logits that the loss sees, in fp32, and their slope against those that were given."""
-    z = logits_TV.float()
+def logits_ref(
+    logits_TV: Tensor, bias_V: Tensor | None, options: Options, factor_T: Tensor | None = None
+) -> tuple[Tensor, Tensor | float]:
+    """The logits that the loss sees, in fp32, and their slope against those that were given, times their factors."""
+    z = times_rows(logits_TV, factor_T)
     if bias_V is not None:
         z = z + bias_V.float()
     z = z * options.logit_scale
@@ -82,10 +90,15 @@ def logits_ref(logits_TV: Tensor, bias_V: Tensor | None, options: Options) -> tu
 
 
 def cross_entropy_ref(
-    logits_TV: Tensor, targets_T: Tensor, bias_V: Tensor | None, grad_scale: Tensor, options: Options
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    bias_V: Tensor | None,
+    grad_scale: Tensor,
+    options: Options,
+    factor_T: Tensor | None = None,
 ) -> Losses:
     """Reference for `cross_entropy`."""
-    (x, slope), v = logits_ref(logits_TV, bias_V, options), logits_TV.shape[1]
+    (x, slope), v = logits_ref(logits_TV, bias_V, options, factor_T), logits_TV.shape[1]
     ignored = targets_T == options.ignore_index
     valid = (targets_T >= 0) & (targets_T < v)
     index = torch.where(valid, targets_T, 0).long()[:, None]
@@ -146,7 +159,7 @@ def default_config(vocabulary: int, options: Options) -> Config:
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-# Where nothing was seen yet: without the NaN of inf - inf, and a power of two, so that its product below is exact.
+# The largest of nothing: finite, without the NaN of inf - inf. What is not there has a logit of -inf.
 _LOWEST = tl.constexpr(-(2.0**127))
 # Logits of one thread's load.
 _WIDE = tl.constexpr(8)
@@ -163,45 +176,40 @@ def _exp2(y, ASM: tl.constexpr):
     return tl.exp2(y)
 
 
-@triton.jit
-def _exp(x, ASM: tl.constexpr):
-    return _exp2(x * _LOG2E, ASM)
-
-
 # e^(x - top) takes a subtraction, a product and the power; 2^(x log2 e - top log2 e) one instruction less. The second
 # product is rounded, which moves all that share a top alike, by 2^excess: what they are multiplied with takes it back.
 # (In PTX of its own: the compiler would leave the rounding out here, where that spares an instruction, and not there.)
-_TIMES_LOG2E = tl.constexpr("mul.rn.f32 $0, $1, 0f3FB8AA3B;")
+# `rate` is log2 e, for logits that wait for a row's factor that many times: by a power of two the same numbers.
+_PRODUCT = tl.constexpr("mul.rn.f32 $0, $1, $2;")
 
 
 @triton.jit
-def _log2_of_exp(top):
-    return tl.inline_asm_elementwise(_TIMES_LOG2E, "=f,f", [top], dtype=tl.float32, is_pure=True, pack=1)
+def _log2_of_exp(top, rate):
+    return tl.inline_asm_elementwise(_PRODUCT, "=f,f,f", [top, rate], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _exp_from(x, top, ASM: tl.constexpr):
+def _exp_from(x, top, rate, ASM: tl.constexpr):
     """e^(x - top) * 2^excess; `top` broadcasts to x."""
     if ASM:
-        rate = tl.full(x.shape, _LOG2E, tl.float32)
-        y = tl.fma(x, rate, tl.broadcast_to(-_log2_of_exp(top), x.shape))
+        y = tl.fma(x, tl.full(x.shape, rate, tl.float32), tl.broadcast_to(-_log2_of_exp(top, rate), x.shape))
         return _exp2(y, ASM)
-    return _exp(x - top, ASM)
+    return _exp2((x - top) * rate, ASM)
 
 
 @triton.jit
-def _exp_between(top, other, ASM: tl.constexpr):
+def _exp_between(top, other, rate, ASM: tl.constexpr):
     """What takes a sum of `_exp_from(..., top)` to one of `_exp_from(..., other)`."""
     if ASM:
-        return _exp2(_log2_of_exp(top) - _log2_of_exp(other), ASM)
-    return _exp(top - other, ASM)
+        return _exp2(_log2_of_exp(top, rate) - _log2_of_exp(other, rate), ASM)
+    return _exp2((top - other) * rate, ASM)
 
 
 @triton.jit
-def _without_excess(y, top, ASM: tl.constexpr):
+def _without_excess(y, top, rate, ASM: tl.constexpr):
     """y / 2^excess."""
     if ASM:
-        y *= tl.exp2(-tl.fma(top, _LOG2E, -_log2_of_exp(top)))
+        y *= tl.exp2(-tl.fma(top, rate, -_log2_of_exp(top, rate)))
     return y
 
 
@@ -217,9 +225,11 @@ def _tanh_and_slope(y):
 
 
 @triton.jit
-def _logit_and_slope(x, b_row, v, is_valid, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """The logit that the loss sees, and its slope against the one that was loaded, without SCALE."""
+def _logit_and_slope(x, factor, b_row, v, is_valid, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """The logit that the loss sees, and its slope against x times its factor, without SCALE."""
     slope = 1.0
+    if factor is not None:
+        x *= factor
     if b_row is not None:
         x += tl.load(b_row + v, mask=is_valid, other=0.0).to(tl.float32)
     if SCALE != 1.0:
@@ -235,6 +245,7 @@ def _cross_entropy_kernel(
     x_ptr,
     target_ptr,
     b_ptr,
+    factor_ptr,
     loss_ptr,
     grad_ptr,
     q_ptr,
@@ -257,38 +268,53 @@ def _cross_entropy_kernel(
     x_row = x_ptr + t * stride_xt
     target = tl.load(target_ptr + t)
     is_valid = (target >= 0) & (target < V)
-    x_target = tl.load(x_row + target, mask=is_valid, other=float("nan")).to(tl.float32)
-    x_target, slope_target = _logit_and_slope(x_target, b_ptr, target, is_valid, SCALE, CAP)
     is_ignored = target == ignore_index
+    # Where nothing else is done to the logits, their factor waits: the largest is the same one. Or else it goes first.
+    waiting = 1.0
+    first = None
+    rate = _LOG2E
+    lowest = _LOWEST
+    if factor_ptr is not None:
+        # (Of a row that is ignored it may be NaN.)
+        factor = tl.where(is_ignored, 1.0, tl.load(factor_ptr + t))
+        if (b_ptr is None) and (SCALE == 1.0) and (CAP == 0.0):
+            waiting = factor
+            rate = _LOG2E * factor
+            lowest = tl.div_rn(_LOWEST, tl.maximum(factor, 1.0))
+        else:
+            first = factor
+    x_target = tl.load(x_row + target, mask=is_valid, other=float("nan")).to(tl.float32)
+    x_target, slope_target = _logit_and_slope(x_target, first, b_ptr, target, is_valid, SCALE, CAP)
     # In 32 bits: it is compared with every logit.
     place = tl.where(is_valid, target, -1).to(tl.int32)
     lane = tl.arange(0, BLOCK // _WIDE)[:, None] * _WIDE + tl.arange(0, _WIDE)[None, :]
 
     # All that a thread reads in a step has one maximum: no exchange between threads, and one rescaling for all.
-    top = tl.full([THREADS], _LOWEST, dtype=tl.float32)
+    top = tl.full([THREADS], lowest, dtype=tl.float32)
     total = tl.zeros([THREADS], dtype=tl.float32)
     for start in range(0, V, BLOCK):
         v = start + lane
-        x = floats(tl.load(x_row + v, mask=v < V, other=_LOWEST, eviction_policy="evict_last"), ASM)
-        x, slope_first = _logit_and_slope(x, b_ptr, v, v < V, SCALE, CAP)  # noqa: RUF059 - one name each: a loop carries its type
+        x = floats(tl.load(x_row + v, mask=v < V, other=float("-inf"), eviction_policy="evict_last"), ASM)
+        x, slope_first = _logit_and_slope(x, first, b_ptr, v, v < V, SCALE, CAP)  # noqa: RUF059 - one name each: a loop carries its type
         if (SCALE != 1.0) or (CAP > 0.0):
-            x = tl.where(v < V, x, _LOWEST)
+            x = tl.where(v < V, x, float("-inf"))
         # Few steps have the target in them: the others do not ask every logit.
         if (place >= start) & (place < start + BLOCK):
-            x = tl.where(v == place, _LOWEST, x)
+            x = tl.where(v == place, float("-inf"), x)
         x = tl.reshape(x, [BLOCK // (THREADS * _WIDE), THREADS, _WIDE])
         new_top = tl.maximum(top, tl.max(tl.max(x, axis=0), axis=1))
-        e = _exp_from(x, new_top[None, :, None], ASM)
-        total = total * _exp_between(top, new_top, ASM) + tl.sum(tl.sum(e, axis=0), axis=1)
+        e = _exp_from(x, new_top[None, :, None], rate, ASM)
+        total = total * _exp_between(top, new_top, rate, ASM) + tl.sum(tl.sum(e, axis=0), axis=1)
         top = new_top
     top_other = tl.max(top, axis=0)
-    total_other = tl.sum(total * _exp_between(top, top_other, ASM), axis=0)
-    total_other = _without_excess(total_other, top_other, ASM)
+    total_other = tl.sum(total * _exp_between(top, top_other, rate, ASM), axis=0)
+    total_other = _without_excess(total_other, top_other, rate, ASM)
     highest = tl.maximum(top_other, x_target)
-    sum_all = total_other * _exp(top_other - highest, ASM) + _exp(x_target - highest, ASM)
+    sum_all = total_other * _exp2((top_other - highest) * rate, ASM) + _exp2((x_target - highest) * rate, ASM)
     one_over_sum = tl.div_rn(1.0, sum_all)
     # Not lse - x_target: where the target is the largest logit by far, that would cancel.
-    tl.store(loss_ptr + t, tl.where(is_ignored, 0.0, tl.log2(sum_all) * _LN2 + (highest - x_target)))
+    loss = tl.fma(tl.log2(sum_all), _LN2, (highest - x_target) * waiting)
+    tl.store(loss_ptr + t, tl.where(is_ignored, 0.0, loss))
 
     if (grad_ptr is not None) or (q_ptr is not None):
         DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -296,23 +322,23 @@ def _cross_entropy_kernel(
         if SCALE != 1.0:
             c *= SCALE
         # The target's share is exactly 1 where no other logit counts. What every logit is multiplied with is said once.
-        at_target = (_exp(x_target - highest, ASM) * one_over_sum - 1.0) * c * slope_target
-        factor = _without_excess(one_over_sum * c, highest, ASM)
+        at_target = (_exp2((x_target - highest) * rate, ASM) * one_over_sum - 1.0) * c * slope_target
+        share = _without_excess(one_over_sum * c, highest, rate, ASM)
         if q_ptr is not None:
-            at_other = _exp_from(top_other, highest, ASM) * factor
+            at_other = tl.where(total_other == 0.0, 0.0, _exp_from(top_other, highest, rate, ASM) * share)
             bits = tl.maximum(magnitude_bits(at_other), magnitude_bits(at_target))
             enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2, ZERO_ROW)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
             at_target *= enc
         # Of a row that is ignored nothing is read, and its gradient is 0 without a question about every logit.
         highest = tl.where(is_ignored, 0.0, highest)
-        factor = tl.where(is_ignored, 0.0, factor)
+        share = tl.where(is_ignored, 0.0, share)
         for start in range(0, V, BLOCK):
             v = start + lane
             is_live = (v < V) & (is_ignored == 0)
             x = floats(tl.load(x_row + v, mask=is_live, other=0.0, eviction_policy="evict_first"), ASM)
-            x, slope = _logit_and_slope(x, b_ptr, v, is_live, SCALE, CAP)
-            grad = _exp_from(x, highest, ASM) * factor
+            x, slope = _logit_and_slope(x, first, b_ptr, v, is_live, SCALE, CAP)
+            grad = _exp_from(x, highest, rate, ASM) * share
             if CAP > 0.0:
                 grad *= slope
             if grad_ptr is not None:
@@ -338,6 +364,7 @@ def cross_entropy(
     targets_T: Tensor,
     *,
     bias_V: Tensor | None = None,
+    factor_T: Tensor | None = None,
     grad_scale: Tensor | None = None,
     options: Options | None = None,
     config: Config | None = None,
@@ -345,8 +372,8 @@ def cross_entropy(
     """The loss of each row of a chunk of logits, in fp32, and its gradient times `grad_scale`.
 
     `grad_scale`, one number on the device, is 1 / (number of targets that count) for the mean of a batch; 1 where None.
-    `bias_V` is added to the logits, before the scale and the soft cap of `options`; the gradient is that of the logits
-    as they were given.
+    `factor_T`, positive numbers, multiplies the rows of logits, `bias_V` is added to them, before the scale and the
+    soft cap of `options`. The gradient is that of the logits as they were given, times their factors.
     With the default options the logits are overwritten by their gradient. Raises ConfigError on a wrong argument.
     """
     options = options or Options()
@@ -357,6 +384,7 @@ def cross_entropy(
         raise ConfigError(f"targets_T has dtype {targets_T.dtype}; pass int64 or int32")
     if bias_V is not None:
         check_vector("bias_V", bias_V, v, logits_TV)
+    check_factor("factor_T", factor_T, t, logits_TV)
     if v == 0 and t:
         raise ConfigError("logits_TV has no columns; a vocabulary has at least one entry")
     if grad_scale is None:
@@ -365,19 +393,20 @@ def cross_entropy(
         got = f"{grad_scale.dtype} {tuple(grad_scale.shape)} on {grad_scale.device}"
         raise ConfigError(f"grad_scale must be one float32 number on {logits_TV.device}, got {got}")
     if not runs_kernel(logits_TV, _cross_entropy_kernel):
-        return cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options)
+        return cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options, factor_T)
     config = config or default_config(v, options)
     if options.gradient == "fp8" and options.soft_cap is not None:
-        high = _launch(logits_TV, targets_T, bias_V, grad_scale, replace(options, gradient="new"), config)
+        high = _launch(logits_TV, targets_T, bias_V, factor_T, grad_scale, replace(options, gradient="new"), config)
         assert high.grad is not None
         return Losses(high.loss, None, *quantize_rows(high.grad, pow2=options.pow2, dtype=options.fp8))
-    return _launch(logits_TV, targets_T, bias_V, grad_scale, options, config)
+    return _launch(logits_TV, targets_T, bias_V, factor_T, grad_scale, options, config)
 
 
 def _launch(
     logits_TV: Tensor,
     targets_T: Tensor,
     bias_V: Tensor | None,
+    factor_T: Tensor | None,
     grad_scale: Tensor,
     options: Options,
     config: Config,
@@ -398,6 +427,7 @@ def _launch(
                 logits_TV,
                 targets_T,
                 bias_V,
+                factor_T,
                 loss,
                 grad,
                 q,

@@ -13,7 +13,10 @@ Numerics: softmax in fp32; x W^T and du in bf16 as torch's own, what lies betwee
     has a scale known beforehand and dW is one GEMM, db another with a column of ones. Why E5M2: du holds 1 for the
     target beside the probabilities of all other words. E4M3 under one scale a row drops those below 2^-18; nothing
     pushes these words down any more, and they rise until together they hold a few percent of the probability.
-    Logits and dx have the dtype of x, or bf16 on GPUs that write products with row scales in nothing else.
+    Scales of rows are left out of the products, for which cuBLASLt has faster kernels (docs/gotchas.md): the loss reads
+    a row's logits times its scale, dx is multiplied as it is copied to its place. Powers of two change no bit, but of
+    numbers below the smallest normal one, 2^-126 in bf16, which are then rounded twice. Products have the dtype of x,
+    or bf16 on GPUs that write those with scales of rows in nothing else; in fp16, whose range they leave, with scales.
     A dW that waited is rounded once; for a gradient of 1 it is bit for bit the one that did not.
 Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes. A dW that waits saves the
     pass that scales it, 4*D*V bytes of traffic; until then du^T and x^T stand in its place, T*(V + D) bytes for 2*D*V.
@@ -147,7 +150,7 @@ def linear_cross_entropy(
         return HeadLoss(loss, dx, None if codes is None else weight_gradient(codes, dtype=w_VD.dtype), db)
     _check(x_TD, w_VD, target_T, bias_V, head.fp8)
     factor = _factor(target_T, head)
-    out = _chunks(x_TD, w_VD, bias_V, target_T, factor, head, _equal_chunks(x_TD, w_VD, head, chunk))
+    out = _chunks(x_TD, w_VD, bias_V, target_T, factor, head, _rows_of_chunks(x_TD, w_VD, head, chunk))
     return out._replace(loss=out.loss.sum() * factor)
 
 
@@ -168,9 +171,7 @@ def linear_cross_entropy_codes(
         raise ConfigError("head.fp8 is False; linear_cross_entropy_codes has no codes of a bf16 head")
     _check(x_TD, w_VD, target_T, bias_V, head.fp8)
     factor = _factor(target_T, head)
-    # FP8 contracts over a chunk's tokens in whole lines.
-    rows = -(-_equal_chunks(x_TD, w_VD, head, chunk) // ALIGNMENT) * ALIGNMENT
-    out = _chunks_fp8(x_TD, w_VD, bias_V, target_T, factor, head, rows)
+    out = _chunks_fp8(x_TD, w_VD, bias_V, target_T, factor, head, _rows_of_chunks(x_TD, w_VD, head, chunk))
     return out._replace(loss=out.loss.sum() * factor)
 
 
@@ -193,13 +194,15 @@ def linear_cross_entropy_loss(
     factor = _factor(target_T, head)
     total = torch.zeros_like(factor)
     qw_VD, _, w_scale = quantize_weight(w_VD, write="rows") if head.fp8 else (None, None, factor)
-    written = row_dtype(x_TD.dtype, x_TD.device)
-    for part in _parts(x_TD.shape[0], _rows_of_a_chunk(x_TD, w_VD, head)):
+    options = head.loss("none")
+    # The chunks of a training step: the fastest way to make their logits is known.
+    for part in _parts(x_TD.shape[0], _rows_of_chunks(x_TD, w_VD, head, None)):
         if qw_VD is None:
-            z_CV = x_TD[part] @ w_VD.T
+            z_CV, factor_C = x_TD[part] @ w_VD.T, None
         else:
-            z_CV = fp8_gemm(*quantize_rows(x_TD[part]), qw_VD, w_scale, out_dtype=written)
-        total += cross_entropy(z_CV, target_T[part], bias_V=bias_V, options=head.loss("none")).loss.sum()
+            z_CV, factor_C = _product(*quantize_rows(x_TD[part]), qw_VD, w_scale, dtype=x_TD.dtype)
+        total += cross_entropy(z_CV, target_T[part], bias_V=bias_V, factor_T=factor_C, options=options).loss.sum()
+        del z_CV  # before the next chunk's logits are made
     return total * factor
 
 
@@ -212,11 +215,13 @@ def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor, head: Head) -> int:
     return max(ALIGNMENT, chunk_bytes(w_VD.shape[1], head.fp8) // (w_VD.shape[0] * x_TD.element_size()))
 
 
-def _equal_chunks(x_TD: Tensor, w_VD: Tensor, head: Head, chunk: int | None) -> int:
+def _rows_of_chunks(x_TD: Tensor, w_VD: Tensor, head: Head, chunk: int | None) -> int:
     """Rows of chunks of equal size, none larger than `chunk` or what may be held."""
     t = x_TD.shape[0]
     chunk = min(chunk or _rows_of_a_chunk(x_TD, w_VD, head), max(t, 1))
-    return -(-t // -(-t // chunk)) if t else 1
+    rows = -(-t // -(-t // chunk)) if t else 1
+    # FP8 contracts over a chunk's tokens in whole lines.
+    return -(-rows // ALIGNMENT) * ALIGNMENT if head.fp8 else rows
 
 
 def _parts(t: int, chunk: int) -> Iterator[slice]:
@@ -274,12 +279,9 @@ def _chunks_fp8(
     chunk: int,
 ) -> HeadCodes:
     t, v = x_TD.shape[0], w_VD.shape[0]
-    written = row_dtype(x_TD.dtype, x_TD.device)
     qx_TD, x_scale = quantize_rows(x_TD)
     qw_VD, qw_DV, w_scale = quantize_weight(w_VD)
     assert qw_VD is not None and qw_DV is not None
-    # As the GEMMs of all chunks take it beside scales of rows.
-    scale_V, scale_D = (w_scale.expand(size).contiguous() for size in w_VD.shape)
     wants_db = head.db and bias_V is not None
     loss_T = torch.empty(t, dtype=torch.float32, device=x_TD.device)
     dx_TD = torch.empty_like(x_TD) if head.dx else None
@@ -288,14 +290,18 @@ def _chunks_fp8(
     largest = torch.where(factor.isinf(), 0.0, factor * abs(head.logit_scale))
     g_scale = quantize_rows(largest.reshape(1, 1), dtype=GRADIENT_FORMAT)[1].reshape(())
     for part in _parts(t, chunk):
-        z_CV = fastest_fp8_gemm(qx_TD[part], x_scale[part], qw_VD, scale_V, out_dtype=written)
+        z_CV, factor_C = _product(qx_TD[part], x_scale[part], qw_VD, w_scale, dtype=x_TD.dtype)
         options = head.loss("fp8")
-        grads = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
+        grads = cross_entropy(
+            z_CV, target_T[part], bias_V=bias_V, factor_T=factor_C, grad_scale=factor, options=options
+        )
         del z_CV  # before the next chunk's logits are made
         assert grads.q is not None and grads.scale is not None
         loss_T[part] = grads.loss
         if dx_TD is not None:
-            dx_TD[part] = fastest_fp8_gemm(grads.q, grads.scale, qw_DV, scale_D, out_dtype=written, fast=False)
+            product, factor_C = _product(grads.q, grads.scale, qw_DV, w_scale, dtype=x_TD.dtype, fast=False)
+            _to_place(product, factor_C, dx_TD[part])
+            del product
         if qg_VT is not None:
             transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
         del grads
@@ -306,6 +312,24 @@ def _chunks_fp8(
         ones = torch.ones((ALIGNMENT, t), dtype=x_TD.dtype, device=x_TD.device).to(qx_TD.dtype)
         db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale), fast=False)[:, 0].to(bias_V.dtype).contiguous()
     return HeadCodes(loss_T, dx_TD, codes, db_V)
+
+
+def _product(
+    q_CK: Tensor, scale_C: Tensor, qw_NK: Tensor, w_scale: Tensor, *, dtype: torch.dtype, fast: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Codes times a weight's, and what its reader multiplies rows with: their scales, or None where they are in it."""
+    written = row_dtype(dtype, q_CK.device)
+    if written == torch.float16:
+        return fastest_fp8_gemm(q_CK, scale_C, qw_NK, w_scale, out_dtype=written, fast=fast), None
+    return fastest_fp8_gemm(q_CK, None, qw_NK, w_scale, out_dtype=written, fast=fast), scale_C
+
+
+def _to_place(product_CD: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
+    if factor_C is None:
+        out_CD.copy_(product_CD)
+    else:
+        # In the product's dtype, so that torch converts nothing on the way; bf16 holds all powers of two of scales.
+        torch.mul(product_CD, factor_C.to(product_CD.dtype)[:, None], out=out_CD)
 
 
 def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, fp8: bool) -> None:
