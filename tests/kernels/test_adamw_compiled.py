@@ -249,6 +249,7 @@ STAGED = [config for config in WORD_CONFIGS if config.stages > 1]
         *((Case(moment=FP8), "mx", config, arch) for config in STAGED for arch in aot.ARCHS),
         (Case(moment=FP8), "tensor", STAGED[0], 90),
         (Case(), "mx", STAGED[0], 90),
+        (Case(moment=FP8, grad=FP32), "mx", STAGED[0], 90),
     ],
     ids=str,
 )
@@ -257,14 +258,13 @@ def test_the_next_tile_is_on_its_way_while_one_is_updated(case, scaling, config,
     made = _staged(case, scaling, config, arch)
     assert made.registers <= 128 and made.spill_bytes == 0
     # As many programs as are launched find room, and one more would not.
-    num_bytes = 2 + 2 + 2 * case.moment.itemsize
-    programs = programs_per_sm(config, num_bytes)
+    programs = programs_per_sm(config, case.param, case.grad, case.moment)
     room = 228 * 1024
     assert programs * (made.shared_bytes + 1024) <= room
     assert programs * config.num_warps == 16 or (programs + 1) * (made.shared_bytes + 1024) > room
     # Of a tile four rows of parameter, gradient and moments, and scales of FP8 moments: first of the two that come
     # before the loop, then in the loop of the one after the next. Numbers of the tables take no such copy.
-    copies = 4 * (6 if case.moment == FP8 else 4)
+    copies = 4 * ((6 if case.moment == FP8 else 4) + (1 if case.grad == FP32 else 0))  # of 16 bytes at most
     head, _, loop = made.ptx.partition("cp.async.wait_group")
     loop = loop.partition("bra")[0]
     assert len(re.findall(r"cp\.async\.c[ag]", head)) == 2 * copies
@@ -277,6 +277,15 @@ def test_the_next_tile_is_on_its_way_while_one_is_updated(case, scaling, config,
     assert made.count(r"ld\.global(?!\.nc)\S*\.v[24]\.") == 0
     # The copies of weights are stored as widely as by programs that do not stay.
     assert len(re.findall(r"st\.global\S*\.v4\.b32", loop)) == (4 if case.moment == FP8 else 12) + 2
+
+
+def test_programs_stay_where_they_find_room_and_weights_are_bf16():
+    # 105 KB each with FP8 moments, 137 KB with those of bf16, 233 KB if gradient and moments are fp32.
+    config = WordConfig(rows=64, num_warps=8, stages=2)
+    assert [programs_per_sm(config, BF16, BF16, moment) for moment in (FP8, BF16, FP32)] == [2, 1, 1]
+    assert programs_per_sm(config, BF16, FP32, FP8) == 1 and programs_per_sm(config, BF16, FP32, FP32) == 0
+    assert programs_per_sm(config, FP32, BF16, FP8) == 0
+    assert programs_per_sm(WordConfig(rows=64, num_warps=8), BF16, BF16, FP8) == 0
 
 
 @pytest.mark.parametrize("moment", [BF16, FP8], ids=str)

@@ -130,7 +130,7 @@ def test_programs_that_stay_have_the_next_tile_on_its_way(executed, monkeypatch,
     # Two programs for six tiles of two matrices, the first of which ends inside a tile: the third turn of each takes
     # the place of its first in shared memory.
     monkeypatch.setattr(adamw_copy_tables, "num_sms", lambda x: 1)
-    monkeypatch.setattr(adamw_copy_tables, "programs_per_sm", lambda config, bytes_per_element: 2)
+    monkeypatch.setattr(adamw_copy_tables, "programs_per_sm", lambda config, *dtypes: 2)
     config = WordConfig(rows=32, num_warps=4, max_registers=128, stages=2)
     kernel, ran = executed(1, Case(moment=moment), [(48, 256), (64, 128)], "cpu", fmt, tile_config=config)
     assert "_staged_kernel" in ran

@@ -173,6 +173,14 @@ class CopyLaunch:
         """Parts of a program of words: two where a block needs more rows than one has."""
         return max(1, 128 // self.config.rows) if self.format.block == (128, 128) else 1
 
+    @property
+    def _programs_per_sm(self) -> int:
+        """Programs of words that stay, 0 where none do: not with two parts, nor where there are no words."""
+        if not isinstance(self.config, WordConfig) or self._parts > 1:
+            return 0
+        kind = self.kind
+        return programs_per_sm(self.config, torch.float32 if kind.has_master else kind.param, kind.grad, kind.moment)
+
     def _num_tiles(self, param: Tensor) -> int:
         rows, columns = param.shape[-2:]
         tile_rows = self.config.rows * (self._parts if isinstance(self.config, WordConfig) else 1)
@@ -255,8 +263,11 @@ class CopyLaunch:
         grid = (self.chunk_row.numel(),)
         if isinstance(config, WordConfig):
             common |= {name: value for name, value in constants.items() if name != "ALIGNED"}
-            if config.stages > 1 and self._parts == 1 and updates and writes:
-                self._staged(tables, common)
+            programs = self._programs_per_sm if updates and writes else 0
+            if programs > 0:
+                given = {name: value for name, value in common.items() if name not in {"UPDATES", "WRITES"}}
+                stay = (min(grid[0], programs * num_sms(self.chunk_row)),)
+                adamw_staged._staged_kernel[stay](*tables, grid[0], **given, STAGES=config.stages)
             else:
                 adamw_words._words_kernel[grid](*tables, **common, PARTS=self._parts)
             return
@@ -268,16 +279,6 @@ class CopyLaunch:
             COPY_STRIP=config.copy_strip,
             EACH=self.copy.draws_each,
         )
-
-    def _staged(self, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
-        """The update and its copies by programs that stay, as many as there is room for."""
-        config, kind = self.config, self.kind
-        assert isinstance(config, WordConfig)
-        each = 4 if kind.has_master else kind.param.itemsize
-        programs = programs_per_sm(config, each + kind.grad.itemsize + 2 * kind.moment.itemsize) * num_sms(tables[0])
-        num_tiles = self.chunk_row.numel()
-        given = {name: value for name, value in constants.items() if name not in {"UPDATES", "WRITES"}}
-        adamw_staged._staged_kernel[(min(num_tiles, programs),)](*tables, num_tiles, **given, STAGES=config.stages)
 
     def _roll(self, control: Tensor) -> None:
         count = self.scales.words.shape[0]
