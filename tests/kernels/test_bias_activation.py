@@ -9,7 +9,8 @@ from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import bias_activation as B
-from deepwell.kernels.swiglu import ACTIVATIONS, Options
+from deepwell.kernels.activations import ACTIVATIONS
+from deepwell.kernels.swiglu import Options
 
 E4M3 = torch.float8_e4m3fn
 TORCH = {

@@ -9,6 +9,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import swiglu as S
+from deepwell.kernels.activations import ACTIVATIONS
 from deepwell.kernels.quantize import RowConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -43,7 +44,7 @@ def torch_values(act, g, u, dh, dtype):
     return h.detach(), torch.cat(torch.autograd.grad(h, inputs, dh), dim=1)
 
 
-@pytest.mark.parametrize("act", S.ACTIVATIONS)
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "tiles"])
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_forward_and_gradients_are_no_worse_than_torch(device, act, config, is_gated):

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from deepwell.kernels._fp8 import quantize_row
 from deepwell.kernels._triton import num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.activations import act_and_slope, act_ref
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 from deepwell.kernels.rms_norm import BackwardConfig, sum_programs_kernel
-from deepwell.kernels.swiglu import Activated, Options, act_and_slope, act_ref, activation_backward, forward
+from deepwell.kernels.swiglu import Activated, Options, activation_backward, forward
 
 # Rows whose gradient, bias and column sums one program holds in registers; wider ones are computed step by step.
 MAX_COLUMNS = 8192

@@ -26,16 +26,13 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.activations import ACTIVATIONS, act_and_slope, act_of, act_ref
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 from deepwell.kernels.swiglu import (
-    ACTIVATIONS,
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
     MAX_WHOLE_ROW,
-    _act,
-    act_and_slope,
-    act_ref,
     default_backward_config,
     default_forward_config,
 )
@@ -110,7 +107,7 @@ def _hidden(gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.con
     """h of one tile, rounded to the input's dtype."""
     g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT)
     u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    return rounded(_act(g.to(tl.float32), ACT, ASM) * u * w, g.dtype, ASM)
+    return rounded(act_of(g.to(tl.float32), ACT, ASM) * u * w, g.dtype, ASM)
 
 
 @triton.jit

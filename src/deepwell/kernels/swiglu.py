@@ -2,10 +2,6 @@
 
     gated    h = act(g) * u        dg = dh * u * act'(g),  du = dh * act(g)
     plain    h = act(g)            dg = dh * act'(g)
-    silu       act(g) = g * s(g)                             s the logistic function
-    gelu_tanh  act(g) = g * s(2 z),  z = sqrt(2/pi) (g + 0.044715 g^3)       (0.5 g (1 + tanh z), without cancellation)
-    gelu       act(g) = g * (1 + erf(g / sqrt 2)) / 2
-    quick_gelu act(g) = g * s(1.702 g)            relu  act(g) = max(g, 0)
     with a bias: g + b in the place of g (`bias_activation.py`, which has the backward)
     (q, scale) = FP8 rows of h, or of [dg, du] with one scale for both halves of a row
     gate and up, and dh, may come with factors of their rows (`row_factors`)
@@ -30,11 +26,11 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels._bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels._fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.activations import ACTIVATIONS, act_and_slope, act_of, act_ref
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
 from deepwell.kernels.row_factors import check_factor, times_factor, times_rows
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "quick_gelu", "relu")
 # The widest row a whole-row config takes; wider ones go in two passes.
 MAX_WHOLE_ROW = 16384
 _E4M3_MAX = tl.constexpr(448.0)
@@ -86,24 +82,6 @@ class Options:
 
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
-
-
-def act_ref(g: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """act(g) and its slope in fp32."""
-    if act == "silu":
-        s = torch.sigmoid(g)
-        return g * s, s * (1 + g * (1 - s))
-    if act == "gelu":
-        phi = 0.5 * (1 + torch.erf(g * 0.5**0.5))
-        return g * phi, phi + g * torch.exp(-0.5 * g * g) * 0.3989422804014327
-    if act == "quick_gelu":
-        s = torch.sigmoid(1.702 * g)
-        return g * s, s * (1 + 1.702 * g * (1 - s))
-    if act == "relu":
-        return g.relu(), torch.where(g <= 0, 0.0, 1.0)
-    c = 0.7978845608028654
-    s = torch.sigmoid(2 * c * (g + 0.044715 * g * g * g))
-    return g * s, s + g * s * (1 - s) * 2 * c * (1 + 3 * 0.044715 * g * g)
 
 
 def swiglu_ref(
@@ -199,57 +177,6 @@ def default_backward_config(columns: int, *, in_words: bool = True) -> RowConfig
 # ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
 
 
-# exp2 and reciprocal as the GPU has them, two units off; beyond |g| = 87 the logistic function is 0 or 1.
-_SIGMOID = tl.constexpr("""{
-    .reg .f32 e;
-    mul.ftz.f32 e, $1, 0fBFB8AA3B;
-    ex2.approx.ftz.f32 e, e;
-    add.ftz.f32 e, e, 0f3F800000;
-    rcp.approx.ftz.f32 $0, e;
-}""")
-
-
-@triton.jit
-def _sigmoid(x, ASM: tl.constexpr):
-    if ASM:
-        return tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.sigmoid(x)
-
-
-@triton.jit
-def _act(g, ACT: tl.constexpr, ASM: tl.constexpr = False):
-    if ACT == "silu":
-        return g * _sigmoid(g, ASM)
-    elif ACT == "gelu_tanh":
-        return g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-    elif ACT == "quick_gelu":
-        return g * tl.sigmoid(1.702 * g)
-    elif ACT == "relu":
-        return tl.where(g <= 0.0, 0.0, g)  # NaN stays
-    else:
-        return g * (0.5 * (1.0 + tl.erf(g * 0.7071067811865476)))
-
-
-@triton.jit
-def act_and_slope(g, ACT: tl.constexpr, ASM: tl.constexpr = False):
-    if ACT == "silu":
-        s = _sigmoid(g, ASM)
-        a = g * s
-        return a, s + a * (1.0 - s)
-    elif ACT == "gelu_tanh":
-        s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-        return g * s, s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-    elif ACT == "quick_gelu":
-        s = tl.sigmoid(1.702 * g)
-        return g * s, s * (1.0 + 1.702 * g * (1.0 - s))
-    elif ACT == "relu":
-        return tl.where(g <= 0.0, 0.0, g), tl.where(g <= 0.0, 0.0, 1.0)
-    else:
-        phi = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        return g * phi, phi + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
-
-
 @triton.jit
 def _load(row, f, mask, factor_ptr, t, EVICT: tl.constexpr):
     """Of row t, times its factor."""
@@ -259,23 +186,14 @@ def _load(row, f, mask, factor_ptr, t, EVICT: tl.constexpr):
 
 @triton.jit
 def _load_h(
-    g_row,
-    u_row,
-    b_ptr,
-    factor_ptr,
-    t,
-    f,
-    mask,
-    DTYPE: tl.constexpr,
-    ACT: tl.constexpr,
-    EVICT: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    g_row, u_row, b_ptr, factor_ptr, t, f, mask,
+    DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """h of one tile of row t, rounded to the input's dtype."""
     g = _load(g_row, f, mask, factor_ptr, t, EVICT)
     if b_ptr is not None:
         g += tl.load(b_ptr + f, mask=mask, other=0.0).to(tl.float32)
-    h = _act(g, ACT, ASM)
+    h = act_of(g, ACT, ASM)
     if u_row is not None:
         h *= _load(u_row, f, mask, factor_ptr, t, EVICT)
     return rounded(h, DTYPE, ASM)
@@ -337,18 +255,9 @@ def _swiglu_kernel(
 
 @triton.jit
 def _load_grads(
-    dh_row,
-    g_row,
-    u_row,
-    factor_ptrs,
-    t,
-    f,
-    mask,
-    DTYPE: tl.constexpr,
-    ACT: tl.constexpr,
-    EVICT: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    dh_row, g_row, u_row, factor_ptrs, t, f, mask,
+    DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """(dg, du, h) of one tile of row t, rounded to the input's dtype; du and h are one value where there is no up."""
     dh = _load(dh_row, f, mask, factor_ptrs[0], t, EVICT)
     g = _load(g_row, f, mask, factor_ptrs[1], t, EVICT)
