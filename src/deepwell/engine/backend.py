@@ -111,8 +111,8 @@ class BackendOptions:
     def leave_row_scales(self, graph: fx.Graph) -> None:
         """Have the products of a joint graph read without the scales of their rows, which their readers then take.
 
-        On a GPU only those that are large enough for their algorithms to be timed: torch's own choice of one for a
-        product with one scale is the slower one. None where a user's kernel may want the whole chain.
+        On a GPU only those whose algorithms are timed, large ones of fixed size: torch's own choice for a product with
+        one scale is the slower one. None where a user's kernel may want the whole chain.
         """
         if self.registry is not None and any(candidate.op == "gemm" for candidate in self.registry.users()):
             return

@@ -10,6 +10,7 @@ what reads gate and up in the forward and again in the backward must agree.
 Only where every reader is one of READERS: attention, a bias or a graph's result need the numbers themselves.
 """
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepwell.engine.passes.choose_kernels import size_of
 from deepwell.engine.passes.fuse_quantize import call_with_value, is_row_view
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
 
@@ -79,8 +79,10 @@ def _has_row_scales(node: fx.Node) -> bool:
 
 
 def _flops(node: fx.Node) -> float:
+    """Operations of a product; 0 where its rows are of an open number, for each of which nobody times algorithms."""
     a, b = node.args[0].meta["val"], node.args[2].meta["val"]
-    return 2.0 * size_of(a.shape[0]) * size_of(a.shape[1]) * size_of(b.shape[0])
+    sizes = (a.shape[0], a.shape[1], b.shape[0])
+    return 2.0 * math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0.0
 
 
 def _uses(node: fx.Node, readers: dict[Any, tuple[tuple[int, int], ...]]) -> Iterator[tuple[fx.Node, int] | None]:
