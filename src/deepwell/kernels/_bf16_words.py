@@ -54,6 +54,19 @@ def product(x, y, ASM: tl.constexpr):
         return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
 
 
+_SUM = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
+
+
+@triton.jit
+def product_plus(x, y, z, ASM: tl.constexpr):
+    """x times y, exactly, plus z, all of one dtype, rounded to it: of bf16 the sum in fp32 rounds to the same bits."""
+    if ASM and x.dtype == tl.bfloat16:
+        y = tl.broadcast_to(y, x.shape)
+        return tl.inline_asm_elementwise(_SUM, "=r,r,r,r", [x, y, z], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return (x.to(tl.float32) * y.to(tl.float32) + z.to(tl.float32)).to(x.dtype)
+
+
 # ---- magnitudes: |x| as bits of fp32, so that a maximum keeps inf and NaN ----
 
 _BITS = tl.constexpr("""{

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._bf16_words import encoded, floats, product, rounded, row_bits
+from deepwell.kernels._bf16_words import encoded, floats, product, product_plus, rounded, row_bits
 from deepwell.kernels._fp8 import row_scale
 from deepwell.kernels._triton import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape, check_vector
 from deepwell.kernels.quantize import RowConfig, quantize_rows_ref
-from deepwell.kernels.row_factors import check_factor, times_factor, times_rows
+from deepwell.kernels.row_factors import check_factor, factor_like, times_factor, times_rows
 
 # A row lies in registers as a whole.
 MAX_COLUMNS = 32768
@@ -266,7 +266,7 @@ def _norm_kernel(
         r = tl.load(residual_ptr + t[:, None] * stride_rt + d[None, :], mask=mask, other=0.0)
         if factor_ptr is not None:
             factor = tl.load(factor_ptr + t, mask=live, other=0.0)[:, None]
-            x = rounded(floats(x, ASM) * factor + floats(r, ASM), DTYPE, ASM)
+            x = product_plus(x, factor_like(x, factor), r, ASM)
         else:
             # The compiler adds two at a time in bf16, to the same bits.
             x = (x.to(tl.float32) + r.to(tl.float32)).to(DTYPE)
@@ -340,7 +340,7 @@ def _norm_backward_kernel(
             dy_at, x_at, dr_at = place, place, place
         else:
             dy_at, x_at, dr_at = t * stride_dyt + d, t * stride_xt + d, t * stride_drt + d
-        dy = times_factor(floats(tl.load(dy_ptr + dy_at, mask=mask, other=0.0), ASM), factor_ptr, t)
+        dy = floats(times_factor(tl.load(dy_ptr + dy_at, mask=mask, other=0.0), factor_ptr, t, ASM), ASM)
         x = floats(tl.load(x_ptr + x_at, mask=mask, other=0.0), ASM)
         rstd = tl.load(rstd_ptr + t)
         if dr_ptr is not None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels._bf16_words import encoded, floats, larger, rounded
+from deepwell.kernels._bf16_words import encoded, larger, product
 from deepwell.kernels._fp8 import row_scale
 from deepwell.kernels._head_tiles import (
     heads_of,
@@ -39,7 +39,7 @@ from deepwell.kernels._head_tiles import (
 from deepwell.kernels._triton import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.checks import check_fp8
 from deepwell.kernels.quantize import quantize_rows_ref
-from deepwell.kernels.row_factors import check_factor, times_rows
+from deepwell.kernels.row_factors import check_factor, factor_like, times_rows
 
 CONVENTIONS = ("half", "interleaved")
 # How q, k and v lie in a row: all heads of each side by side, or the three of one head (GPT-NeoX).
@@ -295,12 +295,12 @@ def _rope_kernel(
         # A power of two: where it is multiplied in changes no bit.
         c1, c2, s1, s2 = c1 * factor, c2 * factor, s1 * factor, s2 * factor
         if R < D:
-            q3 = rounded(floats(q3, ASM) * factor, DTYPE, ASM)
+            q3 = product(q3, factor_like(q3, factor), ASM)
             if k_ptr is not None:
-                k3 = rounded(floats(k3, ASM) * factor, DTYPE, ASM)
+                k3 = product(k3, factor_like(k3, factor), ASM)
         if v_ptr is not None:
-            v1 = rounded(floats(v1, ASM) * factor, DTYPE, ASM)
-            v2 = rounded(floats(v2, ASM) * factor, DTYPE, ASM)
+            v1 = product(v1, factor_like(v1, factor), ASM)
+            v2 = product(v2, factor_like(v2, factor), ASM)
     q1, q2 = rotated(q1, q2, c1, c2, s1, s2, DTYPE, BACKWARD, INTERLEAVED, ASM)
     if k_ptr is not None:
         k1, k2 = rotated(k1, k2, c1, c2, s1, s2, DTYPE, BACKWARD, INTERLEAVED, ASM)
