@@ -11,10 +11,13 @@ import ctypes
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+
+import aot
 
 U = np.uint64
 Array = np.ndarray[Any, np.dtype[np.uint64]]
@@ -194,6 +197,7 @@ _NAMED: dict[str, Callable[..., Array]] = {
     "cvt.rn.f16x2.e4m3x2": lambda a: _half_of_e4m3(a) | (_half_of_e4m3(a >> U(8)) << U(16)),
     "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: (_e4m3(_float(a)) << U(8)) | _e4m3(_float(b)),
     "abs.bf16x2": lambda a: a & U(0x7FFF7FFF),
+    "add.bf16x2": _each_half(lambda a, b: _bf16(_of_bf16(a) + _of_bf16(b))),
     "mul.rn.bf16x2": _each_half(lambda a, b: _bf16(_of_bf16(a) * _of_bf16(b))),
     "fma.rn.bf16x2": _each_half(lambda a, b, c: _bf16(_fused(_of_bf16(a), _of_bf16(b), _of_bf16(c)))),
     "max.NaN.xorsign.abs.bf16x2": _each_half(_larger_magnitude),
@@ -328,6 +332,8 @@ class Machine:
             self._access(name, operands)
         elif head == "cp":
             self._copy(name, operands)
+        elif head in ("ldmatrix", "stmatrix"):
+            self._access_matrices(name, operands)
         elif head == "atom":
             self._largest_in_memory(name, operands)
         elif head == "mov":
@@ -373,6 +379,26 @@ class Machine:
                     value[thread] = int.from_bytes(ctypes.string_at(address, width), "little")
                 else:
                     ctypes.memmove(address, int(value[thread]).to_bytes(8, "little"), width)
+            if is_load:
+                self._put(register, value)
+
+    def _access_matrices(self, name: str, operands: tuple[str, ...]) -> None:
+        """Matrices of 8 x 8 halves of words, to or from shared memory: row i of the n-th lies where thread 8 n + i of a
+        warp says, and thread 4 i + j has columns 2 j and 2 j + 1 of each."""
+        is_load = name.startswith("ld")
+        if ".trans" in name or ".m8n8." not in name or not name.endswith(".b16"):
+            raise NotImplementedError(f"the machine does not know {name}")
+        registers, place = operands[:2] if is_load else operands[1::-1]
+        rows = self._addresses(place) + self._all(ctypes.addressof(self.shared))
+        warp, lane = self.thread & ~U(31), self.thread & U(31)
+        for number, register in enumerate(re.split(r",\s*", registers.strip("{} "))):
+            first = rows[(warp + U(8 * number) + (lane >> U(2))).astype(int)] + (lane & U(3)) * U(4)
+            value = np.zeros(self.num_threads, dtype=U) if is_load else self._value(register)
+            for thread in np.flatnonzero(self.live):
+                if is_load:
+                    value[thread] = int.from_bytes(ctypes.string_at(int(first[thread]), 4), "little")
+                else:
+                    ctypes.memmove(int(first[thread]), int(value[thread]).to_bytes(8, "little"), 4)
             if is_load:
                 self._put(register, value)
 
@@ -428,3 +454,44 @@ class Machine:
         if name == "shfl.sync.idx.b32" and int(operands[3], 0) == 0x101F:  # within sixteen threads
             return value[(warp + (lane & U(16)) + other).astype(int)]
         raise NotImplementedError(f"the machine does not know {name}")
+
+
+# ---- in a kernel's place ----
+
+
+class Executed:
+    """Takes the kernel's place: compiles what is launched for sm_90 and executes it on tensors of the CPU."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return partial(self.launch, grid[0])
+
+    def launch(self, grid, *given, num_warps, maxnreg=None, **constants):
+        arguments = dict(zip(self.kernel.arg_names, map(_type, given), strict=False)) | constants
+        made = aot.compile_kernel(self.kernel, arguments, arch=90, num_warps=num_warps, max_registers=maxnreg)
+        passed = [_bits(value) for value in given if value is not None]
+        _Machine(made.ptx, num_warps).launch(grid, [*passed, 0, 0])
+
+
+class _Machine(Machine):
+    """One that takes what nobody wrote for 0: the compiler puts such beside a number that is converted alone."""
+
+    def _value(self, operand: str) -> Array:
+        is_unwritten = operand.startswith("%") and operand not in self.registers
+        return self._all(0) if is_unwritten and operand[1:2] in "rfp" else super()._value(operand)
+
+
+def _bits(value):
+    if isinstance(value, float):
+        return int(np.float32(value).view(np.uint32))
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def _type(value):
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        return "i32:any" if value % 16 else "i32"
+    return None if value is None else value.dtype
