@@ -59,12 +59,12 @@ def test_a_step_has_the_same_bits_on_architectures_of_hugging_face(batch, apart,
 
 
 @pytest.mark.usefixtures("cxx_compiler")
-@pytest.mark.parametrize("recompute", ["hidden", "copies"])
-def test_inductor_compiles_the_same_step(batch, apart, recompute) -> None:
+def test_inductor_compiles_the_same_step(batch, apart) -> None:
+    # With all copies made again: scales are then needed where their codes are not kept.
     model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
-    options, got = step(model, batch, use_inductor=True, recompute=recompute)
+    options, got = step(model, batch, use_inductor=True, recompute="copies")
     assert options.counts["row_factors"] == 7
-    for one, other in zip(got, apart(model, batch, use_inductor=True, recompute=recompute), strict=True):
+    for one, other in zip(got, apart(model, batch, use_inductor=True, recompute="copies"), strict=True):
         assert_bitwise_equal(one, other)
 
 
