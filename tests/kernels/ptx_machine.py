@@ -176,6 +176,8 @@ def _of_floats(run: Callable[..., Any]) -> Callable[..., Array]:
 _NAMED: dict[str, Callable[..., Array]] = {
     "add.rn.f32": _of_floats(lambda a, b: a + b),
     "sub.rn.f32": _of_floats(lambda a, b: a - b),
+    "add.f32": _of_floats(lambda a, b: a + b),
+    "sub.f32": _of_floats(lambda a, b: a - b),
     "mul.rn.f32": _of_floats(lambda a, b: a * b),
     "mul.f32": _of_floats(lambda a, b: a * b),
     "div.rn.f32": _of_floats(lambda a, b: a / b),

@@ -38,8 +38,6 @@ def _e5m2(x):
 def executed(monkeypatch):
     of_floats = ptx_machine._of_floats
     for name, run in {
-        "add.f32": of_floats(lambda a, b: a + b),
-        "sub.f32": of_floats(lambda a, b: a - b),
         "ex2.approx.f32": of_floats(lambda a: np.exp2(a.astype(np.float64))),
         "ex2.approx.ftz.f32": of_floats(lambda a: _flushed(np.exp2(_flushed(a.astype(np.float64))))),
         "fma.rn.f32": of_floats(_fused),

@@ -22,8 +22,6 @@ FACTORS = torch.tensor([2.0**n for n in (-100, -20, 0, 7, 40)])
 def executed(monkeypatch):
     of_floats = ptx_machine._of_floats
     for name, run in {
-        "add.f32": of_floats(lambda a, b: a + b),
-        "sub.f32": of_floats(lambda a, b: a - b),
         "add.ftz.f32": of_floats(lambda a, b: a + b),
         "mul.ftz.f32": of_floats(lambda a, b: a * b),
         "ex2.approx.ftz.f32": of_floats(lambda a: np.exp2(a.astype(np.float64))),

@@ -20,6 +20,7 @@ def _rows(act: str) -> swiglu.Options:
 
 
 def half(gate_up: Tensor, *how: Any) -> Tensor:
+    """Shaped as the result of a gated activation."""
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
