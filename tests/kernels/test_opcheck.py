@@ -348,6 +348,10 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
         _kernel("fp8_gemm", _turned_codes),
     ),
+    "chosen_fp8_gemm, scales left to the reader": lambda s: (
+        *(_codes(s, s.t, s.d)[0], None, *_codes(s, s.f, s.d), True),
+        _kernel("fp8_gemm", _turned_codes),
+    ),
 }
 
 

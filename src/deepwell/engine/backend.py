@@ -1,7 +1,8 @@
 """The torch.compile backend: rewrite the graph that Dynamo captured, then let AOTAutograd and Inductor compile it.
 
-Passes run at two levels. On Dynamo's graph, where a linear is a linear: norms, attention, linears, SwiGLU, head and
-loss. On AOTAutograd's forward and backward, where quantizations are nodes of their own: fusing them into their
+Passes run at three levels. On Dynamo's graph, where a linear is a linear: norms, attention, linears, SwiGLU, head and
+loss. On AOTAutograd's joint graph, where both readers of a value are seen: who multiplies by scales of rows, what the
+backward makes again. On its forward and backward, where quantizations are nodes of their own: fusing them into their
 producers. On a CPU, or without a C compiler, the rewritten graphs run eagerly (AOT eager).
 """
 

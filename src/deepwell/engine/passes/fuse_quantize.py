@@ -98,6 +98,7 @@ def through_views(node: Any) -> Any:
 
 
 def is_row_view(node: Any) -> bool:
+    """Whether a node shows another tensor with rows of the same length."""
     return node.target in _VIEWS and _width(node) == _width(node.args[0])
 
 
