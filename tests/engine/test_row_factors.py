@@ -12,6 +12,7 @@ from torch._functorch.partitioners import default_partition
 from deepwell.engine import backend
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.functional import low_precision_linear, swiglu_packed
+from deepwell.engine.op_times import measure_calls
 from deepwell.engine.passes import row_factors
 from deepwell.engine.passes.fuse_quantize import through_views
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
@@ -151,6 +152,15 @@ def test_on_a_gpu_small_products_and_those_of_open_size_keep_their_scales() -> N
     assert joint(mlp, *operands, least_flops=flops + 1)[1] == 0
     assert joint(mlp, *operands, least_flops=flops, dynamic=True)[1] == 0
     assert joint(mlp, *operands, dynamic=True)[1] == 1
+
+
+def test_a_report_names_and_times_products_without_scales(batch) -> None:
+    options, _ = step(zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16(), batch)
+    without = {call: count for call, count in options.calls.items() if call.name == "fp8_gemm" and call.args[1] is None}
+    assert sum(without.values()) == options.counts["row_factors"] == 7
+    rows = measure_calls(without)
+    assert {"74x192x64", "74x64x96"} <= {row.shape for row in rows}  # gate and up, down: MxNxK
+    assert all(row.us and row.us > 0 for row in rows), rows
 
 
 def test_a_users_kernel_for_whole_chains_still_gets_them(batch) -> None:
