@@ -118,7 +118,4 @@ def _first_of(graph: fx.Graph, product: fx.Node, w_scale: fx.Node) -> fx.Node:
     if w_scale.meta["val"].dim() == 0:
         return w_scale
     with graph.inserting_before(product):
-        first = call_with_value(graph, torch.ops.aten.select.int, (w_scale, 0, 0))
-    # In a region that is computed again, as the product is.
-    first.meta.update({key: value for key, value in product.meta.items() if key in ("recompute", "ac_graph_id")})
-    return first
+        return call_with_value(graph, torch.ops.aten.select.int, (w_scale, 0, 0))
