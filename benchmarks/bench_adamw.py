@@ -189,8 +189,6 @@ def check(variant: Variant, config: AnyConfig | None) -> str:
     # Ragged and unaligned tensors are other kernels: compiling them once, in the default config, is enough.
     is_default = config == configs_of(variant, every=False)[0]
     shapes = [(304, 128), (77,), (4096,), (13, 40)] if is_default else [(304, 128)]
-    if isinstance(config, WordConfig) and config.stages > 1:
-        shapes.append((3184, 2048))  # three turns of all programs
     cpu_slots, cpu_grads = make_slots(shapes, variant, "cpu")
     names = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
     gpu_slots = [
@@ -287,7 +285,7 @@ class Table:
     def __init__(self, bandwidth: float) -> None:
         self.bandwidth = bandwidth
         self.rows: list[Row] = []
-        head = f"{'shapes':<10} {'variant':<44} {'config':<31}"
+        head = f"{'shapes':<10} {'variant':<44} {'config':<24}"
         print(f"{head} {'ms':>8} {'GB/s':>7} {'copy':>6} {'torch':>6} {'host us':>8}")
 
     def add(
@@ -315,7 +313,7 @@ class Table:
         ratio = f"{row.torch_ratio:6.2f}" if row.torch_ratio else f"{'-':>6}"
         share = f"{100 * row.copy_share:5.1f}%"
         print(
-            f"{shapes:<10} {name:<44} {config:<31} {ms:8.3f} {gbps:7.0f} {share} {ratio} {row.host_us:8.1f}", flush=True
+            f"{shapes:<10} {name:<44} {config:<24} {ms:8.3f} {gbps:7.0f} {share} {ratio} {row.host_us:8.1f}", flush=True
         )
         return ms
 
@@ -375,19 +373,19 @@ def show(config: AnyConfig) -> str:
     if isinstance(config, TileConfig):
         return f"{config.rows}/{config.strip}/{config.copy_strip}, {config.num_warps}{capped}"
     if isinstance(config, WordConfig):
-        return f"words {config.rows}, {config.num_warps}{capped}{', staged' if config.stages > 1 else ''}"
+        return f"words {config.rows}, {config.num_warps}{capped}"
     return f"{config.rows} x {config.tiles}, p{config.pieces}, {config.num_warps}{capped}"
 
 
 def print_best(table: Table) -> None:
     """The best and the default config of each variant on the first shapes."""
-    print(f"\n{'variant':<44} {'best config':<31} {'ms':>7} {'of copy':>8}  default")
+    print(f"\n{'variant':<44} {'best config':<24} {'ms':>7} {'of copy':>8}  default")
     label = table.rows[0].shapes
     for name in dict.fromkeys(row.name for row in table.rows if row.shapes == label):
         rows = [row for row in table.rows if (row.shapes, row.name) == (label, name)]
         best = min(rows, key=lambda row: row.ms)
         default = f"{100 * rows[0].copy_share:5.1f}%"
-        print(f"{name:<44} {best.config:<31} {best.ms:7.3f} {100 * best.copy_share:7.1f}%  {default}")
+        print(f"{name:<44} {best.config:<24} {best.ms:7.3f} {100 * best.copy_share:7.1f}%  {default}")
 
 
 def main() -> None:

@@ -8,10 +8,9 @@ import torch
 
 import aot
 from deepwell.formats.spec import get_format
-from deepwell.kernels import adamw, adamw_copies, adamw_staged, adamw_words
+from deepwell.kernels import adamw, adamw_copies, adamw_words
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import CONFIGS, FP8, configs_for_moments
-from deepwell.kernels.adamw_staged import programs_per_sm
 from deepwell.kernels.adamw_words import WORD_CONFIGS, WordConfig, word_configs_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -159,27 +158,6 @@ def _words(case, scaling, config, arch=90, **changes):
     )
 
 
-def _staged(case, scaling, config, arch=90):
-    constants = {
-        **{name: value for name, value in _constants(case).items() if name != "ALIGNED"},
-        "num_tiles": "i32:any",
-        "ROWS": config.rows,
-        "SCALING": scaling,
-        "POW2": True,
-        "HAS_ROW": True,
-        "HAS_COL": True,
-        "COLLECTS": scaling == "tensor",
-        "STAGES": config.stages,
-    }
-    return aot.compile_kernel(
-        adamw_staged._staged_kernel,
-        {**POINTERS, "copies_ptr": torch.int64, **constants},
-        arch=arch,
-        num_warps=config.num_warps,
-        max_registers=config.max_registers,
-    )
-
-
 @pytest.mark.parametrize("has_master", [False, True])
 @pytest.mark.parametrize("config", configs_for_moments(FP8), ids=str)
 def test_no_config_for_fp8_moments_spills(config, has_master, monkeypatch):
@@ -212,10 +190,7 @@ def test_default_configs_of_words_keep_sixteen_warps_and_spill_next_to_nothing(s
         assert _words(Case(moment=moment), scaling, config, WRITES=False).spill_bytes == 0
 
 
-_UNSTAGED = [c for c in word_configs_for(get_format("mxfp8"), has_fp8_moments=False) if c.stages == 1]
-
-
-@pytest.mark.parametrize("config", _UNSTAGED, ids=str)
+@pytest.mark.parametrize("config", word_configs_for(get_format("mxfp8"), has_fp8_moments=False), ids=str)
 def test_a_scale_of_a_column_is_stored_by_one_thread(config):
     # Each store of a column's scales takes a sector for every column. A thread has one byte to store, not eight of
     # which seven others store the same; a row's scales share a sector, and are stored from where they are, that of one
@@ -238,54 +213,6 @@ def test_scales_of_two_rows_of_fp8_moments_are_worked_out_together(scaling, monk
     # differ in bits 3 and 2 of their number, and within the sixteen of a row.
     assert made.count(r"shfl\.sync\.idx\.b32 .*, 0x101F, ") == 4 * pairs
     assert made.count(r"shfl\.sync\.bfly\.b32 .*, 8, 0x1F, ") == 2 * pairs
-
-
-STAGED = [config for config in WORD_CONFIGS if config.stages > 1]
-
-
-@pytest.mark.parametrize(
-    "case, scaling, config, arch",
-    [
-        *((Case(moment=FP8), "mx", config, arch) for config in STAGED for arch in aot.ARCHS),
-        (Case(moment=FP8), "tensor", STAGED[0], 90),
-        (Case(), "mx", STAGED[0], 90),
-        (Case(moment=FP8, grad=FP32), "mx", STAGED[0], 90),
-    ],
-    ids=str,
-)
-def test_the_next_tile_is_on_its_way_while_one_is_updated(case, scaling, config, arch, monkeypatch):
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    made = _staged(case, scaling, config, arch)
-    assert made.registers <= 128 and made.spill_bytes == 0
-    # As many programs as are launched find room, and one more would not.
-    programs = programs_per_sm(config, case.param, case.grad, case.moment)
-    room = 228 * 1024
-    assert programs * (made.shared_bytes + 1024) <= room
-    assert programs * config.num_warps == 16 or (programs + 1) * (made.shared_bytes + 1024) > room
-    # Of a tile four rows of parameter, gradient and moments, and scales of FP8 moments: first of the two that come
-    # before the loop, then in the loop of the one after the next. Numbers of the tables take no such copy.
-    copies = 4 * ((6 if case.moment == FP8 else 4) + (1 if case.grad == FP32 else 0))  # of 16 bytes at most
-    head, _, loop = made.ptx.partition("cp.async.wait_group")
-    loop = loop.partition("bra")[0]
-    assert len(re.findall(r"cp\.async\.c[ag]", head)) == 2 * copies
-    assert len(re.findall(r"cp\.async\.c[ag]", loop)) == copies
-    # The wait is for all but the newest tile's (those of four scales are one group, of all else each its own), and
-    # nothing of a tile is loaded otherwise.
-    groups = 16 + (2 if case.moment == FP8 else 0)
-    assert int(loop.split(";")[0]) == groups == loop.count("cp.async.commit_group")
-    assert made.count(r"cp\.async\.wait_group") == 2  # the other one at the end, for none
-    assert made.count(r"ld\.global(?!\.nc)\S*\.v[24]\.") == 0
-    # The copies of weights are stored as widely as by programs that do not stay.
-    assert len(re.findall(r"st\.global\S*\.v4\.b32", loop)) == (4 if case.moment == FP8 else 12) + 2
-
-
-def test_programs_stay_where_they_find_room_and_weights_are_bf16():
-    # 105 KB each with FP8 moments, 137 KB with those of bf16, 233 KB if gradient and moments are fp32.
-    config = WordConfig(rows=64, num_warps=8, stages=2)
-    assert [programs_per_sm(config, BF16, BF16, moment) for moment in (FP8, BF16, FP32)] == [2, 1, 1]
-    assert programs_per_sm(config, BF16, FP32, FP8) == 1 and programs_per_sm(config, BF16, FP32, FP32) == 0
-    assert programs_per_sm(config, FP32, BF16, FP8) == 0
-    assert programs_per_sm(WordConfig(rows=64, num_warps=8), BF16, BF16, FP8) == 0
 
 
 @pytest.mark.parametrize("moment", [BF16, FP8], ids=str)

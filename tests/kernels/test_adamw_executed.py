@@ -7,19 +7,13 @@ import pytest
 import aot
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.formats.quantize import quantize_both
-from deepwell.kernels import adamw, adamw_copies, adamw_copy_tables, adamw_staged, adamw_words
+from deepwell.kernels import adamw, adamw_copies, adamw_words
 from deepwell.kernels._triton import triton
 from deepwell.kernels.adamw_tables import FusedAdamW
-from deepwell.kernels.adamw_words import WordConfig
 from ptx_machine import Machine
 from test_adamw import BF16, FP8, Case, Reference, make
 
-KERNELS = {
-    "_adamw_kernel": adamw,
-    "_words_kernel": adamw_words,
-    "_copies_kernel": adamw_copies,
-    "_staged_kernel": adamw_staged,
-}
+KERNELS = {"_adamw_kernel": adamw, "_words_kernel": adamw_words, "_copies_kernel": adamw_copies}
 Launches = dict[str, list[dict[str, Any]]]
 
 
@@ -35,12 +29,10 @@ class Stand:
 
     def _launch(self, grid: int, tables: Any, how: dict[str, Any]) -> None:
         if self.machines is None:
-            types = tuple("i32:any" if isinstance(table, int) else table.dtype for table in tables)
-            self.launches.append({**how, "tables": types})
+            self.launches.append({**how, "tables": tuple(table.dtype for table in tables)})
         else:
             number = next(i for i, known in enumerate(self.launches) if all(known[key] == how[key] for key in how))
-            given = [table if isinstance(table, int) else table.data_ptr() for table in tables]
-            self.machines[number].launch(grid, [*given, 0, 0])
+            self.machines[number].launch(grid, [*(table.data_ptr() for table in tables), 0, 0])
 
 
 @pytest.fixture
@@ -48,12 +40,12 @@ def executed(interpreting, monkeypatch) -> Any:
     """Steps of a case by compiled kernels and by the reference; returns both and the names of the kernels that ran."""
     monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
 
-    def steps(count: int, launches: Launches, machines: dict[str, list[Machine]], how: Any, options: Any) -> Any:
+    def steps(count: int, launches: Launches, machines: dict[str, list[Machine]], how: Any) -> Any:
         with interpreting() as patch:
             patch.setattr(FusedAdamW, "_runs_kernels", lambda self: True)
             for name, module in KERNELS.items():
                 patch.setattr(module, name, Stand(launches.setdefault(name, []), machines.get(name)))
-            kernel, reference, grads, groups = make(*how, **options)
+            kernel, reference, grads, groups = make(*how)
             for step in range(count):
                 for form in (kernel, reference):
                     form.step(grads[step], groups)
@@ -61,12 +53,12 @@ def executed(interpreting, monkeypatch) -> Any:
                     check(kernel, reference)
         return kernel
 
-    def run(count: int, *how: Any, **options: Any) -> Any:
+    def run(count: int, *how: Any) -> Any:
         # Which constants a launch has is decided where it is launched: once only to see them.
         launches: Launches = {}
-        steps(1, launches, {}, how, options)
+        steps(1, launches, {}, how)
         machines = {name: [_machine(name, one) for one in launches[name]] for name in launches}
-        return steps(count, launches, machines, how, options), {name for name in launches if launches[name]}
+        return steps(count, launches, machines, how), {name for name in launches if launches[name]}
 
     return run
 
@@ -122,22 +114,3 @@ def test_copies_are_those_of_the_new_weights(executed, fmt, shape, name, moment)
     row, col = quantize_both(slot.param, fmt, amax=slot.copies.amax)
     assert_bitwise_equal(slot.copies.row, row.data, "row")
     assert_bitwise_equal(slot.copies.col, col.data, "col")
-
-
-@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
-@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_e4m3_tensor_pow2"])
-def test_programs_that_stay_have_the_next_tile_on_its_way(executed, monkeypatch, fmt, moment) -> None:
-    # Two programs for six tiles of two matrices, the first of which ends inside a tile: the third turn of each takes
-    # the place of its first in shared memory.
-    monkeypatch.setattr(adamw_copy_tables, "num_sms", lambda x: 1)
-    monkeypatch.setattr(adamw_copy_tables, "programs_per_sm", lambda config, *dtypes: 2)
-    config = WordConfig(rows=32, num_warps=4, max_registers=128, stages=2)
-    kernel, ran = executed(1, Case(moment=moment), [(48, 256), (64, 128)], "cpu", fmt, tile_config=config)
-    assert "_staged_kernel" in ran
-    for slot in kernel.slots:
-        row, col = quantize_both(slot.param, fmt, amax=slot.copies.amax)
-        assert_bitwise_equal(slot.copies.row, row.data, "row")
-        assert_bitwise_equal(slot.copies.col, col.data, "col")
-        if fmt == "mxfp8":
-            assert_bitwise_equal(slot.copies.row_scales, row.scales, "row_scales")
-            assert_bitwise_equal(slot.copies.col_scales, col.scales, "col_scales")

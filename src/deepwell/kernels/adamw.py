@@ -68,7 +68,7 @@ from deepwell.kernels.adamw_moments import (
     store_codes,
     widen,
 )
-from deepwell.kernels.adamw_scalars import Hyper, as_pointer, number_at, read, read_four, read_two
+from deepwell.kernels.adamw_scalars import Hyper, number_at, pointer_at
 from deepwell.kernels.philox import neighbour_bits_ref, random_bits, random_bits_each, random_bits_ref, random_words
 
 BLOCK = adamw_moments.BLOCK
@@ -280,29 +280,17 @@ def noise_of(e, calls, random, DRAWS: tl.constexpr, IS_RAISED: tl.constexpr, ASM
 
 
 @triton.jit
-def pointers_of(
-    table_ptr,
-    row,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    MOMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    IS_HIDDEN: tl.constexpr = False,
-):
+def pointers_of(table_ptr, row, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a slot's parameter, gradient, moments, their scales and its master lie. Read before anything is stored:
     afterwards the compiler could not know that the table is still the same."""
-    row_ptr = table_ptr + row * 10
-    p, g = read_two(row_ptr, IS_HIDDEN)
-    m, v = read_two(row_ptr + 2, IS_HIDDEN)
-    m_scale, v_scale = read_two(row_ptr + 4, IS_HIDDEN)
     return (
-        as_pointer(p, PARAM, ALIGNED),
-        as_pointer(g, GRAD, ALIGNED),
-        as_pointer(m, MOMENT, ALIGNED),
-        as_pointer(v, MOMENT, ALIGNED),
-        as_pointer(m_scale, tl.float32, ALIGNED),
-        as_pointer(v_scale, tl.float32, ALIGNED),
-        as_pointer(read(row_ptr + 6, IS_HIDDEN), tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 0, PARAM, ALIGNED),
+        pointer_at(table_ptr, row, 1, GRAD, ALIGNED),
+        pointer_at(table_ptr, row, 2, MOMENT, ALIGNED),
+        pointer_at(table_ptr, row, 3, MOMENT, ALIGNED),
+        pointer_at(table_ptr, row, 4, tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 5, tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 6, tl.float32, ALIGNED),
     )
 
 
@@ -321,21 +309,18 @@ def pointers_from(pointers, elements, blocks):
 
 
 @triton.jit
-def hyper_of(hyper_ptr, IS_HIDDEN: tl.constexpr = False):
+def hyper_of(hyper_ptr):
     """A slot's row of scalars."""
-    if IS_HIDDEN:
-        decay, step_size, correction, weight1 = read_four(hyper_ptr)
-        beta2, weight2, eps, factor = read_four(hyper_ptr + 4)
-    else:
-        decay = tl.load(hyper_ptr)
-        step_size = tl.load(hyper_ptr + 1)
-        correction = tl.load(hyper_ptr + 2)
-        weight1 = tl.load(hyper_ptr + 3)
-        beta2 = tl.load(hyper_ptr + 4)
-        weight2 = tl.load(hyper_ptr + 5)
-        eps = tl.load(hyper_ptr + 6)
-        factor = tl.load(hyper_ptr + 7)
-    return decay, step_size, correction, weight1, beta2, weight2, eps, factor
+    return (
+        tl.load(hyper_ptr),
+        tl.load(hyper_ptr + 1),
+        tl.load(hyper_ptr + 2),
+        tl.load(hyper_ptr + 3),
+        tl.load(hyper_ptr + 4),
+        tl.load(hyper_ptr + 5),
+        tl.load(hyper_ptr + 6),
+        tl.load(hyper_ptr + 7),
+    )
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from deepwell.formats.tensor import QuantizedTensor
 from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, saturate
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_of, update_tile
-from deepwell.kernels.adamw_scalars import read
 
 FORMATS = ("mxfp8", "fp8_e4m3_128x128", "fp8_e4m3_128x128_pow2", "fp8_e4m3_tensor", "fp8_e4m3_tensor_pow2")
 TILE_COLUMNS = 128
@@ -280,15 +279,16 @@ def store_square_scale(scale, copy, pointers, i, j, HAS_ROW: tl.constexpr, HAS_C
 
 
 @triton.jit
-def length_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr, IS_HIDDEN: tl.constexpr = False):
-    return read(copy_ptr + COLUMN, IS_HIDDEN, ALIGNED)
+def length_at(copy_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    length = tl.load(copy_ptr + COLUMN)
+    if ALIGNED:
+        length = tl.multiple_of(length, 16)
+    return length
 
 
 @triton.jit
-def pointer_of(
-    copy_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, IS_HIDDEN: tl.constexpr = False
-):
-    pointer = read(copy_ptr + COLUMN, IS_HIDDEN).to(tl.pointer_type(DTYPE))
+def pointer_of(copy_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(copy_ptr + COLUMN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer

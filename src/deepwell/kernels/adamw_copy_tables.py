@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deepwell.formats.spec import get_format
-from deepwell.kernels import adamw_copies, adamw_staged, adamw_words
-from deepwell.kernels._triton import num_sms, triton
+from deepwell.kernels import adamw_copies, adamw_words
+from deepwell.kernels._triton import triton
 from deepwell.kernels.adamw_copies import (
     COPY_COLUMNS,
     TILE_COLUMNS,
@@ -22,7 +22,6 @@ from deepwell.kernels.adamw_copies import (
     write_copies_ref,
 )
 from deepwell.kernels.adamw_scalars import TABLE_COLUMNS
-from deepwell.kernels.adamw_staged import programs_per_sm
 from deepwell.kernels.adamw_words import WordConfig, word_configs_for
 
 _FP8 = torch.float8_e4m3fn
@@ -173,14 +172,6 @@ class CopyLaunch:
         """Parts of a program of words: two where a block needs more rows than one has."""
         return max(1, 128 // self.config.rows) if self.format.block == (128, 128) else 1
 
-    @property
-    def _programs_per_sm(self) -> int:
-        """Programs of words that stay, 0 where none do: not with two parts, nor where there are no words."""
-        if not isinstance(self.config, WordConfig) or self._parts > 1:
-            return 0
-        kind = self.kind
-        return programs_per_sm(self.config, torch.float32 if kind.has_master else kind.param, kind.grad, kind.moment)
-
     def _num_tiles(self, param: Tensor) -> int:
         rows, columns = param.shape[-2:]
         tile_rows = self.config.rows * (self._parts if isinstance(self.config, WordConfig) else 1)
@@ -262,14 +253,8 @@ class CopyLaunch:
         }
         grid = (self.chunk_row.numel(),)
         if isinstance(config, WordConfig):
-            common |= {name: value for name, value in constants.items() if name != "ALIGNED"}
-            programs = self._programs_per_sm if updates and writes else 0
-            if programs > 0:
-                given = {name: value for name, value in common.items() if name not in {"UPDATES", "WRITES"}}
-                stay = (min(grid[0], programs * num_sms(self.chunk_row)),)
-                adamw_staged._staged_kernel[stay](*tables, grid[0], **given, STAGES=config.stages)
-            else:
-                adamw_words._words_kernel[grid](*tables, **common, PARTS=self._parts)
+            dtypes = {name: value for name, value in constants.items() if name != "ALIGNED"}
+            adamw_words._words_kernel[grid](*tables, **dtypes, **common, PARTS=self._parts)
             return
         adamw_copies._copies_kernel[grid](
             *tables,

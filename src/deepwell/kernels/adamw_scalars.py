@@ -89,66 +89,10 @@ NORM_WARPS = 8
 # ---- kernels ----
 
 
-_READ_LONG = tl.constexpr("ld.global.nc.b64 $0, [$1];")
-_READ_WORD = tl.constexpr("ld.global.nc.b32 $0, [$1];")
-_READ_TWO = tl.constexpr("ld.global.nc.v2.b64 {$0, $1}, [$2];")
-_READ_FOUR = tl.constexpr("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];")
-
-
-@triton.jit
-def read(pointer, IS_HIDDEN: tl.constexpr, ALIGNED: tl.constexpr = False):
-    """A number of int64 or int32 that no kernel writes meanwhile; ALIGNED promises a multiple of 16.
-
-    Where it IS_HIDDEN, Triton does not see that it is a load: in a loop that loads tiles ahead it would have each such
-    number wait in shared memory as well.
-    """
-    if not IS_HIDDEN:
-        number = tl.load(pointer)
-    elif pointer.dtype.element_ty == tl.int64:
-        number = tl.inline_asm_elementwise(_READ_LONG, "=l,l", [pointer], dtype=tl.int64, is_pure=True, pack=1)
-    else:
-        number = tl.inline_asm_elementwise(_READ_WORD, "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1)
-    if ALIGNED:
-        number = tl.multiple_of(number, 16)
-    return number
-
-
-@triton.jit
-def read_two(pointer, IS_HIDDEN: tl.constexpr, ALIGNED: tl.constexpr = False):
-    """`read` of two int64 side by side, the first of which lies at a multiple of 16 bytes."""
-    if IS_HIDDEN:
-        a, b = tl.inline_asm_elementwise(
-            _READ_TWO, "=l,=l,l", [pointer], dtype=(tl.int64, tl.int64), is_pure=True, pack=1
-        )
-    else:
-        a, b = tl.load(pointer), tl.load(pointer + 1)
-    if ALIGNED:
-        a, b = tl.multiple_of(a, 16), tl.multiple_of(b, 16)
-    return a, b
-
-
-@triton.jit
-def read_four(pointer):
-    """Four fp32 side by side from a multiple of 16 bytes on, hidden."""
-    return tl.inline_asm_elementwise(
-        _READ_FOUR,
-        "=f,=f,=f,=f,l",
-        [pointer],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
 @triton.jit
 def pointer_at(table_ptr, row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """An address of the table as a pointer; ALIGNED promises 16 bytes, and so gets 16-byte accesses."""
-    return as_pointer(tl.load(table_ptr + row * 10 + COLUMN), DTYPE, ALIGNED)
-
-
-@triton.jit
-def as_pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
+    pointer = tl.load(table_ptr + row * 10 + COLUMN).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
