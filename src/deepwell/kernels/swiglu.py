@@ -190,7 +190,7 @@ def _load(row, f, mask, factor_ptr, t, EVICT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _load_h(
-    g_row, u_row, b_ptr, factor_ptr, t, f, mask,
+    g_row, u_ptr, u_start, b_ptr, factor_ptr, t, f, mask,
     DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """h of one tile of row t, rounded to the input's dtype."""
@@ -198,8 +198,8 @@ def _load_h(
     if b_ptr is not None:
         g += tl.load(b_ptr + f, mask=mask, other=0.0).to(tl.float32)
     h = act_of(g, ACT, ASM)
-    if u_row is not None:
-        h *= _load(u_row, f, mask, factor_ptr, t, EVICT, ASM)
+    if u_ptr is not None:
+        h *= _load(u_ptr + u_start, f, mask, factor_ptr, t, EVICT, ASM)
     return rounded(h, DTYPE, ASM)
 
 
@@ -226,11 +226,9 @@ def _swiglu_kernel(
     DTYPE: tl.constexpr = g_ptr.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     g_row = g_ptr + t * stride_gt
-    u_row = u_ptr
-    if u_ptr is not None:
-        u_row = u_ptr + t * stride_ut
     columns = tl.arange(0, BLOCK)
-    row = (g_row, u_row, b_ptr, factor_ptr, t)
+    # Not `u_ptr + start` here: a name for "no pointer or a row of it" Triton puts in no tuple.
+    row = (g_row, u_ptr, t * stride_ut, b_ptr, factor_ptr, t)
     if TWO_PASSES:
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
@@ -259,15 +257,15 @@ def _swiglu_kernel(
 
 @triton.jit
 def _load_grads(
-    dh_row, g_row, u_row, factor_ptrs, t, f, mask,
+    dh_row, g_row, u_ptr, u_start, factor_ptrs, t, f, mask,
     DTYPE: tl.constexpr, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """(dg, du, h) of one tile of row t, rounded to the input's dtype; du and h are one value where there is no up."""
     dh = _load(dh_row, f, mask, factor_ptrs[0], t, EVICT, ASM)
     g = _load(g_row, f, mask, factor_ptrs[1], t, EVICT, ASM)
     a, slope = act_and_slope(g, ACT, ASM)
-    if u_row is not None:
-        u = _load(u_row, f, mask, factor_ptrs[1], t, EVICT, ASM)
+    if u_ptr is not None:
+        u = _load(u_ptr + u_start, f, mask, factor_ptrs[1], t, EVICT, ASM)
         return rounded(dh * u * slope, DTYPE, ASM), rounded(dh * a, DTYPE, ASM), rounded(a * u, DTYPE, ASM)
     else:
         h = rounded(a, DTYPE, ASM)
@@ -317,12 +315,9 @@ def _backward_row(
     DTYPE: tl.constexpr = g_ptr.dtype.element_ty
     GATED: tl.constexpr = u_ptr is not None
     WIDTH: tl.constexpr = 2 if GATED else 1
-    u_row = u_ptr
-    if GATED:
-        u_row = u_ptr + t * stride_ut
     columns = tl.arange(0, BLOCK)
     mask = columns < F
-    row = (dh_ptr + t * stride_dht, g_ptr + t * stride_gt, u_row, (dh_factor_ptr, factor_ptr), t)
+    row = (dh_ptr + t * stride_dht, g_ptr + t * stride_gt, u_ptr, t * stride_ut, (dh_factor_ptr, factor_ptr), t)
     dg, du, h = _load_grads(*row, columns, mask, DTYPE, ACT, "", ASM)
     if grad_ptr is not None:
         _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
@@ -370,11 +365,8 @@ def _swiglu_backward_kernel(
     if TWO_PASSES:
         dh_row = dh_ptr + t * stride_dht
         g_row = g_ptr + t * stride_gt
-        u_row = u_ptr
-        if GATED:
-            u_row = u_ptr + t * stride_ut
         columns = tl.arange(0, BLOCK)
-        row = (dh_row, g_row, u_row, (dh_factor_ptr, factor_ptr), t)
+        row = (dh_row, g_row, u_ptr, t * stride_ut, (dh_factor_ptr, factor_ptr), t)
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         bits_h = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
