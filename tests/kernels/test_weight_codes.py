@@ -228,13 +228,13 @@ def test_the_fingerprint_reads_lines_of_sixteen_bytes_and_spills_nothing(arch, d
     config = W.CODES_CONFIGS[0]
     arguments = {**TABLES, "slot_group_ptr": torch.int32, "DTYPE": dtype, "ALIGNED": True, "BLOCK": config.block}
     made = aot.compile_kernel(W._fingerprint_kernel, arguments, arch=arch, num_warps=config.hash_warps)
-    assert made.count(r"ld\.global\.v2\.b64") >= 4  # eight words a thread
+    assert made.count(r"ld\.global\.v2\.b64") >= config.block // (config.hash_warps * 32) // 2
     assert made.spill_bytes == 0 and made.stack_bytes == 0
     assert made.registers <= 64
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("config", W.CODES_CONFIGS[:5], ids=str)
+@pytest.mark.parametrize("config", W.CODES_CONFIGS[:6], ids=str)
 def test_the_refresh_moves_wide_words_divides_exactly_and_spills_nothing(arch, config):
     arguments = {
         **TABLES,
