@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepwell.bench.environment import environment
 from deepwell.formats.spec import get_format
 from deepwell.kernels import adamw
 from deepwell.kernels.adamw import Config, configs_for_moments
@@ -424,7 +425,7 @@ def main() -> None:
             bench_shapes(table, label, other, plain, bench_torch(table, label, other, (BF16,)))
     if arguments.json:
         rows = [asdict(row) for row in table.rows]
-        result = {"device": torch.cuda.get_device_name(), "copy_gbps": bandwidth / 1e9, "rows": rows}
+        result = {"environment": environment(), "copy_gbps": bandwidth / 1e9, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print_best(table)
 

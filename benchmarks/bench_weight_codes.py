@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from deepwell.bench.environment import environment
 from deepwell.kernels.quantize import amax, quantize_weight
 from deepwell.kernels.weight_code_tables import Codes, CodesRefresh
 from deepwell.kernels.weight_codes import CODES_CONFIGS, CodesConfig
@@ -117,7 +118,8 @@ def main() -> None:
         print(f"{row['row']:24} {row['ms']:8.3f} ms {row['gbps']:7.0f} GB/s {row['share_of_copy']:6.1%} {row['config']}"
               f" {row['problem'] or ''}")  # fmt: skip
     if chosen.json:
-        chosen.json.write_text(json.dumps({"copy_gbps": copy, "weights": numel, "rows": rows}, indent=1) + "\n")
+        result = {"environment": environment(), "copy_gbps": copy, "weights": numel, "rows": rows}
+        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

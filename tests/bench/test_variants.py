@@ -41,8 +41,9 @@ def engine_of(name: str):
 
 
 def test_the_words_reach_the_engine() -> None:
-    options = engine_of("fp8_cg_keep_nolce").options
+    options = engine_of("fp8_cg_keep_nolce_rowscales").options
     assert (options.cuda_graphs, options.recompute, options.fuse_head) == (True, "nothing", False)
+    assert not options.row_factors
 
 
 def test_what_no_word_speaks_of_stays_as_the_engine_has_it() -> None:
@@ -50,6 +51,7 @@ def test_what_no_word_speaks_of_stays_as_the_engine_has_it() -> None:
 
     options, default = engine_of("fp8").options, BackendOptions()
     assert (options.cuda_graphs, options.recompute) == (default.cuda_graphs, default.recompute)
+    assert options.row_factors
 
 
 def test_the_head_stays_in_bf16_unless_the_name_says_otherwise() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
 
-from deepwell.engine import backend
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.functional import low_precision_linear, swiglu_packed
 from deepwell.engine.op_times import measure_calls
@@ -36,21 +35,16 @@ def step(model: nn.Module, batch: dict[str, Tensor], **how) -> tuple[BackendOpti
     return options, [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.fixture
-def apart(monkeypatch):
-    """Runs a step with every product scaled by its rows."""
-
-    def run(*given, **how):
-        with monkeypatch.context() as patch:
-            patch.setattr(backend, "leave_row_scales", lambda graph, least_flops: 0)
-            return step(*given, **how)[1]
-
-    return run
+def apart(*given, **how) -> list[Tensor]:
+    """The same with every product scaled by its rows."""
+    options, found = step(*given, row_factors=False, **how)
+    assert "row_factors" not in options.counts
+    return found
 
 
 # Forward qkv, o, gate and up, down; backward all but o, whose gradient attention reads. Qwen2 has a bias of q, k, v.
 @pytest.mark.parametrize(("model_type", "count"), [("llama", 7), ("qwen2", 12), ("phi3", 5)])
-def test_a_step_has_the_same_bits_on_architectures_of_hugging_face(batch, apart, model_type, count) -> None:
+def test_a_step_has_the_same_bits_on_architectures_of_hugging_face(batch, model_type, count) -> None:
     layers = {} if model_type == "qwen2" else {"num_hidden_layers": 1}
     model = zoo_models.tiny_model(model_type, **layers).bfloat16()
     options, got = step(model, batch)
@@ -60,7 +54,7 @@ def test_a_step_has_the_same_bits_on_architectures_of_hugging_face(batch, apart,
 
 
 @pytest.mark.usefixtures("cxx_compiler")
-def test_inductor_compiles_the_same_step(batch, apart) -> None:
+def test_inductor_compiles_the_same_step(batch) -> None:
     # With all copies made again: scales are then needed where their codes are not kept.
     model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
     options, got = step(model, batch, use_inductor=True, recompute="copies")
@@ -183,7 +177,7 @@ def test_a_kept_one_is_the_scale_of_products_without(monkeypatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_a_large_step_agrees_with_one_scaled_by_rows(apart, cuda_graphs) -> None:
+def test_a_large_step_agrees_with_one_scaled_by_rows(cuda_graphs) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

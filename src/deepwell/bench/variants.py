@@ -2,7 +2,7 @@
 
 bf16   fp8   fp8_tensor   fp8_1x128   mxfp8   nvfp4   policy.json         the formats
 fp8_head   fp8_wbf16   fp8_tensor_e5m2   mxfp8_emulated                   which GEMMs, gradients, exact emulation
-fp8_cg   fp8_keep   fp8_nolce   fp8_exact   fp8_cg_head   policy.json:cg_nolce      how the engine compiles
+fp8_cg   fp8_keep   fp8_nolce   fp8_exact   fp8_rowscales   policy.json:cg_nolce    how the engine compiles
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ WORDS = {
     "hidden": "FP8 copies of hidden values made again in the backward, others kept",
     "keep": "FP8 copies kept for the backward",
     "cached": "FP8 codes of weights kept from call to call",
+    "rowscales": "FP8 products with the scales of their rows, which are not left to their readers",
     "nolce": "head and loss apart, all logits in memory",
     "exact": "FP8 products by rows all summed in fp32, not the wgrads alone",
 }
@@ -121,6 +122,8 @@ class Variant:
         # Read when the first call compiles; what no word speaks of stays as the engine has it.
         if "nolce" in self.words:
             engine.options.fuse_head = False
+        if "rowscales" in self.words:
+            engine.options.row_factors = False
         if "cg" in self.words:
             engine.options.cuda_graphs = True
         if "exact" in self.words:

@@ -70,6 +70,7 @@ class BackendOptions:
     )
     rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
     merge_plain: bool = False  # merge q, k, v and gate, up also in high precision: weights are copied in every step
+    row_factors: bool = True  # large FP8 products have one scale, their readers those of rows: passes/row_factors.py
     recompute: str = "hidden"  # what of the FP8 copies the backward makes again: passes/recompute.py (with Inductor)
     cache_weights: bool = False  # keep the FP8 codes of weights, 2 bytes each, and make them again when weights change
     weight_cache: WeightCache = field(default_factory=WeightCache)
@@ -115,7 +116,8 @@ class BackendOptions:
         On a GPU only those whose algorithms are timed, large ones of fixed size: torch's own choice for a product with
         one scale is the slower one. None where a user's kernel may want the whole chain.
         """
-        if self.registry is not None and any(candidate.op == "gemm" for candidate in self.registry.users()):
+        has_user_gemm = self.registry is not None and any(item.op == "gemm" for item in self.registry.users())
+        if not self.row_factors or has_user_gemm:
             return
         devices = {value.device for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
         has_gpu = any(device.type == "cuda" for device in devices)
@@ -375,9 +377,8 @@ def _with_inductor(
 
         def uuid(self) -> Any:
             passes = (mark_recomputed, norm_again_from_sums, leave_row_scales)
-            return get_hash_for_files(
-                tuple(f.__code__.co_filename for f in passes), f"{options.recompute} {LEAST_FLOPS}"
-            )
+            how = f"{options.recompute} {options.row_factors} {LEAST_FLOPS}"
+            return get_hash_for_files(tuple(f.__code__.co_filename for f in passes), how)
 
     patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions(), "joint_custom_pre_pass": Joint()}
     if options.cuda_graphs:
