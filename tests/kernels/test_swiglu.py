@@ -253,31 +253,3 @@ def test_the_backward_with_three_rows_in_and_three_out_compiles_without_spills(a
     assert 2 * made.registers * 32 * config.num_warps <= 65536
     assert made.count(r"ld\.global\S*\.v4\.b32") >= 3
     assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
-
-
-# An activation without a gate is the same kernel without `up`, which the interpreter takes where the compiler may not.
-@pytest.mark.parametrize("bias", [None, torch.bfloat16], ids=["plain", "with a bias"])
-@pytest.mark.parametrize("factor", FACTORS, ids=["scaled", "with factors"])
-@pytest.mark.parametrize("two_passes", [False, True])
-def test_an_activation_without_a_gate_compiles(two_passes, factor, bias):
-    common = {
-        "u_ptr": None,
-        "g_ptr": torch.bfloat16,
-        "factor_ptr": factor,
-        "q_ptr": E4M3,
-        "scale_ptr": torch.float32,
-        **dict.fromkeys(("F", "stride_gt", "stride_ut"), "i32"),
-        "FP8_MAX": 448.0,
-        "POW2": True,
-        "ACT": "gelu",
-        "BLOCK": 1024,
-        "TWO_PASSES": two_passes,
-        "ASM": True,
-    }
-    made = aot.compile_kernel(S._swiglu_kernel, {**common, "b_ptr": bias, "h_ptr": None}, arch=90)
-    assert made.spill_bytes == made.stack_bytes == 0
-    if bias is None:
-        more = {"dh_ptr": torch.bfloat16, "dh_factor_ptr": factor, "stride_dht": "i32", "grad_ptr": torch.bfloat16}
-        codes = {"qh_ptr": E4M3, "scale_h_ptr": torch.float32}
-        made = aot.compile_kernel(S._swiglu_backward_kernel, {**common, **more, **codes}, arch=90)
-        assert made.spill_bytes == made.stack_bytes == 0
