@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepwell.engine.arguments import captured, check_flags, check_sizes, notes_on_hardware, policy_of
 from deepwell.engine.backend import BackendOptions
 from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Device, bind
 from deepwell.engine.engine import Engine
+from deepwell.engine.fragile import check_batch
 from deepwell.engine.passes.recompute import WHAT
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR
 from deepwell.hardware.amx import bf16_fault
 from deepwell.hardware.capability import capability_of
@@ -37,11 +38,11 @@ FALLBACKS = ("safe", "strict")
 
 def compile(  # noqa: A001 - the public name
     ir: IR | nn.Module,
-    hw: Hardware | None = None,
+    hw: Hardware | str | None = None,
     *,
     plan: Plan | None = None,
     precision: str | None = None,
-    precision_policy: PrecisionPolicy | None = None,
+    precision_policy: PrecisionPolicy | str | None = None,
     fallback: str = "safe",
     inductor: bool | None = None,
     cuda_graphs: bool | None = None,
@@ -69,20 +70,22 @@ def compile(  # noqa: A001 - the public name
     `use_cutlass` lets Deepwell's own compete, CUTLASS among them. `measure` keeps layers in bf16 where FP8 would not be
     faster on this GPU (with "strict": raises); by default with "safe". `example_inputs` is one batch as the model
     takes it (a dict of keyword arguments, a tuple or a tensor): GEMMs that their formats would spoil on it stay in bf16
-    (with "strict": raises), see `Engine.check_fragile`. `hw` describes the machine to run on; the engine
-    always runs where the model is.
+    (with "strict": raises), see `Engine.check_fragile`. `hw` describes the machine to run on, or is its name as for
+    `dw.probe`; the engine always runs where the model is, and the report has a note where that is another device.
     """
-    if isinstance(ir, nn.Module):
-        ir = capture(ir)
-    if not isinstance(ir, IR):
-        raise ConfigError(f"ir is a {type(ir).__name__}; pass dw.capture(model) or the model itself")
     check_fallback(fallback)
+    check_flags(inductor=inductor, cuda_graphs=cuda_graphs, fuse_head=fuse_head, cache_weights=cache_weights)
+    check_flags(use_cutlass=use_cutlass, measure=measure)
+    if example_inputs is not None:
+        check_batch("example_inputs", example_inputs)
+    ir = captured(ir)
     model = ir.require_module()
     device = device_of(list(model.parameters()))
     if plan is not None:
         check_plan(plan, ir)
     policy = policy_of(plan, precision, precision_policy).copy().freeze()
     registry, missing = registry_for(kernel_registry, use_cutlass, device)
+    elsewhere = notes_on_hardware(hw, device)
     layers, kept = recomputed_layers(plan, check_recompute(recompute))
     options = BackendOptions(
         registry=registry,
@@ -98,7 +101,7 @@ def compile(  # noqa: A001 - the public name
     def bind_at(step: int) -> tuple[Bound, BackendOptions]:
         resolution = policy.resolve(ir, step)
         bound = bind(ir, resolution, device, fallback=fallback)
-        notes = (*resolution.notes, *missing, *kept)
+        notes = (*elsewhere, *resolution.notes, *missing, *kept)
         return replace(bound, notes=notes), options.for_schemes(bound.schemes)
 
     if fallback == "strict":
@@ -116,22 +119,16 @@ def compile(  # noqa: A001 - the public name
 def optimize_for_blackwell(
     model: nn.Module, precision: str = "mxfp8", batch_size: int | None = None, seq_len: int | None = None
 ) -> Engine:
-    """Capture and compile in one call. Batch and length are hints for the capture; the engine takes any."""
+    """Capture and compile in one call.
+
+    `batch_size` and `seq_len` may say what is coming. Nothing depends on them: the engine takes any batch and length
+    and compiles for those of its first call.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
-    return compile(capture(model), precision=precision)
-
-
-def policy_of(plan: Plan | None, precision: str | None, policy: PrecisionPolicy | None) -> PrecisionPolicy:
-    """What was asked for by name or as a policy, else the plan's, else MXFP8's recipe."""
-    if policy is not None:
-        return policy
-    if precision is None and plan is not None:
-        return plan.workload.precision_policy
-    return PrecisionPolicy.recipe(precision or "mxfp8")
+    # The capture has a length of its own that no width of the model shares, to tell the axes apart by it.
+    check_sizes(batch_size=batch_size, seq_len=seq_len)
+    return compile(model, precision=precision)
 
 
 def check_plan(plan: Plan, ir: IR) -> None:
@@ -148,7 +145,7 @@ def check_plan(plan: Plan, ir: IR) -> None:
 
 def check_recompute(recompute: bool | str) -> bool:
     """Whether whole layers are computed again. Raises ConfigError on a word that is not known."""
-    if isinstance(recompute, str) and recompute not in WHAT:
+    if not isinstance(recompute, bool) and recompute not in WHAT:
         raise ConfigError(f"recompute is {recompute!r}; it takes True (whole layers), False, {', '.join(WHAT)}")
     return recompute is True
 

@@ -79,8 +79,9 @@ def check_fragile(model: nn.Module, bound: Bound, batch: Any, *, floor_db: float
     `batch` is a dict of keyword arguments, a tuple of arguments or one tensor. Gradients come from the model's loss
     (`.loss` of its output, or an output of one number); without one only the forward is checked. Parameters' gradients
     and random states stay as they were. `floor_db` replaces the formats' own floors. Raises ConfigError where the
-    model itself gives NaN or infinity.
+    model itself gives NaN or infinity, or the batch is none.
     """
+    check_batch("batch", batch)
     probe = _Probe(floor_db=floor_db)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     skipped = []
@@ -112,6 +113,13 @@ def check_fragile(model: nn.Module, bound: Bound, batch: Any, *, floor_db: float
     order = {(path, step): i for i, (path, step) in enumerate((p, s) for p in bound.schemes for s in STEPS)}
     rows = sorted(probe.rows.values(), key=lambda row: order[row.path, row.gemm])
     return FragileReport(rows=tuple(rows), skipped=tuple(skipped))
+
+
+def check_batch(name: str, batch: Any) -> None:
+    """Raise ConfigError unless a model can be called with it."""
+    if not isinstance(batch, Mapping | tuple | list | Tensor):
+        wanted = "pass a dict of keyword arguments, a tuple of arguments or a tensor"
+        raise ConfigError(f"{name} is a {type(batch).__name__}, {str(batch)[:40]!r}; {wanted}")
 
 
 def _run(model: nn.Module, batch: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepwell.engine.arguments import check_flags, policy_of
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
 from deepwell.engine.binding import Bound, bind
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
@@ -42,6 +43,7 @@ OPTIONS = (
     "measure",
     "num_layers",
 )
+_FLAGS = ("inductor", "fuse_head", "use_cutlass", "measure")
 # Ops between a router's product and its top-k: a cast, a score function, a bias, a view.
 _ROUTER_REACH = 6
 
@@ -55,7 +57,8 @@ def deepwell(
     unknown = sorted(set(chosen) - set(OPTIONS))
     if unknown:
         raise ConfigError(f"options has {unknown[0]!r}; backend='deepwell' takes {', '.join(OPTIONS)}")
-    policy = chosen.get("precision_policy") or PrecisionPolicy.recipe(chosen.get("precision", "mxfp8"))
+    policy = policy_of(None, chosen.get("precision"), chosen.get("precision_policy"))
+    check_flags(**{name: chosen[name] for name in _FLAGS if name in chosen})
     fallback = check_fallback(chosen.get("fallback", "safe"))
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     device = device_of(tensors)
