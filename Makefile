@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves (setup.sh) and then do their job.
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format setup clean
+.PHONY: help demo test slow lint format setup clean
 
 python := .venv/bin/python
 # The tree is checked as it stands, and each test process keeps to one core: two of them run at once.
@@ -20,6 +20,9 @@ test: lint ## lint, types and tests; the GPU tests too where a GPU is present
 	@marks=$$($(python) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ", end="")') && \
 	echo "test: pytest -n 2 -m \"$${marks}not slow\"" && \
 	$(test_env) $(python) -m pytest -n 2 -m "$${marks}not slow" --durations=10 $(ARGS)
+
+slow: setup ## the tests that `make test` leaves out for their length: the other architectures, long proofs
+	@$(test_env) $(python) -m pytest -n 2 -m "slow" --durations=10 $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy
 	@echo "lint: ruff check, ruff format --check, mypy"

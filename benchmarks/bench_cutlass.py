@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from deepwell.bench.environment import environment
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import cutlass_library as cl
@@ -245,7 +246,7 @@ def main() -> None:
         rows += found
         torch.cuda.empty_cache()
     if arguments.json:
-        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "library": str(library)}
+        facts = {"environment": environment(), "library": str(library)}
         Path(arguments.json).write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1))
 
 

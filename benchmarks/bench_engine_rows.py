@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepwell.bench.environment import environment
 from deepwell.kernels import bias_activation, cross_entropy, rms_norm, swiglu
 from deepwell.kernels.quantize import quantize_rows
 from deepwell.kernels.timing import cold_median_us, copy_gbps
@@ -141,7 +142,7 @@ def main() -> None:
         bias_act(table, chosen.tokens, width)
     bent_cross_entropy(table, 2048, 128256)
     if chosen.json:
-        found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": table.rows}
+        found = {"environment": environment(), "rows": table.rows}
         Path(chosen.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from deepwell.bench.environment import environment
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels import expert_swiglu, expert_weights, group_rows, grouped_gemm
@@ -231,7 +232,7 @@ def main() -> None:
             bench_kernels(table, shape)
         torch.cuda.empty_cache()
     if args.json:
-        args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": table.rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"environment": environment(), "rows": table.rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepwell.bench.environment import environment
 from deepwell.kernels import qk_norm_rope as fused
 from deepwell.kernels import rope
 from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
@@ -155,7 +156,9 @@ def main() -> None:
         speed = f"{row['us']:7.1f} us {row['gbps']:5.0f} GB/s {row['share_of_copy']:6.1%}"
         print(f"{row['model']:10} {row['op']:16} {speed}  {row['variant']} {row['problem'] or ''}")
     if chosen.json:
-        chosen.json.write_text(json.dumps({"copy_gbps": copy, "rows": rows}, indent=1) + "\n")
+        chosen.json.write_text(
+            json.dumps({"environment": environment(), "copy_gbps": copy, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepwell.bench.environment import environment
 from deepwell.formats.quantize import quantize
 from deepwell.kernels import quantize_mx as Q
 from deepwell.kernels.quantize import amax
@@ -108,7 +109,7 @@ def main() -> None:
                 figures = problem or f"{us:8.1f} us {gbps:7.0f} GB/s {share:5.2f} of copy"
                 print(f"{t:>6} x {k:<6} {op:18} {config:70} {figures}", flush=True)
     if arguments.json:
-        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gbps": copy}
+        facts = {"environment": environment(), "copy_gbps": copy}
         Path(arguments.json).write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1))
 
 

@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from deepwell.bench.environment import environment
 from deepwell.kernels import cross_entropy, quantize, rms_norm, rope, swiglu, transpose
 from deepwell.kernels.quantize import quantize_rows_ref
 from deepwell.kernels.timing import cold_median_us, copy_gbps
@@ -482,7 +483,10 @@ def main() -> None:
     print(f"{len(results)} rows, {wrong} wrong, {skipped} not reached in {time.monotonic() - started:.0f} s")
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"copy_gbps": copy, "rows": [asdict(r) for r in results]}, indent=1) + "\n"
+            json.dumps(
+                {"environment": environment(), "copy_gbps": copy, "rows": [asdict(r) for r in results]}, indent=1
+            )
+            + "\n"
         )
     if wrong:
         raise SystemExit(1)

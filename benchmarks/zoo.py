@@ -277,9 +277,10 @@ def main() -> int:
     seconds = time.perf_counter() - start
     show(rows, seconds)
     if options.json:
-        options.json.write_text(
-            json.dumps({"summary": summary(rows, seconds), "rows": [asdict(row) for row in rows]}, indent=1)
-        )
+        from deepwell.bench.environment import environment
+
+        kept = {"environment": environment(), "summary": summary(rows, seconds)}
+        options.json.write_text(json.dumps({**kept, "rows": [asdict(row) for row in rows]}, indent=1))
     return 0 if all(row.status == "graph" for row in rows) else 1
 
 
