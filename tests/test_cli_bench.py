@@ -55,6 +55,9 @@ def test_a_claim_that_fails_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None
         (("step", "--model", "tiny", "--device", "cpu", "--variants", "fp9"), "fp9"),
         (("step", "--device", "tpu"), "--device"),
         (("attention", "--heads", "3", "--kv-heads", "2", "--device", "cpu"), "G divides H"),
+        (("step", "--model", "tiny", "--device", "cpu", "--checkpoint-layers", "-3"), "--checkpoint-layers is -3"),
+        (("step", "--model", "tiny", "--device", "cpu", "--checkpoint-layers", "99"), "tiny has 2 layers"),
+        (("compile", "--model", "tiny", "--device", "cpu", "--entrants", " ,"), "--entrants is empty"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: tuple[str, ...], piece: str) -> None:
@@ -66,7 +69,52 @@ def test_what_is_wrong_is_said_in_one_line(arguments: tuple[str, ...], piece: st
 @pytest.mark.parametrize("command", ["step", "gemm", "attention", "adamw", "compile"])
 def test_without_a_gpu_the_error_says_what_to_try(command: str) -> None:
     shown = run(command)
-    assert shown.exit_code == 2 and "--device cpu --model tiny" in shown.stderr
+    assert shown.exit_code == 2 and "--device cpu" in shown.stderr
+    assert ("--model tiny" in shown.stderr) == (command not in ("gemm", "attention"))
+
+
+def test_attention_is_tried_out_on_a_cpu_at_a_length_that_fits() -> None:
+    shown = run(
+        "attention", "--device", "cpu", "--quick", "--batch", "1", "--heads", "2", "--kv-heads", "1", "--json", "-"
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "S=512" in json.loads(shown.stdout)["title"]
+
+
+@pytest.mark.parametrize("command", ["step", "gemm", "attention", "adamw", "compile"])
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_timed(command: str, tmp_path, monkeypatch) -> None:
+    from deepwell.bench import devices
+
+    monkeypatch.setattr(devices, "pick_device", lambda *_a: pytest.fail("it went on"))
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    shown = run(command, "--device", "cpu", "--json", str(blocked / "result.json"))
+    assert shown.exit_code == 2 and "--json" in shown.stderr and shown.stderr.count("\n") == 1
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path) -> None:
+    from deepwell.bench.report import check_writable
+
+    kept, new = tmp_path / "kept.json", tmp_path / "folder" / "new.json"
+    kept.write_text("{}")
+    check_writable(kept)
+    check_writable(new)
+    assert kept.read_text() == "{}" and not new.exists()
+
+
+def test_a_policy_file_that_is_none_is_found_before_a_process_compiles_with_it(tmp_path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text("{")
+    shown = run("compile", "--model", "tiny", "--device", "cpu", "--entrants", str(path))
+    assert shown.exit_code == 2 and shown.stderr.count("\n") == 1
+
+
+def test_an_entrant_of_our_own_that_does_not_compile_is_status_1(monkeypatch) -> None:
+    from deepwell.bench import compile_time
+
+    monkeypatch.setattr(compile_time, "_in_process", lambda *_a: {"note": "failed: it is broken"})
+    assert run("compile", "--model", "tiny", "--device", "cpu", "--entrants", "fp8").exit_code == 1
+    assert run("compile", "--model", "tiny", "--device", "cpu", "--entrants", "torchao").exit_code == 0
 
 
 def test_help_loads_no_torch() -> None:

@@ -1,7 +1,7 @@
 """`deepwell bench`: time whole training steps and single kernels beside their peers, and keep the tables.
 
 Imports stay inside the commands: the command line must not load torch to print its help. Status 1 where a row claims
-kernels that the profiler did not see.
+kernels that the profiler did not see, or one of Deepwell's own did not run.
 """
 
 import json
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from deepwell.errors import ConfigError
 
 app = typer.Typer(help="Time training steps and kernels beside their peers.", no_args_is_help=True)
 
@@ -60,6 +62,7 @@ def step_command(
     from deepwell.bench.step import Entrant, StepOptions, run_steps
     from deepwell.bench.variants import parse_variants
 
+    _check_file(json_file)
     race = race_model(model).with_layers_checkpointed(checkpoint_layers)
     entrants: list[Entrant] = [*parse_peers(peers), *parse_variants(variants)]
     how = StepOptions(
@@ -82,7 +85,8 @@ def gemm_command(
     from deepwell.bench.devices import pick_device
     from deepwell.bench.gemm import SHAPES, gemm_table, run_gemms
 
-    where = pick_device(device)
+    _check_file(json_file)
+    where = pick_device(device, "--device cpu")
     shapes = (SHAPES[0], SHAPES[-1]) if quick else SHAPES
     # A CPU emulates: one small shape shows that it works.
     _show(run_gemms(where, shapes=shapes if where == "cuda" else ((128, 192, 256),)), gemm_table, json_file)
@@ -93,7 +97,7 @@ def attention_command(
     batch: Annotated[int, typer.Option("--batch")] = 2,
     heads: Annotated[int, typer.Option("--heads")] = 32,
     kv_heads: Annotated[int, typer.Option("--kv-heads")] = 8,
-    seq_len: Annotated[int, typer.Option("--seq-len")] = 8192,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", help="8192; on a CPU 512.")] = None,
     width: Annotated[int, typer.Option("--width", help="Of a head.")] = 128,
     quick: Quick = False,
     device: Device = None,
@@ -104,8 +108,12 @@ def attention_command(
     from deepwell.bench.devices import pick_device
     from deepwell.bench.report import kernel_table
 
-    shape = AttentionShape(B=batch, H=heads, G=kv_heads, S=seq_len, D=width)
-    _show(run_attention(shape, pick_device(device), rounds=3 if quick else 10), kernel_table, json_file)
+    _check_file(json_file)
+    where = pick_device(device, "--device cpu")
+    # Softmax written out holds all scores: at 8192 those are 17 GB a tensor in a CPU's fp32.
+    length = seq_len if seq_len is not None else 8192 if where == "cuda" else 512
+    shape = AttentionShape(B=batch, H=heads, G=kv_heads, S=length, D=width)
+    _show(run_attention(shape, where, rounds=3 if quick else 10), kernel_table, json_file)
 
 
 @app.command("adamw")
@@ -121,6 +129,7 @@ def adamw_command(
     from deepwell.bench.models import race_model
     from deepwell.bench.report import kernel_table
 
+    _check_file(json_file)
     _show(run_adamw(race_model(model), pick_device(device), rounds=3 if quick else 10), kernel_table, json_file)
 
 
@@ -139,11 +148,22 @@ def compile_command(
     from deepwell.bench.report import kernel_table
     from deepwell.bench.variants import Variant
 
+    _check_file(json_file)
     names = [name.strip() for name in entrants.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--entrants is empty; it takes variants and peers, such as torch,fp8 ({', '.join(PEERS)})")
     for name in names:
         if name not in PEERS:
-            Variant.parse(name)
+            Variant.parse(name).policy()  # a policy file is read here, not first in the process that compiles
     _show(run_compile(race_model(model).name, names, pick_device(device)), kernel_table, json_file)
+
+
+def _check_file(json_file: str | None) -> None:
+    """Say now that a result could not be kept."""
+    from deepwell.bench.report import check_writable
+
+    if json_file not in (None, "-"):
+        check_writable(Path(json_file))
 
 
 def _show(result: dict[str, Any], table: Callable[[dict[str, Any]], str], json_file: str | None) -> None:
@@ -157,5 +177,5 @@ def _show(result: dict[str, Any], table: Callable[[dict[str, Any]], str], json_f
     if json_file not in (None, "-"):
         write(result, Path(json_file))
     if has_problems(result):
-        typer.echo("deepwell: a row claims kernels that did not run; see the last column", err=True)
+        typer.echo("deepwell: a row did not run as it says; see the last column", err=True)
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepwell.bench.environment import environment
 from deepwell.bench.progress import bar
-from deepwell.bench.ran import profile
+from deepwell.bench.ran import attention_claims, problems, profile
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 
@@ -126,6 +126,7 @@ def run_attention(shape: AttentionShape, device: str = "cuda", *, rounds: int = 
                 row["kernels ms"] = sum(kernel.ms for kernel in kernels)
                 row["kernels"] = sum(kernel.count for kernel in kernels)
                 row["kernel"] = kernels[0].name[:60]
+                row["problems"] = problems(attention_claims(row["attention"]), kernels)
     how = f"medians of {rounds}, in turns of changing order"
     title = f"causal attention, forward + backward, {str(dtype)[6:]}, {shape}; {how}"
     return {"bench": "attention", "title": title, "environment": environment(), "rows": rows}

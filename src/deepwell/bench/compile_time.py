@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepwell.bench.environment import environment
+from deepwell.bench.peers import PEERS
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
 
@@ -31,6 +32,8 @@ def run_compile(model: str, entrants: list[str], device: str, *, timeout: float 
                     advance(1)
                     if "note" in found:
                         row["note"] = found["note"]
+                        if entrant not in PEERS:
+                            row["problems"] = [found["note"]]  # a peer may not be installed; ours must run
                         break
                     row[label] = found["first_step_s"]
                     row["model and optimizer s"] = found["build_s"]
@@ -60,7 +63,6 @@ def first_step(model_name: str, entrant_name: str, device: str) -> dict[str, Any
     import torch
 
     from deepwell.bench.models import race_model
-    from deepwell.bench.peers import PEERS
     from deepwell.bench.step import StepOptions, Trainee
     from deepwell.bench.variants import Variant
 

@@ -1,7 +1,8 @@
 """Single products as layers have them: every candidate's whole chain and its GEMM alone, beside bf16.
 
 A chain quantizes the activation, multiplies, and writes bf16; the weight is quantized beforehand, as it is shared by
-all tokens of a step. Each result is checked against the reference at its own shape before it is timed.
+all tokens of a step. Each result is checked against the reference at its own shape before it is timed, and on a GPU
+the profiler is asked afterwards whether the kernels ran that a row is named for.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 from deepwell.bench.environment import environment, one_line
 from deepwell.bench.progress import bar
-from deepwell.kernels.proof import Proof
-from deepwell.kernels.registry import KernelRegistry, Problem, Verdict
+from deepwell.bench.ran import Kernel, candidate_claims, problems, profile
+from deepwell.kernels.proof import Proof, codes, operands, prepared, run_fp8_gemm, run_gemm
+from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, Verdict
 from deepwell.kernels.select import on_real_tensors, race
 
 # (M, N, K): squares, the linears of an 8B-class layer at 16384 tokens, a weight gradient, a small model's MLP.
@@ -58,7 +60,13 @@ def _shape(registry: KernelRegistry, shape: tuple[int, int, int], device: str) -
             given.append(registry.candidate("gemm", BASELINE))
         with on_real_tensors():
             verdicts = race(problem, [(candidate, Proof()) for candidate in given])
-        rows += [_row(op, shape, verdict) for verdict in verdicts]
+            found = [_row(op, shape, verdict) for verdict in verdicts]
+            if device.startswith("cuda"):
+                by_name = {candidate.name: candidate for candidate in given}
+                for row in found:
+                    if row["us"]:
+                        _look(row, by_name[row["kernel"]], problem)
+        rows += found
     bf16 = next((row["us"] for row in rows if row["kernel"] == BASELINE), None)
     for row in rows:
         row["speed"] = bf16 / row["us"] if bf16 and row["us"] else None
@@ -77,6 +85,22 @@ def _row(op: str, shape: tuple[int, int, int], verdict: Verdict) -> dict[str, An
         "sqnr_db": verdict.sqnr_db,
         "problem": verdict.reason,
     }
+
+
+def _look(row: dict[str, Any], candidate: Candidate, problem: Problem) -> None:
+    """Ask the profiler what ran: the longest kernel of one call, and what of the row's claims does not hold."""
+    kernels = _kernels_of(candidate, problem)
+    row["ran"] = max(kernels, key=lambda kernel: kernel.ms).name[:60] if kernels else None
+    row["problems"] = problems(candidate_claims(candidate.origin, candidate.precision), kernels)
+
+
+def _kernels_of(candidate: Candidate, problem: Problem) -> list[Kernel]:
+    if problem.op == "fp8_gemm":
+        given = codes(problem, 0)
+        return profile(lambda: run_fp8_gemm(candidate, given))
+    a, b, bias = operands(problem, 0)
+    right = prepared(candidate, b)
+    return profile(lambda: run_gemm(candidate, a, right, bias=bias, activation=problem.activation))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -122,7 +146,9 @@ def gemm_table(result: dict[str, Any]) -> str:
             continue
         speed = f"{row['speed']:5.2f}x bf16" if row["speed"] else ""
         db = "" if row["sqnr_db"] is None else f"{row['sqnr_db']:7.1f} dB"
-        lines.append(f"  {row['kernel']:<40} {row['us']:9.1f} us {row['tflops']:8.1f} TFLOP/s {db}  {speed}".rstrip())
+        wrong = "; ".join(row.get("problems", ()))
+        figures = f"  {row['kernel']:<40} {row['us']:9.1f} us {row['tflops']:8.1f} TFLOP/s {db}  {speed}  {wrong}"
+        lines.append(figures.rstrip())
     lines += ["", f"chains against bf16, geometric mean over {result['summary']['num_shapes']} shapes (least)"]
     for name, found in result["summary"]["chains"].items():
         lines.append(f"  {name:<40} {found['geomean']:5.2f}x ({found['least']:.2f}x) on {found['shapes']} shapes")

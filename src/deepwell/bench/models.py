@@ -47,6 +47,8 @@ class RaceModel:
         """The same model whose first layers keep only their input. Raises ConfigError for Hugging Face's."""
         if count and self.is_huggingface:
             raise ConfigError(f"--checkpoint-layers: {self.name} is Hugging Face's own model; leave it out")
+        if not 0 <= count <= self.config.num_layers:
+            raise ConfigError(f"--checkpoint-layers is {count}; {self.name} has {self.config.num_layers} layers")
         return replace(self, config=replace(self.config, checkpointed_layers=count))
 
     def build(self, device: str) -> nn.Module:

@@ -15,9 +15,14 @@ from typing import Any
 # cuBLASLt names operands ("q": E4M3, "r": E5M2), CUTLASS and torch their types; the last are our own kernels.
 FP8_GEMM = r"nvjet_sm\d+_[qr]{2}|gemm_e4m3|gemm_e5m2|e4m3_?e4m3|f8f6f4|float_e4m3|_fp8_gemm_kernel|scaled_mm_kernel"
 BF16_GEMM = r"nvjet_sm\d+_(?![qr]{2})[a-z]|gemm_bf16|bf16gemm|_s16816gemm_bf16|gemmSN|cublasLt.*bf16"
+# What cuBLASLt calls a scale per row of both operands.
+ONE_SCALE_GEMM = rf"^(?!.*ovscale).*({FP8_GEMM})"
+# Blackwell's block-scaled products; nobody has seen their names in a profile yet, so that any of sm_100 will do.
+BLOCK_SCALED_GEMM = r"_block_scaled_kernel|nvjet_sm1\d\d|sm100"
 ATTENTION = r"flash|fmha|sdpa|attention"
 
-# Passes of the engine -> the kernels of which one must have run.
+# Passes of the engine -> the kernels of which one must have run. The others run none of their own: they merge, mark or
+# choose what these and the products do (`experts` are grouped products of torch, `bias_epilogue` is in the GEMM).
 _PASS_KERNELS = {
     # The backward's name: the optimizer has a _norm_kernel too, for clipping.
     "rms_norm": r"norm\w*_backward\w*_kernel",
@@ -27,6 +32,12 @@ _PASS_KERNELS = {
     "activation": r"(swiglu|activation|gelu)\w*_kernel",
     "cross_entropy": r"cross_entropy\w*_kernel",
     "rope": r"rope\w*_kernel",
+    "rope_qkv": r"rope\w*_kernel",
+    # Its own are called that and no more; Inductor's begin with triton_.
+    "qk_norm_rope": r"^_(forward|backward)_kernel",
+    "bias_activation": r"_bias_activation_backward_kernel",
+    "cached_weights": r"_fingerprint_kernel",
+    "fused_experts": r"_expert_swiglu\w*_kernel",
     "embedding": r"_embedding_pieces_kernel",
 }
 
@@ -99,22 +110,56 @@ def idle_us(spans: Iterable[tuple[float, float]]) -> float:
 
 def engine_claims(schemes: Mapping[str, str], passes: Mapping[str, int], head: str) -> list[Claim]:
     """What must have run on a GPU for an engine with these schemes and passes. `head` is the path of the head."""
-    fp8 = {path for path, scheme in schemes.items() if "fp8" in scheme}
+    products = {path: _fp8_products(scheme) for path, scheme in schemes.items()}
+    fp8 = {path for path, count in products.items() if count}
     claims = []
     if fp8 - {head}:
         # A merged GEMM does the work of two or three linears, forward and backward.
         linears = passes.get("linear", 0) - 2 * passes.get("merged_linear", 0)
-        steps = min(scheme.count("fp8") for path, scheme in schemes.items() if path in fp8 - {head})
+        steps = min(products[path] for path in fp8 - {head})
         claims.append(Claim(text="linears in FP8", pattern=FP8_GEMM, at_least=max(1, steps * linears)))
         claims.append(Claim(text="quantization", pattern=r"(quantize|norm|swiglu|transpose)\w*_kernel"))
+        if left := passes.get("row_factors", 0):
+            # Weight gradients have one scale in any case.
+            wgrads = linears if steps == 3 else 0
+            claims.append(Claim(text="pass row_factors", pattern=ONE_SCALE_GEMM, at_least=left + wgrads))
     elif not schemes:
         claims.append(Claim(text="everything in bf16", pattern=FP8_GEMM, none=True))
+    if any("_native" in scheme for scheme in schemes.values()):
+        claims.append(Claim(text="block-scaled products", pattern=BLOCK_SCALED_GEMM))
     if head in fp8:
         claims.append(Claim(text="head in FP8", pattern=FP8_GEMM, at_least=3))
     for name, pattern in _PASS_KERNELS.items():
         if passes.get(name):
             claims.append(Claim(text=f"pass {name}", pattern=pattern))
     return claims
+
+
+def _fp8_products(scheme: str) -> int:
+    """How many of a linear's products are FP8 GEMMs: neither emulated ones nor those of Blackwell's block formats."""
+    return sum(part.startswith(("fp8_", "grouped_fp8")) for part in scheme.split("|"))
+
+
+def candidate_claims(origin: str, precision: str) -> list[Claim]:
+    """What must have run for a candidate of the registry; nothing is known of users' own."""
+    if precision in ("bf16", "fp16", "fp32"):
+        return [Claim(text="no FP8", pattern=FP8_GEMM, none=True)]
+    by_origin = {
+        "triton": r"_fp8_gemm_kernel|_block_scaled_kernel",
+        "cutlass": r"cutlass",
+        "vendor": FP8_GEMM if precision == "fp8" else BLOCK_SCALED_GEMM,
+    }
+    if origin not in by_origin:
+        return []
+    return [Claim(text=f"a product of {origin}", pattern=by_origin[origin])]
+
+
+def attention_claims(name: str) -> list[Claim]:
+    """What must have run for a way to attend, by its name in the table."""
+    patterns = {"torch flash": r"flash_\w*(fwd|bwd)|pytorch_flash", "cuDNN": r"cudnn.*(sdpa|fmha|flash)"}
+    if name.startswith("softmax"):
+        return [Claim(text="nothing fused", pattern=ATTENTION, none=True)]
+    return [Claim(text=name, pattern=patterns.get(name, ATTENTION))]
 
 
 def peer_claims(uses_fp8: bool) -> list[Claim]:

@@ -21,6 +21,19 @@ def write(result: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from error
 
 
+def check_writable(path: Path) -> None:
+    """Raise ConfigError where a result could not be kept, before the time for it is spent."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("a", encoding="utf-8"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from error
+
+
 def step_table(result: dict[str, Any]) -> str:
     """Whole steps: the first row that has a time is what the others are compared with."""
     rows = result["rows"]
@@ -75,5 +88,5 @@ def _page(title: str, cells: list[Sequence[str]], result: dict[str, Any]) -> str
 
 
 def has_problems(result: dict[str, Any]) -> bool:
-    """Whether a row claims what the profiler did not see."""
+    """Whether a row did not run, or not as it claims."""
     return any(row.get("problems") for row in result["rows"])
