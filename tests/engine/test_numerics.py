@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import deepwell as dw
 from deepwell.engine import functional
+from deepwell.engine.cached_linear import cached_linear
 from deepwell.engine.schemes import parse_scheme
 from deepwell.errors import ConfigError
 from deepwell.formats.hadamard import DEFAULT_SIGNS
@@ -17,6 +18,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.kernels import fastest, gemm
 from deepwell.kernels.gemm import fp8_gemm_ref
 from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.kernels.weight_code_tables import Codes, CodesRefresh
 from deepwell.precision.gemm_format import precision
 
 # 48 tokens, widths that are whole blocks and widths that are not.
@@ -199,6 +201,80 @@ def test_rms_norm_gradients(rounding) -> None:
         return (n.to(x.dtype) * w) if rounding == "llama" else (n * w.float()).to(x.dtype)
 
     _against_fp32(lambda x, w: functional.rms_norm(x, w, 1e-6, rounding), reference, [_bf16(3, 7, 40), _bf16(40)])
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, convention: str) -> Tensor:
+    """Heads [B, S, H, D] turned as complex numbers, pair by pair: what a rotation is, whoever writes it."""
+    half = cos.shape[-1] // 2
+    x, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    pairs = x.unflatten(-1, (2, half)).transpose(-2, -1) if convention == "half" else x.unflatten(-1, (half, 2))
+    picked = slice(0, half) if convention == "half" else slice(0, None, 2)
+    turn = torch.complex(cos[..., picked].float(), sin[..., picked].float()).unsqueeze(-2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    y = turned.transpose(-2, -1) if convention == "half" else turned
+    return torch.cat((y.flatten(-2).to(rest.dtype), rest), dim=-1)
+
+
+def _angles(length: int, width: int, convention: str) -> tuple[Tensor, Tensor]:
+    angle = torch.outer(torch.arange(length), 10.0 ** -torch.linspace(0, 4, width // 2))
+    angle = torch.cat((angle, angle), -1) if convention == "half" else angle.repeat_interleave(2, -1)
+    return angle.cos().bfloat16(), angle.sin().bfloat16()
+
+
+@pytest.mark.parametrize("convention", ["half", "interleaved"])
+@pytest.mark.parametrize("width", [16, 8], ids=["whole heads", "half of each head"])
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_rotation_gradients(heads_dim, width, convention) -> None:
+    cos, sin = _angles(7, width, convention)
+
+    def reference(x: Tensor) -> Tensor:
+        swapped = x.transpose(1, 2) if heads_dim == 1 else x
+        y = _rotated(swapped, cos[None], sin[None], convention)
+        return y.transpose(1, 2) if heads_dim == 1 else y
+
+    x = _bf16(2, 3, 7, 16) if heads_dim == 1 else _bf16(2, 7, 3, 16)
+    _against_fp32(lambda x: functional.rope(x, cos[None], sin[None], convention, heads_dim), reference, [x])
+
+
+@pytest.mark.parametrize("convention", ["half", "interleaved"])
+@pytest.mark.parametrize(("packing", "heads"), [("blocks", (4, 2, 2)), ("heads", (3, 3, 3))])
+def test_gradients_of_q_k_and_v_rotated_at_once(packing, heads, convention) -> None:
+    cos, sin = (table[None] for table in _angles(7, 16, convention))
+
+    def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat((q, k, v), dim=2)
+
+    def reference(qkv: Tensor) -> Tensor:
+        if packing == "heads":
+            q, k, v = qkv.unflatten(-1, (heads[0], 3, 16)).unbind(-2)
+        else:
+            q, k, v = qkv.unflatten(-1, (-1, 16)).split(list(heads), dim=2)
+        return joined(_rotated(q, cos, sin, convention), _rotated(k, cos, sin, convention), v)
+
+    def mine(qkv: Tensor) -> Tensor:
+        return joined(*functional.rope_qkv(qkv, cos, sin, heads, packing, convention))
+
+    _against_fp32(mine, reference, [_bf16(2, 7, sum(heads) * 16)])
+
+
+def test_gradients_through_kept_codes() -> None:
+    x, weights = _bf16(48, 64), [_bf16(32, 64), _bf16(16, 64)]
+    codes = Codes.empty(64, [32, 16], [False, False], torch.device("cpu"))
+    CodesRefresh([codes]).refresh([weights])
+
+    def gradients(f) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+        y = f(leaves[0], leaves[1:])
+        y.backward(torch.ones_like(y).cumsum(0))
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    fp8 = "fp8_row|fp8_row|fp8_row"
+    kept = gradients(lambda x, ws: cached_linear(x, ws, None, fp8, codes.rows, codes.columns, codes.scale))
+    made = gradients(lambda x, ws: functional.low_precision_linear(x, ws, None, fp8))
+    exact = gradients(lambda x, ws: F.linear(x.float(), torch.cat(ws).float()))
+    for got, same, ref in zip(kept, made, exact, strict=True):
+        assert_bitwise_equal(got, same)
+        assert sqnr_db(ref, got) > 27
 
 
 ACTIVATIONS = {
