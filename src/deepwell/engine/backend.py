@@ -9,7 +9,7 @@ producers. On a CPU, or without a C compiler, the rewritten graphs run eagerly (
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition
 
+from deepwell.engine.binding import LeftAlone
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.nested_graphs import in_common, nested, separate
 from deepwell.engine.op_times import OpCall, record_calls
@@ -33,6 +34,7 @@ from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.gelu import rewrite_gelu
+from deepwell.engine.passes.left_alone import find_left_alone, has_autocast
 from deepwell.engine.passes.linear import find_linears, merge_plain_linears, rewrite_linears
 from deepwell.engine.passes.looped_experts import group_loops
 from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
@@ -52,6 +54,11 @@ from deepwell.kernels.gemm import ALIGNMENT, keep_one
 from deepwell.kernels.registry import KernelRegistry
 
 _FP8 = "fp8_row|fp8_row|fp8_row"
+_AUTOCAST = (
+    "torch.autocast was on: linears whose input it made another dtype than their weight's stay as it runs them; "
+    "leave it out, the policy says which products leave the model's dtype (model.bfloat16() for all else in bf16)"
+)
+_Told = TypeVar("_Told")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +91,7 @@ class BackendOptions:
     products: dict[str, Product] = field(default_factory=dict)  # sizes of linears by path, as last compiled
     counts: dict[str, int] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
+    left: dict[str, LeftAlone] = field(default_factory=dict)  # by path, linears with a scheme that a graph left as is
     remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
     graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
     was_called: bool = False
@@ -91,11 +99,11 @@ class BackendOptions:
     def for_schemes(self, schemes: Mapping[str, str]) -> "BackendOptions":
         """The same choices for other schemes, with nothing done yet."""
         done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
-        return replace(self, schemes=schemes, products={}, was_called=False, **done)  # type: ignore[arg-type]
+        return replace(self, schemes=schemes, products={}, left={}, was_called=False, **done)  # type: ignore[arg-type]
 
     def for_one_graph(self) -> "BackendOptions":
         """These options, with all that is told by path apart; the rest is told to both."""
-        return replace(self, gains={}, products={}, rewritten=set())
+        return replace(self, gains={}, products={}, rewritten=set(), left={})
 
     def add_paths(self, graph: "BackendOptions", paths: Mapping[str, str] | None = None) -> None:
         """Take over what one graph told by path, for other paths where the graph runs for others."""
@@ -106,6 +114,16 @@ class BackendOptions:
         self.gains.update({path_of(path): gain for path, gain in graph.gains.items()})
         self.products.update({path_of(path): product for path, product in graph.products.items()})
         self.rewritten |= {path_of(path) for path in graph.rewritten}
+        self.left.update({path_of(path): why for path, why in graph.left.items()})
+
+    def unmet(self) -> list[str]:
+        """Paths with a scheme that no graph multiplied in it, those not counted that bf16 turned out faster for."""
+        stayed = {path for path, gain in self.gains.items() if not gain.gains}
+        return [path for path in self.schemes if path not in self.rewritten | stayed]
+
+    def left_at_times(self) -> dict[str, LeftAlone]:
+        """Those that one graph multiplies in their scheme and another as the model has them."""
+        return {path: left for path, left in self.left.items() if left.is_product and path in self.rewritten}
 
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
@@ -198,6 +216,9 @@ def _rewrite(
     """The passes in order: each sees what the ones before it made. `outer` says what a nested graph's inputs are."""
     graph = graph_module.graph
     give_operands_by_position(graph)
+    may_stay = find_left_alone(graph, weights, options.schemes)
+    if options.schemes and has_autocast(graph):
+        options.remarks[_AUTOCAST] = None
     _rewrite_nested(graph_module, weights, options)
     masks, kv_heads = rewrite_attention(graph, outer)
     options.note("causal_mask", masks)
@@ -209,10 +230,10 @@ def _rewrite(
     sites = find_linears(graph, weights, options.schemes)
     if options.measure:
         sites, gains = keep_gaining(sites, would_gain, strict=options.measure == "strict")
-        options.gains.update(gains)
+        options.gains.update(_of_tied(gains, weights, options.schemes))
     linears, merged = rewrite_linears(graph, sites)
     options.products |= find_products(graph, weights)
-    options.rewritten |= {site.path for site in sites}
+    options.rewritten |= _of_tied({site.path: None for site in sites}, weights, options.schemes).keys()
     options.note("linear", linears)
     options.note("merged_linear", merged)
     if options.merge_plain:
@@ -234,9 +255,24 @@ def _rewrite(
     options.note("activation", activations)
     options.note("bias_activation", biases)
     options.note("residual_norm", rewrite_residual_norm(graph))
+    done = options.rewritten | options.gains.keys() | options.left.keys()
+    options.left |= {path: why for path, why in may_stay.items() if path not in done}
     erase_unread(graph)
     graph_module.recompile()
     return deferred
+
+
+def _of_tied(
+    told: Mapping[str, _Told], weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]
+) -> dict[str, _Told]:
+    """What was told by path, also for linears that share the weight and have its scheme: they ran alike."""
+    found = dict(told)
+    for names in weights.values():
+        paths = [name.removesuffix(".weight") for name in names]
+        first = next((path for path in paths if path in told), None)
+        if first is not None:
+            found |= {path: told[first] for path in paths if schemes.get(path) == schemes.get(first)}
+    return found
 
 
 def _rewrite_nested(

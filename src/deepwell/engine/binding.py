@@ -7,7 +7,7 @@ report shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepwell.errors import UnsupportedError
@@ -27,6 +27,8 @@ _FP8_FORMATS = ("fp8", "mxfp8")
 GROUPED_FP8 = "grouped_fp8"
 # Schemes of FP8 by other scales than rows; a device says under the second's name why it has none.
 FP8_TENSOR, FP8_1X128 = "fp8_tensor", "fp8_1x128"
+# What a product runs as that was not met and whose dtype nobody knows.
+AS_WRITTEN = "as written"
 # Formats with kernels for block-scaled tensor cores.
 _BLOCK_SCALED = ("mxfp8", "nvfp4")
 
@@ -120,15 +122,35 @@ def with_gains(bindings: Sequence[Binding], gains: Mapping[str, Gain]) -> tuple[
     return tuple(rows)
 
 
-def as_model_runs_them(bindings: Sequence[Binding], experts: Collection[str], dtype: str) -> tuple[Binding, ...]:
-    """Bindings in which these experts run in the model's dtype: what ran held no product of all of them."""
-    reason = f"the model multiplies its experts by itself (one by one, or in a kernel of its own): in {dtype}"
-    return tuple(
-        replace(row, binding="substitute", scheme="bf16", reason=reason)
-        if row.path in experts and row.scheme != "bf16"
-        else row
-        for row in bindings
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftAlone:
+    """A linear with a format that a graph multiplies as the model has it: in which dtype ("": not known), and why."""
+
+    dtype: str
+    reason: str
+    is_product: bool = False  # that graph does multiply by the weight; False where it may only look at it
+
+
+def as_model_runs_them(
+    bindings: Sequence[Binding], unmet: Mapping[str, LeftAlone], at_times: Mapping[str, LeftAlone] | None = None
+) -> tuple[Binding, ...]:
+    """Bindings in which these linears, and experts, run as the model has them; those of `at_times` in some graphs."""
+    rows = []
+    for row in bindings:
+        left, elsewhere = unmet.get(row.path), (at_times or {}).get(row.path)
+        if row.scheme == "bf16" or (left is None and elsewhere is None):
+            rows.append(row)
+        elif left is not None:
+            reason = f"as the model has it{_in(left.dtype)}: {left.reason}"
+            rows.append(replace(row, binding="substitute", scheme=left.dtype or AS_WRITTEN, reason=reason))
+        elif elsewhere is not None:
+            reason = f"{row.reason}; in another graph as the model has it{_in(elsewhere.dtype)}: {elsewhere.reason}"
+            rows.append(replace(row, reason=reason))
+    return tuple(rows)
+
+
+def _in(dtype: str) -> str:
+    return f", in {dtype}" if dtype else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

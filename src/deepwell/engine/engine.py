@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Bound, Fragile, as_model_runs_them, with_gains, without_fragile
+from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.kept_grads import KeptGrads
@@ -227,7 +227,7 @@ class Engine(nn.Module):
         """
         kernels = [*self.options.kernels.values()]
         bindings = with_gains(self.bound.bindings, self.options.gains)
-        bindings = as_model_runs_them(bindings, self._unmet_experts(), self.ir.dtype)
+        bindings = as_model_runs_them(bindings, self._unmet(), self.options.left_at_times())
         if measure:
             kernels += measure_calls(self.options.calls)
             parameter = next(self.model.parameters(), torch.empty(0))
@@ -245,11 +245,20 @@ class Engine(nn.Module):
             plan="" if self.plan is None else str(self.plan.layout),
         )
 
-    def _unmet_experts(self) -> set[str]:
-        """Experts with a format whose products were not met in what ran; empty where nothing ran."""
-        grouped = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
-        experts = grouped & set(self.options.schemes)
-        return experts - self.options.rewritten if self.options.was_called else set()
+    def _unmet(self) -> dict[str, LeftAlone]:
+        """By path, linears and experts with a format whose products were not met in what ran; empty before a call."""
+        if not self.options.was_called:
+            return {}
+        experts = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
+        by_itself = "the model multiplies its experts by itself (one by one, or in a kernel of its own)"
+        nowhere = "no product with its weight was met in what was compiled"
+        known = self.options.left
+        return {
+            path: LeftAlone(dtype=self.ir.dtype, reason=by_itself if path in experts else nowhere)
+            if path in experts or path not in known
+            else known[path]
+            for path in self.options.unmet()
+        }
 
     def _notes(self) -> list[str]:
         """What did not go as the bindings say."""
@@ -278,13 +287,14 @@ class Engine(nn.Module):
         registry = self.options.registry
         for name, reason in registry.aside().items() if registry is not None else ():
             notes.append(f"kernel {name} was set aside: {reason}")
-        stayed = {path for path, gain in self.options.gains.items() if not gain.gains}
-        missed = [path for path in self.options.schemes if path not in self.options.rewritten | stayed]
         if self.options.was_called and not self.options.graphs:
             notes.append(f"{NOTHING_COMPILED}: Dynamo ran the model as it was written, in {self.ir.dtype}")
-        if missed and self.options.was_called:
-            shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
-            notes.append(f"not met as a product with a parameter in what ran so far, in {self.ir.dtype}: {shown}")
+        unmet: dict[str, list[str]] = {}
+        for path, left in self._unmet().items():
+            unmet.setdefault(f", in {left.dtype}" if left.dtype else "", []).append(path)
+        for dtype, paths in unmet.items():
+            shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+            notes.append(f"not met as a product with a parameter in what ran so far{dtype}: {shown}")
         return notes
 
     def __getattr__(self, name: str) -> Any:

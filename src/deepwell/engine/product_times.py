@@ -28,6 +28,9 @@ from deepwell.engine.passes.match import value_of
 from deepwell.kernels.proof import FAILURES
 from deepwell.kernels.timing import median_us
 
+# What linears run as that were not met; bf16 stands for the model's own dtype.
+_NOT_MET = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
@@ -107,6 +110,8 @@ def _microseconds(
         return found[0].us
     if row.scheme == "bf16":
         return _torch_us(shape, device, dtype)
+    if row.scheme in _NOT_MET:
+        return _torch_us(shape, device, _NOT_MET[row.scheme])
     # On a CPU what is rounded to a format is multiplied in fp32; a GPU has a kernel of its own for it, in the kernels'
     # table.
     is_plain = row.scheme.startswith("emulate") and torch.device(device).type == "cpu"

@@ -21,7 +21,7 @@ from torch import fx
 
 from deepwell.engine.arguments import check_flags, policy_of
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
-from deepwell.engine.binding import Bound, bind
+from deepwell.engine.binding import Binding, Bound, as_model_runs_them, bind, with_gains
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
 from deepwell.engine.passes.experts import grouped_parts
 from deepwell.engine.passes.linear import linear_parts
@@ -87,6 +87,12 @@ class _Graph:
     bound: Bound
     options: BackendOptions
 
+    def bindings(self) -> tuple[Binding, ...]:
+        """As they run: with what was measured, and what no pass could take as the model has it."""
+        left, options = self.options.left, self.options
+        unmet = {path: left[path] for path in options.unmet() if path in left}
+        return as_model_runs_them(with_gains(self.bound.bindings, options.gains), unmet)
+
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
@@ -137,7 +143,7 @@ def last_report() -> EngineReport:
     for graph in graphs:
         for name, count in graph.options.counts.items():
             passes[name] = passes.get(name, 0) + count
-    rows = {(row.path, row.gemm): row for graph in graphs for row in graph.bound.bindings}
+    rows = {(row.path, row.gemm): row for graph in graphs for row in graph.bindings()}
     notes = (*(note for g in graphs for note in g.bound.notes), *(r for g in graphs for r in g.options.remarks))
     return EngineReport(
         model="torch.compile's model",

@@ -1,0 +1,135 @@
+"""Linears that have a format and do not run in it: their rows and the notes say how they ran, and why."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepwell as dw
+from deepwell.engine.binding import Binding
+from deepwell.engine.engine import Engine
+from deepwell.engine.report import EngineReport
+from deepwell.engine.torch_backend import last_report
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def _rows(report: EngineReport) -> dict[str, Binding]:
+    """The fwd rows by path, after a way through JSON."""
+    rows = {row.path: row for row in EngineReport.from_json(report.to_json()).bindings if row.gemm == "fwd"}
+    assert all(str(row.binding) in str(report) for row in rows.values())
+    return rows
+
+
+def _left(engine: Engine) -> dict[str, str]:
+    return {path: row.scheme for path, row in _rows(engine.report()).items() if row.binding == "substitute"}
+
+
+def test_before_a_call_rows_say_what_is_bound() -> None:
+    engine = dw.compile(MLP().double())
+    assert {row.scheme for row in _rows(engine.report()).values()} == {"emulate:mxfp8"}
+
+
+def test_a_float64_model_is_said_to_run_in_fp64() -> None:
+    model, x = MLP().double(), torch.randn(4, 32).double()
+    engine = dw.compile(model)
+    torch.testing.assert_close(engine(x), model(x))
+    assert _left(engine) == {"up": "fp64", "down": "fp64"}
+    assert {row.scheme for row in engine.report().bindings} == {"fp64"}  # all three GEMMs
+    text = " ".join(str(engine.report()).split())
+    assert "as the model has it, in fp64" in text and "emulate" not in text
+    assert "not met as a product with a parameter in what ran so far, in fp64: up, down" in text
+    timed = _rows(engine.report(measure=True))
+    assert timed["up"].us is not None and timed["up"].shape == "4x64x32"
+
+
+def test_the_backend_of_torch_compile_says_so_too() -> None:
+    torch.compile(MLP().double(), backend="deepwell")(torch.randn(4, 32).double())
+    assert {row.scheme for row in last_report().bindings} == {"fp64"}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_is_told_with_the_dtype_that_it_runs_and_is_advised_against(inside) -> None:
+    class Casting(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside or torch.is_autocast_enabled("cpu")):
+                return super().forward(x)
+
+    engine = dw.compile(Casting())
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        assert engine(torch.randn(4, 32)).dtype is torch.bfloat16
+    rows = _rows(engine.report())
+    assert rows["up"].scheme == "emulate:mxfp8" and rows["down"].scheme == "bf16"
+    assert "its input is in bf16 and its weight in fp32" in rows["down"].reason
+    notes = "\n".join(engine.report().notes)
+    assert "torch.autocast was on" in notes and "leave it out" in notes
+    assert "so far, in bf16: down" in notes and "fp32: down" not in notes
+
+
+def test_autocast_that_is_switched_off_is_no_note() -> None:
+    class Exact(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                return super().forward(x)
+
+    engine = dw.compile(Exact())
+    engine(torch.randn(4, 32))
+    assert _left(engine) == {} and "autocast" not in str(engine.report())
+
+
+def test_attention_that_is_one_op_is_named() -> None:
+    engine = dw.compile(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
+    engine(torch.randn(4, 5, 32))
+    assert _left(engine) == {"self_attn.in_proj_weight": "fp32", "self_attn.out_proj": "fp32"}
+    assert "multi_head_attention_forward" in _rows(engine.report())["self_attn.out_proj"].reason
+
+
+def test_a_layer_that_evaluation_runs_as_one_op_is_told_beside_its_format_in_training() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    engine = dw.compile(layer)
+    with torch.no_grad():
+        engine(torch.randn(4, 5, 32))
+    assert set(_left(engine).values()) == {"fp32"} and {"linear1", "linear2"} <= set(_left(engine))
+    engine.train()(torch.randn(4, 5, 32)).sum().backward()
+    row = _rows(engine.report())["linear1"]
+    assert row.scheme == "emulate:mxfp8"
+    assert "in another graph as the model has it, in fp32: its weight is read by _transformer_enc" in row.reason
+
+
+def test_a_weight_that_is_normed_first_is_named() -> None:
+    model = MLP()
+    nn.utils.parametrizations.weight_norm(model.up)
+    engine = dw.compile(model)
+    engine(torch.randn(4, 32))
+    ((path, scheme),) = _left(engine).items()
+    assert path.startswith("up.") and scheme == "fp32"
+    assert "its weight is read by _weight_norm, which is no linear" in _rows(engine.report())[path].reason
+
+
+def test_linears_that_share_a_weight_are_both_met() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    model[2].weight = model[0].weight
+    engine = dw.compile(model)
+    engine(torch.randn(4, 32))
+    assert _left(engine) == {} and "not met" not in str(engine.report())
+
+
+def test_what_no_graph_held_is_told_from_what_a_graph_left() -> None:
+    class Unused(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x)
+
+    model = Unused()
+    engine = dw.compile(dw.capture(MLP()).attach(model))
+    engine(torch.randn(4, 32))
+    row = _rows(engine.report())["down"]
+    assert (row.binding, row.scheme) == ("substitute", "fp32")
+    assert row.reason == "as the model has it, in fp32: no product with its weight was met in what was compiled"
