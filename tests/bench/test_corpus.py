@@ -1,11 +1,12 @@
 """Text becomes tokens the same way every time: each content once, some held out, the cache keyed by content."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepwell.bench.corpus import END, Corpus, make_corpus, python_roots, read_text
+from deepwell.bench.corpus import END, Corpus, _load_tokenizer, make_corpus, python_roots, read_text
 from deepwell.errors import ConfigError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -71,12 +72,73 @@ def test_a_given_tokenizer_is_used_and_the_same_text_gives_the_same_fingerprint(
     assert str(tmp_path) not in str(again.to_dict())
 
 
-@pytest.mark.parametrize("content", ["{}", "no json", '{"model": {"vocab": {"a": 0}}}'])
+BYTES = {END: 0} | {letter: 1 + n for n, letter in enumerate(tokenizers.pre_tokenizers.ByteLevel.alphabet())}
+
+
+def as_tokenizer(vocab: dict[str, int], merges: object, kind: str = "ByteLevel") -> str:
+    return json.dumps({"pre_tokenizer": {"type": kind}, "model": {"vocab": vocab, "merges": merges}})
+
+
+@pytest.mark.parametrize("merges", [[["a", "b"], ["ab", "c"]], ["a b", "ab c"]])
+def test_merges_are_read_as_old_and_new_packages_write_them(
+    text_folder: Path, tmp_path: Path, merges: list[object]
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(as_tokenizer(BYTES | {"ab": 257, "abc": 258}, merges), encoding="utf-8")
+    assert make_corpus([text_folder], tokenizer=path, folder=tmp_path).vocab == 259
+
+
+def test_a_tokenizer_comes_back_from_its_file_as_it_was_trained(corpus: Corpus) -> None:
+    # Read by hand, not by the package: every byte of what would be written again must be the same.
+    assert _load_tokenizer(Path(corpus.tokenizer)).to_str() == Path(corpus.tokenizer).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "no json",
+        "[1]",
+        '{"model": {"vocab": {"a": 0}}}',
+        '{"model": {"vocab": {"<|end|>": 0}}}',
+        as_tokenizer({END: 0}, []),
+        as_tokenizer({**BYTES, END: 5}, []),
+        as_tokenizer({**BYTES, "ab": 2**40}, []),
+        as_tokenizer(BYTES, [["a", "b"]]),
+        as_tokenizer(BYTES, [["a"]]),
+        as_tokenizer(BYTES, 1),
+        as_tokenizer(BYTES, [], "Whitespace"),
+    ],
+)
 def test_a_file_that_is_no_tokenizer_of_ours_is_refused(text_folder: Path, tmp_path: Path, content: str) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with pytest.raises(ConfigError, match=r"--tokenizer: .*wrong\.json"):
         make_corpus([text_folder], tokenizer=path, folder=tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_an_error_also_beside_one_that_is(text_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--text: there is no folder .*nowhere"):
+        make_corpus([text_folder, tmp_path / "nowhere"], vocab=320, folder=tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+@pytest.mark.parametrize("part", ["train", "held", "tokenizer"])
+def test_what_is_damaged_in_the_cache_is_made_again(
+    text_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, damage: str
+) -> None:
+    corpus = make_corpus([text_folder], vocab=320, folder=tmp_path)
+    path = Path(getattr(corpus, part))
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "other": b"[\x80]"}[damage])
+    assert make_corpus([text_folder], vocab=320, folder=tmp_path) == corpus
+    assert path.read_bytes() == whole and path.name in caplog.text
+
+
+def test_tokens_of_another_kind_in_the_cache_are_made_again(text_folder: Path, tmp_path: Path) -> None:
+    corpus = make_corpus([text_folder], vocab=320, folder=tmp_path)
+    np.save(corpus.held, np.zeros((3, 3), dtype=np.float32))
+    assert make_corpus([text_folder], vocab=320, folder=tmp_path) == corpus
 
 
 def test_too_little_text_and_a_wrong_vocabulary_are_errors(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import sysconfig
@@ -29,6 +30,7 @@ HELD_OUT_EVERY = 50
 END = "<|end|>"  # between files; its token is 0
 _SAMPLE_BYTES = 48_000_000  # more text than this changes a 32k vocabulary little and costs minutes on few cores
 _CHUNK_BYTES = 4_000_000
+_log = logging.getLogger("deepwell.bench")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ def read_text(roots: Sequence[Path], limit_bytes: float) -> Text:
     train = tuple(text for digest, text in texts.items() if not _is_held_out(digest))
     held = tuple(text for digest, text in texts.items() if _is_held_out(digest))
     if not train or not held:
-        raise ConfigError(f"text: {len(kept)} files under {', '.join(map(str, roots))} are too few to hold some out")
+        raise ConfigError(f"--text: {len(kept)} files under {', '.join(map(str, roots))} are too few to hold some out")
     return Text(train=train, held=held, fingerprint=hashlib.sha256("".join(kept).encode()).hexdigest()[:12])
 
 
@@ -146,11 +148,18 @@ def make_corpus(
     Raises ConfigError where text or tokenizer are no use.
     """
     if not 300 <= vocab <= 65536:
-        raise ConfigError(f"vocab is {vocab}; a byte-level BPE in 16 bits takes 300 to 65536")
+        raise ConfigError(f"--vocab is {vocab}; a byte-level BPE in 16 bits takes 300 to 65536")
+    if not megabytes > 0:
+        raise ConfigError(f"--megabytes is {megabytes}; it must be above 0")
+    for root in roots or ():
+        if not root.is_dir():
+            raise ConfigError(f"--text: there is no folder {root}")
+    # Reading the text can take minutes: what is wrong with a given tokenizer is said before.
+    given: Any = None if tokenizer is None else _load_tokenizer(tokenizer)
     folder = folder or cache_dir() / "corpus"
     folder.mkdir(parents=True, exist_ok=True)
     text = read_text(roots or python_roots(), megabytes * 1e6)
-    bpe, path = _tokenizer(text, vocab, tokenizer, folder)
+    bpe, path = _own_bpe(text, vocab, folder) if tokenizer is None else (given, tokenizer)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     fingerprint = f"{text.fingerprint}-{digest}"
     counts, files = {}, {}
@@ -170,45 +179,74 @@ def make_corpus(
     )
 
 
-def _tokenizer(text: Text, vocab: int, given: Path | None, folder: Path) -> tuple[Any, Path]:
-    """The tokenizer and the file it is kept in."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ConfigError("the package tokenizers is not installed: pip install tokenizers") from error
-
-    if given is not None:
-        if not given.is_file():
-            raise ConfigError(f"tokenizer: there is no file {given}")
-        return _load_tokenizer(given), given
+def _own_bpe(text: Text, vocab: int, folder: Path) -> tuple[Any, Path]:
+    """The BPE of this text and the file it is kept in: from the cache where it is there and whole, else trained."""
     path = folder / f"bpe-{vocab}-{text.fingerprint}.json"
     if path.is_file():
-        return _load_tokenizer(path), path
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        try:
+            return _load_tokenizer(path), path
+        except ConfigError:
+            _log.warning("the tokenizer in %s is damaged: it is made again", path)
+    bpe = _byte_level({}, [])
+    tokenizers = _tokenizers()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab, initial_alphabet=alphabet, special_tokens=[END], show_progress=sys.stderr.isatty()
+        vocab_size=vocab, initial_alphabet=_alphabet(), special_tokens=[END], show_progress=sys.stderr.isatty()
     )
     bpe.train_from_iterator(_sample(text.train), trainer)
     _write_atomically(path, bpe.to_str().encode())
     return bpe, path
 
 
-def _load_tokenizer(path: Path) -> Any:
-    import tokenizers
-
-    # Looked at first: the package raises bare Exceptions.
-    text = path.read_text(encoding="utf-8", errors="replace")
+def _tokenizers() -> Any:
     try:
-        vocab = json.loads(text)["model"]["vocab"]
-        is_ours = vocab[END] == 0 and len(vocab) <= 65536
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"tokenizer: {path} is no tokenizer's JSON: {type(error).__name__}: {error}") from error
-    if not is_ours:
-        raise ConfigError(f"tokenizer: {path} was not written by this command: its token 0 is not {END}")
-    return tokenizers.Tokenizer.from_str(text)
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError("the package tokenizers is not installed: pip install tokenizers") from error
+    return tokenizers
+
+
+def _alphabet() -> list[str]:
+    """A character for each byte, as ByteLevel writes them."""
+    return list(_tokenizers().pre_tokenizers.ByteLevel.alphabet())
+
+
+def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    tokenizers = _tokenizers()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    if vocab:
+        bpe.add_special_tokens([END])
+    return bpe
+
+
+def _load_tokenizer(path: Path) -> Any:
+    """The tokenizer that this command wrote to `path`. Raises ConfigError where it is something else.
+
+    Made from vocabulary and merges once those are known to be sound: the package's own reader raises bare Exceptions.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer: there is no file {path}")
+    try:
+        data = json.loads(path.read_bytes())
+        kind, vocab = data["pre_tokenizer"]["type"], data["model"]["vocab"]
+        # Older versions of the package write the two parts of a merge with a space between them.
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in data["model"]["merges"]]
+        is_sound = sorted(vocab.values()) == list(range(len(vocab))) and all(
+            {left, right, left + right} <= vocab.keys() for left, right in merges
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--tokenizer: {path} is no tokenizer's JSON ({type(error).__name__}: {error}): give one that this command "
+            "wrote, or none"
+        ) from error
+    if not (is_sound and kind == "ByteLevel" and vocab.get(END) == 0 and len(vocab) <= 65536):
+        raise ConfigError(
+            f"--tokenizer: {path} was not written by this command: that is a byte-level BPE whose token 0 is {END}"
+        )
+    if not vocab.keys() >= set(_alphabet()):
+        raise ConfigError(f"--tokenizer: {path} has no token for some bytes: give one that this command wrote, or none")
+    return _byte_level(vocab, merges)
 
 
 def _sample(texts: Sequence[str]) -> list[str]:
@@ -219,11 +257,17 @@ def _sample(texts: Sequence[str]) -> list[str]:
 
 
 def _tokenize(bpe: Any, texts: Sequence[str], path: Path, label: str) -> int:
-    """Write the texts' tokens to `path` unless it is there already; their number."""
+    """Write the texts' tokens to `path` unless it is there already, and whole; their number."""
     import numpy as np
 
     if path.is_file():
-        return int(np.load(path, mmap_mode="r").shape[0])
+        try:
+            kept = np.lib.format.open_memmap(path, mode="r")
+            if kept.dtype == np.uint16 and kept.ndim == 1:
+                return len(kept)
+        except (OSError, ValueError, EOFError):
+            pass
+        _log.warning("the tokens in %s are damaged: they are made again", path)
     encode = getattr(bpe, "encode_batch_fast", bpe.encode_batch)
     pieces: list[Any] = []
     end = np.zeros(1, dtype=np.uint16)
