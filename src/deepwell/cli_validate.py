@@ -5,6 +5,7 @@ torch to print its help.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,21 +78,27 @@ def parity_command(
     def say(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    from deepwell.bench.corpus import make_corpus
+    def prepared() -> Any:
+        from deepwell.bench.corpus import make_corpus
 
-    corpus = make_corpus(text, megabytes=megabytes, vocab=vocab, tokenizer=tokenizer)
-    say(f"{corpus}; {time.perf_counter() - started:.0f} s")
-    say(f"tokenizer: {corpus.tokenizer}")
+        before = time.perf_counter()
+        corpus = make_corpus(text, megabytes=megabytes, vocab=vocab, tokenizer=tokenizer)
+        say(f"{corpus}; {time.perf_counter() - before:.0f} s")
+        say(f"tokenizer: {corpus.tokenizer}")
+        return corpus
+
     if prepare:
+        corpus = prepared()
         if as_json:
             typer.echo(json.dumps({**corpus.to_dict(), "tokenizer": corpus.tokenizer}))
         return
 
     from deepwell.bench.devices import pick_device
-    from deepwell.bench.parity import Plan, Setup, run_plan
+    from deepwell.bench.parity import Plan, Results, Setup, run_plan
     from deepwell.bench.parity_run import Pace
-    from deepwell.bench.variants import parse_variants
 
+    # Everything that can be wrong with the options and the folder comes before the text, which can take minutes.
+    _check_numbers(tokens, bound, budget)
     setup = Setup(
         model=model,
         tokens=int(tokens),
@@ -104,28 +111,69 @@ def parity_command(
     )
     where = pick_device(device)
     plan = Plan(
-        arms=parse_variants(arms),
-        seeds=_numbers(seeds),
+        arms=_arms(arms, say),
+        seeds=_seeds(seeds),
         setup=setup,
         device=where,
         cuda_graphs=where == "cuda" and cuda_graphs is not False,
     )
-    pace = Pace(
-        log_every=log_every,
-        checkpoint_every=checkpoint_every,
-        deadline=None if budget is None else started + budget,
-    )
+    deadline = None if budget is None else started + budget
+    pace = Pace(log_every=log_every, checkpoint_every=checkpoint_every, deadline=deadline)
+    Results.open(out)
+    corpus = prepared()
+    took = time.perf_counter() - started
     results, left = run_plan(plan, corpus, out, pace, say)
+    if left and budget is not None and took > budget:
+        _refuse_budget(budget, took, corpus)
     _show(results, left, bound, as_json, say)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _check_numbers(tokens: float, bound: float, budget: float | None) -> None:
+    from deepwell.errors import ConfigError
+
+    for name, value in (("--tokens", tokens), ("--bound", bound)):
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} is {value}; give a number")
+    if budget is not None and not budget > 0:
+        raise ConfigError(f"--budget is {budget:g}; give seconds above 0, or leave it out")
+
+
+def _refuse_budget(budget: float, took: float, corpus: Any) -> None:
+    """Said as an error: every call reads the text, so calling again and again might never begin a run."""
+    from deepwell.errors import ConfigError
+
+    raise ConfigError(
+        f"--budget is {budget:g} s, but starting and preparing the text took {took:.1f} s, so no run was begun; its "
+        f"tokens are kept in {Path(corpus.train).parent}: call again, and give a larger --budget if reading the text "
+        "alone takes as long"
+    )
+
+
+def _arms(text: str, say: Callable[[str], None]) -> tuple[Any, ...]:
+    """The variants to compare with the baseline, which runs anyway."""
+    from deepwell.bench.parity_run import BASELINE
+    from deepwell.bench.variants import Variant, parse_variants
+    from deepwell.errors import ConfigError
+
+    named = parse_variants(text)
+    arms = tuple(arm for arm in named if arm != Variant.parse(BASELINE))
+    if not arms:
+        raise ConfigError(f"--arms is {text!r}; name what to compare with {BASELINE}, which always runs: e.g. fp8")
+    if len(arms) < len(named):
+        say(f"--arms: {BASELINE} is the baseline and always runs; it need not be named")
+    return arms
+
+
+def _seeds(text: str) -> tuple[int, ...]:
     from deepwell.errors import ConfigError
 
     try:
-        return tuple(int(item) for item in text.split(",") if item.strip())
-    except ValueError as error:
-        raise ConfigError(f"--seeds is {text!r}; give whole numbers with commas between them") from error
+        seeds = tuple(int(item) for item in text.split(",") if item.strip())
+    except ValueError:
+        seeds = ()
+    if not seeds or not all(0 <= seed < 2**32 for seed in seeds):
+        raise ConfigError(f"--seeds is {text!r}; give whole numbers from 0 to 2^32 - 1 with commas between them")
+    return seeds
 
 
 def _show(results: Any, left: int, bound: float, as_json: bool, say: Callable[[str], None]) -> None:

@@ -1,16 +1,20 @@
 """Paired runs: equal starts, verdicts, and a run that is killed goes on to the very same numbers."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from deepwell.bench.corpus import Corpus
 from deepwell.bench.parity import Plan, Results, Verdict, run_plan
@@ -62,6 +66,30 @@ def test_the_worse_of_both_evaluations_decides() -> None:
     assert verdict.answer == "fail" and verdict.spread is None and "not known" in str(verdict)
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["own", "bf16", "baseline", "other seed of the baseline"])
+def test_a_loss_that_is_no_number_fails_whichever_it_is(loss: float, which: str) -> None:
+    base, run = record("bf16", 0, 3.0), record("fp8", 0, 3.003)
+    spare = record("bf16", 1, loss if "seed" in which else 3.3)
+    if which == "baseline":
+        base.final["own"] = loss
+    elif which in run.final:
+        run.final[which] = loss
+    (verdict,) = verdicts(base, run, spare)
+    if "seed" in which:  # it is in no pair, and says nothing of the spread
+        assert verdict.answer == "pass" and verdict.spread is None
+    else:
+        assert verdict.answer == "fail" and "NaN or infinite" in str(verdict)
+
+
+def test_a_line_says_cannot_tell_only_where_that_is_the_answer() -> None:
+    # The spread is larger than the gap, but both are within the bound.
+    base = [record("bf16", 0, 3.0), record("bf16", 1, 3.006)]
+    (verdict,) = verdicts(*base, *(record("fp8", s, run.final["own"] * 1.001) for s, run in enumerate(base)))
+    assert verdict.answer == "pass" and verdict.gap < verdict.spread < verdict.bound
+    assert "cannot tell" not in str(verdict)
+
+
 def test_runs_are_paired_within_one_setup_and_one_text_only() -> None:
     other = replace(SETUP, tokens=2 * SETUP.tokens)
     longer = record("fp8", 0, 3.0)
@@ -82,6 +110,30 @@ def test_results_come_back_from_json_and_foreign_files_are_refused(tmp_path: Pat
     (tmp_path / "other.json").write_text('{"schema": 1}')
     with pytest.raises(ConfigError, match="no parity result"):
         Results.read(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", "a"),
+        ("steps_done", 13),
+        ("steps_done", -1),
+        ("held", [1]),
+        ("held", [{"step": 1}]),
+        ("held", [{"step": 1, "own": "3", "bf16": 1}]),
+        ("losses", [1]),
+        ("policy", 1),
+        ("setup", {"tokens": math.inf}),
+        ("setup", {"model": []}),
+        ("setup", 1),
+    ],
+)
+def test_a_run_that_is_none_is_refused_with_the_file(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "parity.json"
+    run = record("bf16", 0, 3.0).to_dict() | {name: value}
+    path.write_text(json.dumps({"schema": 1, "corpora": {}, "runs": [run]}))
+    with pytest.raises(ConfigError, match=r"parity\.json is no parity result"):
+        Results.read(path)
 
 
 # ---- what a pair shares ----
@@ -194,6 +246,50 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(corpus: Corpus, tmp_
     (tmp_path / "b.safetensors").write_bytes(b"half a file")
     with pytest.raises(ConfigError, match="delete it"):
         run.load(tmp_path / "b.safetensors")
+
+
+@pytest.fixture(scope="module")
+def begun(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run after one step, and its checkpoint."""
+    run = Run(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
+    path = tmp_path_factory.mktemp("begun") / "whole.safetensors"
+    assert not run.train(Pace(deadline=time.perf_counter()), lambda one: one.save(path))
+    return run, path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tensors, facts: (_without(tensors, "model."), facts),
+        lambda tensors, facts: (_without(tensors, "optimizer."), facts),
+        lambda tensors, facts: (_without(tensors, "random.cpu"), facts),
+        lambda tensors, facts: (_without(tensors, "pending"), facts),
+        lambda tensors, facts: ({name: t for name, t in tensors.items() if "optimizer" not in name}, facts),
+        lambda tensors, facts: ({**tensors, "pending": torch.zeros(3)}, facts),
+        lambda tensors, facts: ({**tensors, "optimizer.x": torch.zeros(3)}, facts),
+        lambda tensors, facts: ({**tensors, "random.cpu": torch.zeros_like(tensors["random.cpu"])}, facts),
+        lambda tensors, facts: (tensors, {"record": facts["record"]}),
+        lambda tensors, facts: (tensors, {**facts, "num_pending": "many"}),
+        lambda tensors, facts: (tensors, {**facts, "record": "1"}),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_is_refused_by_name(
+    begun: tuple[Run, Path], tmp_path: Path, damage: Callable[..., tuple[dict[str, torch.Tensor], dict[str, str]]]
+) -> None:
+    run, whole = begun
+    with safe_open(whole, framework="pt") as file:
+        tensors, facts = damage({name: file.get_tensor(name) for name in file.keys()}, file.metadata())
+    path = tmp_path / "damaged.safetensors"
+    save_file(tensors, path, metadata=facts)
+    with pytest.raises(ConfigError, match=r"damaged\.safetensors cannot be read .*delete it"):
+        run.load(path)
+    run.load(whole)
+
+
+def _without(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors without the first one of that name."""
+    first = min(name for name in tensors if name.startswith(prefix))
+    return {name: tensor for name, tensor in tensors.items() if name != first}
 
 
 def test_a_killed_run_goes_on_to_the_very_same_numbers(

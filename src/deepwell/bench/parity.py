@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -47,10 +48,14 @@ class Verdict:
 
     @property
     def gap(self) -> float:
-        return max(statistics.fmean(self.gaps), statistics.fmean(self.gaps_bf16))
+        """The worse of both evaluations; NaN where a loss was NaN or infinite, which `max` would pass over."""
+        means = (statistics.fmean(self.gaps), statistics.fmean(self.gaps_bf16))
+        return max(means) if all(map(math.isfinite, means)) else math.nan
 
     @property
     def answer(self) -> str:
+        if math.isnan(self.gap):
+            return "fail"
         if self.spread is not None and self.spread > self.bound and abs(self.gap) <= self.spread:
             return "cannot tell"
         return "pass" if self.gap <= self.bound else "fail"
@@ -65,11 +70,13 @@ class Verdict:
             f"(bound {self.bound:.2%}); own precision {statistics.fmean(self.gaps):+.3%} [{pairs}], "
             f"weights in bf16 {statistics.fmean(self.gaps_bf16):+.3%}; "
         )
+        if math.isnan(self.gap):
+            return line + "a held-out loss is NaN or infinite"
         if self.spread is None:
             return line + "one bf16 seed: its spread is not known"
         line += f"bf16's spread over seeds {self.spread:.3%}"
-        if abs(self.gap) <= self.spread:
-            line += ", larger than the gap: the test cannot tell the two apart"
+        if self.answer == "cannot tell":
+            line += ", larger than the bound and the gap: the test cannot tell the two apart"
         return line
 
 
@@ -84,15 +91,28 @@ class Results:
     @classmethod
     def read(cls, path: Path) -> Results:
         """The results so far; empty where the file is not there yet. Raises ConfigError where it is no such file."""
-        if not path.is_file():
+        if not path.exists():
             return cls(path=path, records=[], corpora={})
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_bytes())
             if data["schema"] != SCHEMA:
-                raise ConfigError(f"{path} has schema {data['schema']!r}; this Deepwell reads {SCHEMA}")
+                raise ConfigError(f"schema {data['schema']!r}, and this Deepwell reads {SCHEMA}")
+            if not isinstance(data["corpora"], dict):
+                raise ConfigError("corpora is no object")
             return cls(path=path, records=[Record.from_dict(run) for run in data["runs"]], corpora=data["corpora"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no parity result ({error}): give --out another folder") from error
+
+    @classmethod
+    def open(cls, folder: Path) -> Results:
+        """The results in a folder that is made where needed. Raises ConfigError where they could not be kept there."""
+        try:
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f"--out: {folder} is no folder to write to ({error}): give another") from error
+        return cls.read(folder / "parity.json")
 
     def find(self, key: str) -> Record | None:
         return next((record for record in self.records if record.key == key), None)
@@ -123,8 +143,8 @@ class Results:
                         arm=arm,
                         tokens=pairs[0][0].setup.tokens,
                         seeds=tuple(sorted(runs)),
-                        gaps=tuple(run.final["own"] / other.final["own"] - 1 for run, other in pairs),
-                        gaps_bf16=tuple(run.final["bf16"] / other.final["bf16"] - 1 for run, other in pairs),
+                        gaps=tuple(_gap(run, other, "own") for run, other in pairs),
+                        gaps_bf16=tuple(_gap(run, other, "bf16") for run, other in pairs),
                         bound=bound,
                         spread=spreads[group],
                     )
@@ -145,8 +165,17 @@ def _group(record: Record) -> str:
     return json.dumps([asdict(record.setup), record.data], sort_keys=True)
 
 
+def _gap(run: Record, base: Record, evaluation: str) -> float:
+    loss, of_base = run.final[evaluation], base.final[evaluation]
+    return loss / of_base - 1 if _is_loss(of_base) else math.nan  # over an infinite loss everything would pass
+
+
+def _is_loss(value: float) -> bool:
+    return 0 < value < math.inf
+
+
 def _spread(records: Sequence[Record]) -> float | None:
-    losses = [record.final["own"] for record in records]
+    losses = [record.final["own"] for record in records if _is_loss(record.final["own"])]
     return (max(losses) - min(losses)) / statistics.fmean(losses) if len(losses) > 1 else None
 
 
@@ -160,23 +189,29 @@ class Plan:
     device: str
     cuda_graphs: bool = False  # changes no number, and is not for emulation
 
+    def __post_init__(self) -> None:
+        arms = {Variant.parse(BASELINE), *self.arms}
+        if len({arm.name for arm in arms}) < len(arms):
+            names = ", ".join(arm.name for arm in self.arms)
+            raise ConfigError(f"--arms: two arms have one name, or that of the baseline {BASELINE}: {names}")
+
     def runs(self) -> list[tuple[Variant, int]]:
         """Pair by pair, so that a sitting that ends early leaves whole pairs."""
-        arms = {arm.name: arm for arm in (Variant.parse(BASELINE), *self.arms)}
-        if len(arms) < len({BASELINE, *self.arms}):
-            raise ConfigError(f"--arms: two arms have one name: {', '.join(arm.name for arm in self.arms)}")
-        return [(arm, seed) for seed in self.seeds for arm in arms.values()]
+        arms = dict.fromkeys((Variant.parse(BASELINE), *self.arms))
+        return [(arm, seed) for seed in self.seeds for arm in arms]
 
 
 def run_plan(
     plan: Plan, corpus: Corpus, folder: Path, pace: Pace, say: Callable[[str], None] = lambda _line: None
 ) -> tuple[Results, int]:
     """Do what is not done yet; the results, and how many runs are left where the deadline came first."""
-    results = Results.read(folder / "parity.json")
+    results = Results.open(folder)
     results.corpora[corpus.fingerprint] = corpus.to_dict()
     wanted = plan.runs()
+    # All of them first: a policy that cannot be read is an error before the first run, not after it.
+    keys = [Record.of(variant, seed, plan.setup, corpus).key for variant, seed in wanted]
     for number, (variant, seed) in enumerate(wanted):
-        earlier = results.find(Record.of(variant, seed, plan.setup, corpus).key)
+        earlier = results.find(keys[number])
         if earlier is not None and earlier.is_done:
             say(f"{variant.name} seed {seed}: done earlier, held-out {_held(earlier)}")
             continue

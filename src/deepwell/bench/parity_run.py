@@ -60,10 +60,14 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
-            raise ConfigError(f"model is {self.model!r}; parity has {', '.join(MODELS)}")
+            raise ConfigError(f"--model is {self.model!r}; parity has {', '.join(MODELS)}")
         for name in ("tokens", "batch", "seq_len", "eval_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            _check_whole(name, getattr(self, name), 1)
+        _check_whole("evals", self.evals, 0)
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr is {self.lr}; it must be a number above 0")
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(f"--warmup is {self.warmup}; it is a share of the steps, 0 to 1")
 
     @property
     def steps(self) -> int:
@@ -75,6 +79,11 @@ class Setup:
         at = torch.arange(steps, dtype=torch.float64)
         cosine = 0.5 * (1 + torch.cos(math.pi * (at - warm).clamp(min=0) / max(1, steps - warm)))
         return self.lr * torch.minimum((at + 1) / warm, self.final_lr + (1 - self.final_lr) * cosine)
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a whole number of at least {least}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,13 +126,34 @@ class Record:
         return {**asdict(self), "done": self.is_done}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Record:
+    def from_dict(cls, data: Any) -> Record:
+        """The record that `to_dict` wrote, read back from JSON. Raises ConfigError where it is something else."""
         try:
             rest = {key: value for key, value in data.items() if key not in ("done", "setup")}
             rest["losses"] = [(int(step), float(loss)) for step, loss in data["losses"]]
-            return cls(setup=Setup(**data["setup"]), **rest)
-        except (KeyError, TypeError, ValueError) as error:
+            record = cls(setup=Setup(**data["setup"]), **rest)
+            wrong = [name for name, kind in _KINDS.items() if not isinstance(getattr(record, name), kind)]
+            if wrong or not 0 <= record.steps_done <= record.setup.steps:
+                raise ConfigError(f"wrong {', '.join(wrong) or 'steps_done'}")
+            if not all(isinstance(entry[name], int | float) for entry in record.held for name in _OF_HELD):
+                raise ConfigError("wrong held")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"not a parity run: {type(error).__name__}: {error}") from error
+        return record
+
+
+# What JSON must hold where later code relies on it.
+_KINDS: dict[str, Any] = {
+    "arm": str,
+    "seed": int,
+    "data": str,
+    "policy": dict,
+    "steps_done": int,
+    "seconds": int | float,
+    "runs_as": dict,
+    "held": list,
+}
+_OF_HELD = ("step", "own", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +163,10 @@ class Pace:
     log_every: int = 50
     checkpoint_every: int = 500
     deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("log_every", "checkpoint_every"):
+            _check_whole(name, getattr(self, name), 1)
 
 
 class Run:
@@ -144,6 +178,11 @@ class Run:
         self.variant, self.setup, self.device = variant, setup, torch.device(device)
         self.record = Record.of(variant, seed, setup, corpus)
         self.tokens, self.held = (_load_tokens(path, self.device) for path in (corpus.train, corpus.held))
+        if len(self.held) <= setup.seq_len:
+            raise ConfigError(
+                f"--seq-len is {setup.seq_len}, but only {len(self.held):,} tokens of the text are held out: give more "
+                "text or shorter sequences"
+            )
         self.starts = _order(len(self.tokens), setup, seed).to(self.device)
         self.model = _build(setup, corpus.vocab, seed, self.device)
         ir = capture(self.model, self._batch(0))
@@ -254,7 +293,11 @@ class Run:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
             record = Record.from_dict(json.loads(facts["record"]))
-        except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+            num_pending = int(facts["num_pending"])
+            if record.key == self.record.key:
+                self._check_tensors(tensors, record.steps_done)
+                torch.set_rng_state(tensors["random.cpu"])
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"checkpoint {path} cannot be read ({error}): delete it to start that run anew"
             ) from error
@@ -268,13 +311,31 @@ class Run:
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
-        torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random.cuda"])
         self._pending.copy_(tensors["pending"])
-        self._num_pending = int(facts["num_pending"])
+        self._num_pending = num_pending
         record.runs_as = self.record.runs_as
         self.record = record
+
+    def _check_tensors(self, tensors: dict[str, Tensor], steps_done: int) -> None:
+        """Raise ConfigError where a tensor is missing, or is none that `save` writes after so many steps."""
+        wanted = {f"model.{name}": _kind(tensor) for name, tensor in self.model.state_dict().items()}
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for number, param in enumerate(params if steps_done else ()):
+            wanted[f"optimizer.{number}.step"] = (torch.Size(), torch.int64)
+            for key in ("exp_avg", "exp_avg_sq", "master"):
+                wanted[f"optimizer.{number}.{key}"] = (param.shape, torch.float32)
+        wanted |= {"random.cpu": _kind(torch.get_rng_state()), "pending": _kind(self._pending)}
+        # A run may have begun on another kind of device.
+        found = {name: _kind(tensor) for name, tensor in tensors.items() if name != "random.cuda"}
+        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        if wrong:
+            raise ConfigError(f"{wrong[0]} is missing or not this run's")
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -324,7 +385,7 @@ def _order(num_tokens: int, setup: Setup, seed: int) -> Tensor:
     needed = setup.steps * setup.batch
     if windows == 0 or needed > MAX_EPOCHS * windows:
         raise ConfigError(
-            f"tokens is {setup.tokens:,}, but the text has {windows * setup.seq_len:,} and is read at most "
+            f"--tokens is {setup.tokens:,}, but the text has {windows * setup.seq_len:,} and is read at most "
             f"{MAX_EPOCHS} times: give more text or fewer tokens"
         )
     epochs = math.ceil(needed / windows)
