@@ -165,3 +165,34 @@ def test_options_are_checked() -> None:
         torch._dynamo.reset()
         with pytest.raises(BackendCompilerFailed, match=message):
             torch.compile(model, backend="deepwell", options=options)(x)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_the_modes_of_torch_compile_are_taken(mode) -> None:
+    forget_reports()
+    model, x = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.randn(4, 16)
+    torch.compile(model, backend="deepwell", mode=mode)(x).sum().backward()
+    told = [note for note in last_report().notes if note.startswith("mode=")]
+    wants_graphs = mode in ("reduce-overhead", "max-autotune")
+    assert len(told) == wants_graphs and all(mode in note and "on the cpu it changes nothing" in note for note in told)
+
+
+@pytest.mark.parametrize(
+    ("mode", "recorded"), [(None, False), ("reduce-overhead", True), ("max-autotune-no-cudagraphs", False)]
+)
+def test_on_a_gpu_a_mode_may_mean_cuda_graphs(mode, recorded, monkeypatch) -> None:
+    from deepwell.engine import torch_backend
+    from deepwell.engine.binding import Device
+
+    forget_reports()
+    seen = []
+    monkeypatch.setattr(torch_backend, "device_of", lambda tensors: Device(kind="cuda", capability=(8, 0)))
+    monkeypatch.setattr(torch_backend, "compile_graph", lambda graph, x, options: seen.append(options) or graph.forward)
+    torch.compile(torch.nn.Linear(16, 16), backend="deepwell", mode=mode)(torch.randn(4, 16))
+    assert [options.cuda_graphs for options in seen] == [recorded]
+    assert not any("mode" in note for note in last_report().notes)
+
+
+def test_an_unknown_mode_is_named() -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"ConfigError: mode is 'fastest'; .*reduce-overhead"):
+        torch.compile(torch.nn.Linear(16, 16), backend="deepwell", mode="fastest")(torch.randn(4, 16))

@@ -21,7 +21,7 @@ from torch import fx
 
 from deepwell.engine.arguments import check_flags, policy_of
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
-from deepwell.engine.binding import Binding, Bound, as_model_runs_them, bind, with_gains
+from deepwell.engine.binding import Binding, Bound, Device, as_model_runs_them, bind, with_gains
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
 from deepwell.engine.passes.experts import grouped_parts
 from deepwell.engine.passes.linear import linear_parts
@@ -43,16 +43,31 @@ OPTIONS = (
     "measure",
     "num_layers",
 )
+# torch.compile's modes, and whether they ask for CUDA graphs.
+_MODES = {
+    "default": False,
+    "reduce-overhead": True,
+    "max-autotune": True,
+    "max-autotune-no-cudagraphs": False,
+}
 _FLAGS = ("inductor", "fuse_head", "use_cutlass", "measure")
 # Ops between a router's product and its top-k: a cast, a score function, a bias, a view.
 _ROUTER_REACH = 6
 
 
 def deepwell(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's. `options` are those of `dw.compile`: precision, precision_policy, fallback ..."""
-    call = _call_of(options)
+    """Compile one graph of Dynamo's. `options` are those of `dw.compile`: precision, precision_policy, fallback ...
+
+    `mode` is torch.compile's word: "reduce-overhead" and "max-autotune" record CUDA graphs on a GPU; as kernels are
+    measured in any case, the others ask for nothing more.
+    """
+    call = _call_of(options, mode)
     chosen = dict(options or {})
     unknown = sorted(set(chosen) - set(OPTIONS))
     if unknown:
@@ -67,14 +82,16 @@ def deepwell(
     resolution = policy.copy().freeze().resolve(ir)
     bound = bind(ir, resolution, device, fallback=fallback)
     registry, missing = registry_for(chosen.get("kernel_registry"), chosen.get("use_cutlass", False), device)
+    cuda_graphs, unused = _cuda_graphs(mode, device)
     backend_options = BackendOptions(
         schemes=bound.schemes,
         registry=registry,
         measure=measured_fallback(chosen.get("measure"), fallback, device),
         use_inductor=use_inductor(chosen.get("inductor"), device),
+        cuda_graphs=cuda_graphs,
         fuse_head=chosen.get("fuse_head", True),
     )
-    notes = (*resolution.notes, *missing, *call.notes_on_layers(policy, ir, "num_layers" in chosen))
+    notes = (*resolution.notes, *missing, *unused, *call.notes_on_layers(policy, ir, "num_layers" in chosen))
     call.graphs.append(_Graph(device=str(device), bound=replace(bound, notes=notes), options=backend_options))
     return compile_graph(graph_module, example_inputs, backend_options)
 
@@ -99,6 +116,7 @@ class _Call:
     """What one `torch.compile(..., backend="deepwell")` compiled so far; `options` is the very object it was given."""
 
     options: Any
+    mode: str | None = None
     graphs: list[_Graph] = field(default_factory=list)
     layers: dict[str, int] = field(default_factory=dict)  # list of layers -> how many of it were seen
     first_layers: int = 0  # how many the first graph's policy counted with
@@ -120,11 +138,11 @@ class _Call:
 _calls: deque[_Call] = deque(maxlen=8)
 
 
-def _call_of(options: Any) -> _Call:
-    """The record of the torch.compile that these options were given to; it becomes the last one."""
-    found = next((call for call in _calls if call.options is options), None)
+def _call_of(options: Any, mode: str | None) -> _Call:
+    """The record of the torch.compile that these options, or this mode, were given to; it becomes the last one."""
+    found = next((call for call in _calls if call.options is options and call.mode == mode), None)
     if found is None:
-        found = _Call(options=options)
+        found = _Call(options=options, mode=mode)
     else:
         _calls.remove(found)
     _calls.append(found)
@@ -134,7 +152,8 @@ def _call_of(options: Any) -> _Call:
 def last_report() -> EngineReport:
     """The report of the graphs that the last compiling `torch.compile(..., backend="deepwell")` has made so far.
 
-    Calls without options cannot be told apart and share one. Raises ConfigError where nothing was compiled yet.
+    Calls without options and of one mode cannot be told apart and share one. Raises ConfigError where nothing was
+    compiled yet.
     """
     if not _calls or not _calls[-1].graphs:
         raise ConfigError("no graph was compiled by backend='deepwell' yet: call the compiled model once")
@@ -159,6 +178,16 @@ def last_report() -> EngineReport:
 def forget_reports() -> None:
     """Drop what was recorded, as `torch._dynamo.reset()` drops what was compiled."""
     _calls.clear()
+
+
+def _cuda_graphs(mode: str | None, device: Device) -> tuple[bool, list[str]]:
+    """Whether a mode means CUDA graphs on this device, and a note where it asks for them in vain."""
+    if mode is not None and mode not in _MODES:
+        raise ConfigError(f"mode is {mode!r}; backend='deepwell' takes {', '.join(_MODES)}")
+    asked = mode is not None and _MODES[mode]
+    if asked and device.kind != "cuda":
+        return False, [f"mode={mode!r} records CUDA graphs, which needs a GPU; on the {device} it changes nothing"]
+    return asked, []
 
 
 def _num_layers(given: Any) -> int:
