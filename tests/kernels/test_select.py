@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import user_kernels
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import quantize
 from deepwell.hardware.cache import cache_dir
-from deepwell.kernels import KernelRegistry, choice_cache, gain, gemm_candidates, isolate, select
+from deepwell.kernels import KernelRegistry, choice_cache, gain, gemm_candidates, isolate, select, sources
+from deepwell.kernels import registry as registry_module
 from deepwell.kernels.gemm_candidates import built_in
 from deepwell.kernels.proof import Proof, codes_floor_db, operands, prepared, prove, run_gemm
 from deepwell.kernels.registry import Candidate, Problem
@@ -290,6 +293,42 @@ def test_other_candidates_or_other_sources_are_measured_anew(monkeypatch):
     select.forget()
     monkeypatch.setattr("deepwell.kernels.registry.file_hash", lambda path: "another source")
     assert registry_of(user_kernels.right).choose(problem()).how == "measured"
+
+
+def fingerprints() -> dict[str, str]:
+    built_in.cache_clear()
+    found = {f"{op} {c.name}": c.fingerprint for op in ("gemm", "fp8_gemm") for c in built_in(op)}
+    return {**found, "gain": gain.sources()}
+
+
+@pytest.mark.parametrize(
+    ("edited", "changed", "same"),
+    [
+        ("_fp8.py", "gemm cublaslt_fp8_row, gemm cublaslt_fp8_1x128, gemm triton_mxfp8, gain", ""),
+        ("_triton.py", "gemm cublaslt_fp8_row, gemm triton_mxfp8, fp8_gemm fp8_gemm_ref, gain", ""),
+        ("transpose.py", "gemm cublaslt_fp8_row, gain", "gemm cublaslt_fp8_1x128"),
+        ("native_candidates.py", "gemm triton_mxfp8", "gemm cublaslt_fp8_row"),
+        ("gemm_candidates.py", "gemm emulated_fp8, fp8_gemm cublaslt", ""),
+        ("blocks.py", "gemm emulated_fp8, gemm cublaslt_fp8_1x128, gain", ""),  # of the formats
+        ("adamw.py", "", "gemm cublaslt_fp8_row, gain"),
+    ],
+)
+def test_built_in_candidates_are_told_apart_by_all_that_they_import(edited, changed, same, monkeypatch):
+    before = fingerprints()
+    real = registry_module.file_hash
+    for module in (registry_module, sources, gemm_candidates):
+        monkeypatch.setattr(module, "file_hash", lambda path: "edited" * (path.name == edited) + real(path))
+    after = fingerprints()
+    built_in.cache_clear()
+    assert all(before[name] != after[name] for name in filter(None, changed.split(", ")))
+    assert all(before[name] == after[name] for name in filter(None, same.split(", ")))
+
+
+def test_what_a_module_imports_is_read_from_its_text_as_python_loads_it():
+    code = "import sys, deepwell.kernels.quantize_mx; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    ours = {name for name in loaded if name.startswith(("deepwell.kernels.", "deepwell.formats."))}
+    assert ours <= sources.closure("deepwell.kernels.quantize_mx")
 
 
 def test_a_proof_is_kept_so_that_a_hanging_kernel_hangs_once(monkeypatch):

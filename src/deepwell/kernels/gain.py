@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels import gemm, gemm_blocks, quantize, quantize_blocks, timing
+from deepwell.kernels import wgrad_operands as wgrads
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm
 from deepwell.kernels.gemm_blocks import fp8_gemm_blocks
 from deepwell.kernels.proof import operands
@@ -26,11 +28,13 @@ from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
 from deepwell.kernels.quantize_blocks import quantize_1x128_both, quantize_128x128
 from deepwell.kernels.registry import Problem, fingerprint_of
 from deepwell.kernels.select import cache_of, on_real_tensors
+from deepwell.kernels.sources import sources_hash
 from deepwell.kernels.timing import median_us
 from deepwell.kernels.wgrad_operands import wgrad_operands
 
-# What the times depend on: another build of these is measured anew.
-_SOURCES = (quantize_rows, fp8_gemm, wgrad_operands, quantize_1x128_both, fp8_gemm_blocks)
+# What the times depend on: another build of these, or of what they import, is measured anew.
+_SOURCES = (gemm, gemm_blocks, quantize, quantize_blocks, timing, wgrads)
+_FIGURES = {"fp8_us", "bf16_us"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +76,18 @@ def would_gain(n: int, k: int, tokens: int, device: str = "cuda", fused: str = "
     tokens = 1 << max(tokens - 1, 0).bit_length()
     cache = cache_of(device)
     way = f"fused:{fused}" if method == "fp8_row" else method
-    key = f"linear {tokens}x{n}x{k} {way} {fingerprint_of(*_SOURCES, measure)}"
+    key = f"linear {tokens}x{n}x{k} {way} {sources()}"
     figures = cache.figures(key)
-    if figures is None:
+    if figures is None or set(figures) != _FIGURES:
         with on_real_tensors():
             figures = measure(n, k, tokens, device, fused, method)
         cache.keep_figures(key, figures)
     return Gain(n=n, k=k, tokens=tokens, fp8_us=figures["fp8_us"], bf16_us=figures["bf16_us"])
+
+
+def sources() -> str:
+    """Hash of this file, of the kernels that are timed, and of what they import from Deepwell."""
+    return f"{fingerprint_of(measure)} {sources_hash(*_SOURCES)}"
 
 
 def measure(n: int, k: int, tokens: int, device: str, fused: str, method: str = "fp8_row") -> dict[str, float]:

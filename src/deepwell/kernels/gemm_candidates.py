@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import UnsupportedError
+from deepwell.formats import quantize as formats_quantize
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import gemm, gemm_triton, quantize_blocks
+from deepwell.kernels import gemm, gemm_triton, native_candidates, quantize_blocks
 from deepwell.kernels import quantize as quantizers
 from deepwell.kernels._triton import triton
 from deepwell.kernels.gemm import ALIGNMENT, fp8_gemm, fp8_gemm_ref
@@ -28,6 +29,7 @@ from deepwell.kernels.gemm_triton import CONFIGS, activate_ref, fp8_gemm_triton
 from deepwell.kernels.native_candidates import native_chains
 from deepwell.kernels.quantize import quantize_rows, quantize_weight
 from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, file_hash
+from deepwell.kernels.sources import sources_hash
 from deepwell.precision.gemm_format import precision as parse_precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -256,9 +258,12 @@ def _needs_dtype(name: str) -> Callable[[Problem], str]:
 # ---- the lists ----
 
 
-def _sources(*modules: Any) -> str:
-    files = [Path(__file__), *(Path(module.__file__) for module in modules)]
-    return "".join(file_hash(path)[:8] for path in files)
+def _sources(*modules: ModuleType) -> str:
+    """Hash of what a candidate runs: this file, the modules of its kernels, and what these import from Deepwell.
+
+    What this file imports is not followed as a whole: it knows every candidate, and each would change with any other.
+    """
+    return file_hash(Path(__file__))[:8] + sources_hash(*modules, formats_quantize, gemm_triton)
 
 
 @lru_cache(maxsize=8)
@@ -320,7 +325,7 @@ def _chains() -> tuple[Candidate, ...]:
                 refuses=_needs_fp8_gpu,
             )
         )
-    found += native_chains(_sources)
+    found += native_chains(partial(_sources, native_candidates))
     for name in _DTYPES:
         found.append(
             chain(
@@ -397,10 +402,11 @@ def _has_transformer_engine() -> bool:
 
 
 def _cutlass_gemms() -> list[tuple[str, Callable[..., Tensor], str]]:
-    """(name, GEMM of rows, hash of the library) for each configuration of the CUTLASS library built for this GPU."""
-    from deepwell.kernels.cutlass_bindings import rowwise_gemms
+    """(name, GEMM of rows, hash of library and bindings) for each configuration of the library built for this GPU."""
+    from deepwell.kernels import cutlass_bindings
 
-    return rowwise_gemms()
+    found = cutlass_bindings.rowwise_gemms()
+    return [(name, multiply, sources_hash(cutlass_bindings) + digest) for name, multiply, digest in found]
 
 
 __all__ = ["EMULATED", "built_in", "emulated_gemm", "gemm_ref", "register_library"]
