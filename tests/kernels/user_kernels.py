@@ -1,6 +1,7 @@
 """Kernels as users write them, right and wrong, in a module so that another process can import them."""
 
 import os
+import signal
 import time
 
 import torch
@@ -53,6 +54,61 @@ def crashes(a: Tensor, b: Tensor) -> Tensor:
     os._exit(7)
 
 
+def hangs_when_large(a: Tensor, b: Tensor) -> Tensor:
+    """Right at the sizes of the proof; waits for a tile that never comes at larger ones."""
+    return a @ b if a.shape[0] <= 512 else hangs(a, b)
+
+
+def crashes_when_large(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if a.shape[0] <= 512 else crashes(a, b)
+
+
+def is_killed_when_large(a: Tensor, b: Tensor) -> Tensor:
+    """As a system without memory ends a process."""
+    if a.shape[0] > 512:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return a @ b
+
+
+def lacks_memory(a: Tensor, b: Tensor) -> Tensor:
+    raise MemoryError
+
+
+def lacks_memory_when_large(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if a.shape[0] <= 512 else lacks_memory(a, b)
+
+
+class TileError(Exception):
+    """An error of a user's own kind."""
+
+
+def raises_its_own(a: Tensor, b: Tensor) -> Tensor:
+    raise TileError("no such tile")
+
+
+def halves_b(a: Tensor, b: Tensor) -> Tensor:
+    """Right by what it made of its operand."""
+    b.mul_(0.5)
+    return a @ b
+
+
+def zeroes_a(a: Tensor, b: Tensor) -> Tensor:
+    c = a @ b
+    a.zero_()
+    return c
+
+
+def zeroes_bias(a: Tensor, b: Tensor, *, bias=None) -> Tensor:
+    c = a @ b if bias is None else a @ b + bias
+    if bias is not None:
+        bias.zero_()
+    return c
+
+
+def halves_b_when_large(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if a.shape[0] <= 512 else halves_b(a, b)
+
+
 def hides_nan(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b).nan_to_num(0.0)
 
@@ -63,3 +119,8 @@ def fp8_right(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *, out_dty
 
 def fp8_without_scales(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     return (a.float() @ b.float().T).bfloat16()
+
+
+def fp8_halves_scale(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    scale_b.mul_(0.5)
+    return fp8_right(a, scale_a, b, scale_b)

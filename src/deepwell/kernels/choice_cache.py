@@ -2,7 +2,8 @@
 
 It lies beside the other caches (`hardware.cache.cache_dir`). What it says of a candidate holds for the sources that it
 names, by their hash; a choice holds for the very set of candidates that competed. A file that is corrupt, of another
-schema or of another machine is logged, ignored and written anew; it is never trusted.
+schema or of another machine is logged, ignored and written anew; it is never trusted. So is one that contradicts
+itself: that names a kernel which did not compete, or keeps a choice under another problem's name.
 """
 
 import hashlib
@@ -25,7 +26,8 @@ from deepwell.kernels.proof import Proof
 from deepwell.kernels.registry import Candidate, Choice
 from deepwell.kernels.shortage import says_shortage
 
-SCHEMA = 1
+# Changed also where what was kept would not pass today: 1 took kernels for proved that wrote into their operands.
+SCHEMA = 2
 _log = logging.getLogger("deepwell.kernels")
 
 
@@ -64,19 +66,19 @@ class ChoiceCache:
         label = "".join(c if c.isalnum() else "-" for c in parts[0].lower()).strip("-")[:40]
         return cache_dir() / f"kernels-{label}-{digest}.json"
 
-    def proof(self, candidate: Candidate, dtype: str) -> Proof | None:
-        """What was proved of these very sources, or None."""
+    def proof(self, candidate: Candidate, of: str) -> Proof | None:
+        """What was proved of these very sources `of` a dtype, or of a problem by its key; or None."""
         self._read()
         if candidate.fingerprint is None:
             return None
-        found = self.proofs.get(_proof_key(candidate, dtype))
+        found = self.proofs.get(_proof_key(candidate, of))
         return None if found is None else Proof(**found)
 
-    def keep_proof(self, candidate: Candidate, dtype: str, proof: Proof) -> None:
+    def keep_proof(self, candidate: Candidate, of: str, proof: Proof) -> None:
         """Remember a proof, unless its sources cannot be told apart or memory was short, which may pass."""
         if candidate.fingerprint is None or says_shortage(proof.reason):
             return
-        self.proofs[_proof_key(candidate, dtype)] = asdict(proof)
+        self.proofs[_proof_key(candidate, of)] = asdict(proof)
         self._write()
 
     def choice(self, key: str, competitors: Sequence[Candidate]) -> Choice | None:
@@ -109,13 +111,13 @@ class ChoiceCache:
         if self.is_read:
             return
         self.is_read = True
-        loaded = _load(self.path, identity(self.device))
+        loaded = _load(self.path, self.device)
         if loaded is not None:
             self.proofs, self.choices = {**loaded["proofs"], **self.proofs}, {**loaded["choices"], **self.choices}
 
     def _write(self) -> None:
         """Whole or not at all, with what other processes wrote in the meantime."""
-        loaded = _load(self.path, identity(self.device))
+        loaded = _load(self.path, self.device)
         if loaded is not None:
             self.proofs, self.choices = {**loaded["proofs"], **self.proofs}, {**loaded["choices"], **self.choices}
         data = {
@@ -140,11 +142,11 @@ def _keys(candidates: Sequence[Candidate]) -> list[str]:
     return sorted(candidate.key for candidate in candidates)
 
 
-def _proof_key(candidate: Candidate, dtype: str) -> str:
-    return f"{candidate.op} {candidate.precision} {candidate.min_size} {dtype} {candidate.key}"
+def _proof_key(candidate: Candidate, of: str) -> str:
+    return f"{candidate.op} {candidate.precision} {candidate.min_size} {of} {candidate.key}"
 
 
-def _load(path: Path, expected: tuple[str, ...]) -> dict[str, Any] | None:
+def _load(path: Path, device: str) -> dict[str, Any] | None:
     """The checked contents of a file; None, and a line in the log, where it is no use."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -154,17 +156,17 @@ def _load(path: Path, expected: tuple[str, ...]) -> dict[str, Any] | None:
         _log.warning("%s could not be read (%s): kernels are measured again", path.name, error)
         return None
     try:
-        return _checked(json.loads(text), expected)
-    except (json.JSONDecodeError, ConfigError) as error:
+        return _checked(json.loads(text), device)
+    except (ValueError, RecursionError, ConfigError) as error:  # also digits or brackets without end
         _log.warning("%s was ignored (%s): kernels are measured again", path.name, error)
         return None
 
 
-def _checked(data: Any, expected: tuple[str, ...]) -> dict[str, Any]:
+def _checked(data: Any, device: str) -> dict[str, Any]:
     """Raise ConfigError unless every entry is what this module writes."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ConfigError("another schema")
-    if data.get("identity") != list(expected):
+    if data.get("identity") != list(identity(device)):
         raise ConfigError("of another machine or version")
     proofs, choices = data.get("proofs"), data.get("choices")
     if not isinstance(proofs, dict) or not isinstance(choices, dict):
@@ -174,18 +176,18 @@ def _checked(data: Any, expected: tuple[str, ...]) -> dict[str, Any]:
             kept = Proof(**proof)
             if not isinstance(kept.reason, str) or not _is_figure(kept.sqnr_db):
                 raise ConfigError("a proof whose reason is no text or whose dB are no number")
-        for entry in choices.values():
-            _check_entry(entry)
-    except (TypeError, KeyError, AttributeError) as error:
+        for key, entry in choices.items():
+            _check_entry(key, entry, torch.device(device).type)
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ConfigError(f"an entry is damaged: {error}") from error
     return data
 
 
 def _is_figure(value: object) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value))
 
 
-def _check_entry(entry: Any) -> None:
+def _check_entry(key: str, entry: Any, device_type: str) -> None:
     if "figures" in entry:
         figures = entry["figures"].values()
         if not all(isinstance(value, float) and math.isfinite(value) and value > 0 for value in figures):
@@ -195,5 +197,14 @@ def _check_entry(entry: Any) -> None:
     figures = [figure for verdict in choice.verdicts for figure in (verdict.us, verdict.sqnr_db)]
     if not all(map(_is_figure, (choice.us, *figures))):
         raise ConfigError("a choice whose times or dB are no numbers")
-    if choice.kernel not in choice.ranking() or not all(isinstance(key, str) for key in entry["candidates"]):
+    if not all(isinstance(text, str) for v in choice.verdicts for text in (v.name, v.precision, v.origin, v.reason)):
+        raise ConfigError("a verdict whose names or reason are no text")
+    if choice.kernel not in choice.ranking():
         raise ConfigError("a choice of a kernel that was set aside")
+    # A file serves all devices of one kind, whatever their number.
+    if choice.problem != key or choice.device.partition(":")[0] != device_type:
+        raise ConfigError(f"a choice for {choice.problem!r} on {choice.device!r} in the place of {key!r}")
+    competed = {candidate.rpartition("@")[0] for candidate in entry["candidates"]}
+    unknown = set(choice.ranking()) - competed
+    if unknown:
+        raise ConfigError(f"a choice among kernels that did not compete: {', '.join(sorted(unknown))}")

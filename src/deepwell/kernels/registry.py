@@ -10,8 +10,9 @@ A kernel of a user is a function of one of two ops:
                  a [M, K] and b [N, K] FP8 codes along the contraction, fp32 scales, one or one per row.
 
 It competes where the policy asks for its `precision` and none of M, N, K is smaller than `min_size`. A kernel says that
-it does not take a shape by raising UnsupportedError. It is chosen where it matched the reference on this device and was
-the fastest; else it is set aside with the reason, which `explain` and the engine's report show.
+it does not take a shape by raising UnsupportedError. It is chosen where it matched the reference on this device, left
+its operands as they were, and was the fastest; else it is set aside with the reason, which `explain` and the engine's
+report show.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Candidate:
     """One kernel that may compute an op. `fn` follows the op's signature (see the module); a value without torch.
 
     With `prepare`, `fn` gets `prepare(b)` in the place of b. `trusted` candidates are tried in this process, others
-    first in one of their own that can be killed. `refuses` says in words why a problem is not for it.
+    first in one of their own that can be killed; a user's then also at each size that it competes for. `refuses` says
+    in words why a problem is not for it.
     """
 
     name: str
@@ -173,7 +175,8 @@ class Choice:
 class KernelRegistry:
     """Candidates by op. A new one holds Deepwell's own; `register` adds users' kernels, which compete on equal terms.
 
-    `proof_timeout_s` is how long an unknown kernel may take to prove itself before it counts as hanging.
+    `proof_timeout_s` is how long an unknown kernel may take to prove itself, and a user's for its first product of a
+    real size, before it counts as hanging.
     """
 
     proof_timeout_s: float = 60.0
@@ -337,7 +340,7 @@ def _built_in(op: str) -> tuple[Candidate, ...]:
 def fingerprint_of(*functions: Callable[..., Any]) -> str | None:
     """A hash of the files that hold the functions, their names and what they closed over; None where that is unclear.
 
-    A file is hashed whole: a kernel and the code it calls usually live together.
+    A file is hashed whole: a kernel and the code it calls usually live together. What the file imports is not followed.
     """
     digest = hashlib.sha256()
     for function in functions:

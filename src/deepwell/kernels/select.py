@@ -2,8 +2,9 @@
 
 A chain is what a layer pays: quantizing what it must, the product, bias and activation. Times are medians; candidates
 take turns, so that a clock that drifts hits all alike, and operands rotate through more memory than the L2 cache holds.
-A candidate that raises, hangs or is wrong is set aside with its reason; the reference remains. One that lacks memory is
-skipped, and a choice without it is not kept on disk; where none has memory enough, that is raised.
+A candidate that raises, hangs, is wrong or writes into its operands is set aside with its reason; the reference stays.
+One that lacks memory is skipped, and a choice without it is not kept on disk; where none has memory enough, that is
+raised. All operands are made here: a candidate that may yet be set aside never gets a model's memory.
 """
 
 import logging
@@ -11,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,24 +21,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.choice_cache import ChoiceCache
-from deepwell.kernels.gemm_candidates import gemm_ref
 from deepwell.kernels.isolate import prove_apart
-from deepwell.kernels.proof import (
-    FAILURES,
-    FLOORS_DB,
-    Proof,
-    codes,
-    codes_floor_db,
-    compare_rows,
-    operands,
-    prepared,
-    prove,
-    run_fp8_gemm,
-    run_gemm,
-)
+from deepwell.kernels.proof import FAILURES, Proof, copies_of, prove, wrote_into
 from deepwell.kernels.registry import Candidate, Choice, KernelRegistry, Problem, Verdict, formats_for
-from deepwell.kernels.shortage import is_shortage, says_shortage, skipped
+from deepwell.kernels.shortage import says_shortage
 from deepwell.kernels.timing import recorded, times_us
+from deepwell.kernels.trial import REFUSES, calls_of, check_rows, inputs_of, try_apart, why_failed
 
 _log = logging.getLogger("deepwell.kernels")
 _ROUNDS = 3
@@ -45,8 +34,6 @@ _ROUNDS = 3
 _BUDGET_S = {"cuda": 0.02, "cpu": 0.05}
 _L2_BYTES = 128 << 20
 _MAX_COPIES = 8
-# Rows of the real shape that are compared with the reference: the first, the last and some between.
-_CHECKED_ROWS = 64
 
 _caches: dict[str, ChoiceCache] = {}
 
@@ -88,25 +75,26 @@ def _choose(registry: KernelRegistry, problem: Problem) -> Choice:
     cache = cache_of(problem.device)
     known = cache.choice(problem.key, competing)
     if known is not None and known.kernel not in registry.aside():
-        return known
+        # A file serves all GPUs of one kind: what one of them measured holds for the others.
+        return replace(known, device=problem.device)
     passed: list[tuple[Candidate, Proof]] = []
     for candidate in competing:
         proof = proof_of(candidate, problem, cache, registry.proof_timeout_s)
-        if proof.is_passed:
+        trial = trial_of(candidate, bucket, cache, registry.proof_timeout_s) if proof.is_passed else proof
+        if trial.is_passed:
             passed.append((candidate, proof))
         else:
-            verdicts.append(_verdict(candidate, reason=proof.reason, sqnr_db=proof.sqnr_db))
+            verdicts.append(_verdict(candidate, reason=trial.reason, sqnr_db=trial.sqnr_db))
     passed, substitutes = _prefer_native(problem, passed)
     verdicts += substitutes
     if not passed:
         raise _nobody(f"no kernel for {problem.key} is right on {problem.device}", verdicts)
-    if len(passed) == 1:
-        candidate, proof = passed[0]
+    how = "measured" if len(passed) > 1 else "only one"
+    candidate, proof = passed[0]
+    if len(passed) == 1 and candidate.origin != "user":
         timed = [_verdict(candidate, sqnr_db=proof.sqnr_db)]
-        how = "only one"
     else:
         timed = race(bucket, passed)
-        how = "measured"
     choice = _choice(problem, [*timed, *verdicts], how)
     cache.keep_choice(problem.key, competing, choice)
     return choice
@@ -160,11 +148,32 @@ def proof_of(candidate: Candidate, problem: Problem, cache: ChoiceCache, timeout
         proof = prove(candidate, problem.device, problem.dtype)
     else:
         proof = prove_apart(candidate, problem.device, problem.dtype, timeout_s)
-    if not proof.is_passed:
-        what = "skipped" if says_shortage(proof.reason) else "set aside"
-        _log.warning("kernel %s was %s on %s: %s", candidate.name, what, problem.device, proof.reason)
+    _warn(candidate, problem, proof.reason)
     cache.keep_proof(candidate, problem.dtype, proof)
     return proof
+
+
+def trial_of(candidate: Candidate, problem: Problem, cache: ChoiceCache, timeout_s: float) -> Proof:
+    """Of a user's kernel, the kept or a new trial at this very size in a process of its own; others need none.
+
+    Only afterwards may it run here, where a kernel that hangs would hang the training.
+    """
+    if candidate.origin != "user" or candidate.trusted:
+        return Proof()
+    known = cache.proof(candidate, problem.key)
+    if known is not None:
+        return known
+    trial = try_apart(candidate, problem, timeout_s)
+    _warn(candidate, problem, trial.reason)
+    cache.keep_proof(candidate, problem.key, trial)
+    return trial
+
+
+def _warn(candidate: Candidate, problem: Problem, reason: str) -> None:
+    """Say in the log that a candidate does not run, and why; a shape that it refuses by itself is no news."""
+    if reason and not reason.startswith(REFUSES):
+        what = "skipped" if says_shortage(reason) else "set aside"
+        _log.warning("kernel %s was %s on %s: %s", candidate.name, what, problem.device, reason)
 
 
 def _verdict(candidate: Candidate, **what: Any) -> Verdict:
@@ -202,12 +211,19 @@ class _Runner:
 
     candidate: Candidate
     proof: Proof
+    operands: Sequence[tuple[Any, ...]]
     calls: list[Callable[[], Tensor]]
     times_us: list[float]
 
     def lap(self) -> None:
         for call in self.calls:
             call()
+
+    def wrote_into(self, inputs: Sequence[tuple[Any, ...]]) -> str:
+        """What a user's kernel wrote into, "" where its copies still are what the inputs are."""
+        op = self.candidate.op
+        pairs = zip(self.operands, inputs, strict=True) if self.candidate.origin == "user" else ()
+        return next(filter(None, (wrote_into(op, own, given) for own, given in pairs)), "")
 
 
 def race(problem: Problem, passed: Sequence[tuple[Candidate, Proof]]) -> list[Verdict]:
@@ -221,12 +237,14 @@ def race(problem: Problem, passed: Sequence[tuple[Candidate, Proof]]) -> list[Ve
     for candidate, proof in passed:
         runner, wrong = _starter(candidate, proof, problem, inputs)
         if runner is None:
+            _warn(candidate, problem, wrong)
             verdicts.append(_verdict(candidate, reason=wrong, sqnr_db=proof.sqnr_db))
         else:
             runners.append(runner)
-    short = _take_turns(runners, torch.device(problem.device))
+    failed = _take_turns(runners, torch.device(problem.device))
     for runner in runners:
-        reason = short.get(runner.candidate.name, "")
+        reason = failed.get(runner.candidate.name, "") or runner.wrote_into(inputs)
+        _warn(runner.candidate, problem, reason)
         us = None if reason else statistics.median(runner.times_us)
         verdicts.append(_verdict(runner.candidate, us=us, sqnr_db=runner.proof.sqnr_db, reason=reason))
     return verdicts
@@ -237,14 +255,16 @@ def _starter(
 ) -> tuple[_Runner | None, str]:
     """A runner that was right once at this shape, or None and the reason. What a failed one held is free again."""
     try:
-        runner = _Runner(candidate, proof, _calls(candidate, problem, inputs), [])
-        wrong, db = _check_rows(candidate, problem, inputs[0], runner.calls[0]())
+        # A user's kernel may write where it should only read, at any call: what others are compared by is not its own.
+        own = [copies_of(given) for given in inputs] if candidate.origin == "user" else inputs
+        runner = _Runner(candidate, proof, own, calls_of(candidate, problem, own), [])
+        got = runner.calls[0]()
+        wrong = runner.wrote_into(inputs)
+        if wrong:
+            return None, wrong
+        wrong, db = check_rows(candidate, problem, inputs[0], got)
     except FAILURES as error:
-        if is_shortage(error):
-            return None, skipped(error)
-        if isinstance(error, UnsupportedError):
-            return None, f"does not take this shape: {error}"
-        return None, f"raised {type(error).__name__} at this shape: {str(error)[:200]}"
+        return None, why_failed(error)
     if wrong:
         return None, wrong
     if proof.sqnr_db is None:
@@ -259,47 +279,13 @@ def _inputs(problem: Problem) -> list[tuple[Any, ...]]:
     else:
         size = 2 * (problem.m * problem.k + problem.k * problem.n + problem.m * problem.n)
         copies = max(1, min(_MAX_COPIES, -(-_L2_BYTES // size)))
-    make = codes if problem.op == "fp8_gemm" else operands
-    return [make(problem, seed) for seed in range(copies)]
-
-
-def _calls(candidate: Candidate, problem: Problem, inputs: Sequence[tuple[Any, ...]]) -> list[Callable[[], Tensor]]:
-    if problem.op == "fp8_gemm":
-        return [lambda given=given: run_fp8_gemm(candidate, given) for given in inputs]  # type: ignore[misc]
-    calls: list[Callable[[], Tensor]] = []
-    for a, b, bias in inputs:
-        ready = prepared(candidate, b) if problem.static_b else None
-
-        def call(a: Tensor = a, b: Tensor = b, bias: Tensor | None = bias, ready: Any = ready) -> Tensor:
-            right = ready if problem.static_b else prepared(candidate, b)
-            return run_gemm(candidate, a, right, bias=bias, activation=problem.activation)
-
-        calls.append(call)
-    return calls
-
-
-def _check_rows(candidate: Candidate, problem: Problem, given: tuple[Any, ...], got: Tensor) -> tuple[str, float]:
-    """Compare some rows at the real shape: a kernel may be right at the proof's sizes and wrong at this one."""
-    if tuple(got.shape) != (problem.m, problem.n):
-        return f"returns shape {tuple(got.shape)} for {problem.m}x{problem.n}", -math.inf
-    rows = torch.linspace(0, problem.m - 1, min(_CHECKED_ROWS, problem.m), device=got.device).long()
-    label = f"{problem.m}x{problem.n}x{problem.k}"
-    if problem.op == "fp8_gemm":
-        a, scale_a, b, scale_b = given
-        scale = scale_a[rows] if scale_a.numel() > 1 else scale_a
-        picked = a.view(torch.uint8)[rows].view(a.dtype)
-        ref = (picked.float() * scale.reshape(-1, 1)) @ (b.float() * scale_b.reshape(-1, 1)).T
-        floor = codes_floor_db(candidate, problem.k, problem.device)
-        return compare_rows(got[rows], ref.to(got.dtype), floor, label)
-    a, b, bias = given
-    ref = gemm_ref(a[rows], b, bias=bias, activation=problem.activation, out_dtype=torch.float32)
-    return compare_rows(got[rows], ref, FLOORS_DB.get(candidate.precision, 12.0), label)
+    return [inputs_of(problem, seed) for seed in range(copies)]
 
 
 def _take_turns(runners: Sequence[_Runner], device: torch.device) -> dict[str, str]:
-    """Time all in turns. Returns why some did not finish, by name: they ran out of memory beside the others."""
+    """Time all in turns. Returns why some did not finish, by name: they raised, or lacked memory beside the others."""
     budget = _BUDGET_S[device.type] / _ROUNDS
-    short: dict[str, str] = {}
+    failed: dict[str, str] = {}
     laps: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:
         # Their results may lie in the same memory: one candidate runs at a time.
@@ -307,7 +293,7 @@ def _take_turns(runners: Sequence[_Runner], device: torch.device) -> dict[str, s
         for number in range(1 + _ROUNDS):
             for runner in runners:
                 name = runner.candidate.name
-                if name in short:
+                if name in failed:
                     continue
                 try:
                     if number == 0:
@@ -318,8 +304,6 @@ def _take_turns(runners: Sequence[_Runner], device: torch.device) -> dict[str, s
                     else:
                         runner.times_us += [us / len(runner.calls) for us in times_us(laps[name], device, budget)]
                 except FAILURES as error:
-                    if not is_shortage(error):
-                        raise
-                    short[name] = skipped(error)
-                    runner.calls.clear()
-    return short
+                    failed[name] = why_failed(error, "while it was timed")
+                    runner.operands, runner.calls = (), []
+    return failed

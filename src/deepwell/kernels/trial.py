@@ -1,0 +1,205 @@
+"""A candidate at the size of a real problem: its calls, whether a first one is right, and that one run apart.
+
+A kernel may be right at the proof's sizes and wrong, or hang, at others. A user's kernel therefore meets the problem's
+own size first in a process that can be killed, with the limits of its proof (see `deepwell.kernels.isolate`).
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import UnsupportedError
+from deepwell.kernels.gemm_candidates import gemm_ref
+from deepwell.kernels.isolate import _NOT_IMPORTABLE, _address, _find
+from deepwell.kernels.proof import (
+    FAILURES,
+    FLOORS_DB,
+    Proof,
+    codes,
+    codes_floor_db,
+    compare_rows,
+    copies_of,
+    operands,
+    prepared,
+    run_fp8_gemm,
+    run_gemm,
+    wrote_into,
+)
+from deepwell.kernels.registry import Candidate, Problem
+from deepwell.kernels.shortage import SKIPPED, is_shortage, skipped
+
+REFUSES = "does not take this shape"
+# Rows of the real shape that are compared with the reference: the first, the last and some between.
+_CHECKED_ROWS = 64
+_ENTRY = "from deepwell.kernels.trial import main; main()"
+
+
+# ---- one call ----
+
+
+def inputs_of(problem: Problem, seed: int = 0) -> tuple[Any, ...]:
+    """The operands of a problem as its op takes them."""
+    return codes(problem, seed) if problem.op == "fp8_gemm" else operands(problem, seed)
+
+
+def calls_of(candidate: Candidate, problem: Problem, inputs: Sequence[tuple[Any, ...]]) -> list[Callable[[], Tensor]]:
+    """The candidate's chain on each set of operands."""
+    if problem.op == "fp8_gemm":
+        return [lambda given=given: run_fp8_gemm(candidate, given) for given in inputs]  # type: ignore[misc]
+    calls: list[Callable[[], Tensor]] = []
+    for a, b, bias in inputs:
+        ready = prepared(candidate, b) if problem.static_b else None
+
+        def call(a: Tensor = a, b: Tensor = b, bias: Tensor | None = bias, ready: Any = ready) -> Tensor:
+            right = ready if problem.static_b else prepared(candidate, b)
+            return run_gemm(candidate, a, right, bias=bias, activation=problem.activation)
+
+        calls.append(call)
+    return calls
+
+
+def check_rows(candidate: Candidate, problem: Problem, given: tuple[Any, ...], got: Tensor) -> tuple[str, float]:
+    """(why some rows of `got` are wrong or "", their dB). `given` are operands that the candidate never had."""
+    if tuple(got.shape) != (problem.m, problem.n):
+        return f"returns shape {tuple(got.shape)} for {problem.m}x{problem.n}", -math.inf
+    rows = torch.linspace(0, problem.m - 1, min(_CHECKED_ROWS, problem.m), device=got.device).long()
+    if problem.op == "fp8_gemm":
+        a, scale_a, b, scale_b = given
+        scale = scale_a[rows] if scale_a.numel() > 1 else scale_a
+        picked = a.view(torch.uint8)[rows].view(a.dtype)
+        ref = (picked.float() * scale.reshape(-1, 1)) @ (b.float() * scale_b.reshape(-1, 1)).T
+        floor = codes_floor_db(candidate, problem.k, problem.device)
+        return compare_rows(got[rows], ref.to(got.dtype), floor, _size(problem))
+    a, b, bias = given
+    ref = gemm_ref(a[rows], b, bias=bias, activation=problem.activation, out_dtype=torch.float32)
+    return compare_rows(got[rows], ref, FLOORS_DB.get(candidate.precision, 12.0), _size(problem))
+
+
+def why_failed(error: BaseException, when: str = "at this shape") -> str:
+    """The reason of a candidate that raised."""
+    if is_shortage(error):
+        return skipped(error)
+    if isinstance(error, UnsupportedError):
+        return f"{REFUSES}: {error}"
+    return f"raised {type(error).__name__} {when}: {str(error)[:200]}"
+
+
+def _size(problem: Problem) -> str:
+    return f"{problem.m}x{problem.n}x{problem.k}"
+
+
+def try_once(candidate: Candidate, problem: Problem) -> Proof:
+    """Run a candidate once at a problem's size, in this process."""
+    try:
+        given = inputs_of(problem)
+        own = copies_of(given)
+        (call,) = calls_of(candidate, problem, [own])
+        got = call()
+        wrote = wrote_into(problem.op, own, given)
+        if wrote:
+            return Proof(reason=wrote)
+        wrong, db = check_rows(candidate, problem, given, got)
+    except FAILURES as error:
+        return Proof(reason=why_failed(error))
+    return Proof(reason=wrong, sqnr_db=min(db, 999.0))
+
+
+# ---- in another process ----
+
+
+def try_apart(candidate: Candidate, problem: Problem, timeout_s: float) -> Proof:
+    """As `try_once`, in a process of its own: one that hangs or crashes is a reason too.
+
+    It is the kind of process in which the candidate was proved (`isolate.prove_apart`).
+    """
+    if torch.device(problem.device).type == "cpu" and sys.platform == "linux":
+        return _in_fork(candidate, problem, timeout_s)
+    where = _address(candidate)
+    if where is None:
+        return Proof(reason=_NOT_IMPORTABLE)
+    return _in_fresh_process({**where, "problem": asdict(problem)}, timeout_s)
+
+
+def _in_fork(candidate: Candidate, problem: Problem, timeout_s: float) -> Proof:
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(writer, candidate, problem), daemon=True)
+    with warnings.catch_warnings():
+        # Python warns of threads that a fork leaves behind; the child starts none and waits for none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    writer.close()
+    try:
+        if not reader.poll(timeout_s):
+            return Proof(reason=_hangs(problem, timeout_s))
+        return Proof(**reader.recv())
+    except EOFError:
+        process.join()
+        return Proof(reason=_ended(problem, process.exitcode))
+    finally:
+        process.kill()
+        process.join()
+        reader.close()
+
+
+def _child(writer: Connection, candidate: Candidate, problem: Problem) -> None:
+    # A second thread would wait for a pool that stayed in the parent.
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    writer.send(asdict(try_once(candidate, problem)))
+    writer.close()
+
+
+def _in_fresh_process(request: dict[str, Any], timeout_s: float) -> Proof:
+    problem = Problem(**request["problem"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ENTRY],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return Proof(reason=_hangs(problem, timeout_s))
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return Proof(reason=_ended(problem, done.returncode, done.stderr))
+    try:
+        return Proof(**json.loads(lines[-1]))
+    except (ValueError, TypeError):
+        return Proof(reason=f"its process answered {lines[-1][:200]!r} instead of a verdict at {_size(problem)}")
+
+
+def main() -> None:
+    """The fresh interpreter: read a request, find the candidate, print how its one call went as JSON."""
+    request = json.loads(sys.stdin.read())
+    proof = try_once(_find(request), Problem(**request["problem"]))
+    print(json.dumps(asdict(proof)), flush=True)
+
+
+def _hangs(problem: Problem, timeout_s: float) -> str:
+    return f"hangs at {_size(problem)}: no answer within {timeout_s:g} s"
+
+
+def _ended(problem: Problem, status: int | None, said: str = "") -> str:
+    if status == -signal.SIGKILL:
+        # Not by us: a system that runs out of memory ends the process that asks for it so.
+        return f"{SKIPPED}: its process was killed at {_size(problem)}"
+    last = said.strip().splitlines()[-1:]
+    return f"ended its process with status {status} at {_size(problem)}" + "".join(f": {line[:200]}" for line in last)
