@@ -8,18 +8,22 @@ says which and why.
 # Shapes: M rows of the result, N columns, K contraction, B blocks of 32 along it.
 
 import hashlib
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import quantize
 from deepwell.formats.spec import get_format
 from deepwell.formats.tensor import QuantizedTensor
+from deepwell.kernels.checks import check_vector
 from deepwell.kernels.cutlass_library import (
     ACTIVATIONS,
     Epilogue,
@@ -31,8 +35,11 @@ from deepwell.kernels.cutlass_library import (
 from deepwell.precision.gemm_format import precision as parse_precision
 
 _MX_BLOCK = 32
+_NV_BLOCK = 16
+# How the library names its configurations: tile, cluster, schedule.
+_TILE = re.compile(r"\d+x\d+x\d+_\d+x\d+_\w+")
 _BLACKWELL = (10, 0)
-_FP8 = torch.float8_e4m3fn
+_FP8, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +48,21 @@ class CutlassConfig:
 
     use_tcgen05: bool = True  # Blackwell's block-scaled tensor cores; False keeps to FP8 with a scale per row
     tmem_residency: bool = True  # sums stay in tensor memory; tcgen05 has no other way
-    microscale_block_size: int = _MX_BLOCK
+    microscale_block_size: int | None = None  # numbers under one scale; None is the format's own
     tile: str | None = None
 
     def __post_init__(self) -> None:
-        if self.microscale_block_size not in (16, _MX_BLOCK):
+        for name in ("use_tcgen05", "tmem_residency"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes True or False")
+        if self.microscale_block_size not in (None, _NV_BLOCK, _MX_BLOCK):
             raise ConfigError(
                 f"microscale_block_size is {self.microscale_block_size!r}; MX formats have 32, NVFP4 has 16"
+            )
+        if self.tile is not None and not (isinstance(self.tile, str) and _TILE.fullmatch(self.tile)):
+            raise ConfigError(
+                f"tile is {self.tile!r}; it is the name of a configuration, such as 128x128x128_1x1_1sm: "
+                "str(deepwell.kernels.cutlass_library.library_for()) lists them, None takes the first"
             )
         if self.use_tcgen05 and not self.tmem_residency:
             raise ConfigError("tmem_residency is False and use_tcgen05 True; tcgen05 adds up in tensor memory only")
@@ -71,12 +86,15 @@ class CutlassKernel:
     ) -> "CutlassKernel":
         """Fix the shape of a [M, K] @ b [K, N] and the format. Without microscaling, 8-bit formats are FP8 by rows."""
         for name, value in (("m", m), ("n", n), ("k", k)):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if not isinstance(use_microscaling, bool):
+            raise ConfigError(f"use_microscaling is {use_microscaling!r}; it takes True or False")
         fmt = parse_precision(precision).format
-        if use_microscaling and fmt.startswith("mx") and self.config.microscale_block_size != _MX_BLOCK:
+        block = _MX_BLOCK if fmt.startswith("mx") else _NV_BLOCK if fmt == "nvfp4" else None
+        if use_microscaling and block and self.config.microscale_block_size not in (None, block):
             raise ConfigError(
-                f"microscale_block_size is {self.config.microscale_block_size}; {fmt} has blocks of {_MX_BLOCK}"
+                f"microscale_block_size is {self.config.microscale_block_size}; {fmt} has blocks of {block}"
             )
         if not use_microscaling and fmt not in ("bf16", "fp16", "fp32", "fp8", "mxfp8"):
             raise ConfigError(f"use_microscaling is False; {fmt} has no scales but those of its blocks")
@@ -95,15 +113,17 @@ class CutlassKernel:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        """`act(a @ b + bias)`: of numbers, a [M, K] and b [K, N], in their dtype.
+        """`act(a @ b + bias)`: of numbers, a [M, K] and b [K, N], in their dtype. `bias` has N numbers.
 
         Of MXFP8 codes with their scales (`MicroscaleManager.quantize_mxfp8`), both along the contraction, a [M, K] and
-        b [N, K], in bf16. Raises ConfigError on what does not fit, also before `initialize`.
+        b [N, K], in bf16. `activation` is gelu (erf), gelu_tanh, silu, relu or None. Raises ConfigError on what does
+        not fit, also before `initialize`.
         """
         if self.shape is None:
             raise ConfigError("the kernel has no shape yet; call initialize(m, n, k, precision) first")
         if a_scales is None and b_scales is None:
             self._check(a, b.T if isinstance(b, Tensor) and b.dim() == 2 else b)
+            _check_epilogue(bias, activation, self.shape[1], a)
             return self._numbers(a, b, bias, activation)
         if a_scales is None or b_scales is None:
             missing = "a_scales" if a_scales is None else "b_scales"
@@ -111,7 +131,8 @@ class CutlassKernel:
         if self.precision != "mxfp8":
             raise ConfigError(f"the kernel was initialized for {self.precision}; codes with scales are mxfp8")
         self._check(a, b)
-        left, right = _quantized(a, a_scales, "a"), _quantized(b, b_scales, "b")
+        left, right = _quantized(a, a_scales, "a", "a_scales"), _quantized(b, b_scales, "b", "b_scales")
+        _check_epilogue(bias, activation, self.shape[1], a)
         return self._codes(left, right, bias, activation)
 
     def _check(self, a: Tensor, b_NK: Tensor) -> None:
@@ -139,14 +160,14 @@ class CutlassKernel:
         from deepwell.kernels.registry import default_registry
 
         self._bind(a)
-        return gemm(default_registry(), a, b, precision=self.precision, bias=bias, activation=activation)
+        product = partial(gemm, default_registry(), a, b, precision=self.precision, bias=bias)
+        if activation == "gelu_tanh":  # the registry's kernels do not have it in their epilogues
+            return F.gelu(product(out_dtype=torch.float32), approximate="tanh").to(a.dtype)
+        return product(activation=None if activation == "none" else activation)
 
     def _codes(
         self, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
-        if activation not in ACTIVATIONS:
-            names = ", ".join(name for name in ACTIVATIONS if name)
-            raise ConfigError(f"activation is {activation!r}; it takes {names}")
         if self._native(left.data):
             alpha: Tensor | float = 1.0
             if left.global_scale is not None and right.global_scale is not None:
@@ -170,7 +191,7 @@ class CutlassKernel:
         if bias is not None:
             c_MN = c_MN + bias.float()
         if activation == "gelu_tanh":
-            return torch.nn.functional.gelu(c_MN, approximate="tanh").to(torch.bfloat16)
+            return F.gelu(c_MN, approximate="tanh").to(torch.bfloat16)
         return activate_ref(c_MN, None if activation == "none" else activation).to(torch.bfloat16)
 
     def _native(self, a: Tensor) -> bool:
@@ -196,6 +217,8 @@ class CutlassKernel:
                 self.reason = "FP8 with a scale per row; the CUTLASS kernels compete with the others"
             except UnsupportedError as error:
                 self.reason = f"FP8 with a scale per row, without CUTLASS: {error}"
+        if self.config.tile is not None:
+            self.reason += f"; tile {self.config.tile} is for block-scaled kernels and not used"
 
     def __repr__(self) -> str:
         if self.shape is None:
@@ -204,14 +227,21 @@ class CutlassKernel:
         return f"CutlassKernel({'x'.join(map(str, self.shape))} {self.precision}{bound})"
 
 
-def _quantized(codes: Tensor, scales: Tensor, name: str) -> QuantizedTensor:
+def _check_epilogue(bias: Tensor | None, activation: str | None, n: int, like: Tensor) -> None:
+    if bias is not None:
+        check_vector("bias", bias, n, like)
+        if not bias.is_floating_point():
+            raise ConfigError(f"bias has dtype {bias.dtype}; pass fp32, bf16 or fp16")
+    if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
+        names = ", ".join(name for name in ACTIVATIONS if name)
+        raise ConfigError(f"activation is {activation!r}; it takes {names} or None")
+
+
+def _quantized(codes: Tensor, scales: Tensor, name: str, scales_name: str) -> QuantizedTensor:
     """MXFP8 codes and scales as one value."""
     if codes.dtype != _FP8:
         raise ConfigError(f"{name} has dtype {codes.dtype}; with scales it must hold codes, {_FP8}")
-    wanted = (codes.shape[0], -(-codes.shape[1] // _MX_BLOCK))
-    if scales.dtype != torch.float8_e8m0fnu or tuple(scales.shape) != wanted:
-        got = f"{scales.dtype} {tuple(scales.shape)}"
-        raise ConfigError(f"{name}_scales is {got}; it must be torch.float8_e8m0fnu {wanted}")
+    _check_scales(scales_name, scales, [(codes.shape[0], -(-codes.shape[1] // _MX_BLOCK))], codes)
     return QuantizedTensor(
         data=codes,
         scales=scales,
@@ -221,6 +251,15 @@ def _quantized(codes: Tensor, scales: Tensor, name: str) -> QuantizedTensor:
         shape=tuple(codes.shape),
         dtype=torch.float32,
     )
+
+
+def _check_scales(name: str, scales: Tensor, shapes: list[tuple[int, ...]], codes: Tensor) -> None:
+    """Raise ConfigError unless these are E8M0 scales of one of the shapes, beside their codes."""
+    wanted = f"{_E8M0} {shapes[0]} on {codes.device}"
+    if not isinstance(scales, Tensor):
+        raise ConfigError(f"{name} is a {type(scales).__name__}; it must be {wanted}")
+    if scales.dtype != _E8M0 or tuple(scales.shape) not in shapes or scales.device != codes.device:
+        raise ConfigError(f"{name} is {scales.dtype} {tuple(scales.shape)} on {scales.device}; it must be {wanted}")
 
 
 class MicroscaleManager:
@@ -243,9 +282,15 @@ class MicroscaleManager:
         if not isinstance(codes, Tensor) or codes.dtype != _FP8 or codes.dim() == 0:
             got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise ConfigError(f"codes is {got}; pass the {_FP8} tensor that quantize_mxfp8 returned")
-        flat = codes.reshape(-1, codes.shape[-1])
-        raw = scales.view(torch.uint8).reshape(flat.shape[0], -1).view(scales.dtype)
-        return _quantized(flat, raw, "codes").dequantize(dtype).view(codes.shape)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(f"dtype is {dtype!r}; pass torch.float32, torch.bfloat16 or torch.float16")
+        *leading, k = codes.shape
+        rows, blocks = math.prod(leading), -(-k // _MX_BLOCK)
+        _check_scales("scales", scales, [(*leading, blocks), (rows, blocks)], codes)
+        if not codes.numel():
+            return torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        raw = scales.view(torch.uint8).reshape(rows, blocks).view(_E8M0)
+        return _quantized(codes.reshape(rows, k), raw, "codes", "scales").dequantize(dtype).view(codes.shape)
 
 
 def _check_block(block_size: int) -> None:

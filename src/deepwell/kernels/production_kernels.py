@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepwell.errors import ConfigError
 from deepwell.kernels.dispatch import gemm
 from deepwell.kernels.gemm_triton import ACTIVATIONS
 from deepwell.kernels.registry import KernelRegistry
@@ -18,6 +19,8 @@ class ProductionKernelManager:
     """Products through one registry: Deepwell's own candidates and, where one is passed, a user's."""
 
     def __init__(self, registry: KernelRegistry | None = None) -> None:
+        if registry is not None and not isinstance(registry, KernelRegistry):
+            raise ConfigError(f"registry is a {type(registry).__name__}; pass a deepwell.kernels.KernelRegistry")
         self.registry = registry if registry is not None else KernelRegistry()
 
     def gemm(
