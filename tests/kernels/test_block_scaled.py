@@ -244,10 +244,10 @@ def test_operands_are_filled_up_to_whole_lines_without_touching_the_scales():
     filled = B._filled(a, 16)
     assert filled.data.shape == (16, 32) and filled.length == 64
     assert filled.scale is a.scale
-    wanted = B.block_scaled_gemm_ref(a, a, out_dtype=torch.float32)
-    got = B.block_scaled_gemm_ref(filled, filled, out_dtype=torch.float32)
-    # Scale tiles are padded to 128 rows and 4 blocks: the filled operand reads the same bytes.
-    assert torch.equal(got[:5, :5], wanted) and not got[5:].any() and not got[:, 5:].any()
+    wanted, got = B.dequantize_operand(a), B.dequantize_operand(filled)
+    # Scale tiles are padded to 128 rows and 4 blocks: the filled operand reads the same bytes. (Numbers are compared, not
+    # products: how a CPU's library adds up 40 of them and 24 zeros is its own business.)
+    assert torch.equal(got[:5, :40], wanted) and not got[5:].any() and not got[:, 40:].any()
 
 
 def test_what_cutlass_has_no_kernel_for_is_said():
