@@ -59,7 +59,7 @@ class Variant:
         copies = 0.0
         if self.copies is not None:
             fmt = get_format(self.copies)
-            is_second_pass = fmt.scaling == "tensor" and not self.is_delayed
+            is_second_pass = fmt.scaling == "row" or (fmt.scaling == "tensor" and not self.is_delayed)
             copies = 2 * fmt.bits_per_element / 8 + (param if is_second_pass else 0)
         return grad * (2 if self.clip_norm is not None else 1) + weights + moments + copies
 
@@ -101,6 +101,7 @@ COPIED = (
         copies="fp8_e4m3_tensor_pow2",
         is_delayed=False,
     ),
+    Variant(name="bf16 random + row copies, second pass", random_params=True, copies="fp8_e4m3_row_pow2"),
     Variant(
         name="bf16 random, fp8 moments + mxfp8 copies",
         moment=adamw.FP8,

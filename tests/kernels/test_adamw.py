@@ -447,7 +447,7 @@ def test_no_tile_config_changes_a_copy(config, device):
         if alike is not config:
             pytest.skip(f"interpreted as {alike}")
     is_square = config.rows == 128 or (config in WORD_CONFIGS and config.rows == 64)
-    for fmt in ("mxfp8", "fp8_e4m3_128x128") if is_square else ("mxfp8",):
+    for fmt in ("mxfp8", "fp8_e4m3_row", *["fp8_e4m3_128x128"] * is_square):
         # 144 rows end inside the last tile.
         case = Case(moment=FP8) if config in WORD_CONFIGS else Case(is_random=False)
         shape = (144, 128) if config in WORD_CONFIGS else (144, 16)
@@ -491,15 +491,71 @@ def test_a_weight_that_is_not_finite_stays_visible_in_its_copies(fmt, device):
     assert bool(kernel.slots[0].copies.row_tensor().dequantize()[3, 5].isnan())
 
 
-def test_a_skipped_step_leaves_copies_alone(device):
-    kernel, _, grads, groups = make(Case(), [(64, 128)], device, "fp8_e4m3_tensor", skip_nonfinite=True)
-    kernel.write_copies()
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_tensor", "fp8_e4m3_row"])
+def test_a_skipped_step_leaves_copies_alone(fmt, device):
+    kernel, reference, grads, groups = make(Case(is_random=False), [(64, 128)], device, fmt, skip_nonfinite=True)
+    for form in (kernel, reference):
+        form.write_copies()
     copies = kernel.slots[0].copies
-    before = {name: getattr(copies, name).clone() for name in ("row", "col", "scale", "amax", "new_amax")}
-    grads[0][0][0, 0] = math.nan
-    kernel.step(grads[0], groups)
+    before = {name: getattr(copies, name).clone() for name in COPIED if getattr(copies, name) is not None}
+    for form in (kernel, reference):
+        form.step([torch.full_like(grads[0][0], math.nan)], groups)
     for name, wanted in before.items():
         assert_bitwise_equal(getattr(copies, name), wanted, name)
+    # Nor does it leave anything behind for the next one.
+    for form in (kernel, reference):
+        form.step(grads[0], groups)
+    assert_same(kernel, reference)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_row", "fp8_e4m3_row_pow2"])
+def test_each_row_and_column_has_the_scale_of_its_own_maximum(fmt, device):
+    # By rows, and by columns, from 0, which has a rule of its own, and subnormal numbers to nearly the largest; in
+    # words and one by one. Then a thousand times smaller: maxima of the step before do not count.
+    powers = torch.tensor([0.0, 2.0**-149, 2.0**-130, 1e-30, 1.0, 447.9, 1e19, 3e38])
+    for rows, columns in ((144, 32), (130, 67)):
+        shapes = [(rows, columns), (columns, rows)]
+        kernel, reference, grads, groups = make(Case(param=FP32, grad=FP32, moment=FP32), shapes, device, fmt)
+        still = [torch.zeros_like(grad) for grad in grads[0]]
+        numbers = torch.rand(shapes[0], generator=torch.Generator().manual_seed(0)) - 0.5
+        numbers[:, 5] = 1.0
+        numbers[:8] *= powers[:, None]
+        for shrunk in (1.0, 1e-3):
+            for form in (kernel, reference):
+                form.slots[0].param.copy_(numbers * shrunk)
+                form.slots[1].param.copy_(numbers.T * shrunk)
+                form.step(still, groups)
+            assert_same(kernel, reference)
+            one, other = (slot.copies for slot in kernel.slots)
+            assert float(one.row_scales[0]) == float(other.col_scales[0]) == 2.0**-126
+
+
+# Rows that are no whole blocks of moments, in words, and one by one.
+@pytest.mark.parametrize("shape", [(3, 40, 72), (2, 48, 128), (2, 20, 128)], ids=str)
+@pytest.mark.parametrize("is_row", [True, False], ids=["row alone", "col alone"])
+def test_row_scales_of_one_copy_may_lie_apart(is_row, shape, device):
+    kernel, _, grads, groups = make(Case(moment=FP8), [shape], device)
+    made = Copies.empty_like(kernel.slots[0].param, "fp8_e4m3_row", row=is_row, col=not is_row)
+    side = "row" if is_row else "col"
+    # One column of a larger table; what lies beside it is not ours.
+    table = torch.full((*getattr(made, f"{side}_scales").shape[:-1], 3), -1.0, device=device)
+    made = replace(made, **{f"{side}_scales": table[..., 1:2]})
+    fused = FusedAdamW(
+        [replace(kernel.slots[0], copies=made)], steps=torch.zeros(1, dtype=torch.int64, device=device), seed=5
+    )
+    fused.step(grads[0], groups)
+    wanted = quantize_both(fused.slots[0].param, made.format)[not is_row]
+    assert_bitwise_equal(getattr(made, side), wanted.data, side)
+    assert_bitwise_equal(table[..., 1:2].contiguous(), wanted.scales, f"{side}_scales")
+    assert bool((table[..., ::2] == -1.0).all())
+
+
+def test_rows_of_an_empty_matrix_have_the_scale_of_zeros(device):
+    kernel, reference, _, _ = make(Case(), [(5, 0), (0, 7), (16, 0), (0, 16)], device, "fp8_e4m3_row")
+    for form in (kernel, reference):
+        form.write_copies()
+    assert_same(kernel, reference)
+    assert kernel.slots[1].copies.col_scales.flatten().tolist() == [2.0**-126] * 7
 
 
 # ---- refusals ----

@@ -11,6 +11,7 @@ from deepwell.formats.spec import get_format
 from deepwell.kernels import adamw, adamw_copies, adamw_words
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import CONFIGS, FP8, configs_for_moments
+from deepwell.kernels.adamw_copies import configs_for
 from deepwell.kernels.adamw_words import WORD_CONFIGS, WordConfig, word_configs_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -132,6 +133,57 @@ def test_copies_compile_without_spills(scaling, arch, each):
     assert made.shared_bytes <= aot.MAX_SHARED_BYTES
     # 32 codes a thread in each copy, 16 at a time.
     assert made.count(r"st\.global\S*\.v4\.b32") == 3 + 2 * 2
+
+
+# The update that collects the maxima of rows and columns, then the pass that writes.
+PASSES = [{"UPDATES": is_first, "COLLECTS": is_first, "WRITES": not is_first} for is_first in (True, False)]
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
+def test_copies_with_row_scales_compile_without_spills_where_nothing_is_aligned(moment, arch, monkeypatch):
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    config = configs_for(get_format("fp8_e4m3_row"))[0]
+    constants = {
+        **_constants(Case(moment=moment)),
+        "ALIGNED": False,
+        "ROWS": config.rows,
+        "STRIP": config.strip,
+        "COPY_STRIP": config.copy_strip,
+        "EACH": moment == BF16,
+        "SCALING": "row",
+        "POW2": False,
+        "HAS_ROW": True,
+        "HAS_COL": True,
+    }
+    pointers = {**POINTERS, "copies_ptr": torch.int64}
+    for how in PASSES:
+        made = aot.compile_kernel(
+            adamw_copies._copies_kernel, {**pointers, **constants, **how}, arch=arch, num_warps=config.num_warps
+        )
+        assert made.spill_bytes == 0 and made.stack_bytes == 0
+        assert made.shared_bytes <= aot.MAX_SHARED_BYTES
+        # Maxima of a strip's rows and of the tile's columns; nobody waits for them.
+        assert made.count(r"atom\.global\S*relaxed\S*max") == 2 * how["COLLECTS"]
+        assert made.count(r"fence|membar|acq_rel") == 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_row", "fp8_e4m3_row_pow2"])
+def test_words_with_row_scales_read_a_weight_twice_and_spill_nothing(fmt, moment, arch, monkeypatch):
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    config = word_configs_for(get_format(fmt), has_fp8_moments=moment == FP8)[0]
+    for how in PASSES:
+        made = _words(Case(moment=moment), "row", config, arch, POW2="pow2" in fmt, **how)
+        assert made.spill_bytes == 0 and made.stack_bytes == 0
+        # One atomic access for all rows of a part and one for its columns.
+        assert made.count(r"atom\.global\S*relaxed\S*max") == 2 * how["COLLECTS"]
+        assert made.count(r"fence|membar|acq_rel") == 0
+        if how["WRITES"]:
+            # 16 bytes of each of four rows of weights, and their codes: 8 bytes a row, two of 16 transposed.
+            assert made.count(r"ld\.global\S*\.v4\.b32") == 4 and made.count(r"st\.global\S*\.v4\.b32") == 2
+            assert made.count(r"st\.global\S*\.v2\.b32") == 4
 
 
 def _words(case, scaling, config, arch=90, **changes):

@@ -102,6 +102,8 @@ def test_an_update_is_the_references_however_elements_are_loaded(executed, momen
         ("mxfp8", (48, 128), "_words_kernel"),
         ("fp8_e4m3_tensor_pow2", (48, 128), "_words_kernel"),
         ("fp8_e4m3_128x128_pow2", (144, 128), "_words_kernel"),
+        ("fp8_e4m3_row", (80, 256), "_words_kernel"),
+        ("fp8_e4m3_row_pow2", (80, 256), "_words_kernel"),
         # Rows that are no multiple of 16, and rows that begin inside a draw of random bits.
         ("mxfp8", (20, 128), "_copies_kernel"),
         ("mxfp8", (20, 20), "_copies_kernel"),
@@ -114,3 +116,6 @@ def test_copies_are_those_of_the_new_weights(executed, fmt, shape, name, moment)
     row, col = quantize_both(slot.param, fmt, amax=slot.copies.amax)
     assert_bitwise_equal(slot.copies.row, row.data, "row")
     assert_bitwise_equal(slot.copies.col, col.data, "col")
+    if slot.copies.row_scales is not None:
+        assert_bitwise_equal(slot.copies.row_scales, row.scales, "row_scales")
+        assert_bitwise_equal(slot.copies.col_scales, col.scales, "col_scales")

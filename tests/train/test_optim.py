@@ -246,7 +246,7 @@ def test_a_step_with_a_nan_gradient_is_skipped_and_counted(device):
         assert_bitwise_equal(mine.detach(), wanted, "param")
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_e4m3_128x128_pow2", "fp8_e4m3_tensor_pow2"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_e4m3_128x128_pow2", "fp8_e4m3_tensor_pow2", "fp8_e4m3_row"])
 def test_weight_copies_follow_the_weights(fmt, device):
     weight = torch.nn.Parameter(torch.randn(96, 64, device=device).to(BF16))
     copies = Copies.empty_like(weight, fmt)
@@ -258,6 +258,46 @@ def test_weight_copies_follow_the_weights(fmt, device):
         assert_bitwise_equal(copies.col_tensor().data, col.data, f"col at step {step}")
         set_grads([weight], step)
         optimizer.step()
+
+
+SCALINGS = ["mxfp8", "fp8_e4m3_128x128", "fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_row_pow2"]
+
+
+@pytest.mark.parametrize("fmt, is_delayed", [*((fmt, False) for fmt in SCALINGS), ("fp8_e4m3_tensor", True)])
+def test_a_run_with_weight_copies_resumes_bit_equal(fmt, is_delayed, device, tmp_path):
+    # In words, a stack of matrices one by one, and a parameter without copies.
+    shapes = [(48, 32), (2, 20, 24), (64,)]
+
+    def begin():
+        params = parameters(BF16, device, shapes)
+        copies = {param: Copies.empty_like(param, fmt, is_delayed=is_delayed) for param in params[:2]}
+        return params, copies, AdamWDW(params, lr=1e-2, seed=11, clip_norm=1.0, weight_copies=copies)
+
+    whole, wanted, optimizer = begin()
+    train(optimizer, whole, 6)
+    first, saved, optimizer = begin()
+    train(optimizer, first, 3)
+    torch.save({"weights": [p.detach() for p in first], "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    second, found, resumed = begin()
+    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
+    with torch.no_grad():
+        for param, weight in zip(second, loaded["weights"], strict=True):
+            param.copy_(weight)
+    resumed.load_state_dict(loaded["optimizer"])
+    resumed.write_weight_copies()
+    if not is_delayed:
+        assert_same_copies(found, saved)
+    train(resumed, second, 3, start=3)
+    for mine, its in zip(second, whole, strict=True):
+        assert_bitwise_equal(mine.detach(), its.detach(), "param")
+    assert_same_copies(found, wanted)
+
+
+def assert_same_copies(found, wanted):
+    for mine, its in zip(found.values(), wanted.values(), strict=True):
+        for name in ("row", "col", "row_scales", "col_scales", "scale", "amax", "new_amax"):
+            if getattr(its, name) is not None:
+                assert_bitwise_equal(getattr(mine, name), getattr(its, name), name)
 
 
 def test_a_parameter_whose_storage_was_replaced_is_found_again(device):

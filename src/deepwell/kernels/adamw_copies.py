@@ -5,11 +5,14 @@
 `mxfp8` scales blocks of 32 along each axis, so that row and col differ; `fp8_e4m3_128x128[_pow2]` has one set of codes
 and scales for both, transposed; `fp8_e4m3_tensor[_pow2]` has one scale. That scale comes from `amax`: with `is_delayed`
 the amax of the weight before this step (an update moves it by about lr), and the new one is collected on the way; else
-the copies take one more pass, when the new amax is known. Stacks of matrices (experts) work as well.
+the copies take one more pass, when the new amax is known. `fp8_e4m3_row[_pow2]` has a scale for each row of each copy,
+so that row and col differ; it takes that pass too: the update collects the maxima of rows and columns. Stacks of
+matrices (experts) work as well.
 
 Numerics: bit-equal to `deepwell.formats.quantize` of the new parameter as it is stored (bf16, or fp32).
 Cost:     besides the update 1 byte written for each copy and weight, and scales: 16 bytes a bf16 weight with bf16
-          moments and both copies instead of 14 + 4 in two passes. Not delayed: 2 more to read the weight again.
+          moments and both copies instead of 14 + 4 in two passes. Not delayed, or row scales: 2 more to read the
+          weight again.
 """
 
 # Shapes: R rows and C columns of a matrix; a tile is ROWS x 128.
@@ -23,11 +26,16 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import quantize_both
 from deepwell.formats.spec import Format, get_format
 from deepwell.formats.tensor import QuantizedTensor
-from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, saturate
+from deepwell.kernels._fp8 import magnitude_bits, multiplier_from_bits, row_scale, saturate
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_of, update_tile
 
-FORMATS = ("mxfp8", "fp8_e4m3_128x128", "fp8_e4m3_128x128_pow2", "fp8_e4m3_tensor", "fp8_e4m3_tensor_pow2")
+FORMATS = (
+    "mxfp8",
+    *("fp8_e4m3_128x128", "fp8_e4m3_128x128_pow2"),
+    *("fp8_e4m3_tensor", "fp8_e4m3_tensor_pow2"),
+    *("fp8_e4m3_row", "fp8_e4m3_row_pow2"),
+)
 TILE_COLUMNS = 128
 _MX_BLOCK = 32
 _CODES = torch.float8_e4m3fn
@@ -144,7 +152,7 @@ def check_copies(name: str, copies: Copies, weight: Tensor) -> None:
         if getattr(copies, side) is None:
             continue
         wanted[side] = (_CODES, shape)
-        if fmt.scaling == "block":
+        if fmt.scaling != "tensor":
             assert fmt.scale is not None
             wanted[f"{side}_scales"] = (_SCALE_DTYPES[fmt.scale], fmt.scale_shape(shape[:-1], shape[-1]))
     if fmt.scaling == "tensor":
@@ -257,7 +265,7 @@ def _store_mx(x, copy, r, c, R, C, r0, c0, HAS_ROW: tl.constexpr, HAS_COL: tl.co
 
 @triton.jit
 def _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr):
-    """One multiplier for the tile: the same codes in both copies."""
+    """The codes of a tile times `enc`, in one copy or in both."""
     row_ptr, row_stride, col_ptr, col_stride, _, _, _, _ = copy
     codes = _codes_of(x * enc)
     if HAS_ROW:
@@ -265,6 +273,17 @@ def _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW: tl.constexpr, HAS_COL: tl.c
     if HAS_COL:
         is_live = (c[:, None] < C) & (r[None, :] < R)
         tl.store(col_ptr + c[:, None] * col_stride + r[None, :], tl.trans(codes), mask=is_live)
+
+
+@triton.jit
+def line_multipliers(amax_ptr, i, count, out, is_first, POW2: tl.constexpr):
+    """The multipliers of rows (or columns) `i` from their maxima; the first tile of each stores their scales `out`."""
+    ptr, stride = out
+    bits = tl.load(amax_ptr + i, mask=i < count, other=0)
+    enc, scale = row_scale(bits, 448.0, POW2)
+    if is_first:
+        tl.store(ptr + i * stride, scale, mask=i < count)
+    return enc
 
 
 @triton.jit
@@ -332,11 +351,14 @@ def _copies_kernel(
         copy_ptr = copies_ptr + row * 14
         R = length_at(copy_ptr, 0, ALIGNED)
         C = length_at(copy_ptr, 1, ALIGNED)
-        tiles = (C + 127) // 128
+        tiles = tl.maximum((C + 127) // 128, 1)
         r0 = place // tiles * ROWS
         c0 = place % tiles * 128
         c = c0 + tl.arange(0, 128)
         pointers = pointers_of(table_ptr, row, PARAM, GRAD, MOMENT, ALIGNED)
+        # Where the amax is that is written with, and the one that is collected; of row scales: of rows, of columns.
+        amax_ptr = pointer_of(copy_ptr, 12, tl.int32, False)
+        new_amax_ptr = pointer_of(copy_ptr, 13, tl.int32, False)
         seen = tl.zeros((STRIP, 1, 128), tl.int32)
         if UPDATES or COLLECTS or SCALING == "square":
             slot = tl.load(table_ptr + row * 10 + 8)
@@ -370,13 +392,21 @@ def _copies_kernel(
                     x = tl.load(pointers[0] + e, mask=is_live, other=0.0)
                 if COLLECTS or SCALING == "square":
                     # With eps = 0 what was masked is 0 / 0: it must not count.
-                    seen = tl.maximum(seen, tl.where(is_live, magnitude_bits(x.to(tl.float32)), 0))
+                    bits = tl.where(is_live, magnitude_bits(x.to(tl.float32)), 0)
+                    seen = tl.maximum(seen, bits)
+                    if SCALING == "row" and HAS_ROW:
+                        r = r0 + i * STRIP + tl.arange(0, STRIP)
+                        largest = tl.max(tl.reshape(bits, (STRIP, 128)), axis=1)
+                        tl.atomic_max(amax_ptr + r, largest, mask=r < R, sem="relaxed")
         amax = 0
-        if COLLECTS or SCALING == "square":
+        if SCALING == "row":
+            if COLLECTS and HAS_COL:
+                largest = tl.max(tl.reshape(seen, (STRIP, 128)), axis=0)
+                tl.atomic_max(new_amax_ptr + c, largest, mask=c < C, sem="relaxed")
+        elif COLLECTS or SCALING == "square":
             amax = tl.max(tl.reshape(seen, (STRIP * 128,)), axis=0)
-        if COLLECTS:
-            amax_ptr = tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32))
-            tl.atomic_max(amax_ptr, amax, sem="relaxed")
+            if COLLECTS:
+                tl.atomic_max(new_amax_ptr, amax, sem="relaxed")
         if WRITES:
             copy = (
                 pointer_of(copy_ptr, 3, tl.uint8, ALIGNED),
@@ -388,14 +418,15 @@ def _copies_kernel(
                 pointer_of(copy_ptr, 9, tl.uint8, False),
                 length_at(copy_ptr, 10, False),
             )
+            scale_ptrs = (pointer_of(copy_ptr, 7, tl.float32, False), pointer_of(copy_ptr, 9, tl.float32, False))
             enc = 1.0
             if SCALING == "tensor":
-                bits = tl.load(tl.load(copy_ptr + 12).to(tl.pointer_type(tl.int32))) & 0x7FFFFFFF
-                enc = multiplier_from_bits(bits, 448.0, POW2)
+                enc = multiplier_from_bits(tl.load(amax_ptr) & 0x7FFFFFFF, 448.0, POW2)
+            elif SCALING == "row" and HAS_COL:
+                enc = line_multipliers(new_amax_ptr, c[None, :], C, (scale_ptrs[1], copy[7]), r0 == 0, POW2)
             elif SCALING == "square":
                 enc = multiplier_from_bits(amax, 448.0, POW2)
-                places = (pointer_of(copy_ptr, 7, tl.float32, False), pointer_of(copy_ptr, 9, tl.float32, False))
-                store_square_scale(tl.div_rn(1.0, enc), copy, places, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
+                store_square_scale(tl.div_rn(1.0, enc), copy, scale_ptrs, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
             if UPDATES:
                 # Other threads of this program wrote what is read now.
                 tl.debug_barrier()
@@ -405,6 +436,12 @@ def _copies_kernel(
                 x = tl.load(pointers[0] + (r[:, None] * C + c[None, :]), mask=is_live, other=0.0).to(tl.float32)
                 if SCALING == "mx":
                     _store_mx(x, copy, r, c, R, C, r0 + i * COPY_STRIP, c0, HAS_ROW, HAS_COL, COPY_STRIP)
+                elif SCALING == "row":
+                    if HAS_ROW:
+                        row_enc = line_multipliers(amax_ptr, r[:, None], R, (scale_ptrs[0], copy[5]), c0 == 0, POW2)
+                        _store_scaled(x, row_enc, copy, r, c, R, C, True, False)
+                    if HAS_COL:
+                        _store_scaled(x, enc, copy, r, c, R, C, False, True)
                 else:
                     _store_scaled(x, enc, copy, r, c, R, C, HAS_ROW, HAS_COL)
 

@@ -143,6 +143,9 @@ class CopyLaunch:
         self.table = Table(device, TABLE_COLUMNS)
         self.copies = Table(device, COPY_COLUMNS)
         self.scales = Table(device, 3)
+        # Row scales: bits of the largest magnitude of each row, then of each column, of one matrix after the other.
+        lines = sum(_num_matrices(slots[i]) * sum(slots[i].param.shape[-2:]) for i in members)
+        self.maxima = torch.zeros(lines if self.format.scaling == "row" else 0, dtype=torch.int32, device=device)
         counts = torch.tensor(
             [self._num_tiles(slots[i].param) for i in members for _ in range(_num_matrices(slots[i]))]
         )
@@ -151,7 +154,7 @@ class CopyLaunch:
         if isinstance(self.config, WordConfig):
             # Row and column of the tile, which a program would have to divide for.
             across = torch.tensor(
-                [-(-slots[i].param.shape[-1] // TILE_COLUMNS) for i in members for _ in range(_num_matrices(slots[i]))]
+                [_num_across(slots[i].param) for i in members for _ in range(_num_matrices(slots[i]))]
             ).repeat_interleave(counts)
             place = place // across * 65536 + place % across
         self.chunk_row = row.to(torch.int32).to(device)
@@ -173,20 +176,26 @@ class CopyLaunch:
         return max(1, 128 // self.config.rows) if self.format.block == (128, 128) else 1
 
     def _num_tiles(self, param: Tensor) -> int:
-        rows, columns = param.shape[-2:]
+        if param.numel() == 0:
+            # A matrix without columns may still have rows, and each of them a scale.
+            return 1 if self.format.scaling == "row" else 0
         tile_rows = self.config.rows * (self._parts if isinstance(self.config, WordConfig) else 1)
-        return -(-rows // tile_rows) * -(-columns // TILE_COLUMNS)
+        return -(-param.shape[-2] // tile_rows) * _num_across(param)
 
     def refresh(self, slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> None:
         """Write addresses anew where they changed."""
         addresses, copies = [], []
+        is_row = self.format.scaling == "row"
+        line = self.maxima.data_ptr()
         for i in self.members:
             slot, grad = slots[i], grads[i]
             assert grad is not None
             rows, columns = slot.param.shape[-2:]
             for matrix in range(_num_matrices(slot)):
                 addresses.append(slot.addresses(grad, i, matrix, rows * columns))
-                copies.append(_copy_row(slot, matrix))
+                maxima = (0, line, line + 4 * rows) if is_row else None
+                line += 4 * (rows + columns)
+                copies.append(_copy_row(slot, matrix, maxima))
         self.table.write(addresses)
         self.copies.write(copies)
         if self.format.scaling == "tensor":
@@ -199,14 +208,13 @@ class CopyLaunch:
         """The update (unless it ran before) and its copies."""
         launch = (constants, hyper, steps, control)
         is_fused = self.copy.is_fused
-        if self.format.scaling != "tensor":
-            self._tiles(*launch, updates=is_fused, writes=True, collects=False)
-        elif self.copy.is_delayed:
+        if self.copy.is_delayed:
             self._roll(control)
             self._tiles(*launch, updates=is_fused, writes=True, collects=True)
+        elif self.format.scaling == "block":
+            self._tiles(*launch, updates=is_fused, writes=True, collects=False)
         else:
-            self._tiles(*launch, updates=is_fused, writes=False, collects=True)
-            self._roll(control)
+            self._collect(*launch, updates=is_fused)
             self._tiles(*launch, updates=False, writes=True, collects=False)
 
     def start(self, constants: dict[str, Any], hyper: Tensor, steps: Tensor, control: Tensor) -> None:
@@ -215,9 +223,19 @@ class CopyLaunch:
         is_delayed = self.copy.is_delayed
         if self.format.scaling == "tensor":
             self._roll(control)  # what was collected before does not count
-            self._tiles(*launch, updates=False, writes=False, collects=True)
-            self._roll(control)
+        if self.format.scaling != "block":
+            self._collect(*launch, updates=False)
         self._tiles(*launch, updates=False, writes=True, collects=is_delayed)
+
+    def _collect(
+        self, constants: dict[str, Any], hyper: Tensor, steps: Tensor, control: Tensor, *, updates: bool
+    ) -> None:
+        """The maxima of the weights, new ones where it `updates` them, for the pass that writes."""
+        if self.format.scaling == "row":
+            self.maxima.zero_()
+        self._tiles(constants, hyper, steps, control, updates=updates, writes=False, collects=True)
+        if self.format.scaling == "tensor":
+            self._roll(control)
 
     def _tiles(
         self,
@@ -238,7 +256,7 @@ class CopyLaunch:
         config = self.config
         tables = (self.table.words, self.copies.words, self.chunk_row, self.chunk_place, hyper, steps, control)
         common = {
-            "SCALING": "tensor" if self.format.scaling == "tensor" else scalings[scale],
+            "SCALING": scalings[scale] if self.format.scaling == "block" else self.format.scaling,
             "POW2": scale == "pow2",
             "HAS_ROW": self.copy.has_row,
             "HAS_COL": self.copy.has_col,
@@ -278,12 +296,19 @@ class CopyLaunch:
         )
 
 
+def _num_across(param: Tensor) -> int:
+    return max(1, -(-param.shape[-1] // TILE_COLUMNS))
+
+
 def _num_matrices(slot: Slot) -> int:
     return slot.param.shape[0] if slot.param.dim() == 3 else 1
 
 
-def _copy_row(slot: Slot, matrix: int) -> tuple[int, ...]:
-    """A row of the table of copies: R, C, first element, four (address, stride), then scale, amax, new amax."""
+def _copy_row(slot: Slot, matrix: int, maxima: tuple[int, int, int] | None) -> tuple[int, ...]:
+    """A row of the table of copies: R, C, first element, four (address, stride), then scale, amax, new amax.
+
+    `maxima` take the place of the last three where scales are of rows: nothing, the maxima of rows and of columns.
+    """
     copies = slot.copies
     assert copies is not None
     rows, columns = slot.param.shape[-2:]
@@ -291,7 +316,8 @@ def _copy_row(slot: Slot, matrix: int) -> tuple[int, ...]:
     for tensor in (copies.row, copies.col, copies.row_scales, copies.col_scales):
         one = tensor[matrix] if tensor is not None and tensor.dim() == 3 else tensor
         row += [0, 0] if one is None else [one.data_ptr(), one.stride(0)]
-    row += [0 if tensor is None else tensor.data_ptr() for tensor in (copies.scale, copies.amax, copies.new_amax)]
+    scalars = (copies.scale, copies.amax, copies.new_amax)
+    row += maxima or [0 if tensor is None else tensor.data_ptr() for tensor in scalars]
     return tuple(row)
 
 

@@ -15,7 +15,7 @@ from deepwell.kernels._bf16_words import encoded, larger, row_bits
 from deepwell.kernels._fp8 import code_bytes
 from deepwell.kernels._stores import store_alike
 from deepwell.kernels._triton import tl, triton
-from deepwell.kernels.adamw_copies import e8m0_of
+from deepwell.kernels.adamw_copies import e8m0_of, line_multipliers
 from deepwell.kernels.adamw_moments import widen
 
 _WORD = tl.constexpr(
@@ -349,6 +349,61 @@ def write_part(
         else:
             word = _words_of(x, enc, ASM)
         _store_words(word, copy, r0, c0, left, G)
+
+
+@triton.jit
+def raise_maxima(
+    x, amax_ptrs, r0, c0, left, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr
+):
+    """Raise the maxima of rows and of columns (bits; addresses are the matrix's) to those of a part."""
+    row_ptr, col_ptr = amax_ptrs
+    if HAS_ROW:
+        a, b = row_bits(tl.reshape(x[0], (G, 128)), 8, ASM), row_bits(tl.reshape(x[1], (G, 128)), 8, ASM)
+        c, d = row_bits(tl.reshape(x[2], (G, 128)), 8, ASM), row_bits(tl.reshape(x[3], (G, 128)), 8, ASM)
+        four = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (4 * G,))
+        r = tl.arange(0, 4 * G)
+        tl.atomic_max(row_ptr + r0 + r, four, mask=r < left[0], sem="relaxed")
+    if HAS_COL:
+        each = _largest(tl.reshape(_largest_of_four(x, ASM), (G, 128)), 0)
+        n = tl.arange(0, 128)
+        tl.atomic_max(col_ptr + c0 + n, each, mask=n < left[1], sem="relaxed")
+
+
+@triton.jit
+def _narrowed(enc, x, POW2: tl.constexpr, ASM: tl.constexpr):
+    """Multipliers as `_row_codes` and `_words_of` take them: powers of two for bf16 in bf16."""
+    if ASM and POW2 and x.dtype == tl.bfloat16:
+        enc = enc.to(tl.bfloat16)
+    return tl.broadcast_to(enc, x.shape)
+
+
+@triton.jit
+def write_lines_part(
+    x,
+    amax_ptrs,
+    scale_ptrs,
+    copy,
+    r0,
+    c0,
+    left,
+    POW2: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_COL: tl.constexpr,
+    G: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Both copies of a part with a multiplier for each row, or for each column, from their maxima."""
+    _, _, _, _, _, row_stride, _, col_stride = copy
+    if HAS_ROW:
+        is_live = is_live_part(left, G)
+        out = (scale_ptrs[0], row_stride)
+        for j in tl.static_range(4):
+            enc = line_multipliers(amax_ptrs[0], r0 + row_of(G) + j, r0 + left[0], out, c0 == 0, POW2)
+            _store_row(_row_codes(x[j], _narrowed(enc, x[j], POW2, ASM), ASM), j, copy, r0, c0, is_live, G)
+    if HAS_COL:
+        out = (scale_ptrs[1], col_stride)
+        enc = line_multipliers(amax_ptrs[1], c0 + column_of(), c0 + left[1], out, r0 == 0, POW2)
+        _store_words(_words_of(x, _narrowed(enc, x[0], POW2, ASM), ASM), copy, r0, c0, left, G)
 
 
 @triton.jit

@@ -17,7 +17,16 @@ from deepwell.kernels._fp8 import multiplier_from_bits
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import hyper_of, load_tile, pointers_from, pointers_of, update_pair_fp8, update_tile
 from deepwell.kernels.adamw_copies import length_at, pointer_of, store_square_scale
-from deepwell.kernels.adamw_word_copies import column_of, is_live_part, largest_in, row_of, write_mx_part, write_part
+from deepwell.kernels.adamw_word_copies import (
+    column_of,
+    is_live_part,
+    largest_in,
+    raise_maxima,
+    row_of,
+    write_lines_part,
+    write_mx_part,
+    write_part,
+)
 
 # ---- configs ----
 
@@ -46,6 +55,8 @@ def word_configs_for(fmt: Format, *, has_fp8_moments: bool, is_delayed: bool = T
     """The configs that can serve a format, the default first; `is_delayed` only matters with one scale per tensor."""
     if fmt.block == (128, 128):
         return _WHOLE, _TWICE
+    if fmt.scaling == "row":
+        return _FREE, _TWICE  # not measured yet
     if fmt.scaling == "tensor" and not is_delayed:
         return _FREE, _AT_160, _TWICE
     if fmt.scaling == "tensor":
@@ -309,24 +320,30 @@ def _words_kernel(
             pointer_of(copy_ptr, 9, tl.uint8, False),
             length_at(copy_ptr, 10, False),
         )
-        square_ptrs = (pointer_of(copy_ptr, 7, tl.float32, False), pointer_of(copy_ptr, 9, tl.float32, False))
+        scale_ptrs = (pointer_of(copy_ptr, 7, tl.float32, False), pointer_of(copy_ptr, 9, tl.float32, False))
         enc = 1.0
         if SCALING == "tensor" and WRITES:
             bits = tl.load(tl.load(copy_ptr + 12).to(tl.pointer_type(tl.int32))) & 0x7FFFFFFF
             enc = multiplier_from_bits(bits, 448.0, POW2)
         amax_ptr = tl.load(copy_ptr + 13).to(tl.pointer_type(tl.int32))
-        if COLLECTS:
-            # Relaxed: else all of the program's stores are waited for.
+        line_ptrs = (tl.load(copy_ptr + 12).to(tl.pointer_type(tl.int32)), amax_ptr)
+        # Maxima are collected relaxed: else all of the program's stores are waited for.
+        if COLLECTS and SCALING == "row":
+            raise_maxima(x, line_ptrs, r0, c0, (left_r, left_c), HAS_ROW, HAS_COL, ROWS // 4, ASM)
+        elif COLLECTS:
             tl.atomic_max(amax_ptr, largest_in(x, ASM), sem="relaxed")
         if SCALING == "square":
             bits = largest_in(x, ASM)
             if PARTS == 2:
                 bits = tl.maximum(bits, largest_in(y, ASM))
             enc = multiplier_from_bits(bits, 448.0, POW2)
-            store_square_scale(tl.div_rn(1.0, enc), copy, square_ptrs, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
+            store_square_scale(tl.div_rn(1.0, enc), copy, scale_ptrs, r0 // 128, c0 // 128, HAS_ROW, HAS_COL)
         if WRITES:
             if SCALING == "mx":
                 write_mx_part(x, copy, r0, c0, (left_r, left_c), HAS_ROW, HAS_COL, ROWS // 4, ASM)
+            elif SCALING == "row":
+                left = (left_r, left_c)
+                write_lines_part(x, line_ptrs, scale_ptrs, copy, r0, c0, left, POW2, HAS_ROW, HAS_COL, ROWS // 4, ASM)
             else:
                 write_part(x, enc, copy, r0, c0, (left_r, left_c), POW2, HAS_ROW, HAS_COL, ROWS // 4, ASM)
                 if PARTS == 2:

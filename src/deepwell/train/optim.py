@@ -124,7 +124,8 @@ class AdamWDW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, bit for bit: torch's own would cast moments and master weights to the parameter's dtype.
 
-        Copies of weights are not part of it: load the weights, then call `write_weight_copies`.
+        Copies of weights are not part of it: load the weights, then call `write_weight_copies`. Until the next step,
+        delayed ones then have the scale of these weights, not of those before.
         """
         saved_groups = state_dict["param_groups"]
         super().load_state_dict(state_dict)
