@@ -245,8 +245,8 @@ def test_operands_are_filled_up_to_whole_lines_without_touching_the_scales():
     assert filled.data.shape == (16, 32) and filled.length == 64
     assert filled.scale is a.scale
     wanted, got = B.dequantize_operand(a), B.dequantize_operand(filled)
-    # Scale tiles are padded to 128 rows and 4 blocks: the filled operand reads the same bytes. (Numbers are compared, not
-    # products: how a CPU's library adds up 40 of them and 24 zeros is its own business.)
+    # Scale tiles are padded to 128 rows and 4 blocks: the filled operand reads the same bytes. (No products are
+    # compared: how a CPU's library adds up 40 of them and 24 zeros is its own business.)
     assert torch.equal(got[:5, :40], wanted) and not got[5:].any() and not got[:, 40:].any()
 
 

@@ -253,7 +253,9 @@ def test_a_fresh_process_finds_a_function_by_its_file_and_may_crash_or_hang():
     ]
     for function, timeout_s, reason in cases:
         address = isolate._address(registry_of(function).users()[0])
-        proof = isolate._in_fresh_process({**address, "device": "cpu", "dtype": "float32"}, timeout_s)
+        proof = isolate._in_fresh_process(
+            isolate._ENTRY, {**address, "device": "cpu", "dtype": "float32"}, timeout_s, ""
+        )
         assert proof.reason == reason
 
 
@@ -262,14 +264,14 @@ def test_a_fresh_process_holds_a_kernel_to_the_floor_it_was_registered_for():
     registry = KernelRegistry()
     registry.register("short", user_kernels.fp8_right, precision="fp8", op="fp8_gemm", fast=True, min_size=64)
     candidate = registry.users()[0]
-    found = isolate._find(json.loads(json.dumps(isolate._address(candidate))))
+    found = isolate.find(json.loads(json.dumps(isolate._address(candidate))))
     told_apart = ("name", "op", "precision", "origin", "min_size", "fast", "prepare")
     assert all(getattr(found, name) == getattr(candidate, name) for name in told_apart)
 
 
 def test_built_in_candidates_are_found_by_name():
     address = isolate._address(KernelRegistry().candidate("gemm", "torch_fp32"))
-    assert address["built_in"] and isolate._find(address).name == "torch_fp32"
+    assert address["built_in"] and isolate.find(address).name == "torch_fp32"
 
 
 def test_a_closure_cannot_be_tried_on_a_gpu_unless_it_is_trusted():

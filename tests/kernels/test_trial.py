@@ -211,7 +211,8 @@ def test_a_fresh_process_tries_the_problem_that_it_is_told():
     ]
     for function, timeout_s, reason in cases:
         address = isolate._address(registry_of(function).users()[0])
-        found = trial._in_fresh_process({**address, "problem": asdict(asked)}, timeout_s).reason
+        request = {**address, "device": asked.device, "problem": asdict(asked)}
+        found = isolate._in_fresh_process(trial._ENTRY, request, timeout_s, " at 1024x128x160").reason
         assert found.startswith(reason) and bool(found) == bool(reason), found
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,7 @@ import torch
 
 from deepwell.kernels.proof import Proof, prove
 from deepwell.kernels.registry import Candidate
+from deepwell.kernels.shortage import SKIPPED
 
 _ENTRY = "from deepwell.kernels.isolate import main; main()"
 _NOT_IMPORTABLE = (
@@ -30,22 +32,52 @@ _NOT_IMPORTABLE = (
 
 
 def prove_apart(candidate: Candidate, device: str, dtype: str, timeout_s: float) -> Proof:
-    """The proof of an untrusted candidate; a process that hangs, crashes or says nothing is a reason too."""
-    if torch.device(device).type == "cpu" and sys.platform == "linux":
-        return _in_fork(candidate, device, dtype, timeout_s)
-    where = _address(candidate)
-    if where is None:
+    """The proof of an untrusted candidate, made in a process of its own."""
+    request = {"device": device, "dtype": dtype}
+    return run_apart(candidate, lambda: prove(candidate, device, dtype), _ENTRY, request, timeout_s)
+
+
+def run_apart(
+    candidate: Candidate,
+    work: Callable[[], Proof],
+    entry: str,
+    request: dict[str, Any],
+    timeout_s: float,
+    *,
+    where: str = "",
+) -> Proof:
+    """What `work` finds of a candidate; a process that hangs, crashes or says nothing is a reason too.
+
+    A fork runs `work` itself. A fresh interpreter runs `entry`, which reads the request and whose candidate it is
+    (`find`), and prints a proof as JSON. `where` goes into the reasons, as " at 16x16x16".
+    """
+    if torch.device(request["device"]).type == "cpu" and sys.platform == "linux":
+        return _in_fork(work, timeout_s, where)
+    address = _address(candidate)
+    if address is None:
         return Proof(reason=_NOT_IMPORTABLE)
-    return _in_fresh_process({**where, "device": device, "dtype": dtype}, timeout_s)
+    return _in_fresh_process(entry, {**address, **request}, timeout_s, where)
+
+
+def _hangs(timeout_s: float, where: str) -> Proof:
+    return Proof(reason=f"hangs{where}: no answer within {timeout_s:g} s")
+
+
+def _ended(status: int | None, where: str, said: str = "") -> Proof:
+    if status == -signal.SIGKILL:
+        # Not by us: a system that runs out of memory ends the process that asks for it so.
+        return Proof(reason=f"{SKIPPED}: its process was killed{where}")
+    last = "".join(f": {line[:200]}" for line in said.strip().splitlines()[-1:])
+    return Proof(reason=f"ended its process with status {status}{where}{last}")
 
 
 # ---- a forked process ----
 
 
-def _in_fork(candidate: Candidate, device: str, dtype: str, timeout_s: float) -> Proof:
+def _in_fork(work: Callable[[], Proof], timeout_s: float, where: str) -> Proof:
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(writer, candidate, device, dtype), daemon=True)
+    process = context.Process(target=_child, args=(writer, work), daemon=True)
     with warnings.catch_warnings():
         # Python warns of threads that a fork leaves behind; the child starts none and waits for none.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -53,22 +85,22 @@ def _in_fork(candidate: Candidate, device: str, dtype: str, timeout_s: float) ->
     writer.close()
     try:
         if not reader.poll(timeout_s):
-            return Proof(reason=f"hangs: no answer within {timeout_s:g} s")
+            return _hangs(timeout_s, where)
         return Proof(**reader.recv())
     except EOFError:
         process.join()
-        return Proof(reason=f"ended its process with status {process.exitcode}")
+        return _ended(process.exitcode, where)
     finally:
         process.kill()
         process.join()
         reader.close()
 
 
-def _child(writer: Connection, candidate: Candidate, device: str, dtype: str) -> None:
+def _child(writer: Connection, work: Callable[[], Proof]) -> None:
     # A second thread would wait for a pool that stayed in the parent.
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    writer.send(asdict(prove(candidate, device, dtype)))
+    writer.send(asdict(work()))
     writer.close()
 
 
@@ -101,11 +133,11 @@ def _place(function: Callable[..., Any]) -> list[str] | None:
     return [module, name, str(Path(file).resolve())]
 
 
-def _in_fresh_process(request: dict[str, Any], timeout_s: float) -> Proof:
+def _in_fresh_process(entry: str, request: dict[str, Any], timeout_s: float, where: str) -> Proof:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ENTRY],
+            [sys.executable, "-c", entry],
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -114,28 +146,26 @@ def _in_fresh_process(request: dict[str, Any], timeout_s: float) -> Proof:
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return Proof(reason=f"hangs: no answer within {timeout_s:g} s")
+        return _hangs(timeout_s, where)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        said = done.stderr.strip().splitlines()
-        return Proof(
-            reason=f"ended its process with status {done.returncode}" + (f": {said[-1][:200]}" if said else "")
-        )
+        return _ended(done.returncode, where, done.stderr)
     try:
         return Proof(**json.loads(lines[-1]))
-    except (json.JSONDecodeError, TypeError):
-        return Proof(reason=f"its process answered {lines[-1][:200]!r} instead of a proof")
+    except (ValueError, TypeError):
+        return Proof(reason=f"its process answered {lines[-1][:200]!r} instead of a proof{where}")
 
 
 def main() -> None:
     """The fresh interpreter: read a request, find the candidate, print its proof as JSON."""
     request = json.loads(sys.stdin.read())
-    candidate = _find(request)
+    candidate = find(request)
     proof = prove(candidate, request["device"], request["dtype"])
     print(json.dumps(asdict(proof)), flush=True)
 
 
-def _find(request: dict[str, Any]) -> Candidate:
+def find(request: dict[str, Any]) -> Candidate:
+    """The candidate that a request to a fresh interpreter is about."""
     if request["built_in"]:
         from deepwell.kernels.registry import KernelRegistry
 

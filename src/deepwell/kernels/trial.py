@@ -6,15 +6,9 @@ own size first in a process that can be killed, with the limits of its proof (se
 
 import json
 import math
-import multiprocessing
-import os
-import signal
-import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -22,7 +16,7 @@ from torch import Tensor
 
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.gemm_candidates import gemm_ref
-from deepwell.kernels.isolate import _NOT_IMPORTABLE, _address, _find
+from deepwell.kernels.isolate import find, run_apart
 from deepwell.kernels.proof import (
     FAILURES,
     FLOORS_DB,
@@ -38,7 +32,7 @@ from deepwell.kernels.proof import (
     wrote_into,
 )
 from deepwell.kernels.registry import Candidate, Problem
-from deepwell.kernels.shortage import SKIPPED, is_shortage, skipped
+from deepwell.kernels.shortage import is_shortage, skipped
 
 REFUSES = "does not take this shape"
 # Rows of the real shape that are compared with the reference: the first, the last and some between.
@@ -120,86 +114,14 @@ def try_once(candidate: Candidate, problem: Problem) -> Proof:
 
 
 def try_apart(candidate: Candidate, problem: Problem, timeout_s: float) -> Proof:
-    """As `try_once`, in a process of its own: one that hangs or crashes is a reason too.
-
-    It is the kind of process in which the candidate was proved (`isolate.prove_apart`).
-    """
-    if torch.device(problem.device).type == "cpu" and sys.platform == "linux":
-        return _in_fork(candidate, problem, timeout_s)
-    where = _address(candidate)
-    if where is None:
-        return Proof(reason=_NOT_IMPORTABLE)
-    return _in_fresh_process({**where, "problem": asdict(problem)}, timeout_s)
-
-
-def _in_fork(candidate: Candidate, problem: Problem, timeout_s: float) -> Proof:
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(writer, candidate, problem), daemon=True)
-    with warnings.catch_warnings():
-        # Python warns of threads that a fork leaves behind; the child starts none and waits for none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    writer.close()
-    try:
-        if not reader.poll(timeout_s):
-            return Proof(reason=_hangs(problem, timeout_s))
-        return Proof(**reader.recv())
-    except EOFError:
-        process.join()
-        return Proof(reason=_ended(problem, process.exitcode))
-    finally:
-        process.kill()
-        process.join()
-        reader.close()
-
-
-def _child(writer: Connection, candidate: Candidate, problem: Problem) -> None:
-    # A second thread would wait for a pool that stayed in the parent.
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    writer.send(asdict(try_once(candidate, problem)))
-    writer.close()
-
-
-def _in_fresh_process(request: dict[str, Any], timeout_s: float) -> Proof:
-    problem = Problem(**request["problem"])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ENTRY],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        return Proof(reason=_hangs(problem, timeout_s))
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return Proof(reason=_ended(problem, done.returncode, done.stderr))
-    try:
-        return Proof(**json.loads(lines[-1]))
-    except (ValueError, TypeError):
-        return Proof(reason=f"its process answered {lines[-1][:200]!r} instead of a verdict at {_size(problem)}")
+    """As `try_once`, in the kind of process in which the candidate was proved."""
+    request = {"device": problem.device, "problem": asdict(problem)}
+    where = f" at {_size(problem)}"
+    return run_apart(candidate, lambda: try_once(candidate, problem), _ENTRY, request, timeout_s, where=where)
 
 
 def main() -> None:
     """The fresh interpreter: read a request, find the candidate, print how its one call went as JSON."""
     request = json.loads(sys.stdin.read())
-    proof = try_once(_find(request), Problem(**request["problem"]))
+    proof = try_once(find(request), Problem(**request["problem"]))
     print(json.dumps(asdict(proof)), flush=True)
-
-
-def _hangs(problem: Problem, timeout_s: float) -> str:
-    return f"hangs at {_size(problem)}: no answer within {timeout_s:g} s"
-
-
-def _ended(problem: Problem, status: int | None, said: str = "") -> str:
-    if status == -signal.SIGKILL:
-        # Not by us: a system that runs out of memory ends the process that asks for it so.
-        return f"{SKIPPED}: its process was killed at {_size(problem)}"
-    last = said.strip().splitlines()[-1:]
-    return f"ended its process with status {status} at {_size(problem)}" + "".join(f": {line[:200]}" for line in last)
