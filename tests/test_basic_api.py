@@ -1,4 +1,4 @@
-"""The public API in one file, as far as it is built: probe, capture, policy, compile, train, report."""
+"""The public API in one file, as far as it is built: probe, capture, policy, plan, compile, dry run, train, report."""
 
 import sys
 from pathlib import Path
@@ -65,6 +65,40 @@ def test_one_call_does_it_all(model, data) -> None:
 def test_torch_compile_takes_the_name(model, data) -> None:
     fast = torch.compile(model, backend="deepwell")
     torch.testing.assert_close(fast(*data), model(*data), rtol=2e-3, atol=0)
+
+
+def test_a_plan_is_compiled_and_tried_before_it_runs(model, data) -> None:
+    ir = dw.capture(model, data)
+    plan = dw.autoplan(ir, hw="1xB200", seq_len=32, global_batch=2, arch="blackwell", precision="mxfp8", gpus=1)
+    engine = dw.compile(ir, plan=plan, precision="mxfp8", fallback="safe")
+    before = [p.clone() for p in model.parameters()]
+    found = dw.dryrun(engine)
+    assert found.fits and found.figure("step").value > 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    engine(*data).backward()
+
+
+def test_a_model_of_three_lines_is_optimized() -> None:
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(768, 3072), nn.GELU(), nn.Linear(3072, 768))
+    fast = dw.optimize_for_blackwell(model, precision="mxfp8", batch_size=2, seq_len=16)
+    x = torch.randn(2, 16, 768)
+    assert (fast(x) - model(x)).norm() / model(x).norm() < 0.06
+    assert fast.report().passes["linear"] >= 1
+
+
+def test_a_policy_by_kinds_of_layers(model, data) -> None:
+    from deepwell.precision import PrecisionPolicy
+
+    policy = PrecisionPolicy()
+    policy.set_default("mxfp8")
+    policy.set_layer_precision("attention", "bf16")
+    policy.set_layer_precision("mlp", "fp4")
+    engine = dw.compile(dw.capture(model), dw.probe(), precision_policy=policy)
+    engine(*data).backward()
+    formats = {(row.op.split(".")[0], row.format) for row in engine.report().bindings}
+    assert {kind for kind, fmt in formats if fmt == "nvfp4"} == {"mlp"}
+    assert {fmt for kind, fmt in formats if kind == "attention"} == {"bf16"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8", "nvfp4", "fp4"])
