@@ -1,6 +1,8 @@
 """An engine is a drop-in for its model: the same call, outputs, parameters and keys, whatever is done to it."""
 
+import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import deepwell as dw
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.deferred import DeferredLogits
+from deepwell.engine.engine import Engine
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError, NumericsError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
@@ -42,6 +45,44 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
     out = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     module.zero_grad(set_to_none=True)
     return out
+
+
+# ---- saved, copied, taken apart ----
+
+
+def test_a_pickled_engine_is_an_error_that_says_what_to_save() -> None:
+    model, x = MLP(), torch.randn(4, 20)
+    engine = dw.compile(model)
+    for save in (pickle.dumps, lambda e: torch.save(e, io.BytesIO()), lambda e: torch.save({"e": e}, io.BytesIO())):
+        with pytest.raises(UnsupportedError, match=r"save engine\.state_dict\(\)"):
+            save(engine)
+    file = io.BytesIO()
+    torch.save(engine.state_dict(), file)
+    file.seek(0)
+    other = MLP()
+    other.load_state_dict(torch.load(file))
+    assert_bitwise_equal(dw.compile(other)(x), engine(x))
+
+
+def test_copies_still_work() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU()), torch.randn(4, 32)
+    engine = dw.compile(model)
+    shallow, deep = copy.copy(engine), copy.deepcopy(engine)
+    assert shallow.model is model and deep.model is not model
+    assert_bitwise_equal(shallow(x), engine(x))
+    assert_bitwise_equal(deep(x), engine(x))
+    assert len(shallow) == len(deep) == 2
+
+
+def test_parts_are_the_models() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    engine = dw.compile(model)
+    assert len(engine) == 3 and engine[0] is model[0] and engine[-1] is model[2] and list(engine) == list(model)
+    assert isinstance(engine, Engine) and len(engine[:2]) == 2
+    plain = dw.compile(MLP())
+    assert bool(plain) and not hasattr(plain, "__len__") and not hasattr(plain, "__iter__")
+    with pytest.raises(TypeError, match="not subscriptable"):
+        plain[0]
 
 
 # ---- the same outputs ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -55,6 +55,13 @@ class Engine(nn.Module):
     It shares the model's modules, parameters and buffers, so either can be trained, saved or moved; attributes it does
     not have are the model's.
     """
+
+    def __new__(cls, ir: IR | None = None, *args: Any, **kwargs: Any) -> Engine:
+        if ir is None:  # who copies an engine fills it by themselves
+            return super().__new__(cls)
+        model = type(ir.require_module())
+        has_parts = all(hasattr(model, name) for name in ("__getitem__", "__len__", "__iter__"))
+        return super().__new__(EngineOfParts if has_parts else cls)
 
     def __init__(
         self,
@@ -159,6 +166,19 @@ class Engine(nn.Module):
             new.recompute(LayerRecompute(new.ir, len(self._recompute.paths)))
         memo[id(self)] = new
         return new
+
+    def __copy__(self) -> Engine:
+        """Another name for the same: model, options and compiled graphs are shared."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Compiled graphs live in this process alone, and a pickle could run code where it is read."""
+        raise UnsupportedError(
+            "an engine cannot be pickled: save engine.state_dict(), whose keys are the model's; load it into the model "
+            "and dw.compile that"
+        )
 
     def recompute(self, layers: LayerRecompute) -> None:
         """Compute these layers again in the backward instead of keeping what they hold."""
@@ -302,6 +322,19 @@ class Engine(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["model"], name)
+
+
+class EngineOfParts(Engine):
+    """Of an nn.Sequential, or of another model with numbered parts: those are the model's own, not compiled."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.model[key]
+
+    def __len__(self) -> int:
+        return len(self.model)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.model)
 
 
 def _chatter() -> set[Any]:
