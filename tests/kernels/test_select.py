@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import user_kernels
+from asked import problem, registry_of
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import quantize
 from deepwell.hardware.cache import cache_dir
@@ -29,17 +30,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def problem(m=96, n=128, k=160, **more) -> Problem:
-    return Problem(op="gemm", m=m, n=n, k=k, **{"precision": "mxfp8", "dtype": "float32", **more})
-
-
-def registry_of(*functions, timeout_s=30.0, **how) -> KernelRegistry:
-    registry = KernelRegistry(proof_timeout_s=timeout_s)
-    for function in functions:
-        registry.register(function.__name__, function, **{"precision": "mxfp8", **how})
-    return registry
 
 
 def reason_of(registry, name, asked=None) -> str:

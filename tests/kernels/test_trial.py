@@ -6,27 +6,16 @@ import pytest
 import torch
 
 import user_kernels
+from asked import problem, registry_of
 from deepwell.errors import UnsupportedError
 from deepwell.kernels import KernelRegistry, isolate, select, trial
 from deepwell.kernels.production_kernels import ProductionKernelManager
 from deepwell.kernels.proof import copies_of, operands, prove, wrote_into
-from deepwell.kernels.registry import Problem
 from deepwell.kernels.shortage import SKIPPED
 
 pytestmark = pytest.mark.usefixtures("no_choices")
 
 LARGE = 600  # in a bucket beyond the proof's sizes
-
-
-def problem(m=96, n=128, k=160, **more) -> Problem:
-    return Problem(op="gemm", m=m, n=n, k=k, **{"precision": "mxfp8", "dtype": "float32", **more})
-
-
-def registry_of(*functions, timeout_s=30.0, **how) -> KernelRegistry:
-    registry = KernelRegistry(proof_timeout_s=timeout_s)
-    for function in functions:
-        registry.register(function.__name__, function, **{"precision": "mxfp8", **how})
-    return registry
 
 
 def verdict_of(registry, name, asked):

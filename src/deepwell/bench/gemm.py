@@ -13,10 +13,11 @@ from typing import Any
 
 from deepwell.bench.environment import environment, one_line
 from deepwell.bench.progress import bar
-from deepwell.bench.ran import Kernel, candidate_claims, problems, profile
-from deepwell.kernels.proof import Proof, codes, operands, prepared, run_fp8_gemm, run_gemm
+from deepwell.bench.ran import candidate_claims, problems, profile
+from deepwell.kernels.proof import Proof
 from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, Verdict
 from deepwell.kernels.select import on_real_tensors, race
+from deepwell.kernels.trial import calls_of, inputs_of
 
 # (M, N, K): squares, the linears of an 8B-class layer at 16384 tokens, a weight gradient, a small model's MLP.
 SHAPES = (
@@ -89,18 +90,10 @@ def _row(op: str, shape: tuple[int, int, int], verdict: Verdict) -> dict[str, An
 
 def _look(row: dict[str, Any], candidate: Candidate, problem: Problem) -> None:
     """Ask the profiler what ran: the longest kernel of one call, and what of the row's claims does not hold."""
-    kernels = _kernels_of(candidate, problem)
+    (call,) = calls_of(candidate, problem, [inputs_of(problem)])
+    kernels = profile(call)
     row["ran"] = max(kernels, key=lambda kernel: kernel.ms).name[:60] if kernels else None
     row["problems"] = problems(candidate_claims(candidate.origin, candidate.precision), kernels)
-
-
-def _kernels_of(candidate: Candidate, problem: Problem) -> list[Kernel]:
-    if problem.op == "fp8_gemm":
-        given = codes(problem, 0)
-        return profile(lambda: run_fp8_gemm(candidate, given))
-    a, b, bias = operands(problem, 0)
-    right = prepared(candidate, b)
-    return profile(lambda: run_gemm(candidate, a, right, bias=bias, activation=problem.activation))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
