@@ -35,7 +35,7 @@ ENTRIES = (
     step("8b-4l", "torch,torchao-row,liger", "fp8,fp8_tensor,fp8_1x128,fp8_exact", 270, "step-8b-4l-scalings"),
     step("hf-8b-4l", "torch,eager,liger", "fp8,fp8_head", 150),
     step("1b-16l", "torch,torchao", "fp8_cg_cached,fp8_cg_head,fp8_cg_cached_head", 300),
-    step("768-12l", "torch,torchao", "fp8_cg,fp8_cg_head", 150),
+    step("768-12l", "torch,torchao", "fp8_cg,fp8_cg_head", 220),
     step("llama3-8b", "", "fp8_head,fp8", 240),
     step("8b-4l", "torch,torch-max", "fp8", 560, "step-8b-4l-max-autotune"),
     Entry(name="gemm", arguments=("gemm",)),
