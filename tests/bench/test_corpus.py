@@ -122,6 +122,15 @@ def test_a_folder_that_is_not_there_is_an_error_also_beside_one_that_is(text_fol
         make_corpus([text_folder, tmp_path / "nowhere"], vocab=320, folder=tmp_path)
 
 
+@pytest.mark.parametrize(("name", "content"), [("short.py", "x = 1"), ("picture.png", "x" * 500)])
+def test_a_folder_without_text_is_an_error_also_beside_one_with_it(
+    text_folder: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    write(tmp_path / "bare", name, content)
+    with pytest.raises(ConfigError, match=r"--text: no file under .*bare is 200 bytes to 1 MB of \.py"):
+        make_corpus([text_folder, tmp_path / "bare"], vocab=320, folder=tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
 @pytest.mark.parametrize("part", ["train", "held", "tokenizer"])
 def test_what_is_damaged_in_the_cache_is_made_again(

@@ -16,11 +16,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from deepwell.bench import variants
 from deepwell.bench.corpus import Corpus
 from deepwell.bench.parity import Plan, Results, Verdict, run_plan
 from deepwell.bench.parity_run import Pace, Record, Run, Setup, _eval_steps, _order
 from deepwell.bench.variants import Variant, parse_variants
-from deepwell.errors import ConfigError
+from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.precision import PrecisionPolicy
 
 SETUP = Setup(model="tiny", tokens=12 * 64, batch=2, seq_len=32, lr=3e-3, evals=2, eval_tokens=512)
@@ -235,6 +236,19 @@ def test_no_run_is_begun_after_the_deadline(corpus: Corpus, tmp_path: Path) -> N
     plan = Plan(arms=parse_variants("fp8"), seeds=(0, 1), setup=SETUP, device="cpu")
     results, left = run_plan(plan, corpus, tmp_path, Pace(deadline=time.perf_counter() - 1))
     assert left == 4 and not results.records
+
+
+def test_an_arm_that_the_device_lacks_is_found_before_bf16_is_trained(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(variant: Variant, bound: object) -> None:
+        raise UnsupportedError(f"{variant.name} is not for this GPU")
+
+    monkeypatch.setattr(variants, "_check_scaling", lacks)
+    plan = Plan(arms=parse_variants("fp8_1x128"), seeds=(0,), setup=SETUP, device="cpu")
+    with pytest.raises(UnsupportedError, match="fp8_1x128 is not for this GPU"):
+        run_plan(plan, corpus, tmp_path, Pace())
+    assert not (tmp_path / "parity.json").exists()
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> None:

@@ -126,9 +126,23 @@ def _contents(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[tupl
                 yield found
 
 
+def _has_text(root: Path) -> bool:
+    """Whether one file of a known kind and a fit size lies there."""
+    known = tuple(suffix for suffixes in SUFFIXES for suffix in suffixes)
+    paths = (Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(known))
+    return any(_fits(path) for path in paths)
+
+
+def _fits(path: Path) -> bool:
+    try:
+        return SMALLEST < path.stat().st_size < LARGEST
+    except OSError:
+        return False
+
+
 def _read(path: str) -> tuple[str, bytes] | None:
     try:
-        data = Path(path).read_bytes() if SMALLEST < Path(path).stat().st_size < LARGEST else b""
+        data = Path(path).read_bytes() if _fits(Path(path)) else b""
     except OSError:
         return None
     # Vendored copies often differ in nothing but line ends and indentation: spacing does not count.
@@ -154,6 +168,9 @@ def make_corpus(
     for root in roots or ():
         if not root.is_dir():
             raise ConfigError(f"--text: there is no folder {root}")
+        if not _has_text(root):
+            kinds = " ".join(suffix for suffixes in SUFFIXES for suffix in suffixes)
+            raise ConfigError(f"--text: no file under {root} is {SMALLEST} bytes to 1 MB of {kinds}")
     # Reading the text can take minutes: what is wrong with a given tokenizer is said before.
     given: Any = None if tokenizer is None else _load_tokenizer(tokenizer)
     folder = folder or cache_dir() / "corpus"

@@ -238,6 +238,9 @@ def _run_one(plan: Plan, variant: Variant, seed: int, corpus: Corpus, folder: Pa
 
     torch._dynamo.reset()
     run = Run(variant, seed, plan.setup, corpus, plan.device, cuda_graphs=plan.cuda_graphs)
+    for arm in plan.arms:
+        # Of all of them before one is trained: an arm that this device lacks is not found out after hours of bf16.
+        arm.engine_of(run.ir)
     digest = hashlib.sha256(run.record.key.encode()).hexdigest()[:12]
     checkpoint = folder / "checkpoints" / f"{Path(variant.name).stem}-{seed}-{digest}.safetensors"
     if checkpoint.is_file():

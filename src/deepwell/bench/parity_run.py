@@ -185,7 +185,7 @@ class Run:
             )
         self.starts = _order(len(self.tokens), setup, seed).to(self.device)
         self.model = _build(setup, corpus.vocab, seed, self.device)
-        ir = capture(self.model, self._batch(0))
+        self.ir = ir = capture(self.model, self._batch(0))
         self.engine = variant.engine_of(ir)
         self.engine.options.cuda_graphs = ("cg" in variant.words or cuda_graphs) and "emulated" not in variant.words
         # Evaluation has graphs of its own: it must not disturb what is recorded for training.
