@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels import cublaslt, fastest, select
+from deepwell.kernels import cublaslt, fastest, select, sources
 from deepwell.kernels.cublaslt import Product, mm_ranked, mm_ref
 from deepwell.kernels.fastest import fastest_fp8_gemm, fastest_mm
 from deepwell.kernels.gemm import fp8_gemm
@@ -111,6 +111,16 @@ def test_other_sources_and_other_products_are_measured_anew(race, monkeypatch):
     monkeypatch.setattr(fastest, "_source_hash", lambda: "other")
     race.us.update({"1": 200.0})
     assert race.go() == "torch" and len(race.log) > 1
+
+
+def test_the_key_is_of_the_sources_that_a_choice_depends_on(monkeypatch):
+    keys, hash_of = set(), sources.file_hash
+    for changed in (None, "cublaslt", "gemm", "timing", "adamw"):
+        monkeypatch.setattr(sources, "file_hash", lambda path, name=changed: f"{hash_of(path)}{path.stem == name}")
+        fastest._source_hash.cache_clear()
+        keys.add(fastest._key(PRODUCT))
+    fastest._source_hash.cache_clear()
+    assert len(keys) == 4  # the optimizer's file changes nothing
 
 
 def test_lengths_that_change_from_batch_to_batch_are_not_timed_for_ever(race):

@@ -19,19 +19,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from deepwell.errors import UnsupportedError
 from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels import cublaslt
+from deepwell.kernels import cublaslt, gemm, timing
 from deepwell.kernels.cublaslt import Product
 from deepwell.kernels.gemm import fp8_gemm
-from deepwell.kernels.registry import file_hash
 from deepwell.kernels.select import cache_of
 from deepwell.kernels.shortage import is_shortage, skipped
+from deepwell.kernels.sources import sources_hash
 from deepwell.kernels.timing import times_us
 
 _log = logging.getLogger("deepwell.kernels")
@@ -161,7 +160,8 @@ def _key(product: Product) -> str:
 
 @lru_cache(maxsize=1)
 def _source_hash() -> str:
-    return file_hash(Path(cublaslt.__file__))[:8]
+    """Of what asks for the algorithms, of torch's way and of how both are timed."""
+    return sources_hash(cublaslt, gemm, timing)[:8]
 
 
 def _ways(product: Product) -> list[str]:
