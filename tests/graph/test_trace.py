@@ -14,6 +14,7 @@ import torch._dynamo
 from torch import nn
 
 from deepwell.errors import CaptureError, ConfigError
+from deepwell.graph.capture import capture
 from deepwell.graph.dedupe import layer_kinds
 from deepwell.graph.example_inputs import distinctive_length, guess_inputs, resolve_inputs
 from deepwell.graph.preserve import choose_traceable_implementations, preserved
@@ -435,6 +436,13 @@ def test_layers_that_a_pass_through_cannot_stand_for_are_traced_in_full(layer_cl
     traced = trace(Stack(layer_class), torch.randn(2, 3, 8), deduplicate=True)
     assert traced.stubbed == {}
     assert len([n for n in traced.graph.nodes if "linear" in str(n.target)]) == 8
+
+
+def test_what_a_trace_cannot_do_is_in_its_attempts_and_not_printed(capfd):
+    unguessable = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, 16))
+    assert capture(unguessable).source == "static"
+    assert trace(Branches(), torch.randn(2, 8)).attempts  # torch.export prints what it has of a graph
+    assert capfd.readouterr() == ("", "")
 
 
 def test_few_layers_are_traced_in_full_unless_asked_otherwise():

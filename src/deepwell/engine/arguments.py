@@ -6,9 +6,6 @@ is wanted there.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,8 +25,7 @@ def captured(ir: IR | nn.Module) -> IR:
     """The IR itself, or that of a model. An engine, or a model with one inside, has been compiled already."""
     _check_no_engine(ir)
     if isinstance(ir, nn.Module):
-        with _without_tracebacks():
-            ir = capture(ir)
+        ir = capture(ir)
     if not isinstance(ir, IR):
         raise ConfigError(f"ir is a {type(ir).__name__}; pass dw.capture(model) or the model itself")
     _check_no_engine(ir.require_module())
@@ -44,17 +40,6 @@ def _check_no_engine(model: object) -> None:
             raise ConfigError(
                 f"ir holds an Engine at {path!r}; put its model there ({path}.model) and compile the whole"
             )
-
-
-@contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Torch logs the stack of each guessed input that a model cannot take; the IR's notes say that in a line each."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled
 
 
 def policy_of(plan: Plan | None, precision: str | None, policy: PrecisionPolicy | str | None) -> PrecisionPolicy:

@@ -25,7 +25,7 @@ from deepwell.graph.lift.layers import layer_lists
 from deepwell.graph.ops import BLOCK_INPUT, Linear, Loss, Op
 from deepwell.graph.parameters import Parameters, model_dtype, positions
 from deepwell.graph.preserve import preserved
-from deepwell.graph.trace import MODEL_ERRORS
+from deepwell.graph.trace import MODEL_ERRORS, quiet
 
 
 def static_walk(model: nn.Module, example_inputs: Any = None, *, reasons: tuple[str, ...] = ()) -> IR:
@@ -86,7 +86,7 @@ def _try_forward(model: nn.Module, example_inputs: Any) -> _Run:
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        with preserved(model, values=False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        with preserved(model, values=False), torch.no_grad(), quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             model(*inputs.args, **inputs.kwargs)
     except MODEL_ERRORS as error:
         lines = str(error).strip().splitlines()

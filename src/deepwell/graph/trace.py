@@ -14,12 +14,14 @@ The model, its config, its random states and Dynamo's settings are left as they 
 """
 
 import copy
+import io
 import logging
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -192,7 +194,7 @@ def _trace_call(
         for wanted in (deduplicate, False) if deduplicate is not False else (False,):
             stubbed: dict[str, str] = {}
             try:
-                with preserved(model, values=run or way == "record"), torch.enable_grad(), _quiet():
+                with preserved(model, values=run or way == "record"), torch.enable_grad(), quiet():
                     choose_traceable_implementations(model)
                     if way == "eval":
                         model.eval()
@@ -231,19 +233,23 @@ def _check_arguments(model: Any, ways: tuple[str, ...], deduplicate: bool | None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Warnings of half-run models (deprecations, meta tensors) tell the user nothing about the trace.
 
-    Nor does torch 2.11's report that it could not write our Dynamo settings into its own metrics (a set of functions).
+    Nor does torch 2.11's report that it could not write our Dynamo settings into its own metrics (a set of functions),
+    nor the stack of each guessed input that a model cannot take, which the IR's notes say in a line each.
     """
-    metrics = logging.getLogger("torch._dynamo.metrics_context")
-    was_disabled, metrics.disabled = metrics.disabled, True
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("_dynamo.metrics_context", "_subclasses.fake_tensor")]
+    were_disabled = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        metrics.disabled = was_disabled
+        for logger, was_disabled in zip(loggers, were_disabled, strict=True):
+            logger.disabled = was_disabled
 
 
 # ---- the ways ----
@@ -337,7 +343,10 @@ def _dynamo_settings() -> dict[str, Any]:
 
 
 def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
-    program = torch.export.export(model, inputs.args, dict(inputs.kwargs), strict=False)
+    said = io.StringIO()
+    with redirect_stderr(said):  # a graph that is not finished is printed there; the error itself is in the notes
+        program = torch.export.export(model, inputs.args, dict(inputs.kwargs), strict=False)
+    print(said.getvalue(), end="", file=sys.stderr)
     outputs = program.module()(*inputs.args, **inputs.kwargs) if run else None
     module = program.graph_module
     names = TensorNames(model, inputs)
