@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 import aot
+from adamw_forms import BF16, FP8, Case, Reference, make
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.formats.quantize import quantize_both
 from deepwell.kernels import adamw, adamw_copies, adamw_words
 from deepwell.kernels._triton import triton
 from deepwell.kernels.adamw_tables import FusedAdamW
 from ptx_machine import Machine
-from test_adamw import BF16, FP8, Case, Reference, make
 
 KERNELS = {"_adamw_kernel": adamw, "_words_kernel": adamw_words, "_copies_kernel": adamw_copies}
 Launches = dict[str, list[dict[str, Any]]]
