@@ -103,6 +103,27 @@ def test_weights_of_one_gemm_share_a_buffer_and_a_scale(device):
     assert_bitwise_equal(scalars["new_amax"], merged.float().abs().amax(), "new_amax")
 
 
+def test_delayed_copies_are_written_again_with_the_amax_that_was_collected(device):
+    # Words, a stack and rows of no alignment; what a scale is of no longer fits the weights.
+    kernel, reference, grads, groups = make(Case(), [(48, 32), (2, 16, 32), (20, 24)], device, "fp8_e4m3_tensor_pow2")
+    for form in (kernel, reference):
+        form.write_copies()
+        form.step(grads[0], groups)
+    assert_same(kernel, reference)
+    for form in (kernel, reference):
+        for slot in form.slots:
+            slot.copies.new_amax.mul_(8.0)
+        form.write_copies(is_step=True)
+    assert_same(kernel, reference)
+    for slot in kernel.slots:
+        current = slot.param.float().abs().amax()
+        assert_bitwise_equal(slot.copies.amax, 8.0 * current, "amax")
+        assert_bitwise_equal(slot.copies.new_amax, current, "new_amax")
+        row, col = quantize_both(slot.param, slot.copies.format, amax=slot.copies.amax)
+        assert_bitwise_equal(slot.copies.row, row.data, "row")
+        assert_bitwise_equal(slot.copies.col, col.data, "col")
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_weight_that_is_not_finite_stays_visible_in_its_copies(fmt, device):
     kernel, reference, _, _ = make(Case(), [(40, 64)], device, fmt)

@@ -285,12 +285,31 @@ def test_a_run_with_weight_copies_resumes_bit_equal(fmt, is_delayed, device, tmp
             param.copy_(weight)
     resumed.load_state_dict(loaded["optimizer"])
     resumed.write_weight_copies()
-    if not is_delayed:
-        assert_same_copies(found, saved)
+    assert_same_copies(found, saved)
     train(resumed, second, 3, start=3)
     for mine, its in zip(second, whole, strict=True):
         assert_bitwise_equal(mine.detach(), its.detach(), "param")
     assert_same_copies(found, wanted)
+
+
+def test_delayed_copies_of_other_weights_than_the_saved_ones_have_their_own_scale(device):
+    def begin(factor):
+        weight = torch.nn.Parameter(torch.randn(48, 32, generator=torch.Generator().manual_seed(3)).to(device) * factor)
+        copies = Copies.empty_like(weight, "fp8_e4m3_tensor")
+        return weight, copies, AdamWDW([weight], lr=1e-2, weight_copies={weight: copies})
+
+    weight, _, optimizer = begin(1.0)
+    train(optimizer, [weight], 2)
+    other, copies, resumed = begin(3.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed.write_weight_copies()
+    assert_bitwise_equal(copies.amax, other.detach().abs().amax(), "amax")
+    row, _ = quantize_both(other.detach(), "fp8_e4m3_tensor")
+    assert_bitwise_equal(copies.row_tensor().data, row.data, "row")
+    # An optimizer without copies takes the same state, and keeps nothing of them.
+    plain = AdamWDW([torch.nn.Parameter(weight.detach().clone())], lr=1e-2)
+    plain.load_state_dict(optimizer.state_dict())
+    assert set(plain.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def assert_same_copies(found, wanted):

@@ -217,13 +217,15 @@ class CopyLaunch:
             self._collect(*launch, updates=is_fused)
             self._tiles(*launch, updates=False, writes=True, collects=False)
 
-    def start(self, constants: dict[str, Any], hyper: Tensor, steps: Tensor, control: Tensor) -> None:
-        """The copies of the weights as they are."""
+    def start(
+        self, constants: dict[str, Any], hyper: Tensor, steps: Tensor, control: Tensor, *, is_step: bool = False
+    ) -> None:
+        """The copies of the weights as they are; `is_step`: delayed ones, by what was collected before."""
         launch = (constants, hyper, steps, control)
         is_delayed = self.copy.is_delayed
         if self.format.scaling == "tensor":
-            self._roll(control)  # what was collected before does not count
-        if self.format.scaling != "block":
+            self._roll(control)  # what was collected before counts for a step alone
+        if self.format.scaling != "block" and not is_step:
             self._collect(*launch, updates=False)
         self._tiles(*launch, updates=False, writes=True, collects=is_delayed)
 

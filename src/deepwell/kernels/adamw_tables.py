@@ -224,13 +224,18 @@ class FusedAdamW:
     def _are_moments_random(self, kind: Kind) -> bool:
         return self.random_moments and kind.moment != torch.float32
 
-    def write_copies(self) -> None:
-        """Quantize the weights as they are into their copies: at the start, or after weights were set by hand."""
+    def write_copies(self, *, is_step: bool = False) -> None:
+        """Quantize the weights as they are into their copies: at the start, or after weights were set by hand.
+
+        `is_step`: delayed copies alone, with the scale that a step would give them, of the amax collected before.
+        """
         slots = [(i, slot) for i, slot in enumerate(self.slots) if slot.copies is not None]
+        if is_step:
+            slots = [(i, slot) for i, slot in slots if copy_kind(slot).is_delayed]
         if not slots:
             return
         if not self._runs_kernels():
-            write_copies([slot for _, slot in slots])
+            write_copies([slot for _, slot in slots], is_step=is_step)
             return
         kinds = [(i, _kind(slot, slot.param)) for i, slot in slots]
         idle = torch.zeros_like(self.control)
@@ -238,7 +243,7 @@ class FusedAdamW:
             for kind in dict.fromkeys(kind for _, kind in kinds):
                 launch = CopyLaunch(self.slots, kind, [i for i, k in kinds if k == kind], self.device, self.tile_config)
                 launch.refresh(self.slots, [slot.param for slot in self.slots])
-                launch.start(self._constants(kind), self._hyper, self.steps, idle)
+                launch.start(self._constants(kind), self._hyper, self.steps, idle, is_step=is_step)
 
     def _runs_kernels(self) -> bool:
         return self.device.type != "cpu" or is_interpreted(adamw._adamw_kernel)
