@@ -232,14 +232,20 @@ def _check_arguments(model: Any, ways: tuple[str, ...], deduplicate: bool | None
         raise ConfigError("run=True with deduplicate=True would run a model without most of its layers; leave one out")
 
 
+_SILENT = (
+    "_dynamo.metrics_context",  # torch 2.11 cannot write our settings of Dynamo into its metrics (a set of functions)
+    "_subclasses.fake_tensor",  # the stack of each guessed input that a model cannot take: the IR's notes have a line
+    "fx.experimental.symbolic_shapes",  # where a value that decides is read from: the attempt says so
+)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Warnings of half-run models (deprecations, meta tensors) tell the user nothing about the trace.
 
-    Nor does torch 2.11's report that it could not write our Dynamo settings into its own metrics (a set of functions),
-    nor the stack of each guessed input that a model cannot take, which the IR's notes say in a line each.
+    Nor do the loggers of _SILENT.
     """
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("_dynamo.metrics_context", "_subclasses.fake_tensor")]
+    loggers = [logging.getLogger(f"torch.{name}") for name in _SILENT]
     were_disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
