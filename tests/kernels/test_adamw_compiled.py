@@ -1,29 +1,18 @@
 """The fused AdamW kernels, compiled without a GPU: accesses, arithmetic, registers and shared memory."""
 
 import re
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 import aot
+from adamw_forms import BF16, FP32, Case
 from deepwell.formats.spec import get_format
 from deepwell.kernels import adamw, adamw_copies, adamw_words
 from deepwell.kernels._triton import tl, triton
 from deepwell.kernels.adamw import CONFIGS, FP8, configs_for_moments
 from deepwell.kernels.adamw_copies import configs_for
 from deepwell.kernels.adamw_words import WORD_CONFIGS, WordConfig, word_configs_for
-
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@dataclass(frozen=True)
-class Case:
-    param: torch.dtype = BF16
-    grad: torch.dtype = BF16
-    moment: torch.dtype = BF16
-    has_master: bool = False
-    is_random: bool = True
 
 
 def _constants(case):
