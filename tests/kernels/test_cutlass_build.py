@@ -209,7 +209,7 @@ def test_the_command_builds_and_prints_json(tools, tmp_path, monkeypatch):
 def test_the_command_says_what_is_wrong_in_one_line(monkeypatch):
     run = CliRunner().invoke(app, ["build", "--arch", "sm_80"])
     assert run.exit_code == 2 and run.stderr.count("\n") == 1 and "sm_80" in run.stderr
-    import deepwell.cli_build as command
+    import deepwell.cli.build as command
 
     monkeypatch.setattr(command, "_archs_here", lambda: ["sm_90a"])
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
@@ -218,7 +218,7 @@ def test_the_command_says_what_is_wrong_in_one_line(monkeypatch):
 
 
 def test_torchs_list_of_architectures_is_honoured():
-    from deepwell.cli_build import _archs_here
+    from deepwell.cli.build import _archs_here
 
     assert _archs_here({"TORCH_CUDA_ARCH_LIST": "9.0a;10.0a+PTX"}) == ["sm_90a", "sm_100a"]
     with pytest.raises(UnsupportedError, match=r"8\.0"):

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepwell.cli_validate_planner import planner_command
+from deepwell.cli.validate_planner import planner_command
 
 app = typer.Typer(
     help="Check claims by measuring: accuracy of a policy, predictions of the planner.", no_args_is_help=True

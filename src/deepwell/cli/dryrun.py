@@ -104,7 +104,7 @@ def _planned(wanted: _Wanted) -> Any:
 
 
 def _shape(wanted: _Wanted, race: Any) -> tuple[Any, int, int]:
-    from deepwell.cli_plan import read_model
+    from deepwell.cli.plan import read_model
 
     if race is None:
         return read_model(wanted.require_model()), wanted.seq or _SEQ_LEN, wanted.batch or _BATCH
@@ -167,7 +167,7 @@ def _built(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
 def _hugging_face(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
     import torch
 
-    from deepwell.cli_plan import read_model
+    from deepwell.cli.plan import read_model
     from deepwell.graph.configs import published_config
 
     try:

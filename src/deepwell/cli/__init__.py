@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deepwell import __version__, cli_bench, cli_build, cli_dryrun, cli_plan, cli_validate
+from deepwell import __version__
+from deepwell.cli import bench, build, dryrun, plan, validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -36,11 +37,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(cli_bench.app, name="bench")
-app.add_typer(cli_validate.app, name="validate")
-app.command("build")(cli_build.build_command)
-app.command("plan")(cli_plan.plan_command)
-app.command("dryrun")(cli_dryrun.dryrun_command)
+app.add_typer(bench.app, name="bench")
+app.add_typer(validate.app, name="validate")
+app.command("build")(build.build_command)
+app.command("plan")(plan.plan_command)
+app.command("dryrun")(dryrun.dryrun_command)
 
 
 def _print_version(value: bool) -> None:
