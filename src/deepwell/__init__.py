@@ -32,6 +32,7 @@ _PUBLIC = {
     "CaptureError": "deepwell.errors",
     "PlanError": "deepwell.errors",
     "NumericsError": "deepwell.errors",
+    "CheckpointError": "deepwell.errors",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -41,7 +42,15 @@ if TYPE_CHECKING:
     from deepwell.engine.dryrun import dryrun
     from deepwell.engine.dryrun_values import DryRun
     from deepwell.engine.engine import Engine
-    from deepwell.errors import CaptureError, ConfigError, DeepwellError, NumericsError, PlanError, UnsupportedError
+    from deepwell.errors import (
+        CaptureError,
+        CheckpointError,
+        ConfigError,
+        DeepwellError,
+        NumericsError,
+        PlanError,
+        UnsupportedError,
+    )
     from deepwell.formats.quantize import QuantizedTensor, quantize
     from deepwell.graph.capture import capture
     from deepwell.graph.ir import IR

@@ -26,3 +26,7 @@ class PlanError(DeepwellError, RuntimeError):
 
 class NumericsError(DeepwellError, ArithmeticError):
     """NaN, overflow or a failed numeric check."""
+
+
+class CheckpointError(DeepwellError, RuntimeError):
+    """A checkpoint or an exported file is incomplete, damaged or of another kind; the message names the file."""
