@@ -1,19 +1,12 @@
 """The plan as one HTML page: offline, self-contained, the charting library inside it.
 
-    Path("plan.html").write_text(plan_page(plan))
-
-Charts are drawn by Apache ECharts (Apache-2.0; `vendor/` holds it with its licence), which travels inside the page:
-nothing is loaded from anywhere.
+Path("plan.html").write_text(plan_page(plan))
 """
 
 from __future__ import annotations
 
-import json
-from importlib import resources
-from typing import Any
-
-from deepwell import __version__
 from deepwell.planner.plan import Plan
+from deepwell.report.page import render_page
 from deepwell.report.plan_data import page_data
 
 _PANELS = (
@@ -30,29 +23,12 @@ _PANELS = (
 
 def plan_page(plan: Plan) -> str:
     """The whole page as text."""
-    import jinja2
-
-    folder = resources.files("deepwell.report")
-
-    def read(name: str) -> str:
-        return (folder / name).read_text(encoding="utf-8")
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     data = page_data(plan)
-    return environment.from_string(read("plan_page.html.jinja")).render(
+    return render_page(
+        "plan_page",
+        data,
         title=f"{plan.model} on {plan.machine}",
-        version=__version__,
         verdict=data["verdict"],
         notes=data["notes"],
         panels=_PANELS,
-        style=read("plan_page.css"),
-        library=read("vendor/echarts.min.js"),
-        script=read("plan_page.js"),
-        data=_inside_script(data),
     )
-
-
-def _inside_script(data: Any) -> str:
-    """JSON that can stand inside a script element: no tag can close it early."""
-    text = json.dumps(data, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
