@@ -24,6 +24,15 @@ _PUBLIC = {
     "Engine": "deepwell.engine.engine",
     "dryrun": "deepwell.engine.dryrun",
     "DryRun": "deepwell.engine.dryrun_values",
+    "Trainer": "deepwell.train.trainer",
+    "TrainSettings": "deepwell.train.settings",
+    "Callback": "deepwell.train.run",
+    "AdamWDW": "deepwell.train.optim",
+    "GuardSettings": "deepwell.precision.guard",
+    "save": "deepwell.artifacts.checkpoint",
+    "load": "deepwell.artifacts.checkpoint",
+    "export": "deepwell.artifacts.export",
+    "load_engine": "deepwell.artifacts.export",
     "QuantizedTensor": "deepwell.formats.quantize",
     "quantize": "deepwell.formats.quantize",
     "DeepwellError": "deepwell.errors",
@@ -38,6 +47,8 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from deepwell.artifacts.checkpoint import load, save
+    from deepwell.artifacts.export import export, load_engine
     from deepwell.engine.compile import compile, optimize_for_blackwell  # noqa: A004 - the public name
     from deepwell.engine.dryrun import dryrun
     from deepwell.engine.dryrun_values import DryRun
@@ -57,7 +68,12 @@ if TYPE_CHECKING:
     from deepwell.hardware.probe import Hardware, probe
     from deepwell.planner.plan import Plan
     from deepwell.planner.search import autoplan
+    from deepwell.precision.guard import GuardSettings
     from deepwell.precision.policy import PrecisionPolicy
+    from deepwell.train.optim import AdamWDW
+    from deepwell.train.run import Callback
+    from deepwell.train.settings import TrainSettings
+    from deepwell.train.trainer import Trainer
 
 
 def __getattr__(name: str) -> object:

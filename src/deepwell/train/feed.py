@@ -1,15 +1,15 @@
 """How a model takes a batch of tokens and gives its loss.
 
-A batch is a dict of tensors: `input_ids`, and what is to be predicted: `labels` (as Hugging Face takes them: the label of
-a token is the token itself, the model shifts) or `shift_labels` (already shifted: the label of a token is the next one);
--100 is not predicted. Others (`position_ids`, `attention_mask`) reach models that have an argument of that name.
+A batch is a dict of tensors: `input_ids`, and what is to be predicted: `labels` (as Hugging Face takes them: the label
+of a token is the token itself, the model shifts) or `shift_labels` (already shifted: the label of a token is the next
+one); -100 is not predicted. Others (`position_ids`, `attention_mask`) reach models that have an argument of that name.
 
     feed = Feed(model)
     loss = feed(engine, batch)        # the mean over the batch's predicted tokens, differentiable
     items = count_items(batch)        # how many those are
 
-A step's loss is the sum over all its tokens divided by their number: each micro-batch counts by its share of them, which
-is exact however many tokens are left out where.
+A step's loss is the sum over all its tokens divided by their number: each micro-batch counts by its share of them,
+which is exact however many tokens are left out where.
 """
 
 from __future__ import annotations

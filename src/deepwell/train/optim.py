@@ -112,6 +112,12 @@ class AdamWDW(torch.optim.Optimizer):
         return sum(int(device.fused.num_skipped) for device in self._fused.values())
 
     @property
+    def clips_by_itself(self) -> bool:
+        """Whether a step takes the gradients' norm, clips to it or skips by it: `clip_norm` or `skip_nonfinite`."""
+        first = self.param_groups[0]
+        return first["clip_norm"] is not None or bool(first["skip_nonfinite"])
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """The gradients' norm before clipping at the last step, on the device; None without clip_norm."""
         devices = list(self._fused.values())

@@ -1,7 +1,7 @@
 """Learning rates over a run: a factor of the peak for each step. Pure numbers, no state to save.
 
-    schedule = Schedule(kind="cosine", steps=10_000, warmup=200, floor=0.1)
-    schedule(0), schedule(200), schedule(10_000)      # 1/200, 1.0, 0.1
+schedule = Schedule(kind="cosine", steps=10_000, warmup=200, floor=0.1)
+schedule(0), schedule(200), schedule(10_000)      # 1/200, 1.0, 0.1
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Schedule:
         length = self.steps - self.warmup
         if self.kind == "wsd":
             falling = max(1, length // 10) if self.decay is None else self.decay
-            done = step - (self.steps - falling)
-            return 1.0 if done < 0 or not falling else self._fall((done + 1) / falling)
+            into = step - (self.steps - falling)
+            return 1.0 if into < 0 or not falling else self._fall((into + 1) / falling)
         if self.kind == "constant":
             return 1.0
         done = min(1.0, (step - self.warmup) / max(1, length - 1))

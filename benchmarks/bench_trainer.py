@@ -1,0 +1,190 @@
+"""What the Trainer adds to a bare loop: log, watch, checkpoints, and compiled regions under FSDP2. One GPU, one process.
+
+PYTHONPATH=src python3 benchmarks/bench_trainer.py [--model 8b-4l] [--rounds 4] [--burst 12] [--json FILE]
+
+All entrants train the same model on the same tokens with adamw_dw and take turns, so that drifting clocks hit all alike:
+
+  bare        forward, backward, optimizer.step(), nothing else; the gradients' norm is taken and clipped as in the others
+  trainer     Trainer.fit with its defaults: events.jsonl, the watch, the readback of loss and norm
+  unwatched   the same with guard=False
+  regions     FSDP2 on a mesh of one GPU: every layer a compiled region (zero3)
+
+A turn is `burst` steps between two synchronisations of the device; medians over turns. After the turns the trainer saves
+asynchronously every `burst` steps: what a save costs the step it falls into, from the second save on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepwell as dw
+from deepwell.bench.environment import environment, one_line
+from deepwell.bench.models import RaceModel, race_model
+from deepwell.train.optim import AdamWDW
+
+FOREVER = 10**6
+
+
+def data_of(model: RaceModel, count: int = 4) -> list[dict[str, torch.Tensor]]:
+    """A few batches on the host, as a loader would hand them over."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (model.batch, model.seq_len)
+    batches = [torch.randint(0, model.config.vocab, shape, generator=generator) for _ in range(count)]
+    return [{"input_ids": tokens, "labels": tokens} for tokens in batches]
+
+
+class Samples:
+    """The batches row by row, over and over."""
+
+    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.rows = [row for batch in batches for row in batch["input_ids"]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.rows[index]
+        return {"input_ids": row, "labels": row}
+
+
+def bare(model: RaceModel, device: str, batches: list[dict[str, torch.Tensor]]) -> Callable[[int], Any]:
+    """The loop that one would write by hand."""
+    engine = compiled(model, device)
+    optimizer = AdamWDW(engine.parameters(), lr=1e-5, clip_norm=1.0, skip_nonfinite=True)
+
+    def run(steps: int) -> None:
+        for i in range(steps):
+            tokens = batches[i % len(batches)]["input_ids"].to(device, non_blocking=True)
+            if model.is_huggingface:
+                loss = engine(input_ids=tokens, labels=tokens).loss
+            else:
+                targets = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+                loss = engine(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def compiled(model: RaceModel, device: str) -> dw.Engine:
+    net = model.build(device)
+    return dw.compile(dw.capture(net, model.capture_inputs(model.example(device))), precision="mxfp8")
+
+
+def trainer(
+    model: RaceModel, device: str, batches: list[dict[str, torch.Tensor]], folder: Path, **options: Any
+) -> dw.Trainer:
+    made: dw.Trainer = dw.Trainer.from_engine(
+        compiled(model, device), dataloader=Samples(batches), run_dir=folder, quiet=True, resume=False, steps=FOREVER,
+        global_batch=model.batch, micro_batch=model.batch, lr=1e-5, warmup=0, schedule="constant", save_every=0,
+        save_at_end=False, hang_after="10m", give_up_after=10**6, **options,
+    )  # fmt: skip
+    return made
+
+
+def running(made: dw.Trainer) -> Callable[[int], Any]:
+    return lambda steps: made.fit(stop_at=made.step + steps)
+
+
+def seconds_of(run: Callable[[int], Any], steps: int, is_cuda: bool) -> float:
+    if is_cuda:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    run(steps)
+    if is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps
+
+
+def saves(made: dw.Trainer, burst: int, count: int) -> dict[str, Any]:
+    """Save every `burst` steps in the background; how long the step with a save took beside the others."""
+    made.settings = made.settings.changed(save_every=burst, keep_last=1)
+    first = made.step
+    made.fit(stop_at=(made.step // burst + count + 1) * burst + 2)
+    assert made.run_dir is not None
+    events = [json.loads(line) for line in (made.run_dir / "events.jsonl").read_text().splitlines()]
+    steps = {e["step"]: e["seconds"] for e in events if e["kind"] == "step" and e["step"] > first}
+    written = [e for e in events if e["kind"] == "save" and e["step"] > first]
+    after = {e["step"]: steps.get(e["step"] + 1, 0.0) for e in written}
+    quiet = statistics.median(seconds for step, seconds in steps.items() if step - 1 not in after)
+    return {
+        "step_s": quiet,
+        "stalls_s": [e["stall_s"] for e in written],
+        "next_steps_s": list(after.values()),
+        "write_s": [e["seconds"] for e in written],
+        "bytes": [e["bytes"] for e in written],
+        "committed": [e["committed"] for e in written],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b-4l")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--burst", type=int, default=12)
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--only", default="bare,trainer,unwatched,regions")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, wanted = race_model(arguments.model), arguments.only.split(",")
+    batches = data_of(model)
+    with tempfile.TemporaryDirectory() as folder:
+        runs: dict[str, Callable[[int], Any]] = {}
+        trainers = {}
+        if "bare" in wanted:
+            runs["bare"] = bare(model, device, batches)
+        for name, options in {"trainer": {}, "unwatched": {"guard": False}}.items():
+            if name in wanted:
+                trainers[name] = trainer(model, device, batches, Path(folder) / name, **options)
+                runs[name] = running(trainers[name])
+        if "regions" in wanted:
+            from deepwell.train.parallel import one_rank_group
+
+            with one_rank_group(device):
+                made = trainer(model, device, batches, Path(folder) / "regions", layout={"sharding": "zero3"})
+            runs["regions"] = running(made)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            seconds_of(run, 4, device == "cuda")  # compiles
+        for _ in range(arguments.rounds):
+            for name, run in runs.items():
+                times[name].append(seconds_of(run, arguments.burst, device == "cuda"))
+        saved = saves(trainers["trainer"], arguments.burst, arguments.saves) if "trainer" in trainers else None
+    report(times, saved, model.name, arguments.json)
+
+
+def report(times: dict[str, list[float]], saved: dict[str, Any] | None, model: str, path: Path | None) -> None:
+    facts = environment()
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    base = medians.get("bare", next(iter(medians.values())))
+    rows = [
+        {"name": name, "ms": 1e3 * medians[name], "over": medians[name] / base - 1.0, "turns_ms": [1e3 * t for t in found]}
+        for name, found in times.items()
+    ]
+    print(f"{model}, {one_line(facts)}")
+    for row in rows:
+        print(f"  {row['name']:10s} {row['ms']:9.2f} ms  {100 * row['over']:+6.2f}%")
+    if saved is not None:
+        shown = ", ".join(f"{1e3 * s:.0f}" for s in saved["stalls_s"])
+        print(f"  saves: training stood still for {shown} ms; a step takes {1e3 * saved['step_s']:.1f} ms, those after a "
+              f"save {', '.join(f'{1e3 * s:.0f}' for s in saved['next_steps_s'])} ms; written in "
+              f"{', '.join(f'{s:.1f}' for s in saved['write_s'])} s")  # fmt: skip
+    if path is not None:
+        path.write_text(json.dumps({"environment": facts, "model": model, "rows": rows, "saves": saved}, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "8")
+    main()

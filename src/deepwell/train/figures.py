@@ -1,0 +1,111 @@
+"""The figures of a step: throughput, MFU, memory, predicted against real time, goodput.
+
+MFU is the model's flops over the peak of bf16; the weighted one is over each format's own peak, that is the time that
+all GEMMs would take at their formats' peaks over the time that the step took.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepwell.engine.dryrun_plan import predict
+from deepwell.engine.engine import Engine
+from deepwell.errors import DeepwellError
+from deepwell.planner.estimate_values import GIB, Estimate
+from deepwell.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan, or one made of what the engine does here, says of a step; None where nothing can be said."""
+
+    step_s: float | None
+    tier: str
+    flops_per_token: float
+    mfu_seconds: float  # MFU times seconds: what the flops take at the bf16 peak of one GPU
+    weighted_seconds: float
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Prediction:
+        return cls._of(plan.estimate, plan.step_s, plan.estimate.tier)
+
+    @classmethod
+    def of_engine(
+        cls, engine: Engine, batch: int, seq_len: int, micro_batches: int, optimizer: str | None
+    ) -> Prediction | None:
+        """Of an engine that has no plan, on the one device it is on; None where its machine cannot be described."""
+        try:
+            found = predict(engine, batch, seq_len, micro_batches, optimizer)
+        except DeepwellError:
+            return None
+        return cls._of(found.plan.estimate, found.step_s, found.tier)
+
+    @classmethod
+    def _of(cls, estimate: Estimate, step_s: float, tier: str) -> Prediction:
+        return cls(
+            step_s=step_s,
+            tier=tier,
+            flops_per_token=estimate.model_flops_per_token,
+            mfu_seconds=estimate.mfu_bf16 * estimate.step_s,
+            weighted_seconds=estimate.mfu_weighted * estimate.step_s,
+        )
+
+
+class Figures:
+    """Turns a step's seconds into what the log shows."""
+
+    def __init__(self, prediction: Prediction | None, world: int, device: torch.device) -> None:
+        self.prediction, self.world, self.device = prediction, world, device
+        self._limit = None
+        if device.type == "cuda":
+            self._limit = torch.cuda.get_device_properties(device).total_memory / GIB
+
+    def of_step(self, seconds: float, tokens: int) -> dict[str, Any]:
+        """Figures of a step of `tokens` tokens over all ranks."""
+        figures: dict[str, Any] = {
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s_per_gpu": tokens / seconds / self.world,
+            "tflops": None,
+            "mfu": None,
+            "mfu_weighted": None,
+            "memory_gib": self.memory_gib(),
+            "memory_limit_gib": self._limit,
+            "predicted_s": None,
+            "ratio": None,
+        }
+        found = self.prediction
+        if found is not None:
+            figures["tflops"] = found.flops_per_token * tokens / self.world / seconds / 1e12
+            if found.mfu_seconds:
+                figures["mfu"] = found.mfu_seconds / seconds
+                figures["mfu_weighted"] = found.weighted_seconds / seconds
+            figures["predicted_s"] = found.step_s
+            figures["ratio"] = None if found.step_s is None else found.step_s / seconds
+        return figures
+
+    def memory_gib(self) -> float:
+        """The most that torch had reserved on the GPU; on a CPU what the process holds now."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device) / GIB
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - read at every step
+            return int(file.read().split()[1]) * 4096 / GIB
+
+
+class Goodput:
+    """The share of a run's wall-clock time, restarts included, that went into steps that count."""
+
+    def __init__(self, useful_s: float = 0.0, started: float | None = None) -> None:
+        self.useful_s = useful_s
+        self.started = time.time() if started is None else started
+
+    def add(self, seconds: float) -> None:
+        self.useful_s += seconds
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self.useful_s / max(1e-9, time.time() - self.started))

@@ -1,0 +1,279 @@
+"""One call of `fit` as the log sees it: events, lines for people, saves, and how it ended."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from deepwell import __version__
+from deepwell.engine.dryrun_plan import optimizer_of
+from deepwell.engine.engine import Engine
+from deepwell.errors import DeepwellError
+from deepwell.train.elastic import Start, note_start
+from deepwell.train.figures import Figures, Prediction
+from deepwell.train.log import SCHEMA, Console, EventLog, Scalars, step_line
+from deepwell.train.readback import Finished
+from deepwell.train.settings import Every
+
+if TYPE_CHECKING:
+    from deepwell.train.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+
+
+class Callback:
+    """What users may do between steps; override what is wanted. Called on every rank."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def on_step(self, trainer: Trainer, event: Mapping[str, Any]) -> None:
+        """A step is over; `event` is what the log says of it, one step late on a GPU."""
+
+    def on_evaluate(self, trainer: Trainer, event: Mapping[str, Any]) -> None:
+        """The held-out loss was computed."""
+
+    def on_save(self, trainer: Trainer, event: Mapping[str, Any]) -> None:
+        """A checkpoint was begun or has been committed."""
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """No step follows."""
+
+
+class Run:
+    """Writes down what a trainer does. Of several ranks the first writes; all of them count."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.reason = ""
+        settings = trainer.settings
+        self._save_every = Every.read("save_every", settings.save_every)
+        self._evaluate_every = Every.read("eval_every", settings.eval_every)
+        self._last_save = self._last_evaluation = time.monotonic()
+        self._saved_step = trainer.step if trainer.resumed_from is not None else -1
+        self._figures: Figures | None = None
+        self._is_first = True
+        self._guards = 0
+        self._saves: list[tuple[int, float]] = []  # (step, seconds that training stood still)
+        self.start: Start | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.reason)
+
+    def __enter__(self) -> Run:
+        trainer = self.trainer
+        folder = trainer.run_dir if trainer.runner.is_main else None
+        self.log = EventLog(folder)
+        self.console = Console(trainer.settings.steps, trainer.step, quiet=trainer.quiet)
+        self.scalars = Scalars(folder, trainer.settings.tensorboard and trainer.runner.is_main)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        trainer = self.trainer
+        if kind is not None and not self.reason:
+            gave_up = isinstance(error, DeepwellError)
+            what = "gave up" if gave_up else "error"
+            self.log.write("end", step=trainer.step, reason=what, exit=1, error=f"{kind.__name__}: {error}")
+        if trainer.saver is not None:
+            trainer.saver.wait()
+            self._poll()
+        self.console.close()
+        self.scalars.close()
+        self.log.close()
+
+    # ---- the beginning ----
+
+    def begin(self) -> None:
+        """The run's first lines: what runs where, and whether it goes on from somewhere."""
+        trainer = self.trainer
+        if trainer.run_dir is not None and trainer.runner.is_main:
+            starts = Start.read_all(trainer.run_dir)
+            self.start = note_start(trainer.run_dir, trainer.step, trainer.world.size, trainer.settings.give_up_after)
+            trainer.goodput.started = starts[0].t if starts else self.start.t
+        generation = 0 if self.start is None else self.start.generation
+        plan = trainer.plan
+        planned = None
+        if plan is not None:
+            planned = {
+                "gpus": plan.gpus, "step_s": plan.step_s, "tier": plan.estimate.tier, "peak_gib": plan.peak_gib,
+            }  # fmt: skip
+        self.log.write(
+            "run", schema=SCHEMA, version=__version__, generation=generation, world=trainer.world.size,
+            device=trainer.engine.device_name, model=trainer.engine.ir.name, layout=str(trainer.layout), plan=planned,
+            precision=precision_of(trainer.engine), seq_len=trainer.settings.seq_len,
+            global_batch=trainer.sizes.global_batch, steps=trainer.settings.steps, start_step=trainer.step,
+            settings=trainer.settings.to_dict(), host=platform.node(),
+        )  # fmt: skip
+        if generation and trainer.resumed_from is not None:
+            self._restarted(generation)
+        self.formats()
+        notes = [trainer.plan_note, *trainer.notes]
+        notes.append(trainer.loader.note)
+        for text in filter(None, notes):
+            self.note(text)
+        for callback in trainer.callbacks:
+            callback.on_start(trainer)
+        trainer.engine.train()
+        trainer.readback.start()
+
+    def _restarted(self, generation: int) -> None:
+        """A restart: how many steps were lost, and how long nothing was trained."""
+        from deepwell.report.run_data import read_events
+
+        trainer = self.trainer
+        assert trainer.run_dir is not None
+        steps = [event for event in read_events(trainer.run_dir) if event["kind"] == "step"]
+        reached = max((event["step"] for event in steps), default=trainer.step)
+        silent = time.time() - steps[-1]["t"] if steps else 0.0
+        lost = max(0, reached - trainer.step)
+        self.log.write(
+            "restart", generation=generation, step=trainer.step, reason="resumed", lost_steps=lost,
+            recovery_s=round(silent, 3), world=trainer.world.size,
+        )  # fmt: skip
+        ago = f"{silent:.1f} s after the last step"
+        self.console.say(f"resumed from {trainer.resumed_from} at step {trainer.step}, {lost} steps lost, {ago}")
+
+    def formats(self) -> None:
+        """What each linear's GEMMs run in from now on."""
+        rows: dict[str, list[str]] = {}
+        for row in self.trainer.engine.bound.bindings:
+            rows.setdefault(row.path, []).append("bf16" if row.scheme == "bf16" else row.format)
+        formats = {path: "|".join(found) for path, found in rows.items()}
+        self.log.write("formats", step=self.trainer.step, formats=formats)
+
+    def note(self, text: str) -> None:
+        self.log.write("note", text=text)
+        self.console.say(f"note: {text}")
+
+    # ---- steps ----
+
+    def finished(self, done: Finished) -> None:
+        """A step is over: write it down, and tell who asked."""
+        trainer = self.trainer
+        loss, norm = done.values
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        trainer.last_loss = loss
+        trainer.skipped += skipped
+        figures = self._figures or self._make_figures(done.facts["tokens"])
+        if not self._is_first and not skipped:
+            trainer.goodput.add(done.seconds)
+        self._is_first = False
+        events = trainer.watch.end_step(done.step, loss, norm)
+        self._guards += len(events)
+        event = self.log.write(
+            "step", step=done.step, loss=loss, grad_norm=norm, lr=done.facts["lr"],
+            **figures.of_step(done.seconds, done.facts["tokens"]), skipped=skipped, guard=len(events),
+            goodput=round(trainer.goodput.share, 5),
+        )  # fmt: skip
+        if done.step % trainer.settings.log_every == 0 or skipped or events:
+            self.console.say(step_line(event, trainer.settings.steps))
+        for found in events:
+            self.log.write("guard", **found.to_dict())
+            self.console.say(f"guard: {found}")
+        if any(found.what in ("fallback", "recover") for found in events):
+            self.formats()
+        self.console.at(done.step)
+        self.scalars.step(event)
+        self._poll()
+        for callback in trainer.callbacks:
+            callback.on_step(trainer, event)
+
+    def _make_figures(self, tokens: int) -> Figures:
+        """What is predicted of a step, once its size is known."""
+        trainer = self.trainer
+        prediction = None
+        if trainer.plan is not None:
+            prediction = Prediction.of_plan(trainer.plan)
+        elif trainer.world.size == 1:
+            sizes = trainer.sizes
+            seq_len = max(1, tokens // sizes.global_batch)
+            optimizer = optimizer_of(trainer.engine)
+            prediction = Prediction.of_engine(trainer.engine, sizes.micro_batch, seq_len, sizes.accumulation, optimizer)
+        self._figures = Figures(prediction, trainer.world.size, trainer.device)
+        return self._figures
+
+    def evaluation_is_due(self, step: int) -> bool:
+        trainer = self.trainer
+        if trainer.eval_loader is None:
+            return False
+        if self._evaluate_every.seconds and trainer.world.size > 1:
+            return False  # clocks of ranks differ: give eval_every in steps
+        return self._evaluate_every.is_due(step, time.monotonic() - self._last_evaluation)
+
+    def evaluated(self, fields: Mapping[str, Any]) -> None:
+        self._last_evaluation = time.monotonic()
+        event = self.log.write("eval", **fields)
+        self.console.say(f"eval at step {fields['step']}: loss {fields['loss']:.4f}, {fields['seconds']:.2f} s")
+        self.scalars.evaluation(fields["step"], fields["loss"])
+        for callback in self.trainer.callbacks:
+            callback.on_evaluate(self.trainer, event)
+
+    # ---- saves ----
+
+    def save_is_due(self, step: int) -> bool:
+        """Whether this rank wants a checkpoint after `step`; of clocks the first rank's counts."""
+        trainer = self.trainer
+        if trainer.saver is None:
+            return False
+        if self._save_every.seconds and not trainer.runner.is_main:
+            return False
+        return self._save_every.is_due(step, time.monotonic() - self._last_save)
+
+    def save(self, why: str) -> None:
+        """Begin a checkpoint of the steps that are finished; a state that is not sound is not written."""
+        trainer = self.trainer
+        self._last_save = time.monotonic()
+        if trainer.saver is None or self._saved_step == trainer.step:
+            return
+        if not math.isfinite(trainer.last_loss) or not trainer.watch.healthy:
+            self.note(f"step {trainer.step} is not saved: loss {trainer.last_loss}; the last good checkpoint stays")
+            return
+        begun = trainer.saver.save(trainer.train_state())
+        self._saved_step = trainer.step
+        self._saves.append((trainer.step, begun.stall_s))
+        trainer.readback.start()
+
+    def _poll(self) -> None:
+        """Write down the checkpoints that were committed, or failed, since."""
+        trainer = self.trainer
+        if trainer.saver is None:
+            return
+        for found in trainer.saver.poll():
+            event = self.log.write(
+                "save", step=found.step, path=str(found.path), stall_s=round(found.stall_s, 6),
+                seconds=round(found.seconds, 4), bytes=found.bytes, committed=found.committed, error=found.error,
+            )  # fmt: skip
+            if not found.committed:
+                self.note(f"the checkpoint of step {found.step} failed: {found.error}; the one before it stands")
+            for callback in trainer.callbacks:
+                callback.on_save(trainer, event)
+
+    # ---- the end ----
+
+    def hung(self, silent: float) -> None:
+        self.log.write("end", step=self.trainer.step, reason="error", exit=75, error=f"no step for {silent:.0f} s")
+
+    def finish(self, reason: str) -> None:
+        """All steps are read back, the last one is saved, and the end is written down."""
+        trainer = self.trainer
+        trainer._finished(self)
+        self.reason = reason
+        if trainer.settings.save_at_end and trainer.step:
+            self.save("end")
+        if trainer.saver is not None:
+            trainer.saver.wait()
+            self._poll()
+        for callback in trainer.callbacks:
+            callback.on_end(trainer, reason)
+        self.log.write("end", step=trainer.step, reason=reason, exit=0)
+
+
+def precision_of(engine: Engine) -> str:
+    """The format that most GEMMs of the engine's linears have."""
+    formats = [row.format for row in engine.bound.bindings]
+    return max(set(formats), key=formats.count) if formats else engine.ir.dtype

@@ -1,0 +1,384 @@
+"""The Trainer: runs an engine's plan, step after step, and lives through what happens on the way.
+
+    trainer = dw.Trainer.from_engine(engine, optimizer="adamw_dw", dataloader=loader, elastic=True)
+    trainer.fit(steps=1000)
+
+The same script runs on one CPU, one GPU or, started by torchrun, on many. What happens is written to `events.jsonl` in
+the run's folder; checkpoints lie beside it, and a run that is started again goes on from the last of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell import __version__
+from deepwell.artifacts.checkpoint import Saver, TrainState, latest, load_checkpoint, save_checkpoint
+from deepwell.engine.dryrun_plan import engine_device
+from deepwell.engine.engine import Engine
+from deepwell.errors import ConfigError, NumericsError
+from deepwell.planner.layout import Layout
+from deepwell.planner.plan import Plan
+from deepwell.precision.guard import GuardSettings
+from deepwell.train.data import Loader, check_same_data, make_loader
+from deepwell.train.elastic import Control, StopSignal, Watchdog, join
+from deepwell.train.feed import Feed, LossFunction, count_items, count_tokens
+from deepwell.train.figures import Goodput
+from deepwell.train.optim import AdamWDW
+from deepwell.train.optimizers import LearningRate, MakeOptimizer, make_optimizer
+from deepwell.train.parallel import parallelize
+from deepwell.train.random_state import random_state, seed_all, set_random_state
+from deepwell.train.readback import Readback
+from deepwell.train.run import CHECKPOINTS, Callback, Run
+from deepwell.train.settings import Every, TrainSettings
+from deepwell.train.sizes import batch_sizes, layout_for
+from deepwell.train.watch import Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitResult:
+    """How a call of `fit` ended: "done" or "paused", the last step and its loss."""
+
+    reason: str
+    step: int
+    loss: float
+    seconds: float
+    run_dir: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What of a trainer's arguments is neither a setting nor the engine's."""
+
+    eval_data: Any = None
+    optimizer_options: Mapping[str, Any] | None = None
+    callbacks: tuple[Callback, ...] = ()
+    loss: LossFunction | None = None
+    layout: Layout | Mapping[str, Any] | None = None
+    guard: Any = None
+    quiet: bool = False
+
+
+class Trainer:
+    """Trains an engine. Make one with `from_engine`, then call `fit`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: str | torch.optim.Optimizer | MakeOptimizer,
+        dataloader: Any,
+        *,
+        settings: TrainSettings,
+        elastic: bool,
+        run_dir: Path | None,
+        resume: str | bool | Path,
+        options: Options,
+    ) -> None:
+        self.engine, self.settings, self.elastic = engine, settings, elastic
+        self.device = engine_device(engine)
+        self.world = join(self.device.type)
+        self.control = Control(self.world)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        seed_all(settings.seed, self.world.rank)
+        self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, options.layout)
+        self.notes: list[str] = []
+        feed = Feed(engine.model, options.loss)
+        self.runner = parallelize(engine, self.layout, feed=feed, device=self.device)
+        self.loader = _loader(dataloader, settings, self.plan)
+        self.eval_loader = None if options.eval_data is None else _loader(options.eval_data, settings, self.plan)
+        self.sizes = batch_sizes(settings, self.plan, self.runner.dp, self.loader.rows)
+        self.optimizer = make_optimizer(
+            optimizer, engine, self.runner.named_parameters(), settings,
+            is_sharded=self.world.size > 1, options=options.optimizer_options,
+        )  # fmt: skip
+        self.rate = LearningRate(self.optimizer, settings)
+        self.callbacks = options.callbacks
+        self.step = 0  # finished steps
+        self.cursor = 0  # samples that were read
+        self.tokens = 0  # tokens that were trained on
+        self.last_loss = math.nan
+        self.skipped = 0
+        self.quiet = options.quiet or not self.runner.is_main
+        self.run_dir = self._folder(run_dir)
+        self.goodput = Goodput()
+        several = self.world.size > 1
+        self.watch = Watch(engine, guard_settings(options.guard), self.runner.all_reduce if several else None)
+        self.readback = Readback(self.device)
+        self.saver = None
+        if self.run_dir is not None:
+            self.saver = Saver(
+                self.run_dir / CHECKPOINTS, keep_last=settings.keep_last, keep_every=settings.keep_every,
+                asynchronous=settings.async_save,
+            )  # fmt: skip
+        self.resumed_from = self._resume(resume)
+
+    @classmethod
+    def from_engine(
+        cls,
+        engine: Engine,
+        optimizer: str | torch.optim.Optimizer | MakeOptimizer = "adamw_dw",
+        dataloader: Any = None,
+        *,
+        elastic: bool = False,
+        run_dir: str | Path | None = None,
+        eval_dataloader: Any = None,
+        resume: str | bool | Path = "auto",
+        settings: TrainSettings | None = None,
+        optimizer_options: Mapping[str, Any] | None = None,
+        callbacks: Iterable[Callback] = (),
+        loss: LossFunction | None = None,
+        layout: Layout | Mapping[str, Any] | None = None,
+        guard: GuardSettings | Mapping[str, Any] | bool | None = None,
+        quiet: bool = False,
+        **changes: Any,
+    ) -> Trainer:
+        """A trainer of an engine.
+
+        `optimizer` is "adamw_dw", the name of one of torch's, an optimizer of the model's parameters, or a function of
+        parameter groups. `dataloader` is anything `deepwell.train.data.make_loader` takes: a folder of token files, a
+        dataset, an iterable of batches, "synthetic". `elastic=True` plans anew where the number of processes is not
+        the plan's, and goes on where an earlier start of the same run stopped. `run_dir` gets events and checkpoints;
+        without it a folder under `runs/` is made. `resume` is "auto" (the last checkpoint of run_dir, if any), False,
+        or the path of a checkpoint. `loss` replaces the model's own: a function of (engine, batch) that returns the
+        mean over the predicted tokens. `layout` replaces the plan's: a Layout, or some of its fields. `guard` is a
+        GuardSettings, or False. Other keywords are settings of the run, see `TrainSettings`: steps, lr, global_batch,
+        save_every ... Raises ConfigError where something is wrong.
+        """
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"engine is a {type(engine).__name__}; pass what dw.compile(...) returned")
+        if dataloader is None:
+            raise ConfigError("dataloader is None; pass a folder of tokens, a dataset, batches, or 'synthetic'")
+        options = Options(
+            eval_data=eval_dataloader, optimizer_options=optimizer_options, callbacks=tuple(callbacks), loss=loss,
+            layout=layout, guard=guard, quiet=quiet,
+        )  # fmt: skip
+        return cls(
+            engine, optimizer, dataloader, settings=(settings or TrainSettings()).changed(**changes), elastic=elastic,
+            run_dir=None if run_dir is None else Path(run_dir), resume=resume, options=options,
+        )  # fmt: skip
+
+    # ---- training ----
+
+    def fit(self, steps: int | None = None, *, stop_at: int | None = None) -> FitResult:
+        """Train until `steps` steps are done in all, or up to `stop_at` of them, and save.
+
+        A SIGTERM saves and ends the process with status 0. Raises NumericsError where the run cannot go on.
+        """
+        if steps is not None and steps != self.settings.steps:
+            self.settings = self.settings.changed(steps=steps)
+            self.rate = LearningRate(self.optimizer, self.settings)
+        last = min(self.settings.steps, stop_at or self.settings.steps)
+        began = time.perf_counter()
+        hang = Every.read("hang_after", self.settings.hang_after).seconds
+        with Run(self) as run, StopSignal() as stop, Watchdog(hang, run.hung) as watchdog:
+            run.begin()
+            while self.step < last and not run.is_over:
+                self._train_step(run, stop)
+                watchdog.alive()
+            run.finish("paused" if last < self.settings.steps and not run.is_over else run.reason or "done")
+        if run.reason == "signal":
+            raise SystemExit(0)
+        seconds = time.perf_counter() - began
+        return FitResult(reason=run.reason, step=self.step, loss=self.last_loss, seconds=seconds, run_dir=self.run_dir)
+
+    def _train_step(self, run: Run, stop: StopSignal) -> None:
+        step = self.step
+        self.engine.at_step(step)
+        lr = self.rate.set(step)
+        batches = self._batches()
+        items, tokens = sum(map(count_items, batches)), sum(map(count_tokens, batches))
+        wants = [float(items), float(tokens), float(bool(stop.name)), float(run.save_is_due(step + 1))]
+        all_items, all_tokens, stopping, saving = self.control.total(wants)
+        copies = self.world.size / self.runner.dp  # ranks that read the same samples
+        num_items, num_tokens = all_items / copies, int(all_tokens / copies)
+        if not num_items:
+            raise ConfigError(f"step {step + 1}: no token of the batch is predicted; all its labels are -100")
+        self.watch.begin_step(step)
+        loss = self.runner.run(batches, num_items=num_items)
+        norm = self._update(loss)
+        self.step, self.cursor, self.tokens = step + 1, self.cursor + self.sizes.global_batch, self.tokens + num_tokens
+        self._prefetch()
+        self.readback.push(step + 1, [loss, norm], lr=lr, tokens=num_tokens)
+        self._finished(run, keep=0 if self.device.type == "cpu" else 1)
+        if run.evaluation_is_due(step + 1):
+            self._finished(run)
+            self.evaluate(run)
+        if saving or stopping:
+            self._finished(run)
+            run.save("signal" if stopping else "due")
+        if stopping:
+            run.reason = "signal"
+
+    def _update(self, loss: Tensor) -> Tensor:
+        """Clip, and step the optimizer unless the gradients are not finite; their norm."""
+        if self.saver is not None:
+            self.saver.before_update()
+        if isinstance(self.optimizer, AdamWDW) and self.optimizer.clips_by_itself:
+            self.optimizer.step()
+            norm = self.optimizer.grad_norm
+            assert norm is not None
+        else:
+            norm = self.runner.grad_norm(self.settings.clip_norm)
+            if bool(torch.isfinite(norm)):  # the one place where the host waits for the device
+                self.optimizer.step()
+        self.watch.after_backward(loss, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _batches(self) -> list[Mapping[str, Tensor]]:
+        """This rank's micro-batches of the step that comes."""
+        rank, sizes = self.runner.dp_rank, self.sizes
+        return [self.loader.batch(self.cursor, sizes.indices(rank, m)) for m in range(sizes.accumulation)]
+
+    def _prefetch(self) -> None:
+        for micro in range(self.sizes.accumulation):
+            self.loader.prefetch(self.cursor, self.sizes.indices(self.runner.dp_rank, micro))
+
+    def _finished(self, run: Run, keep: int = 0) -> None:
+        for done in self.readback.pop(keep):
+            run.finished(done)
+
+    # ---- evaluating ----
+
+    def evaluate(self, run: Run | None = None) -> float:
+        """The mean loss over `eval_batches` batches of the held-out data, the same ones every time."""
+        if self.eval_loader is None:
+            raise ConfigError("there is no held-out data: pass eval_dataloader")
+        began, was_training = time.perf_counter(), self.engine.training
+        self.engine.eval()
+        total, items = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        try:
+            for number in range(self.settings.eval_batches):
+                first = number * self.sizes.micro_batch * self.runner.dp
+                batch = self.eval_loader.batch(first, self.sizes.indices(self.runner.dp_rank, 0))
+                loss, count = self.runner.evaluate(batch)
+                total, items = total + loss, items + count
+        finally:
+            self.engine.train(was_training)
+        mean = float(total / items)
+        if run is not None:
+            seconds = time.perf_counter() - began
+            run.evaluated({"step": self.step, "loss": mean, "tokens": int(items), "seconds": round(seconds, 4)})
+        self.readback.start()
+        return mean
+
+    # ---- saving ----
+
+    def train_state(self) -> TrainState:
+        """All that a checkpoint holds of this rank."""
+        meta = {
+            "step": self.step,
+            "cursor": self.cursor,
+            "tokens": self.tokens,
+            "loss": self.last_loss if math.isfinite(self.last_loss) else None,
+            "skipped": self.skipped,
+            "useful_s": self.goodput.useful_s,
+            "settings": self.settings.to_dict(),
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "layout": self.layout.to_dict(),
+            "policy": self.engine.policy.to_dict(),
+            "precision": self.watch.state_dict(),
+            "data": self.loader.fingerprint(),
+            "data_state": self.loader.state_dict(self.cursor),
+            "model": model_facts(self.engine),
+            "versions": {"deepwell": __version__, "torch": torch.__version__},
+        }
+        return TrainState(
+            model=self.runner.model, optimizer=self.optimizer, meta=meta, rank_state=random_state(self.device)
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write a checkpoint to a folder and wait until it is committed; `dw.save(trainer, path)` is the same."""
+        if not math.isfinite(self.last_loss) and self.step:
+            raise NumericsError(f"the loss of step {self.step} is {self.last_loss}: such a state is not saved")
+        return save_checkpoint(Path(path), self.train_state())
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, whatever world, plan or precision it was written with."""
+        state = self.train_state()
+        meta = load_checkpoint(Path(path), state)
+        self.step, self.cursor, self.tokens = meta["step"], meta["cursor"], meta["tokens"]
+        self.skipped = meta.get("skipped", 0)
+        self.last_loss = math.nan if meta.get("loss") is None else meta["loss"]
+        self.goodput.useful_s = meta.get("useful_s", 0.0)
+        self.notes += check_same_data(meta.get("data", {}), self.loader.fingerprint())
+        self.loader.load_state_dict(meta.get("data_state", {}))
+        self.watch.load_state_dict(meta.get("precision", {}))
+        if state.rank_state:
+            set_random_state(state.rank_state, self.device)
+        else:
+            seed_all(self.settings.seed, self.world.rank, self.step)
+
+    def _resume(self, resume: str | bool | Path) -> Path | None:
+        """Load what is to be gone on from; where there is nothing, None."""
+        if resume is False or (resume == "auto" and self.run_dir is None):
+            return None
+        if resume in ("auto", True):
+            assert self.run_dir is not None
+            found = latest(self.run_dir / CHECKPOINTS) if self.runner.is_main else None
+            name = self.control.first(None if found is None else str(found))
+            path = None if name is None else Path(name)
+        else:
+            path = latest(Path(str(resume))) or Path(str(resume))
+        if path is None:
+            return None
+        self.load(path)
+        return path
+
+    def _folder(self, given: Path | None) -> Path | None:
+        """The run's folder: as given, else one under `runs/`, for an elastic run always the same."""
+        if given is not None:
+            if given.exists() and not given.is_dir():
+                raise ConfigError(f"run_dir: {given} is a file; give a folder")
+            return given
+        name = "".join(c if c.isalnum() else "-" for c in self.engine.ir.name.lower()).strip("-") or "model"
+        if not self.elastic:
+            name += time.strftime("-%Y%m%d-%H%M%S")
+        return Path(str(self.control.first(str(Path("runs") / name))))
+
+    def close(self) -> None:
+        """End the threads of data and checkpoints; a trainer that is not used again may also just be dropped."""
+        self.loader.close()
+        if self.eval_loader is not None:
+            self.eval_loader.close()
+        if self.saver is not None:
+            self.saver.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def guard_settings(given: GuardSettings | Mapping[str, Any] | bool | None) -> GuardSettings:
+    """Settings of the guard: the defaults for None and True, none for False."""
+    if given is None or given is True:
+        return GuardSettings()
+    if given is False:
+        return GuardSettings.off()
+    return given if isinstance(given, GuardSettings) else GuardSettings.from_dict(given)
+
+
+def _loader(data: Any, settings: TrainSettings, plan: Plan | None) -> Loader:
+    seq_len = settings.seq_len or (None if plan is None else plan.workload.seq_len)
+    return make_loader(data, seq_len=seq_len, seed=settings.seed)
+
+
+def model_facts(engine: Engine) -> dict[str, Any]:
+    """What is needed to build the model again: of a Hugging Face one its class and config."""
+    model = engine.model
+    config = getattr(model, "config", None)
+    facts: dict[str, Any] = {"name": engine.ir.name, "class": type(model).__name__.removeprefix("FSDP")}
+    if hasattr(config, "to_dict") and hasattr(config, "model_type"):
+        facts["config"] = json.loads(json.dumps(config.to_dict(), default=str))
+    return facts
