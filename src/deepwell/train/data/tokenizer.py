@@ -1,0 +1,161 @@
+"""Tokenizers for text: bytes (built in), a `tokenizers` JSON file or folder, or a tokenizer object."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepwell.errors import ConfigError
+
+BYTES = "bytes"
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>", "[EOS]", "[SEP]")
+
+
+class TextTokenizer(Protocol):
+    """Text to tokens; `eos` ends a document and is not part of what `encode` gives."""
+
+    name: str
+    vocab: int
+    eos: int
+    sha256: str
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens 0 to 255; 256 ends a document."""
+
+    name, vocab, eos = BYTES, 257, 256
+    sha256 = hashlib.sha256(b"deepwell bytes 1").hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
+
+
+class _Checked:
+    """Checks that tokens stay inside the vocabulary; what follows encodes."""
+
+    def __init__(self, name: str, vocab: int, eos: int, sha256: str) -> None:
+        self.name, self.vocab, self.eos, self.sha256 = name, vocab, eos, sha256
+        if not 0 <= eos < vocab:
+            raise ConfigError(f"tokenizer {name}: its end token {eos} is outside its vocabulary of {vocab}")
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        clean = [text.encode("utf-8", errors="replace").decode() for text in texts]  # JSON may hold lone surrogates
+        found = [np.asarray(ids, dtype=np.int64) for ids in self._ids(clean)]
+        largest = max((int(ids.max()) for ids in found if len(ids)), default=0)
+        if largest >= self.vocab:
+            raise ConfigError(f"tokenizer {self.name} gave token {largest}, its vocabulary has {self.vocab}")
+        return found
+
+
+class _Fast(_Checked):
+    """A `tokenizers.Tokenizer`; it uses all cores by itself."""
+
+    def __init__(self, tokenizer: Any, name: str, eos: int, sha256: str) -> None:
+        super().__init__(name, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1, eos, sha256)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encode(texts, add_special_tokens=False)]
+
+
+class _Slow(_Checked):
+    """A tokenizer object of Hugging Face's transformers, called as those are."""
+
+    def __init__(self, tokenizer: Any, eos: int | None) -> None:
+        name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        end = tokenizer.eos_token_id if eos is None else eos
+        if end is None:
+            raise ConfigError(f"tokenizer {name} has no eos_token: set one, documents end with it")
+        vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
+        super().__init__(Path(name).name, len(tokenizer), int(end), hashlib.sha256(vocab.encode()).hexdigest())
+        self._tokenizer = tokenizer
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return list(self._tokenizer(texts, add_special_tokens=False, truncation=False)["input_ids"])
+
+
+class _BareErrors:
+    """Turns the bare `Exception` that the tokenizers package raises on a bad file into a ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is Exception:
+            raise ConfigError(f"--tokenizer: {self._path} is no tokenizer's JSON: {error}") from error
+
+
+def make_tokenizer(tokenizer: Any, *, eos: str | None = None) -> TextTokenizer:
+    """The tokenizer that `tokenizer` means: "bytes", a file or folder, or an object. `eos` names the end token.
+
+    Raises ConfigError where it is none, or where no token ends a document.
+    """
+    if isinstance(tokenizer, ByteTokenizer | _Checked):
+        return tokenizer
+    if tokenizer is None or tokenizer == BYTES:
+        if eos is not None:
+            raise ConfigError(f"--eos is {eos!r}, but the byte tokenizer ends documents with token 256: leave it out")
+        return ByteTokenizer()
+    if isinstance(tokenizer, str | Path):
+        return _from_file(Path(tokenizer), eos)
+    if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "to_str"):
+        return _from_fast(tokenizer, "tokenizer", eos, [])
+    if callable(tokenizer) and hasattr(tokenizer, "eos_token_id") and hasattr(tokenizer, "get_vocab"):
+        return _Slow(tokenizer, None if eos is None else tokenizer.convert_tokens_to_ids(eos))
+    raise ConfigError(
+        f"tokenizer is a {type(tokenizer).__name__}; give 'bytes', a tokenizer's JSON file, or a tokenizer object of "
+        "tokenizers or transformers"
+    )
+
+
+def _from_file(path: Path, eos: str | None) -> TextTokenizer:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"--tokenizer: there is no file {file}; give a tokenizer's JSON or 'bytes'")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError("--tokenizer: a JSON file needs `pip install tokenizers`; 'bytes' needs nothing") from error
+    try:
+        text = file.read_text(encoding="utf-8")
+        is_one = "model" in json.loads(text)
+        settings = file.with_name("tokenizer_config.json")
+        end = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.is_file() else None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--tokenizer: {file} is no tokenizer's JSON: {error}") from error
+    if not is_one:
+        raise ConfigError(f"--tokenizer: {file} is no tokenizer's JSON: it names no model")
+    with _BareErrors(file):
+        found = tokenizers.Tokenizer.from_str(text)
+    named = end.get("content") if isinstance(end, dict) else end
+    return _from_fast(found, file.parent.name if path.is_dir() else file.name, eos, [named] if named else [])
+
+
+def _from_fast(tokenizer: Any, name: str, eos: str | None, first: Sequence[str]) -> TextTokenizer:
+    sha256 = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    wanted = [eos] if eos is not None else [*first, *_END_TOKENS]
+    end = next((token for text in wanted if (token := tokenizer.token_to_id(text)) is not None), None)
+    if end is None:
+        raise ConfigError(
+            f"--eos: tokenizer {name} has no token {eos!r}"
+            if eos is not None
+            else f"--tokenizer: {name} has none of the usual end tokens ({' '.join(_END_TOKENS)}): name it with --eos"
+        )
+    return _Fast(tokenizer, name, end, sha256)
