@@ -1,0 +1,222 @@
+"""What makes a folder a checkpoint: its manifest, its marker, and the versions of both.
+
+    step-00000100/
+      model-00000.safetensors      a rank's parts of the weights; so optimizer-*, and ranks-* with its own small tensors
+      config.json                  the model's configuration, where it has one (Hugging Face's file)
+      index.json                   each tensor's dtype, whole shape and parts; the optimizer's options
+      state.json                   the run's facts: step, data position, plan, policy
+      manifest.json                schema, versions, and every file above with its size and SHA-256
+      COMMITTED                    the SHA-256 of manifest.json, written last
+
+The folder is built under a temporary name. All files are safetensors or JSON: reading them cannot run code.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepwell.artifacts.checkpoint.files import FileRecord, hash_file
+from deepwell.errors import CheckpointError, ConfigError
+
+SCHEMA = 1
+WRITER = "deepwell"
+MARKER = "COMMITTED"
+_FOLDER = re.compile(r"step-(\d{8,})")
+# A checkpoint that another of its step is just taking the place of; see `files_of_saves`.
+_REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-z-]+\.old")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+# The JSON documents of a checkpoint: {"manifest": ..., "state": ..., "index": ...}.
+Documents = dict[str, dict[str, Any]]
+# Schema -> what makes its documents those of the next schema.
+MIGRATIONS: dict[int, Callable[[Documents], Documents]] = {}
+
+
+def migration(schema: int) -> Callable[[Callable[[Documents], Documents]], Callable[[Documents], Documents]]:
+    """Register a function that turns the documents of `schema` into those of the one after it."""
+
+    def register(function: Callable[[Documents], Documents]) -> Callable[[Documents], Documents]:
+        MIGRATIONS[schema] = function
+        return function
+
+    return register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A committed checkpoint's documents, in the schema of this Deepwell."""
+
+    path: Path
+    manifest: dict[str, Any]
+    state: dict[str, Any]
+    index: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's checkpoint. Raises ConfigError for what is no step."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigError(f"meta['step'] is {step!r}; it must be a whole number from 0 on")
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name says; None for a folder of another name."""
+    match = _FOLDER.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def open_documents(path: Path) -> Opened:
+    """Read a checkpoint's documents. Raises CheckpointError naming the file that is missing, damaged or too new."""
+    manifest = read_manifest(path)
+    files = records(manifest, path)
+    documents: Documents = {"manifest": manifest}
+    for name in ("state", "index"):
+        record = files.get(f"{name}.json")
+        if record is not None:
+            documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
+    schema = manifest["schema"]
+    while schema < SCHEMA:
+        if schema not in MIGRATIONS:
+            raise CheckpointError(
+                f"{path / 'manifest.json'} has schema {schema}, and nothing leads from it to {SCHEMA}"
+            )
+        documents = MIGRATIONS[schema](documents)
+        schema += 1
+    for name in ("state", "index"):
+        if name not in documents:
+            raise CheckpointError(f"{path / 'manifest.json'} names no {name}.json; this is no checkpoint of a run")
+    return Opened(
+        path=path, manifest=documents["manifest"], state=documents["state"], index=documents["index"], files=files
+    )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a committed checkpoint, as it is on the disk."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; pass a checkpoint's folder (step-00000100)")
+    marker = path / MARKER
+    if not marker.is_file():
+        raise CheckpointError(f"{marker} is missing: {path} was never committed, or is no checkpoint of Deepwell's")
+    data = _bytes(path / "manifest.json")
+    if marker.read_bytes().strip() != hashlib.sha256(data).hexdigest().encode():
+        raise CheckpointError(f"{path / 'manifest.json'} is not the file that {MARKER} was written for")
+    manifest = _object(data, path / "manifest.json")
+    schema = manifest.get("schema")
+    if manifest.get("writer") != WRITER or not isinstance(schema, int) or isinstance(schema, bool):
+        raise CheckpointError(f"{path / 'manifest.json'} is not a manifest of Deepwell's")
+    if schema > SCHEMA:
+        raise CheckpointError(
+            f"{path / 'manifest.json'} has schema {schema}; this Deepwell reads up to {SCHEMA}: install a newer one"
+        )
+    return manifest
+
+
+def records(manifest: dict[str, Any], path: Path) -> dict[str, FileRecord]:
+    """The files that a manifest names. Raises CheckpointError for names that lead out of the folder."""
+    try:
+        found = [FileRecord.from_dict(item) for item in manifest["files"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / 'manifest.json'}: its list of files cannot be read ({error})") from error
+    for record in found:
+        if not _FILE.fullmatch(record.name):
+            raise CheckpointError(f"{path / 'manifest.json'} names {record.name!r}, which is no file of a checkpoint")
+    return {record.name: record for record in found}
+
+
+def check_whole(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there in their sizes. Raises CheckpointError naming one."""
+    manifest = read_manifest(path)
+    for record in records(manifest, path).values():
+        check_size(path, record)
+    return manifest
+
+
+def check_size(path: Path, record: FileRecord) -> None:
+    """Raise CheckpointError if a file is missing or has another size than the manifest says."""
+    file = path / record.name
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; take an earlier checkpoint, or copy this one again")
+    size = file.stat().st_size
+    if size != record.size:
+        raise CheckpointError(f"{file} has {size} bytes, the manifest says {record.size}: it was cut or changed")
+
+
+def check_hash(path: Path, record: FileRecord) -> None:
+    """Raise CheckpointError if a file is not what was written."""
+    check_size(path, record)
+    if hash_file(path / record.name) != record.sha256:
+        raise CheckpointError(f"{path / record.name} was changed: its SHA-256 is not the manifest's {record.sha256}")
+
+
+def verify(path: Path | str) -> int:
+    """Read every file of a checkpoint and compare its hash; returns the bytes read. Raises CheckpointError."""
+    path = Path(path)
+    files = records(read_manifest(path), path)
+    for record in files.values():
+        check_hash(path, record)
+    return sum(record.size for record in files.values())
+
+
+def read_meta(path: Path | str) -> dict[str, Any]:
+    """The facts of the run that a checkpoint was saved with."""
+    return open_documents(Path(path)).state
+
+
+def list_checkpoints(folder: Path | str) -> list[Path]:
+    """The committed and whole checkpoints of a run's folder, oldest step first."""
+    folder = Path(folder)
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        step = step_of(path)
+        # Sorted, a name with a dot comes first: the folder of the proper name takes its place.
+        if step is not None and _is_checkpoint(path):
+            found[step] = path
+    return [found[step] for step in sorted(found)]
+
+
+def latest(folder: Path | str) -> Path | None:
+    """The checkpoint of the highest step that is committed and whole; None if there is none."""
+    folder = Path(folder)
+    found = [(step_of(path), path.name[0] != ".", path) for path in (folder.iterdir() if folder.is_dir() else [])]
+    # Of two with one step, the one that has its proper name.
+    for _, _, path in sorted((item for item in found if item[0] is not None), reverse=True):
+        if _is_checkpoint(path):
+            return path
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        check_whole(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _checked_bytes(path: Path, record: FileRecord) -> bytes:
+    data = _bytes(path)
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise CheckpointError(f"{path} was changed: its SHA-256 is not the manifest's {record.sha256}")
+    return data
+
+
+def _object(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,185 @@
+"""What this rank writes: its parts of the model's and the optimizer's tensors, each with its place in the whole."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from deepwell.artifacts.checkpoint.shards import BLOCK, Box, box_of, local_of
+from deepwell.artifacts.checkpoint.state import TrainState
+from deepwell.errors import ConfigError, UnsupportedError
+
+# What wrappers put into the names of parameters.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One tensor of one file. `name` is a tensor of the model; `key` the state of it that an optimizer holds, or ""."""
+
+    file: str  # model, optimizer or ranks
+    name: str
+    key: str = ""
+    tensor: Tensor
+    box: Box
+    is_part: bool = True  # of the tensor that is named, split as that is; else something there is once of it
+    block: int = 0  # of scales: how many elements of the box share one, in the order of its memory
+    changes: bool = False  # by a forward, not only by the optimizer
+
+    @property
+    def stored(self) -> str:
+        """Its name in the file."""
+        return f"state.{self.name}.{self.key}" if self.key else self.name
+
+    @property
+    def unit(self) -> str:
+        """What one rank writes as a whole: a part of a weight with its moments, or what there is once of a weight."""
+        return f"{self.name}@{','.join(map(str, self.box.offsets))}" if self.is_part else f"{self.name}@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """All that this rank holds, before it is decided who writes what."""
+
+    pieces: tuple[Piece, ...]
+    tied: dict[str, str]  # a second name of a tensor -> its first
+    values: dict[str, dict[str, Any]]  # what an optimizer keeps of a parameter that is no tensor
+    groups: list[dict[str, Any]]  # the optimizer's options, with the names of their parameters
+
+
+def contents_of(state: TrainState, rank: int) -> Contents:
+    """What this rank holds of a state. Raises UnsupportedError naming what a checkpoint cannot hold."""
+    tensors, tied = named_tensors(state.model)
+    is_parameter = {id(p) for p in state.model.parameters()}
+    pieces = [
+        Piece(
+            file="model",
+            name=name,
+            tensor=local_of(tensor),
+            box=box_of(tensor, name),
+            changes=id(tensor) not in is_parameter,
+        )
+        for name, tensor in tensors.items()
+    ]
+    values: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    if state.optimizer is not None:
+        names = names_of(state.optimizer, tensors)
+        for parameter, name in names.items():
+            for key, value in state.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    pieces.append(_state_piece(parameter, name, key, value))
+                else:
+                    values.setdefault(name, {})[key] = _json(value, f"the optimizer's {key} of {name}")
+        for number, group in enumerate(state.optimizer.param_groups):
+            groups.append(_group(group, names))
+            pieces += _tensor_options(number, group)
+    for key, tensor in state.rank_state.items():
+        name = f"rank.{rank}.{key}"
+        pieces.append(Piece(file="ranks", name=name, tensor=tensor, box=box_of(tensor, name), changes=True))
+    return Contents(pieces=tuple(pieces), tied=tied, values=values, groups=groups)
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A model's state by name, each tensor once, and the further names of those that have several.
+
+    `state_dict` is asked because FSDP2 brings parameters that are still gathered back to their shards for it.
+    """
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for raw, value in model.state_dict(keep_vars=True).items():
+        name = plain_name(raw)
+        if not isinstance(value, Tensor):
+            raise UnsupportedError(f"{name} of the model's state is a {type(value).__name__}; only tensors are saved")
+        if id(value) in first:
+            tied[name] = first[id(value)]
+            continue
+        first[id(value)] = name
+        tensors[name] = value
+    return tensors, tied
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers added to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def names_of(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> dict[Tensor, str]:
+    """The model's name of each of an optimizer's parameters."""
+    by_id = {id(tensor): name for name, tensor in tensors.items()}
+    names = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in by_id:
+                raise ConfigError(
+                    f"optimizer.param_groups[{number}]['params'][{i}] {tuple(parameter.shape)} is not a parameter of "
+                    "the model; build the optimizer after the model is wrapped, from model.parameters()"
+                )
+            names[parameter] = by_id[id(parameter)]
+    return names
+
+
+def _state_piece(parameter: Tensor, name: str, key: str, value: Tensor) -> Piece:
+    """A state's place: that of its parameter where it has one value per element, else the whole of itself."""
+    box, local, what = box_of(parameter, name), local_of(parameter), f"the optimizer's {key} of {name}"
+    if key.endswith("_scales") and value.numel() == -(-local.numel() // BLOCK) and not isinstance(value, DTensor):
+        if not local.is_contiguous():
+            raise UnsupportedError(f"{what}: FP8 moments of a weight that is not contiguous cannot be saved")
+        return Piece(file="optimizer", name=name, key=key, tensor=value, box=box, block=BLOCK)
+    if isinstance(value, DTensor) and value.dim():
+        if value.shape != parameter.shape:
+            raise UnsupportedError(f"{what} is a DTensor of shape {tuple(value.shape)}, unlike its parameter's")
+        return Piece(file="optimizer", name=name, key=key, tensor=local_of(value), box=box_of(value, what))
+    if key != "step" and value.shape == local.shape:
+        return Piece(file="optimizer", name=name, key=key, tensor=value, box=box)
+    if isinstance(parameter, DTensor) and value.numel() != 1:
+        raise UnsupportedError(f"{what} has shape {tuple(value.shape)}; how it is split over ranks is not known")
+    return Piece(file="optimizer", name=name, key=key, tensor=local_of(value), box=box_of(value, what), is_part=False)
+
+
+def _group(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
+    options = {
+        key: _json(value, f"the optimizer's option {key}")
+        for key, value in group.items()
+        if key not in {"params", "param_names"} and not isinstance(value, Tensor)
+    }
+    return {"names": [names[parameter] for parameter in group["params"]], "options": options}
+
+
+def group_name(number: int) -> str:
+    """What options that are tensors are filed under; reading their value here would wait for the device."""
+    return f"param_groups.{number}"
+
+
+def _tensor_options(number: int, group: Mapping[str, Any]) -> Iterator[Piece]:
+    for key, value in group.items():
+        if isinstance(value, Tensor):
+            box = box_of(value, f"the optimizer's option {key}")
+            piece = Piece(file="optimizer", name=group_name(number), key=key, tensor=local_of(value), box=box)
+            yield replace(piece, is_part=False, changes=True)
+
+
+def _json(value: Any, what: str) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError as error:
+        raise UnsupportedError(f"{what} is a {type(value).__name__}, which JSON cannot hold") from error
+
+
+def units_of(contents: Contents) -> dict[str, int]:
+    """What this rank could write, with its bytes: its part of each weight, and what there is once of each parameter."""
+    units: dict[str, int] = {}
+    for piece in contents.pieces:
+        if piece.file == "model":
+            units[piece.unit] = piece.box.numel * piece.tensor.element_size()
+            units.setdefault(f"{piece.name}@", 0)  # its step count, which may not be there yet
+    for number in range(len(contents.groups)):
+        units[f"{group_name(number)}@"] = 0
+    return units

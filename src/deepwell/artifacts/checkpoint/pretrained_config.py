@@ -1,0 +1,38 @@
+"""A Hugging Face model's configuration as the files that from_pretrained reads."""
+
+import json
+from typing import Any
+
+from torch import nn
+
+
+def config_files(model: nn.Module) -> dict[str, bytes]:
+    """config.json and generation_config.json of a model that has them, by name; empty for any other model."""
+    from deepwell.engine.engine import Engine
+
+    files = {}
+    inner = model.model if isinstance(model, Engine) else model
+    config = _as_dict(getattr(model, "config", None))
+    if config is not None and "model_type" in config:
+        config["architectures"] = [type(inner).__name__.removeprefix("FSDP")]
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+        if len(dtypes) == 1:
+            config["dtype"] = dtypes.pop()
+        files["config.json"] = _text(config)
+        generation = _as_dict(getattr(model, "generation_config", None))
+        if generation is not None:
+            files["generation_config.json"] = _text(generation)
+    return files
+
+
+def _as_dict(config: Any) -> dict[str, Any] | None:
+    """A configuration as JSON, through its own writer, which knows what of it can be written."""
+    to_json = getattr(config, "to_json_string", None)
+    if to_json is None:
+        return None
+    value = json.loads(to_json())
+    return value if isinstance(value, dict) else None
+
+
+def _text(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,175 @@
+"""Reads any part of any tensor of a checkpoint, from whatever parts it was saved in."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from deepwell.artifacts.checkpoint.manifest import Opened, check_hash, open_documents
+from deepwell.artifacts.checkpoint.shards import Box, overlap
+from deepwell.artifacts.checkpoint.tensor_file import TORCH_DTYPES
+from deepwell.errors import CheckpointError
+from deepwell.kernels.adamw_moments import FP8, encode_ref
+
+_MOST_OPEN = 64  # files at a time
+
+
+class Entry:
+    """A whole tensor of a checkpoint, as the index has it."""
+
+    def __init__(self, name: str, stored: str, data: Mapping[str, Any], opened: Opened) -> None:
+        try:
+            self.name, self.stored = name, stored
+            self.dtype = TORCH_DTYPES[data["dtype"]]
+            self.shape = tuple(int(n) for n in data["shape"])
+            self.block = int(data.get("block", 0))
+            self.parts = [
+                (str(file), Box(offsets=tuple(begin), sizes=tuple(sizes), whole=self.shape))
+                for file, begin, sizes in data["parts"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{opened.path / 'index.json'}: {name} cannot be read ({error!r})") from error
+        for file, box in self.parts:
+            if file not in opened.files or not len(box.offsets) == len(box.sizes) == len(self.shape):
+                raise CheckpointError(f"{opened.path / 'index.json'}: a part of {name} is in no file of the manifest")
+
+    @property
+    def whole(self) -> Box:
+        return Box(offsets=(0,) * len(self.shape), sizes=self.shape, whole=self.shape)
+
+
+class Reader(AbstractContextManager["Reader"]):
+    """The tensors of one checkpoint. Opens files as they are needed, and reads only the bytes that are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.opened = open_documents(path)
+        index = self.opened.index
+        try:
+            self.tied = {str(alias): str(name) for alias, name in index["tied"].items()}
+            self.groups: list[dict[str, Any]] = list(index["groups"])
+            self.values: dict[str, dict[str, Any]] = dict(index["values"])
+            model, optimizer = index["model"].items(), index["optimizer"].items()
+        except (KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{path / 'index.json'} is not an index of tensors ({error!r})") from error
+        self.model = {name: Entry(name, name, data, self.opened) for name, data in model}
+        self.optimizer = {
+            name: {
+                key: Entry(f"the optimizer's {key} of {name}", f"state.{name}.{key}", data, self.opened)
+                for key, data in states.items()
+            }
+            for name, states in optimizer
+        }
+        self._files: dict[str, Any] = {}
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files = {}
+
+    def verify(self, share: int = 0, of: int = 1) -> None:
+        """Compare the hashes of every `of`-th file, from number `share` on."""
+        for record in list(self.opened.files.values())[share::of]:
+            check_hash(self.opened.path, record)
+
+    def name_of(self, name: str) -> str:
+        """The name that a tensor is saved under: its own, or that of the tensor it was tied to."""
+        return name if name in self.model else self.tied.get(name, name)
+
+    def read(self, entry: Entry, box: Box) -> Tensor:
+        """A part of a tensor, on the host."""
+        for file, part in entry.parts:
+            if part == box:
+                return self._tensor(file, entry, part)[tuple(slice(None) for _ in box.sizes)]
+        out = torch.empty(box.sizes, dtype=entry.dtype)
+        filled = 0
+        for file, part in entry.parts:
+            shared = overlap(part, box)
+            if shared is not None:
+                found = self._tensor(file, entry, part)[shared[0]]
+                out[shared[1]] = found
+                filled += found.numel()
+        if filled != out.numel():
+            raise CheckpointError(
+                f"{self.opened.path}: {out.numel() - filled} of {out.numel()} elements of {entry.name} are in no file"
+            )
+        return out
+
+    def read_scales(self, entry: Entry, box: Box) -> Tensor | None:
+        """The scales of a part's blocks, where each of its blocks has one scale; None where blocks were cut elsewhere.
+
+        Blocks follow a part's memory, so another split of the tensor has other blocks. Where the borders of parts are
+        multiples of the block they are the same blocks all the same, and nothing is lost.
+        """
+        spread = self.spread_scales(entry, box).flatten()
+        if not spread.numel():
+            return spread
+        blocks = torch.nn.functional.pad(spread, (0, -spread.numel() % entry.block), value=float("nan"))
+        blocks = blocks.view(-1, entry.block)
+        first = blocks[:, :1]
+        is_padding = (torch.arange(blocks.numel()) >= spread.numel()).view(blocks.shape)
+        same = (blocks.view(torch.int32) == first.view(torch.int32)) | is_padding
+        return first.flatten().clone() if bool(same.all()) else None
+
+    def spread_scales(self, entry: Entry, box: Box) -> Tensor:
+        """The scale of each element of a part."""
+        out = torch.empty(box.sizes, dtype=entry.dtype)
+        for file, part in entry.parts:
+            shared = overlap(part, box)
+            if shared is not None:
+                scales = self._tensor(file, entry, None)[:]
+                out[shared[1]] = scales.repeat_interleave(entry.block)[: part.numel].view(part.sizes)[shared[0]]
+        return out
+
+    def _tensor(self, file: str, entry: Entry, part: Box | None) -> Any:
+        """A stored tensor to take slices of. Raises CheckpointError naming the file if it is not as the index says."""
+        path = self.opened.path / file
+        try:
+            if file not in self._files:
+                if len(self._files) >= _MOST_OPEN:
+                    self._files.pop(next(iter(self._files)))
+                self._files[file] = safe_open(str(path), framework="pt")
+            stored = self._files[file].get_slice(entry.stored)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if part is not None and tuple(stored.get_shape()) != part.sizes:
+            raise CheckpointError(f"{path}: {entry.name} has shape {stored.get_shape()}, the index says {part.sizes}")
+        return stored
+
+
+def requantize(codes: Tensor, spread: Tensor, block: int, *, is_root: bool) -> tuple[Tensor, Tensor]:
+    """FP8 values whose scales are given per element, rounded to nearest with a scale for each block."""
+    values = codes.float() * spread
+    new_codes = torch.empty(codes.numel(), dtype=torch.uint8).view(FP8)
+    scales = torch.empty(-(-codes.numel() // block), dtype=torch.float32)
+    encode_ref(values.flatten(), new_codes, scales, None, is_root=is_root)
+    return new_codes.view(codes.shape), scales
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Whole tensors by name, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        with Reader(path) as reader:
+            self._reader = reader
+        self._names = [*reader.model, *(name for name in reader.tied if name not in reader.model)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._reader.model.get(self._reader.name_of(name))
+        if entry is None:
+            raise KeyError(name)
+        return self._reader.read(entry, entry.whole)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Tensors({len(self)} of {self._reader.opened.path})"

@@ -1,0 +1,112 @@
+"""Which part of a whole tensor this rank holds.
+
+A tensor's part is a box: where it begins in each dimension, and how far it reaches. Parts are found from a DTensor's
+placements alone; whatever the layout of a run was, a checkpoint knows only names, whole shapes and boxes.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from deepwell.errors import UnsupportedError
+
+BLOCK = 128  # elements that share a scale in FP8 moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor of shape `whole`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def is_first(self) -> bool:
+        return not any(self.offsets)
+
+
+def is_whole(box: Box) -> bool:
+    """Whether a part is all of its tensor."""
+    return box.sizes == box.whole
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The memory of this rank's part of a tensor, without the DTensor or subclass around it."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    flatten = getattr(local, "__tensor_flatten__", None)
+    if flatten is not None:  # a subclass that FSDP2 gathers in its own way holds the plain tensor
+        inner = [getattr(local, name) for name in flatten()[0]]
+        if len(inner) == 1 and inner[0].shape == local.shape and inner[0].dtype == local.dtype:
+            return inner[0].detach()
+    return local.detach()
+
+
+def box_of(tensor: Tensor, name: str) -> Box:
+    """The part of a tensor that this rank holds. Raises UnsupportedError for parts that are no box."""
+    whole = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box(offsets=(0,) * len(whole), sizes=whole, whole=whole)
+    begin, size = [0] * len(whole), list(whole)
+    for dim in range(len(whole)):
+        for mesh_dim in _order(tensor, dim, name):
+            ranks, rank = tensor.device_mesh.size(mesh_dim), _coordinate(tensor, mesh_dim, name)
+            step = -(-size[dim] // ranks)
+            low = min(rank * step, size[dim])
+            begin[dim] += low
+            size[dim] = min(step, size[dim] - low)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedError(f"{name} is a DTensor of partial sums ({tensor.placements}); reduce it before saving")
+    if tuple(size) != tuple(tensor.to_local().shape):
+        raise UnsupportedError(
+            f"{name}: this rank holds {tuple(tensor.to_local().shape)} of {whole}, but {tensor.placements} gives "
+            f"{tuple(size)}; only parts that are boxes can be saved"
+        )
+    empty = 0 in size and 0 not in whole
+    return Box(offsets=tuple(0 if empty else b for b in begin), sizes=tuple(size), whole=whole)
+
+
+def _order(tensor: DTensor, dim: int, name: str) -> list[int]:
+    """The mesh dimensions that split a tensor's dimension, in the order in which they do.
+
+    Left to right; but FSDP2 over tensor parallelism splits what the mesh dimensions to its right have left, which its
+    strided placement says by their number.
+    """
+    splits = [i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == dim and not p.is_partial()]
+    plain = [i for i in splits if isinstance(tensor.placements[i], Shard) and not _split_factor(tensor, i)]
+    strided = [i for i in splits if _split_factor(tensor, i)]
+    for i in strided:
+        right = math.prod(tensor.device_mesh.size(j) for j in splits if j > i)
+        if _split_factor(tensor, i) != right:
+            raise UnsupportedError(f"{name} is split in strides ({tensor.placements}); its parts are no boxes")
+    return [*plain, *reversed(strided)]
+
+
+def _split_factor(tensor: DTensor, mesh_dim: int) -> int:
+    factor = getattr(tensor.placements[mesh_dim], "split_factor", None)
+    return int(factor) if factor is not None else 0
+
+
+def _coordinate(tensor: DTensor, mesh_dim: int, name: str) -> int:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise UnsupportedError(f"{name} lies on a mesh ({tensor.device_mesh}) that this rank is not part of")
+    return coordinate[mesh_dim]
+
+
+def overlap(a: Box, b: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two parts share, as slices of the one and of the other; None if nothing."""
+    in_a, in_b = [], []
+    for a0, an, b0, bn in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        low, high = max(a0, b0), min(a0 + an, b0 + bn)
+        if low >= high:
+            return None
+        in_a.append(slice(low - a0, high - a0))
+        in_b.append(slice(low - b0, high - b0))
+    return tuple(in_a), tuple(in_b)
