@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from deepwell.errors import ConfigError
+from deepwell.errors import ConfigError, NumericsError
 from deepwell.precision.gemm_format import GEMMS
 
 SCHEMA = 1
@@ -81,7 +81,7 @@ class GuardSettings:
             raise ConfigError(
                 f"guard.spike_warmup is {self.spike_warmup}; it must not be above spike_window {self.spike_window}"
             )
-        if not 0 < self.sample_cost <= 1:
+        if not self.sample_cost > 0:
             raise ConfigError(f"guard.sample_cost is {self.sample_cost!r}; it is a share of the run's time, 0.01 say")
 
     @classmethod
@@ -147,6 +147,14 @@ class GuardEvent:
         where = f" {self.path} {self.gemm}".rstrip() if self.path else ""
         how = f" {self.before} -> {self.after}" if self.before != self.after else ""
         return f"{self.what}{where}{how}: {self.reason}"
+
+
+class GuardStop(NumericsError):
+    """The run cannot go on. `events` are those of its last step, for the log."""
+
+    def __init__(self, reason: str, events: Sequence[GuardEvent] = ()) -> None:
+        super().__init__(reason)
+        self.events = tuple(events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
