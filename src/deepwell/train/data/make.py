@@ -56,7 +56,7 @@ def make_loader(
 
 def _samples(data: Any, seq_len: int | None, seed: int, tokenizer: Any, text_key: str) -> Samples | TokenFolder | None:
     """What is read by index; None for what is read in order."""
-    if isinstance(data, str) and data.startswith(PREFIX):
+    if isinstance(data, str) and (data.startswith(PREFIX) or data == PREFIX[:-1]):
         return SyntheticSamples.parse(data, seq_len, seed)
     if isinstance(data, str | Path) or (tokenizer is None and _are_paths(data)):
         return TokenFolder.open(data)

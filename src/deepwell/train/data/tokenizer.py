@@ -80,8 +80,9 @@ class _Slow(_Checked):
         end = tokenizer.eos_token_id if eos is None else eos
         if end is None:
             raise ConfigError(f"tokenizer {name} has no eos_token: set one, documents end with it")
-        vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
-        super().__init__(Path(name).name, len(tokenizer), int(end), hashlib.sha256(vocab.encode()).hexdigest())
+        known = tokenizer.get_vocab()
+        sha256 = hashlib.sha256(json.dumps(sorted(known.items())).encode()).hexdigest()
+        super().__init__(Path(name).name, max(len(tokenizer), *(token + 1 for token in known.values())), end, sha256)
         self._tokenizer = tokenizer
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
