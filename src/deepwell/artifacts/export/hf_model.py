@@ -1,0 +1,167 @@
+"""A Hugging Face model without code: the class's name in transformers, its config, and how attention and experts run.
+
+A name from a file is looked up in transformers' own namespace and must be a model class that transformers defines.
+Nothing is fetched: no remote code, no kernels from a hub.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from deepwell.artifacts.export.plain_json import Refuse
+
+# Implementations that transformers has itself; others are fetched from a hub.
+_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
+# Fields of a config that say where it came from, or that would make transformers fetch or import something.
+_LEFT_OUT = ("_name_or_path", "auto_map", "transformers_version", "custom_pipelines", "base_model_tp_plan")
+
+
+def hf_form(model: nn.Module) -> dict[str, Any] | str:
+    """The form of a Hugging Face model, or the reason why it has none."""
+    import sys
+
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return "it is no Hugging Face model"
+    name = type(model).__name__
+    if _model_class(name) is not type(model):
+        return f"{name} is no class of transformers itself"
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "transformers quantized it already"
+    changed = next((path for path, m in model.named_modules() if _is_changed(m)), None)
+    if changed is not None:
+        return f"{changed or name} has hooks or a forward of its own"
+    config = _plain(model.config.to_dict())
+    form = {"form": "transformers", "class": name, "config": config, **_implementations(model.config)}
+    unknown = [v for v in form["attention"].values() if v not in _ATTENTION]
+    unknown += [v for v in form["experts"].values() if v not in _EXPERTS]
+    if unknown:
+        return f"it runs {unknown[0]!r}, which is not in transformers itself"
+
+    def fail(reason: str) -> Any:
+        raise _NotTheSame(reason)
+
+    try:
+        with torch.device("meta"):
+            same = build_hf(form, fail)
+    except (_NotTheSame, RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        return f"its config does not build it again: {str(error)[:200]}"
+    if [(n, type(m)) for n, m in same.named_modules()] != [(n, type(m)) for n, m in model.named_modules()]:
+        return "its modules are not those of its config"
+    shapes = [{n: t.shape for n, t in m.named_parameters(remove_duplicate=False)} for m in (same, model)]
+    return form if shapes[0] == shapes[1] else "its parameters are not those of its config"
+
+
+class _NotTheSame(Exception):
+    """The form of a model was refused while it was being written."""
+
+
+def _is_changed(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return any(len(h) for h in hooks) or "forward" in module.__dict__
+
+
+def _model_class(name: str) -> type | None:
+    import transformers
+
+    if not re.fullmatch(r"[A-Z][A-Za-z0-9_]{1,100}", name):
+        return None
+    found = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model and found.__module__.startswith("transformers.models.") else None
+
+
+def _plain(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {str(key): _plain(value) for key, value in config.items() if key not in _LEFT_OUT}
+    if isinstance(config, (list, tuple)):
+        return [_plain(value) for value in config]
+    return str(config).removeprefix("torch.") if isinstance(config, torch.dtype) else config
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """A config and those inside it, by path."""
+    found = {"": config}
+    for name in getattr(config, "sub_configs", None) or {}:
+        inner = getattr(config, name, None)
+        if inner is not None:
+            found |= {f"{name}.{path}".rstrip("."): part for path, part in _parts(inner).items()}
+    return found
+
+
+def _implementations(config: Any) -> dict[str, dict[str, Any]]:
+    parts = _parts(config)
+    return {
+        "attention": {path: getattr(part, "_attn_implementation", None) for path, part in parts.items()},
+        "experts": {path: getattr(part, "_experts_implementation", None) for path, part in parts.items()},
+    }
+
+
+def build_hf(form: dict[str, Any], refuse: Refuse) -> nn.Module:
+    """The model of a form with no weights yet. `refuse` raises where the form is not one that this may build."""
+    try:
+        import transformers
+    except ImportError:
+        refuse("its model is a Hugging Face model: install transformers to load it")
+    name, config = form.get("class"), form.get("config")
+    found = _model_class(name) if isinstance(name, str) else None
+    if found is None:
+        refuse(f"its model class is {str(name)[:80]!r}, which transformers {transformers.__version__} does not have")
+    attention, experts = form.get("attention"), form.get("experts")
+    if not isinstance(config, dict) or not isinstance(attention, dict) or not isinstance(experts, dict):
+        refuse("the config of its model is damaged")
+    if any(key in config for key in ("auto_map", "quantization_config")):
+        refuse("the config of its model asks for code from elsewhere")
+    if not all(v in _ATTENTION for v in attention.values()) or not all(v in _EXPERTS for v in experts.values()):
+        refuse("its model asks for implementations that are not in transformers itself")
+    try:
+        made = found.config_class.from_dict(_plain(config))  # type: ignore[attr-defined]
+        for path, part in _parts(made).items():
+            if attention.get(path) is not None:
+                part._attn_implementation_internal = attention[path]
+            if experts.get(path) is not None:
+                part._experts_implementation_internal = experts[path]
+        with _NoInit():
+            model = found(made)
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError, OSError) as error:
+        refuse(f"transformers {transformers.__version__} cannot build {name} from its config: {str(error)[:300]}")
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+class _NoInit(TorchFunctionMode):
+    """Weights come from the file: the numbers that they would be drawn as are never made."""
+
+    _DRAWS = (Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_, Tensor.erfinv_)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_draw = func in self._DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
+        if is_draw:
+            return args[0] if args else next(iter(kwargs.values()))
+        return func(*args, **kwargs)
+
+
+def generation_of(model: nn.Module) -> dict[str, Any] | None:
+    """The generation config of a model that has one, as JSON values."""
+    config = getattr(model, "generation_config", None)
+    if config is None or not callable(getattr(config, "to_dict", None)):
+        return None
+    found = _plain(config.to_dict())
+    return found if isinstance(found, dict) else None
+
+
+def set_generation(model: Any, data: dict[str, Any], refuse: Refuse) -> None:
+    """Give a model the generation config of its file."""
+    import transformers
+
+    try:
+        model.generation_config = transformers.GenerationConfig.from_dict(data)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        refuse(f"its generation config is damaged: {str(error)[:200]}")

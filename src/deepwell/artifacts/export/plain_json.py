@@ -1,0 +1,57 @@
+"""JSON of an exported engine's members: strict to read, with a word for numbers that JSON cannot hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from deepwell.errors import ConfigError
+
+# Raises an error that names the file and this reason.
+Refuse = Callable[[str], NoReturn]
+_FLOAT = "__float__"
+
+
+def json_text(data: Any) -> bytes:
+    """`data` as JSON; infinity and NaN become {"__float__": "inf"}. Raises ConfigError on what is no JSON value."""
+    try:
+        return json.dumps(_without_specials(data), indent=1, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the model cannot be described in JSON: {error}") from error
+
+
+def _without_specials(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(value)}
+    if isinstance(value, dict):
+        return {key: _without_specials(item) for key, item in value.items()}
+    return [_without_specials(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def read_json(text: bytes, what: str, refuse: Refuse) -> dict[str, Any]:
+    """A JSON object; refused where it is none, has a key twice, or is nested too deep to be one of ours."""
+
+    def no_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key is there twice")
+        return found
+
+    def value(pairs: list[tuple[str, Any]]) -> Any:
+        found = once(pairs)
+        if set(found) == {_FLOAT} and found[_FLOAT] in ("inf", "-inf", "nan"):
+            return float(found[_FLOAT])
+        return found
+
+    try:
+        data = json.loads(text.decode("utf-8"), parse_constant=no_constant, object_pairs_hook=value)
+    except (ValueError, RecursionError) as error:
+        refuse(f"{what} cannot be read: {str(error)[:200]}")
+    if not isinstance(data, dict):
+        refuse(f"{what} is a {type(data).__name__}, not an object")
+    return data

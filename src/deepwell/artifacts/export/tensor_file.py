@@ -1,0 +1,101 @@
+"""Tensors of an exported engine: a safetensors member, written piece by piece and read as views of mapped memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.artifacts.export.plain_json import Refuse, read_json
+
+# What a tensor may be, by its name in the file. Names of safetensors; E8M0 scales lie there as bytes.
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 1 << 28
+_PIECE = 1 << 26
+
+
+def is_storable(tensor: Tensor) -> bool:
+    return tensor.dtype in _NAMES
+
+
+def tensor_pieces(tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[bytes | memoryview]]:
+    """(bytes, pieces) of a safetensors file. Wide elements come first, so that each tensor is aligned to its own."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            for begin in range(0, flat.numel(), _PIECE):
+                yield memoryview(flat[begin : begin + _PIECE].numpy())
+
+    return 8 + len(text) + at, pieces()
+
+
+def read_tensors(member: memoryview, refuse: Refuse) -> dict[str, Tensor]:
+    """The tensors of a member, as views. `refuse` raises: whatever is not exactly a safetensors file is refused."""
+    if len(member) < 8:
+        refuse("its tensors are cut short")
+    length = int.from_bytes(member[:8], "little")
+    if length > min(_MAX_HEADER_BYTES, len(member) - 8):
+        refuse(f"the header of its tensors claims {length:,} bytes")
+    header = read_json(bytes(member[8 : 8 + length]), "the header of its tensors", refuse)
+    header.pop("__metadata__", None)
+    data = member[8 + length :]
+    found: dict[str, Tensor] = {}
+    spans = []
+    for name, entry in header.items():
+        dtype, shape, begin, end = _entry(name, entry, refuse)
+        count = 1
+        for size in shape:
+            count *= size
+        if end - begin != count * dtype.itemsize or end > len(data) or begin % dtype.itemsize:
+            refuse(f"tensor {name} of shape {shape} does not fit the {end - begin:,} bytes that it claims")
+        spans.append((begin, end))
+        found[name] = (
+            torch.frombuffer(data[begin:end], dtype=torch.uint8).view(dtype).reshape(shape)
+            if count
+            else torch.empty(shape, dtype=dtype)
+        )
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            refuse("its tensors overlap, or bytes lie between them")
+        at = end
+    if at != len(data):
+        refuse("bytes lie behind its tensors")
+    return found
+
+
+def _entry(name: str, entry: Any, refuse: Refuse) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        refuse(f"tensor {name} is not described by dtype, shape and data_offsets")
+    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    numbers = (entry["shape"], entry["data_offsets"])
+    if dtype is None or not all(isinstance(part, list) and all(_is_size(n) for n in part) for part in numbers):
+        refuse(f"tensor {name} has dtype {entry['dtype']!r} and shape {entry['shape']!r}")
+    if len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] > entry["data_offsets"][1]:
+        refuse(f"tensor {name} lies at {entry['data_offsets']!r}")
+    begin, end = entry["data_offsets"]
+    return dtype, tuple(entry["shape"]), begin, end
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

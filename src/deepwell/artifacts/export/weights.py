@@ -1,0 +1,193 @@
+"""Weights in the formats that the engine's forward multiplies: codes and scales, and the few numbers kept beside them.
+
+A loaded engine quantizes its weights again, so what is read back must quantize to the very numbers that were written:
+
+    codes, scales  ->  w' = dequantized, in the weight's dtype  ->  quantize(w') = quantize(w), bit for bit
+
+That holds by itself where scales are powers of two. NVFP4's scale of the tensor comes from its largest number, and a
+block whose scale is tiny can lose it in a second rounding: there the numbers themselves are kept beside the codes,
+until a second quantization gives the first one's values. Where that would take many of them, the weight is stored whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepwell.formats.blocks import group, ungroup
+from deepwell.formats.elements import STORAGE_DTYPES
+from deepwell.formats.quantize import quantize
+from deepwell.formats.spec import E2M1, Format, get_format
+from deepwell.formats.tensor import QuantizedTensor
+
+# At most one number in so many is kept beside the codes: they take 4 + 2 bytes, codes of NVFP4 half a byte.
+_KEPT_SHARE = 64
+_ROUNDS = 4
+_SCALE_DTYPES = {"fp32": torch.float32, "pow2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a weight is stored: its format, the axis that the product contracts, and whether each expert has its own."""
+
+    format: str
+    axis: int
+    by_expert: bool = False
+
+    @property
+    def facts(self) -> Format:
+        return get_format(self.format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """A weight's codes and scales as they go to the file, and the weight that they give when they are read."""
+
+    form: Form
+    parts: dict[str, Tensor]
+    restored: Tensor
+
+
+def pack(weights: Sequence[Tensor], form: Form) -> list[Packed] | None:
+    """Pack weights that are quantized under one scale where the format has one; None where they must stay whole."""
+    fmt = form.facts
+    originals = [weight.detach() for weight in weights]
+    first = [_quantized(w, form, _shared_amax(originals, form)) for w in originals]
+    values = [_values(q, form) for q in first]
+    starts = [value.to(w.dtype).contiguous() for value, w in zip(values, originals, strict=True)]
+    restored = [start.clone() for start in starts]
+    if fmt.has_global_scale:
+        for back, weight in zip(restored, originals, strict=True):
+            _keep_largest(back, weight, by_expert=form.by_expert)
+    for _ in range(_ROUNDS):
+        amax = _shared_amax(restored, form)
+        again = [_values(_quantized(back, form, amax), form) for back in restored]
+        wrong = [_differ(a, b) for a, b in zip(again, values, strict=True)]
+        if not any(bool(mask.any()) for mask in wrong):
+            break
+        for back, weight, mask in zip(restored, originals, wrong, strict=True):
+            whole = _whole_groups(mask, form)
+            back.copy_(torch.where(whole, weight, back))
+    else:
+        return None
+    packed = []
+    for q, back, start in zip(first, restored, starts, strict=True):
+        kept = _differ(back, start).reshape(-1).nonzero().reshape(-1)
+        if kept.numel() * _KEPT_SHARE > back.numel():
+            return None
+        parts = _parts(q, form)
+        if kept.numel():
+            index = torch.int32 if back.numel() < 1 << 31 else torch.int64
+            parts |= {"kept_at": kept.to(index), "kept": back.reshape(-1)[kept]}
+        packed.append(Packed(form=form, parts=parts, restored=back))
+    return packed
+
+
+def unpack(parts: dict[str, Tensor], form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The weight that `pack` promised. The parts have been checked by `expected`."""
+    fmt = form.facts
+    one = shape[1:] if form.by_expert else shape
+    axis = form.axis - 1 if form.by_expert else form.axis
+    weight = torch.empty(shape, dtype=dtype, device=parts["codes"].device)
+    for number in range(shape[0] if form.by_expert else 1):
+        at = {name: part[number] if form.by_expert else part for name, part in parts.items() if "kept" not in name}
+        scales = at["scales"]
+        value = QuantizedTensor(
+            data=at["codes"],
+            scales=scales.view(torch.float8_e8m0fnu) if fmt.scale == "e8m0" else scales,
+            global_scale=at.get("global_scale"),
+            format=fmt,
+            axis=axis,
+            shape=one,
+            dtype=dtype,
+        ).dequantize()
+        (weight[number] if form.by_expert else weight).copy_(value)
+    if "kept" in parts:
+        weight.view(-1)[parts["kept_at"].long()] = parts["kept"]
+    return weight
+
+
+def expected(form: Form, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of each part of a weight of that shape, those kept beside the codes left out."""
+    fmt = form.facts
+    lead = shape[:1] if form.by_expert else ()
+    one = shape[len(lead) :]
+    axis = form.axis - len(lead)
+    moved = (*one[:axis], *one[axis + 1 :], one[axis])
+    length = -(-moved[-1] // 2) if fmt.element == E2M1 else moved[-1]
+    found = {"codes": (STORAGE_DTYPES.get(fmt.element.name, torch.uint8), (*lead, *moved[:-1], length))}
+    scales = fmt.scale_shape(moved[:-1], moved[-1])
+    assert scales is not None and fmt.scale is not None
+    found["scales"] = (_SCALE_DTYPES[fmt.scale], (*lead, *scales))
+    if fmt.has_global_scale:
+        found["global_scale"] = (torch.float32, lead)
+    return found
+
+
+# ---- inside ----
+
+
+def _shared_amax(weights: Sequence[Tensor], form: Form) -> Tensor | None:
+    """The largest magnitude of weights that share their scale; None where each has its own."""
+    if len(weights) < 2 or form.facts.scaling != "tensor":
+        return None
+    return torch.stack([weight.float().abs().amax() for weight in weights]).amax()
+
+
+def _quantized(weight: Tensor, form: Form, amax: Tensor | None) -> list[QuantizedTensor]:
+    if not form.by_expert:
+        return [quantize(weight, form.format, axis=form.axis, amax=amax)]
+    return [quantize(one, form.format, axis=form.axis - 1) for one in weight]
+
+
+def _values(made: list[QuantizedTensor], form: Form) -> Tensor:
+    """The numbers that a product reads, in fp32."""
+    return torch.stack([q.dequantize() for q in made]) if form.by_expert else made[0].dequantize()
+
+
+def _parts(made: list[QuantizedTensor], form: Form) -> dict[str, Tensor]:
+    found: dict[str, list[Tensor]] = {}
+    for q in made:
+        assert q.scales is not None
+        scales = q.scales.view(torch.uint8) if q.format.scale == "e8m0" else q.scales
+        found.setdefault("codes", []).append(q.data)
+        found.setdefault("scales", []).append(scales)
+        if q.global_scale is not None:
+            found.setdefault("global_scale", []).append(q.global_scale)
+    return {name: _stack(parts) if form.by_expert else parts[0] for name, parts in found.items()}
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    bytes_of = [part.contiguous().view(torch.uint8) if part.element_size() == 1 else part for part in parts]
+    return torch.stack(bytes_of).view(parts[0].dtype)
+
+
+def _keep_largest(back: Tensor, weight: Tensor, *, by_expert: bool) -> None:
+    """Put the largest number back in its place, and nothing above it: the scale of a tensor is made from it."""
+    for target, source in zip(back, weight, strict=True) if by_expert else ((back, weight),):
+        if source.numel():
+            at = int(source.reshape(-1).abs().argmax())
+            largest = source.reshape(-1)[at]
+            target.clamp_(-largest.abs(), largest.abs())
+            target.view(-1)[at] = largest
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    """Where the bits differ: minus zero is not zero here, and NaN equals itself."""
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.contiguous().view(word) != b.contiguous().view(word)
+
+
+def _whole_groups(mask: Tensor, form: Form) -> Tensor:
+    """The mask widened to all elements that share a scale with one of its own."""
+    fmt = form.facts
+    if fmt.scaling == "tensor":
+        return torch.ones_like(mask) if bool(mask.any()) else mask
+    moved = mask.movedim(form.axis, -1).float().contiguous()
+    grouped = group(moved, fmt)
+    dims = (-3, -1) if fmt.block is not None and fmt.block[0] > 1 else (-1,)
+    wide = grouped.amax(dims, keepdim=True).expand(grouped.shape)
+    return ungroup(wide.contiguous(), fmt, tuple(moved.shape)).movedim(-1, form.axis) > 0

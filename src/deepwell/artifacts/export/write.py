@@ -1,0 +1,219 @@
+"""`dw.export`: an engine as one file that loads without its user's code, or as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepwell import __version__
+from deepwell.artifacts.export.artifact import Artifact, inspect
+from deepwell.artifacts.export.container import TENSORS, Writer, replaced_when_whole
+from deepwell.artifacts.export.forms import Choice, choose_forms, evaluating, example_calls, run_call, runnable, same_tree
+from deepwell.artifacts.export.graph_form import capture_call
+from deepwell.artifacts.export.hf_folder import export_hf
+from deepwell.artifacts.export.hf_model import generation_of, hf_form
+from deepwell.artifacts.export.manifest import Entry, Manifest
+from deepwell.artifacts.export.plain_json import json_text
+from deepwell.artifacts.export.same_engine import EngineOptions, pins_of, rebuilt
+from deepwell.artifacts.export.tensor_file import is_storable, tensor_pieces
+from deepwell.engine.engine import Engine
+from deepwell.errors import ConfigError, DeepwellError, UnsupportedError
+from deepwell.graph.example_inputs import ExampleInputs
+
+FORMATS = ("engine", "hf")
+
+
+def export(
+    engine: Engine, path: str | os.PathLike[str], *, format: str = "engine", example_inputs: Any = None  # noqa: A002
+) -> Artifact:
+    """Write the engine to `path`: one file ("engine"), or a folder that `from_pretrained` reads ("hf").
+
+    In a file, weights whose forward runs in a low-precision format are stored as its codes and scales, others in their
+    own dtype; `dw.load_engine` runs it without the user's code. `example_inputs` is one batch as the model takes it (a
+    dict of keyword arguments, a tuple or a tensor), guessed where it can be: with it the file is checked before it is
+    written, and models that are not transformers' own become a graph of that call. Raises ConfigError on a wrong
+    argument and UnsupportedError where a model has no form without code.
+    """
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"engine is a {type(engine).__name__}; pass what dw.compile(...) returned")
+    if format not in FORMATS:
+        raise ConfigError(f"format is {format!r}; it takes {' or '.join(FORMATS)}")
+    target = Path(path)
+    if format == "hf":
+        return export_hf(engine, target)
+    if target.is_dir():
+        raise ConfigError(f"path: {target} is a folder; an engine is one file, e.g. {target / 'model.engine'}")
+    check_whole(engine.model)
+    calls = runnable(engine.model, example_calls(engine.model, example_inputs))
+    form, constants, notes = model_form(engine.model, calls)
+    options, pins = EngineOptions.of(engine), pins_of(engine)
+    reference = rebuilt(
+        engine.ir, engine.policy, pins, options, step=engine.step, is_cuda=engine.device_type == "cuda"
+    )
+    choice = choose_forms(reference, calls)
+    notes += _notes(engine, choice)
+    tensors, entries, tied = collect(engine.model, choice, constants)
+    members: dict[str, bytes] = {
+        "model.json": json_text(form),
+        "ir.json": json_text(engine.ir.to_dict()),
+        "policy.json": json_text(engine.policy.to_dict()),
+    }
+    if engine.plan is not None:
+        members["plan.json"] = json_text(engine.plan.to_dict())
+    generation = generation_of(engine.model) if form["form"] == "transformers" else None
+    if generation is not None:
+        members["generation.json"] = json_text(generation)
+    with replaced_when_whole(target) as file:
+        writer = Writer(file)
+        writer.add(TENSORS, *tensor_pieces(tensors))
+        for name, text in members.items():
+            writer.add(name, len(text), [text])
+        manifest = Manifest(
+            model=_about(engine, form),
+            versions=_versions(),
+            device=engine.device_name,
+            step=engine.step,
+            options=options,
+            pins=pins,
+            tensors=entries,
+            tied=tied,
+            is_checked=choice.is_checked,
+            notes=tuple(notes),
+            members={name: (int(row["bytes"]), str(row["sha256"])) for name, row in writer.hashes.items()},
+        )
+        writer.finish(json_text(manifest.to_dict()))
+    return inspect(target)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise UnsupportedError where parameters are shards, or have no values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor).__name__ == "DTensor" or tensor.is_meta:
+            what = "a shard of a distributed tensor" if not tensor.is_meta else "on the meta device"
+            raise UnsupportedError(f"{name} is {what}; export the whole model: dw.save it and export the checkpoint")
+        if not is_storable(tensor):
+            raise UnsupportedError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold")
+
+
+def model_form(model: nn.Module, calls: list[ExampleInputs]) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """(the model without code, constant tensors of its graphs, notes)."""
+    form = hf_form(model)
+    if isinstance(form, dict):
+        return form, {}, []
+    graphs: list[dict[str, Any]] = []
+    constants: dict[str, Tensor] = {}
+    failed: DeepwellError | None = None
+    with evaluating(model):
+        for call in calls:
+            try:
+                graph, held = capture_call(model, call)
+            except UnsupportedError as error:
+                failed = error
+                continue
+            renamed = {name: f"{name}.{len(graphs)}" for name in held}
+            graph["tensors"] = [renamed.get(name, name) for name in graph["tensors"]]
+            graphs.append(graph)
+            constants |= {renamed[name]: tensor for name, tensor in held.items()}
+    if not graphs:
+        assert failed is not None
+        raise failed
+    why = "" if form == "it is no Hugging Face model" else f" ({form})"
+    notes = [f"the model is a graph of the calls that were captured{why}: it has forward, and no methods of its own"]
+    written = {"form": "graph", "graphs": graphs}
+    _check_graphs(model, written, constants, calls)
+    return written, constants, notes
+
+
+def _check_graphs(
+    model: nn.Module, form: dict[str, Any], constants: dict[str, Tensor], calls: list[ExampleInputs]
+) -> None:
+    """Raise UnsupportedError where the graph, read again, does not compute what the model does, bit for bit."""
+    from deepwell.artifacts.export.read import build_graph
+
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
+
+    def fail(reason: str) -> Any:
+        raise UnsupportedError(f"{type(model).__name__} has no form without its code: {reason}")
+
+    kinds = {name: ("parameter" if isinstance(tensor, nn.Parameter) else "buffer") for name, tensor in named.items()}
+    kinds |= dict.fromkeys(constants, "constant")
+    again = build_graph(form, kinds, {**named, **constants}, device, fail)
+    with evaluating(model):
+        for call in calls[: len(form["graphs"])]:
+            if not same_tree(run_call(model, call), run_call(again, call)):
+                fail("its graph does not compute what it does")
+
+
+def collect(
+    model: nn.Module, choice: Choice, constants: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Entry], dict[str, str]]:
+    """(what goes into the tensor file, each tensor's entry, tied names)."""
+    tensors: dict[str, Tensor] = {}
+    entries: dict[str, Entry] = {}
+    tied: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    stored = set(model.state_dict(keep_vars=True))
+    named = [("parameter", *item) for item in model.named_parameters(remove_duplicate=False)]
+    named += [
+        ("buffer" if name in stored else "temporary", name, tensor)
+        for name, tensor in model.named_buffers(remove_duplicate=False)
+    ]
+    named += [("constant", name, tensor) for name, tensor in constants.items()]
+    for kind, name, tensor in named:
+        if id(tensor) in seen:
+            tied[name] = seen[id(tensor)]
+            continue
+        seen[id(tensor)] = name
+        packed = choice.packed.get(name)
+        entries[name] = Entry(
+            kind=kind,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            form=packed.form if packed else None,
+            requires_grad=tensor.requires_grad,
+            reason="" if packed else choice.reasons.get(name, ""),
+        )
+        if packed is None:
+            tensors[name] = tensor.detach()
+        else:
+            tensors |= {f"{name}:{part}": value for part, value in packed.parts.items()}
+    return tensors, entries, tied
+
+
+def _about(engine: Engine, form: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": engine.ir.name,
+        "form": form["form"],
+        "class": form.get("class", ""),
+        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+        "layers": engine.ir.num_layers,
+        "dtype": engine.ir.dtype,
+    }
+
+
+def _notes(engine: Engine, choice: Choice) -> list[str]:
+    notes = []
+    if choice.reasons:
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in choice.reasons.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            notes.append(f"stored whole, because {reason}: {names[0]}{more}")
+    if engine.options.registry is not None:
+        notes.append("kernels of a registry are not in the file: the loaded engine runs Deepwell's own")
+    return notes
+
+
+def _versions() -> dict[str, str]:
+    import sys
+
+    transformers = sys.modules.get("transformers")
+    found = {"deepwell": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return found | ({"transformers": transformers.__version__} if transformers is not None else {})
