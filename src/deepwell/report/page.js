@@ -13,6 +13,7 @@ const PAGE = (() => {
     node.append(...children);
     return node;
   };
+  const escape = (text) => String(text).replace(/[&<>"']/g, (c) => "&#" + c.charCodeAt(0) + ";");
   const percent = (x, digits = 1) => (100 * x).toFixed(digits) + "%";
   const number = (x) => Math.round(x).toLocaleString("en");
   const COLOURS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6", "#79706e", "#86bcb6", "#d37295", "#a0cbe8"];
@@ -27,6 +28,7 @@ const PAGE = (() => {
     charts.push(chart);
     return chart;
   };
+  const clear = () => { for (const chart of charts.splice(0)) chart.dispose(); };
   const axis = (extra) => ({
     axisLabel: { color: css("--soft") }, nameTextStyle: { color: css("--soft") },
     axisLine: { lineStyle: { color: css("--line") } }, splitLine: { lineStyle: { color: css("--line") } }, ...extra,
@@ -60,5 +62,5 @@ const PAGE = (() => {
 
   let waiting;
   window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(() => charts.forEach((chart) => chart.resize()), 120); });
-  return { css, $, make, percent, number, COLOURS, FORMATS, charts, draw, axis, tooltip, legend, isNarrow, copying };
+  return { css, $, make, escape, percent, number, COLOURS, FORMATS, charts, draw, clear, axis, tooltip, legend, isNarrow, copying };
 })();

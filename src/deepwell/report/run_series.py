@@ -1,0 +1,76 @@
+"""Long series made short enough to draw: extremes, ends and gaps stay; smoothing is done before, on every step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def rounded(value: float, digits: int = 6) -> float | None:
+    """A number for the page: so many significant digits; None for what JSON has no word for."""
+    value = float(value)
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+
+def rounded_list(values: np.ndarray, digits: int = 6) -> list[float | None]:
+    return [rounded(value, digits) for value in values.tolist()]
+
+
+def picked(values: np.ndarray, limit: int) -> np.ndarray:
+    """Indices, in order, of at most about `limit` values: of each stretch its ends, least, greatest and first gap."""
+    n = len(values)
+    if n <= limit:
+        return np.arange(n)
+    finite = np.isfinite(values)
+    edges = np.linspace(0, n, max(limit // 4, 1) + 1).astype(int)
+    found = {0, n - 1}
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        inside = low + np.flatnonzero(finite[low:high])
+        if len(inside) < high - low:
+            found.add(low + int(np.argmin(finite[low:high])))
+        if len(inside):
+            part = values[inside]
+            found.update((int(inside[0]), int(inside[-1]), int(inside[part.argmin()]), int(inside[part.argmax()])))
+    return np.asarray(sorted(found))
+
+
+def smoothed(values: np.ndarray, span: int) -> np.ndarray:
+    """The mean of the `span` steps around each step, fewer at the ends; gaps are left out of it."""
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - span // 2, 0), np.minimum(at + span // 2 + 1, len(values))
+    found = counts[high] - counts[low]
+    return np.where(found > 0, (sums[high] - sums[low]) / np.maximum(found, 1), math.nan)
+
+
+class Points:
+    """Points of several series on one table of steps, tokens and seconds, so that each x is written once."""
+
+    def __init__(self, step: np.ndarray, tokens: np.ndarray, seconds: np.ndarray, limit: int) -> None:
+        self._x = (step, tokens, seconds)
+        self._limit = limit
+        self._series: list[tuple[dict[str, Any], np.ndarray]] = []
+
+    def add(self, values: np.ndarray, digits: int = 6) -> dict[str, Any] | None:
+        """A series {"i": places in the table, "y": values}, filled by `table`; None if no value is finite."""
+        if not np.isfinite(values).any():
+            return None
+        at = picked(values, self._limit)
+        series: dict[str, Any] = {"y": rounded_list(values[at], digits)}
+        self._series.append((series, at))
+        return series
+
+    def table(self) -> dict[str, Any]:
+        """The x of every point, in order. To be called once, after the last series."""
+        used = np.unique(np.concatenate([at for _, at in self._series])) if self._series else np.arange(0)
+        for series, at in self._series:
+            series["i"] = np.searchsorted(used, at).tolist()
+        names = ("step", "tokens", "seconds")
+        return {name: rounded_list(x[used], 12) for name, x in zip(names, self._x, strict=True)}
