@@ -16,8 +16,10 @@ from torch import Tensor
 
 from deepwell.errors import NumericsError
 
-# Questions about a tensor that need no values.
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "layout", "nbytes", "itemsize")
+# Questions about a tensor that need no values. That it requires no gradient is what FSDP2 asks of every output: a yes
+# would make it hang a hook on the logits, which are nobody's until they are looked at.
+_PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "layout", "nbytes")
+_PROPERTIES += ("itemsize", "requires_grad")
 _FACTS: set[Any] = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size}
 _FACTS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,22 +19,28 @@ from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.kept_grads import KeptGrads
 from deepwell.engine.op_times import measure_calls
+from deepwell.engine.overrides import Key, Overrides
 from deepwell.engine.product_times import with_times
 from deepwell.engine.recompute import LayerRecompute
+from deepwell.engine.regions import REASON, Regions, has_module, is_sharded
 from deepwell.engine.report import NOTHING_COMPILED, EngineReport
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.graph.ops import GroupedLinear
 from deepwell.planner.plan import Plan
+from deepwell.precision.gemm_format import Precision
 from deepwell.precision.policy import PrecisionPolicy
 
-# What a step's formats are bound to, and the options to compile them with.
-BindAt = Callable[[int], tuple[Bound, BackendOptions]]
+# What a step's formats are bound to under these overrides, and the options to compile them with.
+BindAt = Callable[[int, Overrides], tuple[Bound, BackendOptions]]
 
 # Training, evaluation, each mixture of fixed and open sizes: a graph each. Past its limit Dynamo would quietly run the
 # model as it was written, in high precision; here that is an error.
 _DYNAMO = {"recompile_limit": 64, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
+# Under DistributedDataParallel Dynamo would cut the graph at its buckets, behind the engine's back. Compiled regions
+# give it the overlap that it does so for.
+_DYNAMO["optimize_ddp"] = False
 # Its name in torch 2.11 and later.
 _IGNORED_LOGGING = next(
     name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(torch._dynamo.config, name)
@@ -86,8 +92,8 @@ class Engine(nn.Module):
         self.__dict__["device_name"] = device
         self.__dict__["device_type"] = _device_type(model)
         self.__dict__["breaks"] = {}
-        self.__dict__["_recompute"] = None
-        self.__dict__["_fragile"] = {}
+        self.__dict__["_recompute"], self.__dict__["regions"] = None, None
+        self.__dict__["_fragile"], self.__dict__["overrides"] = {}, Overrides()
         self.__dict__["_experts"] = GroupedExperts(model)
         self.__dict__["_kept_grads"] = KeptGrads(model.parameters)
         self.__dict__["_bind_at"], self.__dict__["_phases"] = bind_at, {}
@@ -104,7 +110,29 @@ class Engine(nn.Module):
             raise ConfigError(f"step is {step!r}; it must be a whole number from 0 on")
         span = max((change for change in self._changes if change <= step), default=0)
         if span != self.step:
-            self._enter(span, *self._bind_at(span))
+            self._enter(span, *self._bind_at(span, self.overrides))
+        return self
+
+    def override(self, changes: Mapping[Key, str | Precision | None], reason: str) -> Engine:
+        """Give single GEMMs of single layers another format from the next call on, and return the engine itself.
+
+        `changes` maps (module path, "fwd", "dgrad" or "wgrad") to the format that the GEMM has at least, or to None,
+        which takes an override back. The policy stands where it asks for more bits at a step. The report shows the
+        reason. Formats that were compiled before are not compiled again.
+        """
+        return self.set_overrides(self.overrides.changed(changes, reason, self.policy.resolve(self.ir, self.step)))
+
+    def set_overrides(self, overrides: Overrides) -> Engine:
+        """Replace all overrides, as a resumed run does: `Overrides.from_dict` of `engine.overrides.to_dict()`."""
+        if self._bind_at is None:
+            raise UnsupportedError("this engine's formats cannot change; make it with dw.compile")
+        known = self.policy.resolve(self.ir, self.step)
+        foreign = [row.path for row in overrides.rows if row.path not in known]
+        if foreign:
+            raise ConfigError(f"overrides name {foreign[0]}, which is no linear layer of {self.ir.name}")
+        bound, options = self._bind_at(self.step, overrides)  # may raise where fallback="strict"
+        self.__dict__["overrides"] = overrides
+        self._enter(self.step, bound, options)
         return self
 
     def check_fragile(self, batch: Any, *, strict: bool = False, floor_db: float | None = None) -> FragileReport:
@@ -114,7 +142,7 @@ class Engine(nn.Module):
         Each GEMM whose signal to noise is below the floor of its formats (`floor_db` replaces them) stays in bf16 from
         the next call on, with that reason in the report; `strict` raises UnsupportedError instead.
         """
-        bound = self.bound if self._bind_at is None else self._bind_at(self.step)[0]
+        bound = self.bound if self._bind_at is None else self._bind_at(self.step, self.overrides)[0]
         with self._experts.applied():
             found = check_fragile(self.model, bound, batch, floor_db=floor_db)
         if strict and found.fragile:
@@ -134,12 +162,41 @@ class Engine(nn.Module):
             options = options.for_schemes(bound.schemes)
         key = tuple(sorted(bound.schemes.items()))
         if key not in self._phases:
-            self._phases[key] = (options, torch.compile(self.model, backend=_backend(options)))
+            in_regions = self.regions is not None
+            compiled = self.model if in_regions else torch.compile(self.model, backend=_backend(options))
+            self._phases[key] = (options, compiled)
         self.__dict__["step"], self.__dict__["bound"] = step, bound
         self.__dict__["options"], self.__dict__["_compiled"] = self._phases[key]
+        if self.regions is not None:
+            self.regions.enter(self.options)
+
+    def use_regions(self, inner: Sequence[str] = ()) -> Regions:
+        """Compile each layer by itself from the first call on, and leave what is between them to Python.
+
+        For models under FSDP2, DDP, tensor, pipeline and expert parallelism, which work between layers; on one device
+        one graph of the whole model is faster. It replaces the forward of the model's own modules. `inner` are paths of
+        modules in layers that are regions of their own: see `engine/regions.py`.
+        """
+        if self.options.was_called:
+            raise ConfigError("use_regions: the engine was called already; call it before the first step")
+        if self.regions is not None:
+            raise ConfigError("use_regions: the engine has its regions already")
+        if self.options.cuda_graphs:
+            raise UnsupportedError(
+                "cuda_graphs=True records the whole model, and compiled regions have Python between them; leave one out"
+            )
+        regions = Regions(self.ir, self._running, inner)
+        self.__dict__["regions"] = regions
+        if self._recompute is not None:
+            regions.recompute(self._recompute)
+        self._phases.clear()
+        self._enter(self.step, self.bound, self.options)
+        return regions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """An engine of a copy of the model, compiled by itself: no graph, and no code of a weight, is shared."""
+        if self.regions is not None:
+            raise UnsupportedError("an engine of compiled regions cannot be copied: its model's layers belong to it")
         model = copy.deepcopy(self.model, memo)
 
         def of_copy(options: BackendOptions) -> BackendOptions:
@@ -148,8 +205,8 @@ class Engine(nn.Module):
                 own, parameters=lambda: model.named_parameters(remove_duplicate=False), weight_cache=WeightCache()
             )
 
-        def bind_at(step: int) -> tuple[Bound, BackendOptions]:
-            bound, options = self._bind_at(step)
+        def bind_at(step: int, overrides: Overrides) -> tuple[Bound, BackendOptions]:
+            bound, options = self._bind_at(step, overrides)
             return bound, of_copy(options)
 
         new = Engine(
@@ -162,6 +219,7 @@ class Engine(nn.Module):
             plan=self.plan,
         )
         new.__dict__["step"], new.__dict__["_fragile"] = self.step, dict(self._fragile)
+        new.__dict__["overrides"] = self.overrides
         if self._recompute is not None:
             new.recompute(LayerRecompute(new.ir, len(self._recompute.paths)))
         memo[id(self)] = new
@@ -183,6 +241,8 @@ class Engine(nn.Module):
     def recompute(self, layers: LayerRecompute) -> None:
         """Compute these layers again in the backward instead of keeping what they hold."""
         self.__dict__["_recompute"] = layers
+        if self.regions is not None:
+            self.regions.recompute(layers)
 
     # nn.Module keeps `training` for itself; the model's is the only one.
     @property
@@ -200,18 +260,36 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_devices(args, kwargs)
+        if not self.options.was_called:
+            self._check_sharded()
         before = dict(counters["graph_break"])
         recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
         if self.options.cuda_graphs and torch.is_grad_enabled():
             self._kept_grads.keep()
-        with torch._dynamo.config.patch(self._dynamo_settings()), recomputed, self._experts.applied():
+        running = self._running() if self.regions is None else self.regions.running()
+        with running, recomputed:
             out = self._compiled(*args, **kwargs)
         self.options.was_called = True
-        self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
+        found = {k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0) and REASON not in k}
+        self.breaks.update(found)
         return out
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The settings that the engine's graphs are compiled and found again under."""
+        with torch._dynamo.config.patch(self._dynamo_settings()), self._experts.applied():
+            yield
+
+    def _check_sharded(self) -> None:
+        """Before the first call, once the user has had the chance to shard the model."""
+        if self._recompute is not None and self.regions is None and is_sharded(self.model):
+            self.use_regions()  # Dynamo would run checkpointed layers with FSDP2's hooks as they were written
 
     def _dynamo_settings(self) -> dict[str, Any]:
         limits = dict(_DYNAMO)
+        # Each set of formats that was bound has graphs of its own.
+        limits["recompile_limit"] += 8 * len(self._phases)
+        limits["accumulated_recompile_limit"] += 8 * len(self._phases)
         if self.options.cache_weights:
             # Behind a graph break each layer has a graph of its own, for its own codes.
             limits["recompile_limit"] += 8 * self.ir.num_layers
@@ -270,6 +348,9 @@ class Engine(nn.Module):
         if not self.options.was_called:
             return {}
         experts = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
+        # A stage of a pipeline has a part of the model's layers, and not both ends.
+        layers = self.ir.layers
+        owner = {s.path: s.path if s.layer is None else layers[s.layer].path for s in self.ir.sites()}
         by_itself = "the model multiplies its experts by itself (one by one, or in a kernel of its own)"
         nowhere = "no product with its weight was met in what was compiled"
         known = self.options.left
@@ -278,6 +359,7 @@ class Engine(nn.Module):
             if path in experts or path not in known
             else known[path]
             for path in self.options.unmet()
+            if path in experts or has_module(self.model, owner.get(path, ""))
         }
 
     def _notes(self) -> list[str]:
@@ -286,6 +368,8 @@ class Engine(nn.Module):
         if self._changes:
             steps = ", ".join(map(str, self._changes))
             notes.append(f"the policy changes at step {steps}; bound now is what it says of step {self.step}: at_step")
+        if self.overrides:
+            notes.append(f"formats of {len(self.overrides)} GEMMs were changed at run time: engine.overrides")
         notes += self._experts.notes()
         if self._recompute is not None:
             notes.append(f"computed again in the backward: {len(self._recompute.paths)} of {self.ir.num_layers} layers")

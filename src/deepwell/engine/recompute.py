@@ -36,7 +36,13 @@ class LayerRecompute:
         if all(hasattr(module, "gradient_checkpointing") for module in modules):
             _tell_hugging_face(model, modules)
         else:
-            self._wrapped = [(module, _again(module.forward)) for module in modules]
+            self._wrapped = [(module, again(module.forward)) for module in modules]
+
+    def take_over(self) -> tuple[str, ...]:
+        """The paths of layers that the caller from now on computes again by itself; none where Hugging Face does."""
+        taken = self.paths if self._wrapped else ()
+        self._wrapped = []
+        return taken
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -59,7 +65,9 @@ def _tell_hugging_face(model: nn.Module, modules: Sequence[nn.Module]) -> None:
             module.gradient_checkpointing = False  # type: ignore[assignment]
 
 
-def _again(forward: Forward) -> Forward:
+def again(forward: Forward) -> Forward:
+    """`forward` under a checkpoint: what it keeps is computed again in the backward."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,9 @@ from torch import Tensor, fx, nn
 from torch._guards import Guard, Source, TracingContext
 
 from deepwell.errors import CaptureError
+
+# While other tensors at every call take the places of a part's parameters (local parts of DTensors): which part it is.
+STANDS_IN_FOR: ContextVar[tuple[object, ...] | None] = ContextVar("stands_in_for", default=None)
 
 NamedParameters = Callable[[], Iterable[tuple[str, Tensor]]]
 Names = tuple[str, ...]
@@ -232,10 +236,10 @@ def noting(
     if not weights:
         return run
     where = _telling(weights)
-    seen: set[tuple[int, ...]] = set()
+    seen: set[tuple[object, ...]] = set()
 
     def wrapped(*inputs: Any) -> Any:
-        given = tuple([id(inputs[i]) for i in where])
+        given: tuple[object, ...] = STANDS_IN_FOR.get() or tuple([id(inputs[i]) for i in where])
         if given not in seen:
             note(_met(weights, inputs, known))
             seen.add(given)

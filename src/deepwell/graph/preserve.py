@@ -133,3 +133,35 @@ def choose_traceable_implementations(model: nn.Module) -> None:
             module.config._attn_implementation_internal = module.get_correct_attn_implementation(None)
         if module._can_set_experts_implementation():
             module.config._experts_implementation_internal = module.get_correct_experts_implementation(None)
+
+
+def see_whole(model: nn.Module) -> None:
+    """Let a sharded model be read as the one it shards. Call inside `preserved`, which puts all of it back.
+
+    Parameters have their whole size, on the meta device; FSDP2's hooks, which would gather and keep a state that a
+    trace leaves half-way, are off, and so are compiled regions and the collectives of tensor parallelism.
+    """
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                of_fsdp = type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
+                if of_fsdp or hasattr(hook, "is_deepwell_collective"):
+                    del hooks[key]
+        if hasattr(module.__dict__.get("forward"), "is_deepwell_region"):
+            del module.__dict__["forward"]
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None:
+        return
+    whole: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if isinstance(p, distributed.DTensor):
+                if id(p) not in whole:
+                    whole[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+                module._parameters[name] = whole[id(p)]
+
+
+def written_class(model: nn.Module) -> str:
+    """The name of the class that somebody wrote: FSDP2 puts another one in front of it."""
+    made = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    return type(model).__name__.removeprefix("FSDP") if made else type(model).__name__

@@ -33,7 +33,13 @@ from torch._dynamo import pgo
 from deepwell.errors import CaptureError, ConfigError
 from deepwell.graph.dedupe import stub_duplicates
 from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, other_lengths, resolve_inputs
-from deepwell.graph.preserve import choose_traceable_implementations, fill_meta_tensors, preserved
+from deepwell.graph.preserve import (
+    choose_traceable_implementations,
+    fill_meta_tensors,
+    preserved,
+    see_whole,
+    written_class,
+)
 from deepwell.graph.record import record
 
 WAYS = ("dynamo", "eval", "export", "record")
@@ -196,6 +202,7 @@ def _trace_call(
             try:
                 with preserved(model, values=run or way == "record"), torch.enable_grad(), quiet():
                     choose_traceable_implementations(model)
+                    see_whole(model)
                     if way == "eval":
                         model.eval()
                     stubbed = stub_duplicates(model, inputs, wanted=wanted)
@@ -207,7 +214,7 @@ def _trace_call(
                     continue  # a layer may need what a passed-through one would have left: try the whole model
                 break
             return Traced(
-                model_class=type(model).__name__,
+                model_class=written_class(model),
                 graph_module=found.graph_module,
                 way=way,
                 specialized=found.specialized,
