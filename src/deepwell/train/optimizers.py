@@ -27,7 +27,8 @@ _TORCH = {
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; vectors (norms, biases) and frozen parameters do not, or are not there."""
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for _, parameter in named:
         if parameter.requires_grad:
             (decayed if parameter.dim() >= 2 else others).append(parameter)
@@ -94,7 +95,7 @@ def _of_torch(
         raise ConfigError(f"optimizer: {kind.__name__} takes no {unknown[0]}; it takes {', '.join(list(takes)[1:])}")
     if "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-    return kind(groups, **{**own, **given})  # type: ignore[call-arg]
+    return kind(groups, **{**own, **given})
 
 
 class LearningRate:

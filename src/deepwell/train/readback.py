@@ -50,6 +50,7 @@ class Readback:
     def push(self, step: int, values: list[Tensor], **facts: Any) -> None:
         """A step was launched; `values` are its 0-d results on the device."""
         packed = torch.stack([value.detach().to(self.device, torch.float64).reshape(()) for value in values])
+        end: Any = None
         if self.device.type == "cuda":
             host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             host.copy_(packed, non_blocking=True)

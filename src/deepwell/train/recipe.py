@@ -230,7 +230,7 @@ def _check(name: str, section: Any, path: Path) -> None:
         )
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: {name} is a {type(section).__name__}; it is a section: [{name}]")
-    known = _KEYS.get(name)
+    known = _KEYS.get(name, ())
     for key in section if known else ():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

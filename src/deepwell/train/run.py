@@ -13,6 +13,7 @@ from deepwell import __version__
 from deepwell.engine.dryrun_plan import optimizer_of
 from deepwell.engine.engine import Engine
 from deepwell.errors import DeepwellError
+from deepwell.precision.guard import GuardStop
 from deepwell.train.elastic import Start, note_start
 from deepwell.train.figures import Figures, Prediction
 from deepwell.train.log import SCHEMA, Console, EventLog, Scalars, step_line
@@ -140,11 +141,7 @@ class Run:
 
     def formats(self) -> None:
         """What each linear's GEMMs run in from now on."""
-        rows: dict[str, list[str]] = {}
-        for row in self.trainer.engine.bound.bindings:
-            rows.setdefault(row.path, []).append("bf16" if row.scheme == "bf16" else row.format)
-        formats = {path: "|".join(found) for path, found in rows.items()}
-        self.log.write("formats", step=self.trainer.step, formats=formats)
+        self.log.write("formats", step=self.trainer.step, formats=self.trainer.watch.formats())
 
     def note(self, text: str) -> None:
         self.log.write("note", text=text)
@@ -163,7 +160,11 @@ class Run:
         if not self._is_first and not skipped:
             trainer.goodput.add(done.seconds)
         self._is_first = False
-        events = trainer.watch.end_step(done.step, loss, norm)
+        stop: GuardStop | None = None
+        try:
+            events = trainer.watch.end_step(done.step, loss, norm)
+        except GuardStop as error:
+            stop, events = error, list(error.events)
         self._guards += len(events)
         event = self.log.write(
             "step", step=done.step, loss=loss, grad_norm=norm, lr=done.facts["lr"],
@@ -180,6 +181,8 @@ class Run:
         self.console.at(done.step)
         self.scalars.step(event)
         self._poll()
+        if stop is not None:
+            raise stop
         for callback in trainer.callbacks:
             callback.on_step(trainer, event)
 

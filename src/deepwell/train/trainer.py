@@ -40,7 +40,7 @@ from deepwell.train.readback import Readback
 from deepwell.train.run import CHECKPOINTS, Callback, Run
 from deepwell.train.settings import Every, TrainSettings
 from deepwell.train.sizes import batch_sizes, layout_for
-from deepwell.train.watch import Watch
+from deepwell.train.watch import Watch, guarded_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,9 @@ class Trainer:
         self.run_dir = self._folder(run_dir)
         self.goodput = Goodput()
         several = self.world.size > 1
-        self.watch = Watch(engine, guard_settings(options.guard), self.runner.all_reduce if several else None)
+        reduce = self.runner.all_reduce if several else None
+        guard = guard_settings(options.guard)
+        self.watch = Watch(engine, guard, reduce, rank=self.world.rank, dp=self.runner.dp)
         self.readback = Readback(self.device)
         self.saver = None
         if self.run_dir is not None:
@@ -193,6 +195,7 @@ class Trainer:
     def _train_step(self, run: Run, stop: StopSignal) -> None:
         step = self.step
         self.engine.at_step(step)
+        self.rate.factor = self.watch.lr_scale
         lr = self.rate.set(step)
         batches = self._batches()
         items, tokens = sum(map(count_items, batches)), sum(map(count_tokens, batches))
@@ -202,7 +205,7 @@ class Trainer:
         num_items, num_tokens = all_items / copies, int(all_tokens / copies)
         if not num_items:
             raise ConfigError(f"step {step + 1}: no token of the batch is predicted; all its labels are -100")
-        self.watch.begin_step(step)
+        self.watch.begin_step(step + 1, batches, self.runner.sample)
         loss = self.runner.run(batches, num_items=num_items)
         norm = self._update(loss)
         self.step, self.cursor, self.tokens = step + 1, self.cursor + self.sizes.global_batch, self.tokens + num_tokens
@@ -219,18 +222,19 @@ class Trainer:
             run.reason = "signal"
 
     def _update(self, loss: Tensor) -> Tensor:
-        """Clip, and step the optimizer unless the gradients are not finite; their norm."""
+        """Clip, and step the optimizer unless loss or gradients are not finite; the gradients' norm."""
         if self.saver is not None:
             self.saver.before_update()
+        self.watch.before_clip()
         if isinstance(self.optimizer, AdamWDW) and self.optimizer.clips_by_itself:
-            self.optimizer.step()
+            self.optimizer.step()  # skips by itself, on the device
             norm = self.optimizer.grad_norm
             assert norm is not None
+            self.watch.after_backward(loss, norm)
         else:
             norm = self.runner.grad_norm(self.settings.clip_norm)
-            if bool(torch.isfinite(norm)):  # the one place where the host waits for the device
-                self.optimizer.step()
-        self.watch.after_backward(loss, norm)
+            ok = self.watch.after_backward(loss, norm) & norm.isfinite()
+            guarded_step(self.optimizer, ok)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -377,7 +381,7 @@ def _loader(data: Any, settings: TrainSettings, plan: Plan | None) -> Loader:
 def model_facts(engine: Engine) -> dict[str, Any]:
     """What is needed to build the model again: of a Hugging Face one its class and config."""
     model = engine.model
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     facts: dict[str, Any] = {"name": engine.ir.name, "class": type(model).__name__.removeprefix("FSDP")}
     if hasattr(config, "to_dict") and hasattr(config, "model_type"):
         facts["config"] = json.loads(json.dumps(config.to_dict(), default=str))

@@ -455,9 +455,6 @@ def part_of(batches: Sequence[Batch], tokens: int) -> tuple[dict[str, Tensor], f
     main = "input_ids" if "input_ids" in first else next(iter(first))
     ids, total = first[main], sum(batch[main].numel() for batch in batches)
     b, s = ids.shape[0], ids.shape[1] if ids.dim() > 1 else 1
-    total = sum(
-        next(t for t in (batch.get("input_ids"), *batch.values()) if t is not None).numel() for batch in batches
-    )
     rows = max(1, min(b, tokens // max(s, 1)))
     is_plain = all(t.dim() == 2 and tuple(t.shape) == (b, s) and name in _TOKENWISE for name, t in first.items())
     columns = min(s, tokens) if is_plain else s
@@ -465,9 +462,10 @@ def part_of(batches: Sequence[Batch], tokens: int) -> tuple[dict[str, Tensor], f
         name: t[:rows, :columns] if is_plain else t[:rows] if t.dim() and t.shape[0] == b else t
         for name, t in first.items()
     }
-    labels = part.get("labels")
-    if is_plain and labels is not None and not bool((labels[:, 1:] != -100).any()):
-        part["labels"] = part["input_ids"]  # nothing is predicted here, and the mean of nothing is NaN
+    for name in {"labels", "shift_labels"} & set(part) if is_plain else ():
+        targets = part[name][:, 1:] if name == "labels" else part[name]
+        if not bool((targets != -100).any()):
+            part[name] = part[main]  # nothing is predicted here, and the mean of nothing is NaN
     return part, part[main].numel() / total
 
 

@@ -61,6 +61,10 @@ class Runner:
             total = loss.detach() if total is None else total + loss.detach()
         return torch.zeros((), device=self.device) if total is None else total.float()
 
+    def sample(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss of a few tokens, for who looks at single layers; runs as one call of the engine."""
+        return self.feed(self.engine, to_device(batch, self.device))
+
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of predicted tokens) of a batch, over all ranks."""

@@ -1,0 +1,222 @@
+"""The trainer in one process: it trains what a hand-written loop trains, logs, saves, resumes and stops as it should."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepwell as dw
+from deepwell.errors import ConfigError, NumericsError
+from deepwell.train.feed import Feed, count_items
+
+
+def events_of(trainer: dw.Trainer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trainer.run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def losses_of(trainer: dw.Trainer) -> list[float]:
+    return [event["loss"] for event in events_of(trainer) if event["kind"] == "step"]
+
+
+def weights_of(trainer: dw.Trainer) -> dict[str, bytes]:
+    return {n: p.detach().numpy().tobytes() for n, p in trainer.engine.named_parameters()}
+
+
+def test_it_trains_what_a_loop_by_hand_trains(make_trainer: Any) -> None:
+    # Two micro-batches, clipped, the same optimizer: bit for bit.
+    trainer = make_trainer(optimizer="sgd", clip_norm=0.5, weight_decay=0.0)
+    hand = make_trainer(optimizer="sgd", folder="hand", clip_norm=0.5)
+    trainer.fit()
+    model, schedule = hand.engine.model, hand.settings.learning_rate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * schedule(step)
+        total = 0.0
+        for micro in range(2):
+            batch = hand.loader.batch(4 * step, range(2 * micro, 2 * micro + 2))
+            loss = hand.engine(**batch).loss / 2
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    assert losses_of(trainer) == pytest.approx(losses, rel=1e-6)
+    for (name, mine), other in zip(trainer.engine.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_dw", "adamw"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer: Any, tiny_llama: Any, optimizer: str) -> None:
+    # With dropout: random numbers belong to what is resumed.
+    whole = make_trainer(tiny_llama(attention_dropout=0.1), optimizer=optimizer, folder="whole")
+    whole.fit()
+    first = make_trainer(tiny_llama(attention_dropout=0.1), optimizer=optimizer, folder="parts")
+    assert first.fit(stop_at=3).reason == "paused"
+    second = make_trainer(tiny_llama(attention_dropout=0.1), optimizer=optimizer, folder="parts")
+    assert second.step == 3 and second.cursor == 12 and second.resumed_from is not None
+    result = second.fit()
+    assert result.reason == "done" and result.step == 6
+    assert losses_of(second) == losses_of(whole)
+    assert weights_of(second) == weights_of(whole)
+
+
+def test_events_are_the_record(make_trainer: Any) -> None:
+    trainer = make_trainer(precision="mxfp8", save_every=2, eval_every=3, eval_dataloader="synthetic:128", eval_batches=2)
+    trainer.fit()
+    events = events_of(trainer)
+    kinds = [event["kind"] for event in events]
+    assert kinds[0] == "run" and kinds[-1] == "end" and kinds.count("step") == 6 and kinds.count("eval") == 2
+    assert [e["step"] for e in events if e["kind"] == "save" and e["committed"]] == [2, 4, 6]
+    step = next(e for e in events if e["kind"] == "step")
+    assert step["tokens"] == 64 and step["seconds"] > 0 and math.isfinite(step["loss"]) and step["grad_norm"] > 0
+    assert step["predicted_s"] > 0 and step["ratio"] == pytest.approx(step["predicted_s"] / step["seconds"])
+    run = events[0]
+    assert run["precision"] == "mxfp8" and run["world"] == 1 and run["generation"] == 0 and run["global_batch"] == 4
+    formats = next(e for e in events if e["kind"] == "formats")["formats"]
+    assert formats["model.layers.0.mlp.up_proj"] == "mxfp8|mxfp8|mxfp8" and formats["lm_head"] == "bf16|bf16|bf16"
+    assert 0.0 < [e for e in events if e["kind"] == "step"][-1]["goodput"] <= 1.0
+
+
+def test_labels_that_are_left_out_count_nothing(make_trainer: Any) -> None:
+    # Rows with other numbers of labels: the mean over tokens, not over micro-batches.
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for i in range(8):
+        ids = torch.randint(0, 128, (16,), generator=generator)
+        labels = ids.clone()
+        labels[: 2 * i] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    trainer = make_trainer(data=rows, optimizer="sgd", weight_decay=0.0, clip_norm=None, steps=1, warmup=0, lr=1.0)
+    batch = trainer.loader.batch(0, range(4))
+    reference = make_trainer(folder="other", data=rows)
+    loss = reference.engine(**batch).loss
+    loss.backward()
+    before = [p.detach().clone() for p in trainer.engine.parameters()]
+    trainer.fit()
+    assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-6)
+    for mine, old, other in zip(trainer.engine.parameters(), before, reference.engine.parameters(), strict=True):
+        torch.testing.assert_close(old - mine, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_without_labels_is_an_error(make_trainer: Any) -> None:
+    rows = [{"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.full((8,), -100)}] * 4
+    with pytest.raises(ConfigError, match="-100"):
+        make_trainer(data=rows, seq_len=8).fit()
+
+
+def test_a_model_with_targets_and_one_with_logits_alone() -> None:
+    tokens = torch.randint(0, 16, (2, 8))
+
+    class Targets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 16)
+
+        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.table(ids).flatten(0, 1), targets.flatten())
+
+    class Logits(Targets):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.table(ids)
+
+    torch.manual_seed(0)
+    one, two = Targets(), Logits()
+    two.load_state_dict(one.state_dict())
+    batch = {"input_ids": tokens, "labels": tokens}
+    assert count_items(batch) == 14
+    torch.testing.assert_close(Feed(one)(one, batch), Feed(two)(two, batch))
+    shifted = {"input_ids": tokens, "shift_labels": torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]}
+    assert count_items(shifted) == 14
+    torch.testing.assert_close(Feed(one)(one, shifted), Feed(two)(two, batch))
+
+
+def test_a_bad_step_is_skipped_and_never_saved(make_trainer: Any) -> None:
+    class Poison(dw.Callback):
+        def on_step(self, trainer: dw.Trainer, event: Any) -> None:
+            if event["step"] == 3:  # from here on every loss is NaN
+                with torch.no_grad():
+                    trainer.engine.lm_head.weight[0, 0] = math.nan
+
+    trainer = make_trainer(save_every=1, callbacks=[Poison()], guard={"max_skipped": 2})
+    with pytest.raises(NumericsError):
+        trainer.fit(steps=20)
+    events = events_of(trainer)
+    assert events[-1]["kind"] == "end" and events[-1]["exit"] == 1
+    steps = [e for e in events if e["kind"] == "step"]
+    assert [e["skipped"] for e in steps[:3]] == [False] * 3 and all(e["skipped"] for e in steps[3:])
+    saved = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir() if path.is_dir())
+    assert saved[-1] == "step-00000003"
+    assert dw.load(trainer.run_dir).step == 3
+
+
+def test_sigterm_saves_and_exits_with_0(make_trainer: Any) -> None:
+    class Stop(dw.Callback):
+        def on_step(self, trainer: dw.Trainer, event: Any) -> None:
+            if event["step"] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(callbacks=[Stop()])
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 0
+    assert events_of(trainer)[-1]["reason"] == "signal"
+    assert dw.load(trainer.run_dir).step == 3
+    assert signal.getsignal(signal.SIGTERM) is not None
+
+
+def test_starts_without_progress_give_up(make_trainer: Any) -> None:
+    class Crash(dw.Callback):
+        def on_step(self, trainer: dw.Trainer, event: Any) -> None:
+            raise RuntimeError("boom")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="boom"):
+            make_trainer(callbacks=[Crash()], give_up_after=2).fit()
+    with pytest.raises(dw.DeepwellError, match="no new checkpoint"):
+        make_trainer(callbacks=[Crash()], give_up_after=2).fit()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"optimizer": "adamv"}, "adamw"),
+        ({"global_batch": 3}, "multiple"),
+        ({"lrr": 1.0}, "did you mean lr"),
+        ({"data": "nowhere/at/all"}, "nowhere"),
+        ({"layout": {"tp": 2}}, "processes"),
+        ({"tensorboard": True, "run_dir": __file__}, "file"),
+        ({"guard": {"confrm": 1}}, "confrm"),
+        ({"resume": "no/such/checkpoint"}, "checkpoint"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_them(make_trainer: Any, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(dw.DeepwellError, match=word):
+        make_trainer(**options)
+
+
+def test_a_plan_of_another_machine_is_not_run_silently(tiny_llama: Any, tmp_path: Path) -> None:
+    model = tiny_llama()
+    ir = dw.capture(model)
+    plan = dw.autoplan(ir, hw="8xH100", seq_len=64, global_batch=64, gpus=8)
+    engine = dw.compile(ir, plan=plan)
+    with pytest.raises(ConfigError, match="8 GPUs"):
+        dw.Trainer.from_engine(engine, dataloader="synthetic:128", run_dir=tmp_path)
+    trainer = dw.Trainer.from_engine(engine, dataloader="synthetic:128", run_dir=tmp_path, elastic=True, steps=1, quiet=True)
+    assert trainer.layout.gpus == 1 and trainer.sizes.global_batch == 64
+    assert "planned anew" in trainer.plan_note
+
+
+def test_json_events_hold_no_nan(make_trainer: Any) -> None:
+    trainer = make_trainer(steps=2)
+    trainer.fit()
+    for line in (trainer.run_dir / "events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(word))
