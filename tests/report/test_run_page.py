@@ -267,6 +267,23 @@ def test_the_state_of_a_run(events: list[Event], now: float, state: str) -> None
     assert summary(run_of(events), now)["state"] == state
 
 
+def test_an_end_and_a_failed_save_say_why() -> None:
+    end = {"t": 3.0, "kind": "end", "reason": "error", "exit": 75, "error": "no step for 600 s"}
+    failed = {
+        "t": 2.0,
+        "kind": "save",
+        "step": 1,
+        "path": "p",
+        "committed": False,
+        "error": "disk full",
+        "stall_s": 0.1,
+    }
+    run = run_of([start(0.0), step(1, 1.0), failed, end])
+    assert summary(run, 5.0)["why"] == "ended: error, exit status 75, 2 s ago: no step for 600 s"
+    assert (summary(run, 5.0)["saves"], summary(run, 5.0)["last_save_step"]) == (1, None)
+    assert page_data([run], 5.0)["runs"][0]["checkpoints"]["rows"][0]["error"] == "disk full"
+
+
 def test_figures_are_medians_of_the_last_steps_and_never_words_json_lacks() -> None:
     rates = [step(n, float(n), 2.0 + n, tokens_per_s_per_gpu=1.0 * n, mfu=None, memory_gib=n) for n in range(1, 301)]
     odd = step(301, 301.0, math.inf, grad_norm="x", lr=None, tokens_per_s_per_gpu=math.nan, memory_gib=10**400)
@@ -539,7 +556,7 @@ FRAMES = """<body><script>
   });
   const read = () => {
     const pages = frames.map((frame) => frame.contentDocument.documentElement);
-    if (pages.some((page) => page.dataset.ready !== "yes" || page.dataset.out === undefined)) return setTimeout(read, 100);
+    if (pages.some(({ dataset }) => dataset.ready !== "yes" || !dataset.out)) return setTimeout(read, 100);
     const texts = pages.map((page) => {
       for (const script of page.querySelectorAll("script")) script.remove();
       return { dom: page.outerHTML, out: page.dataset.out, width: page.scrollWidth };

@@ -73,7 +73,7 @@
     });
   };
   const line = (name, data, colour, extra = {}) => ({ name, type: "line", data, showSymbol: data.length < 3, symbolSize: 6, connectNulls: false, itemStyle: { color: colour }, lineStyle: { color: colour, width: 1.6 }, emphasis: { disabled: true }, ...extra });
-  const keys = (series) => legend({ itemWidth: 14, itemHeight: 8, itemGap: 14, data: series.map((one) => ({ name: one.name, icon: one.type === "scatter" ? one.symbol : "roundRect" })) });
+  const keys = (series) => legend({ itemWidth: 14, itemHeight: 9, itemGap: 14, data: series.map((one) => ({ name: one.name, icon: one.type === "scatter" ? one.symbol : "roundRect" })) });
   const curves = (host, option) => {
     const [name, format] = AXES[state.x];
     const { slider, right, height, xMin = "dataMin", xMax = "dataMax", ...rest } = option;
@@ -397,7 +397,7 @@
     const good = p.rows.filter((row) => row.committed);
     const bad = p.rows.filter((row) => !row.committed);
     curves(host, { height: 220, xMin: 0, xMax: 1.02 * Math.max(last || 0, ...p.rows.map((row) => spot(row.x))), yAxis: yAxis("stall", { min: 0, axisLabel: { formatter: (x) => (x ? duration(x) : "0") } }), series: [bar(good, COLOURS[0], "committed"), ...(bad.length ? [bar(bad, css("--bad"), "not committed")] : [])] });
-    listed(host, 8, [...p.rows].reverse(), (drawn) => table([["step", "n"], ["stall", "n"], ["write", "n"], ["size", "n"], ["state"], ["path"]], drawn.map((row) => make("tr", { class: row.lost ? "lost" : "" }, cell(shown(row.step, number), "n"), cell(shown(row.stall_s, duration), "n"), cell(shown(row.seconds, duration), "n"), cell(shown(row.bytes, bytes), "n"), cell(row.committed ? "committed" : "not committed", row.committed ? "good" : "bad"), cell(row.path, "path")))));
+    listed(host, 8, [...p.rows].reverse(), (drawn) => table([["step", "n"], ["stall", "n"], ["write", "n"], ["size", "n"], ["state"], ["path"]], drawn.map((row) => make("tr", { class: row.lost ? "lost" : "" }, cell(shown(row.step, number), "n"), cell(shown(row.stall_s, duration), "n"), cell(shown(row.seconds, duration), "n"), cell(shown(row.bytes, bytes), "n"), cell(row.committed ? "committed" : "not committed", row.committed ? "good" : "bad"), cell(row.path + (row.error ? ": " + row.error : ""), "path")))));
     if (p.left_out) host.append(make("p", { class: "legend" }, number(p.left_out) + " earlier saves are left out."));
   };
   const settingsPanel = (run) => {

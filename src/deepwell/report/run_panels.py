@@ -163,7 +163,7 @@ def _checkpoints(run: Run, clock: _Clock) -> dict[str, Any]:
             "step": step_of(event), "x": clock.at(step_of(event) or 0, event["t"]), "path": _text(event.get("path")),
             "stall_s": rounded(number(event.get("stall_s"))), "seconds": rounded(number(event.get("seconds"))),
             "bytes": rounded(number(event.get("bytes")), 12), "committed": event.get("committed") is not False,
-            "lost": bool(event.get("lost")),
+            "lost": bool(event.get("lost")), "error": _text(event.get("error")),
         }
         for event in events
     ]  # fmt: skip
@@ -230,7 +230,7 @@ def _notes(run: Run) -> dict[str, list[str]]:
     warnings = []
     if run.damaged:
         shown = ", ".join(str(line) for line in run.damaged[:5]) + (" ..." if len(run.damaged) > 5 else "")
-        warnings.append(f"{len(run.damaged)} lines of the record cannot be read and were left out: line {shown}")
+        warnings.append(f"Lines of the record that cannot be read: {shown}. A run that is killed may leave half a line.")
     schema = number(run.header.get("schema", SCHEMA))
     if schema > SCHEMA:
         warnings.append(f"The record has schema {schema:g}, newer than this page's {SCHEMA}; parts may be missing")

@@ -166,7 +166,8 @@ def _state(run: Run, now: float) -> tuple[str, str]:
         reason = _text(run.end.get("reason"))
         code = run.end.get("exit")
         ended = f"ended: {reason or 'no reason given'}" + ("" if code is None else f", exit status {_text(code)}")
-        return _ENDED.get(reason, "stopped"), f"{ended}, {duration(silence)} ago"
+        error = _text(run.end.get("error"))
+        return _ENDED.get(reason, "stopped"), f"{ended}, {duration(silence)} ago" + (f": {error}" if error else "")
     started = run.attempts[-1].first_step is not None
     typical = _recent(run.steps, "seconds")
     limit = max(STALE_S, STALE_STEPS * (0.0 if math.isnan(typical) else typical)) if started else STALE_START_S
