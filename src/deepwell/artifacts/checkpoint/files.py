@@ -39,6 +39,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
             while len(view):
                 view = view[os.write(descriptor, view[:_SLICE]) :]
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)  # calls on an open file do not know its name
+        raise
     finally:
         os.close(descriptor)
     return FileRecord(name=path.name, size=size, sha256=digest.hexdigest())

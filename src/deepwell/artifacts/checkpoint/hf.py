@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deepwell.artifacts.checkpoint.files import remove_folder, write_file, write_whole
 from deepwell.artifacts.checkpoint.manifest import latest, step_of
 from deepwell.artifacts.checkpoint.pieces import named_tensors
+from deepwell.artifacts.checkpoint.pretrained_config import model_of
 from deepwell.artifacts.checkpoint.reader import Reader
 from deepwell.artifacts.checkpoint.saver import save_checkpoint
 from deepwell.artifacts.checkpoint.shards import box_of, local_of
@@ -160,11 +161,8 @@ def _weight_files(folder: Path) -> dict[str, Any]:
 
 
 def _by_transformers(model: nn.Module, folder: Path, missing: list[str]) -> dict[str, Tensor]:
-    from deepwell.engine.engine import Engine
-
-    inner = model.model if isinstance(model, Engine) else model
     # FSDP2 makes a subclass of the model's class.
-    kinds = (kind for kind in type(inner).__mro__ if not kind.__name__.startswith("FSDP"))
+    kinds = (kind for kind in type(model_of(model)).__mro__ if not kind.__name__.startswith("FSDP"))
     kind = next((kind for kind in kinds if hasattr(kind, "from_pretrained")), None)
     if kind is None or not (folder / "config.json").is_file():
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from deepwell.artifacts.checkpoint.pieces import group_name, named_tensors, names_of
 from deepwell.artifacts.checkpoint.reader import Entry, Reader, requantize
-from deepwell.artifacts.checkpoint.shards import box_of, local_of
+from deepwell.artifacts.checkpoint.shards import box_of, is_dtensor, local_of
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import is_distributed
 from deepwell.errors import CheckpointError
@@ -65,7 +64,7 @@ def load_checkpoint(
 
 def _target(tensor: Tensor) -> Tensor:
     """Where to copy to: the tensor itself where it can be, so that who watches its version sees it change."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def _agree_on(check: Callable[[], None], names: set[str], group: Any) -> set[str]:
@@ -200,8 +199,10 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return local
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from deepwell.artifacts.checkpoint.shards import BLOCK, Box, box_of, local_of
+from deepwell.artifacts.checkpoint.shards import BLOCK, Box, box_of, is_dtensor, local_of
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.errors import ConfigError, UnsupportedError
 
@@ -129,17 +128,17 @@ def names_of(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) ->
 def _state_piece(parameter: Tensor, name: str, key: str, value: Tensor) -> Piece:
     """A state's place: that of its parameter where it has one value per element, else the whole of itself."""
     box, local, what = box_of(parameter, name), local_of(parameter), f"the optimizer's {key} of {name}"
-    if key.endswith("_scales") and value.numel() == -(-local.numel() // BLOCK) and not isinstance(value, DTensor):
+    if key.endswith("_scales") and value.numel() == -(-local.numel() // BLOCK) and not is_dtensor(value):
         if not local.is_contiguous():
             raise UnsupportedError(f"{what}: FP8 moments of a weight that is not contiguous cannot be saved")
         return Piece(file="optimizer", name=name, key=key, tensor=value, box=box, block=BLOCK)
-    if isinstance(value, DTensor) and value.dim():
+    if is_dtensor(value) and value.dim():
         if value.shape != parameter.shape:
             raise UnsupportedError(f"{what} is a DTensor of shape {tuple(value.shape)}, unlike its parameter's")
         return Piece(file="optimizer", name=name, key=key, tensor=local_of(value), box=box_of(value, what))
     if key != "step" and value.shape == local.shape:
         return Piece(file="optimizer", name=name, key=key, tensor=value, box=box)
-    if isinstance(parameter, DTensor) and value.numel() != 1:
+    if is_dtensor(parameter) and value.numel() != 1:
         raise UnsupportedError(f"{what} has shape {tuple(value.shape)}; how it is split over ranks is not known")
     return Piece(file="optimizer", name=name, key=key, tensor=local_of(value), box=box_of(value, what), is_part=False)
 

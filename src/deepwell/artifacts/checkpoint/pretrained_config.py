@@ -8,13 +8,10 @@ from torch import nn
 
 def config_files(model: nn.Module) -> dict[str, bytes]:
     """config.json and generation_config.json of a model that has them, by name; empty for any other model."""
-    from deepwell.engine.engine import Engine
-
     files = {}
-    inner = model.model if isinstance(model, Engine) else model
     config = _as_dict(getattr(model, "config", None))
     if config is not None and "model_type" in config:
-        config["architectures"] = [type(inner).__name__.removeprefix("FSDP")]
+        config["architectures"] = [type(model_of(model)).__name__.removeprefix("FSDP")]
         dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
         if len(dtypes) == 1:
             config["dtype"] = dtypes.pop()
@@ -23,6 +20,12 @@ def config_files(model: nn.Module) -> dict[str, bytes]:
         if generation is not None:
             files["generation_config.json"] = _text(generation)
     return files
+
+
+def model_of(model: nn.Module) -> nn.Module:
+    """The model behind an engine, which holds it beside its modules; any other module is itself."""
+    inner = model.__dict__.get("model")
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def _as_dict(config: Any) -> dict[str, Any] | None:

@@ -123,12 +123,14 @@ def state_of(target: Any) -> TrainState:
     if isinstance(target, TrainState):
         return target
     if isinstance(target, nn.Module):
-        from deepwell.engine.engine import Engine
-
-        if not isinstance(target, Engine):
+        policy, plan = target.__dict__.get("policy"), target.__dict__.get("plan")
+        if not isinstance(policy, PrecisionPolicy):
             return TrainState(model=target, meta={"step": 0})
-        plan = None if target.plan is None else target.plan.to_dict()
-        meta = {"step": int(target.step), "plan": plan, "policy": target.policy.to_dict()}
+        meta = {
+            "step": int(target.__dict__["step"]),
+            "plan": plan and plan.to_dict(),
+            "policy": policy.to_dict(),
+        }  # an engine
         return TrainState(model=target, meta=meta)
     train_state = getattr(target, "train_state", None)
     state = train_state() if callable(train_state) else None

@@ -13,7 +13,6 @@ from deepwell.artifacts.checkpoint.manifest import Opened, check_hash, open_docu
 from deepwell.artifacts.checkpoint.shards import Box, overlap
 from deepwell.artifacts.checkpoint.tensor_file import TORCH_DTYPES
 from deepwell.errors import CheckpointError
-from deepwell.kernels.adamw_moments import FP8, encode_ref
 
 _MOST_OPEN = 64  # files at a time
 
@@ -144,6 +143,8 @@ class Reader(AbstractContextManager["Reader"]):
 
 def requantize(codes: Tensor, spread: Tensor, block: int, *, is_root: bool) -> tuple[Tensor, Tensor]:
     """FP8 values whose scales are given per element, rounded to nearest with a scale for each block."""
+    from deepwell.kernels.adamw_moments import FP8, encode_ref
+
     values = codes.float() * spread
     new_codes = torch.empty(codes.numel(), dtype=torch.uint8).view(FP8)
     scales = torch.empty(-(-codes.numel() // block), dtype=torch.float32)

@@ -6,11 +6,14 @@ placements alone; whatever the layout of a run was, a checkpoint knows only name
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from deepwell.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 BLOCK = 128  # elements that share a scale in FP8 moments
 
@@ -37,9 +40,14 @@ def is_whole(box: Box) -> bool:
     return box.sizes == box.whole
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Whether a tensor is spread over ranks. Importing DTensor to ask takes seconds; who has one has imported it."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The memory of this rank's part of a tensor, without the DTensor or subclass around it."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     flatten = getattr(local, "__tensor_flatten__", None)
     if flatten is not None:  # a subclass that FSDP2 gathers in its own way holds the plain tensor
         inner = [getattr(local, name) for name in flatten()[0]]
@@ -51,7 +59,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def box_of(tensor: Tensor, name: str) -> Box:
     """The part of a tensor that this rank holds. Raises UnsupportedError for parts that are no box."""
     whole = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Box(offsets=(0,) * len(whole), sizes=whole, whole=whole)
     begin, size = [0] * len(whole), list(whole)
     for dim in range(len(whole)):
@@ -72,14 +80,14 @@ def box_of(tensor: Tensor, name: str) -> Box:
     return Box(offsets=tuple(0 if empty else b for b in begin), sizes=tuple(size), whole=whole)
 
 
-def _order(tensor: DTensor, dim: int, name: str) -> list[int]:
+def _order(tensor: "DTensor", dim: int, name: str) -> list[int]:
     """The mesh dimensions that split a tensor's dimension, in the order in which they do.
 
     Left to right; but FSDP2 over tensor parallelism splits what the mesh dimensions to its right have left, which its
     strided placement says by their number.
     """
     splits = [i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == dim and not p.is_partial()]
-    plain = [i for i in splits if isinstance(tensor.placements[i], Shard) and not _split_factor(tensor, i)]
+    plain = [i for i in splits if not _split_factor(tensor, i)]
     strided = [i for i in splits if _split_factor(tensor, i)]
     for i in strided:
         right = math.prod(tensor.device_mesh.size(j) for j in splits if j > i)
@@ -88,12 +96,12 @@ def _order(tensor: DTensor, dim: int, name: str) -> list[int]:
     return [*plain, *reversed(strided)]
 
 
-def _split_factor(tensor: DTensor, mesh_dim: int) -> int:
+def _split_factor(tensor: "DTensor", mesh_dim: int) -> int:
     factor = getattr(tensor.placements[mesh_dim], "split_factor", None)
     return int(factor) if factor is not None else 0
 
 
-def _coordinate(tensor: DTensor, mesh_dim: int, name: str) -> int:
+def _coordinate(tensor: "DTensor", mesh_dim: int, name: str) -> int:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedError(f"{name} lies on a mesh ({tensor.device_mesh}) that this rank is not part of")

@@ -96,7 +96,8 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
     contents = contents_of(state, team.rank)
     documents = {"state.json": _json_bytes(state.meta, "meta"), **config_files(state.model)}
     written = [p for p in contents.pieces if p.box.numel and (p.file == "ranks" or team.writes(p.unit))]
-    files, places, ordered, begin = [], {}, [], 0
+    places: dict[int, str] = {}
+    files, ordered, begin = [], [], 0
     for kind in _KINDS:
         by_key = {piece.stored: piece for piece in written if piece.file == kind}
         slots = in_file_order(_slot(piece) for piece in by_key.values())

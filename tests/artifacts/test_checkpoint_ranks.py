@@ -1,0 +1,51 @@
+"""Checkpoints of several processes: any layout into any other, bit for bit, and no rank waits for a dead one."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "checkpoint_ranks.py"
+
+
+def launch(world: int, folder: Path, *cases: str, timeout_s: float = 240) -> None:
+    """Run cases of checkpoint_ranks.py in `world` processes; any that fails is shown."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(world), str(port), str(folder), *cases],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
+        assert rank.returncode == 0, f"rank {number} of {world}: {errors[-4000:]}"
+
+
+def test_two_ranks_one_rank_two_ranks_and_a_rank_that_dies(tmp_path: Path) -> None:
+    launch(2, tmp_path, "fsdp", "cut_blocks", "stages", "pretrained", "saver")
+
+
+@pytest.mark.slow
+def test_four_ranks_on_every_mesh(tmp_path: Path) -> None:
+    launch(4, tmp_path, "fsdp", "meshes", "saver", timeout_s=500)
+
+
+@pytest.mark.slow
+def test_four_ranks_to_two(tmp_path: Path) -> None:
+    launch(4, tmp_path, "save_four", timeout_s=500)
+    launch(2, tmp_path, "load_two", timeout_s=500)
