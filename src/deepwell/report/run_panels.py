@@ -230,7 +230,7 @@ def _notes(run: Run) -> dict[str, list[str]]:
     warnings = []
     if run.damaged:
         shown = ", ".join(str(line) for line in run.damaged[:5]) + (" ..." if len(run.damaged) > 5 else "")
-        warnings.append(f"Lines of the record that cannot be read: {shown}. A run that is killed may leave half a line.")
+        warnings.append(f"Lines that cannot be read: {shown}. A run that is killed may leave half a line.")
     schema = number(run.header.get("schema", SCHEMA))
     if schema > SCHEMA:
         warnings.append(f"The record has schema {schema:g}, newer than this page's {SCHEMA}; parts may be missing")
