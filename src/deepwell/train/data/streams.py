@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import zlib
 from collections import deque
@@ -18,6 +19,9 @@ from deepwell.train.data.order import words
 from deepwell.train.data.samples import as_rows, collate
 from deepwell.train.data.state_json import decode_state, encode_state
 
+_log = logging.getLogger("deepwell.train")
+_CHECKED = 16  # rows before the cursor that a resumed run compares
+
 
 class Source:
     """An iterable, and how it is begun again. `again`: it can be; `stateful`: it says and takes where it is."""
@@ -27,17 +31,14 @@ class Source:
         self.name = f"{type(data).__module__}.{type(data).__qualname__}"
         is_function = callable(data) and not hasattr(data, "__iter__")
         self._make: Callable[[], Any] = data if is_function else lambda: iter(data)
-        self._generators: list[tuple[torch.Generator, Tensor | None]] = []
+        self._generators: list[tuple[torch.Generator, Tensor | None]] = []  # with their first state, if not ours
         if isinstance(data, DataLoader):
             self._own_generators(data)
         self.again = is_function or not hasattr(data, "__next__")
         self.stateful, self.refused = False, ""
         self._initial: Any = None
         if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
-            try:
-                self._initial, self.stateful = encode_state(data.state_dict()), True
-            except ConfigError as error:
-                self.refused = str(error)
+            self._take_state()
 
     def _own_generators(self, loader: DataLoader[Any]) -> None:
         """Give a DataLoader its own generators where it has none, so that it leaves torch's alone."""
@@ -46,14 +47,39 @@ class Source:
             raise ConfigError(
                 "data: the DataLoader has a DistributedSampler, but ranks share the rows by themselves: leave it out"
             )
+        # torchdata's samplers seed themselves from torch's generator, and so differently on each rank.
+        is_random = loader.generator is None and type(sampler).__module__.startswith("torchdata.")
         for holder in (loader, sampler, getattr(loader.batch_sampler, "sampler", None)):
             if holder is None or not hasattr(holder, "generator"):
                 continue
-            if holder.generator is None:
+            if any(holder.generator is known for known, _ in self._generators):
+                continue
+            is_given = holder.generator is not None and not (is_random and holder is sampler)
+            if not is_given:
                 holder.generator = torch.Generator()
-                self._generators.append((holder.generator, None))
-            elif not any(holder.generator is known for known, _ in self._generators):
-                self._generators.append((holder.generator, holder.generator.get_state()))
+            self._generators.append((holder.generator, holder.generator.get_state() if is_given else None))
+        self._seed_generators(0)
+
+    def _seed_generators(self, epoch: int) -> None:
+        """By seed and epoch; a generator that was given begins as it was, and its own seed decides later epochs."""
+        for generator, state in self._generators:
+            if state is not None:
+                generator.set_state(state)
+            if state is None or epoch:
+                seed = self._seed if state is None else generator.initial_seed()
+                generator.manual_seed(int(words("stream", seed, epoch)[0] >> 1))
+
+    def _take_state(self) -> None:
+        inner = getattr(self.data, "_ex_iterable", None)
+        while inner is not None and type(inner).__name__ != "BufferShuffledExamplesIterable":
+            inner = getattr(inner, "ex_iterable", None)
+        if inner is not None:
+            self.refused = "its state leaves out its shuffle buffer"  # of datasets.IterableDataset
+            return
+        try:
+            self._initial, self.stateful = encode_state(self.data.state_dict()), True
+        except ConfigError as error:
+            self.refused = str(error)
 
     def load(self, state: Any) -> None:
         """Go to where `state` (encoded) was taken; None is the start."""
@@ -62,12 +88,8 @@ class Source:
             self.data.load_state_dict(decode_state(state))
 
     def open(self, epoch: int) -> Iterator[Any]:
-        """The iterator of an epoch. From 0 on, epoch after epoch, it gives what it gave before."""
-        for generator, state in self._generators:
-            if state is None:
-                generator.manual_seed(int(words("stream", self._seed, epoch)[0] >> 1))
-            elif epoch == 0:
-                generator.set_state(state)
+        """The iterator of an epoch: what it gives depends on seed and epoch as far as that is ours to decide."""
+        self._seed_generators(epoch)
         for holder in (self.data, getattr(self.data, "sampler", None)):
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):
@@ -94,7 +116,7 @@ class StreamLoader(Loader):
         self._iterator: Iterator[Any] | None = None
         self._cursors: tuple[int, int] | None = None  # the last two; None before the first
         self._states: deque[dict[str, Any]] = deque()  # where the iterable stood before a row: row, epoch, begin, state
-        self._expected: tuple[int, int] | None = None  # (row, crc): what a resumed run read there
+        self._loaded: dict[str, Any] = {}  # what a resume gave, until its check was made
         self.resumable = self._source.stateful or self._source.again
         self.note = self._say()
 
@@ -124,29 +146,35 @@ class StreamLoader(Loader):
     def state_dict(self, cursor: int) -> dict[str, Any]:
         """Where the stream stands at `cursor`, which is at or before what was read last."""
         with self._lock:
-            check = self._crc(cursor - 1)
-            if check is None and self._expected is not None and self._expected[0] == cursor - 1:
-                check = self._expected[1]  # resumed, and nothing read since
-            # A state before the cursor: the sample before it is then read again and compared.
-            before = [known for known in self._states if known["row"] < cursor]
-            return {"cursor": cursor, "check": check, **(before[-1] if before else {})}
+            if self._cursors is None and self._loaded.get("cursor") == cursor:
+                return dict(self._loaded)  # resumed, and nothing read since
+            begin = max(cursor - _CHECKED, self._first)
+            # A state some rows before the cursor: those are read again and compared.
+            before = [known for known in self._states if known["row"] <= begin] or list(self._states)[:1]
+            known = before[-1] if before and before[-1]["row"] < cursor else {}
+            begin = max(begin, known.get("row", 0))
+            return {"cursor": cursor, "checked_from": begin, "check": self._crc(begin, cursor), **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             if not state or not self.resumable:
                 return
-            check = state.get("check")
-            self._expected = None if check is None else (state["cursor"] - 1, check)
             self._restart()
+            self._loaded = dict(state)
             if self._source.stateful and "state" in state:
                 self._states.append({name: state[name] for name in ("row", "epoch", "begin", "state")})
                 self._first = self._next = state["row"]
                 self._epoch, self._epoch_begin = state["epoch"], state["begin"]
                 self._source.load(state["state"])
 
-    def _crc(self, row: int) -> int | None:
-        place = row - self._first
-        return _crc(self._rows[place]) if 0 <= place < len(self._rows) else None
+    def _crc(self, begin: int, end: int) -> int | None:
+        """Of the rows [begin, end), where they are all held."""
+        if not self._first <= begin < end <= self._next:
+            return None
+        crc = 0
+        for row in range(begin, end):
+            crc = zlib.crc32(self._rows[row - self._first]["input_ids"].numpy().tobytes(), crc)
+        return crc
 
     def _make(self, cursor: int, indices: tuple[int, ...]) -> Batch:
         with self._lock:
@@ -159,10 +187,41 @@ class StreamLoader(Loader):
             low, high = cursor + min(indices), cursor + max(indices)
             if low < self._first:
                 self._rewind(low)
-            while self._next <= high:
-                self._read()
-                self._forget(min(self._cursors) - 1)
+            self._read_to(high)
+            if not self._is_as_before():
+                self._begin_anew()
+                self._read_to(high)
+                if not self._is_as_before():
+                    raise ConfigError(self._differs())
+            self._loaded = {}
             return collate([self._rows[cursor + index - self._first] for index in indices], "data")
+
+    def _read_to(self, row: int) -> None:
+        assert self._cursors is not None
+        while self._next <= row:
+            self._read()
+            self._forget(min(self._cursors) - _CHECKED)
+
+    def _is_as_before(self) -> bool:
+        """Whether the rows before the cursor of a resumed run are those that the saved run read."""
+        if self._loaded.get("check") is None:
+            return True
+        found = self._crc(self._loaded["checked_from"], self._loaded["cursor"])
+        return found is None or found == self._loaded["check"]
+
+    def _begin_anew(self) -> None:
+        """After a state that led elsewhere: read from the start, which is slow and may be right."""
+        if not (self._source.stateful and self._source.again and "state" in self._loaded):
+            raise ConfigError(self._differs())
+        _log.warning("data: the state of %s led to other samples; it is read from its start", self._source.name)
+        self._restart()
+        self._source.load(None)
+
+    def _differs(self) -> str:
+        return (
+            f"data: {self._source.name} gives other batches than before the resume (before sample "
+            f"{self._loaded['cursor']}): fix its order and its seeds, or start a new run"
+        )
 
     def _forget(self, keep: int) -> None:
         """Let go of rows before row `keep`, and of states that no row from there on needs."""
@@ -192,8 +251,6 @@ class StreamLoader(Loader):
         for row in as_rows(raw, what, self.seq_len):
             # A copy: an iterable may fill the same tensors again.
             self._rows.append({name: value.clone() for name, value in row.items()})
-            if self._expected is not None and self._next == self._expected[0]:
-                self._compare(self._expected[1])
             self._next += 1
 
     def _next_batch(self) -> Any:
@@ -224,16 +281,3 @@ class StreamLoader(Loader):
             f"data: {self._source.name} ended after {self._next} samples and cannot be read anew: give more data, or a "
             "function that returns an iterator"
         )
-
-    def _compare(self, check: int) -> None:
-        """Whether the row just read is the one that the saved run read there."""
-        self._expected = None
-        if _crc(self._rows[-1]) != check:
-            raise ConfigError(
-                f"data: {self._source.name} gives other batches than before the resume (sample {self._next} differs): "
-                "fix its order and its seeds, or start a new run"
-            )
-
-
-def _crc(row: Mapping[str, Tensor]) -> int:
-    return zlib.crc32(row["input_ids"].numpy().tobytes())
