@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
+from deepwell.engine.generation import generate
 from deepwell.engine.kept_grads import KeptGrads
 from deepwell.engine.op_times import measure_calls
 from deepwell.engine.overrides import Key, Overrides
@@ -405,7 +407,8 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["model"], name)
+            found = getattr(self.__dict__["model"], name)
+            return functools.partial(generate, self) if name == "generate" else found
 
 
 class EngineOfParts(Engine):
