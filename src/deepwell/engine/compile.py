@@ -17,6 +17,7 @@ from deepwell.engine.backend import BackendOptions
 from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Device, bind
 from deepwell.engine.engine import Engine
 from deepwell.engine.fragile import check_batch
+from deepwell.engine.overrides import Overrides
 from deepwell.engine.passes.recompute import WHAT
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
@@ -34,6 +35,7 @@ from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
 
 FALLBACKS = ("safe", "strict")
+NO_OVERRIDES = Overrides()
 
 
 def compile(  # noqa: A001 - the public name
@@ -98,9 +100,9 @@ def compile(  # noqa: A001 - the public name
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
 
-    def bind_at(step: int) -> tuple[Bound, BackendOptions]:
-        resolution = policy.resolve(ir, step)
-        bound = bind(ir, resolution, device, fallback=fallback)
+    def bind_at(step: int, overrides: Overrides = NO_OVERRIDES) -> tuple[Bound, BackendOptions]:
+        resolution = overrides.applied(policy.resolve(ir, step))
+        bound = overrides.told(bind(ir, resolution, device, fallback=fallback), resolution)
         notes = (*elsewhere, *resolution.notes, *missing, *kept)
         return replace(bound, notes=notes), options.for_schemes(bound.schemes)
 
