@@ -289,6 +289,7 @@ def test_fingerprints_say_what_differs(folder: Path, tmp_path: Path) -> None:
     saved = json.loads(json.dumps(make_loader(folder, seed=1).fingerprint()))
     assert saved["seq_len"] == 16  # as it was prepared
     assert check_same_data(saved, make_loader(folder, seed=1).fingerprint()) == []
+    assert "does not say" in check_same_data({}, saved)[0]
     moved = tmp_path / "moved"
     folder.rename(moved)
     try:

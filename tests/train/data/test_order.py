@@ -9,14 +9,14 @@ from deepwell.errors import ConfigError
 from deepwell.train.data.order import Order
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(length=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_each_sample_comes_once(length: int, seed: int, epoch: int) -> None:
     found = Order(length, seed, epoch)(np.arange(length))
     assert np.array_equal(np.sort(found), np.arange(length))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     length=st.integers(2, 2**62),
     seed=st.integers(0, 9),
@@ -49,8 +49,8 @@ GOLDEN = (
 def test_seeds_and_epochs_differ_and_first_places_are_even() -> None:
     orders = {tuple(Order(50, seed, epoch)(range(50)).tolist()) for seed in range(10) for epoch in range(10)}
     assert len(orders) == 100
-    firsts = np.bincount([int(Order(20, seed, 0)([0])[0]) for seed in range(2000)], minlength=20)
-    assert firsts.min() > 60 and firsts.max() < 140  # 100 each, +-4 standard deviations
+    firsts = np.bincount([int(Order(20, seed, 0)([0])[0]) for seed in range(1000)], minlength=20)
+    assert firsts.min() > 22 and firsts.max() < 78  # 50 each, +-4 standard deviations
     # Neighbours do not stay neighbours.
     found = Order(10_000, 0, 0)(np.arange(10_000))
     assert np.mean(np.abs(np.diff(found)) < 100) < 0.04

@@ -130,6 +130,21 @@ def test_a_stream_that_changed_is_noticed() -> None:
     changed.load_state_dict(state)
     with pytest.raises(ConfigError, match="gives other batches than before the resume"):
         changed.batch(6, [0])
+    # The first of four ranks saves, which never needed the last rows of the step.
+    for make in (Again, Stateful):
+        rank = make_loader(make())
+        for cursor in range(0, 80, 40):
+            numbers(rank, cursor, range(10))
+        state = json.loads(json.dumps(rank.state_dict(80)))
+        assert state["check"] is not None and state["checked"][1] < 80
+        same = make_loader(make())
+        same.load_state_dict(state)
+        assert numbers(same, 80, range(30, 40)) == list(range(10))
+        state["check"] ^= 1
+        changed = make_loader(make())
+        changed.load_state_dict(state)
+        with pytest.raises(ConfigError, match="gives other batches"):
+            changed.batch(80, [0])
 
 
 def test_a_state_that_leads_elsewhere_is_noticed_and_the_stream_read_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,6 +226,26 @@ def test_single_samples_in_a_row_and_lengths() -> None:
     assert padded["labels"].tolist() == [[0, 1, -100, -100], [1, 2, 3, -100], [2, 3, 4, 5]]
     with pytest.raises(ConfigError, match="give seq_len"):
         make_loader(samples).batch(0, range(2))
+
+
+def test_the_rows_of_a_batch_can_be_asked_before_the_first() -> None:
+    for data, rows in ((Again(), 2), (Stateful(), 2), (batches(), 2)):
+        loader = make_loader(data)
+        assert loader.rows == rows
+        if isinstance(data, Again):
+            assert numbers(loader, 12, range(3)) == [2, 3, 4]
+            assert numbers(loader, 0, range(3)) == [0, 1, 2]
+            assert loader.rows == rows
+    # What was read for it is not lost where it cannot be read again, nor read twice after a resume.
+    once = make_loader(batches())
+    assert once.rows == 2 and numbers(once, 50, range(3)) == [0, 1, 2]
+    resumed = make_loader(Stateful())
+    assert resumed.rows == 2
+    resumed.load_state_dict(make_loader(Stateful()).state_dict(0))
+    assert numbers(resumed, 0, range(3)) == [0, 1, 2]
+    assert make_loader(lambda: ({"input_ids": [n, n]} for n in range(3))).rows is None
+    assert make_loader(DataLoader(TensorDataset(torch.ones(8, 2, dtype=torch.long)), batch_size=4)).rows == 4
+    assert make_loader([[1, 2]]).rows is None
 
 
 def test_a_buffer_that_is_filled_again_does_no_harm() -> None:

@@ -32,6 +32,8 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
     A path may differ: data that was moved is the same data.
     """
+    if not saved:
+        return ["data: the checkpoint does not say what data the run read; it is taken to be the same"]
     differ = [_said(name, saved, now) for name in _DECIDE if saved.get(name) != now.get(name)]
     if differ:
         raise ConfigError(

@@ -28,6 +28,7 @@ class Loader:
     resumable: bool = True
     note: str = ""  # how a resume works, or why there is none; "" where there is nothing to say
     epoch_samples: int | None = None  # samples of one epoch; None where nobody knows
+    rows: int | None = None  # of the batches that the data comes in; None where it comes in samples
     depth: ClassVar[int] = 32  # announced batches that are kept at most
 
     def __init__(self, workers: int = 1) -> None:

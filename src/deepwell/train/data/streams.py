@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from deepwell.errors import ConfigError
 from deepwell.train.data.loader import Batch, Loader
 from deepwell.train.data.order import words
-from deepwell.train.data.samples import as_rows, collate
+from deepwell.train.data.samples import as_fields, as_rows, collate
 from deepwell.train.data.state_json import decode_state, encode_state
 
 _log = logging.getLogger("deepwell.train")
@@ -116,6 +116,7 @@ class StreamLoader(Loader):
         self._iterator: Iterator[Any] | None = None
         self._cursors: tuple[int, int] | None = None  # the last two; None before the first
         self._states: deque[dict[str, Any]] = deque()  # where the iterable stood before a row: row, epoch, begin, state
+        self._shape: torch.Size | None = None  # of the first batch
         self._loaded: dict[str, Any] = {}  # what a resume gave, until its check was made
         self.resumable = self._source.stateful or self._source.again
         self.note = self._say()
@@ -134,6 +135,17 @@ class StreamLoader(Loader):
             "a function that returns an iterator, or an object with state_dict and load_state_dict, to resume exactly"
         )
 
+    @property
+    def rows(self) -> int | None:  # type: ignore[override]
+        """Rows of the stream's first batch, None where it gives single samples; reads it where nothing was read yet."""
+        size = getattr(self._source.data, "batch_size", None)
+        if isinstance(size, int):
+            return size
+        with self._lock:
+            if self._shape is None:
+                self._read()
+            return self._shape[0] if self._shape is not None and len(self._shape) == 2 else None
+
     def fingerprint(self) -> dict[str, Any]:
         return {"kind": "stream", "type": self._source.name, "seq_len": self.seq_len, "seed": self.seed}
 
@@ -148,12 +160,13 @@ class StreamLoader(Loader):
         with self._lock:
             if self._cursors is None and self._loaded.get("cursor") == cursor:
                 return dict(self._loaded)  # resumed, and nothing read since
-            begin = max(cursor - _CHECKED, self._first)
+            end = min(cursor, self._next)  # a rank may not have needed the last rows of a step
+            begin = max(end - _CHECKED, self._first)
             # A state some rows before the cursor: those are read again and compared.
             before = [known for known in self._states if known["row"] <= begin] or list(self._states)[:1]
             known = before[-1] if before and before[-1]["row"] < cursor else {}
             begin = max(begin, known.get("row", 0))
-            return {"cursor": cursor, "checked_from": begin, "check": self._crc(begin, cursor), **known}
+            return {"cursor": cursor, "checked": [begin, end], "check": self._crc(begin, end), **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:
@@ -161,7 +174,9 @@ class StreamLoader(Loader):
                 return
             self._restart()
             self._loaded = dict(state)
-            if self._source.stateful and "state" in state:
+            if self._source.stateful and "state" not in state:
+                self._source.load(None)
+            elif self._source.stateful:
                 self._states.append({name: state[name] for name in ("row", "epoch", "begin", "state")})
                 self._first = self._next = state["row"]
                 self._epoch, self._epoch_begin = state["epoch"], state["begin"]
@@ -181,7 +196,8 @@ class StreamLoader(Loader):
             if self._cursors is None:
                 self._cursors = (cursor, cursor)
                 if not self.resumable:
-                    self._first = self._next = self._epoch_begin = cursor  # it goes on with whatever comes
+                    self._first = self._epoch_begin = cursor  # it goes on with whatever comes
+                    self._next = cursor + len(self._rows)
             elif cursor != self._cursors[1]:
                 self._cursors = (self._cursors[1], cursor) if cursor > self._cursors[1] else (cursor, cursor)
             low, high = cursor + min(indices), cursor + max(indices)
@@ -200,13 +216,14 @@ class StreamLoader(Loader):
         assert self._cursors is not None
         while self._next <= row:
             self._read()
-            self._forget(min(self._cursors) - _CHECKED)
+            keep = min(self._cursors) - _CHECKED
+            self._forget(min(keep, self._loaded["checked"][0]) if self._loaded else keep)
 
     def _is_as_before(self) -> bool:
         """Whether the rows before the cursor of a resumed run are those that the saved run read."""
         if self._loaded.get("check") is None:
             return True
-        found = self._crc(self._loaded["checked_from"], self._loaded["cursor"])
+        found = self._crc(*self._loaded["checked"])
         return found is None or found == self._loaded["check"]
 
     def _begin_anew(self) -> None:
@@ -248,6 +265,7 @@ class StreamLoader(Loader):
         """Read one batch; the next epoch where this one ends."""
         raw = self._next_batch()
         what = f"the batch at sample {self._next} of {self._source.name}"
+        self._shape = self._shape or as_fields(raw, what)["input_ids"].shape
         for row in as_rows(raw, what, self.seq_len):
             # A copy: an iterable may fill the same tensors again.
             self._rows.append({name: value.clone() for name, value in row.items()})
