@@ -1,1 +1,78 @@
-"""How a step runs on a layout: one process, data, tensor, pipeline, context and expert parallelism."""
+"""How a step runs on a layout: one process, data, tensor, pipeline, context and expert parallelism.
+
+runner = parallelize(engine, plan.layout, feed=Feed(engine.model), device=device)
+loss = runner.run(batches, num_items=n)          # forward and backward of this rank's micro-batches
+norm = runner.grad_norm(1.0)                     # over all ranks, and clipped
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from deepwell.engine.engine import Engine
+from deepwell.planner.layout import Layout
+from deepwell.train.feed import Feed
+from deepwell.train.parallel.mesh import Meshes, check_world, make_meshes
+from deepwell.train.parallel.shard import (
+    ParallelSettings,
+    ReplicatedRunner,
+    ShardedRunner,
+    check_shardable,
+    shard,
+    sync_weights,
+)
+from deepwell.train.parallel.single import Runner
+
+
+def parallelize(
+    engine: Engine,
+    layout: Layout,
+    *,
+    feed: Feed,
+    device: torch.device,
+    settings: ParallelSettings | None = None,
+) -> Runner:
+    """Spread an engine over the running processes, in place, and return what runs its steps.
+
+    Call it before the engine's first call and before the optimizer is made. Raises ConfigError where the layout is of
+    another number of processes, UnsupportedError, with the reason, where it cannot be executed.
+    """
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    check_world(layout, world)
+    if world == 1:
+        return Runner(engine, feed, device)
+    settings = settings or ParallelSettings()
+    check_shardable(engine, layout, settings)
+    meshes = make_meshes(layout, device.type)
+    if settings.sync_weights:
+        sync_weights(engine.model)
+    if layout.tp > 1:
+        from deepwell.train.parallel.tensor import TensorParallelRunner, split_layers
+
+        plan = split_layers(engine, meshes)
+        shard(engine, meshes, settings)
+        return TensorParallelRunner(engine, feed, device, meshes, plan)
+    if layout.pp > 1:
+        from deepwell.train.parallel.pipeline import PipelineRunner
+
+        return PipelineRunner(engine, feed, device, meshes, settings)
+    if layout.cp > 1 or layout.ep > 1:
+        from deepwell.train.parallel.context import ContextRunner
+        from deepwell.train.parallel.inside import prepare
+
+        notes: list[str] = []
+        shard(engine, meshes, settings, prepare(engine, meshes, notes))
+        kind = ContextRunner if layout.cp > 1 else ShardedRunner
+        runner = kind(engine, feed, device, meshes)
+        runner.notes += notes
+        return runner
+    if engine.ir.layers:
+        engine.use_regions()
+    if layout.sharding == "ddp":
+        return ReplicatedRunner(engine, feed, device, meshes, settings)
+    shard(engine, meshes, settings)
+    return ShardedRunner(engine, feed, device, meshes)
+
+
+__all__ = ["Meshes", "ParallelSettings", "Runner", "check_world", "make_meshes", "parallelize"]

@@ -1,0 +1,159 @@
+"""The runner of several processes: each reads its samples, and gradients are those of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepwell.engine.engine import Engine
+from deepwell.errors import ConfigError
+from deepwell.train.feed import IGNORED, Feed, count_items, to_device
+from deepwell.train.parallel.mesh import Meshes
+from deepwell.train.parallel.single import Runner
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+Batch = Mapping[str, Tensor]
+
+
+class DistributedRunner(Runner):
+    """Runs the micro-batches of one rank. What calls the model and when gradients travel, kinds of sharding override.
+
+    Every rank runs every micro-batch, also one in which none of its tokens is predicted: the others wait for it.
+    """
+
+    def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes) -> None:
+        super().__init__(engine, feed, device)
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self.meshes, self.mesh = meshes, meshes.ranks
+        self.dp, self.dp_rank = meshes.layout.dp, meshes.dp_rank
+        self.notes: list[str] = []
+
+    @property
+    def called(self) -> nn.Module:
+        """What is called with a batch."""
+        return self.engine
+
+    # Gradients are summed over ranks as they are; where they are averaged, the loss is scaled up by as much.
+    averages_over = 1
+
+    def part(self, batch: Batch) -> Batch:
+        """What this rank reads of its samples."""
+        return batch
+
+    def micro_batch(self, index: int, count: int) -> AbstractContextManager[object]:
+        """Around forward and backward of one of `count` micro-batches: say what of their gradients travels."""
+        return nullcontext()
+
+    def run(self, batches: Sequence[Batch], *, num_items: float) -> Tensor:
+        """Forward and backward of a step's micro-batches; the step's loss, over all ranks.
+
+        Gradients are added to those that are there: those of the sum over all ranks' tokens, divided by `num_items`.
+        """
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(batches):
+            part, items = predictable(self.part(batch))
+            share = items / num_items
+            with self.micro_batch(index, len(batches)):
+                loss = self.feed(self.called, to_device(part, self.device))
+                (loss * (share * self.averages_over)).backward()
+            total += loss.detach().float() * share
+        return self.all_reduce(total)
+
+    def sample(self, batch: Batch) -> Tensor:
+        return self.feed(self.engine, to_device(predictable(self.part(batch))[0], self.device))
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        part, items = predictable(self.part(batch))
+        loss = self.feed(self.engine, to_device(part, self.device)).detach().float()
+        total = self.all_reduce(torch.stack((loss * items, torch.tensor(float(items), device=self.device))))
+        return total[0], total[1]
+
+    def grad_norm(self, max_norm: float | None = None) -> Tensor:
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norm = self.all_reduce(squares(grads, self.world // self.meshes.layout.pp, self.device)).sqrt()
+        if max_norm is not None:
+            clip(grads, max_norm, norm)
+        return norm
+
+    def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
+        if op not in _OPS:
+            raise ConfigError(f"op is {op!r}; choose one of {', '.join(_OPS)}")
+        out = value.detach().clone()
+        dist.all_reduce(out, _OPS[op])
+        return out
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def predictable(batch: Batch) -> tuple[Batch, int]:
+    """A batch and its number of predicted tokens. Where that is none, one label is put in: its loss counts nothing.
+
+    The mean of nothing is NaN, and a rank that leaves a micro-batch out would leave the others waiting.
+    """
+    items = count_items(batch)
+    if items:
+        return batch, items
+    key = "shift_labels" if "shift_labels" in batch else "labels"
+    labels = batch.get(key)
+    if labels is None:
+        return batch, items
+    labels = torch.where(labels == IGNORED, IGNORED, labels)  # a copy: the loader may hand out the same one again
+    if key == "labels":
+        labels[:, 1] = 0
+    else:
+        labels[:, 0] = 0
+    return {**batch, key: labels}, 0
+
+
+# ---- the norm of gradients ----
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def squares(grads: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
+    """This rank's share of the sum of squares, of gradients on any mix of meshes: a sum over all ranks gives the whole.
+
+    A shard that several of the `ranks` of a stage hold counts on each of them by its part.
+    """
+    found: dict[tuple[int, torch.device], list[Tensor]] = {}
+    for grad in grads:
+        found.setdefault((ranks // num_shards(grad), grad.device), []).append(local(grad))
+    total = torch.zeros((), device=device)
+    for (copies, _), same in found.items():
+        norms = torch.stack(torch._foreach_norm(same, 2, dtype=torch.float32))
+        total += (norms.square().sum() / copies).to(device)
+    return total
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Among how many ranks a tensor is divided."""
+    placements = getattr(tensor, "placements", ())
+    sizes = tensor.device_mesh.shape if placements else ()  # type: ignore[attr-defined]
+    return math.prod(size for size, placement in zip(sizes, placements, strict=True) if placement.is_shard())
+
+
+@torch.no_grad()
+def clip(grads: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients down to a norm, as torch.nn.utils.clip_grad_norm_ does."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(local(grad))
+    for device, same in by_device.items():
+        torch._foreach_mul_(same, factor.to(device))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,61 @@
+"""Runs a case as `cases.run` does, where no rank has all parameters: what ranks hold is put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import Case, Outcome, make_batch, make_optimizer, make_runner, parts, whole
+from torch import Tensor
+
+from deepwell.train.feed import count_items
+
+
+def run(case: Case) -> Outcome:
+    engine, runner = make_runner(case)
+    optimizer = make_optimizer(case.optimizer, runner.parameters())
+    losses, norms, grads = [], [], {}
+    for step in range(case.steps):
+        batch = make_batch(step, case.labels)
+        mine = parts(batch, runner, case.accumulation)
+        losses.append(float(runner.run(mine, num_items=count_items(batch))))
+        if not step:
+            grads = _together({n: whole(p.grad) for n, p in runner.named_parameters() if p.grad is not None})
+        norms.append(float(runner.grad_norm(case.clip)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    total, items = runner.evaluate(parts(make_batch(99, case.labels), runner, 1)[0])
+    report = engine.report()
+    return Outcome(
+        losses=losses, grads=grads, norms=norms, evaluated=float(total / items), passes=_added(dict(report.passes)),
+        unmet=[note for note in report.notes if "not met" in note],
+        notes=[*report.notes, *getattr(runner, "notes", [])], deferred=None,
+        weights=_together({name: whole(p) for name, p in runner.named_parameters()}),
+    )  # fmt: skip
+
+
+def _gathered(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks' tensors; those of one name must be the same on all of them."""
+    out: dict[str, Tensor] = {}
+    for rank, found in enumerate(_gathered(tensors)):
+        for name, tensor in found.items():
+            assert name not in out or torch.equal(out[name], tensor), f"{name} on rank {rank} is another"
+            out[name] = tensor
+    return out
+
+
+def _added(counts: dict[str, int]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for found in _gathered(counts):
+        for name, count in found.items():
+            out[name] = out.get(name, 0) + count
+    return out
