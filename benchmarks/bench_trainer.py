@@ -1,16 +1,17 @@
-"""What the Trainer adds to a bare loop: log, watch, checkpoints, and compiled regions under FSDP2. One GPU, one process.
+"""What the Trainer adds to a bare loop: log, watch, checkpoints; and compiled regions under FSDP2. One GPU.
 
 PYTHONPATH=src python3 benchmarks/bench_trainer.py [--model 8b-4l] [--rounds 4] [--burst 12] [--json FILE]
 
-All entrants train the same model on the same tokens with adamw_dw and take turns, so that drifting clocks hit all alike:
+All entrants train the same model on the same tokens with adamw_dw and take turns: drifting clocks hit all alike.
 
-  bare        forward, backward, optimizer.step(), nothing else; the gradients' norm is taken and clipped as in the others
+  bare        forward, backward, optimizer.step() that clips, nothing else
   trainer     Trainer.fit with its defaults: events.jsonl, the watch, the readback of loss and norm
   unwatched   the same with guard=False
-  regions     FSDP2 on a mesh of one GPU: every layer a compiled region (zero3)
+  whole       the trainer's runner alone: forward, backward, norm and clipping, adamw_dw; the whole model is one graph
+  regions     the same by FSDP2 (zero3) on a mesh of one GPU: every layer is a compiled region
 
-A turn is `burst` steps between two synchronisations of the device; medians over turns. After the turns the trainer saves
-asynchronously every `burst` steps: what a save costs the step it falls into, from the second save on.
+A turn is `burst` steps between two synchronisations of the device; medians over turns. After the turns the trainer
+saves in the background every `burst` steps: what a save costs the step it falls into.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import deepwell as dw
 from deepwell.bench.environment import environment, one_line
 from deepwell.bench.models import RaceModel, race_model
+from deepwell.planner.layout import Layout
+from deepwell.train.feed import Feed, count_items
 from deepwell.train.optim import AdamWDW
+from deepwell.train.parallel import ParallelSettings, Runner, make_meshes
+from deepwell.train.parallel.shard import ShardedRunner, shard
 
 FOREVER = 10**6
 
@@ -97,6 +103,36 @@ def running(made: dw.Trainer) -> Callable[[int], Any]:
     return lambda steps: made.fit(stop_at=made.step + steps)
 
 
+def by_runner(
+    model: RaceModel, device: str, batches: list[dict[str, torch.Tensor]], *, is_sharded: bool
+) -> Callable[[int], Any]:
+    """Steps of a runner: of the whole graph, or of compiled regions under FSDP2 with one rank."""
+    engine = compiled(model, device)
+    feed = Feed(engine.model)
+    if is_sharded:
+        if not dist.is_initialized():
+            store = dist.HashStore()
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        meshes = make_meshes(Layout(dp=1, sharding="zero3"), device)
+        engine.use_regions()
+        shard(engine, meshes, ParallelSettings())
+        runner: Runner = ShardedRunner(engine, feed, torch.device(device), meshes)
+    else:
+        runner = Runner(engine, feed, torch.device(device))
+    optimizer = AdamWDW(runner.parameters(), lr=1e-5)
+
+    def run(steps: int) -> None:
+        for i in range(steps):
+            batch = batches[i % len(batches)]
+            runner.run([batch], num_items=count_items(batch))
+            runner.grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
 def seconds_of(run: Callable[[int], Any], steps: int, is_cuda: bool) -> float:
     if is_cuda:
         torch.cuda.synchronize()
@@ -134,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--burst", type=int, default=12)
     parser.add_argument("--saves", type=int, default=4)
-    parser.add_argument("--only", default="bare,trainer,unwatched,regions")
+    parser.add_argument("--only", default="bare,trainer,unwatched,whole,regions")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,12 +185,9 @@ def main() -> None:
             if name in wanted:
                 trainers[name] = trainer(model, device, batches, Path(folder) / name, **options)
                 runs[name] = running(trainers[name])
-        if "regions" in wanted:
-            from deepwell.train.parallel import one_rank_group
-
-            with one_rank_group(device):
-                made = trainer(model, device, batches, Path(folder) / "regions", layout={"sharding": "zero3"})
-            runs["regions"] = running(made)
+        for name in ("whole", "regions"):
+            if name in wanted:
+                runs[name] = by_runner(model, device, batches, is_sharded=name == "regions")
         times: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
             seconds_of(run, 4, device == "cuda")  # compiles
@@ -170,17 +203,25 @@ def report(times: dict[str, list[float]], saved: dict[str, Any] | None, model: s
     medians = {name: statistics.median(found) for name, found in times.items()}
     base = medians.get("bare", next(iter(medians.values())))
     rows = [
-        {"name": name, "ms": 1e3 * medians[name], "over": medians[name] / base - 1.0, "turns_ms": [1e3 * t for t in found]}
+        {
+            "name": name,
+            "ms": 1e3 * medians[name],
+            "over": medians[name] / base - 1.0,
+            "turns_ms": [1e3 * t for t in found],
+        }
         for name, found in times.items()
     ]
     print(f"{model}, {one_line(facts)}")
     for row in rows:
         print(f"  {row['name']:10s} {row['ms']:9.2f} ms  {100 * row['over']:+6.2f}%")
+    if {"whole", "regions"} <= set(medians):
+        print(f"  regions over whole {100 * (medians['regions'] / medians['whole'] - 1):+.2f}%")
     if saved is not None:
         shown = ", ".join(f"{1e3 * s:.0f}" for s in saved["stalls_s"])
-        print(f"  saves: training stood still for {shown} ms; a step takes {1e3 * saved['step_s']:.1f} ms, those after a "
-              f"save {', '.join(f'{1e3 * s:.0f}' for s in saved['next_steps_s'])} ms; written in "
-              f"{', '.join(f'{s:.1f}' for s in saved['write_s'])} s")  # fmt: skip
+        after = ", ".join(f"{1e3 * s:.0f}" for s in saved["next_steps_s"])
+        written = ", ".join(f"{s:.1f}" for s in saved["write_s"])
+        print(f"  saves: training stood still for {shown} ms; written in {written} s")
+        print(f"  a step takes {1e3 * saved['step_s']:.1f} ms, those after a save {after} ms")
     if path is not None:
         path.write_text(json.dumps({"environment": facts, "model": model, "rows": rows, "saves": saved}, indent=1))
 

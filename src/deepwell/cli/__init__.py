@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from deepwell import __version__
-from deepwell.cli import bench, build, dryrun, plan, validate
+from deepwell.cli import bench, build, data, dryrun, plan, report, train, validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -42,6 +42,9 @@ app.add_typer(validate.app, name="validate")
 app.command("build")(build.build_command)
 app.command("plan")(plan.plan_command)
 app.command("dryrun")(dryrun.dryrun_command)
+app.command("train")(train.train_command)
+app.command("report")(report.report_command)
+app.add_typer(data.app, name="data")
 
 
 def _print_version(value: bool) -> None:
