@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parent / "checkpoint_ranks.py"
 
@@ -32,12 +33,29 @@ def launch(world: int, folder: Path, *cases: str, timeout_s: float = 240) -> Non
     finally:
         for rank in ranks:
             rank.kill()
+    print(outputs[0][0])  # seconds of each case
     for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
         assert rank.returncode == 0, f"rank {number} of {world}: {errors[-4000:]}"
 
 
 def test_two_ranks_one_rank_two_ranks_and_a_rank_that_dies(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf")
     launch(2, tmp_path, "fsdp", "cut_blocks", "stages", "pretrained", "saver")
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "sharded")
+    assert read.dtype == torch.bfloat16 and read.lm_head.weight is read.model.embed_tokens.weight
+    for name, value in model.state_dict().items():
+        assert torch.equal(read.state_dict()[name], value)
 
 
 @pytest.mark.slow

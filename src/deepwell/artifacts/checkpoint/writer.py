@@ -149,6 +149,8 @@ def run_job(job: Job, staging: Staging, timeout_s: float) -> int:
             size = _commit(job, _reports(job, report, timeout_s))
         else:
             write_whole(job.temporary / f"report-{job.team.rank:05d}.json", _json_bytes(report, "report"))
+            if job.error:
+                raise CheckpointError(f"{job.path} was not saved: {job.error}")
             size = _await_commit(job, timeout_s)
         done = True
     except OSError as error:
@@ -307,7 +309,7 @@ def _await_commit(job: Job, timeout_s: float) -> int:
     if not wait_for(is_decided, timeout_s):
         raise CheckpointError(f"{job.path} was not saved: nothing from rank 0 within {timeout_s:g} s")
     if not wait_for(is_committed, _RENAME_S):
-        raise CheckpointError(f"{job.path} was not saved: {job.error or 'another rank failed, see its log'}")
+        raise CheckpointError(f"{job.path} was not saved: another rank failed")
     return sum(len(file.header) + file.end - file.begin for file in job.files)
 
 
