@@ -29,7 +29,7 @@ from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, mer
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
 from deepwell.engine.passes.embedding import rewrite_embedding
 from deepwell.engine.passes.emulated_products import emulate_in_bf16
-from deepwell.engine.passes.experts import find_experts, rewrite_experts
+from deepwell.engine.passes.experts import find_experts, rewrite_experts, rewrite_fallback
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.gain import keep_gaining
@@ -250,6 +250,7 @@ def _rewrite(
     options.note("fused_experts", fused)
     options.remarks |= {f"experts run product by product, padded for each: {reason}": None for reason in reasons}
     options.rewritten |= {site.path for site in experts}
+    options.note("plain_experts", rewrite_fallback(graph))
     norms, activations, biases = rewrite_before_linears(graph)
     options.note("layer_norm", norms)
     options.note("activation", activations)

@@ -34,6 +34,7 @@ from deepwell.engine.passes.match import (
 
 _GROUPED = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 _FP8 = "|".join([functional_experts.FP8_METHOD] * 3)
+_PLAIN = "bf16|bf16|bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,25 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
                 new = graph.call_function(functional_experts.grouped_linear, grouped)
         replace(site.node, new)
     return blocks, list(dict.fromkeys(reasons.values()))
+
+
+def rewrite_fallback(graph: fx.Graph) -> int:
+    """Replace what is left of Hugging Face's stand-in for grouped products of other dtypes than bf16; how many.
+
+    Its backward reads the sizes of groups on the host, which no graph of a backward can hold.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        parts = grouped_parts(node) if name.partition(".")[0] == "grouped_mm_fallback" else None
+        if parts is None or parts[2] is None:
+            continue
+        x, weight, offs, is_kn = parts
+        with graph.inserting_before(node):
+            new = graph.call_function(functional_experts.grouped_linear, (x, weight, offs, is_kn, _PLAIN))
+        replace(node, new)
+        count += 1
+    return count
 
 
 def _replace_block(graph: fx.Graph, gate_up: ExpertSite, down: ExpertSite, block: _Block) -> None:
