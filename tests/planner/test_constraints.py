@@ -43,10 +43,10 @@ def big(**changes: Any) -> Plan:
         ({"dp_replicate": 2, "sharding": "zero3"}, lambda p: p.layout.dp_replicate == 2),
         ({"dp": 4}, lambda p: p.layout.dp == 4),
         ({"gpus": 4}, lambda p: p.gpus == 4),
-        ({"schedule": "zbv", "pp": 2}, lambda p: p.layout.schedule == "zbv"),
+        ({"schedule": "interleaved", "pp": 2}, lambda p: p.layout.schedule == "interleaved"),
         ({"virtual_stages": 3, "pp": 2, "schedule": "interleaved"}, lambda p: p.layout.virtual_stages == 3),
         ({"recompute": ["none", "block"]}, lambda p: p.layout.recompute.kind in ("none", "block")),
-        ({"offload": "both"}, lambda p: p.layout.offload.optimizer == p.layout.offload.activations == 1.0),
+        ({"offload": "optimizer"}, lambda p: (p.layout.offload.optimizer, p.layout.offload.activations) == (1.0, 0.0)),
         ({"offload": "none"}, lambda p: p.layout.offload.optimizer == p.layout.offload.activations == 0.0),
         ({"overlap": False}, lambda p: p.layout.overlap == Overlap(tp=False, grad_reduce=False, param_gather=False,
                                                                    ep=False, pp=False)),
@@ -57,7 +57,7 @@ def big(**changes: Any) -> Plan:
         ({"kernels": ["cublaslt-fp8-rowwise"]}, lambda p: {k.kernel for k in p.kernels} <= {"cublaslt-fp8-rowwise",
                                                                                           "torch"}),
         ({"cuda_graphs": True}, lambda p: p.layout.cuda_graphs),
-        ({"sequence_parallel": False, "tp": 2}, lambda p: not p.layout.sequence_parallel),
+        ({"sequence_parallel": True, "tp": 2}, lambda p: p.layout.sequence_parallel),
     ],
 )  # fmt: skip
 def test_a_constraint_holds_and_stands_in_the_plan(given: dict[str, Any], holds: Any) -> None:
@@ -69,7 +69,7 @@ def test_a_constraint_holds_and_stands_in_the_plan(given: dict[str, Any], holds:
 
 
 def test_splits_inside_experts_can_be_asked_for_and_forbidden() -> None:
-    assert tiny(ir=TINY_MOE, tp=2, etp=2).layout.etp == 2
+    assert tiny(ir=TINY_MOE, tp=2, etp=2, stack="generic").layout.etp == 2
     assert tiny(ir=TINY_MOE, tp=2, etp=1).layout.etp == 1
 
 
@@ -97,7 +97,7 @@ def test_a_limit_above_the_gpus_memory_promises_no_more_than_there_is() -> None:
 
 
 def test_what_needs_a_pipeline_says_so_where_there_is_none() -> None:
-    assert any("schedule had nothing to decide" in note for note in tiny(pp=1, schedule="zbv").notes)
+    assert any("schedule had nothing to decide" in note for note in tiny(pp=1, schedule="interleaved").notes)
     assert any("gpus= asks for it" in note for note in tiny(gpus=4).notes)
 
 
@@ -174,7 +174,8 @@ def test_a_cpu_is_not_told_to_buy_gpus() -> None:
 
 def test_activations_alone_move_to_the_host_where_that_is_enough() -> None:
     # One long sequence on one GPU: the state fits, what the backward needs does not; moving the state is slower.
-    found = autoplan(TINY, "1xH100", seq_len=1 << 22, global_batch=1, recompute="none", precision="bf16")
+    request: dict[str, Any] = {"seq_len": 1 << 22, "global_batch": 1, "recompute": "none", "precision": "bf16"}
+    found = autoplan(TINY, "1xH100", stack="generic", **request)
     assert (found.layout.offload.optimizer, found.layout.offload.activations) == (0.0, 1.0)
     assert any(note.startswith("the activations in host memory: nothing fits") for note in found.notes)
 
@@ -184,7 +185,7 @@ def test_activations_alone_move_to_the_host_where_that_is_enough() -> None:
 
 def test_what_a_bound_leaves_out_is_not_given_as_the_reason() -> None:
     # DualPipeV's pairs may hide the experts' exchanges, so the bound of a pipeline does not count them.
-    found = autoplan("deepseek-v3", "32x8xH800", seq_len=4096, global_batch=960, precision="fp8")
+    found = autoplan("deepseek-v3", "32x8xH800", seq_len=4096, global_batch=960, precision="fp8", stack="generic")
     slower = [one for one in found.rejected if one.kind == "slower" and "PP" in one.family]
     assert slower
     assert not any("expert dispatch" in one.reason for one in slower)
@@ -269,8 +270,11 @@ def test_every_constraint_has_an_option() -> None:
 @pytest.mark.parametrize(
     ("arguments", "holds"),
     [
-        (("--offload", "both"), lambda p: p.layout.offload.activations == 1.0),
-        (("--tp", "2,4", "--no-sequence-parallel"), lambda p: p.layout.tp in (2, 4) and not p.layout.sequence_parallel),
+        (("--offload", "both", "--stack", "generic"), lambda p: p.layout.offload.activations == 1.0),
+        (
+            ("--tp", "2,4", "--no-sequence-parallel", "--stack", "generic"),
+            lambda p: p.layout.tp in (2, 4) and not p.layout.sequence_parallel,
+        ),
         (("--sharding", "zero2,zero3", "--dp-replicate", "2"), lambda p: p.layout.dp_replicate == 2),
         (("--pp", "2", "--stage-layers", "15,17"), lambda p: p.stage_layers == (15, 17)),
         (("--overlap", "none", "--gpus", "4"), lambda p: p.layout.overlap.pp is False and p.gpus == 4),

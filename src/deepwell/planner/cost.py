@@ -214,10 +214,15 @@ def _context_parallel(block: LocalBlock, p: Pricing, att_f: float, att_b: float)
         return 0.0, 0.0
     if p.layout.context_parallel_kind == "allgather":
         one = gather_s(p.network, block.kv_bytes * cp, cp, p.layout.tp)
-        return one, 2 * one
+        # The backward gathers again unless the forward's result was kept, and scatters the gradients in any case.
+        return one, (1 if p.stack.switch("gathered_kv", "again") == "kept" else 2) * one
     if p.layout.context_parallel_kind == "ulysses":
-        one = all_to_all_s(p.network, block.boundary_bytes / p.layout.tp, cp, p.layout.tp)
-        return 4 * one, 4 * one
+        # Tokens are exchanged for heads: q, k and v before attention, its result after it.
+        one = 0.0
+        for a in block.attention:
+            for width in (a.heads * a.qk_dim, a.kv_heads * a.qk_dim, a.kv_heads * a.v_dim, a.heads * a.v_dim):
+                one += all_to_all_s(p.network, HALF * a.batch * a.q_len * width, cp, p.layout.tp)
+        return one, one
     # Ring: each of cp-1 hops runs beside the attention of the block that arrived before it.
     local = p.network.is_local(cp, p.layout.tp)
     hop = send_s(p.network, block.kv_bytes, 1 if local else p.network.domain)
@@ -285,6 +290,6 @@ def _recompute(
     return total
 
 
-def optimizer_s(dev: Device, dense: float, expert: float, state_bytes: float) -> float:
+def optimizer_s(dev: Device, params: float, state_bytes: float) -> float:
     """One AdamW step over this rank's shard: reads gradient and state, writes state and weight, and the norm before."""
-    return (dense + expert) * (2 * state_bytes + 4 + 4 + HALF) / dev.bytes_per_s
+    return params * (2 * state_bytes + 4 + 4 + HALF) / dev.bytes_per_s

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
 from deepwell.planner.actions import why_not
-from deepwell.planner.comm import Network, all_reduce_s, gather_s
+from deepwell.planner.comm import Network
 from deepwell.planner.cost import optimizer_s
+from deepwell.planner.data_parallel import data_parallel_s, shards, splits_ends
 from deepwell.planner.efficiency import Device, GpuConstants, device
-from deepwell.planner.estimate_values import GIB, PARTS, Estimate, StageMemory
+from deepwell.planner.estimate_values import BANDS, GIB, PARTS, Estimate, StageMemory
 from deepwell.planner.keeps import Keeps
 from deepwell.planner.layout import Layout
 from deepwell.planner.memory import BytesPerParam, saved_bytes
 from deepwell.planner.overlap import hides
-from deepwell.planner.rank_memory import rank_memory, rank_params, shards, trained_share
+from deepwell.planner.rank_memory import rank_memory, rank_params, sharded, trained_share
 from deepwell.planner.schedule import simulate as simulate_schedule
 from deepwell.planner.shard import LocalBlock, Sizes, local_block
 from deepwell.planner.stack import Stack, deepwell_stack
@@ -35,27 +36,13 @@ from deepwell.planner.workload import OPTIMIZERS, Workload
 
 __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
 
-# Share of overlapped gradient reduction and weight gathering that stays visible: the first and last buckets.
-_EXPOSED = 0.25
-
 # Once per step: the next batch, the gradient's norm, the host side of the optimizer, logging. Grows with the ranks that
 # agree on something.
 _STEP_S, _STEP_S_PER_DOUBLING = 0.002, 0.008
 
-# One broadcast per owner of a shard, where weights come back that way and not by an all-gather (InternEvo's published
-# scaling: 2.7 ms for each rank of the shard group).
-_BROADCAST_S = 2.7e-3
-
 # Pinned copies reach about 85% of PCIe; generation 4 with 16 lanes where the machine does not say.
 _PCIE_GB_PER_S = 31.5
 _PCIE_SHARE = 0.85
-
-# Share of hidden communication by which the computation beside it slows down: NCCL's kernels hold SMs and bandwidth
-# (Calculon's a100_80g.json has 15% for NVLink and 2% for InfiniBand; most of what is hidden crosses the network).
-_THEFT = 0.05
-
-# What validation on published runs found for step time: half-width that holds for about nine rows in ten.
-_BANDS = {"measured": 0.10, "table": 0.15, "spec": 0.40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +107,7 @@ def estimate(
     tokens = workload.tokens_per_step
     flops = workload.flops_per_sequence * workload.global_batch
     bf16 = dev.rate("bf16") / dev.constants.gemm_bf16
-    return Estimate(
+    found = Estimate(
         step_s=step,
         breakdown=tuple((part, seconds.get(part, 0.0)) for part in PARTS),
         tokens_per_s_per_gpu=tokens / step / layout.gpus,
@@ -130,9 +117,10 @@ def estimate(
         memory=tuple(rank_memory(job, rank, keeps) for rank in range(layout.pp)),
         limit_gib=(hw.memory_bytes or 0) / GIB,
         tier=dev.tier,
-        error_band=_BANDS[dev.tier],
+        error_band=BANDS[dev.tier],
         notes=(*stack.notes, *_notes(workload)),
     )
+    return found if stack.measured is None else found.corrected(stack.measured)
 
 
 def _notes(workload: Workload) -> tuple[str, ...]:
@@ -182,10 +170,13 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
         recomputes_pointwise=stack.switch("compile", "off") == "on",
         keeps_inputs=stack.switch("keeps_inputs", "off") == "on",
         gathers_inputs=stack.switch("sp_inputs", "sharded") == "gathered",
-        eager_gates=stack.switch("swiglu", "fused") == "unfused",
+        eager_gates=stack.switch("swiglu", "fused") == "unfused", gathers_kv=_gathers_kv(layout, stack),
     )  # fmt: skip
     ir = workload.ir
     ends = tuple((op.name, workload.end_formats(op)) for op in (*ir.stem, *ir.tail) if op.kind == "linear")
+    end_sizes = sizes
+    if splits_ends(layout, stack):
+        end_sizes = replace(sizes, tp=1, cp=layout.cp * layout.tp, sequence_parallel=False)
     return Job(
         workload=workload,
         layout=layout,
@@ -193,13 +184,17 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
         micro_batches=micro_batches,
         stages=_stages(workload, layout),
         blocks=tuple(local_block(ir.blocks[v.block].ops, v.formats, sizes) for v in workload.variants()),
-        stem=local_block(ir.stem, ends, sizes),
-        tail=local_block(ir.tail, ends, sizes),
+        stem=local_block(ir.stem, ends, end_sizes),
+        tail=local_block(ir.tail, ends, end_sizes),
         per_param=_per_param(workload, stack),
         kernel=workload.attention_kernel or stack.switch("attention", "best"),
         dropout=dropout,
         loss=stack.switch("loss", "fused"),
     )
+
+
+def _gathers_kv(layout: Layout, stack: Stack) -> bool:
+    return layout.context_parallel_kind == "allgather" and stack.switch("gathered_kv", "again") == "kept"
 
 
 def _check(workload: Workload, layout: Layout) -> None:
@@ -278,12 +273,12 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
     f = sum(stages[i].f for i in ranks[busiest])
     b = sum(stages[i].b for i in ranks[busiest])
     trained = trained_share(job)
-    seconds["dp"] = _data_parallel(job, net, ranks, f, b, trained)
-    dense, expert = rank_params(job, ranks[busiest])
-    shard_d, shard_e = shards(job)
+    fullest = max((rank_params(job, mine) for mine in ranks), key=sum)
+    seconds["dp"] = data_parallel_s(job, net, fullest, f, b, trained)
+    mine = sharded(rank_params(job, ranks[busiest]), shards(layout, job.stack))
     state = job.per_param.master + job.per_param.moments
-    seconds["optimizer"] = trained * optimizer_s(dev, dense / shard_d, expert / shard_e, state)
-    seconds["optimizer"] += _offload_s(job, hw, state * trained * (dense / shard_d + expert / shard_e))
+    seconds["optimizer"] = trained * optimizer_s(dev, mine, state)
+    seconds["optimizer"] += _offload_s(job, hw, state * trained * mine)
     seconds["host"] = (
         seconds.get("host", 0.0)
         + _STEP_S
@@ -321,41 +316,6 @@ def _pipeline(
     return m * max(work) - hidden + waits + fill, waits, hidden
 
 
-def _data_parallel(job: Job, net: Network, ranks: list[list[int]], f: float, b: float, trained: float) -> float:
-    """Seconds of gradient reduction and weight gathering that the step waits for, on the fullest rank."""
-    layout, stack = job.layout, job.stack
-    dense, expert = max((rank_params(job, mine) for mine in ranks), key=sum)
-    group, stride = layout.dp * layout.cp, layout.tp
-    shard = group // layout.dp_replicate
-    grad = trained * {"fp32": 4.0, "bf16": 2.0}[stack.switch("reduce_dtype", "fp32")]
-    is_low = any(g.is_low for block in job.blocks for g in block.gemms)
-    gathers_fp8 = is_low and "on" in (stack.switch("fp8_params"), stack.switch("fp8_all_gather"))
-    weight = (1.0 if gathers_fp8 else 2.0) * (1.0 if layout.sharding == "zero3" else trained)
-    e_group, e_stride = layout.expert_dp, layout.ep * layout.etp
-
-    def reduce_s() -> float:
-        if layout.sharding == "ddp":
-            return all_reduce_s(net, grad * dense, group, stride) + all_reduce_s(net, grad * expert, e_group, e_stride)
-        inner = gather_s(net, grad * dense, shard, stride) + gather_s(net, grad * expert, e_group, e_stride)
-        outer = all_reduce_s(net, grad * dense / shard, layout.dp_replicate, stride * shard)
-        return inner + outer
-
-    gather = 0.0
-    if layout.sharding != "ddp":
-        gather = gather_s(net, weight * dense, shard, stride) + gather_s(net, weight * expert, e_group, e_stride)
-        if stack.switch("weights_return", "all-gather") == "broadcast":
-            gather += _BROADCAST_S * shard
-    hides_grad, hides_param = hides(layout, stack, "grad_reduce"), hides(layout, stack, "param_gather")
-    share = _EXPOSED
-    if layout.sharding == "zero3":
-        per_batch = job.micro_batches
-        reduces = per_batch if stack.switch("reduce_each", "on") == "on" else 1
-        forward = _exposed(gather, f, share, hides_param)
-        backward = _exposed(gather + reduce_s() * reduces / per_batch, b, share, hides_grad)
-        return per_batch * (forward + backward)
-    return _exposed(reduce_s(), b, share, hides_grad) + _exposed(gather, f, share, hides_param)
-
-
 def _pcie(hw: Hardware) -> float:
     return (hw.fabric.pcie_gb_per_s or _PCIE_GB_PER_S) * 1e9 * _PCIE_SHARE
 
@@ -375,11 +335,3 @@ def _activation_offload_s(job: Job, hw: Hardware, stages: list[int], window: flo
         layers = sum(job.stages[s].counts[index] for s in stages)
         kept += layers * sum(saved_bytes(block, job.layout.recompute, job.kernel, job.dropout).values())
     return job.micro_batches * max(0.0, 2 * share * kept / _pcie(hw) - window)
-
-
-def _exposed(comm: float, window: float, share: float, is_hidden: bool) -> float:
-    """What is left visible of communication beside `window` seconds of computation."""
-    if not is_hidden:
-        return comm
-    hidden = min((1 - share) * comm, window)
-    return comm - hidden + _THEFT * hidden

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from deepwell.errors import ConfigError
 
 GIB = 1 << 30
+
+# What validation on published runs found for step time: half-width that holds for about nine rows in ten.
+BANDS = {"measured": 0.10, "table": 0.15, "spec": 0.40}
 
 # Parts of a step in the order they are shown; an estimate's breakdown has exactly these and they add up to step_s.
 PARTS = (
@@ -79,6 +82,26 @@ class Estimate:
     tier: str  # "spec", "table" or "measured": the weakest figure that carries weight
     error_band: float  # half-width as a fraction: what validation on published runs found for this tier
     notes: tuple[str, ...] = ()
+    correction: float = 1.0  # step_s over what the model says: real over predicted of steps measured on this GPU
+
+    @property
+    def uncorrected_s(self) -> float:
+        """The step by the model alone: what a measured step is compared with, so that no correction feeds on itself."""
+        return self.step_s / self.correction
+
+    def corrected(self, factor: float) -> Estimate:
+        """The estimate with its seconds times `factor`, which measured steps gave; its tier is "measured"."""
+        return replace(
+            self,
+            step_s=self.step_s * factor,
+            breakdown=tuple((part, seconds * factor) for part, seconds in self.breakdown),
+            tokens_per_s_per_gpu=self.tokens_per_s_per_gpu / factor,
+            mfu_bf16=self.mfu_bf16 / factor,
+            mfu_weighted=self.mfu_weighted / factor,
+            tier="measured",
+            error_band=BANDS["measured"],
+            correction=self.correction * factor,
+        )
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -103,7 +126,7 @@ class Estimate:
             "mfu_bf16": self.mfu_bf16, "mfu_weighted": self.mfu_weighted,
             "model_flops_per_token": self.model_flops_per_token,
             "memory": [stage.to_dict() for stage in self.memory], "limit_gib": self.limit_gib, "tier": self.tier,
-            "error_band": self.error_band, "notes": list(self.notes),
+            "error_band": self.error_band, "notes": list(self.notes), "correction": self.correction,
         }  # fmt: skip
 
     def to_json(self, indent: int | None = None) -> str:

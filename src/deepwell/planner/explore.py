@@ -261,7 +261,7 @@ class Explorer:
 
     def _fitting(self, family: Family, batch: int, line: Pipeline) -> Iterator[Scored]:
         """For each sharding the least recomputation that fits, unless that is too slow already."""
-        ladder = recomputes(self.space)
+        ladder = recomputes(self.space, family.pp * line.virtual_stages)
         for sharding in shardings(self.space, family):
             # Down the ladder memory shrinks and time grows, so the first that fits is found by halving.
             low, high = 0, len(ladder)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from deepwell.errors import ConfigError, DeepwellError, PlanError
 from deepwell.planner.estimate import estimate
 from deepwell.planner.estimate_values import GIB, StageMemory
+from deepwell.planner.executable import why_not_executable
 from deepwell.planner.explore import Explorer, Found, Scored
 from deepwell.planner.layout import Layout, Offload
 from deepwell.planner.space import Space, make_space
@@ -97,7 +98,8 @@ def _cheaper_state(space: Space, nearest: Scored, limit: float) -> list[str]:
     if not nearest.layout.offload.optimizer and _fits(space, space.workload, offloaded, limit):
         found.append("offload=True (optimizer state in host memory)")
     both = replace(nearest.layout, offload=Offload(optimizer=1.0, activations=1.0))
-    if not found and nearest.layout.offload != both.offload and _fits(space, space.workload, both, limit):
+    is_other = nearest.layout.offload != both.offload and not why_not_executable(both, space.workload, space.stack)
+    if not found and is_other and _fits(space, space.workload, both, limit):
         found.append("offload='both' (optimizer state and activations in host memory)")
     return found
 

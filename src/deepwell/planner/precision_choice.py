@@ -61,9 +61,11 @@ def _recipes(precision: str | Sequence[Policy], hw: Hardware) -> list[Policy]:
 
 
 def _cost(plan: Plan, goal: str) -> tuple[float, float]:
+    # By the model alone: one format's steps may have been measured and the other's not.
+    step_s = plan.estimate.uncorrected_s
     if goal == "smallest":
-        return (plan.gpus, plan.step_s)
-    return (plan.gpu_seconds if goal == "cheapest" else plan.step_s, plan.gpus)
+        return (plan.gpus, step_s)
+    return (plan.gpus * step_s if goal == "cheapest" else step_s, plan.gpus)
 
 
 def _name(plan: Plan) -> str:

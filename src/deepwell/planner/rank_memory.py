@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepwell.planner.actions import SPLIT_BACKWARD, V_SHAPED, why_not
+from deepwell.planner.data_parallel import REDUCE_BYTES, Parts, StateRules, is_fsdp2, shards, state_rules
 from deepwell.planner.estimate_values import GIB, StageMemory
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, working_bytes
 from deepwell.planner.layout import Recompute
@@ -31,32 +32,33 @@ def rank_memory(job: Job, rank: int, keeps: Keeps | None = None) -> StageMemory:
     """What one GPU of pipeline rank `rank` holds at its peak; with an engine's habits, at the moment they make one."""
     layout = job.layout
     stages = job.rank_stages(rank)
-    dense, expert = rank_params(job, stages)
-    shard_d, shard_e = shards(job)
+    params = rank_params(job, stages)
+    over = shards(layout, job.stack)
+    rules = state_rules(layout, job.stack)
     per = job.per_param
-    weights_split = layout.sharding == "zero3"
-    grads_split = layout.sharding in ("zero2", "zero3")
-    state = dense / shard_d + expert / shard_e
+    whole, state = sum(params), sharded(params, over)
+    # Whole weights are gathered from shards that stay; what is not sharded has none.
+    beside = sum(n / s for n, s in zip(params, over, strict=True) if s > 1) if rules.keeps_shards else 0.0
     trained = trained_share(job)
     kept = layout.offload.optimizer
     activations, transient = _activations(job, rank)
     logits = _logits(job) if any(job.stages[i].has_tail for i in stages) else 0.0
-    buffers = _gathered(job) if weights_split else 0.0
+    buffers = _buffers(job, rules, over)
     copies = 0.0
     has_copies = job.stack.switch("weight_copies", "on") == "on" and job.stack.switch("fp8_params", "off") == "off"
-    if has_copies and not weights_split and any(g.is_low for block in job.blocks for g in block.gemms):
+    if has_copies and rules.whole_weights and any(g.is_low for block in job.blocks for g in block.gemms):
         # Row and column copies beside the bf16 weights; where the weights themselves are FP8 these are the weights.
-        copies = 2.0 * (dense + expert)
+        copies = 2.0 * whole
     groups = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
     # Long-lived buffers pack well; activations come and go in many sizes and leave holes.
     held = sum(activations.values()) * (1 - layout.offload.activations)
     fragmentation = job.stack.constants.holes * held
     found = StageMemory(
         stage=rank,
-        params=(state if weights_split else dense + expert) * per.weight,
+        params=(whole + beside if rules.whole_weights else state) * per.weight,
         master=trained * state * per.master * (1 - kept),
         moments=trained * state * per.moments * (1 - kept),
-        grads=trained * (state if grads_split else dense + expert) * per.grad,
+        grads=trained * (whole if rules.whole_grads else state) * per.grad,
         quantized_copies=copies,
         activations=tuple((kind, size * (1 - layout.offload.activations)) for kind, size in activations.items()),
         logits=logits,
@@ -106,16 +108,21 @@ def _working(job: Job, number: int, keeps: Keeps) -> float:
     return float(job.known["working", stage])
 
 
-def rank_params(job: Job, stages: list[int]) -> tuple[float, float]:
-    """Dense and expert parameters of one rank before sharding over data parallelism."""
-    dense = expert = 0.0
+def rank_params(job: Job, stages: list[int]) -> Parts:
+    """Parameters of one rank before sharding over data parallelism."""
+    dense = expert = ends = 0.0
     for index in stages:
         stage = job.stages[index]
         for count, block in zip(stage.counts, job.blocks, strict=True):
             dense += count * block.dense_params
             expert += count * block.expert_params
-        dense += job.stem.dense_params * stage.has_stem + job.tail.dense_params * stage.has_tail
-    return dense, expert
+        ends += job.stem.dense_params * stage.has_stem + job.tail.dense_params * stage.has_tail
+    return Parts(dense, expert, ends) if is_fsdp2(job.stack) else Parts(dense + ends, expert)
+
+
+def sharded(params: Parts, over: Parts) -> float:
+    """Parameters of one rank's shards."""
+    return sum(count / ranks for count, ranks in zip(params, over, strict=True))
 
 
 def trained_share(job: Job) -> float:
@@ -129,16 +136,6 @@ def trained_share(job: Job) -> float:
             whole += gemm.k * gemm.n * gemm.groups
             adapters += lora.rank * (gemm.k + gemm.n) * gemm.groups if gemm.role in lora.targets else 0.0
     return min(1.0, adapters / max(whole, 1.0))
-
-
-def shards(job: Job) -> tuple[int, int]:
-    """Ranks over which optimizer state of dense and of expert weights is spread."""
-    layout = job.layout
-    if layout.sharding == "ddp":
-        return 1, 1
-    copies = layout.dp_replicate
-    expert = layout.expert_dp // copies if layout.expert_dp % copies == 0 else layout.expert_dp
-    return layout.dp * layout.cp // copies, max(1, expert)
 
 
 def _activations(job: Job, rank: int) -> tuple[dict[str, float], float]:
@@ -206,8 +203,17 @@ def _logits(job: Job) -> float:
     return per * max((one.forward for one in job.tail.passes if one.kind == "loss"), default=0.0)
 
 
-def _gathered(job: Job) -> float:
-    """Fully sharded weights: two layers are whole at a time, the one that runs and the one being gathered."""
+def _buffers(job: Job, rules: StateRules, over: Parts) -> float:
+    """Weights and gradients on their way: of two layers at a time, the one that runs and the one before or after."""
     largest = max((block.dense_params + block.expert_params for block in job.blocks), default=0.0)
-    ends = max(job.stem.dense_params, job.tail.dense_params)
-    return HALF * (2 * largest + ends) + 4.0 * largest
+    if not is_fsdp2(job.stack):
+        ends = max(job.stem.dense_params, job.tail.dense_params)
+        return 0.0 if rules.whole_weights else HALF * (2 * largest + ends) + 4.0 * largest
+    if not rules.keeps_shards or max(over) == 1:
+        return 0.0
+    # A layer's gradient is copied into the buffer that is reduced, while the one before is still under way.
+    reduced = 2.0 * REDUCE_BYTES[job.stack.switch("reduce_dtype", "fp32")] * largest
+    if rules.whole_weights:
+        return reduced
+    # Embedding and head are the root's: whole from the forward's begin to the backward's end.
+    return HALF * (2 * largest + job.stem.dense_params + job.tail.dense_params) + reduced

@@ -17,10 +17,12 @@ from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import kernel_choices
-from deepwell.planner.constraints import Constraints, read_constraints
+from deepwell.planner.constraints import OFFLOADS, Constraints, read_constraints
 from deepwell.planner.estimate_values import PARTS
+from deepwell.planner.executable import is_executed_here, why_not_offload
 from deepwell.planner.explore import WORDS, Bound, Explorer, Found, Progress, Scored
 from deepwell.planner.layout import Layout, Offload, Overlap
+from deepwell.planner.measured_steps import read_ratio
 from deepwell.planner.nofit import no_fit, over_text
 from deepwell.planner.overlap import OVERLAPS
 from deepwell.planner.overlap import WORDS as HIDDEN
@@ -87,7 +89,7 @@ def autoplan(
     workload = Workload(
         ir=model, seq_len=seq_len, global_batch=global_batch, policy=policy, optimizer=optimizer, **capacity
     )
-    chosen_stack = _stack(stack)
+    chosen_stack = replace(_stack(stack), measured=None)  # another plan's, if any; this one's is found below
     limits = read_constraints(constraints)
     with _progress_bar(progress) as report:
         space, found, best = _search(workload, machine, chosen_stack, limits, goal, report)
@@ -266,16 +268,25 @@ def _search(
         return best[1:]
     if limits.offload is None and any(found.misses for _, found in tried):
         # Nothing fits in HBM: the optimizer's state or the activations may live in host memory, and last of all both.
+        one, last = _offloads(stack)
         ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way), progress)
-                for way in ("optimizer", "activations")]  # fmt: skip
+                for way in one]  # fmt: skip
         if not any(found.ranked for _, found in ways):
-            ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload="both"), progress)]
+            ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way), progress)
+                    for way in last]  # fmt: skip
         held = [(found.ranked[0].key, i) for i, (_, found) in enumerate(ways) if found.ranked]
         if held:
             space, found = ways[min(held)[1]]
             return space, found, found.ranked[0]
     space, found = max(tried, key=lambda one: one[0].hw.num_gpus)
     raise no_fit(space, found)
+
+
+def _offloads(stack: Stack) -> tuple[list[str], list[str]]:
+    """What may move to the host: one thing alone, and both; of these what the engine executes."""
+    allowed = [name for name in ("optimizer", "activations", "both")
+               if not (is_executed_here(stack) and why_not_offload(OFFLOADS[name]))]  # fmt: skip
+    return [name for name in allowed if name != "both"], [name for name in allowed if name == "both"]
 
 
 def _placed(
@@ -294,6 +305,10 @@ def _plan(
     workload, layout = space.workload, best.layout
     notes += _layout_notes(layout, machine, goal, limits)
     others = [s for s in found.ranked if s.layout != layout]
+    stack, note = _measured(space, layout)
+    notes += [note] if note else []
+    rejected = (*_refused(found.refused), *_missed(space, found.misses), *_slower(space, found.slower, best))
+    best = corrected(best, stack)
     return Plan(
         model=workload.ir.name,
         goal=goal,
@@ -302,18 +317,33 @@ def _plan(
         constraints=space.constraints.describe(),
         workload=workload,
         hardware=space.hw,
-        stack=space.stack,
+        stack=stack,
         layout=layout,
         estimate=best.estimate,
         kernels=kernel_choices(workload, layout, space.hw.gpus[0], limits.kernels),
-        runners_up=tuple(alternative(s, best) for s in others[:12]),
-        rejected=(*_refused(found.refused), *_missed(space, found.misses), *_slower(space, found.slower, best)),
+        runners_up=tuple(alternative(corrected(s, stack), best) for s in others[:12]),
+        rejected=rejected,
         searched=Searched(families=found.num_families, layouts=found.num_layouts),
         limit_gib=space.limit_gib,
         warnings=tuple(_warnings(space, best)),
         notes=tuple(notes),
         limits=space.constraints,
     )
+
+
+def _measured(space: Space, layout: Layout) -> tuple[Stack, str]:
+    """The stack with what steps on this GPU really took, as one factor: it changes no ranks. And a note, if any."""
+    if not space.is_executed_here:
+        return space.stack, ""
+    ratio, note = read_ratio(space.hw.gpus[0], space.workload, layout)
+    return replace(space.stack, measured=ratio), note
+
+
+def corrected(scored: Scored, stack: Stack) -> Scored:
+    """The same with its seconds times what was measured."""
+    if stack.measured is None:
+        return scored
+    return replace(scored, estimate=scored.estimate.corrected(stack.measured))
 
 
 def _layout_notes(layout: Layout, machine: Hardware, goal: str, limits: Constraints) -> Iterator[str]:
@@ -427,8 +457,7 @@ def _slower(space: Space, slower: list[Bound], best: Scored) -> list[Rejected]:
     def gap(bound: Bound) -> float:
         return bound.seconds / best.estimate.step_s - 1
 
-    schedules = space.constraints.allowed("schedule")
-    has_pairs = schedules is None or "dualpipev" in schedules
+    has_pairs = "dualpipev" in space.schedules
 
     def why(bound: Bound) -> str:
         # What the bound leaves out cannot be why it is slower: waiting, and exchanges that DualPipeV's pairs may hide.

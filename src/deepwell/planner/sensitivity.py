@@ -13,6 +13,7 @@ from deepwell.graph.table import text_table
 from deepwell.hardware.codec import encode
 from deepwell.hardware.model import Hardware
 from deepwell.planner.estimate import estimate
+from deepwell.planner.executable import why_not_executable
 from deepwell.planner.layout import SHARDINGS, Layout, Recompute
 from deepwell.planner.space import divisors
 from deepwell.planner.validity import REPLICATES_KV, model_facts, why_not_cp, why_not_ep, why_not_layout, why_not_tp
@@ -104,6 +105,7 @@ def _why_not(plan: Plan, layout: Layout) -> str:
         or why_not_cp(facts, layout.cp, work.seq_len, layout.context_parallel_kind)
         or why_not_ep(facts, layout.ep, layout.etp)
         or why_not_layout(facts, layout, work.seq_len, work.global_batch)
+        or why_not_executable(layout, work, plan.stack)
     )
 
 

@@ -61,6 +61,7 @@ class Sizes:
     recomputes_pointwise: bool = False
     keeps_inputs: bool = False  # what linears read is kept all the same, but for outputs of activations
     gathers_inputs: bool = False  # sequence parallelism keeps gathered inputs and does not gather again
+    gathers_kv: bool = False  # context parallelism keeps the keys and values that it gathered
 
     @property
     def token_split(self) -> int:
@@ -202,7 +203,7 @@ def _params(op: Op) -> int:
     return sum(p.count for p in op.params if p.tied_to is None)
 
 
-def _split_of(op: Linear) -> str:
+def split_of(op: Linear) -> str:
     if op.role in ("head", "mixer"):
         return "column" if op.role == "head" or op.part == "in" or (not op.part and op.n >= op.k) else "row"
     if op.role in ("attention", "mlp", "shared_experts"):
@@ -219,7 +220,7 @@ def _kept_fraction(op: Linear, tp: int, kv_heads: int | None) -> float:
 
 def _linear(b: _Builder, op: Linear, kv_heads: int | None) -> None:
     s, rows = b.sizes, float(op.rows.at(b.sizing))
-    split, n, k = _split_of(op), op.n, op.k
+    split, n, k = split_of(op), op.n, op.k
     if split == "column":
         n = max(1, math.ceil(op.n * _kept_fraction(op, s.tp, kv_heads) - 1e-9))
         if s.tp > 1:
@@ -257,7 +258,7 @@ def _gemm(b: _Builder, op: Linear | GroupedLinear, rows: float, n: int, k: int, 
     elif b.sizes.recomputes_pointwise and isinstance(producer, (Norm, Activation)):
         return
     elements = b.elements.get(source, 0.0)
-    if b.sizes.gathers_inputs and isinstance(op, Linear) and _split_of(op) == "column":
+    if b.sizes.gathers_inputs and isinstance(op, Linear) and split_of(op) == "column":
         elements = rows * k
     b.keep(source, kind, group, size, elements)
 
@@ -305,7 +306,8 @@ def _attention(b: _Builder, op: Attention) -> None:
     )  # fmt: skip
     out = tokens * heads * op.v_dim
     b.elements[op.name] = out
-    qkv = tokens * (heads * op.qk_dim + kv_heads * (op.qk_dim + op.v_dim))
+    kv = kv_heads * (op.qk_dim + op.v_dim) * (s.cp if s.gathers_kv else 1)
+    qkv = tokens * (heads * op.qk_dim + kv)
     is_latent = any(o.part == "kv_b" for o in b.ops.values())
     b.keep(f"{op.name}.qkv", "attention", "mla_up_proj" if is_latent else "qkv", HALF, qkv)
     b.keep(op.name, "attention", "attn_out", HALF, out)

@@ -12,16 +12,28 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from deepwell.errors import ConfigError
+from deepwell.graph.ops import Attention
 from deepwell.hardware.model import Hardware
-from deepwell.planner.actions import why_not
+from deepwell.planner.actions import SPLIT_BACKWARD, why_not
 from deepwell.planner.constraints import COUNTS, EVEN, OFFLOADS, Constraints
+from deepwell.planner.executable import (
+    CONTEXT_KINDS,
+    check_constraints,
+    facts_of,
+    is_executed_here,
+    why_not_context,
+    why_not_etp,
+    why_not_executable,
+    why_not_schedule,
+    why_not_sequence,
+    why_not_split,
+)
 from deepwell.planner.layout import Layout, Overlap, Recompute
 from deepwell.planner.split import balanced_layers
 from deepwell.planner.stack import Stack
 from deepwell.planner.validity import (
     REPLICATES_KV,
     ModelFacts,
-    model_facts,
     why_not_cp,
     why_not_ep,
     why_not_layout,
@@ -77,6 +89,17 @@ class Space:
         return self.stack.name in REPLICATES_KV
 
     @property
+    def is_executed_here(self) -> bool:
+        """Whether Deepwell's own trainer runs the plan: then only what it executes is searched."""
+        return is_executed_here(self.stack)
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The pipeline schedules that may be used, plain 1F1B first."""
+        named: tuple[str, ...] = self.constraints.allowed("schedule") or ("1f1b", "interleaved", *SPLIT_BACKWARD)
+        return tuple(name for name in named if not (self.is_executed_here and why_not_schedule(name)))
+
+    @property
     def limit_gib(self) -> float | None:
         """What a rank may fill: max_memory if given, else all but a small reserve; None where nobody knows."""
         asked, whole = self.constraints.max_memory, self.hw.memory_bytes
@@ -99,7 +122,8 @@ _ENGINES |= {"nemo": _ENGINES["megatron"], "megatron-bridge": _ENGINES["megatron
 
 
 def make_space(workload: Workload, hw: Hardware, stack: Stack, constraints: Constraints) -> Space:
-    """The space of a problem: what the engine cannot run is left out unless the user names it."""
+    """The space of a problem: what the engine cannot run is left out; Deepwell's trainer also refuses it by name."""
+    check_constraints(constraints, stack)
     counts, names = dict(constraints.counts), dict(constraints.names)
     for name, values in _ENGINES.get(stack.name, {}).items():
         (counts if name in COUNTS else names).setdefault(name, values)
@@ -108,7 +132,7 @@ def make_space(workload: Workload, hw: Hardware, stack: Stack, constraints: Cons
         layers = workload.ir.num_layers
         raise ConfigError(f"stage_layers adds up to {sum(given)}; {workload.ir.name} has {layers} layers")
     narrowed = replace(constraints, counts=tuple(sorted(counts.items())), names=tuple(sorted(names.items())))
-    return Space(workload=workload, hw=hw, stack=stack, facts=model_facts(workload.ir), constraints=narrowed)
+    return Space(workload=workload, hw=hw, stack=stack, facts=facts_of(workload), constraints=narrowed)
 
 
 # ---- families ----
@@ -130,12 +154,16 @@ def families(space: Space) -> tuple[list[Family], list[Refusal]]:
     gpus = space.hw.num_gpus
     for tp in _tps(space, gpus, refuse):
         for pp in _pps(space, gpus // tp, refuse):
-            for cp in _cps(space, gpus // tp // pp, refuse):
+            for cp in _cps(space, tp, gpus // tp // pp, refuse):
                 dp = gpus // (tp * pp * cp)
                 if not _dp_works(space, dp, refuse):
                     continue
                 for ep, etp in _experts(space, tp, dp * cp * tp, refuse):
                     found.append(Family(gpus, tp, pp, cp, ep, etp))
+    if space.is_executed_here and any(family.pp > 1 for family in found):
+        for schedule in space.constraints.allowed("schedule") or SPLIT_BACKWARD:
+            if why_not_schedule(schedule):
+                refuse(why_not_schedule(schedule))
     return found, [Refusal(reason=reason, families=n) for reason, n in refused.items()]
 
 
@@ -159,7 +187,16 @@ def _tps(space: Space, gpus: int, refuse: Any) -> Iterator[int]:
         if reason and not (named and "NVLink" in reason):
             refuse(reason)
             continue
+        reason = _why_not_tp_here(space, tp) if space.is_executed_here else ""
+        if reason:
+            refuse(reason)
+            continue
         yield tp
+
+
+def _why_not_tp_here(space: Space, tp: int) -> str:
+    is_split = space.constraints.sequence_parallel is not False
+    return why_not_split(space.workload, space.facts, tp) or why_not_sequence(space.workload, tp, 1, is_split=is_split)
 
 
 def _pps(space: Space, left: int, refuse: Any) -> Iterator[int]:
@@ -171,16 +208,37 @@ def _pps(space: Space, left: int, refuse: Any) -> Iterator[int]:
         yield pp
 
 
-def _cps(space: Space, left: int, refuse: Any) -> Iterator[int]:
+def _cps(space: Space, tp: int, left: int, refuse: Any) -> Iterator[int]:
     seq_len = space.workload.seq_len
     # Below 2,048 tokens of a sequence per rank no published run splits further; name a degree to try it.
     usual = [d for d in divisors(left) if d == 1 or seq_len // d >= 2048]
     for cp in _choices(space, "cp", usual, left, refuse):
-        reason = why_not_cp(space.facts, cp, seq_len, space.constraints.context_parallel_kind)
+        kind = context_kind(space, tp, cp)
+        reason = why_not_cp(space.facts, cp, seq_len, kind)
+        if space.is_executed_here:
+            reason = why_not_context(space.facts, cp, tp, seq_len, kind)
+            reason = reason or why_not_sequence(space.workload, tp, cp, is_split=True)
         if reason:
             refuse(reason)
             continue
         yield cp
+
+
+def context_kind(space: Space, tp: int, cp: int) -> str:
+    """How a sequence is spread: as asked for, else the executable way that exchanges least, or a ring elsewhere."""
+    asked = space.constraints.context_parallel_kind
+    if asked is not None or cp == 1 or not space.is_executed_here:
+        return asked or "ring"
+    seq_len = space.workload.seq_len
+    kinds = [kind for kind in CONTEXT_KINDS if not why_not_context(space.facts, cp, tp, seq_len, kind)]
+    return min(kinds or CONTEXT_KINDS[-1:], key=lambda kind: _exchanged(space, cp, kind))
+
+
+def _exchanged(space: Space, cp: int, kind: str) -> float:
+    """Elements of one token that context parallelism moves, but for factors that all kinds share."""
+    heads = [op for block in space.workload.ir.blocks for op in block.ops if isinstance(op, Attention)]
+    keys = sum(op.kv_heads * (op.qk_dim + op.v_dim) for op in heads)
+    return cp * keys if kind == "allgather" else keys + sum(op.q_heads * (op.qk_dim + op.v_dim) for op in heads)
 
 
 def _dp_works(space: Space, dp: int, refuse: Any) -> bool:
@@ -208,6 +266,11 @@ def _experts(space: Space, tp: int, stage_gpus: int, refuse: Any) -> Iterator[tu
     eps = space.constraints.allowed("ep") or [d for d in divisors(stage_gpus) if d <= most and most % d == 0]
     # Inside an expert the split follows the dense layers' (etp = tp) or there is none; both are what engines offer.
     etps = space.constraints.allowed("etp") or ([1, tp] if facts.is_moe and tp > 1 else [1])
+    if space.is_executed_here:
+        for etp in etps:
+            if why_not_etp(etp):
+                refuse(why_not_etp(etp))
+        etps = [etp for etp in etps if not why_not_etp(etp)]
     is_named = any(space.constraints.allowed(name) for name in ("ep", "etp"))
     for ep in eps:
         for etp in etps:
@@ -249,12 +312,11 @@ def pipelines(space: Space, family: Family, micro_batch: int) -> list[Pipeline]:
     """Schedules with virtual stages that run with this family's microbatches, plain 1F1B first."""
     if family.pp == 1:
         return [Pipeline("1f1b", 1)] if _stages_fit(space, 1) else []
-    schedules = space.constraints.allowed("schedule") or ("1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
     stages = space.constraints.allowed("virtual_stages")
     count = space.workload.global_batch // (family.dp * micro_batch)
     most = min(MAX_STAGES_PER_RANK, space.facts.num_layers // family.pp)
     found = []
-    for schedule in schedules:
+    for schedule in space.schedules:
         if schedule in ("gpipe", "1f1b"):
             tried: Iterable[int] = (1,)
         elif schedule in ("zbv", "dualpipev"):
@@ -290,6 +352,9 @@ def shardings(space: Space, family: Family) -> list[Sharding]:
         return [Sharding((allowed or ("ddp",))[0], 1)]
     replicas = space.constraints.allowed("dp_replicate")
     kinds = [s for s in ("zero1", "zero2", "zero3", "ddp") if (s in allowed if allowed else s != "ddp")]
+    if allowed is None and space.is_executed_here and family.pp > 1:
+        # A stage keeps weights and gradients whole until its last backward: the others would be zero1, or slower.
+        kinds = ["zero1"]
     if replicas is not None:
         return [Sharding(kind, r) for kind in kinds for r in replicas if family.dp % r == 0]
     return [Sharding(kind, r) for kind in kinds for r in ([1, *_replicas(space, family)] if kind == "zero3" else [1])]
@@ -301,27 +366,41 @@ def _replicas(space: Space, family: Family) -> list[int]:
     return [family.dp // shard for shard in (inner, 8 * inner) if 1 < shard < family.dp and family.dp % shard == 0]
 
 
-def recomputes(space: Space) -> list[Recompute]:
-    """Least work first. `block` is tried when the best is refined, unless it is asked for."""
+def recomputes(space: Space, stages: int = 1) -> list[Recompute]:
+    """Least work first, for a model in so many stages. The best is refined to the layer (`block`)."""
     allowed = space.constraints.allowed("recompute")
+    ladder = _block_ladder(space, stages) if space.is_executed_here else _module_ladder(space)
+    if allowed is None:
+        return ladder
+    if space.is_executed_here and "selective" in allowed:
+        ladder.insert(1, Recompute(kind="selective", modules=("core_attn",)))
+    if "block" in allowed and "full" not in allowed:
+        # By doubling up to all layers of the longest stage.
+        most = max(1, space.facts.num_layers)
+        steps = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+        kept = [r for r in ladder if r.kind in allowed and r.kind != "block"]
+        return kept + [Recompute(kind="block", layers=layers) for layers in (*steps, most)]
+    return [r for r in ladder if r.kind in allowed]
+
+
+def _block_ladder(space: Space, stages: int) -> list[Recompute]:
+    """Whole layers by quarters of a stage: Deepwell's trainer recomputes nothing smaller."""
+    most = -(-max(1, space.facts.num_layers) // stages)
+    quarters = dict.fromkeys(most * i // 4 for i in (1, 2, 3))
+    blocks = [Recompute(kind="block", layers=layers) for layers in quarters if 0 < layers < most]
+    return [Recompute(), *blocks, Recompute(kind="full")]
+
+
+def _module_ladder(space: Space) -> list[Recompute]:
     cheap: tuple[str, ...] = ("layernorm", "moe_act") if space.facts.is_moe else ("layernorm",)
     if space.facts.is_latent:
         cheap = (*cheap, "mla_up_proj")
-    ladder = [
+    return [
         Recompute(),
         Recompute(kind="selective", modules=cheap),
         Recompute(kind="selective", modules=(*cheap, "mlp", *(("moe",) if space.facts.is_moe else ()))),
         Recompute(kind="full"),
     ]
-    if allowed is None:
-        return ladder
-    kept = [r for r in ladder if r.kind in allowed]
-    if "block" in allowed and "full" not in allowed:
-        # By doubling up to all layers of the longest stage; the best is refined to the layer.
-        most = max(1, space.facts.num_layers)
-        steps = [1 << i for i in range(most.bit_length()) if 1 << i < most]
-        kept += [Recompute(kind="block", layers=layers) for layers in (*steps, most)]
-    return kept
 
 
 def _stage_layers(space: Space, pp: int, pipeline: Pipeline) -> tuple[int, ...] | None:
@@ -348,7 +427,8 @@ def layout_of(
         sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
         micro_batch=micro_batch, recompute=recompute, cuda_graphs=given.cuda_graphs,
         offload=OFFLOADS[given.offload or "none"], overlap=given.overlap or Overlap(),
-        context_parallel_kind=cast(Any, given.context_parallel_kind),
+        context_parallel_kind=cast(Any, context_kind(space, family.tp, family.cp)),
     )  # fmt: skip
     facts, work = space.facts, space.workload
-    return None if why_not_layout(facts, layout, work.seq_len, work.global_batch) else layout
+    reason = why_not_layout(facts, layout, work.seq_len, work.global_batch)
+    return None if reason or why_not_executable(layout, work, space.stack) else layout

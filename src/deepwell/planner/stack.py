@@ -40,6 +40,8 @@ class Stack:
     switches: tuple[tuple[str, str], ...] = ()  # sorted pairs
     fitted_on: str = ""
     notes: tuple[str, ...] = ()
+    # Real over predicted seconds of steps that were measured on the GPU that is planned for; None: none were.
+    measured: float | None = None
 
     def switch(self, name: str, default: str = "") -> str:
         """The value of a switch, or `default` where the stack is silent."""
@@ -64,6 +66,7 @@ class Stack:
             "switches": dict(self.switches),
             "fitted_on": self.fitted_on,
             "notes": list(self.notes),
+            **({} if self.measured is None else {"measured": self.measured}),
         }
 
     @classmethod
@@ -76,6 +79,7 @@ class Stack:
                 switches=tuple(sorted((str(k), str(v)) for k, v in data.get("switches", {}).items())),
                 fitted_on=data.get("fitted_on", ""),
                 notes=tuple(data.get("notes", ())),
+                measured=None if data.get("measured") is None else float(data["measured"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"data: not a software stack: {type(error).__name__}: {error}") from error

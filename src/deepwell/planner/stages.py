@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from deepwell.planner.actions import SPLIT_BACKWARD
 from deepwell.planner.comm import Network, send_s
 from deepwell.planner.cost import OVERLAPPED, BlockTime, Pricing, price_block
+from deepwell.planner.data_parallel import ends_gather_s
 from deepwell.planner.efficiency import Device
 from deepwell.planner.layout import Recompute
 from deepwell.planner.overlap import hides
+from deepwell.planner.shard import LocalBlock
 
 if TYPE_CHECKING:
     from deepwell.planner.estimate import Job, Stage
@@ -82,14 +85,29 @@ def stage_times(job: Job, dev: Device, net: Network) -> list[StageTime]:
     if chosen.kind == "block":
         again = [price_block(block, _pricing(job, dev, net, chosen)) for block in job.blocks]
     ends = _pricing(job, dev, net, Recompute())
-    stem, tail = price_block(job.stem, ends), price_block(job.tail, ends)
+    stem, tail = (_end_time(job, net, end, price_block(end, ends)) for end in (job.stem, job.tail))
     known: dict[Stage, StageTime] = {}
     found = []
     for stage in job.stages:
         if stage not in known:
-            known[stage] = _stage_time(stage, plain, again, stem, tail)
+            known[stage] = _split(job, _stage_time(stage, plain, again, stem, tail))
         found.append(known[stage])
     return found
+
+
+def _end_time(job: Job, net: Network, end: LocalBlock, time: BlockTime) -> BlockTime:
+    """An end's seconds with those that gather its weights, where that happens in every micro-batch."""
+    gather = ends_gather_s(job, net, end.dense_params)
+    return replace(time, forward={**time.forward, "tp": time.forward["tp"] + gather}) if gather else time
+
+
+def _split(job: Job, stage: StageTime) -> StageTime:
+    """The stage under a schedule that splits the backward, where each half runs all of it (a compiled graph)."""
+    is_split = job.layout.pp > 1 and job.layout.runs_as in SPLIT_BACKWARD
+    if not is_split or job.stack.switch("split_backward", "halves") == "halves":
+        return stage
+    backward = {part: 2 * seconds for part, seconds in stage.backward.items()}
+    return replace(stage, backward=backward, wgrad=stage.b, b=2 * stage.b)
 
 
 def _stage_time(
