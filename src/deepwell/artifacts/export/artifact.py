@@ -54,7 +54,7 @@ def artifact_of(container: Container, manifest: Manifest) -> Artifact:
     return Artifact(
         path=str(container.path),
         format="engine",
-        bytes=container.bytes,
+        bytes=container.num_bytes,
         sha256=container.sha256(MANIFEST),
         model=manifest.model,
         formats=manifest.formats(),

@@ -110,7 +110,7 @@ def replaced_when_whole(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path` that takes its name when all is written and on disk, and is gone where that failed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "wb") as file:
+        with partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -162,7 +162,7 @@ class Container:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 if not file.seek(0, os.SEEK_END):
                     self.refuse("it is empty")
                 # Private pages: who writes into a tensor that was read changes a copy, never the file.
@@ -176,7 +176,7 @@ class Container:
         raise CheckpointError(f"{self.path}: {reason}; export it again with dw.export")
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         return len(self._view)
 
     def member(self, name: str) -> memoryview:
@@ -212,7 +212,7 @@ class Container:
             if member.header_offset != at:
                 where = "overlaps the one before it" if member.header_offset < at else "does not follow the one before"
                 self.refuse(f"the member {member.name} {where}")
-            if member.end > self.bytes or self._view[at : member.offset] != member.header:
+            if member.end > self.num_bytes or self._view[at : member.offset] != member.header:
                 self.refuse(f"the header of {member.name} does not agree with the directory: changed, or not ours")
             at = member.end
         if not members or members[-1].name != MANIFEST:
@@ -226,7 +226,7 @@ class Container:
 
     def _directory(self) -> tuple[list[Member], bytes]:
         """The members that the directory names, and the file's comment. Nothing in it is believed yet."""
-        at = self.bytes - 22 - _COMMENT_BYTES
+        at = self.num_bytes - 22 - _COMMENT_BYTES
         if at < 0 or self._view[at : at + 4] != b"PK\x05\x06":
             self._refuse_foreign()
         *_, count, size, start, comment_bytes = struct.unpack("<4s4H2IH", self._view[at : at + 22])
@@ -262,12 +262,15 @@ class Container:
             how = "encrypted" if flags & 1 else "compressed"
             self.refuse(f"the member {name} is {how}; an engine's members are stored as they are")
         extra = entry[46 + name_bytes : 46 + name_bytes + extra_bytes]
-        numbers = list(struct.unpack(f"<{len(extra) // 8}Q", extra[4 : 4 + len(extra) // 8 * 8])) if len(extra) > 4 else []
+        count = max(0, len(extra) - 4) // 8
+        numbers = list(struct.unpack(f"<{count}Q", extra[4 : 4 + 8 * count]))
         stored, size, offset = (
             number if number != _FULL else numbers.pop(0) if numbers else _FULL for number in (stored, size, offset)
         )
-        if stored != size or offset + size > self.bytes:
-            self.refuse(f"the member {name} claims {size:,} bytes, the file has {self.bytes:,}: cut short or changed")
+        if stored != size or offset + size > self.num_bytes:
+            self.refuse(
+                f"the member {name} claims {size:,} bytes, the file has {self.num_bytes:,}: cut short or changed"
+            )
         member = Member(name=name, size=size, crc=crc, header_offset=offset)
         return member, 46 + name_bytes + extra_bytes
 

@@ -45,7 +45,9 @@ def choose_forms(engine: Engine, calls: Sequence[ExampleInputs]) -> Choice:
         before = [run_call(engine, call) for call in calls]
         again = [run_call(engine, call) for call in calls]
         if not all(map(same_tree, before, again)):
-            choice.reasons = {_parameter(model, p): "the forward is not deterministic here" for p in engine.bound.schemes}
+            choice.reasons = {
+                _parameter(model, p): "the forward is not deterministic here" for p in engine.bound.schemes
+            }
             return choice
         met = engine.options.rewritten
         for sites in _products(engine):
@@ -83,8 +85,25 @@ def runnable(model: nn.Module, calls: Sequence[ExampleInputs]) -> list[ExampleIn
                 found.append(call)
     if not found:
         first = next((line for line in str(last).splitlines() if line.strip()), type(last).__name__)
-        raise CaptureError(f"{type(model).__name__} does not run on the example: {first}; pass example_inputs") from last
+        raise CaptureError(
+            f"{type(model).__name__} does not run on the example: {first}; pass example_inputs"
+        ) from last
     return found
+
+
+@contextmanager
+def without_regions(model: nn.Module) -> Iterator[None]:
+    """The model with its own forwards where an engine put compiled regions in their place."""
+    taken = [
+        (module, module.__dict__.pop("forward"))
+        for module in model.modules()
+        if getattr(module.__dict__.get("forward"), "is_deepwell_region", False)
+    ]
+    try:
+        yield
+    finally:
+        for module, forward in taken:
+            module.__dict__["forward"] = forward
 
 
 @contextmanager

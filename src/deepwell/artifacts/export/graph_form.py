@@ -1,7 +1,8 @@
 """A model as a graph in JSON: what Dynamo captured of one call, over the ops of `graph_ops`, with open sizes.
 
-    {"arguments": [{"name", "position", "shape", "dtype"}], "constants": {name: value}, "sizes": {"s0": [argument, dim]},
-     "conditions": [[...]], "tensors": [name, ...], "nodes": [{"op", "args", "kwargs"}], "outputs": [...], "result": ...}
+    {"arguments": [{"name", "position", "shape", "dtype"}], "constants": {name: value},
+     "sizes": {"s0": [argument, dim]}, "conditions": [["<=", "s0", 64]],
+     "tensors": [name, ...], "nodes": [{"op", "args", "kwargs"}], "outputs": [...], "result": ...}
 
 Sizes that the forward leaves open are symbols; what it decided by them (a branch, a bound) is kept as a condition that
 a loaded graph checks before it runs. Text of the user's code, its names and its line numbers are not in it.
@@ -10,7 +11,8 @@ a loaded graph checks before it runs. Text of the user's code, its names and its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -20,7 +22,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
 from deepwell.artifacts.export.graph_ops import ATTRIBUTES, METHODS, keys
-from deepwell.errors import CheckpointError, UnsupportedError
+from deepwell.errors import UnsupportedError
 from deepwell.graph.example_inputs import ExampleInputs
 from deepwell.graph.trace import MODEL_ERRORS, _dynamo_settings, _shapes_forgotten, quiet
 
@@ -62,16 +64,20 @@ def _arguments(model: nn.Module, inputs: ExampleInputs) -> tuple[dict[str, Tenso
 
 
 def _capture(
-    model: nn.Module, inputs: ExampleInputs, arguments: Mapping[str, Tensor], constants: dict[str, Any], *, is_open: bool
+    model: nn.Module,
+    inputs: ExampleInputs,
+    arguments: Mapping[str, Tensor],
+    constants: dict[str, Any],
+    *,
+    is_open: bool,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     fresh = {name: tensor.detach().clone() for name, tensor in arguments.items()}
     if is_open:
         for tensor in fresh.values():
             for dim in range(tensor.dim()):
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    call = pytree.tree_map(
-        lambda leaf: next((fresh[n] for n, t in arguments.items() if t is leaf), leaf), (inputs.args, dict(inputs.kwargs))
-    )
+    mine = {id(tensor): fresh[name] for name, tensor in arguments.items()}
+    call = pytree.tree_map(lambda leaf: mine.get(id(leaf), leaf), (inputs.args, dict(inputs.kwargs)))
     taken: list[tuple[fx.GraphModule, list[Any], list[Any]]] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -82,9 +88,7 @@ def _capture(
 
         return run
 
-    settings = {**_dynamo_settings(), "assume_static_by_default": True, "capture_scalar_outputs": False}
-    oblivious = {"backed_size_oblivious": True} if hasattr(fx_config, "backed_size_oblivious") else {}
-    with torch._dynamo.config.patch(settings), fx_config.patch(oblivious), _shapes_forgotten(), torch.no_grad(), quiet():
+    with _capturing():
         result = torch.compile(model, backend=backend, fullgraph=True)(*call[0], **call[1])
     if len(taken) != 1:
         raise UnsupportedError(f"the forward is {len(taken)} graphs, not one")
@@ -108,6 +112,17 @@ def _capture(
     }  # fmt: skip
     held = {name: value for (kind, name), value in zip(names, values, strict=True) if kind == "constant"}
     return form, {name: value for name, value in held.items() if isinstance(value, Tensor)}
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """Sizes stay open, one and zero included, and nothing of this is remembered or printed."""
+    settings = {**_dynamo_settings(), "assume_static_by_default": True, "capture_scalar_outputs": False}
+    config: Any = fx_config
+    # A size is then not taken to be other than 0 and 1, which would go into the graph unseen.
+    oblivious = {"backed_size_oblivious": True} if hasattr(config, "backed_size_oblivious") else {}
+    with torch._dynamo.config.patch(settings), config.patch(oblivious), _shapes_forgotten(), torch.no_grad(), quiet():
+        yield
 
 
 def _names(model: nn.Module, arguments: Mapping[str, Tensor], values: list[Any]) -> list[tuple[str, str]]:
@@ -161,13 +176,16 @@ class _Writer:
     def shape_of(self, name: str, tensor: Tensor) -> list[int | str]:
         if name not in self._inputs:
             return list(tensor.shape)  # the forward does not read it
-        return [str(s.node.expr) if isinstance(s, torch.SymInt) else int(s) for s in _value(self._inputs[name]).shape]
+        sizes = _value(self._inputs[name]).shape
+        return [_written(size) if isinstance(size, torch.SymInt) else int(size) for size in sizes]
 
     def conditions(self) -> list[Any]:
         """What the forward decided by open sizes, as trees."""
         if self._environment is None:
             return []
-        found = [_tree(guard.expr, self.sizes) for guard in self._environment.guards]
+        # Symbols that turned out to be one number are put in: the argument's shape says it already.
+        exprs = [self._environment.replace(guard.expr) for guard in self._environment.guards]
+        found = [_tree(expr, self.sizes) for expr in exprs]
         for symbol, bounds in self._environment.var_to_range.items():
             if str(symbol) in self.sizes and bounds.upper.is_Integer and int(bounds.upper) < 1 << 40:
                 found.append(["<=", str(symbol), int(bounds.upper)])
@@ -194,18 +212,7 @@ class _Writer:
             return
         args = [self._encode(item) for item in node.args]
         kwargs = {name: self._encode(item) for name, item in node.kwargs.items()}
-        if node.op == "call_method" and node.target in METHODS:
-            return self._add(node, f".{node.target}", args, kwargs)
-        if node.op == "call_function":
-            if node.target is getattr and node.args[1] in ATTRIBUTES:
-                return self._add(node, "getattr", args, kwargs)
-            if node.target is torch.ops.aten.sym_size.int:
-                return self._add(node, ".size", args, kwargs)
-            key = keys().get(node.target)
-            if key is not None:
-                return self._add(node, key, args, kwargs)
-        name = getattr(node.target, "__name__", node.target)
-        raise UnsupportedError(f"the op {name} is not among those that a file may name")
+        self._add(node, _op_of(node), args, kwargs)
 
     def _encode(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, str)):
@@ -233,8 +240,30 @@ class _Writer:
         raise UnsupportedError(f"a value of type {type(value).__name__} is read that a file cannot hold")
 
 
+def _op_of(node: fx.Node) -> str:
+    """The word for a node's op. Raises UnsupportedError where a file may not name it."""
+    if node.op == "call_method" and node.target in METHODS:
+        return f".{node.target}"
+    if node.op == "call_function":
+        if node.target is getattr and node.args[1] in ATTRIBUTES:
+            return "getattr"
+        if node.target is torch.ops.aten.sym_size.int:
+            return ".size"
+        key = keys().get(node.target)
+        if key is not None:
+            return key
+    name = getattr(node.target, "__name__", node.target)
+    raise UnsupportedError(f"the op {name} is not among those that a file may name")
+
+
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _written(size: torch.SymInt) -> int | str:
+    """An open size as its symbol; one that the forward fixed as its number."""
+    expr = size.node.expr
+    return int(expr) if isinstance(expr, sympy.Integer) else str(expr)
 
 
 def _is_lost_autocast(node: fx.Node) -> bool:
@@ -293,6 +322,3 @@ def _result(result: Any, outputs: list[Any], values: list[Any], graph: _Writer) 
 def _first_line(error: BaseException | None) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-__all__ = ["CONSTANT", "CheckpointError", "capture_call"]

@@ -28,6 +28,9 @@ _MAX_NODES = 1_000_000
 class GraphModel(nn.Module):
     """Runs one of its graphs: the one whose arguments were given."""
 
+    _calls: list[Call]
+    _held: list[list[tuple[nn.Module, str]]]
+
     def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__()
         self.__dict__["_calls"] = list(calls)
@@ -170,7 +173,9 @@ def _words(tree: Any) -> str:
     if not isinstance(tree, list):
         return str(tree)
     word, *rest = tree
-    return f"{word}({', '.join(map(_words, rest))})" if len(rest) != 2 else f"{_words(rest[0])} {word} {_words(rest[1])}"
+    return (
+        f"{word}({', '.join(map(_words, rest))})" if len(rest) != 2 else f"{_words(rest[0])} {word} {_words(rest[1])}"
+    )
 
 
 def _made(result: Any, outputs: Sequence[Any]) -> Any:
@@ -224,7 +229,11 @@ class _Form:
         if not isinstance(value, dict) or set(value) != {"name", "position", "shape", "dtype"}:
             return False
         is_shape = isinstance(value["shape"], list) and all(type(size) in (int, str) for size in value["shape"])
-        return isinstance(value["name"], str) and is_shape and (value["position"] is None or type(value["position"]) is int)
+        return (
+            isinstance(value["name"], str)
+            and is_shape
+            and (value["position"] is None or type(value["position"]) is int)
+        )
 
     def _read_sizes(self, sizes: Any) -> None:
         if not isinstance(sizes, dict):

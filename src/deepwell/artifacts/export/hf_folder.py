@@ -27,7 +27,7 @@ def export_hf(engine: Engine, target: Path) -> Artifact:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        model.save_pretrained(partial, safe_serialization=True)  # type: ignore[operator]
+        model.save_pretrained(partial, safe_serialization=True)
         if target.exists():
             target.rmdir()
         partial.replace(target)

@@ -7,6 +7,7 @@ Nothing is fetched: no remote code, no kernels from a hub.
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import torch
@@ -22,15 +23,14 @@ _EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 _LEFT_OUT = ("_name_or_path", "auto_map", "transformers_version", "custom_pipelines", "base_model_tp_plan")
 
 
-def hf_form(model: nn.Module) -> dict[str, Any] | str:
+def hf_form(model: Any) -> dict[str, Any] | str:
     """The form of a Hugging Face model, or the reason why it has none."""
-    import sys
-
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    transformers: Any = sys.modules.get("transformers")
+    classes = () if transformers is None else (transformers.PreTrainedModel,)
+    if not any(isinstance(model, one) for one in classes):
         return "it is no Hugging Face model"
     name = type(model).__name__
-    if _model_class(name) is not type(model):
+    if model_class(name) is not type(model):
         return f"{name} is no class of transformers itself"
     if getattr(model.config, "quantization_config", None) is not None:
         return "transformers quantized it already"
@@ -67,7 +67,8 @@ def _is_changed(module: nn.Module) -> bool:
     return any(len(h) for h in hooks) or "forward" in module.__dict__
 
 
-def _model_class(name: str) -> type | None:
+def model_class(name: str) -> type | None:
+    """The model class of that name that transformers itself defines, None where there is none."""
     import transformers
 
     if not re.fullmatch(r"[A-Z][A-Za-z0-9_]{1,100}", name):
@@ -110,7 +111,7 @@ def build_hf(form: dict[str, Any], refuse: Refuse) -> nn.Module:
     except ImportError:
         refuse("its model is a Hugging Face model: install transformers to load it")
     name, config = form.get("class"), form.get("config")
-    found = _model_class(name) if isinstance(name, str) else None
+    found = model_class(name) if isinstance(name, str) else None
     if found is None:
         refuse(f"its model class is {str(name)[:80]!r}, which transformers {transformers.__version__} does not have")
     attention, experts = form.get("attention"), form.get("experts")

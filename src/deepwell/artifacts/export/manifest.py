@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from deepwell.artifacts.export.container import MANIFEST, TENSORS, Container
+from deepwell.artifacts.export.container import MANIFEST, Container
 from deepwell.artifacts.export.plain_json import Refuse, read_json
 from deepwell.artifacts.export.same_engine import EngineOptions, Pin
 from deepwell.artifacts.export.weights import Form, expected
-from deepwell.errors import ConfigError
 from deepwell.formats.spec import FORMATS
 from deepwell.precision.gemm_format import GEMMS, POLICY_FORMATS
 
@@ -121,7 +120,10 @@ def read_manifest(container: Container) -> Manifest:
         refuse(f"its schema is {schema!r}")
     if schema > SCHEMA:
         made = data.get("versions", {}).get("deepwell", "?") if isinstance(data.get("versions"), dict) else "?"
-        raise_newer(container, schema, made)
+        refuse(
+            f"it was written as schema {schema} by Deepwell {str(made)[:20]}, this Deepwell reads up to {SCHEMA} "
+            "(install a newer Deepwell)"
+        )
     read = _Reader(data, refuse)
     options = EngineOptions.from_dict(data.get("options"))
     if options is None:
@@ -147,13 +149,6 @@ def read_manifest(container: Container) -> Manifest:
         is_checked=data["checked"],
         notes=tuple(str(note) for note in read.sequence("notes")),
         members={name: read.member(name, entry) for name, entry in read.mapping("members").items()},
-    )
-
-
-def raise_newer(container: Container, schema: int, made: str) -> None:
-    container.refuse(
-        f"it was written as schema {schema} by Deepwell {str(made)[:20]}, this Deepwell reads up to {SCHEMA}: "
-        "install a newer Deepwell"
     )
 
 
@@ -191,7 +186,7 @@ class _Reader:
 
     def entry(self, name: str, data: Any) -> Entry:
         self.check_name(name)
-        shape = data.get("shape") if isinstance(data, dict) else None
+        shape: Any = data.get("shape") if isinstance(data, dict) else None
         is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
         dtype = _DTYPES.get(data.get("dtype", "")) if is_shape and isinstance(data.get("dtype"), str) else None
         kinds = ("parameter", "buffer", "temporary", "constant")
@@ -210,9 +205,9 @@ class _Reader:
         )
 
     def _form(self, name: str, data: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> Form:
-        fmt, axis, by_expert = data["format"], data.get("axis"), data.get("by_expert")
-        is_known = isinstance(fmt, str) and fmt in FORMATS and FORMATS[fmt].is_scaled and isinstance(by_expert, bool)
-        first = 1 if by_expert is True else 0
+        fmt, axis, by_expert = data["format"], data.get("axis"), data.get("by_expert") is True
+        is_known = isinstance(fmt, str) and fmt in FORMATS and FORMATS[fmt].is_scaled
+        first = 1 if by_expert else 0
         is_float = dtype in (torch.float32, torch.bfloat16, torch.float16)
         if not is_known or type(axis) is not int or not first <= axis < len(shape) or not is_float:
             self._refuse(f"tensor {name} has format {fmt!r} along axis {axis!r}, which does not fit it")
@@ -230,6 +225,3 @@ class _Reader:
         if not is_sound or not _SHA256.fullmatch(data["sha256"]):
             self._refuse(f"the hash of {name} in its manifest is damaged")
         return data["bytes"], data["sha256"]
-
-
-__all__ = ["KIND", "SCHEMA", "TENSORS", "ConfigError", "Entry", "Manifest", "read_manifest"]

@@ -48,9 +48,7 @@ def load_engine(path: str | os.PathLike[str], device: torch.device | str | None 
         refuse(str(error))
     _check_ir(ir, model, refuse)
     try:
-        engine = rebuilt(
-            ir, policy, manifest.pins, manifest.options, step=manifest.step, is_cuda=where.type == "cuda"
-        )
+        engine = rebuilt(ir, policy, manifest.pins, manifest.options, step=manifest.step, is_cuda=where.type == "cuda")
     except ConfigError as error:
         refuse(f"its formats do not fit its model: {error}")
     engine.__dict__["plan"] = plan
@@ -90,9 +88,7 @@ def _model(container: Container, manifest: Manifest, device: torch.device) -> nn
     return model.eval()
 
 
-def _restored(
-    manifest: Manifest, stored: dict[str, Tensor], device: torch.device, refuse: Refuse
-) -> dict[str, Tensor]:
+def _restored(manifest: Manifest, stored: dict[str, Tensor], device: torch.device, refuse: Refuse) -> dict[str, Tensor]:
     """Every tensor of the model by each of its names."""
     found: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -170,7 +166,11 @@ def _fill(model: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor], r
 
 
 def build_graph(
-    form: Mapping[str, Any], kinds: Mapping[str, str], tensors: Mapping[str, Tensor], device: torch.device, refuse: Refuse
+    form: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    refuse: Refuse,
 ) -> GraphModel:
     """The model behind graphs in a file, its tensors registered under their own names."""
     graphs = form.get("graphs")

@@ -13,7 +13,6 @@ from typing import Any
 from deepwell.engine.compile import compile as compile_engine
 from deepwell.engine.engine import Engine
 from deepwell.graph.ir import IR
-from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.policy import PrecisionPolicy
 
 _RECOMPUTE = ("hidden", "copies", "nothing")
@@ -97,6 +96,3 @@ def rebuilt(
         measure=False,
     )
     return engine.at_step(step)
-
-
-__all__ = ["GEMMS", "EngineOptions", "Pin", "pins_of", "rebuilt"]

@@ -44,7 +44,7 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[bytes | 
         for name in order:
             flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             for begin in range(0, flat.numel(), _PIECE):
-                yield memoryview(flat[begin : begin + _PIECE].numpy())
+                yield memoryview(flat[begin : begin + _PIECE].numpy())  # type: ignore[arg-type]
 
     return 8 + len(text) + at, pieces()
 

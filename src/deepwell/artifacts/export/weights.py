@@ -6,7 +6,7 @@ A loaded engine quantizes its weights again, so what is read back must quantize 
 
 That holds by itself where scales are powers of two. NVFP4's scale of the tensor comes from its largest number, and a
 block whose scale is tiny can lose it in a second rounding: there the numbers themselves are kept beside the codes,
-until a second quantization gives the first one's values. Where that would take many of them, the weight is stored whole.
+until a second quantization gives the first one's values. Where that would take many, the weight is stored whole.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 from deepwell import __version__
 from deepwell.artifacts.export.artifact import Artifact, inspect
 from deepwell.artifacts.export.container import TENSORS, Writer, replaced_when_whole
-from deepwell.artifacts.export.forms import Choice, choose_forms, evaluating, example_calls, run_call, runnable, same_tree
+from deepwell.artifacts.export.forms import (
+    Choice,
+    choose_forms,
+    evaluating,
+    example_calls,
+    run_call,
+    runnable,
+    same_tree,
+    without_regions,
+)
 from deepwell.artifacts.export.graph_form import capture_call
 from deepwell.artifacts.export.hf_folder import export_hf
 from deepwell.artifacts.export.hf_model import generation_of, hf_form
@@ -29,7 +39,11 @@ FORMATS = ("engine", "hf")
 
 
 def export(
-    engine: Engine, path: str | os.PathLike[str], *, format: str = "engine", example_inputs: Any = None  # noqa: A002
+    engine: Engine,
+    path: str | os.PathLike[str],
+    *,
+    format: str = "engine",  # noqa: A002 - the word users know
+    example_inputs: Any = None,
 ) -> Artifact:
     """Write the engine to `path`: one file ("engine"), or a folder that `from_pretrained` reads ("hf").
 
@@ -41,21 +55,29 @@ def export(
     """
     if not isinstance(engine, Engine):
         raise ConfigError(f"engine is a {type(engine).__name__}; pass what dw.compile(...) returned")
-    if format not in FORMATS:
-        raise ConfigError(f"format is {format!r}; it takes {' or '.join(FORMATS)}")
+    check_format(format)
     target = Path(path)
     if format == "hf":
         return export_hf(engine, target)
     if target.is_dir():
         raise ConfigError(f"path: {target} is a folder; an engine is one file, e.g. {target / 'model.engine'}")
     check_whole(engine.model)
+    with without_regions(engine.model):
+        return _export(engine, target, example_inputs)
+
+
+def check_format(name: str) -> None:
+    """Raise ConfigError where there is no such format of an export."""
+    if name not in FORMATS:
+        raise ConfigError(f"format is {name!r}; it takes {' or '.join(FORMATS)}")
+
+
+def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
     calls = runnable(engine.model, example_calls(engine.model, example_inputs))
     form, constants, notes = model_form(engine.model, calls)
     options, pins = EngineOptions.of(engine), pins_of(engine)
-    reference = rebuilt(
-        engine.ir, engine.policy, pins, options, step=engine.step, is_cuda=engine.device_type == "cuda"
-    )
-    choice = choose_forms(reference, calls)
+    reference = rebuilt(engine.ir, engine.policy, pins, options, step=engine.step, is_cuda=engine.device_type == "cuda")
+    choice = choose_forms(reference, calls if reads_head(reference) else calls[:1])
     notes += _notes(engine, choice)
     tensors, entries, tied = collect(engine.model, choice, constants)
     members: dict[str, bytes] = {
@@ -88,6 +110,11 @@ def export(
         )
         writer.finish(json_text(manifest.to_dict()))
     return inspect(target)
+
+
+def reads_head(engine: Engine) -> bool:
+    """Whether the head has a format: with targets it is multiplied by another op, which must agree as well."""
+    return any(site.op.role == "head" and site.path in engine.bound.schemes for site in engine.ir.sites())
 
 
 def check_whole(model: nn.Module) -> None:
@@ -135,7 +162,10 @@ def _check_graphs(
     """Raise UnsupportedError where the graph, read again, does not compute what the model does, bit for bit."""
     from deepwell.artifacts.export.read import build_graph
 
-    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
 
     def fail(reason: str) -> Any:
@@ -159,7 +189,9 @@ def collect(
     tied: dict[str, str] = {}
     seen: dict[int, str] = {}
     stored = set(model.state_dict(keep_vars=True))
-    named = [("parameter", *item) for item in model.named_parameters(remove_duplicate=False)]
+    named: list[tuple[str, str, Tensor]] = [
+        ("parameter", *item) for item in model.named_parameters(remove_duplicate=False)
+    ]
     named += [
         ("buffer" if name in stored else "temporary", name, tensor)
         for name, tensor in model.named_buffers(remove_duplicate=False)
@@ -212,8 +244,6 @@ def _notes(engine: Engine, choice: Choice) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    import sys
-
     transformers = sys.modules.get("transformers")
     found = {"deepwell": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return found | ({"transformers": transformers.__version__} if transformers is not None else {})
