@@ -89,13 +89,10 @@ def test_a_plan_carries_its_constraints_and_older_files_read_as_without() -> Non
 
 
 def test_a_family_that_a_too_kind_closed_form_kept_out_is_simulated_after_all() -> None:
-    # Here another family's closed form promises 6% less than this layout takes, and turns out 60% slower.
-    request: dict[str, Any] = {"seq_len": 8192, "global_batch": 2048, "precision": "fp8", "max_memory": 69.5,
-                               "stack": "generic"}  # fmt: skip
-    plan = autoplan("llama3-405b", "2048x8xH100", **request)
-    known = Layout(
-        dp=64, tp=2, pp=32, cp=4, sharding="zero2", sequence_parallel=True, schedule="zero_bubble", virtual_stages=2
-    )
+    # Here another family's closed form promises less than this layout takes, and turns out 14% slower when simulated.
+    request: dict[str, Any] = {"seq_len": 8192, "global_batch": 2048, "precision": "fp8", "stack": "torchtitan"}
+    plan = autoplan("llama3-405b", "2048x8xH100", max_memory=79.0, **request)
+    known = Layout(dp=32, tp=4, pp=32, cp=4, sharding="zero2", sequence_parallel=True, schedule="zbv", virtual_stages=2)
     found = estimate(plan.workload, plan.hardware, known, plan.stack)
-    assert found.peak_gib <= 69.5
+    assert found.peak_gib <= 79.0
     assert plan.step_s <= found.step_s
