@@ -5,7 +5,6 @@ Exit status: 0 done, or saved after a SIGTERM; 1 the run gave up; 2 the request 
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +47,8 @@ def train_command(
         return
     if processes is not None or nodes is not None:
         arguments = ["train", str(recipe), *changes, *(["--json"] if as_json else [])]
-        raise typer.Exit(_torchrun(arguments, processes or "gpu", nodes or "1", rendezvous, restarts))
+        folder = Path(found.section("run").get("dir", f"runs/{found.path.stem}"))
+        raise typer.Exit(_torchrun(arguments, processes or "gpu", nodes or "1", rendezvous, restarts, folder))
     try:
         result = found.trainer(quiet=as_json).fit()
     except NumericsError as error:
@@ -82,9 +82,11 @@ def _dry_run(recipe: Any, as_json: bool) -> None:
         raise typer.Exit(3)
 
 
-def _torchrun(arguments: list[str], processes: str, nodes: str, rendezvous: str | None, restarts: int) -> int:
+def _torchrun(
+    arguments: list[str], processes: str, nodes: str, rendezvous: str | None, restarts: int, run_dir: Path
+) -> int:
     """Start the processes with what restarts need; the exit status of the whole."""
-    from deepwell.train.elastic import AGENT_ENVIRONMENT
+    from deepwell.train.elastic import run_agent
 
     if processes != "gpu" and not processes.isdigit():
         raise ConfigError(f"--nproc is {processes!r}; it takes a number, or 'gpu' for all of this node's")
@@ -98,4 +100,4 @@ def _torchrun(arguments: list[str], processes: str, nodes: str, rendezvous: str 
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--max-restarts={restarts}",
         "--monitor-interval=0.5", *where, "-m", "deepwell", *arguments,
     ]  # fmt: skip
-    return subprocess.run(command, env={**os.environ, **AGENT_ENVIRONMENT}, check=False).returncode
+    return run_agent(command, run_dir)

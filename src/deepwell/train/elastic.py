@@ -1,21 +1,25 @@
-"""What a run needs to outlive its machines: process groups, signals, hung ranks, restarts that are counted.
+"""What a run needs to outlive its machines: process groups, signals, hung ranks, agents that die.
 
 torchrun starts the processes again when one dies; each finds the last committed checkpoint of the run's folder and goes
 on from there (docs/reliability.md). Here is the rest: a SIGTERM becomes a save at the next step's end, a rank that
-finishes no step for too long is dumped and ended so that torchrun can act, and restarts that bring nothing are counted
-until the run gives up with a reason.
+finishes no step for too long is dumped and ended so that torchrun can act, processes end with the agent that started
+them, and restarts that bring nothing are counted until the run gives up with a reason (train/starts.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,12 +29,16 @@ import torch
 import torch.distributed as dist
 
 from deepwell.errors import ConfigError, DeepwellError
+from deepwell.train.starts import Start, last_events, note_start
 
 # A rank that hangs ends with this status; torchrun starts the others again with it.
 HUNG = 75
-# What the agent must have, or restarts after a crash meet the addresses of the processes before them.
-AGENT_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# What the agent must have. Without the first, restarts after a crash meet the addresses of the processes before them;
+# the second is how long processes may take to save after a SIGTERM to the agent (30 s if it is not set).
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+AGENT_ENVIRONMENT = {_OWN_STORE: "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 _TIMEOUT = timedelta(minutes=10)
+_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +55,20 @@ class World:
         """Whether torchrun started this process and would start it again."""
         return "TORCHELASTIC_RUN_ID" in os.environ
 
+    def note(self, elastic: bool) -> str:
+        """What is wrong with how torchrun was started, for a run that should live through crashes."""
+        if not elastic or not self.is_elastic or self.size == 1 or os.environ.get(_OWN_STORE) == "1":
+            return ""
+        return (
+            f"{_OWN_STORE}=1 is not set where torchrun was started: restarts after a crash may fail, or take minutes. "
+            "Set it, or start with `deepwell train --nproc`"
+        )
+
 
 def join(device_type: str, timeout: timedelta = _TIMEOUT) -> World:
     """Join the process group that torchrun described, if it did; a group that is there already is used as it is."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGKILL)
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
             return World()
@@ -65,8 +84,20 @@ def join(device_type: str, timeout: timedelta = _TIMEOUT) -> World:
     return World(size=dist.get_world_size(), rank=dist.get_rank(), local_rank=local, attempt=attempt)
 
 
+def end_with_parent(number: int) -> None:
+    """Get a signal when the process that started this one dies, however it dies. Linux only; elsewhere nothing.
+
+    Workers of an agent that was killed would otherwise train on, beside those of the agent that takes its place.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
+
+
 class StopSignal:
-    """Notes a SIGTERM; the trainer saves at the end of its step and ends with status 0. A second one ends at once."""
+    """Notes a SIGTERM; the trainer saves at the end of its step and ends with status 0.
+
+    More of them change nothing: a scheduler may signal the processes and their agent, which then signals them again.
+    """
 
     def __init__(self) -> None:
         self.name = ""
@@ -79,7 +110,6 @@ class StopSignal:
 
     def _note(self, number: int, _frame: Any) -> None:
         self.name = signal.Signals(number).name
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
@@ -125,69 +155,23 @@ class Watchdog:
             self._thread = None
 
 
-# ---- restarts ----
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """One start of a run: which it is, from which step, on how many processes."""
-
-    generation: int
-    step: int
-    world: int
-    t: float
-
-    @classmethod
-    def read_all(cls, run_dir: Path) -> list[Start]:
-        """The starts of a run so far; a torn line, left by a process that was killed, is no start."""
-        path = run_dir / "starts.jsonl"
-        if not path.exists():
-            return []
-        found = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(cls(**json.loads(line)))
-            except (ValueError, TypeError):
-                continue
-        return found
-
-
-def note_start(run_dir: Path, step: int, world: int, give_up_after: int) -> Start:
-    """Write down that the run starts from `step`. Raises DeepwellError after too many starts without progress.
-
-    Progress is a checkpoint that was committed since: the run then starts from a later step.
-    """
-    starts = Start.read_all(run_dir)
-    start = Start(generation=len(starts), step=step, world=world, t=time.time())
-    fruitless = 0
-    for earlier in reversed(starts):
-        if earlier.step != step:
-            break
-        fruitless += 1
-    if fruitless > give_up_after:
-        raise DeepwellError(
-            f"{run_dir}: {fruitless} starts in a row from step {step} brought no new checkpoint: something fails "
-            f"before the next one is written. Read {run_dir / 'events.jsonl'}; mend it, then remove "
-            f"{run_dir / 'starts.jsonl'}"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "starts.jsonl").open("a", encoding="utf-8") as file:
-        fields = {"generation": start.generation, "step": step, "world": world, "t": round(start.t, 3)}
-        file.write(json.dumps(fields) + "\n")
-    return start
-
-
 # ---- what ranks agree on once a step ----
 
 
 class Control:
     """One small exchange between all ranks before each step, over gloo: nothing waits for a GPU."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, timeout: timedelta = _TIMEOUT) -> None:
         self._group: Any = None
+        self._world = world
+        self._places: list[list[int]] = []
         if world.size > 1:
             # NCCL would order it after the step that is still running; gloo is the host's own.
-            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            mine = torch.tensor(_place(), dtype=torch.int64)
+            places = [torch.empty_like(mine) for _ in range(world.size)]
+            dist.all_gather(places, mine, group=self._group)
+            self._places = [place.tolist() for place in places]
 
     def total(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks."""
@@ -208,3 +192,96 @@ class Control:
         buffer = torch.empty(int(size), dtype=torch.uint8) if data is None else data
         dist.broadcast(buffer, src=0, group=self._group)
         return json.loads(bytes(buffer.tolist()))
+
+    def end_silent(self, said: Callable[[], Collection[int]], patience_s: float = 2.0) -> None:
+        """Kill the ranks of this agent that do not say how they ended: a stopped process does not answer a SIGTERM.
+
+        `said` gives the ranks that did. torchrun would kill them too, 30 seconds later.
+        """
+        deadline = time.monotonic() + patience_s
+        while len(said()) < self._world.size and time.monotonic() < deadline:
+            time.sleep(0.1)
+        heard = said()
+        machine, parent, own = _place()
+        for rank, (where, its_parent, pid) in enumerate(self._places):
+            if rank in heard or (where, its_parent) != (machine, parent) or pid == own or _parent_of(pid) != parent:
+                continue
+            print(f"deepwell: rank {rank} does not answer: killed", file=sys.stderr, flush=True)
+            os.kill(pid, signal.SIGKILL)
+
+
+def _place() -> tuple[int, int, int]:
+    """Which machine this process is on, which process started it, and which one it is."""
+    space = Path("/proc/self/ns/pid")
+    name = socket.gethostname() + (str(space.readlink()) if space.is_symlink() else "")
+    return zlib.crc32(name.encode()), os.getppid(), os.getpid()
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+# ---- starts and ends ----
+
+
+def begin(control: Control, world: World, run_dir: Path, step: int, give_up_after: int) -> tuple[Start, str, float]:
+    """Write down, once for all ranks, that the run starts; the start, why the last one ended, when the first began.
+
+    Raises DeepwellError on every rank after too many starts without progress; torchrun's agents are told to end too.
+    """
+    said: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            start, cause, first = note_start(run_dir, step, world.size, give_up_after)
+            said = {"generation": start.generation, "t": start.t, "cause": cause, "first": first}
+        except DeepwellError as error:
+            said = {"error": str(error)}
+    said = control.first(said)
+    if "error" in said:
+        if world.is_elastic:
+            _end_agent()
+        raise DeepwellError(said["error"])
+    return Start(generation=said["generation"], step=step, world=world.size, t=said["t"]), said["cause"], said["first"]
+
+
+def _end_agent() -> None:
+    """Stop the agent that started this process: it would only start it again."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it passes the signal on, and the reason is still to be written
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+def run_agent(command: Sequence[str], run_dir: Path) -> int:
+    """Run torchrun, hand it the signals that arrive here, and return its status: 0 where a SIGTERM led to a save.
+
+    torchrun itself ends with 1 after every signal, also where all its processes saved and ended in order.
+    """
+    asked: list[int] = []
+
+    def prepare() -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+        end_with_parent(signal.SIGTERM)
+
+    parent, began = os.getpid(), time.time()
+    agent = subprocess.Popen(list(command), env={**os.environ, **AGENT_ENVIRONMENT}, preexec_fn=prepare)  # noqa: PLW1509 - one thread
+
+    def forward(number: int, _frame: Any) -> None:
+        asked.append(number)
+        agent.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        status = agent.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if status and signal.SIGTERM in asked:
+        ends = [
+            e for e in last_events(run_dir / "events.jsonl", lambda e: e.get("kind") == "run") if e["kind"] == "end"
+        ]
+        if ends and ends[-1]["t"] >= began and ends[-1].get("exit") == 0:
+            return 0
+    return status if status >= 0 else 128 - status

@@ -14,11 +14,12 @@ from deepwell.engine.dryrun_plan import optimizer_of
 from deepwell.engine.engine import Engine
 from deepwell.errors import DeepwellError
 from deepwell.precision.guard import GuardStop
-from deepwell.train.elastic import Start, note_start
+from deepwell.train.elastic import HUNG, Watchdog, begin
 from deepwell.train.figures import Figures, Prediction
 from deepwell.train.log import SCHEMA, Console, EventLog, Scalars, step_line
 from deepwell.train.readback import Finished
 from deepwell.train.settings import Every
+from deepwell.train.starts import Fence, Journal, Start, last_events, note_end
 
 if TYPE_CHECKING:
     from deepwell.train.trainer import Trainer
@@ -61,6 +62,9 @@ class Run:
         self._guards = 0
         self._saves: list[tuple[int, float]] = []  # (step, seconds that training stood still)
         self.start: Start | None = None
+        self._fence: Fence | None = None
+        self._restart: dict[str, Any] | None = None  # written when the first step is over
+        self.watchdog: Watchdog | None = None
 
     @property
     def is_over(self) -> bool:
@@ -77,10 +81,11 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         trainer = self.trainer
         if kind is not None and not self.reason:
-            gave_up = isinstance(error, DeepwellError)
-            what = "gave up" if gave_up else "error"
-            self.log.write("end", step=trainer.step, reason=what, exit=1, error=f"{kind.__name__}: {error}")
+            assert error is not None
+            self._failed(error)
         if trainer.saver is not None:
+            if kind is not None and trainer.world.size > 1:
+                trainer.saver.hurry()  # a rank that is gone will not write its part
             trainer.saver.wait()
             self._poll()
         self.console.close()
@@ -92,11 +97,16 @@ class Run:
     def begin(self) -> None:
         """The run's first lines: what runs where, and whether it goes on from somewhere."""
         trainer = self.trainer
-        if trainer.run_dir is not None and trainer.runner.is_main:
-            starts = Start.read_all(trainer.run_dir)
-            self.start = note_start(trainer.run_dir, trainer.step, trainer.world.size, trainer.settings.give_up_after)
-            trainer.goodput.started = starts[0].t if starts else self.start.t
+        cause = ""
+        if trainer.run_dir is not None:
+            limit = trainer.settings.give_up_after
+            self.start, cause, first = begin(trainer.control, trainer.world, trainer.run_dir, trainer.step, limit)
+            trainer.goodput.started = first
+            if trainer.runner.is_main:
+                self._fence = Fence(trainer.run_dir, self.start.generation)
         generation = 0 if self.start is None else self.start.generation
+        if generation and (trainer.resumed_from is not None or not trainer.step):
+            self._restarted(generation, cause)
         plan = trainer.plan
         planned = None
         if plan is not None:
@@ -110,8 +120,6 @@ class Run:
             global_batch=trainer.sizes.global_batch, steps=trainer.settings.steps, start_step=trainer.step,
             settings=trainer.settings.to_dict(), host=platform.node(),
         )  # fmt: skip
-        if generation and trainer.resumed_from is not None:
-            self._restarted(generation)
         self.formats()
         notes = [trainer.plan_note, *trainer.notes]
         notes.append(trainer.loader.note)
@@ -122,22 +130,27 @@ class Run:
         trainer.engine.train()
         trainer.readback.start()
 
-    def _restarted(self, generation: int) -> None:
-        """A restart: how many steps were lost, and how long nothing was trained."""
-        from deepwell.report.run_data import read_events
-
+    def _restarted(self, generation: int, cause: str) -> None:
+        """A restart: how many steps were lost, and since when nothing was trained. Read before this start is logged."""
         trainer = self.trainer
-        assert trainer.run_dir is not None
-        steps = [event for event in read_events(trainer.run_dir) if event["kind"] == "step"]
-        reached = max((event["step"] for event in steps), default=trainer.step)
-        silent = time.time() - steps[-1]["t"] if steps else 0.0
-        lost = max(0, reached - trainer.step)
-        self.log.write(
-            "restart", generation=generation, step=trainer.step, reason="resumed", lost_steps=lost,
-            recovery_s=round(silent, 3), world=trainer.world.size,
-        )  # fmt: skip
-        ago = f"{silent:.1f} s after the last step"
-        self.console.say(f"resumed from {trainer.resumed_from} at step {trainer.step}, {lost} steps lost, {ago}")
+        if not trainer.runner.is_main or self.log.path is None:
+            return
+        before = last_events(self.log.path, lambda event: event.get("kind") == "step")
+        steps = [event for event in before if event.get("kind") == "step"]
+        is_counted = any(event.get("kind") == "run" for event in before)  # a start that finished no step lost none
+        lost = max(0, steps[-1]["step"] - trainer.step) if steps and not is_counted else 0
+        self._restart = {
+            "generation": generation, "step": trainer.step, "reason": cause, "lost_steps": lost,
+            "since": steps[-1]["t"] if steps else trainer.goodput.started, "world": trainer.world.size,
+        }  # fmt: skip
+        where = "from the beginning" if trainer.resumed_from is None else f"from {trainer.resumed_from}"
+        self.console.say(f"start {generation}: {where} at step {trainer.step}, {lost} steps lost; before: {cause}")
+
+    def _recovered(self) -> None:
+        """The first step after a restart is over: that is how long it took."""
+        if self._restart is not None:
+            fields, self._restart = self._restart, None
+            self.log.write("restart", recovery_s=round(time.time() - fields.pop("since"), 3), **fields)
 
     def formats(self) -> None:
         """What each linear's GEMMs run in from now on."""
@@ -166,6 +179,9 @@ class Run:
         except GuardStop as error:
             stop, events = error, list(error.events)
         self._guards += len(events)
+        if self._fence is not None:
+            self._fence.check()
+        self._recovered()
         event = self.log.write(
             "step", step=done.step, loss=loss, grad_norm=norm, lr=done.facts["lr"],
             **figures.of_step(done.seconds, done.facts["tokens"]), skipped=skipped, guard=len(events),
@@ -259,7 +275,26 @@ class Run:
     # ---- the end ----
 
     def hung(self, silent: float) -> None:
-        self.log.write("end", step=self.trainer.step, reason="error", exit=75, error=f"no step for {silent:.0f} s")
+        """No step was finished for too long; called by the watchdog before it ends this process."""
+        trainer, error = self.trainer, f"no step finished for {silent:.0f} s"
+        self.log.write("end", step=trainer.step, reason="error", exit=HUNG, error=error)
+        if trainer.run_dir is None or self.start is None:
+            return
+        folder, generation = trainer.run_dir, self.start.generation
+        note_end(folder, generation, trainer.world.rank, "hung", error)
+        trainer.control.end_silent(lambda: {end.rank for end in Journal.read(folder).ends_of(generation)})
+
+    def _failed(self, error: BaseException) -> None:
+        """The run ends with an error: say so where the next start, and torchrun, look for it."""
+        trainer, text = self.trainer, f"{type(error).__name__}: {error}"
+        if trainer.run_dir is not None and self.start is not None:
+            note_end(trainer.run_dir, self.start.generation, trainer.world.rank, "error", text)
+        what = "gave up" if isinstance(error, DeepwellError) else "error"
+        self.log.write("end", step=trainer.step, reason=what, exit=1, error=text)
+        if trainer.world.is_elastic and isinstance(error, Exception):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
 
     def finish(self, reason: str) -> None:
         """All steps are read back, the last one is saved, and the end is written down."""
@@ -274,6 +309,8 @@ class Run:
         for callback in trainer.callbacks:
             callback.on_end(trainer, reason)
         self.log.write("end", step=trainer.step, reason=reason, exit=0)
+        if trainer.run_dir is not None and self.start is not None:
+            note_end(trainer.run_dir, self.start.generation, trainer.world.rank, reason)
 
 
 def precision_of(engine: Engine) -> str:

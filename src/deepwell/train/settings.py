@@ -62,6 +62,8 @@ class TrainSettings:
             raise ConfigError(f"clip_norm is {self.clip_norm!r}; it must be positive, or None (in a recipe: 0)")
         for name in ("save_every", "eval_every", "hang_after"):
             Every.read(name, getattr(self, name))
+        if Every.read("hang_after", self.hang_after).steps:
+            raise ConfigError(f'hang_after is {self.hang_after!r}; it takes a time such as "90s" or "30m", or "0"')
         self.learning_rate()  # wrong combinations of its fields are errors now
 
     def learning_rate(self) -> Schedule:

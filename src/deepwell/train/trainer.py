@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,14 @@ class Trainer:
     ) -> None:
         self.engine, self.settings, self.elastic = engine, settings, elastic
         self.device = engine_device(engine)
-        self.world = join(self.device.type)
-        self.control = Control(self.world)
+        patience = timedelta(seconds=max(600.0, Every.read("hang_after", settings.hang_after).seconds))
+        self.world = join(self.device.type, patience)
+        self.control = Control(self.world, patience)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         seed_all(settings.seed, self.world.rank)
         self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, options.layout)
-        self.notes: list[str] = []
+        self.notes: list[str] = [self.world.note(elastic)]
         feed = Feed(engine.model, options.loss)
         self.runner = parallelize(engine, self.layout, feed=feed, device=self.device)
         self.loader = _loader(dataloader, settings, self.plan)
@@ -181,7 +183,8 @@ class Trainer:
         last = min(self.settings.steps, stop_at or self.settings.steps)
         began = time.perf_counter()
         hang = Every.read("hang_after", self.settings.hang_after).seconds
-        with Run(self) as run, StopSignal() as stop, Watchdog(hang, run.hung) as watchdog:
+        with StopSignal() as stop, Run(self) as run, Watchdog(hang, run.hung) as watchdog:
+            run.watchdog = watchdog
             run.begin()
             while self.step < last and not run.is_over:
                 self._train_step(run, stop)
@@ -266,6 +269,8 @@ class Trainer:
                 batch = self.eval_loader.batch(first, self.sizes.indices(self.runner.dp_rank, 0))
                 loss, count = self.runner.evaluate(batch)
                 total, items = total + loss, items + count
+                if run is not None and run.watchdog is not None:
+                    run.watchdog.alive()
         finally:
             self.engine.train(was_training)
         mean = float(total / items)

@@ -132,6 +132,11 @@ class Saver:
             event = replace(running.event, seconds=ended - running.began, bytes=size, committed=True, error=note)
         self._finished.append(event)
 
+    def hurry(self) -> None:
+        """Other ranks may be gone: a save that is under way waits for them a second, not minutes."""
+        if self._team is not None:
+            self._team.in_a_hurry.set()
+
     def close(self) -> None:
         """Wait for the last save and free the buffers. Events can still be polled."""
         self.wait()

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepwell.errors import CheckpointError
 
 # How often a rank looks for what it waits for; and how long it looks on when this process is about to end.
-_FIRST_LOOK_S, _LONGEST_LOOK_S, _AT_EXIT_S = 0.005, 0.25, 5.0
+_FIRST_LOOK_S, _LONGEST_LOOK_S, _AT_EXIT_S, _HURRY_S = 0.005, 0.25, 5.0, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Team:
     token: str
     mine: frozenset[str]
     known: frozenset[str]
+    in_a_hurry: threading.Event = field(default_factory=threading.Event)  # other ranks may be gone: wait a little only
 
     @property
     def is_main(self) -> bool:
@@ -76,13 +77,17 @@ def is_distributed(group: Any = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def wait_for(found: Callable[[], bool], timeout_s: float) -> bool:
-    """Look until something is found; False after `timeout_s`, or a few seconds after the program's end began."""
+def wait_for(found: Callable[[], bool], timeout_s: float, in_a_hurry: threading.Event | None = None) -> bool:
+    """Look until something is found; False after `timeout_s`, or a few seconds after the program's end began.
+
+    So it is too where somebody is `in_a_hurry`.
+    """
     deadline, pause = time.monotonic() + timeout_s, _FIRST_LOOK_S
     is_ending = False
     while not found():
-        if not is_ending and not threading.main_thread().is_alive():
-            is_ending, deadline = True, min(deadline, time.monotonic() + _AT_EXIT_S)
+        hurry = in_a_hurry is not None and in_a_hurry.is_set()
+        if not is_ending and (hurry or not threading.main_thread().is_alive()):
+            is_ending, deadline = True, min(deadline, time.monotonic() + (_HURRY_S if hurry else _AT_EXIT_S))
         if time.monotonic() >= deadline:
             return False
         time.sleep(pause)

@@ -209,7 +209,7 @@ def _reports(job: Job, own: dict[str, Any], timeout_s: float) -> list[dict[str, 
                 found[rank] = json.loads(path.read_bytes())
         return len(found) == job.team.world or any(report["error"] for report in found.values())
 
-    is_complete = wait_for(look, timeout_s)
+    is_complete = wait_for(look, timeout_s, job.team.in_a_hurry)
     for rank, report in sorted(found.items()):
         if report["error"]:
             by = f"rank {rank}: " if job.team.world > 1 else ""
@@ -306,7 +306,7 @@ def _await_commit(job: Job, timeout_s: float) -> int:
         except (CheckpointError, OSError):
             return False
 
-    if not wait_for(is_decided, timeout_s):
+    if not wait_for(is_decided, timeout_s, job.team.in_a_hurry):
         raise CheckpointError(f"{job.path} was not saved: nothing from rank 0 within {timeout_s:g} s")
     if not wait_for(is_committed, _RENAME_S):
         raise CheckpointError(f"{job.path} was not saved: another rank failed")
