@@ -38,12 +38,14 @@ class Regions:
 
     `inner` are paths of modules inside layers that are regions of their own (experts, whose rows come by an eager
     exchange); a layer that holds one may have breaks. `partial` has the names of replicated parameters whose gradients
-    are sums over the mesh, because each rank saw other tokens.
+    are sums over the mesh, because each rank saw other tokens; `shares` has factors of parameters that every rank adds
+    to its part of a sum.
     """
 
     def __init__(self, ir: IR, running: Callable[[], AbstractContextManager[None]], inner: Sequence[str] = ()) -> None:
         self.model: nn.Module = ir.require_module()
         self.partial: set[str] = set()
+        self.shares: dict[str, float] = {}
         self._running, self._is_running = running, False
         self._options: BackendOptions | None = None
         self._backends: dict[int, Forward] = {}
@@ -158,10 +160,12 @@ class Regions:
         for prefix, parameters in holders:
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor):
-                    is_partial = f"{prefix}{name}" in self.partial
+                    path = f"{prefix}{name}"
+                    is_partial = path in self.partial
                     grads = [Partial() if is_partial and p.is_replicate() else p for p in parameter.placements]
                     swapped.append((parameters, name, parameter))
-                    parameters[name] = parameter.to_local(grad_placements=grads)
+                    here = parameter.to_local(grad_placements=grads)
+                    parameters[name] = here * self.shares[path] if path in self.shares else here
         return swapped
 
     @contextmanager

@@ -59,7 +59,9 @@ class Outcome:
 
 
 def make_model(name: str) -> nn.Module:
+    """A tiny model; "llama:4" has 4 layers."""
     torch.manual_seed(0)
+    name, _, layers = name.partition(":")
     if name == "plain":
         from deepwell.bench.llama import Llama, LlamaConfig
 
@@ -68,7 +70,7 @@ def make_model(name: str) -> nn.Module:
     import transformers
 
     sizes = {
-        "hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": int(layers or 2), "num_attention_heads": 4,
         "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 64,
     }  # fmt: skip
     if name in ("llama", "tied"):
@@ -181,7 +183,7 @@ def _deferred(case: Case, engine: Engine, runner: Runner) -> bool | None:
     if case.model == "plain":
         return None
     batch = parts(make_batch(0, "all"), runner, 1)[0]
-    out = engine(**batch)
+    out = engine(**runner.feed.keywords(runner.part(batch) if hasattr(runner, "part") else batch))
     out.loss.backward()
     engine.model.zero_grad()
     return out.logits._value is None

@@ -2,7 +2,7 @@
 
     ranks:     pp, dp_replicate, dp_shard, cp, tp        Megatron's order, tp innermost
     layers:    pp, dp_replicate, fsdp = dp_shard x cp, tp            what FSDP2 shards a layer over
-    rest:      pp, dp_replicate, tokens = dp_shard x cp x tp         embedding, final norm and head, whose tokens tp splits
+    rest:      pp, dp_replicate, tokens = dp_shard x cp x tp         embedding, final norm, head: tp splits their tokens
     experts:   pp, edp, ep, etp                           a second view of a stage's ranks
 
 Ranks are numbered so that each view is another shape of the same numbers.

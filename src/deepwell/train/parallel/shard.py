@@ -1,7 +1,7 @@
 """Data parallelism: DDP, and ZeRO-1, 2, 3 and HSDP by FSDP2's `fully_shard`.
 
     zero3    weights are gathered for a layer's turn, in the forward and again in the backward
-    zero2    weights stay gathered until the step's last backward; gradients are reduced and sharded at every micro-batch
+    zero2    weights stay gathered until the step's last backward; each micro-batch's gradients are reduced and sharded
     zero1    as zero2, and gradients are added up whole and reduced at the last micro-batch alone
     ddp      every rank holds everything; gradients are summed while the backward runs
 
@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def sync_weights(model: nn.Module) -> None:
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device; give the model real weights before it is sharded")
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.data)
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     for same in by_kind.values():
         dist._broadcast_coalesced(group, same, 64 * 2**20, 0)
 
@@ -126,10 +127,8 @@ class ReplicatedRunner(DistributedRunner):
         self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, settings: ParallelSettings
     ) -> None:
         super().__init__(engine, feed, device, meshes)
-        self._ddp = DistributedDataParallel(
-            engine, bucket_cap_mb=settings.bucket_mib, gradient_as_bucket_view=True, init_sync=False,
-            **{_SYNC_BUFFERS: False},
-        )  # fmt: skip
+        how: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False, "gradient_as_bucket_view": True}
+        self._ddp = DistributedDataParallel(engine, bucket_cap_mb=settings.bucket_mib, **how)
         self.averages_over = self.world
 
     @property
@@ -157,7 +156,7 @@ class ShardedRunner(DistributedRunner):
             for group in self._groups:
                 group.set_is_last_backward(is_last)
                 group.set_requires_all_reduce(is_last, recurse=False)
-                if self._zero == "zero1" or self._zero == "ddp":
+                if self._zero in ("zero1", "ddp"):
                     group.set_requires_gradient_sync(is_last, recurse=False)
                 if self._zero != "zero3":
                     group.set_reshard_after_backward(is_last, recurse=False)
@@ -181,8 +180,8 @@ def shard(engine: Engine, meshes: Meshes, settings: ParallelSettings, others: Se
     fully_shard(model, mesh=meshes.rest, **{**how, "reshard_after_forward": False})
     sum_gradients(model)
     if meshes.device_type == "cuda" and layout.overlap.param_gather is not False:
-        for layer, following in zip(layers, layers[1:], strict=False):
-            layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        for layer, following in pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
 
 
 def fsdp_options(meshes: Meshes, settings: ParallelSettings) -> dict[str, Any]:

@@ -1,0 +1,290 @@
+"""Tensor and sequence parallelism: ranks of tp hold parts of a layer's weights and, between its linears, of its tokens.
+
+    tokens / tp, norm, all-gather -> q, k, v or gate, up (columns) -> o or down (rows), reduce-scatter -> tokens / tp
+
+The parameters are DTensors outside and local parts inside a layer's region; both collectives, along the sequence, are
+ops of its graph. Roles come from the IR: q, k, v, gate and up are split by columns, o and down by rows; norms and the
+biases of rows are whole on each rank, and their gradients are sums over tp. Embedding, final norm and head are not
+split: each rank runs them on its tokens (the embedding on all), and their parameters are sharded over tp as well as
+over data ranks. Whether a model's attention still finds its heads is asked of a capture with the local sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from deepwell.engine.engine import Engine
+from deepwell.errors import CaptureError, ConfigError, UnsupportedError
+from deepwell.graph.capture import capture
+from deepwell.graph.ir import IR
+from deepwell.graph.ops import Attention, GroupedLinear, Linear, Norm, Op
+from deepwell.graph.preserve import preserved
+from deepwell.train.feed import Feed, shifted
+from deepwell.train.parallel.mesh import Meshes
+from deepwell.train.parallel.shard import ShardedRunner
+
+_COLUMNS = {"q", "k", "v", "gate", "up"}
+_ROWS = {"o", "down"}
+_SEQUENCE = 1  # of [batch, tokens, width]
+# What the blocks of a format hold, by a word of its name.
+_BLOCKS = (("nvfp4", 16), ("mx", 32), ("128", 128))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """What of the layers is split how. Paths are the model's; of parameters, their names."""
+
+    shards: Mapping[str, int]  # parameter -> the dimension that tp splits
+    copies: tuple[str, ...]  # parameters that are whole on each rank
+    row_biases: tuple[str, ...]  # those of them that every rank adds to its part of a sum
+    norms: tuple[str, ...]  # modules behind which tokens are gathered
+    rows: tuple[str, ...]  # modules behind which sums are scattered
+
+
+def find_split(ir: IR, model: nn.Module, tp: int) -> Split:
+    """How tensor parallelism splits a model's layers. Raises UnsupportedError, with the module, where it cannot."""
+    if not ir.layers:
+        raise UnsupportedError(f"tp {tp}: {ir.name} has no repeated layers to split")
+    shards: dict[str, int] = {}
+    copies: list[str] = []
+    biases: list[str] = []
+    norms: list[str] = []
+    rows: list[str] = []
+    for layer in ir.layers:
+        ops = ir.blocks[layer.block].ops
+        _check_heads(ops, layer.path, tp)
+        for op in ops:
+            path = f"{layer.path}.{op.name}"
+            if isinstance(op, Linear):
+                is_row = _check_linear(op, path, model, tp)
+                shards[f"{path}.weight"] = 1 if is_row else 0
+                if op.bias and not is_row:
+                    shards[f"{path}.bias"] = 0
+                elif op.bias:
+                    biases.append(f"{path}.bias")
+                rows += [path] if is_row else []
+        norms += [f"{layer.path}.{name}" for name in _gathered(ops, layer.path, tp)]
+        known = {f"{layer.path}.{p.name}" for op in ops if isinstance(op, Norm) for p in op.params}
+        for name, _ in model.get_submodule(layer.path).named_parameters(prefix=layer.path):
+            if name in known or name in biases:
+                copies.append(name)
+            elif name not in shards:
+                raise UnsupportedError(
+                    f"tp {tp}: {name} belongs to no linear and no norm, how to split it is not known"
+                )
+    return Split(shards=shards, copies=tuple(copies), row_biases=tuple(biases), norms=tuple(norms), rows=tuple(rows))
+
+
+def _check_heads(ops: tuple[Op, ...], layer: str, tp: int) -> None:
+    attention = [op for op in ops if isinstance(op, Attention)]
+    if not attention:
+        raise UnsupportedError(f"tp {tp}: {layer} has no attention that was understood; its heads cannot be split")
+    for op in attention:
+        if op.params:
+            raise UnsupportedError(f"tp {tp}: {layer}.{op.name} has parameters of its own ({op.params[0].name})")
+        if op.q_heads % tp or op.kv_heads % tp:
+            raise UnsupportedError(
+                f"tp {tp} does not divide {layer}.{op.name}'s {op.q_heads} heads and {op.kv_heads} key-value heads"
+            )
+
+
+def _check_linear(op: Linear, path: str, model: nn.Module, tp: int) -> bool:
+    """Whether a linear is split by rows."""
+    if op.role not in ("attention", "mlp") or op.part not in _COLUMNS | _ROWS:
+        what = f"holds {op.part} in one" if op.part in ("qkv", "gate_up") else f"is a {op.role} linear"
+        raise UnsupportedError(f"tp {tp}: {path} {what}, which tensor parallelism does not split; take dp, pp or cp")
+    weight = model.get_parameter(f"{path}.weight") if f"{path}.weight" in dict(model.named_parameters()) else None
+    if weight is None or tuple(weight.shape) != (op.n, op.k):
+        raise UnsupportedError(f"tp {tp}: {path} does not hold its weight as [{op.n}, {op.k}] in `weight`")
+    is_row = op.part in _ROWS
+    size = op.k if is_row else op.n
+    if size % tp:
+        raise UnsupportedError(f"tp {tp} does not divide the {size} {'rows' if is_row else 'columns'} of {path}")
+    return is_row
+
+
+def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> Iterator[str]:
+    """The norms that columns read. Nobody else may, and columns may read nothing else."""
+    by_name = {op.name: op for op in ops}
+    heads = {op.qk_dim for op in ops if isinstance(op, Attention)}
+    readers: dict[str, list[Op]] = {}
+    for op in ops:
+        if isinstance(op, GroupedLinear):
+            raise UnsupportedError(f"tp {tp}: {layer}.{op.name} is of experts, which tensor parallelism does not split")
+        for name in op.inputs:
+            readers.setdefault(name, []).append(op)
+    found: dict[str, None] = {}
+    for op in ops:
+        if isinstance(op, Linear) and op.part in _COLUMNS:
+            source = by_name.get(op.inputs[0]) if op.inputs else None
+            if not isinstance(source, Norm) or not source.params:
+                raise UnsupportedError(f"tp {tp}: {layer}.{op.name} does not read a norm's output, so tokens cannot be "
+                                       "gathered before it")  # fmt: skip
+            found[source.name] = None
+    for name in found:
+        for reader in readers[name]:
+            if not (isinstance(reader, Linear) and reader.part in _COLUMNS):
+                raise UnsupportedError(f"tp {tp}: {layer}.{reader.name} reads {name} beside the linears that are split")
+    for op in ops:
+        if isinstance(op, Norm) and op.params and any(_is_column(by_name.get(name)) for name in op.inputs):
+            width = op.params[0].shape[-1]
+            if width not in heads:
+                raise UnsupportedError(
+                    f"tp {tp}: {layer}.{op.name} is a norm over {width} columns of all heads, which ranks would split"
+                )
+    return iter(found)
+
+
+def _is_column(op: Op | None) -> bool:
+    return isinstance(op, Linear) and op.part in _COLUMNS
+
+
+# ---- is it still the same model? ----
+
+
+def check_local(engine: Engine, split: Split, tp: int) -> None:
+    """Capture the model with local sizes: each rank's attention must have its share of the same heads.
+
+    A model that reshapes by a number of heads it wrote down would make other heads of them, without an error.
+    """
+    model, ir = engine.model, engine.ir
+    with preserved(model, values=False):
+        for name, dim in split.shards.items():
+            path, _, key = name.rpartition(".")
+            old = model.get_parameter(name)
+            shape = [size // tp if i == dim else size for i, size in enumerate(old.shape)]
+            local = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), old.requires_grad)
+            model.get_submodule(path)._parameters[key] = local
+        try:
+            found = capture(model)
+        except CaptureError as error:
+            raise UnsupportedError(f"tp {tp}: {ir.name} cannot be split, its parts do not run: {error}") from error
+    for whole, part in zip(ir.layers, found.layers, strict=True):
+        for before, now in zip(_attention(ir, whole.block), _attention(found, part.block), strict=True):
+            heads = (before.q_heads // tp, before.kv_heads // tp, before.qk_dim, before.v_dim)
+            if (now.q_heads, now.kv_heads, now.qk_dim, now.v_dim) != heads:
+                raise UnsupportedError(
+                    f"tp {tp}: {whole.path}.{before.name} would have {now.q_heads} heads of {now.qk_dim} on a rank, "
+                    f"not {heads[0]} of {heads[2]}: the model's code names its number of heads"
+                )
+
+
+def _attention(ir: IR, block: int) -> list[Attention]:
+    return [op for op in ir.blocks[block].ops if isinstance(op, Attention)]
+
+
+def notes_on_blocks(engine: Engine, split: Split, tp: int) -> list[str]:
+    """A note where local sizes cut the blocks of a format: the codes of a block are then others than on one device."""
+    cut: dict[int, list[str]] = {}
+    for name, dim in split.shards.items():
+        path, _, key = name.rpartition(".")
+        scheme = engine.bound.schemes.get(path, "")
+        block = next((size for word, size in _BLOCKS if word in scheme), 1)
+        if key == "weight" and (engine.model.get_parameter(name).shape[dim] // tp) % block:
+            cut.setdefault(block, []).append(path)
+    return [
+        f"tp {tp} leaves {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''} a size that is no multiple of "
+        f"the format's {block}: their last block is short, and the numbers differ a little from one device's"
+        for block, paths in cut.items()
+    ]
+
+
+# ---- what runs ----
+
+
+class SplitTokens(torch.autograd.Function):
+    """This rank's part of the sequence. Its gradient is zero elsewhere: what lies before has a part of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int, world: int) -> Tensor:
+        ctx.rank, ctx.world = rank, world
+        return x.chunk(world, _SEQUENCE)[rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        parts = [torch.zeros_like(grad) if i != ctx.rank else grad for i in range(ctx.world)]
+        return torch.cat(parts, _SEQUENCE), None, None
+
+
+def _split_first(rank: int, tp: int) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (SplitTokens.apply(args[0], rank, tp), *args[1:]), kwargs
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, name: SplitTokens.apply(kwargs[name], rank, tp)}
+
+    hook.is_deepwell_collective = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _collective(run: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return run(output)
+
+    hook.is_deepwell_collective = True  # type: ignore[attr-defined]
+    return hook
+
+
+def split_layers(engine: Engine, meshes: Meshes) -> list[str]:
+    """Split an engine's layers over tp, in place, and make them regions. Returns notes on what is not as on one."""
+    tp, model = meshes.layout.tp, engine.model
+    split = find_split(engine.ir, model, tp)
+    check_local(engine, split, tp)
+    notes = notes_on_blocks(engine, split, tp)
+    mesh = meshes.tp
+    group = mesh.get_group()
+    for name in (*split.shards, *split.copies):
+        _distribute(model, name, mesh, split.shards.get(name))
+    regions = engine.use_regions()
+    regions.partial |= set(split.copies)
+    regions.shares |= dict.fromkeys(split.row_biases, 1 / tp)
+    # One function each for all layers: they share a graph.
+    gather = _collective(lambda y: all_gather_tensor_autograd(y.contiguous(), _SEQUENCE, group))
+    scatter = _collective(lambda y: reduce_scatter_tensor_autograd(y.contiguous(), "sum", _SEQUENCE, group))
+    for path in split.norms:
+        model.get_submodule(path).register_forward_hook(gather)
+    for path in split.rows:
+        model.get_submodule(path).register_forward_hook(scatter)
+    first = model.get_submodule(engine.ir.layers[0].path)
+    first.register_forward_pre_hook(_split_first(mesh.get_local_rank(), tp), with_kwargs=True)
+    return notes
+
+
+@torch.no_grad()
+def _distribute(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
+    path, _, key = name.rpartition(".")
+    old = model.get_parameter(name)
+    placement = Replicate() if dim is None else Shard(dim)
+    # All ranks have the same weights by now: each takes its part.
+    part = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None)
+    model.get_submodule(path)._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
+
+
+class TensorParallelRunner(ShardedRunner):
+    """FSDP2 and tensor parallelism: the ranks of tp read the same samples, and predict parts of their tokens."""
+
+    def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, notes: list[str]) -> None:
+        super().__init__(engine, feed, device, meshes)
+        self._tp_rank, self._tp = meshes.tp.get_local_rank(), meshes.layout.tp
+        self.notes += notes
+        if feed.own_loss is not None:
+            self.notes.append("tensor parallelism gives the loss function shift_labels of this rank's tokens")
+
+    def part(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch.get("labels", batch["input_ids"]))
+        if labels.shape[_SEQUENCE] % self._tp:
+            raise ConfigError(
+                f"the batch has {labels.shape[_SEQUENCE]} tokens a row, which tp {self._tp} does not divide; "
+                "take another seq_len"
+            )
+        mine = labels.chunk(self._tp, _SEQUENCE)[self._tp_rank].contiguous()
+        return {**{key: value for key, value in batch.items() if key != "labels"}, "shift_labels": mine}
