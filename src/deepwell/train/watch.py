@@ -335,6 +335,7 @@ class Watch:
         if record.sample is None:
             return []
         findings: list[Finding] = []
+        noise: dict[Key, float] = {}
         width = len(FIGURES)
         for number, (path, gemm) in enumerate(record.sample.rows):
             row = dict(zip(FIGURES, values[number * width : (number + 1) * width], strict=True))
@@ -342,13 +343,16 @@ class Watch:
                 continue
             findings += self._of_gemm(step, (path, gemm), record.schemes[path], row)
             if gemm == "wgrad" and not row["own"] and grad_norm > 0:
-                self._noise[path, gemm] = row["power"] * record.share / (grad_norm * grad_norm)
+                noise[path, gemm] = row["power"] * record.share / (grad_norm * grad_norm)
+        if findings:
+            return findings  # a gradient of spoilt products is no measure of noise
+        self._noise |= noise
         now = {key for key, gemm in self.gemms().items() if gemm.now != "bf16"}
         self._noise = {key: value for key, value in self._noise.items() if key in now}
         loud = noisiest(self._noise, 1.0, self.settings.noise_ratio)
         ratio = 1 / math.sqrt(sum(self._noise.values()) or 1.0)
         reason = f"gradient norm is {ratio:.2f} times its quantization noise, below {self.settings.noise_ratio:.2f}"
-        return findings + [Finding(step=step, what="noise", path=p, gemm=g, reason=reason) for p, g in loud]
+        return [Finding(step=step, what="noise", path=p, gemm=g, reason=reason) for p, g in loud]
 
     def _of_gemm(self, step: int, key: Key, scheme: str, row: Mapping[str, float]) -> list[Finding]:
         path, gemm = key
