@@ -283,10 +283,10 @@ class Container:
             ):
                 self.refuse("its end is missing: the file was cut short or changed")
             if b"data.pkl" in begin:
-                self.refuse("this is a file of torch.save, a pickle, which could run code; Deepwell loads none")
+                self.refuse("this is a file of torch.save, which could run code; Deepwell loads none")
             self.refuse("this is a zip, but no engine")
-        if begin[:2] == b"\x80\x02" or begin[:1] == b"\x80":
-            self.refuse("this is a pickle, which could run code; Deepwell loads none")
+        if begin[:1] == b"\x80":
+            self.refuse("this is a file of Python objects, which could run code; Deepwell loads none")
         self.refuse("this is no engine")
 
 

@@ -41,6 +41,8 @@ class Choice:
 def choose_forms(engine: Engine, calls: Sequence[ExampleInputs]) -> Choice:
     """Pack what can be packed. `engine` runs the formats to be exported; its model is left as it was."""
     model, choice = engine.model, Choice()
+    if not engine.bound.schemes:
+        return Choice(is_checked=True)
     with evaluating(model):
         before = [run_call(engine, call) for call in calls]
         again = [run_call(engine, call) for call in calls]

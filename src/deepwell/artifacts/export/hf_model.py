@@ -29,8 +29,9 @@ def hf_form(model: Any) -> dict[str, Any] | str:
     classes = () if transformers is None else (transformers.PreTrainedModel,)
     if not any(isinstance(model, one) for one in classes):
         return "it is no Hugging Face model"
-    name = type(model).__name__
-    if model_class(name) is not type(model):
+    own: Any = type(model)
+    name = own.__name__
+    if model_class(name) is not own:
         return f"{name} is no class of transformers itself"
     if getattr(model.config, "quantization_config", None) is not None:
         return "transformers quantized it already"

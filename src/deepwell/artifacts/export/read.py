@@ -29,7 +29,7 @@ def load_engine(path: str | os.PathLike[str], device: torch.device | str | None 
     """The engine that `dw.export` wrote, in evaluation mode, on `device` (where it was exported, if that is here).
 
     On the same kind of device it computes what the exported engine did, bit for bit. Every member is compared with its
-    hash first; nothing in the file is run, imported or unpickled. Raises CheckpointError where the file is damaged,
+    hash first; nothing in the file is run or imported. Raises CheckpointError where the file is damaged,
     foreign or newer, and ConfigError on a wrong argument.
     """
     container = Container(Path(path))

@@ -61,6 +61,8 @@ def export(
         return export_hf(engine, target)
     if target.is_dir():
         raise ConfigError(f"path: {target} is a folder; an engine is one file, e.g. {target / 'model.engine'}")
+    if not target.parent.is_dir():
+        raise ConfigError(f"path: the folder {target.parent} is not there; make it first")
     check_whole(engine.model)
     with without_regions(engine.model):
         return _export(engine, target, example_inputs)
