@@ -121,7 +121,10 @@ def test_a_model_with_targets_and_one_with_logits_alone() -> None:
             super().__init__()
             self.table = nn.Embedding(16, 16)
 
-        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor | None = None) -> torch.Tensor:
+            if targets_BS is None:
+                raise AssertionError("called without its targets")
+            targets, ids = targets_BS, ids_BS
             return nn.functional.cross_entropy(self.table(ids).flatten(0, 1), targets.flatten())
 
     class Logits(Targets):
@@ -188,7 +191,7 @@ def test_starts_without_progress_give_up(make_trainer: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"optimizer": "adamv"}, "adamw"),
+        ({"optimizer": "adam_w"}, "did you mean adam"),
         ({"global_batch": 3}, "multiple"),
         ({"lrr": 1.0}, "did you mean lr"),
         ({"data": "nowhere/at/all"}, "nowhere"),

@@ -15,6 +15,7 @@ which is exact however many tokens are left out where.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ class Feed:
         self.takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.takes_labels = "labels" in names
         required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        targets = [name for name in names[1:2] if name in ("targets", "target", "labels", "y")]
+        targets = [name for name in names[1:2] if re.match(r"(targets?|labels?|y)(_|$)", name)]
         # model(tokens, targets) -> loss, as small codebases write it.
         self.takes_targets = not self.takes_labels and (bool(targets) or len(required) == 2)
 

@@ -57,6 +57,7 @@ class Run:
         self._evaluate_every = Every.read("eval_every", settings.eval_every)
         self._last_save = self._last_evaluation = time.monotonic()
         self._saved_step = trainer.step if trainer.resumed_from is not None else -1
+        self._is_due = False  # a checkpoint
         self._figures: Figures | None = None
         self._is_first = True
         self._guards = 0
@@ -235,18 +236,20 @@ class Run:
     # ---- saves ----
 
     def save_is_due(self, step: int) -> bool:
-        """Whether this rank wants a checkpoint after `step`; of clocks the first rank's counts."""
+        """Whether this rank wants a checkpoint after `step`; of clocks the first rank's counts.
+
+        One that was due while another was written stays due.
+        """
         trainer = self.trainer
-        if trainer.saver is None:
+        if trainer.saver is None or (self._save_every.seconds and not trainer.runner.is_main):
             return False
-        if self._save_every.seconds and not trainer.runner.is_main:
-            return False
-        return self._save_every.is_due(step, time.monotonic() - self._last_save)
+        self._is_due = self._is_due or self._save_every.is_due(step, time.monotonic() - self._last_save)
+        return self._is_due
 
     def save(self, why: str) -> None:
         """Begin a checkpoint of the steps that are finished; a state that is not sound is not written."""
         trainer = self.trainer
-        self._last_save = time.monotonic()
+        self._last_save, self._is_due = time.monotonic(), False
         if trainer.saver is None or self._saved_step == trainer.step:
             return
         if not math.isfinite(trainer.last_loss) or not trainer.watch.healthy:

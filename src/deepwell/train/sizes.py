@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepwell.engine.engine import Engine
-from deepwell.errors import ConfigError, DeepwellError, PlanError
+from deepwell.errors import ConfigError, DeepwellError, PlanError, UnsupportedError
 from deepwell.planner.estimate import estimate
+from deepwell.planner.executable import why_not_executable
 from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
+from deepwell.planner.stack import deepwell_stack
 from deepwell.train.settings import TrainSettings
 
 
@@ -73,6 +75,8 @@ def layout_for(
     if plan is None:
         return _unplanned(world), None, ""
     if plan.gpus == world:
+        if reason := why_not_executable(plan.layout, plan.workload, deepwell_stack()):
+            raise UnsupportedError(f"the plan {plan.layout} cannot be executed: {reason}; plan with stack='deepwell'")
         return plan.layout, plan, ""
     if not elastic:
         raise ConfigError(
@@ -103,10 +107,16 @@ def replanned(plan: Plan, world: int) -> Plan:
     First with the same tensor, pipeline, context and expert parallelism and other data parallelism; where that does not
     divide or fit, whatever the planner finds. Raises PlanError with the reason.
     """
+    from deepwell.planner.search import autoplan, fewer_gpus
+
     old, work = plan.layout, plan.workload
     per_copy = old.tp * old.pp * old.cp
     hardware = plan.hardware
-    if world % per_copy == 0:
+    try:
+        hardware = fewer_gpus(hardware, world)
+    except ConfigError:  # more nodes than were planned for
+        hardware = replace(hardware, num_nodes=-(-world // hardware.gpus_per_node))
+    if world % per_copy == 0 and hardware.num_gpus == world:
         dp = world // per_copy
         for micro in range(min(old.micro_batch, max(1, work.global_batch // dp)), 0, -1):
             if work.global_batch % (dp * micro) or (dp * old.cp * old.tp) % (old.ep * old.etp):
@@ -115,9 +125,10 @@ def replanned(plan: Plan, world: int) -> Plan:
             layout = replace(old, dp=dp, dp_replicate=replicate, micro_batch=micro)
             found = estimate(work, hardware, layout, plan.stack)
             if found.fits or hardware.kind == "cpu":
-                return replace(plan, layout=layout, estimate=found, machine_gpus=world, runners_up=(), rejected=())
-    from deepwell.planner.search import autoplan
-
+                return replace(
+                    plan, hardware=hardware, layout=layout, estimate=found, machine_gpus=world, runners_up=(),
+                    rejected=(),
+                )  # fmt: skip
     try:
         return autoplan(
             work.ir, hardware, seq_len=work.seq_len, global_batch=work.global_batch, precision=work.precision_policy,

@@ -202,8 +202,10 @@ class Trainer:
         lr = self.rate.set(step)
         batches = self._batches()
         items, tokens = sum(map(count_items, batches)), sum(map(count_tokens, batches))
-        wants = [float(items), float(tokens), float(bool(stop.name)), float(run.save_is_due(step + 1))]
-        all_items, all_tokens, stopping, saving = self.control.total(wants)
+        is_busy = self.saver is not None and self.saver.is_busy  # a save that is under way is not waited for
+        flags = (bool(stop.name), run.save_is_due(step + 1), is_busy)
+        wants = [float(items), float(tokens), *map(float, flags)]
+        all_items, all_tokens, stopping, due, busy = self.control.total(wants)
         copies = self.world.size / self.runner.dp  # ranks that read the same samples
         num_items, num_tokens = all_items / copies, int(all_tokens / copies)
         if not num_items:
@@ -218,7 +220,7 @@ class Trainer:
         if run.evaluation_is_due(step + 1):
             self._finished(run)
             self.evaluate(run)
-        if saving or stopping:
+        if stopping or (due and not busy):
             self._finished(run)
             run.save("signal" if stopping else "due")
         if stopping:

@@ -107,6 +107,11 @@ class Saver:
             self._finished[-1] = event
         return event
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way: the next one would wait for it."""
+        return self._running is not None and not self._running.future.done()
+
     def before_update(self) -> None:
         """Call right before optimizer.step(): the update then waits for the copy of the state, on the device."""
         self._staging.before_update()

@@ -146,11 +146,12 @@ def num_shards(tensor: Tensor) -> int:
 def clip(grads: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients down to a norm, as torch.nn.utils.clip_grad_norm_ does."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
+    # In the gradients' own dtype: a factor of another one would be multiplied tensor by tensor.
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        by_device.setdefault(grad.device, []).append(local(grad))
-    for device, same in by_device.items():
-        torch._foreach_mul_(same, factor.to(device))
+        alike.setdefault((grad.device, grad.dtype), []).append(local(grad))
+    for (device, dtype), same in alike.items():
+        torch._foreach_mul_(same, factor.to(device, dtype))
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
