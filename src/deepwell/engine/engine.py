@@ -435,7 +435,11 @@ def _chatter() -> set[Any]:
 
 def _device_type(model: nn.Module) -> str:
     parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type
+    if parameter is None:
+        return "cpu"
+    # Of a shard that FSDP2 keeps in host memory, where it is gathered.
+    mesh = getattr(parameter, "device_mesh", None)
+    return parameter.device.type if mesh is None else str(mesh.device_type)
 
 
 def _first_line(text: str) -> str:

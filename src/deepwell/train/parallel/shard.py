@@ -87,6 +87,11 @@ def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) 
             "cache_weights=True keeps the codes of whole weights on every rank, which zero3 is there to avoid; compile "
             "the engine without it, or take zero2"
         )
+    for name in ("pp", "cp", "ep", "etp"):
+        if layout.tp > 1 and getattr(layout, name) > 1:
+            raise UnsupportedError(
+                f"tp {layout.tp} together with {name} {getattr(layout, name)} is not executed; take one of them"
+            )
     if layout.offload.activations:
         raise UnsupportedError(
             f"the layout keeps {layout.offload.activations:.0%} of the activations in host memory, which is not "

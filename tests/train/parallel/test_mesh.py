@@ -1,0 +1,105 @@
+"""Meshes of layouts, also of worlds larger than this machine: a process group that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import deepwell as dw
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.planner.layout import Layout, Offload
+from deepwell.train.feed import Feed
+from deepwell.train.parallel import ParallelSettings, make_meshes, parallelize
+from deepwell.train.parallel.runner import predictable
+from deepwell.train.parallel.shard import check_shardable
+from deepwell.train.parallel.single import Runner
+
+
+@contextmanager
+def world(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _ranks(mesh: object) -> list[int]:
+    return mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+
+
+def test_an_8_by_8_plan() -> None:
+    layout = Layout(dp=8, tp=4, pp=2, dp_replicate=2, ep=8, sharding="zero3", sequence_parallel=True)
+    with world(37, 64):  # stage 1, then rank 5 of a stage: data rank 1, tp rank 1
+        meshes = make_meshes(layout, "cpu")
+        assert meshes.ranks.shape == (2, 2, 4, 1, 4)
+        assert meshes.dp_rank == 1
+        assert _ranks(meshes.tp) == [36, 37, 38, 39]
+        assert meshes.layers.mesh.tolist() == [[33, 37, 41, 45], [49, 53, 57, 61]]
+        assert meshes.rest.mesh.tolist() == [list(range(32, 48)), list(range(48, 64))]
+        assert meshes.experts.shape == (2, 4, 8, 1)
+        assert _ranks(meshes.experts["ep"]) == list(range(32, 40))
+        assert _ranks(meshes.experts["edp"]) == [37, 45, 53, 61]
+
+
+def test_copies_and_contexts() -> None:
+    with world(5, 8):
+        ddp = make_meshes(Layout(dp=4, tp=2, sharding="ddp"), "cpu")
+        assert ddp.layers.mesh.tolist() == [[1], [3], [5], [7]]  # four copies of one shard
+        assert ddp.rest.mesh.tolist() == [[rank] for rank in range(8)]
+        context = make_meshes(Layout(dp=2, cp=4, sharding="zero2"), "cpu")
+        assert _ranks(context.layers) == list(range(8))
+        assert context.rest is not None and _ranks(context.rest) == list(range(8))
+        assert context.dp_rank == 1
+
+
+def test_a_layout_of_another_world_is_refused() -> None:
+    engine = dw.compile(make_model("plain"), precision="bf16")
+    feed, cpu = Feed(engine.model), torch.device("cpu")
+    assert type(parallelize(engine, Layout(dp=1), feed=feed, device=cpu)) is Runner
+    with pytest.raises(ConfigError, match=r"is of 16 processes \(dp 1 x tp 2 x pp 1 x cp 8\) and 1 are running"):
+        parallelize(engine, Layout(dp=1, tp=2, cp=8), feed=feed, device=cpu)
+    with world(0, 4), pytest.raises(ConfigError, match=r"is of 2 processes .* and 4 are running"):
+        parallelize(engine, Layout(dp=2), feed=feed, device=cpu)
+
+
+def test_what_cannot_be_executed_is_refused() -> None:
+    model = make_model("plain")
+    kept = dw.compile(model, precision="mxfp8", cache_weights=True)
+    usual = ParallelSettings()
+    with pytest.raises(UnsupportedError, match="cache_weights=True keeps the codes of whole weights"):
+        check_shardable(kept, Layout(dp=2, sharding="zero3"), usual)
+    check_shardable(kept, Layout(dp=2, sharding="zero2"), usual)
+    engine = dw.compile(model, precision="bf16")
+    for layout, message in (
+        (Layout(dp=2, sharding="zero2", offload=Offload(optimizer=0.5)), "keeps 50% of the optimizer state"),
+        (Layout(dp=2, sharding="zero2", offload=Offload(activations=1.0)), "of the activations in host memory"),
+        (Layout(dp=2, sharding="ddp", offload=Offload(optimizer=1.0)), "sharding ddp keeps all states"),
+        (Layout(dp=1, tp=2, pp=2), "tp 2 together with pp 2"),
+        (Layout(dp=1, tp=2, cp=2), "tp 2 together with cp 2"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            check_shardable(engine, layout, usual)
+    with pytest.raises(UnsupportedError, match="param_dtype and reduce_dtype are FSDP2's"):
+        check_shardable(engine, Layout(dp=2, sharding="ddp"), ParallelSettings(reduce_dtype="fp32"))
+    with pytest.raises(ConfigError, match="param_dtype is 'float8'"):
+        ParallelSettings(param_dtype="float8")
+    with pytest.raises(ConfigError, match="bucket_mib is 0"):
+        ParallelSettings(bucket_mib=0)
+
+
+def test_a_batch_without_labels_still_runs_and_counts_nothing() -> None:
+    ids = torch.arange(8).reshape(2, 4)
+    nothing = torch.full((2, 4), -100)
+    for key in ("labels", "shift_labels"):
+        batch, items = predictable({"input_ids": ids, key: nothing})
+        assert items == 0
+        assert (batch[key] != -100).sum() == 2
+        assert (nothing == -100).all()  # the loader's tensor is left alone
+    assert predictable({"input_ids": ids, "labels": ids})[1] == 6
