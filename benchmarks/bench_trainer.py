@@ -143,11 +143,11 @@ def seconds_of(run: Callable[[int], Any], steps: int, is_cuda: bool) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def saves(made: dw.Trainer, burst: int, count: int) -> dict[str, Any]:
-    """Save every `burst` steps in the background; how long the step with a save took beside the others."""
+def saves(made: dw.Trainer, burst: int, steps: int) -> dict[str, Any]:
+    """Save every `burst` steps in the background, or as soon as the save before is written; what that costs a step."""
     made.settings = made.settings.changed(save_every=burst, keep_last=1)
     first = made.step
-    made.fit(stop_at=(made.step // burst + count + 1) * burst + 2)
+    made.fit(stop_at=made.step + steps)
     assert made.run_dir is not None
     events = [json.loads(line) for line in (made.run_dir / "events.jsonl").read_text().splitlines()]
     steps = {e["step"]: e["seconds"] for e in events if e["kind"] == "step" and e["step"] > first}
@@ -169,14 +169,15 @@ def main() -> None:
     parser.add_argument("--model", default="8b-4l")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--burst", type=int, default=12)
-    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--save-steps", type=int, default=300, help="steps with saves in the background; 0: none")
+    parser.add_argument("--folder", help="where the runs are written; /dev/shm leaves the disk out")
     parser.add_argument("--only", default="bare,trainer,unwatched,whole,regions")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, wanted = race_model(arguments.model), arguments.only.split(",")
     batches = data_of(model)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         runs: dict[str, Callable[[int], Any]] = {}
         trainers = {}
         if "bare" in wanted:
@@ -194,7 +195,9 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for name, run in runs.items():
                 times[name].append(seconds_of(run, arguments.burst, device == "cuda"))
-        saved = saves(trainers["trainer"], arguments.burst, arguments.saves) if "trainer" in trainers else None
+        saved = None
+        if "trainer" in trainers and arguments.save_steps:
+            saved = saves(trainers["trainer"], arguments.burst, arguments.save_steps)
     report(times, saved, model.name, arguments.json)
 
 

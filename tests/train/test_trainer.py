@@ -1,4 +1,4 @@
-"""The trainer in one process: it trains what a hand-written loop trains, logs, saves, resumes and stops as it should."""
+"""The trainer in one process: it trains what a loop by hand trains, logs, saves, resumes and stops as it should."""
 
 import json
 import math
@@ -70,7 +70,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer: Any, t
 
 
 def test_events_are_the_record(make_trainer: Any) -> None:
-    trainer = make_trainer(precision="mxfp8", save_every=2, eval_every=3, eval_dataloader="synthetic:128", eval_batches=2)
+    trainer = make_trainer(
+        precision="mxfp8", save_every=2, eval_every=3, eval_dataloader="synthetic:128", eval_batches=2
+    )
     trainer.fit()
     events = events_of(trainer)
     kinds = [event["kind"] for event in events]
@@ -213,7 +215,8 @@ def test_a_plan_of_another_machine_is_not_run_silently(tiny_llama: Any, tmp_path
     engine = dw.compile(ir, plan=plan)
     with pytest.raises(ConfigError, match="8 GPUs"):
         dw.Trainer.from_engine(engine, dataloader="synthetic:128", run_dir=tmp_path)
-    trainer = dw.Trainer.from_engine(engine, dataloader="synthetic:128", run_dir=tmp_path, elastic=True, steps=1, quiet=True)
+    options = {"run_dir": tmp_path, "elastic": True, "steps": 1, "quiet": True}
+    trainer = dw.Trainer.from_engine(engine, dataloader="synthetic:128", **options)
     assert trainer.layout.gpus == 1 and trainer.sizes.global_batch == 64
     assert "planned anew" in trainer.plan_note
 
@@ -222,4 +225,4 @@ def test_json_events_hold_no_nan(make_trainer: Any) -> None:
     trainer = make_trainer(steps=2)
     trainer.fit()
     for line in (trainer.run_dir / "events.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=lambda word: pytest.fail(word))
+        json.loads(line, parse_constant=pytest.fail)

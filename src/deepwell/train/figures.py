@@ -6,7 +6,9 @@ all GEMMs would take at their formats' peaks over the time that the step took.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +17,11 @@ import torch
 from deepwell.engine.dryrun_plan import predict
 from deepwell.engine.engine import Engine
 from deepwell.errors import DeepwellError
-from deepwell.planner.estimate_values import GIB, Estimate
+from deepwell.planner.estimate_values import GIB
+from deepwell.planner.measured_steps import is_this_machines, record_step
 from deepwell.planner.plan import Plan
+
+ENOUGH = 20  # steps before their median is worth keeping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +33,11 @@ class Prediction:
     flops_per_token: float
     mfu_seconds: float  # MFU times seconds: what the flops take at the bf16 peak of one GPU
     weighted_seconds: float
+    plan: Plan
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Prediction:
-        return cls._of(plan.estimate, plan.step_s, plan.estimate.tier)
+        return cls._of(plan, plan.step_s, plan.estimate.tier)
 
     @classmethod
     def of_engine(
@@ -42,11 +48,13 @@ class Prediction:
             found = predict(engine, batch, seq_len, micro_batches, optimizer)
         except DeepwellError:
             return None
-        return cls._of(found.plan.estimate, found.step_s, found.tier)
+        return cls._of(found.plan, found.step_s, found.tier)
 
     @classmethod
-    def _of(cls, estimate: Estimate, step_s: float, tier: str) -> Prediction:
+    def _of(cls, plan: Plan, step_s: float, tier: str) -> Prediction:
+        estimate = plan.estimate
         return cls(
+            plan=plan,
             step_s=step_s,
             tier=tier,
             flops_per_token=estimate.model_flops_per_token,
@@ -60,12 +68,14 @@ class Figures:
 
     def __init__(self, prediction: Prediction | None, world: int, device: torch.device) -> None:
         self.prediction, self.world, self.device = prediction, world, device
+        self._seconds: deque[float] = deque(maxlen=1000)
         self._limit = None
         if device.type == "cuda":
             self._limit = torch.cuda.get_device_properties(device).total_memory / GIB
 
     def of_step(self, seconds: float, tokens: int) -> dict[str, Any]:
         """Figures of a step of `tokens` tokens over all ranks."""
+        self._seconds.append(seconds)
         figures: dict[str, Any] = {
             "seconds": seconds,
             "tokens": tokens,
@@ -87,6 +97,18 @@ class Figures:
             figures["predicted_s"] = found.step_s
             figures["ratio"] = None if found.step_s is None else found.step_s / seconds
         return figures
+
+    def keep_measured(self) -> None:
+        """Let the planner know what a step of this plan took here: the median, where enough were taken."""
+        found = self.prediction
+        if found is None or len(self._seconds) < ENOUGH:
+            return
+        gpu, estimate = found.plan.hardware.gpus[0], found.plan.estimate
+        if not is_this_machines(gpu):
+            return
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        real = statistics.median(self._seconds)
+        record_step(gpu, found.plan.workload, found.plan.layout, estimate.uncorrected_s, real, today)
 
     def memory_gib(self) -> float:
         """The most that torch had reserved on the GPU; on a CPU what the process holds now."""

@@ -309,6 +309,8 @@ class Run:
         if trainer.saver is not None:
             trainer.saver.wait()
             self._poll()
+        if trainer.runner.is_main and self._figures is not None:
+            self._figures.keep_measured()
         for callback in trainer.callbacks:
             callback.on_end(trainer, reason)
         self.log.write("end", step=trainer.step, reason=reason, exit=0)
