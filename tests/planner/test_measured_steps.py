@@ -99,11 +99,12 @@ def test_ratios_are_cut(ratio: float, cut: float) -> None:
 
 def test_a_file_stays_small() -> None:
     known = record_step(GPU, work(), ONE, 1.0, 1.0, "2026-11-20")
-    steps = [{**json.loads(steps_path(GPU).read_text())["steps"][0], "problem": str(i)} for i in range(400)]
+    (one,) = json.loads(steps_path(GPU).read_text())["steps"]
+    steps = [{**one, "problem": str(i)} for i in range(100)]
     steps_path(GPU).write_text(json.dumps({"schema": 1, "steps": steps}))
     record(work(), 1.1)
     kept = read_steps(GPU)[0]
-    assert len(kept) == 256 and kept[-1].problem == known.problem and kept[0].problem == "145"
+    assert len(kept) == 64 and kept[-1].problem == known.problem and kept[0].problem == "37"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from deepwell.planner.workload import Workload
 SCHEMA = 1
 ENOUGH = 3  # problems on one device before another one gets their median
 LIMITS = (0.5, 2.0)
-_MOST = 256  # problems of a file; the oldest go
+_MOST = 64  # problems of a file; the oldest go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
