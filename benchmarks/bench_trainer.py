@@ -8,7 +8,8 @@ All entrants train the same model on the same tokens with adamw_dw and take turn
   trainer     Trainer.fit with its defaults: events.jsonl, the watch, the readback of loss and norm
   unwatched   the same with guard=False
   whole       the trainer's runner alone: forward, backward, norm and clipping, adamw_dw; the whole model is one graph
-  regions     the same by FSDP2 (zero3) on a mesh of one GPU: every layer is a compiled region
+  regions     the same by FSDP2 (zero2) on a mesh of one GPU: every layer is a compiled region
+  resharded   the same with zero3: weights are gathered again in the backward
 
 A turn is `burst` steps between two synchronisations of the device; medians over turns. After the turns the trainer
 saves in the background every `burst` steps: what a save costs the step it falls into.
@@ -104,17 +105,17 @@ def running(made: dw.Trainer) -> Callable[[int], Any]:
 
 
 def by_runner(
-    model: RaceModel, device: str, batches: list[dict[str, torch.Tensor]], *, is_sharded: bool
+    model: RaceModel, device: str, batches: list[dict[str, torch.Tensor]], sharding: Any
 ) -> Callable[[int], Any]:
     """Steps of a runner: of the whole graph, or of compiled regions under FSDP2 with one rank."""
     engine = compiled(model, device)
     feed = Feed(engine.model)
-    if is_sharded:
+    if sharding:
         if not dist.is_initialized():
             store = dist.HashStore()
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        meshes = make_meshes(Layout(dp=1, sharding="zero3"), device)
+        meshes = make_meshes(Layout(dp=1, sharding=sharding), device)
         engine.use_regions()
         shard(engine, meshes, ParallelSettings())
         runner: Runner = ShardedRunner(engine, feed, torch.device(device), meshes)
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=12)
     parser.add_argument("--save-steps", type=int, default=300, help="steps with saves in the background; 0: none")
     parser.add_argument("--folder", help="where the runs are written; /dev/shm leaves the disk out")
-    parser.add_argument("--only", default="bare,trainer,unwatched,whole,regions")
+    parser.add_argument("--only", default="bare,trainer,unwatched,whole,regions,resharded")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,9 +187,9 @@ def main() -> None:
             if name in wanted:
                 trainers[name] = trainer(model, device, batches, Path(folder) / name, **options)
                 runs[name] = running(trainers[name])
-        for name in ("whole", "regions"):
+        for name, sharding in {"whole": None, "regions": "zero2", "resharded": "zero3"}.items():
             if name in wanted:
-                runs[name] = by_runner(model, device, batches, is_sharded=name == "regions")
+                runs[name] = by_runner(model, device, batches, sharding)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
             seconds_of(run, 4, device == "cuda")  # compiles
@@ -217,8 +218,9 @@ def report(times: dict[str, list[float]], saved: dict[str, Any] | None, model: s
     print(f"{model}, {one_line(facts)}")
     for row in rows:
         print(f"  {row['name']:10s} {row['ms']:9.2f} ms  {100 * row['over']:+6.2f}%")
-    if {"whole", "regions"} <= set(medians):
-        print(f"  regions over whole {100 * (medians['regions'] / medians['whole'] - 1):+.2f}%")
+    for name in ("regions", "resharded"):
+        if {"whole", name} <= set(medians):
+            print(f"  {name} over whole {100 * (medians[name] / medians['whole'] - 1):+.2f}%")
     if saved is not None:
         shown = ", ".join(f"{1e3 * s:.0f}" for s in saved["stalls_s"])
         after = ", ".join(f"{1e3 * s:.0f}" for s in saved["next_steps_s"])
