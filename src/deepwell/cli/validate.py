@@ -13,14 +13,17 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.validate_faults import faults_command
 from deepwell.cli.validate_planner import planner_command
 
 app = typer.Typer(
-    help="Check claims by measuring: accuracy of a policy, predictions of the planner.", no_args_is_help=True
+    help="Check claims by measuring: accuracy of a policy, predictions of the planner, kills survived.",
+    no_args_is_help=True,
 )
 
 
 app.command("planner")(planner_command)
+app.command("faults")(faults_command)
 
 
 @app.callback()
