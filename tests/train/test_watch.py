@@ -231,7 +231,8 @@ def test_step_ranges_of_the_policy_switch_under_overrides_without_restart():
     engine.override({(UP, "fwd"): "mxfp8", (DOWN, "wgrad"): "bf16"}, "a test")
     seen = {}
     for step in (0, 5, 6, 7, 8, 9, 0):
-        engine.at_step(step)(**x).backward()
+        with torch.no_grad():
+            engine.at_step(step)(**x)
         seen[step] = {p: f for p, f in Watch(engine).formats().items() if p in (UP, DOWN)}
     low = {UP: "mxfp8|nvfp4|nvfp4", DOWN: "nvfp4|nvfp4|bf16"}
     high = dict.fromkeys((UP, DOWN), "bf16|bf16|bf16")  # the policy asks for more bits than the override
@@ -451,34 +452,52 @@ def test_the_turn_goes_over_the_layers_and_a_suspect_is_looked_at_again(eager):
 # ---- models as they are ----
 
 
-@pytest.mark.parametrize("how", ["recompute", "regions", "experts"])
-def test_samples_see_every_gemm_of_a_hugging_face_model(how):
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "vocab_size": 64}
-    torch.manual_seed(0)
-    if how == "experts":
-        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2, num_experts_per_tok=1)).train()
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes)).train()
-    engine = dw.compile(dw.capture(model), precision="mxfp8", recompute=how == "recompute")
-    if how == "regions":
-        engine.use_regions()
-    ids = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(1))
-    watch = Watch(engine, GuardSettings(**SETTINGS, sample_tokens=128))
-    watch.begin_step(0, [{"input_ids": ids, "labels": ids}], lambda part: engine(**part).loss)
+def _look(engine, batch, run):
+    """Every GEMM of the engine in one sample; nothing was compiled or changed."""
+    watch = Watch(engine, GuardSettings(**SETTINGS))
+    watch.begin_step(0, [batch], run)
     sample, _ = watch._sample
     assert sample.rows == sampling.rows_of(engine.bound.schemes, list(engine.bound.schemes))
+    assert len(sample.rows) == 3 * len(engine.bound.schemes) > 0
     seen, noise = (sample.figures[:, sampling.FIGURES.index(name)] for name in ("seen", "noise"))
     assert bool(seen.all()) and bool((noise > 0).all()) and float(noise.max()) < 10**-2.6
-    assert all(p.grad is None for p in model.parameters()) and engine.options.graphs == 0
-    # A change of formats while it runs.
-    path = next(iter(engine.bound.schemes))
-    engine(input_ids=ids, labels=ids).loss.backward()
-    engine.override({(path, "wgrad"): "bf16"}, "a test")
-    engine(input_ids=ids, labels=ids).loss.backward()
-    assert watch.formats()[path] == "mxfp8|mxfp8|bf16" and engine.options.graphs > 0
+    assert all(p.grad is None for p in engine.parameters()) and engine.options.graphs == 0
+    return watch
+
+
+@pytest.mark.parametrize("how", ["recompute", "regions"])
+def test_layers_that_are_computed_again_or_compiled_alone_are_seen_and_change_their_formats(how):
+    batch = _batch(0)
+    ir = dw.capture(Net(), (batch["x"], batch["y"]))
+    engine = dw.compile(ir, precision="mxfp8", recompute=how == "recompute")
+    if how == "regions":
+        engine.use_regions()
+    watch = _look(engine, batch, lambda part: engine(**part))
+
+    @torch.no_grad()
+    def loss(engine):
+        return float(engine(**batch))
+
+    before, told = loss(engine), dw.PrecisionPolicy("mxfp8")
+    engine.override({(UP, "fwd"): "bf16"}, "a test")
+    changed = loss(engine)
+    assert watch.formats()[UP] == "bf16|mxfp8|mxfp8" and engine.options.graphs > 0 and changed != before
+    told.set_layer_precision(f"path:{UP}", "bf16", gemms="fwd")
+    torch._dynamo.reset()
+    assert loss(dw.compile(Net(), precision_policy=told)) == changed
+    assert loss(engine.override({(UP, "fwd"): None}, "back")) == before
+
+
+@pytest.mark.slow
+def test_experts_are_seen():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    engine = dw.compile(dw.capture(MixtralForCausalLM(MixtralConfig(**sizes)).train()), precision="mxfp8")
+    ids = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(1))
+    _look(engine, {"input_ids": ids, "labels": ids}, lambda part: engine(**part).loss)
 
 
 # ---- ranks ----
