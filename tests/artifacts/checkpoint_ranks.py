@@ -129,11 +129,14 @@ def moments(net: nn.Module, optimizer: torch.optim.Optimizer, local: bool = Fals
     found = {}
     for name, parameter in net.named_parameters():
         state = optimizer.state[parameter]
+        is_empty = isinstance(parameter, DTensor) and not parameter.to_local().numel()
         for key, value in state.items():
+            if is_empty and (local or key == "step"):
+                continue  # a rank without rows counts no steps
             if not local and f"{key}_scales" in state:
                 found[f"{name}.{key}"] = bits(decoded(parameter, value, state[f"{key}_scales"]))
             elif local or not key.endswith("_scales"):
-                found[f"{name}.{key}"] = bits(value)
+                found[f"{name}.{key}"] = bits(value.to_local() if local and isinstance(value, DTensor) else value)
     return found
 
 
@@ -153,9 +156,9 @@ def fsdp(rank: int, world: int, folder: Path) -> None:
     alone = [dist.new_group([r]) for r in range(world)][rank]
     mesh = init_device_mesh("cpu", (world,))
     for name, make in OPTIMIZERS.items():
-        # Rows that do not divide cut the blocks of FP8 moments: those have a test of their own.
-        odd = 8 * world if name == "dw fp8" else 7
-        net = shard(Net(odd=odd), mesh)
+        # Shards that are no multiple of 128 elements cut the blocks of FP8 moments: those have a test of their own.
+        sizes = {"width": 64 * world, "odd": 128 * world} if name == "dw fp8" else {"odd": 1}  # one row
+        net = shard(Net(**sizes), mesh)
         optimizer = make(net)
         train(net, optimizer, range(2))
         state = TrainState(model=net, optimizer=optimizer, meta={"step": 2}, rank_state={"me": torch.tensor(rank)})
@@ -163,7 +166,7 @@ def fsdp(rank: int, world: int, folder: Path) -> None:
         expected = weights(net), moments(net, optimizer)
         assert load(path).world == world
         if rank == 0:
-            plain = Net(odd=odd)
+            plain = Net(**sizes)
             plain_optimizer = make(plain)
             loaded = TrainState(model=plain, optimizer=plain_optimizer)
             load_checkpoint(path, loaded, process_group=alone)
@@ -172,7 +175,7 @@ def fsdp(rank: int, world: int, folder: Path) -> None:
             loaded.meta = {"step": 3}
             save_checkpoint(folder / name, loaded, process_group=alone)
         dist.barrier()
-        again = shard(Net(odd=odd), mesh)
+        again = shard(Net(**sizes), mesh)
         again_optimizer = make(again)
         for number in (3, 2):
             loaded = TrainState(model=again, optimizer=again_optimizer)
@@ -233,26 +236,25 @@ def meshes(rank: int, world: int, folder: Path) -> None:
     alone = [dist.new_group([r]) for r in range(world)][rank]
     flat = init_device_mesh("cpu", (world,))
     grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-    layouts: dict[str, Callable[[], Net]] = {
-        "fsdp x tp": lambda: shard(split(Net(), grid["tp"]), grid["dp"]),
-        "hsdp": lambda: shard(Net(), grid),
-        "fsdp": lambda: shard(Net(), flat),
-        "tp": lambda: split(Net(), grid["tp"]),
-        "copies": Net,
+    layouts: dict[str, Callable[[Net], Net]] = {
+        "fsdp x tp": lambda net: shard(split(net, grid["tp"]), grid["dp"]),
+        "hsdp": lambda net: shard(net, grid),
+        "fsdp": lambda net: shard(net, flat),
+        "tp": lambda net: split(net, grid["tp"]),
+        "copies": lambda net: net,
     }
     for moment in ("bf16", "fp8"):
         expected = None
+        sizes = {"width": 256, "odd": 512} if moment == "fp8" else {}  # no layout cuts a block
         for name, build in layouts.items():
-            net = build()
-            if moment == "fp8" and name == "fsdp":
-                continue  # 7 rows over 4 ranks cut blocks
+            net = build(Net(**sizes))
             optimizer = AdamWDW(net.parameters(), lr=1e-2, moments=moment, stochastic_rounding=False)
             pretend(net, optimizer)
             path = save_checkpoint(
                 folder / f"{name} {moment}", TrainState(model=net, optimizer=optimizer, meta={"step": 1})
             )
             size = sum(file.stat().st_size for file in path.glob("model-*"))
-            whole = sum(p.numel() * 2 for p in Net().parameters())
+            whole = sum(p.numel() * 2 for p in Net(**sizes).parameters())
             assert whole <= size < whole * 1.3 + world * 3000, (name, size, whole, "written once")
             if name == "copies":
                 largest = max(file.stat().st_size for file in path.glob("model-*"))
@@ -260,15 +262,13 @@ def meshes(rank: int, world: int, folder: Path) -> None:
             if expected is None or moment == "fp8":
                 expected = weights(net), moments(net, optimizer)
             for other, rebuild in layouts.items():
-                if moment == "fp8" and other == "fsdp":
-                    continue
-                again = rebuild()
+                again = rebuild(Net(**sizes))
                 again_optimizer = AdamWDW(again.parameters(), moments=moment, stochastic_rounding=False)
                 load_checkpoint(path, TrainState(model=again, optimizer=again_optimizer))
                 found = weights(again), moments(again, again_optimizer)
                 assert found == expected, (name, other, moment)
             if rank == 0:
-                plain = Net()
+                plain = Net(**sizes)
                 load_checkpoint(path, TrainState(model=plain), process_group=alone)
                 assert weights(plain) == expected[0]
             dist.barrier()
@@ -372,7 +372,7 @@ def saver(rank: int, world: int, folder: Path) -> None:
     words = "No space left" if rank == world - 1 else f"rank {world - 1}: its files could not be written"
     assert words in failed.error or rank not in {0, world - 1}, failed.error
     assert "not healthy" in refused.error or rank not in {0, world - 1}, refused.error
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 28, "nobody waited for its time to run out"
     assert latest(run) == good
     dist.barrier()
 
@@ -385,7 +385,7 @@ def saver(rank: int, world: int, folder: Path) -> None:
     saves.save(TrainState(model=net, optimizer=optimizer, meta={"step": 7}))
     saves.wait()
     (event,) = saves.poll()
-    assert not event.committed and time.monotonic() - began < 10
+    assert not event.committed and time.monotonic() - began < 28
     assert f"nothing from ranks [{world - 1}] within 1.5 s" in event.error or rank, event.error
     assert latest(run) == good
     verify(good)
@@ -433,7 +433,7 @@ def save_four(rank: int, world: int, folder: Path) -> None:
     """One half of four ranks to two: what was saved is written down by itself, for the other half to compare."""
     mesh = init_device_mesh("cpu", (world,))
     for name, make in OPTIMIZERS.items():
-        net = shard(Net(odd=8), mesh)
+        net = shard(Net(width=256, odd=512), mesh)
         optimizer = make(net)
         train(net, optimizer, range(2))
         save_checkpoint(folder / name, TrainState(model=net, optimizer=optimizer, meta={"step": 2}))
@@ -447,7 +447,7 @@ def load_two(rank: int, world: int, folder: Path) -> None:
     """The other half."""
     mesh = init_device_mesh("cpu", (world,))
     for name, make in OPTIMIZERS.items():
-        net = shard(Net(odd=8), mesh)
+        net = shard(Net(width=256, odd=512), mesh)
         optimizer = make(net)
         load_checkpoint(folder / name / "step-00000002", TrainState(model=net, optimizer=optimizer))
         assert repr((weights(net), moments(net, optimizer))) == (folder / f"{name}.txt").read_text()

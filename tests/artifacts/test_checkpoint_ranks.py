@@ -12,7 +12,7 @@ import torch
 SCRIPT = Path(__file__).parent / "checkpoint_ranks.py"
 
 
-def launch(world: int, folder: Path, *cases: str, timeout_s: float = 240) -> None:
+def launch(world: int, folder: Path, *cases: str, timeout_s: float = 400) -> None:
     """Run cases of checkpoint_ranks.py in `world` processes; any that fails is shown."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -34,8 +34,8 @@ def launch(world: int, folder: Path, *cases: str, timeout_s: float = 240) -> Non
         for rank in ranks:
             rank.kill()
     print(outputs[0][0])  # seconds of each case
-    for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, f"rank {number} of {world}: {errors[-4000:]}"
+    failed = [f"rank {n}: {outputs[n][1][-2500:]}" for n, rank in enumerate(ranks) if rank.returncode]
+    assert not failed, "\n".join(failed)
 
 
 def test_two_ranks_one_rank_two_ranks_and_a_rank_that_dies(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_two_ranks_one_rank_two_ranks_and_a_rank_that_dies(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_four_ranks_on_every_mesh(tmp_path: Path) -> None:
-    launch(4, tmp_path, "fsdp", "meshes", "saver", timeout_s=500)
+    launch(4, tmp_path, "fsdp", "meshes", "saver", timeout_s=550)
 
 
 @pytest.mark.slow
 def test_four_ranks_to_two(tmp_path: Path) -> None:
-    launch(4, tmp_path, "save_four", timeout_s=500)
-    launch(2, tmp_path, "load_two", timeout_s=500)
+    launch(4, tmp_path, "save_four", timeout_s=550)
+    launch(2, tmp_path, "load_two", timeout_s=550)

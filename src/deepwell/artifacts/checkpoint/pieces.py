@@ -1,6 +1,7 @@
 """What this rank writes: its parts of the model's and the optimizer's tensors, each with its place in the whole."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,6 +70,9 @@ def contents_of(state: TrainState, rank: int) -> Contents:
     if state.optimizer is not None:
         names = names_of(state.optimizer, tensors)
         for parameter, name in names.items():
+            box = box_of(parameter, name)
+            if not box.numel and parameter.numel():
+                continue  # a rank without rows has counted no steps for them either
             for key, value in state.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     pieces.append(_state_piece(parameter, name, key, value))
@@ -91,6 +95,8 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     for raw, value in model.state_dict(keep_vars=True).items():
         name = plain_name(raw)
         if not isinstance(value, Tensor):
@@ -176,7 +182,7 @@ def units_of(contents: Contents) -> dict[str, int]:
     """What this rank could write, with its bytes: its part of each weight, and what there is once of each parameter."""
     units: dict[str, int] = {}
     for piece in contents.pieces:
-        if piece.file == "model":
+        if piece.file == "model" and (piece.box.numel or not math.prod(piece.box.whole)):  # some ranks have no rows
             units[piece.unit] = piece.box.numel * piece.tensor.element_size()
             units.setdefault(f"{piece.name}@", 0)  # its step count, which may not be there yet
     for number in range(len(contents.groups)):

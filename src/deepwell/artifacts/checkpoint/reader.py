@@ -1,7 +1,9 @@
 """Reads any part of any tensor of a checkpoint, from whatever parts it was saved in."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from deepwell.artifacts.checkpoint.shards import Box, overlap
 from deepwell.artifacts.checkpoint.tensor_file import TORCH_DTYPES
 from deepwell.errors import CheckpointError
 
-_MOST_OPEN = 64  # files at a time
+_MOST_OPEN, _MOST_HASHED = 64, 4  # files at a time
 
 
 class Entry:
@@ -73,8 +75,8 @@ class Reader(AbstractContextManager["Reader"]):
 
     def verify(self, share: int = 0, of: int = 1) -> None:
         """Compare the hashes of every `of`-th file, from number `share` on."""
-        for record in list(self.opened.files.values())[share::of]:
-            check_hash(self.opened.path, record)
+        with ThreadPoolExecutor(max_workers=_MOST_HASHED) as pool:
+            list(pool.map(partial(check_hash, self.opened.path), list(self.opened.files.values())[share::of]))
 
     def name_of(self, name: str) -> str:
         """The name that a tensor is saved under: its own, or that of the tensor it was tied to."""

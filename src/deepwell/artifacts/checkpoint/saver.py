@@ -60,7 +60,8 @@ class Saver:
 
     `keep_last` checkpoints stay, and those whose step is a multiple of `keep_every`. A save that fails is an event with
     its error; it never raises, leaves the checkpoints before it as they are and no folder that looks like one. All
-    ranks call `save` at the same steps; the first call is a collective of `process_group`, the others are not.
+    ranks call `save` at the same steps; the first call is a collective of `process_group`, the others are not. Only
+    that first call raises, UnsupportedError or ConfigError, for a state that no checkpoint can hold.
     """
 
     def __init__(
@@ -125,10 +126,11 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until no save is under way."""
-        running, self._running = self._running, None
+        running = self._running
         if running is None:
             return
         error = running.future.exception()
+        self._running = None  # only now: who is interrupted above has not waited
         if error is not None:
             seconds = time.perf_counter() - running.began
             event = replace(running.event, seconds=seconds, error=str(error) or type(error).__name__)
