@@ -114,11 +114,12 @@ class Case:
 
 CASES = {
     "sequential": Case(build=sequential, format="mxfp8", dtype=torch.float32, kind="floats"),
-    "bench": Case(build=bench_llama, format="nvfp4", kind="bench"),
-    "llama": Case(build=hf_llama, format="mxfp8", new_tokens=3),
+    "nvfp4": Case(build=sequential, format="nvfp4", kind="floats"),
+    "llama": Case(build=hf_llama, format="mxfp8", new_tokens=2),
 }
 SLOW_CASES = {
     "odd": Case(build=Odd, format="mxfp8", dtype=torch.float32, kind="ids"),
+    "bench": Case(build=bench_llama, format="nvfp4", kind="bench"),
     "llama_bf16": Case(build=hf_llama, format="bf16"),
     "llama_nvfp4": Case(build=hf_llama, format="nvfp4", dtype=torch.float32),
     "llama_fp8": Case(build=hf_llama, format="fp8"),
@@ -187,6 +188,7 @@ def check_in_a_fresh_process(tmp_path: Path, cases: dict[str, Case]) -> dict[str
             answers["logits"] = logits_of(engine(**call)).contiguous().clone()
             if case.new_tokens:
                 answers["tokens"] = engine.generate(**call, max_new_tokens=case.new_tokens, do_sample=False)
+        torch._dynamo.reset()  # or the sizes above would make open ones of the example's, which takes longer
         before = {key: value.clone() for key, value in engine.model.state_dict().items()}
         written[name] = export(engine, tmp_path / f"{name}.engine")
         after = engine.model.state_dict()
@@ -208,8 +210,8 @@ def check_in_a_fresh_process(tmp_path: Path, cases: dict[str, Case]) -> dict[str
 
 def test_a_loaded_engine_equals_the_exported_one_bit_for_bit(tmp_path: Path) -> None:
     written = check_in_a_fresh_process(tmp_path, CASES)
-    for name, fmt in (("sequential", "mxfp8"), ("bench", "nvfp4_16x16"), ("llama", "mxfp8")):
-        assert written[name].formats[fmt]["tensors"] == {"sequential": 2, "bench": 7, "llama": 7}[name]
+    for name, fmt, count in (("sequential", "mxfp8", 2), ("nvfp4", "nvfp4_16x16", 2), ("llama", "mxfp8", 7)):
+        assert written[name].formats[fmt]["tensors"] == count
         assert not [note for note in written[name].notes if "whole" in note]
     llama = written["llama"]
     assert llama.model["class"] == "LlamaForCausalLM" and llama.manifest["checked"]
@@ -232,6 +234,29 @@ def test_every_kind_of_model_and_format_loads_equal(tmp_path: Path, name: str) -
     stored = set(written.formats)
     wanted = {"nvfp4": "nvfp4_16x16", "fp8": "fp8_e4m3_tensor_pow2"}.get(SLOW_CASES[name].format, "mxfp8")
     assert (wanted in stored) == (SLOW_CASES[name].format != "bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["mxfp8", "fp8", "nvfp4", "fp8_tensor", "fp8_1x128"])
+@pytest.mark.parametrize("build", [hf_llama, bench_llama, qwen_moe])
+def test_on_a_gpu_a_loaded_engine_equals_the_exported_one(
+    tmp_path: Path,
+    build: Callable[[], nn.Module],
+    format: str,  # noqa: A002
+) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    policy = dw.PrecisionPolicy()
+    options = {"gradients": "e4m3"} if format == "fp8_tensor" else {}  # named gradients: tensor scales are meant
+    policy.set_default(format, **options)
+    model = build().bfloat16().cuda().eval()
+    engine = dw.compile(dw.capture(model), precision_policy=policy, measure=False)
+    written = export(engine, tmp_path / "x.engine")
+    tokens = torch.randint(3, 64, (4, 32), device="cuda")
+    with torch.no_grad():
+        ours, theirs = logits_of(engine(tokens)), logits_of(load_engine(written.path)(tokens))
+    assert torch.equal(ours, theirs), str(written)
+    assert len(written.formats) > 1, f"nothing was stored in a format: {written}"
 
 
 # ---- graphs of models that no library has ----
@@ -292,7 +317,7 @@ def test_what_has_no_form_is_refused_before_anything_is_written(tmp_path: Path) 
 # ---- weights ----
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "fmt",
     ["mxfp8", "nvfp4", "nvfp4_16x16", "mxfp4", "mxfp6"] + [f"fp8_e4m3_{g}_pow2" for g in ("tensor", "row", "128x128")],
@@ -369,9 +394,9 @@ def test_steps_and_formats_that_were_taken_back_are_kept(tmp_path: Path) -> None
     engine.check_fragile(torch.randn(2, 5, 32), floor_db=1000.0)  # nothing is good enough
     assert all(scheme.startswith("bf16|") for scheme in engine.bound.schemes.values())
     first = export(engine, tmp_path / "a.engine")
-    assert first.manifest["step"] == 20 and len(first.manifest["pins"]) == 2 and set(first.formats) == {"float32"}
+    assert first.manifest["step"] == 10 and len(first.manifest["pins"]) == 2 and set(first.formats) == {"float32"}
     loaded = load_engine(tmp_path / "a.engine")
-    assert loaded.step == 20 and loaded.bound.schemes == engine.bound.schemes
+    assert loaded.step == 10 and loaded.bound.schemes == engine.bound.schemes
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
         assert torch.equal(engine(x), loaded(x))
