@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from deepwell import __version__
-from deepwell.cli import bench, build, data, dryrun, plan, report, train, validate
+from deepwell.cli import bench, build, data, dryrun, export, plan, report, train, validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -44,6 +44,7 @@ app.command("plan")(plan.plan_command)
 app.command("dryrun")(dryrun.dryrun_command)
 app.command("train")(train.train_command)
 app.command("report")(report.report_command)
+app.command("export")(export.export_command)
 app.add_typer(data.app, name="data")
 
 

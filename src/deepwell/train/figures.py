@@ -91,7 +91,7 @@ class Figures:
         found = self.prediction
         if found is not None:
             figures["tflops"] = found.flops_per_token * tokens / self.world / seconds / 1e12
-            if found.mfu_seconds:
+            if found.mfu_seconds and self.device.type == "cuda":  # of a CPU's peak nobody knows enough
                 figures["mfu"] = found.mfu_seconds / seconds
                 figures["mfu_weighted"] = found.weighted_seconds / seconds
             figures["predicted_s"] = found.step_s
