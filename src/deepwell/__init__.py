@@ -31,8 +31,8 @@ _PUBLIC = {
     "GuardSettings": "deepwell.precision.guard",
     "save": "deepwell.artifacts.checkpoint",
     "load": "deepwell.artifacts.checkpoint",
-    "export": "deepwell.artifacts.export",
-    "load_engine": "deepwell.artifacts.export",
+    "export": "deepwell.artifacts.export.write",
+    "load_engine": "deepwell.artifacts.export.read",
     "QuantizedTensor": "deepwell.formats.quantize",
     "quantize": "deepwell.formats.quantize",
     "DeepwellError": "deepwell.errors",
@@ -48,7 +48,8 @@ __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from deepwell.artifacts.checkpoint import load, save
-    from deepwell.artifacts.export import export, load_engine
+    from deepwell.artifacts.export.read import load_engine
+    from deepwell.artifacts.export.write import export
     from deepwell.engine.compile import compile, optimize_for_blackwell  # noqa: A004 - the public name
     from deepwell.engine.dryrun import dryrun
     from deepwell.engine.dryrun_values import DryRun
