@@ -99,11 +99,16 @@ def make_model(name: str) -> nn.Module:
     if name == "gpt2":
         config = transformers.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=64)
         return transformers.GPT2LMHeadModel(config)
-    if name == "moe":
+    if name in ("moe", "skewed"):
+        top_k = 1 if name == "skewed" else 2
         config = transformers.Qwen3MoeConfig(
-            **sizes, head_dim=16, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2
+            **sizes, head_dim=16, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=top_k
         )
-        return transformers.Qwen3MoeForCausalLM(config)
+        model = transformers.Qwen3MoeForCausalLM(config)
+        for key, parameter in model.named_parameters():
+            if name == "skewed" and key.endswith("mlp.gate.weight"):  # all tokens go to one expert
+                nn.init.zeros_(parameter)
+        return model
     raise ValueError(name)
 
 

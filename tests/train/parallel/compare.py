@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cases
 from cases import Case, Outcome
-from processes import run_cases
+from processes import Run, run_cases
 
 from deepwell.planner.layout import Layout
 
@@ -43,15 +43,15 @@ def difference(found: Outcome, alone: Outcome) -> Difference:
     )
 
 
-def outcomes(wanted: Sequence[Case]) -> dict[str, tuple[Outcome, Outcome]]:
+def outcomes(wanted: Sequence[Case], run: Run = cases.run) -> dict[str, tuple[Outcome, Outcome]]:
     """By name, (on the layout, in one process) of each case; a group of processes for each number of ranks."""
     found: dict[str, Outcome] = {}
     singles = {_key(case.alone): case.alone for case in wanted}
-    alone = dict(zip(singles, run_cases(cases.run, list(singles.values()), 1, timeout=900), strict=True))
+    alone = dict(zip(singles, run_cases(run, list(singles.values()), 1, timeout=900), strict=True))
     worlds = sorted({Layout(**case.layout).gpus for case in wanted})
     for world in worlds:
         some = [case for case in wanted if Layout(**case.layout).gpus == world]
-        results = run_cases(cases.run, some, world, timeout=900)
+        results = run_cases(run, some, world, timeout=900)
         found |= {case.name: result for case, result in zip(some, results, strict=True)}
     return {case.name: (found[case.name], alone[_key(case.alone)]) for case in wanted}
 

@@ -26,12 +26,16 @@ def run(case: Case) -> Outcome:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     total, items = runner.evaluate(parts(make_batch(99, case.labels), runner, 1)[0])
+    weights = _together({name: whole(p) for name, p in runner.named_parameters()})
+    for found in (grads, weights) if case.model.startswith("tied") else ():
+        head = found.pop("lm_head.weight", None)
+        assert head is None or torch.equal(head, found["model.embed_tokens.weight"])
     report = engine.report()
     return Outcome(
         losses=losses, grads=grads, norms=norms, evaluated=float(total / items), passes=_added(dict(report.passes)),
-        unmet=[note for note in report.notes if "not met" in note],
+        unmet=[note for notes in _gathered(report.notes) for note in notes if "not met" in note or "broke" in note],
         notes=[*report.notes, *getattr(runner, "notes", [])], deferred=None,
-        weights=_together({name: whole(p) for name, p in runner.named_parameters()}),
+        weights=weights,
     )  # fmt: skip
 
 

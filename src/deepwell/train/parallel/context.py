@@ -58,6 +58,8 @@ def spread_attention(engine: Engine, meshes: Meshes) -> str:
         raise UnsupportedError(
             f"cp: {engine.ir.name} does not take its attention from Hugging Face's attention interface; leave cp at 1"
         )
+    if getattr(getattr(model, "config", None), "attn_logit_softcapping", None) is not None:
+        raise UnsupportedError(f"cp: the attention of {engine.ir.name} caps its scores; leave cp at 1")
     for op in (op for ops, _ in engine.ir.parts() for op in ops):
         if op.role == "mixer":
             raise UnsupportedError(f"cp: {engine.ir.name} mixes tokens by {op.name} as well; leave cp at 1")
@@ -69,7 +71,7 @@ def spread_attention(engine: Engine, meshes: Meshes) -> str:
 
     kind, note = choose_kind(engine.ir, meshes.layout.context_parallel_kind, cp)
     mesh = meshes.ranks["cp"]
-    how: tuple[str, int, int] = (mesh.get_group().group_name, cp, mesh.get_local_rank())
+    how: tuple[Any, int, int] = (mesh.get_group().group_name, cp, mesh.get_local_rank())
     name = f"deepwell_{kind}_{next(_NUMBERS)}"
     ALL_ATTENTION_FUNCTIONS.register(name, ulysses(*how) if kind == "ulysses" else allgather(*how))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, _no_mask)
@@ -84,7 +86,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 # ---- attention functions ----
 
 
-def ulysses(group: str, cp: int, rank: int) -> Callable[..., tuple[Tensor, None]]:
+def ulysses(group: Any, cp: int, rank: int) -> Callable[..., tuple[Tensor, None]]:
     """An attention function that exchanges a part of the sequence for a part of the heads, and back."""
 
     # B batch, H heads, S tokens of this rank, D width of a head.
@@ -118,7 +120,7 @@ def ulysses(group: str, cp: int, rank: int) -> Callable[..., tuple[Tensor, None]
     return attend
 
 
-def allgather(group: str, cp: int, rank: int) -> Callable[..., tuple[Tensor, None]]:
+def allgather(group: Any, cp: int, rank: int) -> Callable[..., tuple[Tensor, None]]:
     """An attention function that gathers keys and values along the sequence."""
 
     def attend(

@@ -110,7 +110,7 @@ def distribute_experts(engine: Engine, meshes: Meshes) -> tuple[str, ...]:
 
 
 def connect_experts(engine: Engine, paths: Sequence[str], meshes: Meshes) -> list[tuple[str, DeviceMesh]]:
-    """Put the exchange around the experts' regions. Returns (path, mesh) of the groups that FSDP2 is to make of them."""
+    """Put the exchange around the experts' regions. Returns (path, mesh) of what FSDP2 is to make groups of."""
     mesh = meshes.experts
     for path in paths:
         module: Any = engine.model.get_submodule(path)

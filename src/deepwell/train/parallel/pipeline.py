@@ -211,6 +211,8 @@ def _loss_of(out: Tensor, target: Tensor) -> Tensor:
 def _joined(batches: Sequence[Batch]) -> dict[str, Tensor]:
     """One batch of several; torch's schedule cuts it again."""
     first = batches[0]
+    if "input_ids" not in first:
+        raise ConfigError(f"pp: the batch has {', '.join(first)} and no input_ids")
     for batch in batches[1:]:
         if batch.keys() != first.keys() or any(batch[name].shape != first[name].shape for name in first):
             raise ConfigError("pp: the micro-batches of a step must have the same fields, rows and lengths")

@@ -139,7 +139,8 @@ def num_shards(tensor: Tensor) -> int:
     """Among how many ranks a tensor is divided."""
     placements = getattr(tensor, "placements", ())
     sizes = tensor.device_mesh.shape if placements else ()  # type: ignore[attr-defined]
-    return math.prod(size for size, placement in zip(sizes, placements, strict=True) if placement.is_shard())
+    # Experts that FSDP2 shards once more have a placement that is no `Shard` by name.
+    return math.prod(size for size, placement in zip(sizes, placements, strict=True) if not placement.is_replicate())
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ class Received(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.__dict__["value"] = None
-        self.forward = torch._dynamo.disable(self._give, reason=REASON)  # type: ignore[method-assign]
+        self.forward = torch._dynamo.disable(self._give, reason=REASON)
 
     def _give(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.__dict__["value"]
@@ -142,7 +142,7 @@ class Cut:
         if not span.is_first:
             places[self._embedding] = self.received
         if not span.is_last:
-            places |= {path: self._stand_ins["0"] for path in self._ends}
+            places |= dict.fromkeys(self._ends, self._stand_ins["0"])
         self.received.__dict__["value"] = x
         try:
             with _instead(self.model, places):
@@ -166,6 +166,11 @@ class Cut:
 
 class Stage(nn.Module):
     """One stage as torch's schedules call it: hidden states in, hidden states out; the last one gives the loss, [1]."""
+
+    engine: Engine
+    feed: Feed
+    cut: Cut
+    span: Span
 
     def __init__(self, engine: Engine, feed: Feed, cut: Cut, span: Span) -> None:
         super().__init__()
@@ -204,10 +209,11 @@ def hidden_of(out: Any) -> Tensor:
 def _list_of_layers(ir: IR, model: nn.Module) -> tuple[str, ...]:
     parents = {layer.path.rpartition(".")[0] for layer in ir.layers}
     path = parents.pop() if len(parents) == 1 else ""
-    if not path or not isinstance(model.get_submodule(path), nn.ModuleList):
+    found = model.get_submodule(path) if path else None
+    if not isinstance(found, nn.ModuleList):
         raise UnsupportedError(f"pp: the layers of {ir.name} are not one nn.ModuleList; leave pp at 1")
     numbers = [layer.path.rpartition(".")[2] for layer in ir.layers]
-    if numbers != [str(i) for i in range(len(model.get_submodule(path)))]:
+    if numbers != [str(i) for i in range(len(found))]:
         raise UnsupportedError(f"pp: the list {path} of {ir.name} holds more than its layers; leave pp at 1")
     return tuple(path.split("."))
 
