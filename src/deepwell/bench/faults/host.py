@@ -1,6 +1,6 @@
 """The process that agents are forked from: it has imported everything, so that a start costs a second, not ten.
 
-    python -m deepwell.bench.faults.host     # reads lines "start JOB" and "quit"; writes "started PID", "ended PID N"
+    python -m deepwell.bench.faults.host     # reads "start {...}" and "quit"; writes "started PID", "ended PID N"
 
 Agents are torch's own (`elastic_launch`), and their workers processes of their own; what is left out of a start is the
 import of torch. The processes of an agent that was killed become children of this one, which reaps them.
@@ -28,21 +28,25 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from deepwell.bench.faults.worker import work
 from deepwell.train.elastic import AGENT_ENVIRONMENT, end_with_parent
 
+_RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 _ADOPT_ORPHANS = 36  # prctl's PR_SET_CHILD_SUBREAPER
 
 
-def run_agent(job: dict[str, Any]) -> int:
-    """An agent of one node: starts the workers, and starts them again when one dies; its exit status."""
+def run_agent(job: dict[str, Any], processes: int, nodes: tuple[int, int] = (1, 1), endpoint: str = "") -> int:
+    """An agent of one node: starts the workers, and starts them again when one dies; its exit status.
+
+    Of several nodes, the one that is started first has the rendezvous at `endpoint`.
+    """
     os.environ.update(AGENT_ENVIRONMENT)
     logs = Path(job["folder"]) / "logs"
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job["world"],
-        run_id=f"faults-{os.getpid()}",
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        nproc_per_node=processes,
+        run_id="faults" if endpoint else f"faults-{os.getpid()}",
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": True},
+        rdzv_endpoint=endpoint or "127.0.0.1:0",
+        rdzv_configs=_RENDEZVOUS if endpoint else {"is_host": True},
         max_restarts=1_000_000,
         monitor_interval=0.05,
         start_method="fork",
@@ -53,15 +57,15 @@ def run_agent(job: dict[str, Any]) -> int:
     return 0
 
 
-def _agent_process(job: dict[str, Any]) -> None:
+def _agent_process(told: dict[str, Any]) -> None:
     """In the forked process: never returns."""
     status = 1
     try:
         end_with_parent(signal.SIGTERM)
-        with (Path(job["folder"]) / "agent.log").open("a", encoding="utf-8") as log:
+        with (Path(told["job"]["folder"]) / "agent.log").open("a", encoding="utf-8") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        status = run_agent(job)
+        status = run_agent(**told)
     except BaseException:  # whatever it is, the process ends here
         traceback.print_exc()
     finally:

@@ -75,9 +75,10 @@ class Host:
             raise DeepwellError(f"the process that starts agents did not start; read {self._log}")
         return self
 
-    def start(self, job: dict[str, Any]) -> int:
-        """Start an agent; its process number."""
-        _pipe(self._process.stdin).write(f"start {json.dumps(job)}\n")
+    def start(self, job: dict[str, Any], processes: int, **nodes: Any) -> int:
+        """Start an agent with so many workers, alone or as one of several (`host.run_agent`); its process number."""
+        told = {"job": job, "processes": processes, **nodes}
+        _pipe(self._process.stdin).write(f"start {json.dumps(told)}\n")
         while True:
             words = self._line(_STUCK_S).split()
             if not words:
@@ -120,7 +121,7 @@ class Run:
 
     def __init__(self, setup: Setup, folder: Path, host: Host) -> None:
         self.folder, self.host = folder, host
-        self._job = {
+        self._job: dict[str, Any] = {
             "folder": str(folder), "steps": setup.steps, "world": setup.world, "seed": setup.seed,
             "save_every": setup.save_every, "hang_after_s": setup.hang_after_s,
         }  # fmt: skip
@@ -128,7 +129,7 @@ class Run:
         self.is_done = False
         self._read = 0
         self._moved = time.monotonic()
-        self.agent = host.start(self._job)
+        self.agent = host.start(self._job, self._job["world"])
         self.agents = 1
 
     def look(self) -> None:
@@ -144,7 +145,7 @@ class Run:
             for line in whole.splitlines():
                 self._take(line)
         if self.agent in self.host.ended and not self.is_done:
-            self.agent = self.host.start(self._job)
+            self.agent = self.host.start(self._job, self._job["world"])
             self.agents += 1
         if time.monotonic() - self._moved > _STUCK_S:
             raise DeepwellError(f"no step for {_STUCK_S:.0f} s: read {self.folder}/agent.log and logs")

@@ -34,6 +34,9 @@ class Job:
     save_every: int
     hang_after_s: float
     give_up_after: int = 1000
+    fail_step: int = 0  # at which `fail_rank` fails, each time it gets there: raises, or with "sleep" sleeps for ever
+    fail_rank: int = 0
+    fail_how: str = "raise"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,6 +87,20 @@ class Tokens(Callback):
             os.close(descriptor)
 
 
+class Fails(Callback):
+    """Fails at one step of one rank, each time anew."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._step = job.fail_step if rank == job.fail_rank else 0
+        self._how = job.fail_how
+
+    def on_step(self, trainer: Trainer, event: Mapping[str, Any]) -> None:
+        if event["step"] == self._step:
+            if self._how == "raise":
+                raise ValueError(f"planned failure at step {self._step}")
+            time.sleep(1e6)
+
+
 def make_trainer(job: Job, callbacks: Sequence[Callback] = (), **changes: Any) -> Trainer:
     """The trainer of a job, in this process."""
     torch.manual_seed(job.seed)
@@ -107,7 +124,7 @@ def work(fields: dict[str, Any]) -> int:
     folder, rank = Path(job.folder), int(os.environ["RANK"])
     (folder / "pids" / str(os.getpid())).write_text(os.environ["RANK"], encoding="ascii")
     try:
-        with make_trainer(job, [Tokens(folder, rank)]) as trainer:
+        with make_trainer(job, [Tokens(folder, rank), Fails(job, rank)]) as trainer:
             trainer.fit()
     except SystemExit as ended:
         if ended.code:
