@@ -24,7 +24,7 @@ from deepwell.engine.op_times import measure_calls
 from deepwell.engine.overrides import Key, Overrides
 from deepwell.engine.product_times import with_times
 from deepwell.engine.recompute import LayerRecompute
-from deepwell.engine.regions import REASON, Regions, has_module, is_sharded
+from deepwell.engine.regions import Regions, has_module, is_sharded
 from deepwell.engine.report import NOTHING_COMPILED, EngineReport
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError, UnsupportedError
@@ -272,8 +272,8 @@ class Engine(nn.Module):
         with running, recomputed:
             out = self._compiled(*args, **kwargs)
         self.options.was_called = True
-        found = {k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0) and REASON not in k}
-        self.breaks.update(found)
+        if self.regions is None:  # a region is one graph or an error, and between them Python is what is wanted
+            self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
         return out
 
     @contextmanager

@@ -19,6 +19,7 @@ from deepwell.graph.lift.routing import find_experts, find_topk
 from deepwell.graph.lift.site import Finding, Site, joined
 from deepwell.graph.ops import BLOCK_INPUT, EARLIER, KINDS, Op, Param
 from deepwell.graph.parameters import Parameters, model_dtype, positions
+from deepwell.graph.preserve import written_class
 from deepwell.graph.trace import Traced
 
 INPUT = "input"  # stands for the model's own float input among producers
@@ -315,7 +316,7 @@ class _Assembly:
             layers.append(Layer(path=path, block=blocks.index(block)))
         tail = tuple(self._op(site, ".") for site in self.groups["."])
         ir = IR(
-            name=type(self.model).__name__, dtype=self.dtype, stem=stem, blocks=tuple(blocks), layers=tuple(layers),
+            name=written_class(self.model), dtype=self.dtype, stem=stem, blocks=tuple(blocks), layers=tuple(layers),
             tail=tail, max_positions=positions(self.model), source="graph", notes=self._notes(),
             module=self.model, graph=self.traced,
         )  # fmt: skip
