@@ -232,7 +232,7 @@ class Trainer:
             self.saver.before_update()
         self.watch.before_clip()
         if isinstance(self.optimizer, AdamWDW) and self.optimizer.clips_by_itself:
-            self.optimizer.step()  # skips by itself, on the device
+            guarded_step(self.optimizer, loss.isfinite())  # of gradients it sees by itself, on the device
             norm = self.optimizer.grad_norm
             assert norm is not None
             self.watch.after_backward(loss, norm)

@@ -1,0 +1,42 @@
+"""The trainer on two ranks: the losses of one process, the watch at work, and a resume on another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run_cases
+from trained import TrainerCase, fit
+
+
+def losses(found: dict[str, Any]) -> list[float]:
+    last = {event["step"]: event["loss"] for event in found["events"] if event["kind"] == "step"}
+    return [last[step] for step in sorted(last)]
+
+
+def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
+    def case(name: str, **changes: Any) -> TrainerCase:
+        return TrainerCase(folder=str(tmp_path / name), **changes)
+
+    watched = {"guard": {"sample_every": 1, "sample_cost": 1.0}}
+    two = run_cases(
+        fit,
+        [
+            case("moved", layout={"sharding": "zero3"}, stop_at=3),
+            case("low", layout={"sharding": "zero2"}, precision="mxfp8", options=watched),
+            case("ddp", layout={"sharding": "ddp"}, precision="mxfp8", options=watched),
+        ],
+        world=2,
+    )
+    one = run_cases(fit, [case("moved"), case("whole"), case("low alone", precision="mxfp8")], world=1)
+    moved, whole, low = one
+    assert two[0]["began"] == 0 and moved["began"] == 3
+    assert losses(moved) == pytest.approx(losses(whole), rel=2e-5)
+    restart = next(event for event in moved["events"] if event["kind"] == "restart")
+    assert restart["step"] == 3 and restart["world"] == 1 and restart["lost_steps"] == 0
+    for found in two[1:]:
+        assert losses(found) == pytest.approx(losses(low), rel=1e-2)
+        assert found["samples"] >= 2  # layers are looked at under FSDP2 and DDP too, and training goes on
+        assert not [event for event in found["events"] if event["kind"] == "guard" and event["what"] == "skip"]
+        assert all(event["world"] == 2 for event in found["events"] if event["kind"] == "run")
