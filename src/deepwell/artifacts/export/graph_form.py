@@ -31,6 +31,7 @@ _RELATIONS = {"Equality": "==", "Unequality": "!=", "LessThan": "<=", "StrictLes
               "StrictGreaterThan": ">"}  # fmt: skip
 _ARITHMETIC = {"Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", "Min": "min",
                "Max": "max", "And": "and", "Or": "or", "Not": "not"}  # fmt: skip
+_CHECKS = ("_assert_scalar.default", "sym_constrain_range.default", "sym_constrain_range_for_size.default", "_check")
 _UNREAD = (torch._C._set_grad_enabled, torch._C._log_api_usage_once)
 
 
@@ -167,7 +168,10 @@ class _Writer:
             if kind == "size":
                 self._size(node)
         self.outputs: list[Any] = []
+        skipped = _checks(module.graph)
         for node in module.graph.nodes:
+            if node in skipped:
+                continue
             if node.op == "output":
                 self.outputs = [self._encode(item) for item in node.args[0]]
             elif node.op != "placeholder":
@@ -184,8 +188,9 @@ class _Writer:
         if self._environment is None:
             return []
         # Symbols that turned out to be one number are put in: the argument's shape says it already.
-        exprs = [self._environment.replace(guard.expr) for guard in self._environment.guards]
-        found = [_tree(expr, self.sizes) for expr in exprs]
+        known = [guard.expr for guard in self._environment.guards]
+        known += [later.expr for group in self._environment.deferred_runtime_asserts.values() for later in group]
+        found = [_tree(self._environment.replace(expr), self.sizes) for expr in known]
         for symbol, bounds in self._environment.var_to_range.items():
             if str(symbol) in self.sizes and bounds.upper.is_Integer and int(bounds.upper) < 1 << 40:
                 found.append(["<=", str(symbol), int(bounds.upper)])
@@ -258,6 +263,18 @@ def _op_of(node: fx.Node) -> str:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _checks(graph: fx.Graph) -> set[fx.Node]:
+    """Checks of sizes that Dynamo wrote into the graph, and what is computed for them alone: they are conditions."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_check = getattr(node.target, "__name__", "") in _CHECKS
+        is_for_checks = bool(node.users) and all(user in found for user in node.users)
+        is_size = node.op == "call_function" and not isinstance(_value(node), (Tensor, tuple, list))
+        if is_check or (is_for_checks and is_size):
+            found.add(node)
+    return found
 
 
 def _written(size: torch.SymInt) -> int | str:
