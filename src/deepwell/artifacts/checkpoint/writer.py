@@ -140,7 +140,7 @@ def failed_job(folder: Path, step: int, team: Team, save_id: str, error: str) ->
 
 def run_job(job: Job, staging: Staging, timeout_s: float) -> int:
     """Write a checkpoint together with the other ranks; returns its bytes. Raises CheckpointError if there is none."""
-    done = False
+    done, has_reported = False, False
     try:
         job.temporary.mkdir(parents=True, exist_ok=True)
         staging.wait()
@@ -149,6 +149,7 @@ def run_job(job: Job, staging: Staging, timeout_s: float) -> int:
             size = _commit(job, _reports(job, report, timeout_s))
         else:
             write_whole(job.temporary / f"report-{job.team.rank:05d}.json", _json_bytes(report, "report"))
+            has_reported = True
             if job.error:
                 raise CheckpointError(f"{job.path} was not saved: {job.error}")
             size = _await_commit(job, timeout_s)
@@ -158,7 +159,7 @@ def run_job(job: Job, staging: Staging, timeout_s: float) -> int:
         raise CheckpointError(f"{job.path} was not saved: {where}{error.strerror or error}") from error
     finally:
         if not done:
-            _give_up(job)
+            _give_up(job, has_reported)
     return size
 
 
@@ -313,7 +314,7 @@ def _await_commit(job: Job, timeout_s: float) -> int:
     return sum(len(file.header) + file.end - file.begin for file in job.files)
 
 
-def _give_up(job: Job) -> None:
+def _give_up(job: Job, has_reported: bool) -> None:
     """Leave nothing behind; a rank other than 0 frees what it wrote and tells rank 0 if it can."""
     try:
         if job.team.is_main:
@@ -323,8 +324,8 @@ def _give_up(job: Job) -> None:
             return
         for file in job.files:
             (job.temporary / file.name).unlink(missing_ok=True)
-        report = job.temporary / f"report-{job.team.rank:05d}.json"
-        if job.temporary.exists() and not report.exists():
+        if not has_reported and job.temporary.exists():
+            report = job.temporary / f"report-{job.team.rank:05d}.json"
             write_whole(report, _json_bytes({"error": job.error or "its files could not be written"}, "report"))
     except OSError:
         return  # a silent rank is missed in time, a checkpoint that was set aside is found all the same
