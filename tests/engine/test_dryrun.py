@@ -285,7 +285,7 @@ def test_what_an_engine_keeps_shows() -> None:
 def test_pipelines_hold_what_their_schedule_has_in_flight(schedule: str) -> None:
     # The first rank of 1F1B holds a micro-batch for each rank, the last holds one.
     plan = dw.autoplan(
-        "llama3-8b", hw="8xH100", seq_len=2048, global_batch=32, pp=4, tp=2, micro_batch=1, schedule=schedule,
+        "llama3-8b", hw="8xH100", seq_len=2048, global_batch=32, pp=4, tp=1, micro_batch=1, schedule=schedule,
         virtual_stages=2 if schedule == "zbv" else 1, recompute="none",
         stack="deepwell" if schedule == "1f1b" else "generic",  # Deepwell's trainer splits no backward
     )  # fmt: skip

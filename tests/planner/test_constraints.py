@@ -56,7 +56,7 @@ def big(**changes: Any) -> Plan:
         ({"stage_layers": "even", "pp": 2, "schedule": "1f1b"}, lambda p: p.stage_layers == (3, 3)),
         ({"kernels": ["cublaslt-fp8-rowwise"]}, lambda p: {k.kernel for k in p.kernels} <= {"cublaslt-fp8-rowwise",
                                                                                           "torch"}),
-        ({"cuda_graphs": True}, lambda p: p.layout.cuda_graphs),
+        ({"cuda_graphs": True, "gpus": 1}, lambda p: p.layout.cuda_graphs),
         ({"sequence_parallel": True, "tp": 2}, lambda p: p.layout.sequence_parallel),
     ],
 )  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_constraint_holds_and_stands_in_the_plan(given: dict[str, Any], holds:
 
 def test_splits_inside_experts_can_be_asked_for_and_forbidden() -> None:
     assert tiny(ir=TINY_MOE, tp=2, etp=2, stack="generic").layout.etp == 2
-    assert tiny(ir=TINY_MOE, tp=2, etp=1).layout.etp == 1
+    assert tiny(ir=TINY_MOE, tp=2, etp=1, stack="generic").layout.etp == 1
 
 
 def test_forbidden_overlap_is_never_faster() -> None:
@@ -216,16 +216,16 @@ def test_what_an_export_has_no_words_for_is_refused() -> None:
 
 
 def test_sensitivity_steps_the_experts_split_and_the_copies_too() -> None:
-    found = tiny(ir=TINY_MOE, tp=2, etp=1, sharding="zero3")
+    found = tiny(ir=TINY_MOE, tp=2, etp=1, sharding="zero3", stack="generic")
     steps = {change.what for change in found.sensitivity().changes}
     assert {"ETP 1 -> 2", "HSDP 1 -> 2"} <= steps
 
 
 def test_diff_names_what_a_request_changed() -> None:
-    plain = tiny()
+    plain = tiny(gpus=1)
     for changes, word in (({"optimizer": "adamw_8bit"}, "optimizer"), ({"cuda_graphs": True}, "cuda_graphs"),
                           ({"overlap": False}, "overlap"), ({"precision": "bf16"}, "precision")):  # fmt: skip
-        rows = [line.split()[0] for line in plain.diff(tiny(**changes)).splitlines()]
+        rows = [line.split()[0] for line in plain.diff(tiny(gpus=1, **changes)).splitlines()]
         assert word in rows
 
 

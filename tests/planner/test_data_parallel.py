@@ -9,7 +9,7 @@ from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
 from deepwell.planner.comm import Network, all_reduce_s, gather_s
-from deepwell.planner.data_parallel import Parts, data_parallel_s, ends_gather_s, shards, state_rules
+from deepwell.planner.data_parallel import Parts, data_parallel_s, shards, state_rules
 from deepwell.planner.efficiency import device
 from deepwell.planner.estimate import Job, estimate, read_job
 from deepwell.planner.keeps import Keeps
@@ -62,14 +62,14 @@ def test_more_accumulation_costs_only_what_travels_in_every_micro_batch(kind: An
     assert (many > 1.5 * few) == (kind != "zero1")
 
 
-def test_copies_add_an_all_reduce_of_the_shard_as_often() -> None:
+def test_copies_add_an_all_reduce_of_the_shard_once_a_step() -> None:
     layout = Layout(dp=16, sharding="zero2", dp_replicate=2)
     inner, outer, once = 0.0, 0.0, 0.0
     for size in (2.0 * (PARAMS - ENDS), 2.0 * ENDS):
         inner += gather_s(net(), size, 8)
         outer += all_reduce_s(net(), size / 8, 2, 8)
         once += gather_s(net(), size, 8)
-    assert waited(layout) == pytest.approx(4 * (inner + outer) + once)
+    assert waited(layout) == pytest.approx(4 * inner + outer + once)
 
 
 def test_a_pipeline_stage_reduces_once_after_its_last_backward() -> None:
@@ -148,9 +148,10 @@ def test_under_tp_the_ends_are_whole_and_sharded_over_every_rank_of_the_stage() 
     head, whole = here.tail.gemms[0], plain.tail.gemms[0]
     assert (head.m, head.n, head.k) == (whole.m / 2, whole.n, whole.k)
     assert here.tail.gathers == here.tail.reduces == 0
-    assert shards(layout, DEEPWELL) == Parts(8, 16, 16)
-    assert shards(replace(layout, dp_replicate=2), DEEPWELL) == Parts(4, 8, 8)
-    assert shards(replace(layout, sharding="ddp"), DEEPWELL) == Parts(1, 1, 16)
+    assert shards(layout, DEEPWELL) == Parts(8, 8, 16)
+    assert shards(replace(layout, dp_replicate=2), DEEPWELL) == Parts(4, 4, 8)
+    assert shards(replace(layout, sharding="ddp"), DEEPWELL) == Parts(1, 1, 1)
+    assert shards(Layout(dp=16, ep=4, dp_replicate=2), DEEPWELL) == Parts(8, 4, 8)  # experts have no copies
     # The loss sees as many logits as a head that is split by columns has.
     split = read_job(here.workload, layout, get_stack("generic"))
     assert [one.forward for one in here.tail.passes if one.kind == "loss"] == [
@@ -158,18 +159,26 @@ def test_under_tp_the_ends_are_whole_and_sharded_over_every_rank_of_the_stage() 
     ]
 
 
-def test_the_head_costs_an_all_gather_in_every_micro_batch() -> None:
-    layout = Layout(dp=8, tp=2, sequence_parallel=True)
+@pytest.mark.parametrize(("kind", "times"), [("zero1", 1), ("zero2", 1), ("zero3", 8)])
+def test_the_ends_are_gathered_as_often_as_they_are_let_go(kind: Any, times: int) -> None:
+    # 8 micro-batches; the root group is let go after a backward under zero3, else at the step's end.
+    layout = Layout(dp=8, tp=2, sequence_parallel=True, sharding=kind, overlap=OPEN)
     here = job(layout)
-    gather = ends_gather_s(here, net(), here.tail.dense_params)
-    assert gather == pytest.approx(gather_s(net(), 2.0 * (128256 * 4096 + 4096), 16))
-    assert ends_gather_s(job(Layout(dp=16)), net(), here.tail.dense_params) == 0
-    piped = job(Layout(dp=4, tp=2, pp=2, sequence_parallel=True))
-    first, last = stage_times(piped, device(HW.gpus[0]), net())
-    assert last.forward["tp"] == pytest.approx(
-        first.forward["tp"] - ends_gather_s(piped, net(), piped.stem.dense_params)
-        + ends_gather_s(piped, net(), piped.tail.dense_params)
-    )  # fmt: skip
+    params = rank_params(here, [0])
+    bare = params._replace(ends=0.0)
+    gather = gather_s(net(), 2.0 * ENDS, 16)
+    reduces = 1 if kind == "zero1" else 8
+    more = data_parallel_s(here, net(), params, 1.0, 2.0, 1.0) - data_parallel_s(here, net(), bare, 1.0, 2.0, 1.0)
+    assert more == pytest.approx((times + reduces) * gather)
+
+
+def test_what_fsdp2_wraps_has_shards_beside_whole_weights_also_under_ddp() -> None:
+    assert not state_rules(Layout(dp=8, sharding="ddp"), DEEPWELL).keeps_shards  # DDP proper
+    assert not state_rules(Layout(dp=1, pp=8), DEEPWELL).keeps_shards  # nothing to shard over
+    for layout in (Layout(dp=4, cp=2, sharding="ddp"), Layout(dp=8, ep=2, sharding="ddp"), Layout(dp=4, pp=2)):
+        assert state_rules(layout, DEEPWELL).keeps_shards
+    twice = memory(Layout(dp=8, cp=2, sharding="ddp", context_parallel_kind="ulysses"))
+    assert twice.params == 4 * PARAMS
 
 
 def test_the_peak_counts_a_whole_head_under_tp() -> None:
@@ -199,3 +208,29 @@ def test_a_split_backward_runs_twice(schedule: Any) -> None:
     plain = Layout(dp=4, pp=4, schedule="1f1b" if stages == 1 else "interleaved", virtual_stages=stages)
     work = Workload(ir=LLAMA, seq_len=4096, global_batch=64)
     assert estimate(work, HW, layout, DEEPWELL).step_s > 1.3 * estimate(work, HW, plain, DEEPWELL).step_s
+
+
+# ---- context parallelism ----
+
+
+def attention(layout: Layout) -> Any:
+    return stage_times(job(layout), device(HW.gpus[0]), net())[0]
+
+
+def test_gathered_keys_compute_the_whole_square_and_keep_a_mask() -> None:
+    ulysses, gathered = (Layout(dp=8, cp=2, context_parallel_kind=kind) for kind in ("ulysses", "allgather"))
+    assert attention(gathered).forward["attention"] > 1.8 * attention(ulysses).forward["attention"]
+    assert attention(gathered).forward["cp"] > 0 and attention(ulysses).forward["cp"] > 0
+    kept = [dict(memory(layout).activations)["attention"] for layout in (ulysses, gathered)]
+    mask, keys = 2 * 2048 * 4096, 2 * 2048 * 2 * 1024
+    assert kept[1] - kept[0] == pytest.approx(32 * (mask + keys))  # one more rank's keys and values
+
+
+def test_fewer_key_heads_than_ranks_are_repeated() -> None:
+    kept = [
+        dict(memory(Layout(dp=16 // cp, cp=cp, context_parallel_kind="ulysses")).activations)["attention"]
+        for cp in (8, 16)
+    ]
+    # A layer and token: q and the result of 4096 each, k and v of 1024; 8 key heads over 16 ranks are there twice.
+    once, twice = (2 * 32 * 4096 * (2 * 4096 + times * 2 * 1024) for times in (1, 2))
+    assert kept[1] / kept[0] == pytest.approx((twice / 16) / (once / 8), rel=1e-6)

@@ -49,14 +49,14 @@ def test_more_gpus_are_no_remedy_where_the_constraints_forbid_it() -> None:
 
 
 def test_the_gpus_that_a_remedy_names_hold_the_job_under_the_same_constraints() -> None:
-    fixed: dict[str, Any] = {"tp": 1, "cp": 1, "sharding": "zero1", "recompute": "none", "offload": "none"}
+    fixed: dict[str, Any] = {"tp": 1, "cp": 1, "sharding": "zero2", "recompute": "full", "offload": "none"}
     with pytest.raises(PlanError) as error:
         autoplan("llama3-70b", "8xH100", **REQUEST, **fixed)
     named = re.search(r"([\d,]+) GPUs", str(error.value).partition("It would fit with")[2])
     assert named is not None
     nodes = int(named[1].replace(",", "")) // 8
     plan = autoplan("llama3-70b", f"{nodes}x8xH100", **REQUEST, **fixed)
-    assert plan.layout.tp == 1 and plan.layout.sharding == "zero1"
+    assert plan.layout.tp == 1 and plan.layout.sharding == "zero2"
     with pytest.raises(PlanError):
         autoplan("llama3-70b", f"{nodes // 2}x8xH100", **REQUEST, **fixed)
 

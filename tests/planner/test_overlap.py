@@ -71,7 +71,7 @@ def test_what_the_user_says_of_overlap_wins_over_the_search() -> None:
 
 
 def test_explain_says_what_each_overlap_is_worth() -> None:
-    plan = planned(tp=2, pp=2, sharding="zero1", stack="deepwell")
+    plan = planned(tp=2, pp=2, sharding="zero1", stack="generic")
     for one in effects(plan):
         layout = switched(plan.layout, one.name, not one.is_on)
         assert one.other_s == estimate(plan.workload, plan.hardware, layout, plan.stack).step_s

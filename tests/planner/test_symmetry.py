@@ -75,11 +75,8 @@ def test_twice_the_ranks_with_twice_the_batch_compute_the_same_each(name: str) -
         )
         for n in (1, 2)
     )  # fmt: skip
-    for part in ("gemm_fwd", "gemm_dgrad", "gemm_wgrad", "attention", "pointwise", "quantize"):
+    for part in ("gemm_fwd", "gemm_dgrad", "gemm_wgrad", "attention", "pointwise", "quantize", "tp"):
         assert two.seconds[part] == pytest.approx(one.seconds[part], rel=1e-12)
-    # Deepwell's head is gathered from all ranks of the stage in every micro-batch, so from more nodes it takes longer.
-    assert two.seconds["tp"] >= one.seconds["tp"] * (1 - 1e-12)
-    assert (two.seconds["tp"] > 1.01 * one.seconds["tp"]) == (name == "deepwell")
     assert two.model_flops_per_token == one.model_flops_per_token
 
 

@@ -6,12 +6,13 @@ belong to the step (`estimate.py`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from deepwell.planner.comm import Network, all_reduce_s, all_to_all_s, gather_s, send_s
 from deepwell.planner.efficiency import Device, attention_s, bytes_s, linear_s
 from deepwell.planner.layout import Layout, Recompute
-from deepwell.planner.shard import HALF, LocalBlock, LocalGemm
+from deepwell.planner.shard import HALF, LocalAttention, LocalBlock, LocalGemm
 from deepwell.planner.stack import Stack
 
 # Bytes per element of a tensor that is quantized, for both its row and its column copy: read it and write two copies;
@@ -88,7 +89,10 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
         gemm_f, gemm_d, gemm_w = gemm_f + scale * fwd, gemm_d + scale * dgrad, gemm_w + scale * wgrad
         each.append((gemm, scale * fwd))
     attention = [attention_s(p.device, a, p.kernel, p.dropout) for a in block.attention]
-    att_f, att_b = scale * sum(a for a, _ in attention), scale * sum(b for _, b in attention)
+    squares = [_square(p, a) for a in block.attention]
+    att_f, att_b = (
+        scale * sum(square * each[i] for square, each in zip(squares, attention, strict=True)) for i in (0, 1)
+    )
     mixer = block.matmul_flops / (_SCAN.get(p.device.generation, _SCAN_LATER) * p.device.rate("bf16"))
     point_f, point_b, loss_f, loss_b = _passes(block, p)
     quant_f, quant_b = _quantize(block, p)
@@ -112,6 +116,13 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
         forward["host"] = host_f if blocking else _waits(sum(forward.values()), host_f)
         backward["host"] = host_b if blocking else _waits(sum(backward.values()), host_b)
     return BlockTime(forward=forward, backward=backward, wgrad=gemm_w)
+
+
+def _square(p: Pricing, a: LocalAttention) -> float:
+    """Pairs that are computed over those that the mask leaves: a mask that is a tensor skips nothing."""
+    has_mask = p.layout.cp > 1 and p.layout.context_parallel_kind == "allgather"
+    is_skipped = not has_mask or p.stack.switch("gathered_kv", "again") != "kept"
+    return 1.0 if is_skipped else a.q_len * a.kv_len / a.pairs
 
 
 def _waits(gpu: float, host: float) -> float:
@@ -220,7 +231,8 @@ def _context_parallel(block: LocalBlock, p: Pricing, att_f: float, att_b: float)
         # Tokens are exchanged for heads: q, k and v before attention, its result after it.
         one = 0.0
         for a in block.attention:
-            for width in (a.heads * a.qk_dim, a.kv_heads * a.qk_dim, a.kv_heads * a.v_dim, a.heads * a.v_dim):
+            keys = math.lcm(round(a.kv_heads), cp)  # fewer heads than ranks are repeated
+            for width in (a.heads * a.qk_dim, keys * a.qk_dim, keys * a.v_dim, a.heads * a.v_dim):
                 one += all_to_all_s(p.network, HALF * a.batch * a.q_len * width, cp, p.layout.tp)
         return one, one
     # Ring: each of cp-1 hops runs beside the attention of the block that arrived before it.

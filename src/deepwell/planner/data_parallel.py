@@ -12,6 +12,8 @@ Deepwell's trainer runs on FSDP2 (switch `data_parallel: fsdp2`), where
     with pp  a stage keeps weights and gradients whole until its last backward and reduces after it, whatever the kind:
              torch's pipeline stages are so
 
+Copies (HSDP) agree on their shards once a step. Embedding, final norm and head are FSDP2's root group.
+
 Other stacks keep what their names mean there: gradients under zero2 are shards that are reduced once a step.
 """
 
@@ -83,12 +85,19 @@ def state_rules(layout: Layout, stack: Stack) -> StateRules:
     is_piped = layout.pp > 1
     return StateRules(
         whole_weights=kind != "zero3" or is_piped,
-        keeps_shards=kind != "ddp",
+        keeps_shards=_is_sharded(layout),
         whole_grads=kind in ("ddp", "zero1") or is_piped,
         gathers_each=kind == "zero3",
         reduces_each=kind in ("zero2", "zero3") and not is_piped,
-        hides_reduce=kind == "ddp" or not is_piped,
+        hides_reduce=not is_piped,
     )
+
+
+def _is_sharded(layout: Layout) -> bool:
+    """Whether FSDP2 is in the model: DDP proper is plain data parallelism alone, elsewhere `ddp` is shards of one."""
+    if layout.pp > 1:
+        return layout.dp * layout.cp > 1
+    return layout.tp * layout.cp * layout.ep > 1 or (layout.dp > 1 and layout.sharding != "ddp")
 
 
 def splits_ends(layout: Layout, stack: Stack) -> bool:
@@ -98,21 +107,14 @@ def splits_ends(layout: Layout, stack: Stack) -> bool:
 
 def shards(layout: Layout, stack: Stack) -> Parts:
     """Ranks over which each set of weights (its optimizer state, where weights are whole) is spread."""
-    # Ends whose tokens are split over tp are sharded over those ranks too, under DDP as well.
-    ends = layout.dp * layout.cp * layout.tp // layout.dp_replicate if splits_ends(layout, stack) else 0
-    if layout.sharding == "ddp":
-        return Parts(1, 1, ends or 1)
     copies = layout.dp_replicate
+    dense = 1 if layout.sharding == "ddp" else layout.dp * layout.cp // copies
+    if is_fsdp2(stack):
+        # Experts that are spread are groups of their own, without copies; the ends' tokens are split over tp as well.
+        expert = layout.expert_dp if layout.ep > 1 else dense
+        return Parts(dense, expert, 1 if layout.sharding == "ddp" else dense * layout.tp)
     expert = layout.expert_dp // copies if layout.expert_dp % copies == 0 else layout.expert_dp
-    dense = layout.dp * layout.cp // copies
-    return Parts(dense, max(1, expert), ends or dense)
-
-
-def ends_gather_s(job: Job, net: Network, params: float) -> float:
-    """Seconds to gather an end of the model in every micro-batch, where its tokens are split over tp."""
-    if not splits_ends(job.layout, job.stack):
-        return 0.0
-    return gather_s(net, 2.0 * params, int(shards(job.layout, job.stack).ends))
+    return Parts(dense, 1 if layout.sharding == "ddp" else max(1, expert), dense)
 
 
 # ---- seconds of a step ----
@@ -135,21 +137,13 @@ def data_parallel_s(job: Job, net: Network, params: Parts, f: float, b: float, t
     moved = 1.0 if rules.gathers_each or is_fsdp2(stack) else trained
     weight = (1.0 if gathers_fp8 else 2.0) * moved
     if is_fsdp2(stack):
-        reduce, gather, ends = _fsdp2_s(job, net, params, grad, weight)
-    else:
-        reduce, gather, ends = *_classic_s(job, net, params, grad, weight), 0.0
+        return _fsdp2_s(job, net, params, grad, weight, f, b)
+    reduce, gather = _classic_s(job, net, params, grad, weight)
     if rules.gathers_each:
         forward = _exposed(gather, f, hides_param)
-        if not rules.hides_reduce:
-            return m * (forward + _exposed(gather, b, hides_param) + ends) + reduce
         each = reduce if rules.reduces_each else reduce / m
-        return m * (forward + _exposed(gather + each, b, hides_grad) + ends)
-    times = m if rules.reduces_each else 1
-    reduced = times * _exposed(reduce, b, hides_grad)
-    if is_fsdp2(stack) and layout.pp > 1 and layout.virtual_stages > _ACTIVE_STAGES:
-        rounds, each = m / layout.pp, layout.pp  # micro-batches of a round
-        return reduced + ends + rounds * sum(_exposed(gather, each * window, hides_param) for window in (f, b))
-    return reduced + _exposed(gather, f, hides_param) + ends
+        return m * (forward + _exposed(gather + each, b, hides_grad))
+    return _exposed(reduce, b, hides_grad) + _exposed(gather, f, hides_param)
 
 
 def _classic_s(job: Job, net: Network, params: Parts, grad: float, weight: float) -> tuple[float, float]:
@@ -177,27 +171,39 @@ class _Group(NamedTuple):
 
 
 def _groups(job: Job, params: Parts) -> Iterator[_Group]:
+    """The layers, the experts and the ends with the ranks that they travel among."""
     layout = job.layout
     over = shards(layout, job.stack)
-    yield _Group(params.dense, int(over.dense), layout.tp, layout.dp * layout.cp // int(over.dense))
+    ranks = layout.dp * layout.cp
+    yield _Group(params.dense, int(over.dense), layout.tp, ranks // int(over.dense))
     yield _Group(params.expert, int(over.expert), layout.ep * layout.etp, layout.expert_dp // int(over.expert))
-    if splits_ends(layout, job.stack):
-        yield _Group(params.ends, int(over.ends), 1, layout.dp * layout.cp * layout.tp // int(over.ends))
+    yield _Group(params.ends, int(over.ends), 1, ranks * layout.tp // int(over.ends))
+
+
+def _fsdp2_s(job: Job, net: Network, params: Parts, grad: float, weight: float, f: float, b: float) -> float:
+    layout, stack, m = job.layout, job.stack, job.micro_batches
+    rules = state_rules(layout, stack)
+    groups = list(_groups(job, params))
+    scatter = sum(gather_s(net, grad * g.params, g.shard, g.stride) for g in groups)
+    # Copies agree once a step: until then each adds up its own shards.
+    agree = sum(all_reduce_s(net, grad * g.params / g.shard, g.copies, g.stride * g.shard) for g in groups)
+    *inner, ends = (gather_s(net, weight * g.params, g.shard, g.stride) for g in groups)
+    gather = sum(inner)
+    hides_grad = hides(layout, stack, "grad_reduce") and rules.hides_reduce
+    hides_param = hides(layout, stack, "param_gather")
+    often, again = (m - 1 if rules.reduces_each else 0), (m if rules.gathers_each else 1)
+    # Nothing runs before the embedding, so the ends' weights are waited for.
+    seconds = again * ends
+    if rules.gathers_each and rules.hides_reduce:
+        backward = [gather + scatter] * often + [gather + scatter + agree]
+        seconds += sum(_exposed(one, b, hides_grad) for one in backward)
     else:
-        yield _Group(params.ends, int(over.ends), layout.tp, layout.dp * layout.cp // int(over.ends))
-
-
-def _fsdp2_s(job: Job, net: Network, params: Parts, grad: float, weight: float) -> tuple[float, float, float]:
-    """One reduction of everything, one gathering of the layers, and one of the ends, which nothing runs beside."""
-    reduce = 0.0
-    gathers = []
-    for group in _groups(job, params):
-        reduce += gather_s(net, grad * group.params, group.shard, group.stride)
-        reduce += all_reduce_s(net, grad * group.params / group.shard, group.copies, group.stride * group.shard)
-        gathers.append(gather_s(net, weight * group.params, group.shard, group.stride))
-    # Ends whose tokens are split over tp are gathered in every micro-batch, in their stage's own time.
-    ends = 0.0 if splits_ends(job.layout, job.stack) else gathers[2]
-    return reduce, gathers[0] + gathers[1], ends
+        seconds += often * _exposed(scatter, b, hides_grad) + _exposed(scatter + agree, b, hides_grad)
+        seconds += m * _exposed(gather, b, hides_param) if rules.gathers_each else 0.0
+    if layout.pp > 1 and layout.virtual_stages > _ACTIVE_STAGES and not rules.gathers_each:
+        rounds, each = m / layout.pp, layout.pp  # micro-batches of a round
+        return seconds + rounds * sum(_exposed(gather, each * window, hides_param) for window in (f, b))
+    return seconds + again * _exposed(gather, f, hides_param)
 
 
 def _exposed(comm: float, window: float, is_hidden: bool) -> float:

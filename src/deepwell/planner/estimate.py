@@ -170,7 +170,7 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
         recomputes_pointwise=stack.switch("compile", "off") == "on",
         keeps_inputs=stack.switch("keeps_inputs", "off") == "on",
         gathers_inputs=stack.switch("sp_inputs", "sharded") == "gathered",
-        eager_gates=stack.switch("swiglu", "fused") == "unfused", gathers_kv=_gathers_kv(layout, stack),
+        eager_gates=stack.switch("swiglu", "fused") == "unfused", kv_exchange=_kv_exchange(layout, stack),
     )  # fmt: skip
     ir = workload.ir
     ends = tuple((op.name, workload.end_formats(op)) for op in (*ir.stem, *ir.tail) if op.kind == "linear")
@@ -193,8 +193,11 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
     )
 
 
-def _gathers_kv(layout: Layout, stack: Stack) -> bool:
-    return layout.context_parallel_kind == "allgather" and stack.switch("gathered_kv", "again") == "kept"
+def _kv_exchange(layout: Layout, stack: Stack) -> str:
+    """What context parallelism makes of keys and values, where the engine keeps the result for the backward."""
+    if layout.cp == 1 or stack.switch("gathered_kv", "again") != "kept":
+        return ""
+    return {"allgather": "gathered", "ulysses": "repeated"}.get(layout.context_parallel_kind, "")
 
 
 def _check(workload: Workload, layout: Layout) -> None:

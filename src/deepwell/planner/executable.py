@@ -9,18 +9,21 @@ no reason here: those of Megatron and torchtitan stand in `space.py` and in the 
 
 from __future__ import annotations
 
+import math
+
 from deepwell.errors import ConfigError
-from deepwell.graph.ops import Linear
+from deepwell.graph.ops import Attention, Linear, Op
 from deepwell.planner.actions import SPLIT_BACKWARD
 from deepwell.planner.constraints import OFFLOADS, Constraints
 from deepwell.planner.layout import Layout, Offload, Recompute
 from deepwell.planner.shard import split_of
 from deepwell.planner.stack import Stack
-from deepwell.planner.validity import ModelFacts, model_facts, why_not_cp
+from deepwell.planner.validity import ModelFacts, model_facts
 from deepwell.planner.workload import Workload
 from deepwell.precision.gemm_format import Precision
 
 CONTEXT_KINDS = ("ulysses", "allgather")
+SPLIT_PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 RECOMPUTED_MODULES = ("core_attn",)
 
 # Elements that share a scale along the axis that is multiplied away; FP8 with other scales wants whole 16 bytes.
@@ -38,14 +41,20 @@ def why_not_executable(layout: Layout, workload: Workload, stack: Stack) -> str:
     if not is_executed_here(stack):
         return ""
     facts = facts_of(workload)
+    count = workload.global_batch // (layout.dp * layout.micro_batch)
     return (
-        (why_not_schedule(layout.schedule) if layout.pp > 1 else "")
+        why_not_together(layout.tp, layout.pp, layout.cp, layout.ep)
+        or (
+            why_not_schedule(layout.runs_as) or why_not_count(layout.runs_as, layout.pp, count) if layout.pp > 1 else ""
+        )
         or why_not_split(workload, facts, layout.tp)
-        or why_not_sequence(workload, layout.tp, layout.cp, is_split=layout.sequence_parallel)
-        or why_not_context(facts, layout.cp, layout.tp, workload.seq_len, layout.context_parallel_kind)
+        or why_not_sequence(workload, layout.tp, is_split=layout.sequence_parallel)
+        or why_not_context(workload, facts, layout.cp, layout.context_parallel_kind)
         or why_not_etp(layout.etp)
         or why_not_recompute(layout.recompute)
         or why_not_offload(layout.offload)
+        or why_not_host_state(layout)
+        or why_not_graphs(layout.cuda_graphs, layout.gpus)
     )
 
 
@@ -66,17 +75,47 @@ def why_not_schedule(schedule: str) -> str:
     return ""
 
 
+def why_not_count(schedule: str, pp: int, count: int) -> str:
+    """Micro-batches of a step against the pipeline's ranks."""
+    is_short = pp > 1 and schedule == "1f1b" and count < pp
+    return f"PP {pp}: 1F1B with {count} micro-batches, one for each rank at least" if is_short else ""
+
+
+def why_not_together(tp: int, pp: int, cp: int, ep: int) -> str:
+    if tp > 1:
+        for name, size in (("PP", pp), ("CP", cp), ("EP", ep)):
+            if size > 1:
+                return f"TP with {name}: tensor parallelism goes with data parallelism alone"
+    return ""
+
+
 def why_not_split(workload: Workload, facts: ModelFacts, tp: int) -> str:
-    """Heads and blocks of scales against tensor parallelism: every rank must have whole ones."""
+    """Layers, heads and blocks of scales against tensor parallelism: every rank must have whole ones."""
     if tp == 1:
         return ""
     for heads in (*facts.heads, *facts.kv_heads):
         if heads % tp:
             kind = "heads" if heads in facts.heads else "KV heads"
             return f"TP {tp}: {heads} {kind}"
-    for name, size, block, fmt in _split_sizes(workload):
-        if size % (tp * block):
-            return f"TP {tp}: {size} {name} in {tp} parts are no whole blocks of {block} ({fmt})"
+    if not workload.ir.layers:
+        return f"TP {tp}: no repeated layers to split"
+    if facts.is_moe:
+        return f"TP {tp}: experts are not split, ep= spreads them"
+    for op in (op for block in workload.ir.blocks for op in block.ops):
+        if _why_not_split_op(op):
+            return f"TP {tp}: {_why_not_split_op(op)}"
+    for name, size, granule, fmt in _split_sizes(workload):
+        if size % (tp * granule):
+            return f"TP {tp}: {size} {name} in {tp} parts are no whole blocks of {granule} ({fmt})"
+    return ""
+
+
+def _why_not_split_op(op: Op) -> str:
+    """What tensor parallelism has no rule for; the trainer looks at the model itself besides."""
+    if isinstance(op, Attention) and op.params:
+        return "attention with sinks"
+    if isinstance(op, Linear) and not (op.role in ("attention", "mlp") and op.part in SPLIT_PARTS):
+        return f"{op.name} is no single projection of attention or MLP"
     return ""
 
 
@@ -104,27 +143,37 @@ def _block(precision: Precision) -> int:
     return _FP8_BLOCKS.get(str(scaling), _BLOCKS.get(precision.format, 1))
 
 
-def why_not_sequence(workload: Workload, tp: int, cp: int, *, is_split: bool) -> str:
+def why_not_sequence(workload: Workload, tp: int, *, is_split: bool) -> str:
     """Tensor parallelism splits tokens too, and so do embedding and head."""
     if tp == 1:
         return ""
-    if workload.seq_len % (tp * cp):
-        return f"TP {tp}: a sequence of {workload.seq_len:,} does not divide by TP {tp} x CP {cp}"
+    if workload.seq_len % tp:
+        return f"TP {tp}: a sequence of {workload.seq_len:,} does not divide"
     return "" if is_split else f"TP {tp}: only with sequence parallelism"
 
 
-def why_not_context(facts: ModelFacts, cp: int, tp: int, seq_len: int, kind: str) -> str:
-    """The kind of context parallelism, and heads against all ranks that share them."""
+def why_not_context(workload: Workload, facts: ModelFacts, cp: int, kind: str) -> str:
+    """The kind of context parallelism, the sequence, and what attention must be like."""
     if cp == 1:
         return ""
     if kind not in CONTEXT_KINDS:
         return f"CP {cp}: kind {kind} is not executed, {' and '.join(CONTEXT_KINDS)} are"
-    if kind == "ulysses":
-        for heads in (*facts.heads, *facts.kv_heads):
-            if heads % (cp * tp):
-                word = "heads" if heads in facts.heads else "KV heads"
-                return f"CP {cp}: {heads} {word} do not divide by CP {cp} x TP {tp} (ulysses)"
-    return why_not_cp(facts, cp, seq_len, kind)
+    if workload.seq_len % cp:
+        return f"CP {cp}: a sequence of {workload.seq_len:,} does not divide"
+    sites = [op for ops, _ in workload.ir.parts() for op in ops if op.role == "mixer" or isinstance(op, Attention)]
+    if not facts.heads or any(not isinstance(op, Attention) for op in sites):
+        return f"CP {cp}: only layers whose tokens meet in attention"
+    for op in sites:
+        if isinstance(op, Attention) and (op.params or not op.causal):
+            return f"CP {cp}: attention with sinks or without a causal mask"
+        # Key and value heads are repeated until every rank has some.
+        if (
+            isinstance(op, Attention)
+            and kind == "ulysses"
+            and (op.q_heads % cp or op.q_heads % math.lcm(op.kv_heads, cp))
+        ):
+            return f"CP {cp}: {op.q_heads} heads and {op.kv_heads} KV heads (ulysses)"
+    return ""
 
 
 def why_not_etp(etp: int) -> str:
@@ -144,6 +193,18 @@ def why_not_offload(offload: Offload) -> str:
     if offload.optimizer not in (0.0, 1.0):
         return f"offload optimizer {offload.optimizer:g}: all of its state or none"
     return ""
+
+
+def why_not_host_state(layout: Layout) -> str:
+    """Optimizer state in host memory is FSDP2's: there must be shards."""
+    is_sharded = layout.tp > 1 or (layout.dp * layout.cp > 1 and layout.sharding != "ddp")
+    if layout.offload.optimizer and not is_sharded:
+        return "offload optimizer: only where states are sharded (zero1, 2 or 3 over several GPUs)"
+    return ""
+
+
+def why_not_graphs(cuda_graphs: bool, gpus: int) -> str:
+    return f"cuda_graphs on {gpus} GPUs: one process only" if cuda_graphs and gpus > 1 else ""
 
 
 # ---- what a user asked for ----

@@ -95,7 +95,8 @@ def _cheaper_state(space: Space, nearest: Scored, limit: float) -> list[str]:
             found.append(f"optimizer={name!r}")
             break
     offloaded = replace(nearest.layout, offload=Offload(optimizer=1.0))
-    if not nearest.layout.offload.optimizer and _fits(space, space.workload, offloaded, limit):
+    can_offload = not why_not_executable(offloaded, space.workload, space.stack)
+    if not nearest.layout.offload.optimizer and can_offload and _fits(space, space.workload, offloaded, limit):
         found.append("offload=True (optimizer state in host memory)")
     both = replace(nearest.layout, offload=Offload(optimizer=1.0, activations=1.0))
     is_other = nearest.layout.offload != both.offload and not why_not_executable(both, space.workload, space.stack)

@@ -37,13 +37,12 @@ def rank_memory(job: Job, rank: int, keeps: Keeps | None = None) -> StageMemory:
     rules = state_rules(layout, job.stack)
     per = job.per_param
     whole, state = sum(params), sharded(params, over)
-    # Whole weights are gathered from shards that stay; what is not sharded has none.
-    beside = sum(n / s for n, s in zip(params, over, strict=True) if s > 1) if rules.keeps_shards else 0.0
+    beside = state if rules.keeps_shards else 0.0  # whole weights are gathered from shards that stay
     trained = trained_share(job)
     kept = layout.offload.optimizer
     activations, transient = _activations(job, rank)
     logits = _logits(job) if any(job.stages[i].has_tail for i in stages) else 0.0
-    buffers = _buffers(job, rules, over)
+    buffers = _buffers(job, rules)
     copies = 0.0
     has_copies = job.stack.switch("weight_copies", "on") == "on" and job.stack.switch("fp8_params", "off") == "off"
     if has_copies and rules.whole_weights and any(g.is_low for block in job.blocks for g in block.gemms):
@@ -203,13 +202,13 @@ def _logits(job: Job) -> float:
     return per * max((one.forward for one in job.tail.passes if one.kind == "loss"), default=0.0)
 
 
-def _buffers(job: Job, rules: StateRules, over: Parts) -> float:
+def _buffers(job: Job, rules: StateRules) -> float:
     """Weights and gradients on their way: of two layers at a time, the one that runs and the one before or after."""
     largest = max((block.dense_params + block.expert_params for block in job.blocks), default=0.0)
     if not is_fsdp2(job.stack):
         ends = max(job.stem.dense_params, job.tail.dense_params)
         return 0.0 if rules.whole_weights else HALF * (2 * largest + ends) + 4.0 * largest
-    if not rules.keeps_shards or max(over) == 1:
+    if not rules.keeps_shards:
         return 0.0
     # A layer's gradient is copied into the buffer that is reduced, while the one before is still under way.
     reduced = 2.0 * REDUCE_BYTES[job.stack.switch("reduce_dtype", "fp32")] * largest

@@ -61,7 +61,9 @@ class Sizes:
     recomputes_pointwise: bool = False
     keeps_inputs: bool = False  # what linears read is kept all the same, but for outputs of activations
     gathers_inputs: bool = False  # sequence parallelism keeps gathered inputs and does not gather again
-    gathers_kv: bool = False  # context parallelism keeps the keys and values that it gathered
+    # Keys and values that context parallelism keeps: "gathered" from all ranks, with a mask that no kernel knows, or
+    # "repeated" to as many heads as there are ranks. "": as they are.
+    kv_exchange: str = ""
 
     @property
     def token_split(self) -> int:
@@ -306,8 +308,12 @@ def _attention(b: _Builder, op: Attention) -> None:
     )  # fmt: skip
     out = tokens * heads * op.v_dim
     b.elements[op.name] = out
-    kv = kv_heads * (op.qk_dim + op.v_dim) * (s.cp if s.gathers_kv else 1)
+    kv = kv_heads * (op.qk_dim + op.v_dim)
+    if s.kv_exchange:
+        kv *= s.cp if s.kv_exchange == "gathered" else math.lcm(op.kv_heads, s.cp) / op.kv_heads
     qkv = tokens * (heads * op.qk_dim + kv)
+    if s.kv_exchange == "gathered":
+        b.keep(f"{op.name}.mask", "attention", "other", HALF, op.q_len.at(whole) / s.cp * op.kv_len.at(whole))
     is_latent = any(o.part == "kv_b" for o in b.ops.values())
     b.keep(f"{op.name}.qkv", "attention", "mla_up_proj" if is_latent else "qkv", HALF, qkv)
     b.keep(op.name, "attention", "attn_out", HALF, out)

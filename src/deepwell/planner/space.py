@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from deepwell.errors import ConfigError
-from deepwell.graph.ops import Attention
 from deepwell.hardware.model import Hardware
 from deepwell.planner.actions import SPLIT_BACKWARD, why_not
 from deepwell.planner.constraints import COUNTS, EVEN, OFFLOADS, Constraints
@@ -22,11 +21,15 @@ from deepwell.planner.executable import (
     facts_of,
     is_executed_here,
     why_not_context,
+    why_not_count,
     why_not_etp,
     why_not_executable,
+    why_not_graphs,
+    why_not_host_state,
     why_not_schedule,
     why_not_sequence,
     why_not_split,
+    why_not_together,
 )
 from deepwell.planner.layout import Layout, Overlap, Recompute
 from deepwell.planner.split import balanced_layers
@@ -154,17 +157,34 @@ def families(space: Space) -> tuple[list[Family], list[Refusal]]:
     gpus = space.hw.num_gpus
     for tp in _tps(space, gpus, refuse):
         for pp in _pps(space, gpus // tp, refuse):
-            for cp in _cps(space, tp, gpus // tp // pp, refuse):
+            for cp in _cps(space, gpus // tp // pp, refuse):
                 dp = gpus // (tp * pp * cp)
                 if not _dp_works(space, dp, refuse):
                     continue
                 for ep, etp in _experts(space, tp, dp * cp * tp, refuse):
-                    found.append(Family(gpus, tp, pp, cp, ep, etp))
-    if space.is_executed_here and any(family.pp > 1 for family in found):
-        for schedule in space.constraints.allowed("schedule") or SPLIT_BACKWARD:
+                    reason = why_not_together(tp, pp, cp, ep) if space.is_executed_here else ""
+                    if reason:
+                        refuse(reason)
+                    else:
+                        found.append(Family(gpus, tp, pp, cp, ep, etp))
+    if space.is_executed_here:
+        found = _executable(space, found, refuse)
+    return found, [Refusal(reason=reason, families=n) for reason, n in refused.items()]
+
+
+def _executable(space: Space, found: list[Family], refuse: Any) -> list[Family]:
+    """What is left of families under constraints that the trainer does not execute with so many GPUs."""
+    given, gpus = space.constraints, space.hw.num_gpus
+    if any(family.pp > 1 for family in found):
+        for schedule in given.allowed("schedule") or SPLIT_BACKWARD:
             if why_not_schedule(schedule):
                 refuse(why_not_schedule(schedule))
-    return found, [Refusal(reason=reason, families=n) for reason, n in refused.items()]
+    # On one GPU nothing is sharded, whatever its sharding is called.
+    alone = why_not_host_state(Layout(dp=1, offload=OFFLOADS[given.offload or "none"])) if gpus == 1 else ""
+    reason = why_not_graphs(given.cuda_graphs, gpus) or alone
+    if reason:
+        refuse(reason)
+    return [] if reason else found
 
 
 def _choices(space: Space, name: str, usual: Iterable[int], total: int, refuse: Any) -> Iterator[int]:
@@ -196,7 +216,7 @@ def _tps(space: Space, gpus: int, refuse: Any) -> Iterator[int]:
 
 def _why_not_tp_here(space: Space, tp: int) -> str:
     is_split = space.constraints.sequence_parallel is not False
-    return why_not_split(space.workload, space.facts, tp) or why_not_sequence(space.workload, tp, 1, is_split=is_split)
+    return why_not_split(space.workload, space.facts, tp) or why_not_sequence(space.workload, tp, is_split=is_split)
 
 
 def _pps(space: Space, left: int, refuse: Any) -> Iterator[int]:
@@ -208,37 +228,30 @@ def _pps(space: Space, left: int, refuse: Any) -> Iterator[int]:
         yield pp
 
 
-def _cps(space: Space, tp: int, left: int, refuse: Any) -> Iterator[int]:
+def _cps(space: Space, left: int, refuse: Any) -> Iterator[int]:
     seq_len = space.workload.seq_len
     # Below 2,048 tokens of a sequence per rank no published run splits further; name a degree to try it.
     usual = [d for d in divisors(left) if d == 1 or seq_len // d >= 2048]
     for cp in _choices(space, "cp", usual, left, refuse):
-        kind = context_kind(space, tp, cp)
-        reason = why_not_cp(space.facts, cp, seq_len, kind)
+        kind = context_kind(space, cp)
         if space.is_executed_here:
-            reason = why_not_context(space.facts, cp, tp, seq_len, kind)
-            reason = reason or why_not_sequence(space.workload, tp, cp, is_split=True)
+            reason = why_not_context(space.workload, space.facts, cp, kind)
+        else:
+            reason = why_not_cp(space.facts, cp, seq_len, kind)
         if reason:
             refuse(reason)
             continue
         yield cp
 
 
-def context_kind(space: Space, tp: int, cp: int) -> str:
-    """How a sequence is spread: as asked for, else the executable way that exchanges least, or a ring elsewhere."""
+def context_kind(space: Space, cp: int) -> str:
+    """How a sequence is spread: as asked for, else by Ulysses where heads allow it, or a ring for other engines."""
     asked = space.constraints.context_parallel_kind
     if asked is not None or cp == 1 or not space.is_executed_here:
         return asked or "ring"
-    seq_len = space.workload.seq_len
-    kinds = [kind for kind in CONTEXT_KINDS if not why_not_context(space.facts, cp, tp, seq_len, kind)]
-    return min(kinds or CONTEXT_KINDS[-1:], key=lambda kind: _exchanged(space, cp, kind))
-
-
-def _exchanged(space: Space, cp: int, kind: str) -> float:
-    """Elements of one token that context parallelism moves, but for factors that all kinds share."""
-    heads = [op for block in space.workload.ir.blocks for op in block.ops if isinstance(op, Attention)]
-    keys = sum(op.kv_heads * (op.qk_dim + op.v_dim) for op in heads)
-    return cp * keys if kind == "allgather" else keys + sum(op.q_heads * (op.qk_dim + op.v_dim) for op in heads)
+    # Gathered keys need a mask that is a tensor, which no kernel skips by.
+    kinds = [kind for kind in CONTEXT_KINDS if not why_not_context(space.workload, space.facts, cp, kind)]
+    return (kinds or CONTEXT_KINDS)[0]
 
 
 def _dp_works(space: Space, dp: int, refuse: Any) -> bool:
@@ -330,6 +343,7 @@ def pipelines(space: Space, family: Family, micro_batch: int) -> list[Pipeline]:
             whole = schedule not in ("interleaved", "zero_bubble") or count % family.pp == 0
             fits = v <= max(1, most) and whole and not why_not(schedule, family.pp, count, v)
             fits = fits and _stages_fit(space, family.pp * v)
+            fits = fits and not (space.is_executed_here and why_not_count(schedule, family.pp, count))
             if fits and (stages is None or v in stages):
                 found.append(Pipeline(schedule, v))
     return found
@@ -348,7 +362,9 @@ class Sharding(NamedTuple):
 def shardings(space: Space, family: Family) -> list[Sharding]:
     """Cheapest in communication first."""
     allowed = space.constraints.allowed("sharding")
-    if family.dp * family.cp == 1:
+    # Under tensor parallelism Deepwell shards embedding and head over tp as well: there is always something to shard.
+    has_ends = space.is_executed_here and family.tp > 1
+    if family.dp * family.cp == 1 and not has_ends:
         return [Sharding((allowed or ("ddp",))[0], 1)]
     replicas = space.constraints.allowed("dp_replicate")
     kinds = [s for s in ("zero1", "zero2", "zero3", "ddp") if (s in allowed if allowed else s != "ddp")]
@@ -427,7 +443,7 @@ def layout_of(
         sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
         micro_batch=micro_batch, recompute=recompute, cuda_graphs=given.cuda_graphs,
         offload=OFFLOADS[given.offload or "none"], overlap=given.overlap or Overlap(),
-        context_parallel_kind=cast(Any, context_kind(space, family.tp, family.cp)),
+        context_parallel_kind=cast(Any, context_kind(space, family.cp)),
     )  # fmt: skip
     facts, work = space.facts, space.workload
     reason = why_not_layout(facts, layout, work.seq_len, work.global_batch)

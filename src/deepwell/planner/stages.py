@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 from deepwell.planner.actions import SPLIT_BACKWARD
 from deepwell.planner.comm import Network, send_s
 from deepwell.planner.cost import OVERLAPPED, BlockTime, Pricing, price_block
-from deepwell.planner.data_parallel import ends_gather_s
 from deepwell.planner.efficiency import Device
 from deepwell.planner.layout import Recompute
 from deepwell.planner.overlap import hides
-from deepwell.planner.shard import LocalBlock
 
 if TYPE_CHECKING:
     from deepwell.planner.estimate import Job, Stage
@@ -85,7 +83,7 @@ def stage_times(job: Job, dev: Device, net: Network) -> list[StageTime]:
     if chosen.kind == "block":
         again = [price_block(block, _pricing(job, dev, net, chosen)) for block in job.blocks]
     ends = _pricing(job, dev, net, Recompute())
-    stem, tail = (_end_time(job, net, end, price_block(end, ends)) for end in (job.stem, job.tail))
+    stem, tail = price_block(job.stem, ends), price_block(job.tail, ends)
     known: dict[Stage, StageTime] = {}
     found = []
     for stage in job.stages:
@@ -93,12 +91,6 @@ def stage_times(job: Job, dev: Device, net: Network) -> list[StageTime]:
             known[stage] = _split(job, _stage_time(stage, plain, again, stem, tail))
         found.append(known[stage])
     return found
-
-
-def _end_time(job: Job, net: Network, end: LocalBlock, time: BlockTime) -> BlockTime:
-    """An end's seconds with those that gather its weights, where that happens in every micro-batch."""
-    gather = ends_gather_s(job, net, end.dense_params)
-    return replace(time, forward={**time.forward, "tp": time.forward["tp"] + gather}) if gather else time
 
 
 def _split(job: Job, stage: StageTime) -> StageTime:
