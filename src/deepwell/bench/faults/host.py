@@ -66,9 +66,9 @@ def _agent_process(told: dict[str, Any]) -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         status = run_agent(**told)
-    except BaseException:  # whatever it is, the process ends here
-        traceback.print_exc()
-    finally:
+    finally:  # whatever happened, this process ends here and does not go back into the host's loop
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
         sys.stderr.flush()
         os._exit(status)
 
