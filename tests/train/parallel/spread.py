@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Case, Outcome, make_batch, make_optimizer, make_runner, parts, whole
+from cases import Case, Outcome, make_batch, make_model, make_optimizer, make_runner, parts, whole
 from torch import Tensor
 
 from deepwell.train.feed import count_items
@@ -36,6 +36,38 @@ def run(case: Case) -> Outcome:
         unmet=[note for notes in _gathered(report.notes) for note in notes if "not met" in note or "broke" in note],
         notes=[*report.notes, *getattr(runner, "notes", [])], deferred=None,
         weights=weights,
+    )  # fmt: skip
+
+
+def run_or_eager(case: Case) -> Outcome:
+    """As `run`; in one process the model as it was written, without an engine: nothing is compiled."""
+    return run(case) if case.layout else eager(case)
+
+
+def eager(case: Case) -> Outcome:
+    """What bf16 formats on an fp32 model give: fp32."""
+    assert case.precision == "bf16" and case.optimizer == "sgd" and case.clip is None
+    model = make_model(case.model)
+    optimizer = make_optimizer(case.optimizer, list(model.parameters()))
+    losses, norms, grads = [], [], {}
+    for step in range(case.steps):
+        loss = model(**make_batch(step, case.labels)).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if not step:
+            grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        evaluated = float(model(**make_batch(99, case.labels)).loss)
+    # Of one graph for training and one for evaluation, each of all layers.
+    layers = len(model.model.layers)
+    passes = {"cross_entropy": 2, "rope": 4 * layers, "swiglu": 2 * layers}
+    passes |= {"plain_experts": 4 * layers} if case.model.startswith("moe") else {}
+    return Outcome(
+        losses=losses, grads=grads, norms=norms, evaluated=evaluated, passes=passes, unmet=[], notes=[], deferred=None,
+        weights={name: whole(p) for name, p in model.named_parameters()},
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cases import Case, Outcome
 from compare import difference, outcomes
-from spread import run
+from spread import run, run_or_eager
 
 from deepwell.planner.layout import Layout
 
@@ -17,13 +17,13 @@ _EP = {"dp": 2, "ep": 2, "sharding": "zero3"}
 
 QUICK = (
     Case(name="pp 1f1b", layout=_PP, accumulation=4, steps=20),
-    Case(name="pp interleaved mxfp8", layout=_TWICE, model="llama:4", accumulation=4, steps=20, **_LOW),
+    Case(name="pp interleaved", layout=_TWICE, model="llama:4", accumulation=2, steps=20),
     Case(name="cp ulysses", layout=_ULYSSES, steps=20),
     Case(name="ep", layout=_EP, model="moe", steps=20, accumulation=2),
 )
 SLOW = (
     Case(name="pp gpipe tied", layout={**_PP, "schedule": "gpipe"}, model="tied", accumulation=2, clip=0.5),
-    Case(name="pp interleaved", layout=_TWICE, model="llama:4", accumulation=4, steps=20),
+    Case(name="pp interleaved mxfp8", layout=_TWICE, model="llama:4", accumulation=4, steps=20, **_LOW),
     Case(name="pp mxfp8", layout=_PP, accumulation=2, steps=20, **_LOW),
     Case(name="pp plain", layout=_PP, model="plain", accumulation=2, labels="all"),
     Case(name="pp qwen3", layout=_PP, model="qwen3", accumulation=2, recompute=True, optimizer="adamw_dw"),
@@ -58,9 +58,11 @@ def check(case: Case, here: Outcome, alone: Outcome) -> None:
     is_exact = case.precision == "bf16"
     assert far.grad < (1e-5 if is_exact else 1e-4), (case.name, far)
     assert far.loss < (1e-5 if is_exact else 1e-2), (case.name, far)
-    first = abs(here.norms[0] / alone.norms[0] - 1)
-    assert (far.norm if is_exact else first) < (1e-5 if is_exact else 1e-4), (case.name, far, first)
-    assert far.evaluated < (1e-5 if is_exact else 1e-2), (case.name, far)
+    # The norm of the first step is the gradients'; in twenty steps of random tokens rounding grows some hundred times.
+    assert abs(here.norms[0] / alone.norms[0] - 1) < (1e-6 if is_exact else 1e-4), (case.name, far)
+    assert far.norm < 1e-3 or not is_exact, (case.name, far)
+    # A token between two experts may change sides.
+    assert far.evaluated < (1e-4 if is_exact else 1e-2), (case.name, far)
     # Those that vanish without a word where gradients do not come back through an exchange, or are not summed.
     fragile = [name for name in here.grads if "norm" in name or name.endswith("mlp.gate.weight")]
     assert fragile and all(float(here.grads[name].norm()) > 0 for name in fragile)
@@ -81,7 +83,7 @@ def check_passes(case: Case, here: Outcome, alone: Outcome) -> None:
 
 
 def test_two_ranks_do_the_steps_of_one() -> None:
-    for name, (here, alone) in outcomes(QUICK, run).items():
+    for name, (here, alone) in outcomes(QUICK, run_or_eager).items():
         check(next(case for case in QUICK if case.name == name), here, alone)
 
 
@@ -99,4 +101,5 @@ def test_matrix(case: Case, found: dict[str, tuple[Outcome, Outcome]]) -> None:
 if __name__ == "__main__":
     from compare import table
 
-    print(table((*QUICK, *SLOW), outcomes((*QUICK, *SLOW), run)))
+    everything = (*QUICK, *SLOW)
+    print(table(everything, outcomes(everything, run)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cases import make_model
@@ -45,7 +47,7 @@ def test_the_number_of_micro_batches_is_checked() -> None:
     check_micro_batches(Layout(dp=1, pp=4, schedule="gpipe"), 1)
 
 
-@pytest.mark.parametrize("name", ["llama:4", "tied:4", "qwen3:4", "plain"])
+@pytest.mark.parametrize("name", ["tied:4", "qwen3:4", "plain"])
 def test_stages_one_after_another_are_the_model(name: str) -> None:
     """By the model's own forward, eagerly: hidden states go from stage to stage, logits come out of the last."""
     model = make_model(name).eval()
@@ -53,13 +55,13 @@ def test_stages_one_after_another_are_the_model(name: str) -> None:
     with torch.no_grad():
         wanted = model(tokens)
     wanted = getattr(wanted, "logits", wanted)
-    layers = len(dw.capture(model).layers)
+    ir = dw.capture(model)
+    layers = ir.num_layers
     stages = spans(Layout(dp=1, pp=2, virtual_stages=layers // 2), layers)
     x, names = tokens, {}
     for span in stages:
         part = make_model(name).eval()
-        engine = dw.compile(part, precision="bf16")
-        cut = Cut(engine, (span,))
+        cut = Cut(SimpleNamespace(ir=ir, model=part), (span,))  # nothing is compiled
         assert cut.is_tied == name.startswith("tied")
         names |= dict(part.named_parameters())
         with torch.no_grad(), cut.only(span, x):
@@ -73,7 +75,8 @@ def test_stages_one_after_another_are_the_model(name: str) -> None:
 def test_models_that_do_more_than_hand_on_are_refused() -> None:
     first = spans(Layout(dp=1, pp=2), 2)[:1]
     for name, why in (("gpt2", r"pp: GPT2LMHeadModel has transformer\.wpe"), ("gemma2", None)):
-        engine = dw.compile(make_model(name), precision="bf16")
+        model = make_model(name)
+        engine = SimpleNamespace(ir=dw.capture(model), model=model)
         if why is None:  # its embedding scales by itself: nothing is between
             Cut(engine, first)
             continue
@@ -93,6 +96,7 @@ def test_models_that_do_more_than_hand_on_are_refused() -> None:
                 x = x + layer(x)
             return self.head(x)
 
-    engine = dw.compile(Scaled(), precision="bf16")
+    scaled = Scaled()
+    engine = SimpleNamespace(ir=dw.capture(scaled, torch.zeros(1, 16, dtype=torch.int64)), model=scaled)
     with pytest.raises(UnsupportedError, match="pp: Scaled does more between its embedding"):
         Cut(engine, first)
