@@ -95,6 +95,7 @@ class Trainer:
         self.notes: list[str] = [self.world.note(elastic)]
         feed = Feed(engine.model, options.loss)
         self.runner = parallelize(engine, self.layout, feed=feed, device=self.device)
+        self.notes += self.runner.notes
         self.loader = _loader(dataloader, settings, self.plan)
         self.eval_loader = None if options.eval_data is None else _loader(options.eval_data, settings, self.plan)
         self.sizes = batch_sizes(settings, self.plan, self.runner.dp, self.loader.rows)
@@ -210,7 +211,8 @@ class Trainer:
         num_items, num_tokens = all_items / copies, int(all_tokens / copies)
         if not num_items:
             raise ConfigError(f"step {step + 1}: no token of the batch is predicted; all its labels are -100")
-        self.watch.begin_step(step + 1, batches, self.runner.sample)
+        # A pipeline's ranks hold stages: there is no call of the whole model to look into.
+        self.watch.begin_step(step + 1, batches, None if self.layout.pp > 1 else self.runner.sample)
         loss = self.runner.run(batches, num_items=num_items)
         norm = self._update(loss)
         self.step, self.cursor, self.tokens = step + 1, self.cursor + self.sizes.global_batch, self.tokens + num_tokens

@@ -26,6 +26,7 @@ class Runner:
 
     def __init__(self, engine: Engine, feed: Feed, device: torch.device) -> None:
         self.engine, self.feed, self.device = engine, feed, device
+        self.notes: list[str] = []  # what the run's reader should know
 
     @property
     def model(self) -> nn.Module:
