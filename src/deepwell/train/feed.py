@@ -94,6 +94,8 @@ class Feed:
             given["labels"] = given["input_ids"]
         extra = {"shift_labels"} if self.takes_any else set()
         found = {name: value for name, value in given.items() if name in self.names or name in extra}
+        if "use_cache" in self.names:
+            found.setdefault("use_cache", False)  # nobody reads a key-value cache beside a loss
         if "shift_labels" in given and "shift_labels" not in found:
             raise ConfigError("the batch has shift_labels and the model takes none; give labels, which it shifts")
         return found

@@ -56,6 +56,7 @@ class Outcome:
     notes: list[str]
     deferred: bool | None  # whether the logits of a call were never computed; None where the model returns none
     weights: dict[str, Tensor]
+    buckets: int = 0  # of DDP
 
 
 def make_model(name: str) -> nn.Module:
@@ -169,7 +170,9 @@ def run(case: Case) -> Outcome:
         norms.append(float(runner.grad_norm(case.clip)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    engine.eval()
     total, items = runner.evaluate(parts(make_batch(99, case.labels), runner, 1)[0])
+    engine.train()
     report = engine.report()
     return Outcome(
         losses=losses,
@@ -181,7 +184,14 @@ def run(case: Case) -> Outcome:
         notes=list(report.notes),
         deferred=_deferred(case, engine, runner),
         weights={name: whole(p) for name, p in runner.named_parameters()},
+        buckets=_num_buckets(runner),
     )
+
+
+def _num_buckets(runner: Runner) -> int:
+    called = getattr(runner, "called", None)
+    is_ddp = isinstance(called, nn.parallel.DistributedDataParallel)
+    return len(called.reducer._get_zeros_like_grad_buckets()) if is_ddp else 0
 
 
 def _deferred(case: Case, engine: Engine, runner: Runner) -> bool | None:

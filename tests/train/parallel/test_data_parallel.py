@@ -42,12 +42,15 @@ def test_passes_fire_in_regions(case: Case, found: dict[str, tuple[Outcome, Outc
     meets the next one's norm across a border."""
     here, alone = found[case.name]
     graphs = 2
+    # Hugging Face, told to recompute, has the embedding's output require gradients: evaluation's first layer differs.
+    layers = graphs + case.recompute
     assert here.passes["cross_entropy"] == alone.passes["cross_entropy"] == graphs
     for name in ("rope", "swiglu", "linear"):
-        assert here.passes.get(name, 0) == alone.passes.get(name, 0) / 2, name
+        assert here.passes.get(name, 0) / layers == alone.passes.get(name, 0) / graphs / 2, name
     assert alone.passes["residual_norm"] == graphs * 4
-    assert here.passes["residual_norm"] == graphs
-    assert here.passes["rms_norm"] == graphs * 3
+    assert here.passes["residual_norm"] == layers
+    assert here.passes["rms_norm"] == layers * 2 + graphs
     assert "causal_mask" not in {name for name, count in here.passes.items() if count}  # attention gets no mask
     assert here.unmet == []
     assert here.deferred is True
+    assert here.buckets > 2 if case.name == "ddp" else here.buckets == 0

