@@ -13,6 +13,7 @@ from deepwell.planner.layout import Layout
 
 # Of a gradient whose true value is nothing (the bias of keys: softmax does not see it), only rounding is left.
 _LEAST = 1e-6
+_SECONDS = 120  # that a case may take: ten times what it does where nothing else runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def outcomes(wanted: Sequence[Case], run: Run = cases.run) -> dict[str, tuple[Ou
     """By name, (on the layout, in one process) of each case; a group of processes for each number of ranks."""
     found: dict[str, Outcome] = {}
     singles = {_key(case.alone): case.alone for case in wanted}
-    alone = dict(zip(singles, run_cases(run, list(singles.values()), 1, timeout=900), strict=True))
+    alone = dict(zip(singles, run_cases(run, list(singles.values()), 1, _SECONDS * len(singles)), strict=True))
     worlds = sorted({Layout(**case.layout).gpus for case in wanted})
     for world in worlds:
         some = [case for case in wanted if Layout(**case.layout).gpus == world]
