@@ -8,7 +8,7 @@ from deepwell.artifacts.checkpoint.manifest import list_checkpoints, step_of
 from deepwell.errors import ConfigError
 
 # The names of what is under way: being written (tmp), being replaced (old), being deleted (gone).
-_UNDER_WAY = re.compile(r"\.(step-\d{8,})\.[0-9a-f]{12}-\d+\.(tmp|old|gone)")
+_UNDER_WAY = re.compile(r"\.(step-\d{8,})\.[0-9a-f]{12}-[\d-]+\.(tmp|old|gone)")
 
 
 def check_keep(keep_last: int, keep_every: int | None) -> None:

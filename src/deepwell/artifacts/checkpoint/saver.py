@@ -81,7 +81,8 @@ class Saver:
         self._group, self._timeout_s = process_group, timeout_s
         self._team: Team | None = None
         self._staging = Staging()
-        self._count, self._is_tidy = 0, False
+        self._last: tuple[int, int] = (-1, 0)  # the step of the last save, and how often it was saved in a row
+        self._is_tidy = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepwell-save")
         self._running: _Running | None = None
         self._finished: list[SaveEvent] = []
@@ -97,7 +98,6 @@ class Saver:
         folder_name(step)  # type: ignore[arg-type]  # raises for anything but a step
         if self._team is None:
             self._team = agree(units_of(contents_of(state, 0)), self._group)
-        self._count += 1
         job = self._prepare(state, self._team, refused(state.meta, healthy))
         future = self._pool.submit(self._run, job)
         event = SaveEvent(step=job.step, path=str(job.path), stall_s=time.perf_counter() - began)
@@ -157,13 +157,16 @@ class Saver:
         self.close()
 
     def _prepare(self, state: TrainState, team: Team, reason: str) -> Job:
-        save_id = f"{team.token}-{self._count}"
+        # By step, not by number: a rank that missed a save is with the others again at the next.
+        step = int(state.meta["step"])
+        self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
+        save_id = f"{team.token}-{step}-{self._last[1]}"
         if not reason:
             try:
                 return prepare(self.folder, state, team, save_id, self._staging)
             except (DeepwellError, RuntimeError) as error:
                 reason = str(error)
-        return failed_job(self.folder, int(state.meta["step"]), team, save_id, reason)
+        return failed_job(self.folder, step, team, save_id, reason)
 
     def _run(self, job: Job) -> tuple[int, float, str]:
         """In the background: write, commit, delete what need not stay; bytes, when it ended, what did not work."""
