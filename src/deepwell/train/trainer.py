@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepwell import __version__
-from deepwell.artifacts.checkpoint import Saver, TrainState, latest, load_checkpoint, save_checkpoint
+from deepwell.artifacts.checkpoint import Saver, TrainState, latest, load, load_checkpoint, save_checkpoint
 from deepwell.engine.dryrun_plan import engine_device
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, NumericsError
@@ -318,7 +318,9 @@ class Trainer:
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, whatever world, plan or precision it was written with."""
         state = self.train_state()
-        meta = load_checkpoint(Path(path), state)
+        # FP8 moments have scales of blocks, which shards of another number of ranks may cut: those are rounded anew.
+        is_elsewhere = self.elastic and load(path).world != self.world.size
+        meta = load_checkpoint(Path(path), state, round_moments=is_elsewhere)
         self.step, self.cursor, self.tokens = meta["step"], meta["cursor"], meta["tokens"]
         self.skipped = meta.get("skipped", 0)
         self.last_loss = math.nan if meta.get("loss") is None else meta["loss"]
