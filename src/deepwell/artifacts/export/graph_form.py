@@ -194,7 +194,7 @@ class _Writer:
         for symbol, bounds in self._environment.var_to_range.items():
             if str(symbol) in self.sizes and bounds.upper.is_Integer and int(bounds.upper) < 1 << 40:
                 found.append(["<=", str(symbol), int(bounds.upper)])
-        return [condition for condition in found if condition is not True]
+        return [tree for number, tree in enumerate(found) if tree is not True and tree not in found[:number]]
 
     def _size(self, node: fx.Node) -> None:
         """A size that Dynamo hands in by itself is read off the argument that has it."""
