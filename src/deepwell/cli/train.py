@@ -18,6 +18,7 @@ _Count = int | None
 
 
 def train_command(
+    *,
     recipe: Annotated[Path, typer.Argument(help="A recipe's TOML file, e.g. recipes/tiny.toml.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Changes of the recipe: section.key=value, e.g. train.steps=100.")

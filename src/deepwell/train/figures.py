@@ -16,7 +16,7 @@ import torch
 
 from deepwell.engine.dryrun_plan import predict
 from deepwell.engine.engine import Engine
-from deepwell.errors import DeepwellError
+from deepwell.errors import ConfigError, DeepwellError
 from deepwell.planner.estimate_values import GIB
 from deepwell.planner.measured_steps import is_this_machines, record_step
 from deepwell.planner.plan import Plan
@@ -98,17 +98,24 @@ class Figures:
             figures["ratio"] = None if found.step_s is None else found.step_s / seconds
         return figures
 
-    def keep_measured(self) -> None:
-        """Let the planner know what a step of this plan took here: the median, where enough were taken."""
+    def keep_measured(self) -> str:
+        """Let the planner know what a step of this plan took here: the median, where enough were taken.
+
+        Returns why it could not be kept, "" where it was or need not be.
+        """
         found = self.prediction
         if found is None or len(self._seconds) < ENOUGH:
-            return
+            return ""
         gpu, estimate = found.plan.hardware.gpus[0], found.plan.estimate
         if not is_this_machines(gpu):
-            return
+            return ""
         today = time.strftime("%Y-%m-%d", time.gmtime())
         real = statistics.median(self._seconds)
-        record_step(gpu, found.plan.workload, found.plan.layout, estimate.uncorrected_s, real, today)
+        try:
+            record_step(gpu, found.plan.workload, found.plan.layout, estimate.uncorrected_s, real, today)
+        except ConfigError as error:  # a cache that cannot be written is no reason to fail a run that is done
+            return str(error)
+        return ""
 
     def memory_gib(self) -> float:
         """The most that torch had reserved on the GPU; on a CPU what the process holds now."""

@@ -61,7 +61,6 @@ class Run:
         self._figures: Figures | None = None
         self._is_first = True
         self._guards = 0
-        self._saves: list[tuple[int, float]] = []  # (step, seconds that training stood still)
         self.start: Start | None = None
         self._fence: Fence | None = None
         self._restart: dict[str, Any] | None = None  # written when the first step is over
@@ -255,9 +254,8 @@ class Run:
         if not math.isfinite(trainer.last_loss) or not trainer.watch.healthy:
             self.note(f"step {trainer.step} is not saved: loss {trainer.last_loss}; the last good checkpoint stays")
             return
-        begun = trainer.saver.save(trainer.train_state())
+        trainer.saver.save(trainer.train_state())
         self._saved_step = trainer.step
-        self._saves.append((trainer.step, begun.stall_s))
         trainer.readback.start()
 
     def _poll(self) -> None:
@@ -310,7 +308,8 @@ class Run:
             trainer.saver.wait()
             self._poll()
         if trainer.runner.is_main and self._figures is not None:
-            self._figures.keep_measured()
+            if problem := self._figures.keep_measured():
+                self.note(f"the step's time was not kept for the planner: {problem}")
         for callback in trainer.callbacks:
             callback.on_end(trainer, reason)
         self.log.write("end", step=trainer.step, reason=reason, exit=0)
