@@ -57,6 +57,19 @@ def _tells_the_user_something(record: logging.LogRecord) -> bool:
 logging.getLogger("torch._dynamo.metrics_context").addFilter(_tells_the_user_something)
 
 
+@contextmanager
+def _set(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """What torch's own `config.patch` does. Each of its patches leaves a context variable behind, for every call."""
+    before = {name: getattr(config, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
 class Engine(nn.Module):
     """A drop-in for the model: the same call, outputs, parameters and state_dict keys.
 
@@ -279,7 +292,7 @@ class Engine(nn.Module):
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The settings that the engine's graphs are compiled and found again under."""
-        with torch._dynamo.config.patch(self._dynamo_settings()), self._experts.applied():
+        with _set(torch._dynamo.config, self._dynamo_settings()), self._experts.applied():
             yield
 
     def _check_sharded(self) -> None:
