@@ -93,7 +93,7 @@ class Feed:
         elif "labels" not in given:
             given["labels"] = given["input_ids"]
         extra = {"shift_labels"} if self.takes_any else set()
-        found = {name: value for name, value in given.items() if name in self.names or name in extra}
+        found: dict[str, Any] = {k: v for k, v in given.items() if k in self.names or k in extra}
         if "use_cache" in self.names:
             found.setdefault("use_cache", False)  # nobody reads a key-value cache beside a loss
         if "shift_labels" in given and "shift_labels" not in found:
