@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from deepwell.artifacts.checkpoint.hf import find_checkpoint
-from deepwell.artifacts.checkpoint.restore import load_checkpoint
 from deepwell.artifacts.checkpoint.manifest import open_documents, verify
 from deepwell.artifacts.checkpoint.reader import Reader, Tensors
+from deepwell.artifacts.checkpoint.restore import load_checkpoint
 from deepwell.artifacts.checkpoint.saver import save_checkpoint
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.errors import CheckpointError, ConfigError
