@@ -132,8 +132,9 @@ def test_the_watchdog_dumps_and_ends_a_process_that_hangs(tmp_path: Path) -> Non
     code = (
         "import time\nfrom deepwell.train.elastic import Watchdog\n"
         "def in_here():\n    time.sleep(60)\n"
-        "with Watchdog(0.4, lambda s: print('told', s > 0.4, flush=True)) as dog:\n"
-        "    for _ in range(5): time.sleep(0.2); dog.alive()\n"
+        "with Watchdog(0.4, lambda s: print('told', s > 0.4, flush=True), first_s=60.0) as dog:\n"
+        "    time.sleep(1.0)  # the first step may take longer\n"
+        "    for _ in range(5): dog.alive(); time.sleep(0.2)\n"
         "    print('alive', flush=True)\n    in_here()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -302,9 +302,9 @@ class Engine(nn.Module):
 
     def _dynamo_settings(self) -> dict[str, Any]:
         limits = dict(_DYNAMO)
-        # Each set of formats that was bound has graphs of its own.
-        limits["recompile_limit"] += 8 * len(self._phases)
-        limits["accumulated_recompile_limit"] += 8 * len(self._phases)
+        # Each further set of formats that was bound has graphs of its own.
+        limits["recompile_limit"] += 8 * (len(self._phases) - 1)
+        limits["accumulated_recompile_limit"] += 8 * (len(self._phases) - 1)
         if self.options.cache_weights:
             # Behind a graph break each layer has a graph of its own, for its own codes.
             limits["recompile_limit"] += 8 * self.ir.num_layers

@@ -118,11 +118,17 @@ class StopSignal:
 
 
 class Watchdog:
-    """Ends this process where no step was finished for `seconds`, with the stacks of all threads on stderr."""
+    """Ends this process where no step was finished for `seconds`, with the stacks of all threads on stderr.
 
-    def __init__(self, seconds: float, before_end: Callable[[float], None] | None = None) -> None:
+    The first step, which compiles, has ten minutes at least.
+    """
+
+    def __init__(
+        self, seconds: float, before_end: Callable[[float], None] | None = None, first_s: float = 600.0
+    ) -> None:
         self.seconds = seconds
         self._before_end = before_end
+        self._patience = max(seconds, first_s)
         self._last = time.monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -136,12 +142,12 @@ class Watchdog:
 
     def alive(self) -> None:
         """A step was finished."""
-        self._last = time.monotonic()
+        self._last, self._patience = time.monotonic(), self.seconds
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.seconds / 4.0)):
             silent = time.monotonic() - self._last
-            if silent > self.seconds:
+            if silent > self._patience:
                 print(f"deepwell: no step finished for {silent:.0f} s: this rank hangs", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(all_threads=True)
                 if self._before_end is not None:

@@ -31,7 +31,7 @@ class Setup:
     minutes: float = 60.0  # after this no kill is begun, which fails the check of their number
     steps_per_kill: int = 16
     save_every: int = 4
-    hang_after_s: float = 10.0
+    hang_after_s: float = 15.0
 
     def __post_init__(self) -> None:
         if self.kills < 1:

@@ -24,7 +24,7 @@ from deepwell.hardware.host import read_host
 
 Say = Callable[[str], None]
 # A run that makes no step for so long is not recovering any more; and how long a write is waited for.
-_STUCK_S, _WRITE_S = 120.0, 3.0
+_STUCK_S, _WRITE_S = 300.0, 3.0
 # Shares of the kills, by kind; the rest are of one worker.
 _SHARES = {"agent": 0.12, "all": 0.06, "start": 0.12}
 _IN_WRITE = 0.5
