@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from deepwell import __version__
 from deepwell.engine.dryrun_plan import optimizer_of
 from deepwell.engine.engine import Engine
 from deepwell.errors import DeepwellError
-from deepwell.precision.guard import GuardStop
+from deepwell.precision.guard import GuardEvent, GuardStop
 from deepwell.train.elastic import HUNG, Watchdog, begin
 from deepwell.train.figures import Figures, Prediction
 from deepwell.train.log import SCHEMA, Console, EventLog, Scalars, step_line
@@ -41,6 +41,9 @@ class Callback:
 
     def on_save(self, trainer: Trainer, event: Mapping[str, Any]) -> None:
         """A checkpoint was begun or has been committed."""
+
+    def on_repair(self, trainer: Trainer, events: Sequence[GuardEvent]) -> None:
+        """The guard begins a repair (`repair_steps`): the learning rate is lower for a while."""
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
         """No step follows."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, NumericsError
 from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
-from deepwell.precision.guard import GuardSettings
+from deepwell.precision.guard import GuardEvent, GuardSettings
 from deepwell.train.data import Loader, check_same_data, make_loader
 from deepwell.train.elastic import Control, StopSignal, Watchdog, join
 from deepwell.train.feed import Feed, LossFunction, count_items, count_tokens
@@ -116,7 +116,7 @@ class Trainer:
         several = self.world.size > 1
         reduce = self.runner.all_reduce if several else None
         guard = guard_settings(options.guard)
-        self.watch = Watch(engine, guard, reduce, rank=self.world.rank, dp=self.runner.dp)
+        self.watch = Watch(engine, guard, reduce, rank=self.world.rank, dp=self.runner.dp, repair=self._repair)
         self.readback = Readback(self.device)
         self.saver = None
         if self.run_dir is not None:
@@ -244,6 +244,10 @@ class Trainer:
             guarded_step(self.optimizer, ok)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _repair(self, events: Sequence[GuardEvent]) -> None:
+        for callback in self.callbacks:
+            callback.on_repair(self, events)
 
     def _batches(self) -> list[Mapping[str, Tensor]]:
         """This rank's micro-batches of the step that comes."""
