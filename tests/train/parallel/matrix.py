@@ -26,6 +26,12 @@ MATRIX: tuple[Case, ...] = (
     Case(name="zero3 2 mxfp8", layout={"dp": 2, "sharding": "zero3"}, recompute=True, **_LOW),
     Case(name="zero3 2 tied", layout={"dp": 2, "sharding": "zero3"}, model="tied", accumulation=2, **_ADAMW),
     Case(name="zero3 2 plain", layout={"dp": 2, "sharding": "zero3"}, model="plain", recompute=True),
+    Case(
+        name="zero3 2 in bf16",
+        layout={"dp": 2, "sharding": "zero3"},
+        accumulation=2,
+        settings={"param_dtype": "bf16", "reduce_dtype": "fp32"},
+    ),
     Case(name="zero3 4", layout={"dp": 4, "sharding": "zero3"}, **_ADAMW),
     Case(name="hsdp 2x2 zero3", layout={**_HSDP, "sharding": "zero3"}, steps=20),
     Case(name="hsdp 2x2 zero2", layout={**_HSDP, "sharding": "zero2"}, accumulation=2),
