@@ -169,11 +169,17 @@ class Run:
             return []
         return [int(word) for word in text.split() if (self.folder / "pids" / word).exists()]
 
-    def is_writing(self) -> str:
-        """The name of a checkpoint that is just being written, else ""."""
+    def is_writing(self, since: float) -> str:
+        """The name of a checkpoint that is just being written, else "". What a save killed before `since` left is none."""
         folder = self.folder / "checkpoints"
         names = os.listdir(folder) if folder.exists() else []  # noqa: PTH208 - a thousand times a second
-        return next((name for name in names if name.endswith(".tmp")), "")
+        for name in names:
+            try:
+                if name.endswith(".tmp") and (folder / name).stat().st_mtime > since:
+                    return name
+            except FileNotFoundError:
+                continue  # it has its proper name now
+        return ""
 
     def finish(self, advance: Callable[[float], None]) -> None:
         """Wait for the end of the run and of its agent."""
@@ -230,13 +236,13 @@ class Siege:
             self._await(lambda: run.step >= step and run.step_t > self._last and bool(run.workers()), _STUCK_S)
             time.sleep(0.1 * delay)
         if wants_write:
-            self._await(lambda: bool(run.is_writing()), _WRITE_S, pause=0.0005)
+            self._await(lambda: bool(run.is_writing(self._last)), _WRITE_S, pause=0.0005)
         return self._do(kind, choice)
 
     def _do(self, kind: str, choice: float) -> Strike:
         run = self._run
         self._await(lambda: bool(run.workers()), _STUCK_S)
-        workers, writing = run.workers(), run.is_writing()
+        workers, writing = run.workers(), run.is_writing(self._last)
         chosen = workers[int(choice * len(workers))] if workers else run.agent
         number = {"term": signal.SIGTERM, "stop": signal.SIGSTOP}.get(kind, signal.SIGKILL)
         targets = {"agent": [run.agent], "term": [run.agent], "all": workers}.get(kind, [chosen])
