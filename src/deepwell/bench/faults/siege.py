@@ -170,7 +170,7 @@ class Run:
         return [int(word) for word in text.split() if (self.folder / "pids" / word).exists()]
 
     def is_writing(self, since: float) -> str:
-        """The name of a checkpoint that is just being written, else "". What a save killed before `since` left is none."""
+        """The name of a checkpoint that is just being written, else ""; what was left before `since` is none."""
         folder = self.folder / "checkpoints"
         names = os.listdir(folder) if folder.exists() else []  # noqa: PTH208 - a thousand times a second
         for name in names:
