@@ -17,7 +17,9 @@ from deepwell.train.feed import Feed, count_items
 
 
 def events_of(trainer: dw.Trainer) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (trainer.run_dir / "events.jsonl").read_text().splitlines()]
+    """The record, which must be JSON: numbers that are not finite are words in it."""
+    lines = (trainer.run_dir / "events.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def losses_of(trainer: dw.Trainer) -> list[float]:
@@ -54,7 +56,7 @@ def test_it_trains_what_a_loop_by_hand_trains(make_trainer: Any) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_dw", "adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw_dw", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer: Any, tiny_llama: Any, optimizer: str) -> None:
     # With dropout: random numbers belong to what is resumed.
     whole = make_trainer(tiny_llama(attention_dropout=0.1), optimizer=optimizer, folder="whole")
@@ -178,6 +180,7 @@ def test_sigterm_saves_and_exits_with_0(make_trainer: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) is not None
 
 
+@pytest.mark.slow
 def test_starts_without_progress_give_up(make_trainer: Any) -> None:
     class Crash(dw.Callback):
         def on_step(self, trainer: dw.Trainer, event: Any) -> None:
@@ -219,10 +222,3 @@ def test_a_plan_of_another_machine_is_not_run_silently(tiny_llama: Any, tmp_path
     trainer = dw.Trainer.from_engine(engine, dataloader="synthetic:128", **options)
     assert trainer.layout.gpus == 1 and trainer.sizes.global_batch == 64
     assert "planned anew" in trainer.plan_note
-
-
-def test_json_events_hold_no_nan(make_trainer: Any) -> None:
-    trainer = make_trainer(steps=2)
-    trainer.fit()
-    for line in (trainer.run_dir / "events.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
