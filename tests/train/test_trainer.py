@@ -153,7 +153,7 @@ def test_a_bad_step_is_skipped_and_never_saved(make_trainer: Any) -> None:
                 with torch.no_grad():
                     trainer.engine.lm_head.weight[0, 0] = math.nan
 
-    trainer = make_trainer(save_every=1, callbacks=[Poison()], guard={"max_skipped": 2})
+    trainer = make_trainer(save_every=1, async_save=False, callbacks=[Poison()], guard={"max_skipped": 2})
     with pytest.raises(NumericsError):
         trainer.fit(steps=20)
     events = events_of(trainer)

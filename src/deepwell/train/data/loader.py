@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -18,7 +19,7 @@ Batch = dict[str, Tensor]
 _Key = tuple[int, tuple[int, ...]]
 
 
-class Loader:
+class Loader(ABC):
     """Gives batches; prepares those that were announced in threads of its own. Subclasses say how one is made.
 
     The cursor counts samples of one global stream: epoch after epoch, in an order that depends on the seed and the
@@ -64,9 +65,9 @@ class Loader:
                 self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="deepwell-data")
             self._announced[key] = self._pool.submit(self._make, *key)
 
+    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """JSON that says what data this is; `check_same_data` compares two."""
-        raise NotImplementedError
 
     def state_dict(self, cursor: int) -> dict[str, Any]:
         """JSON that a checkpoint keeps beside the cursor. Most loaders need none."""
@@ -90,8 +91,9 @@ class Loader:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
+    @abstractmethod
     def _make(self, cursor: int, indices: tuple[int, ...]) -> Batch:
-        raise NotImplementedError
+        """One batch, in whichever thread."""
 
     def _key(self, cursor: int, indices: Sequence[int]) -> _Key:
         if self._closed:

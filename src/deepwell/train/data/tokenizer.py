@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
 
-class _Checked:
+class _Checked(ABC):
     """Checks that tokens stay inside the vocabulary; what follows encodes."""
 
     def __init__(self, name: str, vocab: int, eos: int, sha256: str) -> None:
@@ -47,8 +48,9 @@ class _Checked:
         if not 0 <= eos < vocab:
             raise ConfigError(f"tokenizer {name}: its end token {eos} is outside its vocabulary of {vocab}")
 
+    @abstractmethod
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        raise NotImplementedError
+        """Tokens of each text, unchecked."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         clean = [text.encode("utf-8", errors="replace").decode() for text in texts]  # JSON may hold lone surrogates
