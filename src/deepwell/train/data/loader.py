@@ -73,7 +73,7 @@ class Loader(ABC):
         """JSON that a checkpoint keeps beside the cursor. Most loaders need none."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most loaders need none
         """Take what `state_dict` gave, before the first batch after a resume."""
 
     def close(self) -> None:
