@@ -47,7 +47,7 @@ def train(overrides: list[str], kill_after: int | None = None) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where the results go")
-    parser.add_argument("--steps", type=int, default=60, help="training steps")
+    parser.add_argument("--steps", type=int, default=40, help="training steps")
     parser.add_argument("--recipe", default="mxfp8", help="precision recipe: bf16, fp8, mxfp8, nvfp4")
     args = parser.parse_args()
     console = Console()
@@ -63,7 +63,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run_dir, data = out / f"run-{time.strftime('%Y%m%d-%H%M%S')}", out / "data"
     changes = [
-        f"train.steps={args.steps}", "train.seq_len=128", f"train.save_every={args.steps // 4}",
+        f"train.steps={args.steps}", "train.seq_len=64", f"train.save_every={args.steps // 4}",
         f'precision.recipe="{args.recipe}"', f'run.dir="{run_dir}"', f'data.train="{data}"',
         f'data.eval="{data}/val"', f"train.eval_every={args.steps // 2}", "train.log_every=5",
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def main() -> None:
 
     console.rule("3  plan, compile, dry run: which format each GEMM gets, how it runs here, does it fit")
     policy = PrecisionPolicy.recipe(args.recipe)
-    plan = dw.autoplan(ir, hw=dw.probe(), seq_len=128, global_batch=8, precision=policy, gpus=1, progress=False)
+    plan = dw.autoplan(ir, hw=dw.probe(), seq_len=64, global_batch=8, precision=policy, gpus=1, progress=False)
     show(console, plan)
     engine = dw.compile(ir, plan=plan)
     show(console, dw.dryrun(engine))
