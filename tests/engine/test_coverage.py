@@ -52,7 +52,7 @@ EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
 }  # fmt: skip
 # Passes that work on Inductor's joint graph alone, which these tests do not make; and experts, whose schemes are the
 # binding's affair: tests/engine/test_experts.py counts them on Mixtral, Qwen3-MoE, OLMoE and GPT-OSS.
-ELSEWHERE = {"recomputed", "experts", "fused_experts", "looped_experts"}
+ELSEWHERE = {"recomputed", "experts", "fused_experts", "looped_experts", "plain_experts"}
 
 
 @cache

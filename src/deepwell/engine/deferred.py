@@ -16,10 +16,9 @@ from torch import Tensor
 
 from deepwell.errors import NumericsError
 
-# Questions about a tensor that need no values. That it requires no gradient is what FSDP2 asks of every output: a yes
-# would make it hang a hook on the logits, which are nobody's until they are looked at.
-_PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "layout", "nbytes")
-_PROPERTIES += ("itemsize", "requires_grad")
+# Questions about a tensor that need no values.
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "layout", "nbytes", "itemsize")
+_REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _FACTS: set[Any] = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size}
 _FACTS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device}
@@ -73,6 +72,8 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func == _REQUIRES_GRAD and _is_asked_by_wrappers(args[0]):
+            return False
         if func in _FACTS:
             return super().__torch_function__(func, types, args, kwargs)
         args, kwargs = torch.utils._pytree.tree_map_only(DeferredLogits, cls.materialize, (args, kwargs))
@@ -89,6 +90,14 @@ class DeferredLogits(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _is_asked_by_wrappers(logits: DeferredLogits) -> bool:
+    """Whether it may be FSDP2 that asks, as it does of every output, to hang a hook on those that say yes.
+
+    Logits that nobody has looked at are in no graph yet. In one process they say what they would be.
+    """
+    return logits._value is None and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _state(weight: Tensor) -> tuple[int, int]:

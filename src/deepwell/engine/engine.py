@@ -24,7 +24,7 @@ from deepwell.engine.op_times import measure_calls
 from deepwell.engine.overrides import Key, Overrides
 from deepwell.engine.product_times import with_times
 from deepwell.engine.recompute import LayerRecompute
-from deepwell.engine.regions import Regions, has_module, is_sharded
+from deepwell.engine.regions import Regions, has_module, is_left_out, is_sharded
 from deepwell.engine.report import NOTHING_COMPILED, EngineReport
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError, UnsupportedError
@@ -364,8 +364,12 @@ class Engine(nn.Module):
             return {}
         experts = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
         # A stage of a pipeline has a part of the model's layers, and not both ends.
-        layers = self.ir.layers
-        owner = {s.path: s.path if s.layer is None else layers[s.layer].path for s in self.ir.sites()}
+        layers, model = self.ir.layers, self.model
+        elsewhere = {
+            site.path
+            for site in self.ir.sites()
+            if (is_left_out(model, site.path) if site.layer is None else not has_module(model, layers[site.layer].path))
+        }
         by_itself = "the model multiplies its experts by itself (one by one, or in a kernel of its own)"
         nowhere = "no product with its weight was met in what was compiled"
         known = self.options.left
@@ -374,7 +378,7 @@ class Engine(nn.Module):
             if path in experts or path not in known
             else known[path]
             for path in self.options.unmet()
-            if path in experts or has_module(self.model, owner.get(path, ""))
+            if path in experts or path not in elsewhere
         }
 
     def _notes(self) -> list[str]:

@@ -231,6 +231,19 @@ def has_module(model: nn.Module, path: str) -> bool:
     return True
 
 
+def is_left_out(model: nn.Module, path: str) -> bool:
+    """Whether the place of a module is empty: a stage of a pipeline has not both ends of the model."""
+    module: Any = model
+    for name in path.split("."):
+        children = getattr(module, "_modules", {})
+        if name not in children:
+            return False  # a parameter of the module, not a module
+        module = children[name]
+        if module is None:
+            return True
+    return False
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 has the model or a part of it."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -240,4 +253,4 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-__all__ = ["REASON", "Regions", "find_glue", "has_module", "is_sharded"]
+__all__ = ["REASON", "Regions", "find_glue", "has_module", "is_left_out", "is_sharded"]
