@@ -105,6 +105,12 @@ def write_measurement(gpu: Gpu, measurement: Measurement, environ: Mapping[str, 
     """Writes the file whole or not at all. Raises `ConfigError` where the folder cannot be written."""
     path = measurement_path(gpu, environ)
     text = json.dumps({"schema": SCHEMA, **encode(measurement)}, indent=1)
+    write_whole(path, text)
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of the cache whole or not at all. Raises `ConfigError` where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
@@ -114,7 +120,6 @@ def write_measurement(gpu: Gpu, measurement: Measurement, environ: Mapping[str, 
         raise ConfigError(
             f"DEEPWELL_CACHE_DIR: {path.parent} cannot be written ({error.strerror}); set it to a folder that can"
         ) from error
-    return path
 
 
 def _identity(gpu: Gpu) -> tuple[str, str, str]:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from deepwell.errors import ConfigError
 from deepwell.graph.ops import Attention, GroupedLinear, Linear
-from deepwell.hardware.cache import measurement_path
+from deepwell.hardware.cache import measurement_path, write_whole
 from deepwell.hardware.codec import decode, encode
 from deepwell.hardware.model import Gpu
 from deepwell.planner.layout import Layout
@@ -130,15 +129,7 @@ def read_steps(gpu: Gpu, environ: Mapping[str, str] | None = None) -> tuple[tupl
 def _write(path: Path, steps: tuple[MeasuredStep, ...]) -> None:
     """The file whole or not at all."""
     text = json.dumps({"schema": SCHEMA, "steps": [encode(one) for one in steps]}, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        Path(file.name).replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"DEEPWELL_CACHE_DIR: {path.parent} cannot be written ({error.strerror}); set it to a folder that can"
-        ) from error
+    write_whole(path, text)
 
 
 # ---- what makes two problems the same ----

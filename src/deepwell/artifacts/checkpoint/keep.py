@@ -39,9 +39,9 @@ def prune(folder: Path, saved: Path, save_id: str, keep_last: int, keep_every: i
 
 
 def tidy(folder: Path, token: str) -> None:
-    """Remove what saves that were killed left, and give a checkpoint that was set aside its name back.
+    """Remove what saves that were killed left, and give a checkpoint that was renamed to `.old` its name back.
 
-    What the saves of `token` are writing is left alone.
+    What the saves of `token` are writing is not touched.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _UNDER_WAY.fullmatch(path.name)

@@ -75,7 +75,7 @@ class Job:
 
     @property
     def replaced(self) -> Path:
-        """Where an earlier checkpoint of the step is set aside."""
+        """Where an earlier checkpoint of the step is moved."""
         return self.folder / f".{folder_name(self.step)}.{self.save_id}.old"
 
 
@@ -109,7 +109,7 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
             places |= {id(by_key[slot.key]): name for slot in slots}
             begin = end
     # In the model's order; what no rank has a part of still has a name and a shape.
-    told = [p for p in contents.pieces if id(p) in places or (not math.prod(p.box.whole) and p.file != "ranks")]
+    listed = [p for p in contents.pieces if id(p) in places or (not math.prod(p.box.whole) and p.file != "ranks")]
     staging.copy([piece.tensor for piece in ordered], [piece.changes for piece in ordered])
     return Job(
         folder=folder,
@@ -117,7 +117,7 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
         save_id=save_id,
         team=team,
         files=tuple(files),
-        tensors=tuple(_entry(piece, places.get(id(piece), "")) for piece in told),
+        tensors=tuple(_entry(piece, places.get(id(piece), "")) for piece in listed),
         contents=contents,
         documents=documents,
     )
@@ -248,7 +248,7 @@ def _commit(job: Job, reports: Sequence[dict[str, Any]]) -> int:
     sync_folder(temporary)
     write_file(temporary / MARKER, [hashlib.sha256(data).hexdigest().encode()])
     sync_folder(temporary)
-    # Where the step was saved before, that checkpoint is set aside first; it counts until this one has its name.
+    # Where the step was saved before, that checkpoint is moved first; it counts until this one has its name.
     if job.path.exists():
         rename_folder(job.path, job.replaced)
     rename_folder(temporary, job.path)
@@ -328,7 +328,7 @@ def _give_up(job: Job, has_reported: bool) -> None:
             report = job.temporary / f"report-{job.team.rank:05d}.json"
             write_whole(report, _json_bytes({"error": job.error or "its files could not be written"}, "report"))
     except OSError:
-        return  # a silent rank is missed in time, a checkpoint that was set aside is found all the same
+        return  # a silent rank is missed in time, a checkpoint that was moved is found all the same
 
 
 def _json_bytes(value: Any, what: str) -> bytes:

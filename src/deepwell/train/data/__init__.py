@@ -13,7 +13,7 @@ _NAMES = {
     "make_loader": "deepwell.train.data.make",
     "check_same_data": "deepwell.train.data.fingerprints",
     "Samples": "deepwell.train.data.samples",
-    "count_items": "deepwell.train.data.samples",
+    "count_items": "deepwell.train.feed",
     "TokenSamples": "deepwell.train.data.windows",
     "SyntheticSamples": "deepwell.train.data.synthetic",
     "TokenFolder": "deepwell.train.data.token_files",
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from deepwell.train.data.make import make_loader as make_loader
     from deepwell.train.data.prepare import prepare_tokens as prepare_tokens
     from deepwell.train.data.samples import Samples as Samples
-    from deepwell.train.data.samples import count_items as count_items
     from deepwell.train.data.streams import StreamLoader as StreamLoader
     from deepwell.train.data.synthetic import SyntheticSamples as SyntheticSamples
     from deepwell.train.data.token_files import TokenFolder as TokenFolder
     from deepwell.train.data.token_files import describe as describe
     from deepwell.train.data.windows import TokenSamples as TokenSamples
+    from deepwell.train.feed import count_items as count_items
 
 
 def __getattr__(name: str) -> object:

@@ -29,14 +29,6 @@ class Samples(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def count_items(batch: Mapping[str, Tensor]) -> int:
-    """The number of labels that a model predicts in this batch: the divisor of a mean loss."""
-    if "shift_labels" in batch:
-        return int((batch["shift_labels"] != IGNORED).sum())
-    labels = batch["labels"] if "labels" in batch else batch["input_ids"]
-    return int((labels[..., 1:] != IGNORED).sum())
-
-
 def as_rows(raw: Any, what: str, seq_len: int | None, pad: int = 0) -> list[dict[str, Tensor]]:
     """The samples of a batch (or the one sample) that a dataset gave.
 
