@@ -67,14 +67,16 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 32, bias=False))
 
 
-def bench_llama() -> nn.Module:
-    config = BenchConfig(width=64, num_heads=4, num_kv_heads=2, hidden=96, num_layers=1, vocab=128, max_positions=64)
+def bench_llama(width: int = 64) -> nn.Module:
+    config = BenchConfig(
+        width=width, num_heads=4, num_kv_heads=2, hidden=width * 3 // 2, num_layers=1, vocab=128, max_positions=64
+    )
     return Llama(config).init_weights()
 
 
-def hf_llama(layers: int = 1) -> nn.Module:
+def hf_llama(width: int = 64, layers: int = 1) -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=width, intermediate_size=width * 3 // 2, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=128, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=2,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -87,9 +89,9 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def qwen_moe() -> nn.Module:
+def qwen_moe(width: int = 64) -> nn.Module:
     config = transformers.Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=width, intermediate_size=width * 3 // 2, moe_intermediate_size=width // 2, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=128, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=64, eos_token_id=1, bos_token_id=2,
     )  # fmt: skip
@@ -246,7 +248,7 @@ def test_every_kind_of_model_and_format_loads_equal(tmp_path: Path, name: str) -
 @pytest.mark.parametrize("build", [hf_llama, bench_llama, qwen_moe])
 def test_on_a_gpu_a_loaded_engine_equals_the_exported_one(
     tmp_path: Path,
-    build: Callable[[], nn.Module],
+    build: Callable[[int], nn.Module],
     format: str,  # noqa: A002
 ) -> None:
     torch._dynamo.reset()
@@ -254,7 +256,8 @@ def test_on_a_gpu_a_loaded_engine_equals_the_exported_one(
     policy = dw.PrecisionPolicy()
     options = {"gradients": "e4m3"} if format == "fp8_tensor" else {}  # named gradients: tensor scales are meant
     policy.set_default(format, **options)
-    model = build().bfloat16().cuda().eval()
+    width = 256 if format == "fp8_1x128" else 64  # its scales are of squares of 128
+    model = build(width).bfloat16().cuda().eval()
     engine = dw.compile(dw.capture(model), precision_policy=policy, measure=False)
     written = export(engine, tmp_path / "x.engine")
     tokens = torch.randint(3, 64, (4, 32), device="cuda")

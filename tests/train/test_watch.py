@@ -432,6 +432,27 @@ def test_samples_come_so_rarely_that_they_cost_their_share():
     assert {tuple(t.shape[:2]) for t in part_of([whole], 256)[0].values()} == {(1, 1024), (1, 1)}
 
 
+def test_a_sample_that_is_slow_to_launch_comes_more_rarely(eager):
+    """Of what was measured the shortest counts; a CPU keeps to sizes, so that equal runs are equal."""
+    engine = _engine()
+    watch = Watch(engine, GuardSettings(sample_every=2, sample_cost=0.1))
+    found = []
+
+    def measured(step):  # as a GPU's host would have
+        assert watch._last_cost == 0.0
+        watch._next, watch._last_cost = step, costs[step]
+
+    costs = (0.0, 7.0, 3.0, 9.0)
+    for step in range(4):
+        _train(engine, watch, [step], after=measured)
+        found.append((watch._next - step, watch.interval(0.0)))
+        watch._next = step + 1
+    assert found == [(0, 2), (70, 70), (30, 30), (30, 30)]
+    again = Watch(engine, GuardSettings(sample_every=2, sample_cost=0.1))
+    again.load_state_dict(watch.state_dict())
+    assert again.interval(0.0) == 30
+
+
 def test_the_turn_goes_over_the_layers_and_a_suspect_is_looked_at_again(eager):
     engine, looked = _engine("nvfp4"), []
     real = sampling.take_sample
@@ -542,7 +563,8 @@ def test_what_one_rank_finds_both_ranks_act_on():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("fork")  # nothing is imported again
+    # Forked, nothing is imported again; CUDA does not survive a fork.
+    context = mp.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     queue = context.Queue()
     workers = [context.Process(target=_rank, args=(rank, port, queue)) for rank in (0, 1)]
     for worker in workers:

@@ -11,9 +11,10 @@ next one was launched and the device never idles. Its findings travel in one sma
 over all ranks are taken, so that every rank decides the same.
 
 A sample costs about a forward and backward of its tokens, eagerly. One is due every `sample_every` steps, or every
-4 * share / sample_cost steps where that is more: `share` is its tokens' share of the step's, and 4 covers eager kernels
-and products that are computed twice. One layer is looked at each time, in turn; all of them at the first step and after
-a bad one; one with a finding again at the next steps, until it is confirmed or has gone.
+cost / sample_cost steps where that is more. `cost` is in steps: 4 times its tokens' share of the step's (eager kernels,
+products that are computed twice), or on a GPU the time that the host took to launch a sample where that is more. One
+layer is looked at each time, in turn; all of them at the first step and after a bad one; one with a finding again at
+the next steps, until it is confirmed or has gone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Batch = Mapping[str, Tensor]
 Run = Callable[[Batch], Tensor]
 # A sample's time over its tokens' share of the step's.
 _COST = 4.0
-_NUM_VALUES = 4  # bad loss, bad norm, loss, norm
+_NUM_VALUES = 5  # bad loss, bad norm, loss, norm, the sample's time in steps
 # Tensors of a batch that may be cut along the tokens.
 _TOKENWISE = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids"}
 
@@ -96,6 +97,8 @@ class Watch:
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = rank if rank is not None else torch.distributed.get_rank() if has_group else 0
         self.num_samples, self.sample_seconds = 0, 0.0
+        self._cost, self._last_cost = 0.0, 0.0  # of samples, in steps; of the last one, on this rank
+        self._step_began, self._step_seconds = 0.0, math.inf
         self._records: deque[_Record] = deque()
         self._wants_all, self._next, self._turn = True, 0, 0
         self._alert_until = 0  # gradients are looked at one by one before this step
@@ -106,6 +109,7 @@ class Watch:
         self._sample: tuple[Sample | None, float] = (None, 0.0)
         self._blame: tuple[tuple[str, ...], Tensor | None] = ((), None)
         self._known: tuple[Any, dict[Key, Gemm]] = (None, {})
+        self._by_layer: tuple[Any, list[list[str]]] = (None, [])
 
     # ---- a step ----
 
@@ -115,6 +119,11 @@ class Watch:
         `batches` are this rank's micro-batches of the step, `run` gives the mean loss of a smaller one by a call of the
         engine. All ranks must come here together. Without `run` formats are not judged, only loss and gradients.
         """
+        now, has_sample = time.perf_counter(), self._sample[0] is not None
+        if self._step_began and not has_sample:
+            # The shortest one: the first steps compile, and others wait for a save.
+            self._step_seconds = min(self._step_seconds, now - self._step_began)
+        self._step_began = now
         self._step, self._sample, self._blame = step, (None, 0.0), ((), None)
         if not (self.settings.enabled and self.settings.sample_every and run is not None and batches):
             return
@@ -122,17 +131,20 @@ class Watch:
         paths = self._due(step, schemes)
         if not paths:
             return
-        began = time.perf_counter()
         batch, share = part_of(batches, self.settings.sample_tokens)
         sample = take_sample(self.engine.model, schemes, paths, lambda: run(batch), number=self.num_samples)
         self._sample = (sample, share / self.dp)
         self._next = max(self._next, step + self.interval(share))
         self.num_samples += 1
-        self.sample_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - now
+        self.sample_seconds += seconds
+        # 0 for the first one, which compiles kernels. On a CPU sizes alone decide: equal runs sample at the same steps.
+        self._last_cost = seconds / self._step_seconds if self.engine.device_type == "cuda" else 0.0
 
     def interval(self, share: float) -> int:
         """Steps between samples that have this share of a step's tokens."""
-        return max(self.settings.sample_every, math.ceil(_COST * share / self.settings.sample_cost))
+        cost = max(_COST * share, self._cost)
+        return max(self.settings.sample_every, math.ceil(cost / self.settings.sample_cost))
 
     def before_clip(self) -> None:
         """After the backward, before gradients are clipped: for some steps after a bad one, find where it begins."""
@@ -159,7 +171,8 @@ class Watch:
         if not self.settings.enabled:
             return torch.ones((), dtype=torch.bool, device=device)
         pair = torch.stack([loss.detach().reshape(()).float(), grad_norm.detach().to(device).reshape(()).float()])
-        parts = [(~pair.isfinite()).float() * (self.rank + 1), pair.nan_to_num(0.0, 0.0, 0.0)]
+        cost = torch.full((1,), self._last_cost, device=device)
+        parts = [(~pair.isfinite()).float() * (self.rank + 1), pair.nan_to_num(0.0, 0.0, 0.0), cost]
         blamed, norms = self._blame
         if norms is not None:
             parts.append((~norms.isfinite()).float() * (self.rank + 1))
@@ -196,7 +209,10 @@ class Watch:
         if self._records:
             record = self._records.popleft()
             values = _read(record)
-            bad, (loss, grad_norm) = values[:2], values[2:_NUM_VALUES]
+            bad, (loss, grad_norm, cost) = values[:2], values[2:_NUM_VALUES]
+            if record.sample is not None and cost:
+                self._cost = min(self._cost, cost) if self._cost else cost  # other work only makes it longer
+                self._next = max(self._next, step + self.interval(0.0))
             findings += self._of_step(step, bad)
             cut = _NUM_VALUES + len(record.blamed)
             findings += self._of_gradients(step, record.blamed, values[_NUM_VALUES:cut])
@@ -247,6 +263,7 @@ class Watch:
             "overrides": self.engine.overrides.to_dict(),
             "wants_all": self._wants_all,
             "next": self._next,
+            "cost": self._cost,
             "turn": self._turn,
             "samples": self.num_samples,
             "alert_until": self._alert_until,
@@ -267,6 +284,7 @@ class Watch:
             self.num_samples, self._alert_until = int(state["samples"]), int(state["alert_until"])
             self._noise = {(path, gemm): float(value) for path, gemm, value in state["noise"]}
             self._dead = {(path, gemm) for path, gemm in state["dead"]}
+            self._cost = float(state.get("cost", 0.0))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not the watch's state: {type(error).__name__}: {error}") from error
         self.guard.load_state_dict(guard)
@@ -278,11 +296,13 @@ class Watch:
 
     def _layers(self, schemes: Mapping[str, str]) -> list[list[str]]:
         """Paths with a scheme, layer by layer."""
-        found: dict[Any, list[str]] = {}
-        for site in self.engine.ir.sites():
-            if site.path in schemes:
-                found.setdefault(site.path if site.layer is None else site.layer, []).append(site.path)
-        return list(found.values())
+        if self._by_layer[0] is not schemes:
+            found: dict[Any, list[str]] = {}
+            for site in self.engine.ir.sites():
+                if site.path in schemes:
+                    found.setdefault(site.path if site.layer is None else site.layer, []).append(site.path)
+            self._by_layer = (schemes, list(found.values()))
+        return self._by_layer[1]
 
     def _due(self, step: int, schemes: Mapping[str, str]) -> list[str]:
         layers = self._layers(schemes)

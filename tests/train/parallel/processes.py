@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -35,8 +36,10 @@ def run_cases(run: Run, cases: Sequence[Case], world: int, timeout: float = 300.
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(run, list(cases), rank, world, port, folder) for rank in range(world)]
         processes = [context.Process(target=_serve, args=each, daemon=True) for each in arguments]
-        for process in processes:
-            process.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")  # these are CPU processes; CUDA does not survive a fork
+            for process in processes:
+                process.start()
         _wait(processes, Path(folder), time.monotonic() + timeout)
         found: list[Any] = torch.load(Path(folder) / "found.pt", weights_only=False)
     return found

@@ -293,7 +293,7 @@ def _is_lost_autocast(node: fx.Node) -> bool:
 
 def _tree(expr: Any, sizes: Mapping[str, Any]) -> Any:
     """A condition of sympy as lists: [operator, operand, ...]; True where it always holds."""
-    if expr in (True, sympy.true):
+    if expr is True or expr is sympy.true:  # by identity: one equals True
         return True
     if isinstance(expr, sympy.Symbol):
         if str(expr) not in sizes:

@@ -201,7 +201,12 @@ def fsdp_options(meshes: Meshes, settings: ParallelSettings) -> dict[str, Any]:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Not the mean: a rank's loss is its part of a sum. Sums are what every backend can do."""
+    """Not the mean: a rank's loss is its part of a sum. Sums are what every backend can do.
+
+    A single rank is left as it is: there FSDP2 divides by any factor that is set, also by 1, in a pass of its own.
+    """
+    if dist.get_world_size() == 1:
+        return
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
