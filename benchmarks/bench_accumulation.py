@@ -15,8 +15,8 @@ import torch
 
 from deepwell.bench.environment import environment
 from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels.gemm import fp8_gemm
-from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.gemm.fp8 import fp8_gemm
+from deepwell.kernels.quantize.fp8 import quantize_rows
 
 
 def measure(k: int, spread: float, drift: float) -> dict[str, float]:

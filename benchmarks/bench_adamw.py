@@ -24,12 +24,12 @@ from torch import Tensor
 
 from deepwell.bench.environment import environment
 from deepwell.formats.spec import get_format
-from deepwell.kernels import adamw
-from deepwell.kernels.adamw import Config, configs_for_moments
-from deepwell.kernels.adamw_copies import Copies, TileConfig, configs_for
-from deepwell.kernels.adamw_copy_tables import Slot
-from deepwell.kernels.adamw_tables import FusedAdamW
-from deepwell.kernels.adamw_words import WordConfig, word_configs_for
+from deepwell.train.adamw import update as adamw
+from deepwell.train.adamw.copies import Copies, TileConfig, configs_for
+from deepwell.train.adamw.copy_tables import Slot
+from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.update import Config, configs_for_moments
+from deepwell.train.adamw.words import WordConfig, word_configs_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Shape = tuple[int, ...]

@@ -24,9 +24,9 @@ from torch import Tensor
 from deepwell.bench.environment import environment
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import cutlass_library as cl
-from deepwell.kernels.gemm import fp8_gemm_ref
-from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.cutlass import library as cl
+from deepwell.kernels.gemm.fp8 import fp8_gemm_ref
+from deepwell.kernels.quantize.fp8 import quantize_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepwell.kernels.embedding import CONFIGS, default_config, embedding_backward, embedding_backward_ref
-from deepwell.kernels.timing import cold_median_us
+from deepwell.kernels.head.embedding import CONFIGS, default_config, embedding_backward, embedding_backward_ref
+from deepwell.kernels.tune.timing import cold_median_us
 
 
 def draws(tokens: int, rows: int) -> Iterator[tuple[str, Tensor]]:

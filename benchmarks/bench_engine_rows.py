@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.kernels import bias_activation, cross_entropy, rms_norm, swiglu
-from deepwell.kernels.quantize import quantize_rows
-from deepwell.kernels.timing import cold_median_us, copy_gbps
+from deepwell.kernels.activation import bias_activation, swiglu
+from deepwell.kernels.head import cross_entropy
+from deepwell.kernels.norm import rms_norm
+from deepwell.kernels.quantize.fp8 import quantize_rows
+from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from deepwell.bench.gemm import SHAPES, gemm_table, run_gemms
-from deepwell.kernels.gemm_candidates import register_library
+from deepwell.kernels.gemm.candidates import register_library
 from deepwell.kernels.registry import KernelRegistry
 
 

@@ -6,7 +6,7 @@ A row says microseconds a call (median), GB/s of the bytes that must move, and t
 measured in the same run. Calls take turns over so many copies of the weights that L2 holds none of them; "forward" is
 maxima and codes right after each other, as a layer has them. What is compared with its reference and differs is a row
 that says WRONG. The table of a whole layer comes last. `--against` times another version of
-src/deepwell/kernels/quantize_group.py in the same run, by its own defaults.
+src/deepwell/kernels/quantize/weights.py in the same run, by its own defaults.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from deepwell.bench.environment import environment
-from deepwell.kernels import quantize_group as group
-from deepwell.kernels.timing import copy_gbps, recorded, times_us
+from deepwell.kernels.quantize import weights as group
+from deepwell.kernels.tune.timing import copy_gbps, recorded, times_us
 
 # Name, rows of the weights that share a scale, columns: the linears of a layer of a 1B and of a Llama-8B.
 MODELS = {

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.kernels.linear_cross_entropy import Head, chunk_bytes, linear_cross_entropy
-from deepwell.kernels.timing import recorded, times_us
+from deepwell.kernels.head.linear_cross_entropy import Head, chunk_bytes, linear_cross_entropy
+from deepwell.kernels.tune.timing import recorded, times_us
 
 MEBIBYTES = (1024, 512, 256, 128)
 ROUNDS = 4

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from deepwell.bench.environment import environment
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels import expert_swiglu, expert_weights, group_rows, grouped_gemm
-from deepwell.kernels.quantize import quantize_rows
-from deepwell.kernels.wgrad_operands import wgrad_operands
+from deepwell.kernels.experts import group_rows, grouped_gemm
+from deepwell.kernels.experts import quantize_weights as expert_weights
+from deepwell.kernels.experts import swiglu as expert_swiglu
+from deepwell.kernels.quantize.fp8 import quantize_rows
+from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 
 FP8 = "grouped_fp8|grouped_fp8|grouped_fp8"
 # Of outputs and gradients in FP8 against bf16: two products in a row. Routing is the same: the router stays in bf16.

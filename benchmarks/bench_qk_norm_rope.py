@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.kernels import qk_norm_rope as fused
-from deepwell.kernels import rope
-from deepwell.kernels.quantize import quantize_rows, quantize_rows_ref
-from deepwell.kernels.rms_norm import rms_norm, rms_norm_backward
-from deepwell.kernels.timing import cold_median_us, copy_gbps
+from deepwell.kernels.norm.rms_norm import rms_norm, rms_norm_backward
+from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_rows_ref
+from deepwell.kernels.rope import qk_norm_rope as fused
+from deepwell.kernels.rope import rope
+from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
 # (q, k, v heads, head width) of Qwen3.

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from deepwell.bench.environment import environment
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import quantize_mx as Q
-from deepwell.kernels.quantize import amax
-from deepwell.kernels.timing import cold_median_us, copy_gbps
+from deepwell.kernels.quantize import microscaled as Q
+from deepwell.kernels.quantize.fp8 import amax
+from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
 
 SHAPES = ((16384, 4096), (16384, 14336), (32768, 768))
 # Rows that are compared with the reference, whose intermediate tensors are large.

@@ -22,10 +22,15 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from deepwell.bench.environment import environment
-from deepwell.kernels import cross_entropy, quantize, rms_norm, rope, swiglu, transpose
-from deepwell.kernels.quantize import quantize_rows_ref
-from deepwell.kernels.timing import cold_median_us, copy_gbps
-from deepwell.kernels.wgrad_operands import balance_scales
+from deepwell.kernels.activation import swiglu
+from deepwell.kernels.head import cross_entropy
+from deepwell.kernels.norm import rms_norm
+from deepwell.kernels.quantize import fp8 as quantize
+from deepwell.kernels.quantize import transpose
+from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.quantize.wgrad_operands import balance_scales
+from deepwell.kernels.rope import rope
+from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
 # (tokens, model width, hidden width, vocabulary) of a Llama-8B, a 1B and a 768-wide decoder.

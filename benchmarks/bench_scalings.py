@@ -21,18 +21,18 @@ from torch import Tensor
 
 from deepwell.bench.environment import environment, one_line
 from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels.gemm import fp8_gemm
-from deepwell.kernels.gemm_blocks import fp8_gemm_blocks
-from deepwell.kernels.quantize import amax, quantize_rows, quantize_weight
-from deepwell.kernels.quantize_blocks import (
+from deepwell.kernels.gemm.fp8 import fp8_gemm
+from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks
+from deepwell.kernels.quantize.fp8 import amax, quantize_rows, quantize_weight
+from deepwell.kernels.quantize.fp8_blocks import (
     SQUARE_WARPS,
     quantize_1x128_both,
     quantize_1x128_both_ref,
     quantize_128x128,
     quantize_128x128_ref,
 )
-from deepwell.kernels.select import median_us
-from deepwell.kernels.wgrad_operands import wgrad_operands
+from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
+from deepwell.kernels.tune.select import median_us
 
 # (N, K) of q, k and v together, of o, of gate and up together, of down.
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

@@ -34,8 +34,8 @@ import deepwell as dw
 from deepwell.bench.environment import environment, one_line
 from deepwell.bench.models import RaceModel, race_model
 from deepwell.planner.layout import Layout
+from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.feed import Feed, count_items
-from deepwell.train.optim import AdamWDW
 from deepwell.train.parallel import ParallelSettings, Runner, make_meshes
 from deepwell.train.parallel.shard import ShardedRunner, shard
 

@@ -19,9 +19,9 @@ import triton
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.kernels.quantize import amax, quantize_weight
-from deepwell.kernels.weight_code_tables import Codes, CodesRefresh
-from deepwell.kernels.weight_codes import CODES_CONFIGS, CodesConfig
+from deepwell.kernels.quantize.fp8 import amax, quantize_weight
+from deepwell.kernels.quantize.weight_cache import CODES_CONFIGS, CodesConfig
+from deepwell.kernels.quantize.weight_cache_launches import Codes, CodesRefresh
 
 # (layers, [(K, widths of the weights that share a scale)]) of a Llama-8B and a 1B.
 MODELS = {

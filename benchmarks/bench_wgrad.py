@@ -17,13 +17,13 @@ from torch import Tensor
 
 from deepwell.bench.corpus import make_corpus
 from deepwell.bench.environment import environment
-from deepwell.bench.parity_run import Run, Setup
+from deepwell.bench.parity.run import Run, Setup
 from deepwell.bench.variants import Variant
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
-from deepwell.kernels.gemm import fp8_gemm
-from deepwell.kernels.quantize import quantize_rows
-from deepwell.kernels.wgrad_operands import wgrad_operands
+from deepwell.kernels.gemm.fp8 import fp8_gemm
+from deepwell.kernels.quantize.fp8 import quantize_rows
+from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 
 STEPS = (1, 15, 40, 90)
 LAYERS = (0, 5, 11)

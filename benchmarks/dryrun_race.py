@@ -25,9 +25,9 @@ from deepwell.bench.environment import environment, one_line
 from deepwell.bench.llama import LlamaConfig
 from deepwell.bench.models import MODELS, RaceModel
 from deepwell.bench.variants import Variant
-from deepwell.engine.dryrun import dryrun
-from deepwell.engine.dryrun_plan import predict
-from deepwell.engine.dryrun_risks import MEMORY_BAR, TIME_BAR
+from deepwell.engine.dryrun.dry_run import dryrun
+from deepwell.engine.dryrun.plan import predict
+from deepwell.engine.dryrun.risks import MEMORY_BAR, TIME_BAR
 from deepwell.graph.capture import capture
 from deepwell.graph.table import text_table
 

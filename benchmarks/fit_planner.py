@@ -30,9 +30,9 @@ from deepwell.errors import DeepwellError
 from deepwell.planner.comm import Network
 from deepwell.planner.efficiency import GpuConstants, constants_key, device, gpu_constants
 from deepwell.planner.estimate import Job, read_job, step_seconds
+from deepwell.planner.published import RunRow, packaged_runs
+from deepwell.planner.published.run import recompute_candidates
 from deepwell.planner.rank_memory import rank_memory
-from deepwell.planner.rows import RunRow, packaged_runs
-from deepwell.planner.rows.run import recompute_candidates
 from deepwell.planner.stack import get_stack, known_stacks
 
 PLANNER = Path(__file__).parent.parent / "src" / "deepwell" / "planner"

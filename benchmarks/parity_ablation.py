@@ -26,7 +26,7 @@ def train(arm: str, seed: int, setup: Any, corpus: Any, device: str) -> dict[str
     """The training loss of one run of an arm, in forty windows."""
     import torch
 
-    from deepwell.bench.parity_run import Run, _precise_products
+    from deepwell.bench.parity.run import Run, _precise_products
     from deepwell.bench.variants import Variant
     from deepwell.precision.policy import PrecisionPolicy
 
@@ -129,7 +129,7 @@ def main() -> None:
 
     from deepwell.bench.corpus import make_corpus
     from deepwell.bench.environment import environment
-    from deepwell.bench.parity_run import Setup
+    from deepwell.bench.parity.run import Setup
 
     corpus = make_corpus(args.text, megabytes=args.megabytes, vocab=32768, tokenizer=args.tokenizer)
     print(corpus, flush=True)

@@ -29,7 +29,7 @@ from typing import Any
 from deepwell.bench.faults.result import Check
 from deepwell.bench.faults.worker import VOCAB, Job, make_trainer
 from deepwell.bench.progress import bar
-from deepwell.report.run_data import read_events
+from deepwell.report.run.data import read_events
 from deepwell.train.run import Callback
 from deepwell.train.starts import Start
 

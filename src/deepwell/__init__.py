@@ -17,17 +17,17 @@ _PUBLIC = {
     "capture": "deepwell.graph.capture",
     "IR": "deepwell.graph.ir",
     "PrecisionPolicy": "deepwell.precision.policy",
-    "autoplan": "deepwell.planner.search",
+    "autoplan": "deepwell.planner.search.autoplan",
     "Plan": "deepwell.planner.plan",
     "compile": "deepwell.engine.compile",
     "optimize_for_blackwell": "deepwell.engine.compile",
     "Engine": "deepwell.engine.engine",
-    "dryrun": "deepwell.engine.dryrun",
-    "DryRun": "deepwell.engine.dryrun_values",
+    "dryrun": "deepwell.engine.dryrun.dry_run",
+    "DryRun": "deepwell.engine.dryrun.values",
     "Trainer": "deepwell.train.trainer",
     "TrainSettings": "deepwell.train.settings",
     "Callback": "deepwell.train.run",
-    "AdamWDW": "deepwell.train.optim",
+    "AdamWDW": "deepwell.train.adamw.optimizer",
     "GuardSettings": "deepwell.precision.guard",
     "save": "deepwell.artifacts.checkpoint",
     "load": "deepwell.artifacts.checkpoint",
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from deepwell.artifacts.export.read import load_engine
     from deepwell.artifacts.export.write import export
     from deepwell.engine.compile import compile, optimize_for_blackwell  # noqa: A004 - the public name
-    from deepwell.engine.dryrun import dryrun
-    from deepwell.engine.dryrun_values import DryRun
+    from deepwell.engine.dryrun.dry_run import dryrun
+    from deepwell.engine.dryrun.values import DryRun
     from deepwell.engine.engine import Engine
     from deepwell.errors import (
         CaptureError,
@@ -68,10 +68,10 @@ if TYPE_CHECKING:
     from deepwell.graph.ir import IR
     from deepwell.hardware.probe import Hardware, probe
     from deepwell.planner.plan import Plan
-    from deepwell.planner.search import autoplan
+    from deepwell.planner.search.autoplan import autoplan
     from deepwell.precision.guard import GuardSettings
     from deepwell.precision.policy import PrecisionPolicy
-    from deepwell.train.optim import AdamWDW
+    from deepwell.train.adamw.optimizer import AdamWDW
     from deepwell.train.run import Callback
     from deepwell.train.settings import TrainSettings
     from deepwell.train.trainer import Trainer

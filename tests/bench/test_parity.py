@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from deepwell.bench import variants
 from deepwell.bench.corpus import Corpus
-from deepwell.bench.parity import Plan, Results, Verdict, run_plan
-from deepwell.bench.parity_run import Pace, Record, Run, Setup, _eval_steps, _order
+from deepwell.bench.parity.compare import Plan, Results, Verdict, run_plan
+from deepwell.bench.parity.run import Pace, Record, Run, Setup, _eval_steps, _order
 from deepwell.bench.variants import Variant, parse_variants
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.precision import PrecisionPolicy
@@ -314,8 +314,8 @@ def test_a_killed_run_goes_on_to_the_very_same_numbers(
         "import json, sys\n"
         "from pathlib import Path\n"
         "from deepwell.bench.corpus import Corpus\n"
-        "from deepwell.bench.parity import Plan, run_plan\n"
-        "from deepwell.bench.parity_run import Pace, Setup\n"
+        "from deepwell.bench.parity.compare import Plan, run_plan\n"
+        "from deepwell.bench.parity.run import Pace, Setup\n"
         "from deepwell.bench.variants import parse_variants\n"
         "corpus, setup, out, arm = json.loads(sys.argv[1])\n"
         "plan = Plan(arms=parse_variants(arm), seeds=(0,), setup=Setup(**setup), device='cpu')\n"

@@ -18,8 +18,8 @@ from deepwell.engine.binding import Device
 from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels.gemm import fp8_gemm, fp8_gemm_ref
-from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels.gemm.fp8 import fp8_gemm, fp8_gemm_ref
+from deepwell.kernels.quantize.fp8 import quantize_rows
 
 BF16 = torch.bfloat16
 

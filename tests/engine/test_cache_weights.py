@@ -16,7 +16,7 @@ from deepwell.engine import compile as compile_module
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Device
 from deepwell.formats.metrics import assert_bitwise_equal
-from deepwell.train.optim import AdamWDW
+from deepwell.train.adamw.optimizer import AdamWDW
 
 FP8 = "fp8_row|fp8_row|fp8_row"
 

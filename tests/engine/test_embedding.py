@@ -12,8 +12,8 @@ from torch import Tensor
 import deepwell as dw
 from deepwell.engine import functional
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.op_times import measure_calls
 from deepwell.engine.passes.embedding import rewrite_embedding
+from deepwell.engine.times.ops import measure_calls
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 
 V, D = 20, 16

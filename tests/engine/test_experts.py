@@ -13,8 +13,8 @@ from deepwell.engine.passes.experts import find_experts, rewrite_experts
 from deepwell.engine.passes.match import give_operands_by_position
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
-from deepwell.kernels.group_rows import padded_rows
-from deepwell.kernels.quantize import quantize_rows_ref
+from deepwell.kernels.experts.group_rows import padded_rows
+from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.precision.gemm_format import precision
 from deepwell.precision.policy import PrecisionPolicy
 

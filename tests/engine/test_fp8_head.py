@@ -15,9 +15,10 @@ from deepwell.engine import functional
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Device
 from deepwell.formats.metrics import assert_bitwise_equal
-from deepwell.kernels import library_head, rms_norm
-from deepwell.kernels.linear_cross_entropy import Head, linear_cross_entropy
-from deepwell.kernels.scale_by import scale_by_ref
+from deepwell.kernels.head import torch_ops as library_head
+from deepwell.kernels.head.linear_cross_entropy import Head, linear_cross_entropy
+from deepwell.kernels.head.scale_by_scalar import scale_by_ref
+from deepwell.kernels.norm import rms_norm
 
 T, D, V = 48, 32, 64
 FP8 = "fp8_row|fp8_row|fp8_row"

@@ -13,8 +13,9 @@ from deepwell.engine import functional
 from deepwell.engine.binding import Device
 from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels import fastest, gemm
-from deepwell.kernels import linear_cross_entropy as kernels
+from deepwell.kernels.gemm import fp8 as gemm
+from deepwell.kernels.head import linear_cross_entropy as kernels
+from deepwell.kernels.tune import fastest
 
 HEAD = (torch.Size([6, 5, 16]), torch.Size([24, 16]))
 
@@ -116,7 +117,7 @@ def test_gradients_that_nobody_wants_are_not_computed(frozen, monkeypatch) -> No
         asked.append(head)
         return plain(*args, head=head, **kwargs)
 
-    from deepwell.kernels import library_head
+    from deepwell.kernels.head import torch_ops as library_head
 
     monkeypatch.setattr(library_head, "linear_cross_entropy", watch)
     x, _, _, y = _head_inputs()

@@ -16,8 +16,9 @@ from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels import KernelRegistry, select
-from deepwell.kernels.gain import Gain
+from deepwell.kernels import KernelRegistry
+from deepwell.kernels.tune import select
+from deepwell.kernels.tune.gain import Gain
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 import user_kernels

@@ -15,10 +15,11 @@ from deepwell.errors import ConfigError
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import fastest, gemm
-from deepwell.kernels.gemm import fp8_gemm_ref
-from deepwell.kernels.quantize import quantize_rows_ref
-from deepwell.kernels.weight_code_tables import Codes, CodesRefresh
+from deepwell.kernels.gemm import fp8 as gemm
+from deepwell.kernels.gemm.fp8 import fp8_gemm_ref
+from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.quantize.weight_cache_launches import Codes, CodesRefresh
+from deepwell.kernels.tune import fastest
 from deepwell.precision.gemm_format import precision
 
 # 48 tokens, widths that are whole blocks and widths that are not.

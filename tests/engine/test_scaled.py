@@ -20,7 +20,7 @@ from deepwell.engine.passes.linear import find_linears
 from deepwell.engine.schemes import parse_scheme
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels.gain import Gain, measure, would_gain
+from deepwell.kernels.tune.gain import Gain, measure, would_gain
 
 TENSOR, HYBRID, BLOCKS = "fp8_tensor", "fp8_tensor,gradients=e5m2", "fp8_1x128"
 SCHEMES = (TENSOR, HYBRID, BLOCKS)

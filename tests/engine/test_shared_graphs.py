@@ -401,7 +401,7 @@ def test_a_layer_that_did_not_run_is_still_named() -> None:
 
 
 def test_measured_gains_are_told_of_every_layer(monkeypatch) -> None:
-    from deepwell.kernels.gain import Gain
+    from deepwell.kernels.tune.gain import Gain
 
     model = Model()
     schemes = {f"layers.{i}.{name}": FP8 for i in range(LAYERS) for name in ("up", "down")}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import aot
-from deepwell.kernels._triton import tl, triton
+from deepwell.kernels.device.triton_support import tl, triton
 
 
 @triton.jit

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 import aot
-from deepwell.kernels import adamw_copies, adamw_scalars
-from deepwell.kernels import bias_activation as B
-from deepwell.kernels import cross_entropy as C
-from deepwell.kernels import gemm_triton as G
-from deepwell.kernels import quantize as Q
-from deepwell.kernels import quantize_mx as MX
-from deepwell.kernels import rms_norm as N
-from deepwell.kernels import rope as R
-from deepwell.kernels import swiglu as S
-from deepwell.kernels import transpose as T
-from deepwell.kernels._triton import tl
+from deepwell.kernels.activation import bias_activation as B
+from deepwell.kernels.activation import swiglu as S
+from deepwell.kernels.device.triton_support import tl
+from deepwell.kernels.gemm import triton_fp8 as G
+from deepwell.kernels.head import cross_entropy as C
+from deepwell.kernels.norm import rms_norm as N
+from deepwell.kernels.quantize import fp8 as Q
+from deepwell.kernels.quantize import microscaled as MX
+from deepwell.kernels.quantize import transpose as T
+from deepwell.kernels.rope import rope as R
+from deepwell.train.adamw import copies as adamw_copies
+from deepwell.train.adamw import scalars as adamw_scalars
 
 BF16, FP32, E4M3, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
 FP8 = {"FP8_MAX": 448.0, "POW2": True}

@@ -13,18 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepwell.kernels import (
-    chosen,
-    library,
-    library_activations,
-    library_experts,
-    library_head,
-    library_native,
-    library_qk_norm,
-    library_scaled,
-)
-from deepwell.kernels.quantize import quantize_rows
+from deepwell.kernels import library
+from deepwell.kernels.activation import torch_ops as library_activations
+from deepwell.kernels.experts import torch_ops as library_experts
+from deepwell.kernels.gemm import chosen
+from deepwell.kernels.gemm import native_ops as library_native
+from deepwell.kernels.gemm import scaled_ops as library_scaled
+from deepwell.kernels.head import torch_ops as library_head
+from deepwell.kernels.quantize.fp8 import quantize_rows
 from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.rope import qk_norm_ops as library_qk_norm
 
 ops = torch.ops.deepwell
 MODULES = (

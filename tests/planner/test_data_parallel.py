@@ -15,8 +15,8 @@ from deepwell.planner.estimate import Job, estimate, read_job
 from deepwell.planner.keeps import Keeps
 from deepwell.planner.layout import SHARDINGS, Layout, Overlap
 from deepwell.planner.rank_memory import rank_memory, rank_params
+from deepwell.planner.schedule.stages import stage_times
 from deepwell.planner.stack import get_stack
-from deepwell.planner.stages import stage_times
 from deepwell.planner.workload import Workload
 
 DEEPWELL = get_stack("deepwell")

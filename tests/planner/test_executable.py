@@ -9,12 +9,12 @@ from deepwell.errors import ConfigError, PlanError
 from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
-from deepwell.planner.constraints import read_constraints
 from deepwell.planner.executable import check_constraints, why_not_executable
 from deepwell.planner.layout import Layout, Offload, Recompute
 from deepwell.planner.plan import Plan
-from deepwell.planner.search import autoplan
-from deepwell.planner.space import context_kind, make_space
+from deepwell.planner.search.autoplan import autoplan
+from deepwell.planner.search.constraints import read_constraints
+from deepwell.planner.search.space import context_kind, make_space
 from deepwell.planner.stack import get_stack
 from deepwell.planner.workload import Workload
 from deepwell.precision.policy import PrecisionPolicy
@@ -194,7 +194,7 @@ def test_default_plans_and_their_runners_up_are_executable() -> None:
 
 
 def test_nothing_but_the_optimizer_moves_to_the_host() -> None:
-    # With activations in host memory this fits (tests/planner/test_constraints.py); here it may not.
+    # With activations in host memory this fits (tests/planner/search/test_constraints.py); here it may not.
     with pytest.raises(PlanError) as caught:
         autoplan(TINY, "1xH100", seq_len=1 << 22, global_batch=1, recompute="none", precision="bf16")
     assert "offload='both'" not in str(caught.value)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from deepwell.errors import ConfigError, PlanError
-from deepwell.planner.constraints import Constraints, read_constraints
 from deepwell.planner.estimate import estimate
 from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
-from deepwell.planner.search import autoplan
-from deepwell.planner.sensitivity import Change
+from deepwell.planner.search.autoplan import autoplan
+from deepwell.planner.search.constraints import Constraints, read_constraints
+from deepwell.planner.search.sensitivity import Change
 
 REQUEST: dict[str, Any] = {"seq_len": 4096, "global_batch": 64, "precision": "bf16"}
 

@@ -14,7 +14,7 @@ from deepwell.hardware.names import named_hardware
 from deepwell.planner.layout import Layout
 from deepwell.planner.measured_steps import measured_ratio, read_ratio, read_steps, record_step, steps_path
 from deepwell.planner.plan import Plan
-from deepwell.planner.search import autoplan
+from deepwell.planner.search.autoplan import autoplan
 from deepwell.planner.workload import Workload
 
 TINY = {

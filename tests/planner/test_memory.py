@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from deepwell.engine.dryrun_plan import given_plan
+from deepwell.engine.dryrun.plan import given_plan
 from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
-from deepwell.kernels import linear_cross_entropy
+from deepwell.kernels.head import linear_cross_entropy
 from deepwell.planner.estimate import read_job
 from deepwell.planner.estimate_values import StageMemory
 from deepwell.planner.keeps import Keeps, chunk_bytes, head_bytes
 from deepwell.planner.layout import Layout, Offload, Recompute
 from deepwell.planner.memory import in_flight, saved_bytes
 from deepwell.planner.rank_memory import rank_memory
-from deepwell.planner.schedule import peak_live
+from deepwell.planner.schedule.simulate import peak_live
 from deepwell.planner.shard import Sizes, local_block
 from deepwell.planner.stack import get_stack
 from deepwell.planner.step_memory import memory_timeline

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from deepwell.cli import app
 from deepwell.errors import ConfigError
-from deepwell.planner.rows import read_runs
-from deepwell.planner.rows.cluster import hardware_of, is_nvidia
-from deepwell.planner.rows.record import NEEDED_COLUMNS, parse_records
-from deepwell.planner.rows.run import build_run
-from deepwell.planner.validate import check_run, validate
+from deepwell.planner.published import read_runs
+from deepwell.planner.published.cluster import hardware_of, is_nvidia
+from deepwell.planner.published.record import NEEDED_COLUMNS, parse_records
+from deepwell.planner.published.run import build_run
+from deepwell.planner.published.validate import check_run, validate
 
 ROW = {
     "source": "someones-fork v3", "version": "2026-01", "model": "llama3-8b", "params_b": "8.03", "layers": "32",

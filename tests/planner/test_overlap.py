@@ -11,7 +11,7 @@ from deepwell.planner.estimate import estimate
 from deepwell.planner.layout import Layout, Overlap
 from deepwell.planner.overlap import OVERLAPS, effects, hides, in_use, switched
 from deepwell.planner.plan import Plan
-from deepwell.planner.search import autoplan
+from deepwell.planner.search.autoplan import autoplan
 from deepwell.planner.stack import get_stack
 
 

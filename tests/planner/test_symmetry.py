@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.probe import probe
-from deepwell.planner.actions import SCHEDULES
 from deepwell.planner.estimate import estimate
 from deepwell.planner.layout import Layout
-from deepwell.planner.schedule import simulate
-from deepwell.planner.search import autoplan
+from deepwell.planner.schedule.actions import SCHEDULES
+from deepwell.planner.schedule.simulate import simulate
+from deepwell.planner.search.autoplan import autoplan
 from deepwell.planner.stack import get_stack
 from deepwell.planner.workload import Workload
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepwell.planner.plan import Plan
-from deepwell.planner.search import autoplan
+from deepwell.planner.search.autoplan import autoplan
 from deepwell.report.plan_data import MAX_EVENTS, page_data
 from deepwell.report.plan_page import plan_page
 

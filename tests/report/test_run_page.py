@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 
 from deepwell.cli.report import report_command
 from deepwell.errors import ConfigError
-from deepwell.report.run_data import read_events, read_run, read_runs, run_of
-from deepwell.report.run_page import run_page
-from deepwell.report.run_panels import page_data
-from deepwell.report.run_series import picked, rounded, smoothed
-from deepwell.report.run_summary import duration, summary, time_shares
+from deepwell.report.run.data import read_events, read_run, read_runs, run_of
+from deepwell.report.run.page import run_page
+from deepwell.report.run.panels import page_data
+from deepwell.report.run.series import picked, rounded, smoothed
+from deepwell.report.run.summary import duration, summary, time_shares
 
 PANELS = ("loss", "optimizer", "throughput", "memory", "predicted", "guard", "precision", "experts", "goodput",
           "checkpoints", "settings")  # fmt: skip

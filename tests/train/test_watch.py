@@ -18,7 +18,7 @@ from deepwell.engine import sampling
 from deepwell.engine.overrides import Overrides
 from deepwell.errors import ConfigError
 from deepwell.precision.guard import GuardSettings, GuardStop
-from deepwell.train.optim import AdamWDW
+from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.watch import Watch, guarded_step, part_of
 
 UP, DOWN = "layers.1.up", "layers.1.down"

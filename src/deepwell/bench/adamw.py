@@ -16,7 +16,7 @@ from deepwell.bench.environment import environment
 from deepwell.bench.models import RaceModel
 from deepwell.bench.progress import bar
 from deepwell.bench.ran import profile
-from deepwell.train.optim import AdamWDW
+from deepwell.train.adamw.optimizer import AdamWDW
 
 _BYTES = 2 + 2 * 2 + 2 * 2 * 2
 

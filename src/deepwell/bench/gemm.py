@@ -14,10 +14,10 @@ from typing import Any
 from deepwell.bench.environment import environment, one_line
 from deepwell.bench.progress import bar
 from deepwell.bench.ran import candidate_claims, problems, profile
-from deepwell.kernels.proof import Proof
 from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, Verdict
-from deepwell.kernels.select import on_real_tensors, race
-from deepwell.kernels.trial import calls_of, inputs_of
+from deepwell.kernels.tune.select import on_real_tensors, race
+from deepwell.kernels.tune.trial import calls_of, inputs_of
+from deepwell.kernels.tune.verify import Proof
 
 # (M, N, K): squares, the linears of an 8B-class layer at 16384 tokens, a weight gradient, a small model's MLP.
 SHAPES = (

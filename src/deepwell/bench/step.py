@@ -26,7 +26,7 @@ from deepwell.bench.progress import bar
 from deepwell.bench.ran import Claim, engine_claims, peer_claims, problems, shares, watch
 from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.train.optim import AdamWDW
+from deepwell.train.adamw.optimizer import AdamWDW
 
 Entrant = Variant | Peer
 OPTIMIZERS = ("auto", "torch", "dw")

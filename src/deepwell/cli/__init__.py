@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from deepwell import __version__
-from deepwell.cli import bench, build, data, dryrun, export, plan, report, train, validate
+from deepwell.cli import bench, build, data, dryrun, export, plan, report, train
+from deepwell.cli.validate import app as validate
 from deepwell.errors import ConfigError, DeepwellError
 
 
@@ -91,7 +92,7 @@ def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Show what works here, what does not, and what to do. Ends with status 1 if something required is broken."""
-    from deepwell.doctor import diagnose
+    from deepwell.doctor.checks import diagnose
 
     diagnosis = diagnose()
     if as_json:

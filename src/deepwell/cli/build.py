@@ -24,7 +24,7 @@ def build_command(
 
     A minute or two per source the first time; what is up to date is not compiled again.
     """
-    from deepwell.kernels import cutlass_build as cb
+    from deepwell.kernels.cutlass import build as cb
 
     archs = cb.check_archs([part.strip() for part in arch.split(",") if part.strip()] if arch else _archs_here())
     tools = cb.find_toolchain(archs)
@@ -46,7 +46,7 @@ def _archs_here(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
     Raises UnsupportedError where there are none, or none known.
     """
     from deepwell.hardware.probe import probe
-    from deepwell.kernels.cutlass_build import arch_of
+    from deepwell.kernels.cutlass.build import arch_of
 
     listed = re.findall(r"(\d+)\.(\d)[af]?(?:\+PTX)?", environ.get("TORCH_CUDA_ARCH_LIST", ""))
     found = [(int(major), int(minor)) for major, minor in listed]

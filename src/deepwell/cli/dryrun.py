@@ -90,13 +90,13 @@ def _is_live(wanted: _Wanted, plan: Path | None, measure: bool | None) -> bool:
 
 
 def _simulated(wanted: _Wanted, path: Path | None) -> Any:
-    from deepwell.engine.dryrun import simulated
+    from deepwell.engine.dryrun.dry_run import simulated
 
     return simulated(_read_plan(path) if path is not None else _planned(wanted))
 
 
 def _planned(wanted: _Wanted) -> Any:
-    from deepwell.planner.search import autoplan
+    from deepwell.planner.search.autoplan import autoplan
 
     race = _race_model(wanted.require_model())
     model, seq, batch = _shape(wanted, race)
@@ -136,7 +136,7 @@ def _live(wanted: _Wanted, path: Path | None, steps: int, measure: bool | None) 
 
     from deepwell.bench.progress import bar
     from deepwell.engine.compile import compile as compile_engine
-    from deepwell.engine.dryrun import dryrun
+    from deepwell.engine.dryrun.dry_run import dryrun
     from deepwell.graph.capture import capture
 
     plan = None if path is None else _read_plan(path)

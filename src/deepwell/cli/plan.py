@@ -67,7 +67,7 @@ def plan_command(
     as_json: Annotated[bool, _option("--json", "Print JSON only.")] = False,
 ) -> None:
     """Pick the parallel layout of a training job and predict its time and memory. Ends with 3 if nothing fits."""
-    from deepwell.planner.search import autoplan
+    from deepwell.planner.search.autoplan import autoplan
 
     limits: dict[str, Any] = {
         **_counts(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, gpus=gpus,
@@ -179,7 +179,7 @@ def _write_files(plan: Any, html: Path | None, trace: Path | None, save: Path | 
 
         _write(html, plan_page(plan), "--html")
     if trace is not None:
-        from deepwell.planner.trace import chrome_trace_json
+        from deepwell.planner.schedule.trace import chrome_trace_json
 
         _write(trace, chrome_trace_json(plan), "--trace")
     if save is not None:

@@ -45,9 +45,9 @@ def report_command(
 
 def _report(run_dirs: list[Path], page: Path | None, refresh_s: float | None) -> list[dict[str, Any]]:
     """Write the page, and return the figures of each run."""
-    from deepwell.report.run_data import read_runs
-    from deepwell.report.run_page import run_page
-    from deepwell.report.run_summary import summary
+    from deepwell.report.run.data import read_runs
+    from deepwell.report.run.page import run_page
+    from deepwell.report.run.summary import summary
 
     runs, now = read_runs(run_dirs), time.time()
     found = [summary(run, now) for run in runs]
@@ -73,7 +73,7 @@ def _is_over(found: list[dict[str, Any]]) -> bool:
 
 
 def _show(found: list[dict[str, Any]]) -> None:
-    from deepwell.report.run_summary import summary_text
+    from deepwell.report.run.summary import summary_text
 
     for one in found:
         typer.echo(summary_text(one))

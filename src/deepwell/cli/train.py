@@ -72,7 +72,7 @@ def _say(result: Any, as_json: bool) -> None:
 
 
 def _dry_run(recipe: Any, as_json: bool) -> None:
-    from deepwell.engine.dryrun import simulated
+    from deepwell.engine.dryrun.dry_run import simulated
 
     plan = recipe.make_plan(1)
     if plan is None:

@@ -20,7 +20,6 @@ from torch._functorch.partitioners import default_partition
 from deepwell.engine.binding import LeftAlone
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.nested_graphs import in_common, nested, separate
-from deepwell.engine.op_times import OpCall, record_calls
 from deepwell.engine.passes.attention import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.bias_epilogue import fuse_bias
@@ -45,13 +44,14 @@ from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.row_factors import leave_row_scales
 from deepwell.engine.passes.swiglu import rewrite_swiglu
-from deepwell.engine.product_times import Product, find_products
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
+from deepwell.engine.times.gemms import Product, find_products
+from deepwell.engine.times.ops import OpCall, record_calls
 from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
-from deepwell.kernels.fastest import LEAST_FLOPS
-from deepwell.kernels.gain import Gain, would_gain
-from deepwell.kernels.gemm import ALIGNMENT, keep_one
+from deepwell.kernels.gemm.fp8 import ALIGNMENT, keep_one
 from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.tune.fastest import LEAST_FLOPS
+from deepwell.kernels.tune.gain import Gain, would_gain
 
 _FP8 = "fp8_row|fp8_row|fp8_row"
 _AUTOCAST = (

@@ -14,9 +14,9 @@ from deepwell.errors import UnsupportedError
 from deepwell.graph.ir import IR, Site
 from deepwell.graph.ops import GroupedLinear, Linear
 from deepwell.hardware.capability import canonical_format, capability_of, fp8_row_results
-from deepwell.kernels.gain import Gain
-from deepwell.kernels.gemm import ALIGNMENT
-from deepwell.kernels.quantize_blocks import BLOCK
+from deepwell.kernels.gemm.fp8 import ALIGNMENT
+from deepwell.kernels.quantize.fp8_blocks import BLOCK
+from deepwell.kernels.tune.gain import Gain
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolution
 

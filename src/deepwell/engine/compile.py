@@ -26,11 +26,11 @@ from deepwell.hardware.amx import bf16_fault
 from deepwell.hardware.capability import capability_of
 from deepwell.hardware.host import read_host
 from deepwell.hardware.model import Hardware
-from deepwell.kernels.block_scaled_proof import FORMATS, native_kernel
-from deepwell.kernels.cutlass_library import why_unavailable
-from deepwell.kernels.gemm_blocks import why_unproven as why_no_blocks
-from deepwell.kernels.grouped_gemm import why_unproven
+from deepwell.kernels.cutlass.library import why_unavailable
+from deepwell.kernels.experts.grouped_gemm import why_unproven
+from deepwell.kernels.gemm.fp8_blocks import why_unproven as why_no_blocks
 from deepwell.kernels.registry import KernelRegistry, default_registry
+from deepwell.kernels.tune.block_scaled_proof import FORMATS, native_kernel
 from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
 

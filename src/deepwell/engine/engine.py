@@ -20,12 +20,12 @@ from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.generation import generate
 from deepwell.engine.kept_grads import KeptGrads
-from deepwell.engine.op_times import measure_calls
 from deepwell.engine.overrides import Key, Overrides
-from deepwell.engine.product_times import with_times
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.engine.regions import Regions, has_module, is_left_out, is_sharded
 from deepwell.engine.report import NOTHING_COMPILED, EngineReport
+from deepwell.engine.times.gemms import with_times
+from deepwell.engine.times.ops import measure_calls
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR

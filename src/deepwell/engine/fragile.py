@@ -34,7 +34,7 @@ from deepwell.engine.schemes import STEPS, GemmScheme, parse_scheme
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.spec import E2M1, E4M3, E5M2, get_format
-from deepwell.kernels.proof import FLOORS_DB
+from deepwell.kernels.tune.verify import FLOORS_DB
 
 # By element of the coarser operand.
 _FLOORS = {E4M3: 27.0, E5M2: 24.0, E2M1: 14.0}

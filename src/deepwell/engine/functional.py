@@ -16,8 +16,8 @@ from deepwell.engine.native_linear import MxLinear, is_mxfp8_throughout, native_
 from deepwell.engine.scaled_linear import is_scaled, scaled_linear
 from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.kernels import library as _library  # registers torch.ops.deepwell
-from deepwell.kernels import library_activations as _activations  # registers those of activations
-from deepwell.kernels import library_head as _head  # registers the ops of head and loss
+from deepwell.kernels.activation import torch_ops as _activations  # registers those of activations
+from deepwell.kernels.head import torch_ops as _head  # registers the ops of head and loss
 
 assert _library.NAMESPACE == _activations.NAMESPACE == _head.NAMESPACE == "deepwell"
 ops = torch.ops.deepwell

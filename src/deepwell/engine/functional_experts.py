@@ -4,7 +4,7 @@
     batched_linear    x [E, T, K], as many rows for each expert
     fused_experts     tokens in, tokens out: gather, gate and up, SwiGLU, down, sum over each token's choices
 
-Both are autograd functions over the primitives of `deepwell.kernels.library_experts`. The fused block runs in FP8 from
+Both are autograd functions over the primitives of `kernels/experts/torch_ops.py`. The fused block runs in FP8 from
 end to end in rows padded by expert, and keeps, beside its inputs, one byte an element of each token and the rows of
 gate and up: gathered tokens, hidden rows and the experts' outputs are made again or not needed (`expert_swiglu`).
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
-from deepwell.kernels import library_experts as _library  # registers the ops
+from deepwell.kernels.experts import torch_ops as _library  # registers the ops
 from deepwell.precision.gemm_format import Operand
 
 assert _library.NAMESPACE == "deepwell"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepwell.engine.schemes import GemmScheme, LinearScheme
-from deepwell.kernels import library_native as _library  # registers the ops
+from deepwell.kernels.gemm import native_ops as _library  # registers the ops
 from deepwell.precision.gemm_format import Operand
 
 assert _library.library.NAMESPACE == "deepwell"

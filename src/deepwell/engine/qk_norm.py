@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.kernels import library_qk_norm as _library  # registers the ops
+from deepwell.kernels.rope import qk_norm_ops as _library  # registers the ops
 
 assert _library.NAMESPACE == "deepwell"
 ops = torch.ops.deepwell

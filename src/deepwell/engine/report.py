@@ -16,7 +16,7 @@ from deepwell.engine.binding import Binding
 from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.errors import ConfigError
 from deepwell.graph.table import WIDTH, layers_label, text_table
-from deepwell.kernels.shortage import SKIPPED
+from deepwell.kernels.tune.out_of_memory import SKIPPED
 from deepwell.precision.gemm_format import GEMMS
 
 # How the note begins that a called model was compiled nowhere.

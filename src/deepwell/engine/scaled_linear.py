@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepwell.engine.schemes import SCALED, GemmScheme, LinearScheme, parse_scheme
 from deepwell.formats.spec import E5M2, get_format
-from deepwell.kernels import library_scaled as _library  # registers the ops
+from deepwell.kernels.gemm import scaled_ops as _library  # registers the ops
 
 assert _library.library.NAMESPACE == "deepwell"
 ops = torch.ops.deepwell

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.kernels.weight_code_tables import Codes, CodesRefresh
+from deepwell.kernels.quantize.weight_cache_launches import Codes, CodesRefresh
 
 # What tells groups apart: for each weight its names, shape, and whether it is stored as [K, N]; their dtype and device.
 Key = tuple[Any, ...]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels._fp8 import ELEMENTS
+from deepwell.kernels.device.fp8 import ELEMENTS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,7 +24,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.formats.spec import get_format
 from deepwell.formats.tensor import QuantizedTensor
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.cutlass_library import (
+from deepwell.kernels.cutlass.library import (
     ACTIVATIONS,
     Epilogue,
     Library,
@@ -62,7 +62,7 @@ class CutlassConfig:
         if self.tile is not None and not (isinstance(self.tile, str) and _TILE.fullmatch(self.tile)):
             raise ConfigError(
                 f"tile is {self.tile!r}; it is the name of a configuration, such as 128x128x128_1x1_1sm: "
-                "str(deepwell.kernels.cutlass_library.library_for()) lists them, None takes the first"
+                "str(deepwell.kernels.cutlass.library.library_for()) lists them, None takes the first"
             )
         if self.use_tcgen05 and not self.tmem_residency:
             raise ConfigError("tmem_residency is False and use_tcgen05 True; tcgen05 adds up in tensor memory only")
@@ -156,7 +156,7 @@ class CutlassKernel:
             how = parse_precision(self.precision).gemm("fwd")
             left, right = quantize(a, how.lhs.format), quantize(b.T.contiguous(), how.rhs.format)
             return self._codes(left, right, bias, activation).to(a.dtype)
-        from deepwell.kernels.dispatch import gemm
+        from deepwell.kernels.gemm.dispatch import gemm
         from deepwell.kernels.registry import default_registry
 
         self._bind(a)
@@ -184,7 +184,7 @@ class CutlassKernel:
                 epilogue=epilogue,
                 config=self.config.tile,
             )
-        from deepwell.kernels.gemm_triton import activate_ref
+        from deepwell.kernels.gemm.triton_fp8 import activate_ref
 
         self._bind(left.data, emulated=True)
         c_MN = left.dequantize() @ right.dequantize().T

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.formats.hadamard import DEFAULT_SIGNS
-from deepwell.kernels import gemm, layer_norm, rms_norm, rope
-from deepwell.kernels.embedding import embedding_backward
-from deepwell.kernels.emulated_mm import emulated_mm
-from deepwell.kernels.fastest import fastest_fp8_gemm
-from deepwell.kernels.quantize import quantize_rows
-from deepwell.kernels.quantize_group import num_partials, partial_maxima, quantize_group
-from deepwell.kernels.round_to import round_to, round_to_bf16
-from deepwell.kernels.wgrad_operands import wgrad_operands
+from deepwell.kernels.gemm import fp8 as gemm
+from deepwell.kernels.gemm.emulated import emulated_mm
+from deepwell.kernels.head.embedding import embedding_backward
+from deepwell.kernels.norm import layer_norm, rms_norm
+from deepwell.kernels.quantize.fp8 import quantize_rows
+from deepwell.kernels.quantize.round_to import round_to, round_to_bf16
+from deepwell.kernels.quantize.weights import num_partials, partial_maxima, quantize_group
+from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
+from deepwell.kernels.rope import rope
+from deepwell.kernels.tune.fastest import fastest_fp8_gemm
 
 NAMESPACE = "deepwell"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.dispatch import gemm
-from deepwell.kernels.gemm_triton import ACTIVATIONS
+from deepwell.kernels.gemm.dispatch import gemm
+from deepwell.kernels.gemm.triton_fp8 import ACTIVATIONS
 from deepwell.kernels.registry import KernelRegistry
 
 

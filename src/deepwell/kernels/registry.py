@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.shortage import says_shortage
+from deepwell.kernels.tune.out_of_memory import says_shortage
 from deepwell.precision.gemm_format import precision as parse_precision
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class KernelRegistry:
         known = self._choices.get((problem.device, problem.key, out))
         if known is not None and known.kernel not in self._aside:
             return known
-        from deepwell.kernels.select import choose
+        from deepwell.kernels.tune.select import choose
 
         choice = choose(self, problem)
         self._choices[problem.device, problem.key, out] = choice
@@ -329,7 +329,7 @@ def formats_for(precision: str) -> tuple[str, ...]:
 
 
 def _built_in(op: str) -> tuple[Candidate, ...]:
-    from deepwell.kernels.gemm_candidates import built_in
+    from deepwell.kernels.gemm.candidates import built_in
 
     return built_in(op)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
-from deepwell.planner.actions import why_not
 from deepwell.planner.comm import Network
 from deepwell.planner.cost import optimizer_s
 from deepwell.planner.data_parallel import data_parallel_s, shards, splits_ends
@@ -28,10 +27,11 @@ from deepwell.planner.layout import Layout
 from deepwell.planner.memory import BytesPerParam, saved_bytes
 from deepwell.planner.overlap import hides
 from deepwell.planner.rank_memory import rank_memory, rank_params, sharded, trained_share
-from deepwell.planner.schedule import simulate as simulate_schedule
+from deepwell.planner.schedule.actions import why_not
+from deepwell.planner.schedule.simulate import simulate as simulate_schedule
+from deepwell.planner.schedule.stages import StageTime, add_parts, message_s, pair_savings_s, stage_times
 from deepwell.planner.shard import LocalBlock, Sizes, local_block
 from deepwell.planner.stack import Stack, deepwell_stack
-from deepwell.planner.stages import StageTime, add_parts, message_s, pair_savings_s, stage_times
 from deepwell.planner.workload import OPTIMIZERS, Workload
 
 __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]

@@ -13,9 +13,9 @@ import math
 
 from deepwell.errors import ConfigError
 from deepwell.graph.ops import Attention, Linear, Op
-from deepwell.planner.actions import SPLIT_BACKWARD
-from deepwell.planner.constraints import OFFLOADS, Constraints
 from deepwell.planner.layout import Layout, Offload, Recompute
+from deepwell.planner.schedule.actions import SPLIT_BACKWARD
+from deepwell.planner.search.constraints import OFFLOADS, Constraints
 from deepwell.planner.shard import split_of
 from deepwell.planner.stack import Stack
 from deepwell.planner.validity import ModelFacts, model_facts

@@ -89,7 +89,7 @@ class Head:
 
 
 def chunk_bytes(width: int, fp8: bool) -> int:
-    """Bytes of logits that a fused head holds at a time: as kernels/linear_cross_entropy.py, which imports torch."""
+    """Bytes of logits that a fused head holds at a time: kernels/head/linear_cross_entropy.py imports torch."""
     return min(1 << 30, (1 << 41) // width) if fp8 else 1 << 30
 
 

@@ -17,14 +17,14 @@ from deepwell.errors import ConfigError
 from deepwell.hardware.codec import decode, encode
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import KernelChoice
-from deepwell.planner.constraints import Constraints, read_constraints
 from deepwell.planner.estimate_values import Estimate, StageMemory
 from deepwell.planner.layout import Layout
+from deepwell.planner.search.constraints import Constraints, read_constraints
 from deepwell.planner.stack import Stack
 from deepwell.planner.workload import Workload
 
 if TYPE_CHECKING:
-    from deepwell.planner.sensitivity import Sensitivity
+    from deepwell.planner.search.sensitivity import Sensitivity
     from deepwell.precision.explain import Explanation
 
 SCHEMA = 1
@@ -174,13 +174,13 @@ class Plan:
 
     def sensitivity(self) -> Sensitivity:
         """One step of each degree, less memory, a slower network: what happens to time and memory."""
-        from deepwell.planner.sensitivity import sensitivity
+        from deepwell.planner.search.sensitivity import sensitivity
 
         return sensitivity(self)
 
     def export(self, target: str) -> str:
         """The plan in another engine's words: "megatron" (arguments), "torchtitan" (TOML) or "deepwell" (JSON)."""
-        from deepwell.planner.exports import export
+        from deepwell.planner.export.targets import export
 
         return export(self, target)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from deepwell.graph.table import WIDTH, short_count, text_table
 from deepwell.planner.estimate_values import GIB, StageMemory
-from deepwell.planner.explore import WORDS
 from deepwell.planner.overlap import effects
+from deepwell.planner.search.explore import WORDS
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepwell.planner.actions import SPLIT_BACKWARD, V_SHAPED, why_not
 from deepwell.planner.data_parallel import REDUCE_BYTES, Parts, StateRules, is_fsdp2, shards, state_rules
 from deepwell.planner.estimate_values import GIB, StageMemory
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, working_bytes
 from deepwell.planner.layout import Recompute
 from deepwell.planner.memory import backward_bytes, in_flight, saved_bytes
-from deepwell.planner.schedule import peak_live
+from deepwell.planner.schedule.actions import SPLIT_BACKWARD, V_SHAPED, why_not
+from deepwell.planner.schedule.simulate import peak_live
 from deepwell.planner.shard import HALF
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from deepwell.planner.estimate import Job, read_job
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, kept_bytes, working_bytes
 from deepwell.planner.layout import Recompute
 from deepwell.planner.rank_memory import rank_memory
-from deepwell.planner.schedule import Timeline
+from deepwell.planner.schedule.simulate import Timeline
+from deepwell.planner.schedule.trace import plan_timeline
 from deepwell.planner.shard import HALF, LocalBlock
-from deepwell.planner.trace import plan_timeline
 
 if TYPE_CHECKING:
     from deepwell.planner.plan import Plan

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from deepwell.graph.ir import IR
 from deepwell.graph.ops import Attention, GroupedLinear, Linear, TopK
 from deepwell.hardware.model import Hardware
-from deepwell.planner.actions import why_not
 from deepwell.planner.layout import Layout
+from deepwell.planner.schedule.actions import why_not
 
 # Stacks that copy a KV head to several tensor-parallel ranks where there are fewer heads than ranks (Megatron-Core
 # does; DTensor, which Deepwell and torchtitan use, splits and cannot).

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from deepwell.planner.estimate_values import GIB
-from deepwell.planner.explore import WORDS
 from deepwell.planner.plan import COMMUNICATION, Plan
-from deepwell.planner.schedule import Event, Timeline
-from deepwell.planner.trace import plan_timeline
+from deepwell.planner.schedule.simulate import Event, Timeline
+from deepwell.planner.schedule.trace import plan_timeline
+from deepwell.planner.search.explore import WORDS
 
 MAX_EVENTS = 6000  # of the pipeline that are drawn; of longer ones both ends are
 MAX_GPUS = 144  # of the topology that are drawn

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepwell.engine.dryrun_plan import predict
+from deepwell.engine.dryrun.plan import predict
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, DeepwellError
 from deepwell.planner.estimate_values import GIB

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepwell.engine.dryrun_plan import OPTIMIZERS as KEPT
-from deepwell.engine.dryrun_plan import optimizer_of
+from deepwell.engine.dryrun.plan import OPTIMIZERS as KEPT
+from deepwell.engine.dryrun.plan import optimizer_of
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError
-from deepwell.train.optim import OPTIMIZERS, AdamWDW
+from deepwell.train.adamw.optimizer import OPTIMIZERS, AdamWDW
 from deepwell.train.settings import TrainSettings
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]

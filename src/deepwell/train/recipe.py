@@ -136,7 +136,7 @@ class Recipe:
         if not plan and not layout:
             return None
         from deepwell.graph.ir import IR
-        from deepwell.planner.search import autoplan
+        from deepwell.planner.search.autoplan import autoplan
 
         if settings.seq_len is None or settings.global_batch is None:
             raise ConfigError(f"{self.path}: a plan needs seq_len and global_batch in [train]")

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from deepwell import __version__
-from deepwell.engine.dryrun_plan import optimizer_of
+from deepwell.engine.dryrun.plan import optimizer_of
 from deepwell.engine.engine import Engine
 from deepwell.errors import DeepwellError
 from deepwell.precision.guard import GuardEvent, GuardStop

@@ -107,7 +107,7 @@ def replanned(plan: Plan, world: int) -> Plan:
     First with the same tensor, pipeline, context and expert parallelism and other data parallelism; where that does not
     divide or fit, whatever the planner finds. Raises PlanError with the reason.
     """
-    from deepwell.planner.search import autoplan, fewer_gpus
+    from deepwell.planner.search.autoplan import autoplan, fewer_gpus
 
     old, work = plan.layout, plan.workload
     per_copy = old.tp * old.pp * old.cp

@@ -23,17 +23,17 @@ from torch import Tensor
 
 from deepwell import __version__
 from deepwell.artifacts.checkpoint import Saver, TrainState, latest, load, load_checkpoint, save_checkpoint
-from deepwell.engine.dryrun_plan import engine_device
+from deepwell.engine.dryrun.plan import engine_device
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, NumericsError
 from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
 from deepwell.precision.guard import GuardEvent, GuardSettings
+from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.data import Loader, check_same_data, make_loader
 from deepwell.train.elastic import Control, StopSignal, Watchdog, join
 from deepwell.train.feed import Feed, LossFunction, count_items, count_tokens
 from deepwell.train.figures import Goodput
-from deepwell.train.optim import AdamWDW
 from deepwell.train.optimizers import LearningRate, MakeOptimizer, make_optimizer
 from deepwell.train.parallel import parallelize
 from deepwell.train.random_state import random_state, seed_all, set_random_state

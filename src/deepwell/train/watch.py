@@ -50,7 +50,7 @@ from deepwell.precision.guard import (
     changes,
     noisiest,
 )
-from deepwell.train.optim import AdamWDW
+from deepwell.train.adamw.optimizer import AdamWDW
 
 SCHEMA = 1
 Batch = Mapping[str, Tensor]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import deepwell as dw
 from deepwell.engine.engine import Engine
 from deepwell.planner.layout import Layout
+from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.feed import Feed, count_items
-from deepwell.train.optim import AdamWDW
 from deepwell.train.parallel import ParallelSettings, parallelize
 from deepwell.train.parallel.single import Runner
 

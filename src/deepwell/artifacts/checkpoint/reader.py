@@ -145,7 +145,7 @@ class Reader(AbstractContextManager["Reader"]):
 
 def requantize(codes: Tensor, spread: Tensor, block: int, *, is_root: bool) -> tuple[Tensor, Tensor]:
     """FP8 values whose scales are given per element, rounded to nearest with a scale for each block."""
-    from deepwell.kernels.adamw_moments import FP8, encode_ref
+    from deepwell.train.adamw.moments import FP8, encode_ref
 
     values = codes.float() * spread
     new_codes = torch.empty(codes.numel(), dtype=torch.uint8).view(FP8)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.artifacts.export.container import TENSORS, Container
-from deepwell.artifacts.export.graph_model import Call, GraphModel, Part
+from deepwell.artifacts.export.graph.model import Call, GraphModel, Part
 from deepwell.artifacts.export.hf_model import build_hf, set_generation
 from deepwell.artifacts.export.manifest import Entry, Manifest, read_manifest
 from deepwell.artifacts.export.plain_json import Refuse, read_json

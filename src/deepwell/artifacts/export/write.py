@@ -24,7 +24,7 @@ from deepwell.artifacts.export.forms import (
     same_tree,
     without_regions,
 )
-from deepwell.artifacts.export.graph_form import capture_call
+from deepwell.artifacts.export.graph.form import capture_call
 from deepwell.artifacts.export.hf_folder import export_hf
 from deepwell.artifacts.export.hf_model import generation_of, hf_form
 from deepwell.artifacts.export.manifest import Entry, Manifest

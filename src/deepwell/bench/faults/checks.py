@@ -13,7 +13,7 @@ from typing import Any
 from deepwell.artifacts.checkpoint import latest, list_checkpoints, verify
 from deepwell.bench.faults.result import KILLS, Check, Setup, Strike
 from deepwell.errors import CheckpointError
-from deepwell.report.run_data import read_events
+from deepwell.report.run.data import read_events
 from deepwell.train.starts import Start
 
 # Sample number -> checksum of its tokens, for each step.

@@ -15,7 +15,7 @@ from deepwell.engine import functional
 from deepwell.engine.cached_linear import cached_linear, can_keep_codes
 from deepwell.engine.passes.match import Writes, memory_of, replace, transposed
 from deepwell.engine.weight_cache import KeptGroup, WeightCache
-from deepwell.kernels.weight_code_tables import Codes
+from deepwell.kernels.quantize.weight_cache_launches import Codes
 
 PREFIX = "deepwell_codes"
 

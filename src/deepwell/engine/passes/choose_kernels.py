@@ -21,8 +21,8 @@ from torch import fx
 
 from deepwell.engine.passes.match import replace_by_call
 from deepwell.errors import UnsupportedError
-from deepwell.kernels import chosen
-from deepwell.kernels.gemm import ALIGNMENT
+from deepwell.kernels.gemm import chosen
+from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.registry import Choice, KernelRegistry, Problem
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)

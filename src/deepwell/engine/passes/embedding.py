@@ -13,7 +13,7 @@ from torch import fx
 
 from deepwell.engine import functional
 from deepwell.engine.passes.match import argument, name_of, replace, runs_in_kernels, value_of
-from deepwell.kernels.embedding import NO_PADDING
+from deepwell.kernels.head.embedding import NO_PADDING
 
 # Spellings that name the weight first, and for which any negative `padding_idx` means none.
 _WEIGHT_FIRST = (torch.embedding, torch.ops.aten.embedding.default, torch.ops.aten.embedding)

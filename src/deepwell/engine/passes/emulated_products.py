@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from deepwell.engine.passes.match import replace_by_call
-from deepwell.kernels.round_to import FITS_BF16
+from deepwell.kernels.quantize.round_to import FITS_BF16
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
 

@@ -22,7 +22,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
-from deepwell.kernels import library_qk_norm as _qk_norm  # registers the ops
+from deepwell.kernels.rope import qk_norm_ops as _qk_norm  # registers the ops
 
 assert _qk_norm.NAMESPACE == "deepwell"
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)

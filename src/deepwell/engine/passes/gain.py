@@ -14,7 +14,7 @@ from deepwell.engine.passes.linear import LinearSite
 from deepwell.engine.passes.match import SHAPE_OPS, name_of, value_of
 from deepwell.engine.schemes import SCALED
 from deepwell.errors import UnsupportedError
-from deepwell.kernels.gain import Gain
+from deepwell.kernels.tune.gain import Gain
 
 _FP8 = "fp8_row|fp8_row|fp8_row"
 

@@ -33,7 +33,7 @@ from deepwell.engine.passes.match import (
     skip,
     value_of,
 )
-from deepwell.kernels.rope import MAX_WIDTH
+from deepwell.kernels.rope.rope import MAX_WIDTH
 
 # Names beyond those that every pass asks about.
 _NAMES: dict[Any, str] = {

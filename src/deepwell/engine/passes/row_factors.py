@@ -2,8 +2,8 @@
 
 cuBLASLt's kernels for products with one scale are faster than those with a scale per row (docs/gotchas.md). Weights
 have one scale; the rows of x and dy have theirs, powers of two, which a reader can multiply as well, to the same bits
-(`kernels/row_factors.py`). Works on AOTAutograd's joint graph, before it is split and before quantizations are fused:
-what reads gate and up in the forward and again in the backward must agree.
+(`kernels/gemm/row_factors.py`). Works on AOTAutograd's joint graph, before it is split and before quantizations are
+fused: what reads gate and up in the forward and again in the backward must agree.
 
     swiglu(fp8_gemm(q, scale, w, w_scale))     ->     swiglu(fp8_gemm(q, None, w, w_scale[0]), scale)
 

@@ -1,0 +1,1 @@
+"""A model as a graph without code: written from a capture, checked and run by the loader."""

@@ -1,0 +1,1 @@
+"""`deepwell validate`: checks that answer yes or no with measured numbers."""

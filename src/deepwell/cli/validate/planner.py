@@ -1,0 +1,51 @@
+"""`deepwell validate planner`: the planner's predictions against published training runs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def planner_command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A CSV file with the columns of published_runs.csv; the packaged one if left out."),
+    ] = None,
+    json_out: Annotated[
+        str | None, typer.Option("--json", metavar="OUT", help="Write every figure and row to OUT; - is stdout.")
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as Markdown, for documents.")
+    ] = False,
+) -> None:
+    """Compare predicted step times, memory and picks with published runs, per source and overall."""
+    from deepwell.errors import ConfigError
+    from deepwell.planner.published import packaged_runs, read_runs
+    from deepwell.planner.published.validate import Validation, validate
+
+    runs = packaged_runs() if file is None else read_runs(file)
+    if not sys.stderr.isatty():
+        result: Validation = validate(runs)
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("rows", total=len(runs))
+            result = validate(runs, tick=lambda: bar.advance(task))
+    if json_out == "-":
+        typer.echo(result.to_json())
+        return
+    if as_markdown:
+        from deepwell.planner.published.table import validation_markdown
+
+        typer.echo(validation_markdown(result))
+    else:
+        typer.echo(str(result))
+    if json_out is not None:
+        try:
+            Path(json_out).write_text(result.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: {json_out} cannot be written ({error})") from error

@@ -1,0 +1,84 @@
+"""What doctor says of native kernels: the library of `deepwell build`, and the on-device self-check of Blackwell.
+
+The self-check runs every quantizer and every block-scaled GEMM candidate on the GPU against its reference, as the
+engine does before it binds one: what passes here is bound there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepwell.errors import UnsupportedError
+from deepwell.hardware.capability import capability_of
+from deepwell.hardware.model import Hardware
+from deepwell.kernels.cutlass.build import ARCHS, arch_of, read_manifest
+
+LIBRARY = "native library"
+SELF_CHECK = "self-check"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line for doctor."""
+
+    name: str
+    status: Literal["ok", "warn", "absent"]
+    detail: str
+    remedy: str = ""
+
+
+def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> Finding:
+    """The library for the GPU here; without one, what was built for others."""
+    capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
+    try:
+        archs: Sequence[str] = [arch_of(capability)] if capability else ARCHS
+    except UnsupportedError as error:
+        return Finding(name=LIBRARY, status="absent", detail=str(error))
+    found, missing = [], []
+    for arch in archs:
+        try:
+            built = read_manifest(arch, environ)
+            found.append(f"{arch} (nvcc {built.nvcc}, CUTLASS {built.cutlass}: {', '.join(built.sources[1:])})")
+        except UnsupportedError as error:
+            missing.append(str(error))
+    if found:
+        return Finding(name=LIBRARY, status="ok", detail="; ".join(found))
+    # A build that is there and broken is worth a look; one that was never made is not.
+    damaged = [reason for reason in missing if not reason.startswith("no library was built")]
+    if damaged:
+        return Finding(name=LIBRARY, status="warn", detail=damaged[0], remedy="build it again: deepwell build")
+    detail = "not built: kernels of torch and Triton are used; `deepwell build` adds CUTLASS"
+    return Finding(name=LIBRARY, status="absent", detail=detail)
+
+
+# fmt -> all proofs of it on the GPU
+Prove = Callable[[str], Sequence[Any]]
+
+
+def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[Finding]:
+    """One line for each block-scaled format: which kernels proved themselves on this GPU, which did not and why."""
+    capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
+    native = capability_of(capability).native_formats if capability else ()
+    formats = [fmt for fmt in ("mxfp8", "nvfp4") if fmt in native]
+    if not formats:
+        return [Finding(name=SELF_CHECK, status="absent", detail="no block-scaled tensor cores here to check")]
+    if prove is None:
+        prove = _on_device
+    return [_judged(fmt, prove(fmt)) for fmt in formats]
+
+
+def _on_device(fmt: str) -> Sequence[Any]:
+    import torch
+
+    from deepwell.kernels.tune.block_scaled_proof import proofs
+
+    return proofs(fmt, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _judged(fmt: str, proofs: Sequence[Any]) -> Finding:
+    detail = "; ".join(f"{p.kernel} {'passed' if p.passed else 'FAILED'}: {p.detail}" for p in proofs)
+    quantizer, *gemms = proofs
+    if quantizer.passed and any(p.passed for p in gemms):
+        return Finding(name=f"{SELF_CHECK} {fmt}", status="ok", detail=detail)
+    remedy = f"{fmt} is not bound natively here; training goes on with a substitute or by emulation"
+    return Finding(name=f"{SELF_CHECK} {fmt}", status="warn", detail=detail, remedy=remedy)

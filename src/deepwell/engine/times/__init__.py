@@ -1,0 +1,1 @@
+"""How long the kernels of compiled graphs take on this machine."""

@@ -1,0 +1,1 @@
+"""The CUTLASS kernels of csrc/: built, loaded and called."""

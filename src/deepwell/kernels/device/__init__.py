@@ -1,0 +1,1 @@
+"""Triton functions that kernels share: FP8 conversion, packed bf16, random bits, stores."""

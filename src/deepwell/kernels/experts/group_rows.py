@@ -1,0 +1,351 @@
+"""Rows of tokens laid out by expert, each expert's group filled up to whole lines of 16 rows, and back again.
+
+    layout    every expert gets max(16, its rows rounded up to 16) rows, the last one all that is left of P; padded row
+              p holds slot[p] = t * top_k + j (choice j of token t) or -1; place[slot[p]] = p, -1 for dropped choices
+    gather    q[p], scale[p] = FP8 row of x[slot[p] // top_k]; where slot[p] = -1: zeros with the smallest scale
+    combine   y[t] = sum_j x[place[t * top_k + j]]                          the transpose of gather
+
+Grouped FP8 products want groups of whole 16-byte lines along the contraction of a wgrad, and no group without rows.
+P is known on the host (no waiting for counts): ceil(S / 16) * 16 + 16 E rows for S choices, under 1% more from 1600
+choices an expert on. Since the last group reaches to the end, every row belongs to a group and nothing stays unwritten.
+
+Numerics: gather moves codes, or quantizes as `kernels/quantize/fp8.py` does: bit for bit. combine adds in fp32 in the
+    order j = 0, 1 ... and rounds once.
+Cost: memory bound. Bytes per element: gather of codes 1 + 1 (their quantization, once per token, 2 + 1); gather that
+    quantizes 2 + 1; combine 2 + 2 / top_k. Qwen3-30B-A3B, 32768 tokens, width 2048, top 8, at 4.25 TB/s: codes
+    254 + 47 us against 380 us quantized on the way; combine 286 us.
+"""
+
+# Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K or D width of a row.
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
+from deepwell.kernels.checks import check_matrix, check_shape, check_vector
+from deepwell.kernels.device.fp8 import ELEMENTS, quantize_tile
+from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
+from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+
+# Rows that a group is filled up to: 16 bytes of FP8 along the contraction of a wgrad.
+GROUP_ALIGNMENT = 16
+MAX_EXPERTS = 1024
+# The widest row that is quantized on its way.
+MAX_WHOLE_ROW = 16384
+# The scale of a row of zeros (`ZERO_ROW_MULTIPLIER`): no other row's is smaller, so it never is a group's largest.
+_ZERO_SCALE = 1.0 / ZERO_ROW_MULTIPLIER
+_FP8 = torch.float8_e4m3fn
+
+
+class Layout(NamedTuple):
+    """Where rows go: `ends` [E] of the padded groups, `slot` [P] of each padded row, `place` [S] of each choice."""
+
+    ends: Tensor
+    slot: Tensor
+    place: Tensor
+
+
+def padded_rows(choices: int, experts: int) -> int:
+    """P: rows that hold any distribution of so many choices over so many experts."""
+    return (choices + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT + GROUP_ALIGNMENT * experts
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Layout:
+    """Reference for `group_layout`."""
+    experts = offs_E.shape[0]
+    rows = padded_rows(choices, experts)
+    slot = torch.full((rows,), -1, dtype=torch.int32)
+    place = torch.full((choices,), -1, dtype=torch.int32)
+    order = torch.arange(choices) if order_S is None else order_S.cpu()
+    ends, begin, start = [], 0, 0
+    for end in offs_E.tolist():
+        slots = order[begin:end]
+        slot[start : start + end - begin] = slots.int()
+        place[slots] = torch.arange(start, start + end - begin, dtype=torch.int32)
+        start += max(GROUP_ALIGNMENT, -(-(end - begin) // GROUP_ALIGNMENT) * GROUP_ALIGNMENT)
+        begin = end
+        ends.append(start)
+    ends[-1] = rows
+    made = (torch.tensor(ends, dtype=torch.int32), slot, place)
+    return Layout(*(part.to(offs_E.device) for part in made))
+
+
+def gather_rows_ref(x_TK: Tensor, scale_T: Tensor | None, slot_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Reference for `gather_rows`."""
+    q_TK, scale_T = quantize_rows_ref(x_TK) if scale_T is None else (x_TK, scale_T)
+    is_live, token = slot_P >= 0, slot_P.clamp(min=0).long() // top_k
+    if not x_TK.shape[0]:
+        zeros = torch.zeros((slot_P.shape[0], x_TK.shape[1]), dtype=torch.uint8, device=x_TK.device)
+        return zeros.view(q_TK.dtype), torch.full_like(slot_P, _ZERO_SCALE, dtype=torch.float32)
+    codes = torch.where(is_live[:, None], q_TK.view(torch.uint8)[token], 0)
+    return codes.to(torch.uint8).view(q_TK.dtype), torch.where(is_live, scale_T[token], _ZERO_SCALE)
+
+
+def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int) -> Tensor:
+    """Reference for `combine_rows`."""
+    rows = torch.where(place_S[:, None] >= 0, x_PD.float()[place_S.clamp(min=0).long()], 0.0)
+    total = rows.new_zeros((place_S.shape[0] // top_k, x_PD.shape[1]))
+    for part in rows.view(-1, top_k, x_PD.shape[1]).unbind(1):
+        total = total + part
+    return total.to(x_PD.dtype)
+
+
+# ---- configs: what the tuner may choose from ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyConfig:
+    """A program moves so many rows of so many columns at a time."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+GATHER_CONFIGS = (
+    CopyConfig(rows=4, columns=2048, num_warps=4),
+    CopyConfig(rows=1, columns=4096, num_warps=4),
+    CopyConfig(rows=8, columns=2048, num_warps=8),
+    CopyConfig(rows=2, columns=1024, num_warps=4),
+)
+COMBINE_CONFIGS = (
+    CopyConfig(rows=1, columns=2048, num_warps=4),
+    CopyConfig(rows=1, columns=1024, num_warps=4),
+    CopyConfig(rows=2, columns=2048, num_warps=8),
+    CopyConfig(rows=4, columns=512, num_warps=4),
+)
+_LAYOUT_BLOCK = 128
+
+# ---- kernels ----
+
+
+@triton.jit
+def _layout_kernel(
+    offs_ptr,
+    order_ptr,
+    ends_ptr,
+    slot_ptr,
+    place_ptr,
+    P,
+    E,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    # Every program computes the whole table of groups (a few hundred numbers) and fills its own rows.
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(offs_ptr + e, mask=e < E, other=0)
+    begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    count = end - begin
+    filled = tl.where(e < E, tl.maximum(ALIGNMENT, (count + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT), 0)
+    padded_end = tl.cumsum(filled, axis=0)
+    padded_begin = padded_end - filled
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    holds = (p[:, None] >= padded_begin[None, :]) & (p[:, None] < (padded_begin + count)[None, :]) & (e[None, :] < E)
+    live = tl.sum(holds.to(tl.int32), axis=1) > 0
+    s = p + tl.sum(tl.where(holds, (begin - padded_begin)[None, :], 0), axis=1)
+    slot = s
+    if order_ptr is not None:
+        slot = tl.load(order_ptr + s, mask=live, other=0).to(tl.int32)
+    tl.store(slot_ptr + p, tl.where(live, slot, -1), mask=p < P)
+    tl.store(place_ptr + slot, p, mask=live & (p < P))
+    if tl.program_id(0) == 0:
+        tl.store(ends_ptr + e, tl.where(e == E - 1, P, padded_end), mask=e < E)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr,
+    scale_t_ptr,
+    slot_ptr,
+    q_ptr,
+    scale_ptr,
+    P,
+    K,
+    stride_xt,
+    top_k,
+    ZERO_SCALE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    p = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slot_ptr + p, mask=p < P, other=-1)
+    live = slot >= 0
+    t = (tl.where(live, slot, 0) // top_k).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    x_row = x_ptr + t[:, None] * stride_xt
+    q_row = q_ptr + p[:, None] * K
+    if QUANTIZE:
+        x = tl.load(x_row + columns, mask=live[:, None] & (columns < K), other=0.0).to(tl.float32)
+        q, scale = quantize_tile(x, q_ptr.dtype.element_ty, FP8_MAX, True)
+        tl.store(q_row + columns, q, mask=(p < P)[:, None] & (columns < K))
+    else:
+        # Bytes: a code is a code, whatever it means.
+        for start in range(0, K, BLOCK):
+            k = start + columns
+            codes = tl.load(x_row + k, mask=live[:, None] & (k < K), other=0)
+            tl.store(q_row + k, codes, mask=(p < P)[:, None] & (k < K))
+        scale = tl.load(scale_t_ptr + t, mask=live, other=ZERO_SCALE)
+    tl.store(scale_ptr + p, scale, mask=p < P)
+
+
+@triton.jit
+def _combine_kernel(
+    x_ptr,
+    place_ptr,
+    y_ptr,
+    T,
+    D,
+    stride_xp,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (t < T)[:, None] & (d < D)
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        p = tl.load(place_ptr + t * TOP_K + j, mask=t < T, other=-1)
+        row = x_ptr + tl.where(p >= 0, p, 0).to(tl.int64)[:, None] * stride_xp
+        total += tl.load(row + d, mask=inside & (p >= 0)[:, None], other=0.0).to(tl.float32)
+    tl.store(y_ptr + t[:, None] * D + d, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+# ---- public wrappers: check, allocate, launch ----
+
+
+def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Layout:
+    """Where the rows of each expert go. `offs_E` (int32) are the ends of the groups in the sorted order `order_S`.
+
+    Sorted choice s is choice `order_S[s]` of all (t * top_k + j), or s itself where None. Choices past the last end go
+    nowhere. Raises ConfigError on a wrong argument, UnsupportedError past 1024 experts.
+    """
+    if offs_E.dim() != 1 or offs_E.dtype != torch.int32 or not offs_E.shape[0]:
+        raise ConfigError(f"offs_E must be a vector of int32, got {offs_E.dtype} {tuple(offs_E.shape)}")
+    if offs_E.shape[0] > MAX_EXPERTS:
+        raise UnsupportedError(f"offs_E has {offs_E.shape[0]} experts; the layout takes at most {MAX_EXPERTS}")
+    if order_S is not None:
+        check_vector("order_S", order_S, choices, offs_E)
+    if not runs_kernel(offs_E, _layout_kernel):
+        return group_layout_ref(offs_E, order_S, choices)
+    experts, device = offs_E.shape[0], offs_E.device
+    rows = padded_rows(choices, experts)
+    ends = torch.empty(experts, dtype=torch.int32, device=device)
+    slot = torch.empty(rows, dtype=torch.int32, device=device)
+    place = torch.full((choices,), -1, dtype=torch.int32, device=device)
+    with on_device(offs_E):
+        _layout_kernel[(triton.cdiv(rows, _LAYOUT_BLOCK),)](
+            offs_E.contiguous(),
+            order_S,
+            ends,
+            slot,
+            place,
+            rows,
+            experts,
+            ALIGNMENT=GROUP_ALIGNMENT,
+            BLOCK_E=max(16, triton.next_power_of_2(experts)),
+            BLOCK_P=_LAYOUT_BLOCK,
+            num_warps=4,
+        )
+    return Layout(ends, slot, place)
+
+
+def gather_rows(
+    x_TK: Tensor,
+    scale_T: Tensor | None,
+    slot_P: Tensor,
+    top_k: int,
+    *,
+    config: CopyConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`(q_PK, scale_P)`: the FP8 row of each padded row's token; codes with `scale_T`, or numbers quantized on the way.
+
+    Raises ConfigError on a wrong argument, UnsupportedError where rows to be quantized are wider than 16384.
+    """
+    quantizes = scale_T is None
+    check_matrix("x_TK", x_TK, *(() if quantizes else (tuple(ELEMENTS),)))
+    _check_choices("slot_P", slot_P, x_TK)
+    if scale_T is not None:
+        check_vector("scale_T", scale_T, x_TK.shape[0], x_TK)
+    if top_k < 1:
+        raise ConfigError(f"top_k is {top_k}; it must be at least 1")
+    p, k = slot_P.shape[0], x_TK.shape[1]
+    if quantizes and k > MAX_WHOLE_ROW:
+        raise UnsupportedError(f"x_TK has {k} columns; above {MAX_WHOLE_ROW} quantize the rows first")
+    if not runs_kernel(x_TK, _gather_kernel):
+        return gather_rows_ref(x_TK, scale_T, slot_P, top_k)
+    codes = torch.empty((p, k), dtype=_FP8 if quantizes else x_TK.dtype, device=x_TK.device)
+    scale = torch.empty(p, dtype=torch.float32, device=x_TK.device)
+    config = config or default_gather_config(k)
+    block = max(128, triton.next_power_of_2(k)) if quantizes else min(config.columns, triton.next_power_of_2(k))
+    rows = max(1, min(16, 4096 // block)) if quantizes else config.rows
+    if p:
+        with on_device(x_TK):
+            _gather_kernel[(triton.cdiv(p, rows),)](
+                x_TK if quantizes else x_TK.view(torch.uint8),
+                scale_T,
+                slot_P,
+                codes if quantizes else codes.view(torch.uint8),
+                scale,
+                p,
+                k,
+                x_TK.stride(0),
+                top_k,
+                ZERO_SCALE=_ZERO_SCALE,
+                FP8_MAX=ELEMENTS[codes.dtype].max,
+                QUANTIZE=quantizes,
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=8 if quantizes and block > 8192 else config.num_warps,
+            )
+    return codes, scale
+
+
+def default_gather_config(columns: int) -> CopyConfig:
+    """Some 8 KiB a program, in rows of at most 4 KiB; not measured yet (benchmarks/bench_moe.py)."""
+    return GATHER_CONFIGS[1] if columns > 2048 else GATHER_CONFIGS[0]
+
+
+def combine_rows(x_PD: Tensor, place_S: Tensor, top_k: int, *, config: CopyConfig | None = None) -> Tensor:
+    """`y_TD`: each token's sum over the rows of its choices. Raises ConfigError on a wrong argument."""
+    check_matrix("x_PD", x_PD)
+    _check_choices("place_S", place_S, x_PD)
+    if top_k < 1 or place_S.shape[0] % top_k:
+        raise ConfigError(f"top_k is {top_k}; it must divide the {place_S.shape[0]} choices of place_S")
+    if not runs_kernel(x_PD, _combine_kernel):
+        return combine_rows_ref(x_PD, place_S, top_k)
+    t, d = place_S.shape[0] // top_k, x_PD.shape[1]
+    y_TD = torch.empty((t, d), dtype=x_PD.dtype, device=x_PD.device)
+    config = config or COMBINE_CONFIGS[0]
+    block = min(config.columns, max(128, triton.next_power_of_2(d)))
+    if t and d:
+        with on_device(x_PD):
+            _combine_kernel[(triton.cdiv(t, config.rows), triton.cdiv(d, block))](
+                x_PD,
+                place_S,
+                y_TD,
+                t,
+                d,
+                x_PD.stride(0),
+                TOP_K=top_k,
+                ROWS=config.rows,
+                BLOCK=block,
+                num_warps=config.num_warps,
+            )
+    return y_TD
+
+
+def _check_choices(name: str, x: Tensor, like: Tensor) -> None:
+    if x.dim() != 1 or x.dtype != torch.int32:
+        raise ConfigError(f"{name} must be a vector of int32, got {x.dtype} {tuple(x.shape)}; see group_layout")
+    check_shape(name, x, tuple(x.shape), like)

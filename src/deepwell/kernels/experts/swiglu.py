@@ -1,0 +1,318 @@
+"""SwiGLU between the two products of the experts, weighted by the router, forward and backward, to FP8 rows.
+
+    h[p] = w[p] * act(g[p]) * u[p]                        w[p] the router's weight of the choice that row p holds
+    dw[p] = sum_f dh[p] act(g) u       dg = w dh u act'(g),  du = w dh act(g)
+    (q, scale) = FP8 rows of h, or of [dg, du] with one scale for both halves of a row
+
+The router's weight goes in before the down projection instead of after it: W (w h) = w (W h). So the output rows are
+added up as they are, the gradient that comes back is one row per token and not one per choice (quantized once, gathered
+as codes), and the router's gradient needs h, which is at hand, instead of the down projection's output, which need not
+be kept.
+
+Numerics: fp32 inside; h, dg and du are rounded once to the input's dtype and quantized from there, dw stays fp32.
+    Rows without a choice (slot -1) have weight 0.
+Cost: memory bound; bytes per element of h in bf16: forward 4 + 1; backward 6 + 2 (q) + 1 (q of h again). At 4.25 TB/s:
+    Qwen3-30B-A3B (262144 x 768) 237 and 426 us, Mixtral (32768 x 14336) 553 and 995 us.
+"""
+
+# Shapes: P padded rows, F hidden width, S choices; gate_up_P2F holds the gate in its first half, up in its second.
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels.activation.functions import ACTIVATIONS, act_and_slope, act_of, act_ref
+from deepwell.kernels.activation.swiglu import (
+    BACKWARD_CONFIGS,
+    FORWARD_CONFIGS,
+    MAX_WHOLE_ROW,
+    default_backward_config,
+    default_forward_config,
+)
+from deepwell.kernels.checks import check_matrix, check_shape, check_vector
+from deepwell.kernels.device.bf16_words import bits_of, encoded, larger_bits, rounded
+from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
+from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.quantize.fp8 import RowConfig, quantize_rows_ref
+
+__all__ = ["BACKWARD_CONFIGS", "FORWARD_CONFIGS", "expert_swiglu", "expert_swiglu_backward"]
+
+_FP8 = torch.float8_e4m3fn
+_E4M3_MAX = tl.constexpr(448.0)
+
+
+class ExpertGrads(NamedTuple):
+    """FP8 rows of [dg, du] and of h made again, and the gradient of the router's weights in fp32."""
+
+    q: Tensor
+    scale: Tensor
+    q_h: Tensor
+    scale_h: Tensor
+    dw_S: Tensor
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+def weights_of_rows(weight_S: Tensor, slot_P: Tensor) -> Tensor:
+    """The router's weight of each padded row in fp32, 0 where it holds no choice."""
+    if not weight_S.shape[0]:
+        return slot_P.new_zeros(slot_P.shape, dtype=torch.float32)
+    return torch.where(slot_P >= 0, weight_S.float()[slot_P.clamp(min=0).long()], 0.0)
+
+
+def expert_swiglu_ref(gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """Reference for `expert_swiglu`."""
+    g, u = gate_up_P2F.float().chunk(2, dim=1)
+    h = act_ref(g, act)[0] * u * weights_of_rows(weight_S, slot_P)[:, None]
+    return quantize_rows_ref(h.to(gate_up_P2F.dtype))
+
+
+def expert_swiglu_backward_ref(
+    dh_PF: Tensor, gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, act: str
+) -> ExpertGrads:
+    """Reference for `expert_swiglu_backward`."""
+    (g, u), dh = gate_up_P2F.float().chunk(2, dim=1), dh_PF.float()
+    w = weights_of_rows(weight_S, slot_P)[:, None]
+    a, slope = act_ref(g, act)
+    dtype = gate_up_P2F.dtype
+    grads = torch.cat([dh * w * u * slope, dh * w * a], dim=1).to(dtype)
+    dw = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
+    is_live = slot_P >= 0
+    dw[slot_P[is_live].long()] = (dh * (a * u)).sum(1)[is_live]
+    return ExpertGrads(*quantize_rows_ref(grads), *quantize_rows_ref((a * u * w).to(dtype)), dw)
+
+
+# ---- configs ----
+
+
+def expert_backward_config(columns: int, *, in_words: bool = True) -> RowConfig:
+    """SwiGLU's own, but that two rows of more than 8192 columns do not fit at once: the router's terms are held too."""
+    config = default_backward_config(columns, in_words=in_words)
+    return BACKWARD_CONFIGS[0] if config.max_registers else config
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _weight_of(weight_ptr, slot):
+    return tl.load(weight_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _hidden(gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr):
+    """h of one tile, rounded to the input's dtype."""
+    g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT)
+    u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return rounded(act_of(g.to(tl.float32), ACT, ASM) * u * w, g.dtype, ASM)
+
+
+@triton.jit
+def _expert_swiglu_kernel(
+    gu_ptr,
+    weight_ptr,
+    slot_ptr,
+    q_ptr,
+    scale_ptr,
+    F,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TWO_PASSES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    # One program, one row.
+    FP8: tl.constexpr = q_ptr.dtype.element_ty
+    p = tl.program_id(0).to(tl.int64)
+    w = _weight_of(weight_ptr, tl.load(slot_ptr + p))
+    gu_row = gu_ptr + p * 2 * F
+    columns = tl.arange(0, BLOCK)
+    if TWO_PASSES:
+        bits = tl.zeros([BLOCK], dtype=tl.int32)
+        for start in range(0, F, BLOCK):
+            bits = tl.maximum(bits, bits_of(_hidden(gu_row, start + columns, F, w, ACT, "evict_last", ASM), ASM))
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            h = _hidden(gu_row, f, F, w, ACT, "evict_first", ASM)
+            tl.store(q_ptr + p * F + f, encoded(h, enc, FP8, ASM), mask=f < F)
+    else:
+        h = _hidden(gu_row, columns, F, w, ACT, "", ASM)
+        enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        tl.store(q_ptr + p * F + columns, encoded(h, enc, FP8, ASM), mask=columns < F)
+    tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
+
+
+@triton.jit
+def _expert_grads(dh_row, gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr):
+    """(dg, du, h) of one tile, rounded to the input's dtype; and the terms of dw in fp32."""
+    g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT)
+    u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    dh = tl.load(dh_row + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    a, slope = act_and_slope(g.to(tl.float32), ACT, ASM)
+    dg = rounded(dh * w * u * slope, g.dtype, ASM)
+    du = rounded(dh * w * a, g.dtype, ASM)
+    h = rounded(a * u * w, g.dtype, ASM)
+    return dg, du, h, dh * (a * u)
+
+
+@triton.jit
+def _store_codes(row, x, f, F, enc, FP8: tl.constexpr, ASM: tl.constexpr):
+    tl.store(row + f, encoded(x, enc, FP8, ASM), mask=f < F)
+
+
+@triton.jit
+def _expert_swiglu_backward_kernel(
+    dh_ptr,
+    gu_ptr,
+    weight_ptr,
+    slot_ptr,
+    q_ptr,
+    scale_ptr,
+    qh_ptr,
+    scale_h_ptr,
+    dw_ptr,
+    F,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TWO_PASSES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    # One program, one row.
+    FP8: tl.constexpr = q_ptr.dtype.element_ty
+    p = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + p)
+    w = _weight_of(weight_ptr, slot)
+    gu_row = gu_ptr + p * 2 * F
+    dh_row = dh_ptr + p * F
+    q_row = q_ptr + p * 2 * F
+    columns = tl.arange(0, BLOCK)
+    if TWO_PASSES:
+        bits = tl.zeros([BLOCK], dtype=tl.int32)
+        bits_h = tl.zeros([BLOCK], dtype=tl.int32)
+        terms = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, F, BLOCK):
+            dg, du, h, term = _expert_grads(dh_row, gu_row, start + columns, F, w, ACT, "evict_last", ASM)
+            bits = tl.maximum(bits, larger_bits(dg, du, ASM))
+            bits_h = tl.maximum(bits_h, bits_of(h, ASM))
+            terms += term
+        tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            dg, du, h, term = _expert_grads(dh_row, gu_row, f, F, w, ACT, "evict_first", ASM)
+            _store_codes(q_row, dg, f, F, enc, FP8, ASM)
+            _store_codes(q_row + F, du, f, F, enc, FP8, ASM)
+            _store_codes(qh_ptr + p * F, h, f, F, enc_h, FP8, ASM)
+    else:
+        dg, du, h, terms = _expert_grads(dh_row, gu_row, columns, F, w, ACT, "", ASM)
+        # At once: held until the end, the terms alone would take half of the registers.
+        tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
+        enc = multiplier_from_bits(tl.max(larger_bits(dg, du, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc_h = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        _store_codes(q_row, dg, columns, F, enc, FP8, ASM)
+        _store_codes(q_row + F, du, columns, F, enc, FP8, ASM)
+        _store_codes(qh_ptr + p * F, h, columns, F, enc_h, FP8, ASM)
+    tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
+    tl.store(scale_h_ptr + p, tl.div_rn(1.0, enc_h))
+
+
+# ---- public wrappers: check, allocate, launch ----
+
+
+def expert_swiglu(
+    gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, *, act: str = "silu", config: RowConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(q_PF, scale_P)` of the weighted hidden rows. Raises ConfigError on a wrong argument."""
+    width = _check(gate_up_P2F, weight_S, slot_P, act)
+    if not runs_kernel(gate_up_P2F, _expert_swiglu_kernel):
+        return expert_swiglu_ref(gate_up_P2F, weight_S, slot_P, act)
+    q, scale = _rows(gate_up_P2F, width)
+    config = _fit(config or default_forward_config(width), width)
+    if gate_up_P2F.shape[0]:
+        with on_device(gate_up_P2F):
+            _expert_swiglu_kernel[(gate_up_P2F.shape[0],)](
+                gate_up_P2F,
+                weight_S,
+                slot_P,
+                q,
+                scale,
+                width,
+                ACT=act,
+                BLOCK=config.block(width),
+                TWO_PASSES=config.tile > 0,
+                ASM=runs_ptx(gate_up_P2F, _expert_swiglu_kernel),
+                num_warps=config.num_warps,
+            )
+    return q, scale
+
+
+def expert_swiglu_backward(
+    dh_PF: Tensor,
+    gate_up_P2F: Tensor,
+    weight_S: Tensor,
+    slot_P: Tensor,
+    *,
+    act: str = "silu",
+    config: RowConfig | None = None,
+) -> ExpertGrads:
+    """Gradients of `expert_swiglu`, and h's FP8 rows again for the wgrad of the down projection."""
+    width = _check(gate_up_P2F, weight_S, slot_P, act)
+    check_matrix("dh_PF", dh_PF, (gate_up_P2F.dtype,))
+    check_shape("dh_PF", dh_PF, (gate_up_P2F.shape[0], width), gate_up_P2F)
+    if not runs_kernel(gate_up_P2F, _expert_swiglu_backward_kernel):
+        return expert_swiglu_backward_ref(dh_PF, gate_up_P2F, weight_S, slot_P, act)
+    q, scale = _rows(gate_up_P2F, 2 * width)
+    q_h, scale_h = _rows(gate_up_P2F, width)
+    # A choice that no expert took gets no gradient.
+    dw_S = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
+    has_ptx = runs_ptx(gate_up_P2F, _expert_swiglu_backward_kernel)
+    in_words = has_ptx and gate_up_P2F.dtype == torch.bfloat16
+    config = _fit(config or expert_backward_config(width, in_words=in_words), width)
+    if gate_up_P2F.shape[0]:
+        with on_device(gate_up_P2F):
+            _expert_swiglu_backward_kernel[(gate_up_P2F.shape[0],)](
+                dh_PF.contiguous(),
+                gate_up_P2F,
+                weight_S,
+                slot_P,
+                q,
+                scale,
+                q_h,
+                scale_h,
+                dw_S,
+                width,
+                ACT=act,
+                BLOCK=config.block(width),
+                TWO_PASSES=config.tile > 0,
+                ASM=has_ptx,
+                num_warps=config.num_warps,
+                maxnreg=config.max_registers,
+            )
+    return ExpertGrads(q, scale, q_h, scale_h, dw_S)
+
+
+def _check(gate_up: Tensor, weight_S: Tensor, slot_P: Tensor, act: str) -> int:
+    """F, after checking what forward and backward share."""
+    check_matrix("gate_up_P2F", gate_up)
+    if gate_up.shape[1] % 2 or not gate_up.is_contiguous():
+        raise ConfigError(f"gate_up_P2F must be contiguous with two equal halves, got {tuple(gate_up.shape)}")
+    check_vector("weight_S", weight_S, weight_S.shape[0], gate_up)
+    check_vector("slot_P", slot_P, gate_up.shape[0], gate_up)
+    if act not in ACTIVATIONS:
+        raise ConfigError(f"act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    return gate_up.shape[1] // 2
+
+
+def _fit(config: RowConfig, width: int) -> RowConfig:
+    if not config.tile and width > 2 * MAX_WHOLE_ROW:
+        raise UnsupportedError(f"config takes whole rows, and {width} columns do not fit registers; give it a tile")
+    return config
+
+
+def _rows(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    q = torch.empty((like.shape[0], width), dtype=_FP8, device=like.device)
+    return q, torch.empty(like.shape[0], dtype=torch.float32, device=like.device)

@@ -1,0 +1,161 @@
+"""The experts' kernels as torch ops (`torch.ops.deepwell.*`), with the shapes that tracing needs.
+
+Ops of the backward that follow from the forward's values alone take a tensor `after` of the backward, which they do not
+read: it keeps a compiler from making them in the forward, or sharing them with it, and keeping what they give.
+"""
+
+import torch
+from torch import Tensor
+
+from deepwell.kernels import library
+from deepwell.kernels.activation.torch_ops import half
+from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group_layout, padded_rows
+from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
+from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_turned
+from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward
+
+NAMESPACE = library.NAMESPACE
+_FP8 = torch.float8_e4m3fn
+
+# ---- rows by expert ----
+
+
+def _layout(offs: Tensor, order: Tensor | None, choices: int) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(group_layout(offs.int(), None if order is None else order.contiguous(), choices))  # type: ignore[return-value]
+
+
+def _fake_layout(offs: Tensor, order: Tensor | None, choices: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = padded_rows(choices, offs.shape[0])
+    sizes = (offs.shape[0], rows, choices)
+    return tuple(offs.new_empty(size, dtype=torch.int32) for size in sizes)  # type: ignore[return-value]
+
+
+def _fake_gather(
+    q: Tensor, scale: Tensor, slot: Tensor, top_k: int, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty((slot.shape[0], q.shape[1])), scale.new_empty(slot.shape[0])
+
+
+library._register(
+    "group_layout(Tensor offs, Tensor? order, SymInt choices) -> (Tensor, Tensor, Tensor)", _layout, _fake_layout
+)
+library._register(
+    "gather_rows(Tensor q, Tensor scale, Tensor slot, int top_k, Tensor? after=None) -> (Tensor, Tensor)",
+    lambda q, scale, slot, top_k, after=None: gather_rows(q, scale, slot, top_k),
+    _fake_gather,
+)
+library._register(
+    "combine_rows(Tensor x, Tensor place, int top_k) -> Tensor",
+    combine_rows,
+    lambda x, place, top_k: x.new_empty((place.shape[0] // top_k, x.shape[1])),
+)
+
+# ---- weights ----
+
+
+def _turned(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [E, C, R], scales [E, C]) of a weight [E, R, C], from the scales of its rows."""
+    scale_E = scale.amax(1)
+    return quantize_experts_turned(w.detach(), scale_E), scale_E[:, None].expand(-1, w.shape[2]).contiguous()
+
+
+library._register(
+    "quantize_experts(Tensor w, Tensor? after=None) -> (Tensor, Tensor)",
+    lambda w, after=None: quantize_experts(w.detach()),
+    lambda w, after=None: (w.new_empty(w.shape, dtype=_FP8), w.new_empty(w.shape[:2], dtype=torch.float32)),
+)
+library._register(
+    "quantize_experts_turned(Tensor w, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
+    lambda w, scale, after=None: _turned(w, scale),
+    lambda w, scale, after=None: (
+        w.new_empty((w.shape[0], w.shape[2], w.shape[1]), dtype=_FP8),
+        w.new_empty((w.shape[0], w.shape[2]), dtype=torch.float32),
+    ),
+)
+
+# ---- SwiGLU between the products ----
+
+
+def _swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
+    return tuple(expert_swiglu_backward(dh, gate_up, weight.contiguous(), slot, act=act))
+
+
+def _fake_swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
+    return (
+        *library._rows_of(gate_up),
+        *library._rows_of(dh),
+        weight.new_empty(weight.shape, dtype=torch.float32),
+    )
+
+
+library._register(
+    "expert_swiglu(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
+    lambda gate_up, weight, slot, act: expert_swiglu(gate_up, weight.contiguous(), slot, act=act),
+    lambda gate_up, weight, slot, act: library._rows_of(half(gate_up, act)),
+)
+library._register(
+    "expert_swiglu_backward(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _swiglu_grads,
+    _fake_swiglu_grads,
+)
+
+# ---- products ----
+
+library._register(
+    "grouped_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs) -> Tensor",
+    grouped_gemm,
+    lambda a, scale_a, b, scale_b, offs: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
+)
+library._register(
+    "grouped_wgrad(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs) -> Tensor",
+    grouped_wgrad,
+    lambda a, scale_a, b, scale_b, offs: a.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16),
+)
+
+
+def _rounded(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
+    return x.float() if fmt == "fp32" else library._round_to(x, fmt, rounding, hadamard)
+
+
+def _grouped_emulated(a: Tensor, b: Tensor, offs: Tensor, lhs: str, rhs: str) -> Tensor:
+    """`a[rows of e] @ b[e].T` with both operands of each expert rounded along the contraction, the product in fp32.
+
+    a is [S, K] and b [E, N, K]. An operand is written "format,rounding,hadamard"; "fp32" rounds nothing. Rows past the
+    last group are zeros.
+    """
+    out, begin = a.new_zeros((a.shape[0], b.shape[1])), 0
+    left, right = _operand(lhs), _operand(rhs)
+    for e, end in enumerate(offs.tolist()):
+        if end > begin:
+            out[begin:end] = _rounded(a[begin:end], *left) @ _rounded(b[e], *right).T
+        begin = end
+    return out
+
+
+def _grouped_emulated_wgrad(a: Tensor, b: Tensor, offs: Tensor, lhs: str, rhs: str) -> Tensor:
+    """`a[rows of e].T @ b[rows of e]`, [E, N, K], rounded along the rows; a is [S, N] and b [S, K]."""
+    out, begin = a.new_zeros((offs.shape[0], a.shape[1], b.shape[1])), 0
+    left, right = _operand(lhs), _operand(rhs)
+    for e, end in enumerate(offs.tolist()):
+        if end > begin:
+            out[e] = _rounded(a[begin:end].T, *left) @ _rounded(b[begin:end].T, *right).T
+        begin = end
+    return out
+
+
+def _operand(text: str) -> tuple[str, str, bool]:
+    fmt, rounding, hadamard = text.split(",")
+    return fmt, rounding, hadamard == "True"
+
+
+library._register(
+    "grouped_emulated(Tensor a, Tensor b, Tensor offs, str lhs, str rhs) -> Tensor",
+    _grouped_emulated,
+    lambda a, b, offs, lhs, rhs: a.new_empty((a.shape[0], b.shape[1])),
+)
+library._register(
+    "grouped_emulated_wgrad(Tensor a, Tensor b, Tensor offs, str lhs, str rhs) -> Tensor",
+    _grouped_emulated_wgrad,
+    lambda a, b, offs, lhs, rhs: a.new_empty((offs.shape[0], a.shape[1], b.shape[1])),
+)

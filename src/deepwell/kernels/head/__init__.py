@@ -1,0 +1,1 @@
+"""The ends of a model: embedding, head and cross entropy."""

@@ -1,0 +1,151 @@
+"""Head and loss as torch ops (`torch.ops.deepwell.*`), with the shapes that tracing needs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepwell.kernels import library
+from deepwell.kernels.gemm.fp8 import ALIGNMENT
+from deepwell.kernels.head.linear_cross_entropy import (
+    GRADIENT_FORMAT,
+    Head,
+    WeightCodes,
+    linear_cross_entropy,
+    linear_cross_entropy_codes,
+    linear_cross_entropy_loss,
+    weight_gradient,
+)
+from deepwell.kernels.head.scale_by_scalar import scale_by
+
+NAMESPACE = library.NAMESPACE
+_FP8 = torch.float8_e4m3fn
+
+
+def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Head:
+    """The arguments after the tensors; a soft cap of 0 is none."""
+    ignore_index, reduction, fp8, logit_scale, soft_cap = how
+    dx, dw, db = needs
+    return Head(
+        ignore_index=ignore_index,
+        reduction=reduction,
+        fp8=fp8,
+        logit_scale=logit_scale,
+        soft_cap=soft_cap or None,
+        dx=dx,
+        dw=dw,
+        db=db,
+    )
+
+
+def _of_any_length(
+    run: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, head: Head
+) -> Any:
+    """What `run` gives of any number of tokens: FP8 gets rows that do not count, up to whole lines."""
+    x, w, target = library._dense(x), library._dense(w), library._dense(target)
+    more = -x.shape[0] % ALIGNMENT if head.fp8 else 0
+    x_filled = F.pad(x, (0, 0, 0, more)) if more else x
+    target_filled = F.pad(target, (0, more), value=head.ignore_index) if more else target
+    made = run(x_filled, w, target_filled, bias_V=library._packed(bias), head=head)
+    return made._replace(dx=made.dx[: x.shape[0]].contiguous()) if more and made.dx is not None else made
+
+
+def _given(like: Tensor, *grads: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients as an op hands them out: those that nobody asked for are empty."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
+
+
+# ---- loss and gradients ----
+
+
+def _linear_cross_entropy(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
+) -> tuple[Tensor, ...]:
+    loss, *grads = _of_any_length(linear_cross_entropy, x, w, bias, target, _head(how, needs))
+    return loss, *_given(x, *grads)
+
+
+def _fake_linear_cross_entropy(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
+) -> tuple[Tensor, ...]:
+    wanted = [t if need else None for t, need in zip((x, w, bias), needs, strict=True)]
+    return x.new_empty((), dtype=torch.float32), *(
+        x.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted
+    )
+
+
+def _linear_cross_entropy_loss(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> Tensor:
+    dense = (library._dense(x), library._dense(w), library._dense(target))
+    return linear_cross_entropy_loss(*dense, bias_V=library._packed(bias), head=_head(how))
+
+
+_HOW = "int ignore_index, str reduction, bool fp8, float logit_scale, float soft_cap"
+library._register(
+    f"linear_cross_entropy(Tensor x, Tensor w, Tensor? bias, Tensor target, bool[] needs, {_HOW})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _linear_cross_entropy,
+    _fake_linear_cross_entropy,
+)
+library._register(
+    f"linear_cross_entropy_loss(Tensor x, Tensor w, Tensor? bias, Tensor target, {_HOW}) -> Tensor",
+    _linear_cross_entropy_loss,
+    lambda x, w, bias, target, *how: x.new_empty((), dtype=torch.float32),
+)
+
+library._register(
+    "scale_by(Tensor x, Tensor factor) -> Tensor", scale_by, lambda x, factor: x.new_empty_strided(x.shape, x.stride())
+)
+
+# ---- FP8: the weight's gradient waits for the loss' ----
+
+
+def _linear_cross_entropy_codes(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
+) -> tuple[Tensor, ...]:
+    """(loss, dx, db, and the operands of the GEMM that makes dW)."""
+    head = _head(how, (needs[0], True, needs[1]))
+    made = _of_any_length(linear_cross_entropy_codes, x, w, bias, target, head)
+    return made.loss, *_given(x, made.dx, made.db), *made.codes
+
+
+def _fake_linear_cross_entropy_codes(
+    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, needs: Sequence[bool], *how: Any
+) -> tuple[Tensor, ...]:
+    loss, dx, _, db = _fake_linear_cross_entropy(x, w, bias, target, (needs[0], False, needs[1]), *how)
+    t = (x.shape[0] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    qg_VT, g_scale = x.new_empty((w.shape[0], t), dtype=GRADIENT_FORMAT), x.new_empty((), dtype=torch.float32)
+    qx_DT, x_scale = x.new_empty((x.shape[1], t), dtype=_FP8), x.new_empty((), dtype=torch.float32)
+    return loss, dx, db, qg_VT, g_scale, qx_DT, x_scale
+
+
+def _backward(*operands: Any) -> tuple[Tensor, ...]:
+    """All gradients (dx, dW, db) in one op: what follows in a backward needs dx, so that no compiler moves the GEMM of
+    dW, which nobody waits for, to the end and holds the codes until then.
+    """
+    *codes, grad, dx, db, dtype = operands
+    dw = weight_gradient(WeightCodes(*codes), grad, dtype=dtype)
+    dx, db = (made if made is None else scale_by(made, grad) for made in (dx, db))
+    return _given(dw, dx, dw, db)
+
+
+def _fake_backward(*operands: Any) -> tuple[Tensor, ...]:
+    qg, _, qx, _, _, dx, db, dtype = operands
+    dw = qg.new_empty((qg.shape[0], qx.shape[0]), dtype=dtype)
+    dx, db = (made if made is None else made.new_empty(made.shape) for made in (dx, db))
+    return _given(dw, dx, dw, db)
+
+
+library._register(
+    f"linear_cross_entropy_codes(Tensor x, Tensor w, Tensor? bias, Tensor target, bool[] needs, {_HOW})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _linear_cross_entropy_codes,
+    _fake_linear_cross_entropy_codes,
+)
+library._register(
+    "linear_cross_entropy_backward(Tensor qg, Tensor g_scale, Tensor qx, Tensor x_scale, Tensor grad, Tensor? dx,"
+    " Tensor? db, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)

@@ -1,0 +1,1 @@
+"""Rotary position embedding, with and without the norm of q and k."""

@@ -1,0 +1,1 @@
+"""How a kernel is chosen: verified, tried in a sandbox, timed, cached."""

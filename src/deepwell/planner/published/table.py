@@ -1,0 +1,97 @@
+"""A validation as text: one line per source and one for all, then why rows were not used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepwell.planner.published.validate import Validation
+
+_COLUMNS = (
+    ("source", 44), ("rows", 5), ("used", 5), ("n", 5), ("median", 7), ("mean", 7), ("bias", 7), ("<10%", 6),
+    ("mem n", 6), ("err", 6), ("OOM n", 6), ("acc", 6), ("prec", 6), ("rec", 6),
+    ("groups", 7), ("rho", 6), ("<5%", 6), ("regret", 7), ("random", 7), ("rule", 7),
+)  # fmt: skip
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def _cells(name: str, scores: dict[str, Any], *, cut: bool = True) -> list[str]:
+    step, memory, oom = scores["step_time"], scores["memory"], scores["oom"]
+    regret, rank, rows = scores["regret"], scores["rank"], scores["rows"]
+    tier = "" if scores["tiers"] == "A" else f" ({'+'.join(scores['tiers'])})"
+    width = _COLUMNS[0][1] - len(tier)
+    label = (name if len(name) <= width or not cut else name[: width - 2] + "..") + tier
+    rho = "-" if rank["spearman"] is None else f"{rank['spearman']:.2f}"
+    return [
+        label, str(rows["total"]), str(rows["predicted"]), str(step["n"]), _percent(step["median_abs_rel_err"]),
+        _percent(step["mean_abs_rel_err"]), _percent(step["bias"]), _percent(step["within_10pct"], 0),
+        str(memory["n"]), _percent(memory["mean_abs_rel_err"]), str(oom["n"]), _percent(oom["accuracy"]),
+        _percent(oom["precision"], 0), _percent(oom["recall"], 0), str(regret["groups"]), rho,
+        _percent(regret["within_5pct"], 0), _percent(regret["mean"]), _percent(regret["random_mean"]),
+        _percent(regret["rule_mean"]),
+    ]  # fmt: skip
+
+
+def _line(cells: list[str]) -> str:
+    first, *rest = zip(cells, (width for _, width in _COLUMNS), strict=True)
+    return first[0].ljust(first[1]) + "".join(cell.rjust(width + 1) for cell, width in rest)
+
+
+def validation_markdown(validation: Validation) -> str:
+    """The same table as docs/planner.md holds it."""
+    names = [name for name, _ in _COLUMNS]
+    rows = [_cells(name, scores, cut=False) for name, scores in validation.sources.items()]
+    rows.append(_cells("**overall (tier A)**", validation.overall, cut=False))
+    lines = [names, ["---", *("---:" for _ in names[1:])], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def validation_table(validation: Validation) -> str:
+    overall = validation.overall
+    lines = [_line([name for name, _ in _COLUMNS])]
+    lines += [_line(_cells(name, scores)) for name, scores in validation.sources.items()]
+    lines.append(_line(_cells("overall (tier A)", overall)))
+    rows, smi, regret = overall["rows"], overall["memory_nvidia_smi"], overall["regret"]
+    lines += [
+        "",
+        f"{rows['tier_a_nvidia_predicted']:,} of {rows['tier_a_nvidia']:,} tier-A rows of NVIDIA GPUs are predicted "
+        f"({_percent(rows['tier_a_nvidia_predicted'] / max(1, rows['tier_a_nvidia']))})",
+        f"nvidia-smi memory: {smi['n']} rows, mean error {_percent(smi['mean_abs_rel_err'])}",
+        f"picks that ran out of memory: {regret['misses']} of {regret['groups']} (the rule's: {regret['rule_misses']})",
+        f"picks within 5% of the best: {_percent(regret['within_5pct'], 0)}, at random "
+        f"{_percent(regret['random_within_5pct'], 0)}, by the rule {_percent(regret['rule_within_5pct'], 0)}",
+    ]
+    lines += ["", *_by_tiers(validation)]
+    if overall["not_used"]:
+        lines.append("rows not used:")
+        lines += [f"  {count:4d}  {reason}" for reason, count in overall["not_used"].items()]
+    return "\n".join(lines)
+
+
+def _by_tiers(validation: Validation) -> list[str]:
+    """What is asked of the planner on tier A alone and on A and B, side by side."""
+    both = (validation.tier_a, validation.tiers_ab)
+    rows = (
+        ("", [f"tier{'s' if len(scores['tiers']) > 1 else ''} {'+'.join(scores['tiers'])}" for scores in both]),
+        ("step time, median / mean error", [_pair(scores["step_time"]) for scores in both]),
+        ("memory, mean error", [_with_n(scores["memory"], "mean_abs_rel_err") for scores in both]),
+        ("out of memory, accuracy", [_with_n(scores["oom"], "accuracy") for scores in both]),
+        ("picks within 5% of the best", [_with_n(scores["regret"], "within_5pct") for scores in both]),
+        ("mean regret: ours / rule / random", [_regrets(scores["regret"]) for scores in both]),
+    )
+    return [name.ljust(36) + "".join(cell.rjust(26) for cell in cells) for name, cells in rows]
+
+
+def _pair(step: dict[str, Any]) -> str:
+    return f"{_percent(step['median_abs_rel_err'])} / {_percent(step['mean_abs_rel_err'])} of {step['n']:,}"
+
+
+def _with_n(scores: dict[str, Any], name: str) -> str:
+    return f"{_percent(scores[name])} of {scores.get('n', scores.get('groups', 0)):,}"
+
+
+def _regrets(regret: dict[str, Any]) -> str:
+    return " / ".join(_percent(regret[name]) for name in ("mean", "rule_mean", "random_mean"))

@@ -1,0 +1,1 @@
+"""Pipeline schedules: actions of each rank, and their simulation. Pure."""

@@ -1,0 +1,1 @@
+"""autoplan: the search for the best layout. Pure."""

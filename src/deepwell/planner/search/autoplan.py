@@ -1,0 +1,475 @@
+"""autoplan: the best layout for a model on a machine, with what was not chosen and why. Pure.
+
+Goals: `fastest` is the shortest step; `smallest` the fewest GPUs of the machine that hold the job, then the fastest on
+those; `cheapest` the fewest GPU-seconds per step over all machine sizes that hold it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from deepwell.errors import ConfigError
+from deepwell.graph.ir import IR
+from deepwell.hardware.model import Hardware
+from deepwell.planner.catalog import kernel_choices
+from deepwell.planner.estimate_values import PARTS
+from deepwell.planner.executable import is_executed_here, why_not_offload
+from deepwell.planner.layout import Layout, Offload, Overlap
+from deepwell.planner.measured_steps import read_ratio
+from deepwell.planner.overlap import OVERLAPS
+from deepwell.planner.overlap import WORDS as HIDDEN
+from deepwell.planner.plan import COMMUNICATION, Alternative, Plan, Rejected, Searched
+from deepwell.planner.search.constraints import OFFLOADS, Constraints, read_constraints
+from deepwell.planner.search.explore import WORDS, Bound, Explorer, Found, Progress, Scored
+from deepwell.planner.search.nofit import no_fit, over_text
+from deepwell.planner.search.precision_choice import choose_precision, is_choice
+from deepwell.planner.search.space import Refusal, Space, divisors, make_space
+from deepwell.planner.stack import Stack, get_stack
+from deepwell.planner.validity import model_facts
+from deepwell.planner.workload import Workload
+from deepwell.precision.policy import PrecisionPolicy
+
+GOALS = ("fastest", "smallest", "cheapest")
+ARCHITECTURES = {"blackwell": (10, 11, 12), "hopper": (9,), "ada": (8,), "ampere": (8,), "cpu": ()}
+COMPUTATION = "computation of the busiest rank"
+_MOE_KEYS = ("experts", "top_k", "capacity_factor", "imbalance")
+_MOST_SHOWN = 24  # rejected families of one kind; the rest is counted
+
+
+def autoplan(
+    ir: IR | str | Mapping[str, Any],
+    hw: Hardware | str | None = None,
+    *,
+    seq_len: int,
+    global_batch: int,
+    arch: str | None = None,
+    moe: Mapping[str, Any] | None = None,
+    precision: str | PrecisionPolicy | Sequence[str | PrecisionPolicy] | None = None,
+    goal: str = "fastest",
+    stack: Stack | str | None = None,
+    optimizer: str = "adamw",
+    progress: bool | None = None,
+    **constraints: Any,
+) -> Plan:
+    """Plan one training job.
+
+    `ir` is a captured model, a published one's name ("llama3-70b") or a Hugging Face config; `hw` a machine or its name
+    (None: this one). `arch` is checked against it and noted; `moe` may set `capacity_factor` and `imbalance` and is
+    checked for `experts` and `top_k`. `precision` is a recipe's name or a policy; "auto" or a list leaves the choice to
+    the planner, which keeps single layers in bf16 where that is faster. Constraints narrow the search: tp, pp, cp, ep,
+    etp, dp, dp_replicate, micro_batch, virtual_stages, gpus (a count or a list), sharding, schedule, recompute (a name
+    or a list), sequence_parallel, max_memory (GiB per GPU), offload, overlap, stage_layers, kernels, cuda_graphs,
+    context_parallel_kind. Raises ConfigError where the request is wrong and PlanError, with the nearest miss, where
+    nothing fits.
+    """
+    if goal not in GOALS:
+        raise ConfigError(f"goal: got {goal!r}; accepted: {', '.join(GOALS)}")
+    model = _model(ir)
+    machine = _machine(hw)
+    if is_choice(precision):
+
+        def plan_for(policy: str | PrecisionPolicy) -> Plan:
+            return autoplan(
+                model, machine, seq_len=seq_len, global_batch=global_batch, arch=arch, moe=moe, precision=policy,
+                goal=goal, stack=stack, optimizer=optimizer, progress=progress, **constraints,
+            )  # fmt: skip
+
+        return choose_precision(plan_for, precision, machine, goal)
+    notes: list[str] = []
+    policy, policy_note = _policy(cast(str | PrecisionPolicy | None, precision), machine)
+    notes += [policy_note] if policy_note else []
+    notes += _arch_notes(arch, machine)
+    capacity, moe_notes = _moe(model, moe)
+    notes += moe_notes
+    workload = Workload(
+        ir=model, seq_len=seq_len, global_batch=global_batch, policy=policy, optimizer=optimizer, **capacity
+    )
+    chosen_stack = replace(_stack(stack), measured=None)  # another plan's, if any; this one's is found below
+    limits = read_constraints(constraints)
+    with _progress_bar(progress) as report:
+        space, found, best = _search(workload, machine, chosen_stack, limits, goal, report)
+    return _plan(space, found, best, machine, goal, notes, limits)
+
+
+# ---- reading the request ----
+
+
+def _model(ir: IR | str | Mapping[str, Any]) -> IR:
+    if isinstance(ir, IR):
+        return ir
+    if isinstance(ir, str):
+        from deepwell.graph.configs import published_config, published_name
+
+        name = published_name(ir)
+        return replace(IR.from_config(published_config(name)), name=name)
+    if isinstance(ir, Mapping):
+        return IR.from_config(ir)
+    raise ConfigError(
+        f"ir: got {type(ir).__name__}; pass what dw.capture returned, a published model's name or a config dict"
+    )
+
+
+def _machine(hw: Hardware | str | None) -> Hardware:
+    if isinstance(hw, Hardware):
+        return hw
+    if hw is None or isinstance(hw, str):
+        from deepwell.hardware.probe import probe
+
+        return probe(hw)
+    raise ConfigError(f"hw: got {type(hw).__name__}; pass what dw.probe returned or a name such as '8x8xB200'")
+
+
+def _stack(stack: Stack | str | None) -> Stack:
+    if stack is not None and not isinstance(stack, (Stack, str)):
+        raise ConfigError(f"stack: got {stack!r}; the name of an engine, e.g. 'deepwell' or 'megatron', or a Stack")
+    return stack if isinstance(stack, Stack) else get_stack(stack or "deepwell")
+
+
+def _policy(precision: str | PrecisionPolicy | None, hw: Hardware) -> tuple[str | PrecisionPolicy, str]:
+    if isinstance(precision, PrecisionPolicy):
+        return precision.copy().freeze(), ""
+    if precision is not None:
+        PrecisionPolicy.recipe(precision)  # a name that is no recipe is refused here
+        return precision, ""
+    for name in ("mxfp8", "fp8"):
+        if hw.supports(name):
+            return name, f"precision was not given: {name}, the lowest that {hw.gpus[0].name} runs natively at 8 bits"
+    return "bf16", f"precision was not given: bf16, for {hw.gpus[0].name} runs no 8-bit format natively"
+
+
+def _arch_notes(arch: str | None, hw: Hardware) -> list[str]:
+    if arch is None:
+        return []
+    wanted = ARCHITECTURES.get(arch.lower()) if isinstance(arch, str) else None
+    if wanted is None:
+        raise ConfigError(f"arch: got {arch!r}; accepted: {', '.join(ARCHITECTURES)}")
+    capability = hw.gpus[0].compute_capability
+    is_it = hw.kind == "cpu" if arch.lower() == "cpu" else capability is not None and capability[0] in wanted
+    return (
+        [] if is_it else [f"arch {arch!r} was asked for; {hw.gpus[0].name} is not, and the plan is for what is there"]
+    )
+
+
+def _moe(ir: IR, moe: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """Settings of the workload and notes. Raises ConfigError where the model's experts are others."""
+    if moe is None:
+        return {}, []
+    if not isinstance(moe, Mapping):
+        raise ConfigError(f"moe: got {moe!r}; a mapping with any of {', '.join(_MOE_KEYS)}")
+    unknown = sorted(set(moe) - set(_MOE_KEYS))
+    if unknown:
+        raise ConfigError(f"moe: no setting {unknown[0]!r}; accepted: {', '.join(_MOE_KEYS)}")
+    facts = model_facts(ir)
+    if not facts.is_moe:
+        return {}, [] if not moe else [f"moe={dict(moe)} changes nothing: {ir.name} has no experts"]
+    for key, have in (("experts", facts.experts), ("top_k", facts.top_k)):
+        if key in moe and set(have) != {moe[key]}:
+            raise ConfigError(f"moe: {key} is {moe[key]!r}; the MoE blocks of {ir.name} have {_listed(have)}")
+    settings: dict[str, Any] = {}
+    for key in ("capacity_factor", "imbalance"):
+        if moe.get(key) is not None:
+            value = moe[key]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ConfigError(f"moe: {key} is {value!r}; a number above 0")
+            settings[key] = float(value)
+    if "imbalance" in settings:
+        settings["forced_balance"] = False
+    capacity = settings.get("capacity_factor", 0.0)
+    if capacity >= settings.get("imbalance", 1.0):
+        return settings, [f"capacity_factor {capacity:g} drops nothing at an imbalance of "
+                          f"{settings.get('imbalance', 1.0):g}; moe's imbalance says what to expect"]  # fmt: skip
+    return settings, []
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return " and ".join(map(str, values))
+
+
+@contextmanager
+def _progress_bar(wanted: bool | None) -> Iterator[Progress | None]:
+    """A bar on stderr, on a terminal only unless it is asked for."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def report(phase: str, done: int, total: int) -> None:
+            bar.update(task, description=f"planning: {phase}", completed=done, total=max(1, total))
+
+        yield report
+
+
+# ---- machine sizes ----
+
+
+def fewer_gpus(hw: Hardware, count: int) -> Hardware:
+    """The first `count` GPUs of a machine as a machine: whole nodes, or part of one node."""
+    if count == hw.num_gpus:
+        return hw
+    nodes, rest = divmod(count, hw.gpus_per_node)
+    if count > hw.num_gpus or (nodes and rest):
+        raise ConfigError(
+            f"gpus: got {count}; {hw.name} has {hw.num_gpus} in nodes of {hw.gpus_per_node}: whole nodes or part of one"
+        )
+    gpus = hw.gpus if nodes else hw.gpus[:count]
+    return replace(hw, name=f"{count} of {hw.name}", num_nodes=max(1, nodes), gpus=gpus)
+
+
+def _sizes(hw: Hardware, goal: str, limits: Constraints) -> list[int]:
+    """Numbers of GPUs to plan for, the whole machine first."""
+    named = limits.allowed("gpus")
+    if named is not None:
+        return list(named)
+    whole = hw.num_gpus
+    if goal == "fastest":
+        # A rack of 72 has factors that few models and batches have; 64 of them may be faster than all.
+        power = 1 << (whole.bit_length() - 1)
+        can_halve = power >= hw.gpus_per_node and power % hw.gpus_per_node == 0
+        return [whole] if power == whole or not can_halve else [whole, power]
+    nodes = [d * hw.gpus_per_node for d in divisors(hw.num_nodes)]
+    return sorted({*nodes, *divisors(hw.gpus_per_node)}, reverse=True)
+
+
+def _search(
+    workload: Workload, hw: Hardware, stack: Stack, limits: Constraints, goal: str, progress: Progress | None
+) -> tuple[Space, Found, Scored]:
+    """The best over the machine sizes that the goal allows."""
+    sizes = _sizes(hw, goal, limits)
+    if goal != "fastest":
+        sizes = sorted(sizes)
+    best: tuple[tuple[Any, ...], Space, Found, Scored] | None = None
+    tried: list[tuple[Space, Found]] = []
+    for count in sizes:
+        space = make_space(workload, fewer_gpus(hw, count), stack, limits)
+        # What costs more GPU-seconds than a smaller machine is of no use to the cheapest.
+        enough = best[0][0] / count if best is not None and goal == "cheapest" else float("inf")
+        explorer = Explorer(space, progress, enough)
+        if count != max(sizes) and goal != "fastest" and explorer.first_fit() is None:
+            continue
+        found = explorer.run()
+        tried.append((space, found))
+        if found.ranked:
+            top = found.ranked[0]
+            cost = count * top.estimate.step_s if goal == "cheapest" else top.estimate.step_s
+            if best is None or (cost, count) < best[0]:
+                best = ((cost, count), space, found, top)
+            if goal == "smallest":
+                break
+    if best is not None:
+        return best[1:]
+    if limits.offload is None and any(found.misses for _, found in tried):
+        # Nothing fits in HBM: the optimizer's state or the activations may live in host memory, and last of all both.
+        one, last = _offloads(stack)
+        ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way), progress)
+                for way in one]  # fmt: skip
+        if not any(found.ranked for _, found in ways):
+            ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way), progress)
+                    for way in last]  # fmt: skip
+        held = [(found.ranked[0].key, i) for i, (_, found) in enumerate(ways) if found.ranked]
+        if held:
+            space, found = ways[min(held)[1]]
+            return space, found, found.ranked[0]
+    space, found = max(tried, key=lambda one: one[0].hw.num_gpus)
+    raise no_fit(space, found)
+
+
+def _offloads(stack: Stack) -> tuple[list[str], list[str]]:
+    """What may move to the host: one thing alone, and both; of these what the engine executes."""
+    allowed = [name for name in ("optimizer", "activations", "both")
+               if not (is_executed_here(stack) and why_not_offload(OFFLOADS[name]))]  # fmt: skip
+    return [name for name in allowed if name != "both"], [name for name in allowed if name == "both"]
+
+
+def _placed(
+    workload: Workload, hw: Hardware, stack: Stack, limits: Constraints, progress: Progress | None
+) -> tuple[Space, Found]:
+    space = make_space(workload, hw, stack, limits)
+    return space, Explorer(space, progress).run()
+
+
+# ---- the plan ----
+
+
+def _plan(
+    space: Space, found: Found, best: Scored, machine: Hardware, goal: str, notes: list[str], limits: Constraints
+) -> Plan:
+    workload, layout = space.workload, best.layout
+    notes += _layout_notes(layout, machine, goal, limits)
+    others = [s for s in found.ranked if s.layout != layout]
+    stack, note = _measured(space, layout)
+    notes += [note] if note else []
+    rejected = (*_refused(found.refused), *_missed(space, found.misses), *_slower(space, found.slower, best))
+    best = corrected(best, stack)
+    return Plan(
+        model=workload.ir.name,
+        goal=goal,
+        machine=machine.name,
+        machine_gpus=machine.num_gpus,
+        constraints=space.constraints.describe(),
+        workload=workload,
+        hardware=space.hw,
+        stack=stack,
+        layout=layout,
+        estimate=best.estimate,
+        kernels=kernel_choices(workload, layout, space.hw.gpus[0], limits.kernels),
+        runners_up=tuple(alternative(corrected(s, stack), best) for s in others[:12]),
+        rejected=rejected,
+        searched=Searched(families=found.num_families, layouts=found.num_layouts),
+        limit_gib=space.limit_gib,
+        warnings=tuple(_warnings(space, best)),
+        notes=tuple(notes),
+        limits=space.constraints,
+    )
+
+
+def _measured(space: Space, layout: Layout) -> tuple[Stack, str]:
+    """The stack with what steps on this GPU really took, as one factor: it changes no ranks. And a note, if any."""
+    if not space.is_executed_here:
+        return space.stack, ""
+    ratio, note = read_ratio(space.hw.gpus[0], space.workload, layout)
+    return replace(space.stack, measured=ratio), note
+
+
+def corrected(scored: Scored, stack: Stack) -> Scored:
+    """The same with its seconds times what was measured."""
+    if stack.measured is None:
+        return scored
+    return replace(scored, estimate=scored.estimate.corrected(stack.measured))
+
+
+def _layout_notes(layout: Layout, machine: Hardware, goal: str, limits: Constraints) -> Iterator[str]:
+    if layout.gpus < machine.num_gpus:
+        why = "gpus= asks for it" if limits.allowed("gpus") is not None and goal == "fastest" else _why_idle(goal)
+        yield f"{layout.gpus} of {machine.num_gpus} GPUs are used: {why}"
+    if layout.offload != Offload():
+        shares = (("the optimizer's state", layout.offload.optimizer), ("the activations", layout.offload.activations))
+        what = " and ".join(word for word, share in shares if share)
+        yield f"{what} in host memory" + ("" if limits.offload is not None else ": nothing fits without")
+    by_search = [name for name in OVERLAPS if getattr(layout.overlap, name) is not None
+                 and getattr(limits.overlap or Overlap(), name) is None]  # fmt: skip
+    if by_search:
+        what = " and ".join(HIDDEN[name] for name in by_search)
+        yield f"not beside computation: {what}; hiding would cost more than it saves"
+    asked = [name for name in ("schedule", "virtual_stages") if limits.allowed(name) is not None]
+    if asked and layout.pp == 1:
+        yield f"{' and '.join(asked)} had nothing to decide: one pipeline stage is best; pp= asks for more"
+
+
+def _why_idle(goal: str) -> str:
+    return {
+        "fastest": "the whole has factors that the batch or the model lacks, and fewer are faster",
+        "smallest": "they are enough",
+        "cheapest": "more would cost more GPU-seconds per step",
+    }[goal]
+
+
+def _warnings(space: Space, best: Scored) -> Iterator[str]:
+    workload = space.workload
+    positions = workload.ir.max_positions
+    if positions and workload.seq_len > positions:
+        yield f"seq_len {workload.seq_len:,} is over the model's {positions:,} positions: extend them before training"
+    formats = dict.fromkeys(f for v in workload.variants() for _, each in v.formats for f in each)
+    for name in formats:
+        reason = "" if name in ("bf16", "fp16", "fp32") else space.hw.gpus[0].why_not(name)
+        if reason:
+            yield f"{name} is not native to {space.hw.gpus[0].name} ({reason}): it runs by emulation, to try accuracy"
+    headroom = -best.over_gib
+    if headroom < 0.03 * best.estimate.limit_gib:
+        yield f"only {headroom:.1f} GiB are left on the fullest rank; max_memory= asks for more room"
+
+
+def alternative(scored: Scored, best: Scored) -> Alternative:
+    """A runner-up with what it loses against the best."""
+    found = scored.estimate
+    seconds = found.seconds
+    return Alternative(
+        layout=scored.layout,
+        gpus=scored.layout.gpus,
+        step_s=found.step_s,
+        tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
+        mfu_bf16=found.mfu_bf16,
+        peak_gib=found.peak_gib,
+        bubble=seconds.get("bubble", 0.0) / found.step_s,
+        exposed=sum(seconds.get(axis, 0.0) for axis in COMMUNICATION) / found.step_s,
+        why_not=_why_slower(scored, best),
+    )
+
+
+def _why_slower(scored: Scored, best: Scored) -> str:
+    losses = _losses(scored, best)
+    gap = scored.estimate.step_s / best.estimate.step_s - 1
+    return f"{gap:.1%} slower" + (f": {losses}" if losses else "")
+
+
+def _losses(scored: Scored, best: Scored, without: tuple[str, ...] = ()) -> str:
+    """The two parts of the step that lose most against the best, as shares of the best's step."""
+    mine, theirs = scored.estimate, best.estimate
+    parts = {_loss_word(name): 0.0 for name in PARTS}
+    for name, value in mine.breakdown:
+        if name in without:
+            continue
+        word = _loss_word(name)
+        parts[word] += (value - theirs.seconds.get(name, 0.0)) / theirs.step_s
+    worst = sorted(parts, key=lambda word: -parts[word])[:2]
+    return ", ".join(f"{word} +{parts[word]:.1%}" for word in worst if parts[word] > 0.0005)
+
+
+def _loss_word(name: str) -> str:
+    is_waiting = name in (*COMMUNICATION, "bubble", "recompute", "host", "optimizer", "straggler")
+    return WORDS[name] if is_waiting else COMPUTATION
+
+
+def _refused(refused: list[Refusal]) -> list[Rejected]:
+    """Refusals with the same reason in one line: "PP 128, 256: 126 layers"."""
+    merged: dict[tuple[str, str], list[str]] = {}
+    for one in refused:
+        degree, _, reason = one.reason.partition(": ")
+        axis, _, value = degree.partition(" ")
+        merged.setdefault((axis, reason), []).append(value)
+    out = []
+    for (axis, reason), values in merged.items():
+        shown = sorted(dict.fromkeys(values), key=lambda v: (not v.isdigit(), int(v) if v.isdigit() else 0, v))
+        text = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+        out.append(Rejected(family=f"{axis} {text}", kind="rule", reason=reason))
+    return out
+
+
+def _missed(space: Space, misses: list[Scored]) -> list[Rejected]:
+    shown = [
+        Rejected(family=s.family.describe(), kind="memory", reason=over_text(space, s)) for s in misses[:_MOST_SHOWN]
+    ]
+    if len(misses) > _MOST_SHOWN:
+        reason = f"at least {misses[_MOST_SHOWN].over_gib:.1f} GiB over in their leanest form"
+        shown.append(Rejected(family=f"{len(misses) - _MOST_SHOWN} more families", kind="memory", reason=reason))
+    return shown
+
+
+def _slower(space: Space, slower: list[Bound], best: Scored) -> list[Rejected]:
+    def gap(bound: Bound) -> float:
+        return bound.seconds / best.estimate.step_s - 1
+
+    has_pairs = "dualpipev" in space.schedules
+
+    def why(bound: Bound) -> str:
+        # What the bound leaves out cannot be why it is slower: waiting, and exchanges that DualPipeV's pairs may hide.
+        hidden = ("ep",) if has_pairs and bound.family.pp > 1 else ()
+        losses = _losses(bound.scored, best, without=("bubble", "pp", "straggler", *hidden))
+        return f": {losses}" if losses else ""
+
+    shown = [
+        Rejected(family=b.family.describe(), kind="slower", reason=f"at best {gap(b):.0%} slower{why(b)}")
+        for b in slower[:_MOST_SHOWN]
+    ]
+    if len(slower) > _MOST_SHOWN:
+        reason = f"at best {gap(slower[_MOST_SHOWN]):.0%} slower"
+        shown.append(Rejected(family=f"{len(slower) - _MOST_SHOWN} more families", kind="slower", reason=reason))
+    return shown

@@ -1,0 +1,1 @@
+"""The page of a run: its record read back, and one object per panel."""

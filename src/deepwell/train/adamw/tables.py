@@ -1,0 +1,458 @@
+"""The fused optimizer's launches: which tensors share a kernel, their table of addresses, and one step over all.
+
+A step is one launch for each kind of tensor (dtypes, moments, alignment), one more to work out the scalars, and with a
+norm one for each dtype of the gradients. Addresses, steps and scalars lie in device memory: a step never waits for the
+host and never compiles anew, whatever the learning rate is. On a CPU the reference runs instead, tensor by tensor.
+"""
+
+# Shapes: S slots (parameters), G parameter groups, C chunks of a launch.
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.train.adamw import copies as adamw_copies
+from deepwell.train.adamw import scalars as adamw_scalars
+from deepwell.train.adamw import update as adamw
+from deepwell.train.adamw.copies import TileConfig, check_copies
+from deepwell.train.adamw.copy_tables import CopyKind, CopyLaunch, Slot, Table, copy_kind, write_copies
+from deepwell.train.adamw.scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
+from deepwell.train.adamw.update import Config, Noise, adamw_ref, configs_for_moments
+from deepwell.train.adamw.words import WordConfig
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
+_PARAM_DTYPES = (torch.float32, torch.bfloat16)
+# Kinds of gradients seen (a parameter may go without one): each keeps its tables, the oldest goes first.
+_MAX_LAYOUTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What tensors of one launch have in common."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    moment: torch.dtype
+    has_master: bool
+    is_aligned: bool
+    copies: CopyKind | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Launch:
+    """The tables of one launch over flat tensors: rows of addresses and the chunks of the grid."""
+
+    kind: Kind
+    slots: list[int]
+    table: Table
+    chunk_row: Tensor
+    chunk_place: Tensor
+
+
+class FusedAdamW:
+    """AdamW over `slots`, all on one device. `step` applies it once.
+
+    `random_params` rounds bf16 parameters without a master at random, `random_moments` bf16 and FP8 moments. With
+    `clip_norm` gradients are scaled down to that global norm; with it or `skip_nonfinite` a step whose norm is not
+    finite changes nothing and is counted in `num_skipped`.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        steps: Tensor,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        random_params: bool = True,
+        random_moments: bool = True,
+        config: Config | None = None,
+        tile_config: TileConfig | WordConfig | None = None,
+    ) -> None:
+        self.slots = tuple(slots)
+        self.device = _check_slots(self.slots)
+        if steps.dtype != torch.int64 or steps.shape != (len(self.slots),) or steps.device != self.device:
+            raise ConfigError(
+                f"steps is {steps.dtype} {tuple(steps.shape)} on {steps.device}; "
+                f"it must be int64 ({len(self.slots)},) on {self.device}"
+            )
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"seed={seed} must lie within 0 .. 2^63 - 1")
+        if any(slot.copies is not None for slot in self.slots):
+            runs_kernel(self.slots[0].param, adamw_copies._copies_kernel)  # refuses a GPU without FP8 conversions
+        self.steps = steps
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self.has_norm = clip_norm is not None or skip_nonfinite
+        self.random_params = random_params
+        self.random_moments = random_moments
+        self._config = config
+        self.tile_config = tile_config
+        self.control = torch.tensor([seed, 0, 0, 0], dtype=torch.int64, device=self.device)
+        self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
+        self._hyper = torch.zeros(
+            (len(self.slots), adamw_scalars.HYPER_COLUMNS), dtype=torch.float32, device=self.device
+        )
+        self._slot_group = torch.tensor([s.group for s in self.slots], dtype=torch.int32).to(self.device)
+        self._layouts: dict[tuple[object, ...], _Layout] = {}
+        self._kinds: dict[tuple[int, torch.dtype, bool], Kind] = {}
+        self._last_key: tuple[object, ...] = ()
+        self._last_layout: _Layout | None = None
+
+    @property
+    def num_skipped(self) -> Tensor:
+        """How many steps were skipped for a norm that was not finite, on the device."""
+        return self.control[adamw_scalars.CONTROL_SKIPPED]
+
+    def step(self, grads: Sequence[Tensor | None], groups: Tensor) -> None:
+        """Update every slot whose gradient is not None. `groups` is the fp64 (G, 7) table of the groups' scalars."""
+        if groups.dtype != torch.float64 or groups.dim() != 2 or groups.shape[1] != adamw_scalars.GROUP_COLUMNS:
+            raise ConfigError(f"groups is {groups.dtype} {tuple(groups.shape)}; it must be float64 (G, 7)")
+        # Gradients that lie where they lay at the last step need no check and no table: the host's time for a step.
+        key = tuple(_place(i, grad) for i, grad in enumerate(grads))
+        if key != self._last_key or self._last_layout is None:
+            _check_grads(self.slots, grads)
+            active = [i for i, grad in enumerate(grads) if grad is not None and grad.numel() > 0]
+            if not active:
+                return
+            if not self._runs_kernels():
+                self._step_ref(active, grads, groups.tolist())
+                return
+            self._last_layout = self._layout(active, grads)
+            self._last_layout.refresh(self.slots, grads)
+            self._last_key = key
+        with on_device(groups):
+            self._launch(self._last_layout, groups)
+
+    # ---- on a GPU ----
+
+    def _layout(self, active: list[int], grads: Sequence[Tensor | None]) -> "_Layout":
+        kinds = tuple((i, self._kind_of(i, _grad(grads, i))) for i in active)
+        found = self._layouts.get(kinds)
+        if found is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)))
+            found = self._layouts[kinds] = _Layout(self, kinds)
+        return found
+
+    def _kind_of(self, i: int, grad: Tensor) -> Kind:
+        """The kind of slot i, which changes with its gradient's dtype and alignment alone."""
+        key = (i, grad.dtype, grad.data_ptr() % 16 == 0)
+        if key not in self._kinds:
+            self._kinds[key] = _kind(self.slots[i], grad)
+        return self._kinds[key]
+
+    def _launch(self, layout: "_Layout", groups: Tensor) -> None:
+        for launch, partials in zip(layout.norms, layout.norm_partials, strict=True):
+            adamw_scalars._norm_kernel[(launch.chunk_row.numel(),)](
+                launch.table.words,
+                launch.chunk_row,
+                launch.chunk_place,
+                partials,
+                GRAD=_TRITON_DTYPES[launch.kind.grad],
+                ALIGNED=launch.kind.is_aligned,
+                ROWS=NORM_ROWS,
+                TILES=NORM_TILES,
+                num_warps=NORM_WARPS,
+            )
+        num_active = layout.active.numel()
+        adamw_scalars._prepare_kernel[(triton.cdiv(num_active, 128),)](
+            layout.partials,
+            layout.partials.numel(),
+            layout.active,
+            num_active,
+            self._slot_group,
+            self.steps,
+            groups,
+            self._hyper,
+            self.control,
+            self.norm,
+            HAS_NORM=self.has_norm,
+            HAS_CLIP=self.clip_norm is not None,
+            SLOTS=128,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        for launch in layout.flat:
+            kind = launch.kind
+            config = self.config_of(kind)
+            adamw._adamw_kernel[(launch.chunk_row.numel(),)](
+                launch.table.words,
+                launch.chunk_row,
+                launch.chunk_place,
+                self._hyper,
+                self.steps,
+                self.control,
+                **self._constants(kind),
+                ROWS=config.rows,
+                PIECES=config.pieces,
+                TILES=config.tiles,
+                num_warps=config.num_warps,
+                maxnreg=config.max_registers,
+                # A contracted multiply-add rounds once where the reference rounds twice.
+                enable_fp_fusion=False,
+            )
+
+        for copies in layout.copies:
+            copies.run(self._constants(copies.kind), self._hyper, self.steps, self.control)
+
+    def config_of(self, kind: Kind) -> Config:
+        """The config of a kind's update without copies."""
+        return self._config or configs_for_moments(kind.moment)[0]
+
+    def _constants(self, kind: Kind) -> dict[str, Any]:
+        """The constexprs of an update that follow from the kind of tensor."""
+        return {
+            "PARAM": _TRITON_DTYPES[kind.param],
+            "GRAD": _TRITON_DTYPES[kind.grad],
+            "MOMENT": _TRITON_DTYPES[kind.moment],
+            "HAS_MASTER": kind.has_master,
+            "RANDOM_PARAM": self._is_param_random(kind),
+            "RANDOM_MOMENT": self._are_moments_random(kind),
+            "ALIGNED": kind.is_aligned,
+            "ASM": not is_interpreted(adamw._adamw_kernel),
+        }
+
+    def _is_param_random(self, kind: Kind) -> bool:
+        return self.random_params and kind.param == torch.bfloat16 and not kind.has_master
+
+    def _are_moments_random(self, kind: Kind) -> bool:
+        return self.random_moments and kind.moment != torch.float32
+
+    def write_copies(self, *, is_step: bool = False) -> None:
+        """Quantize the weights as they are into their copies: at the start, or after weights were set by hand.
+
+        `is_step`: delayed copies alone, with the scale that a step would give them, of the amax collected before.
+        """
+        slots = [(i, slot) for i, slot in enumerate(self.slots) if slot.copies is not None]
+        if is_step:
+            slots = [(i, slot) for i, slot in slots if copy_kind(slot).is_delayed]
+        if not slots:
+            return
+        if not self._runs_kernels():
+            write_copies([slot for _, slot in slots], is_step=is_step)
+            return
+        kinds = [(i, _kind(slot, slot.param)) for i, slot in slots]
+        idle = torch.zeros_like(self.control)
+        with on_device(self.control):
+            for kind in dict.fromkeys(kind for _, kind in kinds):
+                launch = CopyLaunch(self.slots, kind, [i for i, k in kinds if k == kind], self.device, self.tile_config)
+                launch.refresh(self.slots, [slot.param for slot in self.slots])
+                launch.start(self._constants(kind), self._hyper, self.steps, idle, is_step=is_step)
+
+    def _runs_kernels(self) -> bool:
+        return self.device.type != "cpu" or is_interpreted(adamw._adamw_kernel)
+
+    # ---- on a CPU ----
+
+    def _step_ref(self, active: list[int], grads: Sequence[Tensor | None], groups: list[list[float]]) -> None:
+        coefficient = 1.0
+        if self.has_norm:
+            total = sum(float(_grad(grads, i).double().square().sum()) for i in active)
+            norm = math.sqrt(total)
+            self.norm.fill_(norm)
+            if not norm < math.inf:
+                self.control[adamw_scalars.CONTROL_SKIPPED] += 1
+                return
+            if self.clip_norm is not None:
+                coefficient = min(1.0, self.clip_norm / (norm + adamw_scalars.CLIP_EPS))
+        for i in active:
+            slot, grad = self.slots[i], _grad(grads, i)
+            self.steps[i] += 1
+            step = int(self.steps[i])
+            kind = _kind(slot, grad)
+            noise = Noise.of(
+                slot.param,
+                seed=self.seed,
+                index=slot.index,
+                step=step,
+                for_param=self._is_param_random(kind),
+                for_moments=self._are_moments_random(kind),
+            )
+            scales = None
+            if slot.exp_avg_scales is not None and slot.exp_avg_sq_scales is not None:
+                scales = (slot.exp_avg_scales, slot.exp_avg_sq_scales)
+            adamw_ref(
+                flat(slot.param),
+                flat(grad),
+                flat(slot.exp_avg),
+                flat(slot.exp_avg_sq),
+                Hyper.at_step(step, groups[slot.group], coefficient),
+                scales=scales,
+                master=None if slot.master is None else flat(slot.master),
+                noise=noise,
+            )
+        write_copies([self.slots[i] for i in active if self.slots[i].copies is not None], is_step=True)
+
+
+class _Layout:
+    """The launches for one choice of tensors that have a gradient, and of what dtype."""
+
+    def __init__(self, owner: FusedAdamW, kinds: tuple[tuple[int, Kind], ...]) -> None:
+        slots, device = owner.slots, owner.device
+        self.active = torch.tensor([i for i, _ in kinds], dtype=torch.int32).to(device)
+        flat = [(i, kind) for i, kind in kinds if kind.copies is None or not kind.copies.is_fused]
+        plain = [(i, replace(kind, copies=None)) for i, kind in flat]
+        self.flat = []
+        for kind, members in _by_kind(plain):
+            config = owner.config_of(kind)
+            self.flat.append(_new_launch(slots, kind, members, config.rows * config.tiles, device))
+        copied = [(i, kind) for i, kind in kinds if kind.copies is not None]
+        self.copies = [
+            CopyLaunch(slots, kind, members, device, owner.tile_config) for kind, members in _by_kind(copied)
+        ]
+        # The norm asks for nothing but the gradients.
+        read = [(i, replace(k, param=k.grad, moment=k.grad, has_master=False, copies=None)) for i, k in kinds]
+        self.norms = [
+            _new_launch(slots, kind, members, NORM_ROWS * NORM_TILES, device)
+            for kind, members in (_by_kind(read) if owner.has_norm else [])
+        ]
+        counts = [launch.chunk_row.numel() for launch in self.norms]
+        self.partials = torch.zeros(sum(counts), dtype=torch.float64, device=device)
+        self.norm_partials = self.partials.split(counts) if counts else ()
+
+    def refresh(self, slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:
+        """Write the addresses anew where they changed: gradients are often allocated afresh for each step."""
+        for launch in (*self.flat, *self.norms):
+            launch.table.write([slots[i].addresses(_grad(grads, i), i) for i in launch.slots])
+        for copies in self.copies:
+            copies.refresh(slots, grads)
+
+
+def _by_kind(kinds: Sequence[tuple[int, Kind]]) -> list[tuple[Kind, list[int]]]:
+    """The members of each kind, in the order of its first one."""
+    found: dict[Kind, list[int]] = {}
+    for i, kind in kinds:
+        found.setdefault(kind, []).append(i)
+    return list(found.items())
+
+
+def _new_launch(
+    slots: tuple[Slot, ...], kind: Kind, members: list[int], chunk_rows: int, device: torch.device
+) -> _Launch:
+    chunk = chunk_rows * adamw.BLOCK
+    counts = torch.tensor([-(-slots[i].param.numel() // chunk) for i in members], dtype=torch.int64)
+    row = torch.arange(len(members)).repeat_interleave(counts)
+    place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return _Launch(
+        kind=kind,
+        slots=members,
+        table=Table(device, adamw_scalars.TABLE_COLUMNS),
+        chunk_row=row.to(torch.int32).to(device),
+        chunk_place=place.to(torch.int32).to(device),
+    )
+
+
+def _place(i: int, grad: Tensor | None) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
+    """Where a gradient lies and how. Raises UnsupportedError for a sparse one."""
+    if grad is None:
+        return None
+    if grad.layout != torch.strided:
+        raise UnsupportedError(f"grads[{i}] is sparse ({grad.layout}); adamw takes dense gradients")
+    return grad.data_ptr(), grad.dtype, grad.stride()
+
+
+def _grad(grads: Sequence[Tensor | None], i: int) -> Tensor:
+    grad = grads[i]
+    assert grad is not None
+    return grad
+
+
+def _kind(slot: Slot, grad: Tensor) -> Kind:
+    state = (slot.exp_avg, slot.exp_avg_sq, slot.master, slot.exp_avg_scales, slot.exp_avg_sq_scales)
+    tensors = [slot.param, grad, *(t for t in state if t is not None)]
+    # 16-byte accesses need the addresses and, for a mask of whole vectors, the length.
+    is_aligned = slot.param.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+    copies = None
+    if slot.copies is not None:
+        copies = copy_kind(slot)
+        is_aligned = is_aligned and (copies.is_aligned or not copies.is_fused)
+    return Kind(
+        param=slot.param.dtype,
+        grad=grad.dtype,
+        moment=slot.exp_avg.dtype,
+        has_master=slot.master is not None,
+        is_aligned=is_aligned,
+        copies=copies,
+    )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in memory order, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one piece of memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _check_slots(slots: tuple[Slot, ...]) -> torch.device:
+    if not slots:
+        raise ConfigError("slots is empty; pass at least one parameter with its state")
+    device = slots[0].param.device
+    if device.type not in {"cuda", "cpu"}:
+        raise UnsupportedError(f"slots[0].param is on {device}; adamw runs on CUDA and CPU tensors")
+    for i, slot in enumerate(slots):
+        _check_slot(f"slots[{i}]", slot, device)
+    return device
+
+
+def _check_slot(name: str, slot: Slot, device: torch.device) -> None:
+    param = slot.param
+    if param.dtype not in _PARAM_DTYPES:
+        raise ConfigError(f"{name}.param has dtype {param.dtype}; adamw updates float32 and bfloat16 parameters")
+    if not is_dense(param):
+        raise UnsupportedError(f"{name}.param has gaps or overlaps (strides {param.stride()}); pass a contiguous copy")
+    if slot.exp_avg.dtype != slot.exp_avg_sq.dtype or slot.exp_avg.dtype not in _TRITON_DTYPES:
+        got = f"{slot.exp_avg.dtype} and {slot.exp_avg_sq.dtype}"
+        raise ConfigError(f"{name} has moments of {got}; both must be float32, bfloat16 or float8_e4m3fn")
+    for field in ("exp_avg", "exp_avg_sq", "master"):
+        state = getattr(slot, field)
+        if state is not None and (state.shape != param.shape or state.stride() != param.stride()):
+            raise ConfigError(f"{name}.{field} is laid out {tuple(state.shape)} {state.stride()}, unlike its parameter")
+        if state is not None and state.device != device:
+            raise ConfigError(f"{name}.{field} is on {state.device}; all tensors must be on {device}")
+    if slot.master is not None and slot.master.dtype != torch.float32:
+        raise ConfigError(f"{name}.master has dtype {slot.master.dtype}; a master copy is float32")
+    if param.device != device:
+        raise ConfigError(f"{name}.param is on {param.device}; all tensors must be on {device}")
+    num_blocks = -(-param.numel() // adamw.BLOCK)
+    for field in ("exp_avg_scales", "exp_avg_sq_scales"):
+        scales = getattr(slot, field)
+        if (scales is not None) != slot.has_fp8_moments:
+            raise ConfigError(f"{name}.{field} must be given for float8_e4m3fn moments and only for them")
+        if scales is not None and (scales.dtype != torch.float32 or scales.shape != (num_blocks,)):
+            got = f"{scales.dtype} {tuple(scales.shape)}"
+            raise ConfigError(f"{name}.{field} is {got}; it must be float32 ({num_blocks},)")
+    if slot.copies is not None:
+        check_copies(f"{name}.copies", slot.copies, param)
+
+
+def _check_grads(slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:
+    if len(grads) != len(slots):
+        raise ConfigError(f"grads has {len(grads)} entries for {len(slots)} slots")
+    for i, (slot, grad) in enumerate(zip(slots, grads, strict=True)):
+        if grad is None:
+            continue
+        if grad.dtype not in _PARAM_DTYPES:
+            raise ConfigError(f"grads[{i}] has dtype {grad.dtype}; adamw takes float32 and bfloat16 gradients")
+        if grad.shape != slot.param.shape or grad.stride() != slot.param.stride():
+            got = f"{tuple(grad.shape)} {grad.stride()}"
+            raise ConfigError(f"grads[{i}] is laid out {got}, unlike its parameter; copy it to the parameter's layout")
+        if grad.device != slot.param.device:
+            raise ConfigError(f"grads[{i}] is on {grad.device}, its parameter on {slot.param.device}")

@@ -1,0 +1,553 @@
+"""AdamW over all tensors of a model in one pass: the update, its scalars on the device, and the gradients' norm.
+
+    g = g * clip                    m = m + (1 - b1) * (g - m)          v = b2 * v + (1 - b2) * g^2
+    p = p * (1 - lr * wd) - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+Parameters are fp32 or bf16 (optionally with an fp32 master copy), moments fp32, bf16 or FP8. What is stored in bf16 or
+FP8 is rounded at random where the caller asks for it: an update below half a step is then right on average instead of
+lost (bf16 keeps 8 bits: with b2 = 0.999 a second moment changes by a quarter of a step and never moves to nearest).
+
+FP8 moments are E4M3 with an fp32 scale (amax / 448) per block of 128 elements in memory order, m and sqrt(v).
+  * The root, because E4M3 spans 2^18 within a block and v spans the square of what g does; of the root the same codes
+    hold 2^36 of v, and its relative error is that of the denominator. It is why E5M2 is not needed.
+  * A root that is not zero never becomes zero (the smallest code holds it up), else m / eps would blow up.
+  * fp32 and not power-of-two scales: a block that decays by b2 = 0.999 must be able to say so.
+COAT (ICLR 2025) trains with E4M3 moments in groups of 128 and expands their range by a power; the root is such a power.
+
+Numerics: fp32 with IEEE division and root and without contraction, in the order above (FP8 moments as `adamw_moments`
+says), so that the kernel is bit-equal to `adamw_ref` on any device. Two exceptions: the norm has another order of sums;
+and bf16 parameters without a master take the GPU's own inverse, and root where moments are not FP8, and round their
+update once less (off by three units in the 24th bit, so that less than one in 10^4 of the stored parameters rounds the
+other way; a v below 2^-126 counts as 2^-126, which only an eps below 1e-19 would show, and a step below 2^-100 as
+none): the exact ones are a third of all instructions, and the update waited for them.
+Cost:     memory bound where instructions allow it. An H200 issues about 29.6e12 instructions of a thread a second (132
+          multiprocessors, 4 x 32 lanes, 1.75 GHz) while it copies 4.25 TB: 7 for a byte. Counted in the SASS of sm_90,
+          default configs, an element's share; warps are those a multiprocessor holds:
+
+          moved by the update                       bytes   can issue   issues   warps
+          bf16, bf16 moments, random                   14          98       44      36
+          bf16, FP8 moments, nearest                 10.1          71       40      28
+          bf16, FP8 moments, random                  10.1          71       51      24
+          fp32 master, FP8 moments                   16.1         112       73      16
+          bf16 moments + MXFP8 copies                16.1         112       47      16
+          bf16 moments + copies with one scale         16         111       46      16
+          bf16 moments + copies of 128x128 blocks      16         111       43      16
+          FP8 moments + MXFP8 copies                 12.2          85       64      16
+          FP8 moments + copies with one scale        12.1          84       62      16
+          FP8 moments + copies of 128x128 blocks     12.1          84       59      16
+
+          Two thirds of what can be issued is what 16 to 24 warps reached (H200, FP8 moments, 2026-11-15). The units by
+          themselves are not full: of the 99 cycles that an element of the ninth row has at 85% of a copy, integer logic
+          takes 54, multiplication 15 and fp32 20, the special functions 17, loads, stores and exchanges 20.
+          The norm reads 2 bytes more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
+"""
+
+
+# Shapes: S slots (parameters), G parameter groups, C chunks; a tile is ROWS x 128 elements in memory order.
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.kernels.device.philox import (
+    neighbour_bits_ref,
+    random_bits,
+    random_bits_each,
+    random_bits_ref,
+    random_words,
+)
+from deepwell.kernels.device.stores import store_alike
+from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.train.adamw import moments as adamw_moments
+from deepwell.train.adamw.moments import (
+    FP8,
+    blend_e4m3,
+    blend_ref,
+    encode_e4m3,
+    encode_ref,
+    magnitude_max,
+    root_exact,
+    root_of,
+    scale_of,
+    scales_of_pair,
+    store_codes,
+    widen,
+)
+from deepwell.train.adamw.scalars import Hyper, number_at, pointer_at
+
+BLOCK = adamw_moments.BLOCK
+# The stream of random bits. The moments take the bits of two neighbours of the parameter: one draw for all three.
+STREAM = 0
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Noise:
+    """16 random bits an element (int32) for each number that is rounded at random; None rounds to nearest."""
+
+    param: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+
+    @staticmethod
+    def of(param: Tensor, *, seed: int, index: int, step: int, for_param: bool, for_moments: bool) -> "Noise":
+        """The bits of the parameter number `index` at `step`."""
+
+        key: dict[str, Any] = {"seed": seed, "tensor": index, "step": step, "device": param.device}
+        count = param.numel()
+        return Noise(
+            param=random_bits_ref(count, stream=STREAM, **key) if for_param else None,
+            exp_avg=neighbour_bits_ref(count, stream=STREAM, distance=2, **key) if for_moments else None,
+            exp_avg_sq=neighbour_bits_ref(count, stream=STREAM, distance=1, **key) if for_moments else None,
+        )
+
+
+def adamw_ref(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Hyper,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    master: Tensor | None = None,
+    noise: Noise,
+) -> None:
+    """Reference for the update of one tensor, in place; all flat. `scales` are those of FP8 moments."""
+    p = (param if master is None else master).float()
+    if scales is None:
+        g = grad.float() * hyper.factor
+        m, v = exp_avg.float(), exp_avg_sq.float()
+        m = m + (g - m) * hyper.weight1
+        v = v * hyper.beta2 + (g * g) * hyper.weight2
+        # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
+        root = v.double().sqrt().float()
+        exp_avg.copy_(_round_ref(m, exp_avg.dtype, None))
+        exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise.exp_avg_sq))
+    else:
+        weights = (hyper.weight1, hyper.beta2, hyper.weight2, hyper.factor)
+        m, root = blend_ref((exp_avg, exp_avg_sq), scales, grad, weights)
+        encode_ref(m, exp_avg, scales[0], noise.exp_avg, is_root=False)
+        encode_ref(root, exp_avg_sq, scales[1], noise.exp_avg_sq, is_root=True)
+    p = p * hyper.decay - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
+    if master is not None:
+        master.copy_(p)
+    param.copy_(_round_ref(p, param.dtype, noise.param))
+
+
+def _round_ref(x: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
+    if dtype == torch.float32 or noise is None:
+        return x.to(dtype)
+    # As formats.elements.stochastic_round_bf16, with bits that are given.
+    largest = torch.finfo(torch.bfloat16).max
+    rounded = ((x.view(torch.int32) + noise) & -65536).view(torch.float32).clamp(-largest, largest)
+    return torch.where(x.isfinite(), rounded, x).to(dtype)
+
+
+# ---- configs: what the tuner may choose from; none changes a bit of the result ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    rows: int  # of 128 elements in a tile
+    tiles: int  # that one program works through, one after the other
+    num_warps: int
+    # Pieces of a row, of which a thread has eight elements each: the more, the less work a block of FP8 moments takes.
+    pieces: int = 1
+    # A cap on the registers of a thread, where the compiler would trade occupancy for them.
+    max_registers: int | None = None
+
+
+# A limit that is never reached (56 of 64) lets the assembler load all four tensors before it computes; without one it
+# saves registers, 48, and half of the loads wait for the others (SASS for sm_90, ptxas of Triton 3.6).
+CONFIGS = (
+    Config(rows=8, tiles=1, num_warps=4, max_registers=64),
+    Config(rows=16, tiles=1, num_warps=8, max_registers=64),
+    Config(rows=8, tiles=1, num_warps=8),
+    Config(rows=16, tiles=1, num_warps=8),
+    Config(rows=32, tiles=1, num_warps=8),
+    Config(rows=16, tiles=4, num_warps=8),
+    # For FP8 moments; none of these spills.
+    Config(rows=16, tiles=1, num_warps=4, pieces=2),
+    Config(rows=16, tiles=1, num_warps=4, pieces=2, max_registers=128),
+    Config(rows=32, tiles=1, num_warps=4, pieces=4),
+    Config(rows=32, tiles=1, num_warps=8, pieces=2, max_registers=128),
+)
+
+
+def configs_for_moments(moment: torch.dtype) -> tuple[Config, ...]:
+    """The configs for moments of a dtype, the default first."""
+    return tuple(config for config in CONFIGS if (config.pieces > 1) == (moment == FP8))
+
+
+# ---- kernels ----
+
+# Root and inverse for what is stored in 8 bits of mantissa: the GPU's own, without the cases of subnormal numbers.
+_ROOT = tl.constexpr("sqrt.approx.ftz.f32 $0, $1;")
+_INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+# Newton's step for it: correctly rounded within 2^-126 .. 2^126.
+_EXACT_INVERSE = tl.constexpr(
+    """{ .reg .f32 y, e;
+    rcp.approx.ftz.f32 y, $1;
+    neg.f32 e, $1;
+    fma.rn.f32 e, e, y, 0f3F800000;
+    fma.rn.f32 $0, y, e, y; }"""
+)
+# Two numbers as bf16: the half of a word is added below the upper half unless nothing may be (a dot product of halves
+# and bytes, one of which is 1, takes it out and adds it at once); then the upper halves are put together.
+_ROUND_TEXT = """{ .reg .b32 a, b, cut, least, may;
+    mov.b32 a, $1;
+    mov.b32 b, $2;
+    prmt.b32 cut, a, b, 0x7632;
+    abs.bf16x2 may, cut;
+    mov.b32 least, 0x7F7F7F7F;
+    set.lt.u32.bf16x2 may, may, least;
+    dp2a.lo.u32.u32 a, $3, EVEN, a;
+    dp2a.lo.u32.u32 b, $4, ODD, b;
+    prmt.b32 a, a, b, 0x7632;
+    lop3.b32 $0, a, cut, may, 0xE4; }"""
+_ROUND = tl.constexpr(_ROUND_TEXT.replace("EVEN", "0x1").replace("ODD", "0x100"))
+_ROUND_SWAPPED = tl.constexpr(_ROUND_TEXT.replace("EVEN", "0x100").replace("ODD", "0x1"))
+
+
+@triton.jit
+def _minus_step(p, m, root, step_size, correction, eps, EXACT: tl.constexpr, ASM: tl.constexpr):
+    """p - m / (root * correction + eps) * step_size; where not EXACT with the GPU's inverse and rounded less often."""
+    if ASM and not EXACT:
+        # The step is a part of the denominator: its two scalars are divided by it, and not every m multiplied with it.
+        # No step is a denominator of inf.
+        is_none = tl.abs(step_size) < 7.888609052210118e-31
+        per_step = tl.where(is_none, 1.0, -step_size)
+        per_step = tl.inline_asm_elementwise(_EXACT_INVERSE, "=f,f", [per_step], dtype=tl.float32, is_pure=True, pack=1)
+        correction = tl.where(is_none, float("inf"), correction * per_step)
+        eps = tl.where(is_none, float("inf"), eps * per_step)
+        denominator = tl.fma(root, tl.full(root.shape, correction, tl.float32), tl.full(root.shape, eps, tl.float32))
+        inverse = tl.inline_asm_elementwise(_INVERSE, "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1)
+        p = tl.fma(m, inverse, p)
+    else:
+        p = p - tl.div_rn(m, root * correction + eps) * step_size
+    return p
+
+
+@triton.jit
+def _root(v, EXACT: tl.constexpr, ASM: tl.constexpr):
+    if ASM and not EXACT:
+        # Subnormal numbers would count as zero, and an eps of zero would make inf of them.
+        v = tl.maximum(v, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+        return tl.inline_asm_elementwise(_ROOT, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.sqrt_rn(v)
+
+
+@triton.jit
+def round_bf16_at_random(x, noise, IS_SWAPPED: tl.constexpr, ASM: tl.constexpr):
+    """fp32 x as bf16, up with the probability of its distance; 16 random bits an element. Inf and NaN stay.
+
+    In PTX `noise` are words: even elements take the lower half, or the upper one where it IS_SWAPPED.
+    What is beyond bf16's largest number is cut instead: to that number, or it is inf or NaN (quiet, as arithmetic
+    leaves it: the bit that says so is in the upper half).
+    """
+    if ASM:
+        text: tl.constexpr = _ROUND_SWAPPED if IS_SWAPPED else _ROUND
+        return tl.inline_asm_elementwise(text, "=r,f,f,r,r", [x, noise], dtype=tl.bfloat16, is_pure=True, pack=2)
+    bits = x.to(tl.int32, bitcast=True)
+    upper = (bits + tl.where(tl.abs(x) < 3.3895313892515355e38, noise, 0)) >> 16
+    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def noise_of(e, calls, random, DRAWS: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
+    """Random bits of a tile and of its elements' two neighbours; `random` is (seed, tensor, step).
+
+    `calls` are the draws of eight elements that the tile's rows begin at and follow. DRAWS: "each" where they begin
+    elsewhere, then `calls` are the parameter's element that offset 0 stands for; "pairs" where a thread has an even
+    element and the next one side by side, as where it loads whole words; else "rows". In PTX what is not raised are
+    words, as `round_bf16_at_random` takes them.
+    """
+    seed, index, step = random
+    # Not an early return: Triton would compile what follows it all the same.
+    if ASM and DRAWS == "pairs":
+        bits = random_words(calls, seed, index, step, 0, IS_RAISED)
+    else:
+        if DRAWS == "each":
+            own, one, two = random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
+        else:
+            own, one, two = random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
+        if ASM:
+            # Either half of the word will do.
+            own = own * 0x10001
+            if not IS_RAISED:
+                one, two = one * 0x10001, two * 0x10001
+        bits = own, one, two
+    return bits
+
+
+@triton.jit
+def pointers_of(table_ptr, row, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a slot's parameter, gradient, moments, their scales and its master lie. Read before anything is stored:
+    afterwards the compiler could not know that the table is still the same."""
+    return (
+        pointer_at(table_ptr, row, 0, PARAM, ALIGNED),
+        pointer_at(table_ptr, row, 1, GRAD, ALIGNED),
+        pointer_at(table_ptr, row, 2, MOMENT, ALIGNED),
+        pointer_at(table_ptr, row, 3, MOMENT, ALIGNED),
+        pointer_at(table_ptr, row, 4, tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 5, tl.float32, ALIGNED),
+        pointer_at(table_ptr, row, 6, tl.float32, ALIGNED),
+    )
+
+
+@triton.jit
+def pointers_from(pointers, elements, blocks):
+    """The same addresses, so many elements and blocks further: offsets of a tile then fit 32 bits."""
+    return (
+        pointers[0] + elements,
+        pointers[1] + elements,
+        pointers[2] + elements,
+        pointers[3] + elements,
+        pointers[4] + blocks,
+        pointers[5] + blocks,
+        pointers[6] + elements,
+    )
+
+
+@triton.jit
+def hyper_of(hyper_ptr):
+    """A slot's row of scalars."""
+    return (
+        tl.load(hyper_ptr),
+        tl.load(hyper_ptr + 1),
+        tl.load(hyper_ptr + 2),
+        tl.load(hyper_ptr + 3),
+        tl.load(hyper_ptr + 4),
+        tl.load(hyper_ptr + 5),
+        tl.load(hyper_ptr + 6),
+        tl.load(hyper_ptr + 7),
+    )
+
+
+@triton.jit
+def load_tile(
+    pointers, e, is_live, block, is_live_block, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr, POLICY: tl.constexpr
+):
+    """Parameter, gradient and moments of the elements `e` (offsets from the slot's addresses), as they are stored.
+
+    A POLICY for the cache ("evict_first", or "" for none) takes five instructions of each two loads.
+    """
+    p_ptr, g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
+    g = tl.load(g_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
+    if HAS_MASTER:
+        p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
+    else:
+        p = tl.load(p_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
+    m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy=POLICY)
+    v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy=POLICY)
+    m_scale, v_scale = 1.0, 1.0
+    if HAS_FP8:
+        m_scale = tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)
+        v_scale = tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)
+    return p, g, m, v, m_scale, v_scale
+
+
+@triton.jit
+def update_tile(
+    loaded,
+    pointers,
+    e,
+    is_live,
+    block,
+    is_live_block,
+    calls,
+    hyper,
+    random,
+    PARAM: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+    DRAWS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Update the (rows, pieces, columns) elements `e` that `load_tile` gave; returns the parameter as stored.
+
+    `hyper` is the slot's row of scalars; the pieces of a row are one block of 128 elements where moments are FP8.
+    """
+    p_ptr, _, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
+    decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
+    p, g, m, v, m_scale, v_scale = loaded
+    # Where p is stored in 8 bits of mantissa, two units in the 24th do not show.
+    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
+    g = widen(g, ASM)
+    p = widen(p, ASM) * decay
+    if MOMENT == tl.uint8:
+        m, v = blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM)
+        root, root_max = root_exact(v, ASM)
+    else:
+        g = g * factor
+        m = widen(m, ASM)
+        m = m + (g - m) * weight1
+        v = widen(v, ASM) * beta2 + (g * g) * weight2
+        root = _root(v, EXACT, ASM)
+    p = _minus_step(p, m, root, step_size, correction, eps, EXACT, ASM)
+
+    p_noise, m_noise, v_noise = 0, 0, 0
+    if RANDOM_MOMENT or RANDOM_PARAM:
+        p_noise, v_noise, m_noise = noise_of(e, calls, random, DRAWS, MOMENT == tl.uint8, ASM)
+    if MOMENT != tl.uint8:
+        # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
+        # by a thousandth, less than half a step of bf16, and would stand still.
+        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
+        if RANDOM_MOMENT:
+            tl.store(v_ptr + e, round_bf16_at_random(v, v_noise, True, ASM), mask=is_live)
+        else:
+            tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
+    if HAS_MASTER:
+        tl.store(master_ptr + e, p, mask=is_live)
+    if RANDOM_PARAM:
+        stored = round_bf16_at_random(p, p_noise, False, ASM)
+    else:
+        stored = p.to(PARAM)
+    tl.store(p_ptr + e, stored, mask=is_live)
+    if MOMENT == tl.uint8:
+        # What was masked is 0 still (its root the smallest), so nothing beyond the end raises a block's scale.
+        block = tl.reshape(block, (m.shape[0],))
+        is_live_block = tl.reshape(is_live_block, (m.shape[0],))
+        scale, encode, drop = scale_of(magnitude_max(m), ASM)
+        encode, drop = encode[:, None, None], drop[:, None, None]
+        tl.store(m_ptr + e, encode_e4m3(m, encode, drop, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
+        store_alike(m_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
+        scale, encode, drop = scale_of(root_max, ASM)
+        encode, drop = encode[:, None, None], drop[:, None, None]
+        tl.store(v_ptr + e, encode_e4m3(root, encode, drop, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
+        store_alike(v_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
+    return stored
+
+
+@triton.jit
+def _advance_fp8(loaded, e, calls, hyper, random, EXACT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
+    """The new parameter in fp32, first moment and second with its root, and random bits of them, of one row's tile."""
+    decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
+    p, g, m, v, m_scale, v_scale = loaded
+    m, v = blend_e4m3(m, v, m_scale, v_scale, widen(g, ASM), weight1, beta2, weight2, factor, ASM)
+    root = root_of(v, ASM)
+    p = _minus_step(widen(p, ASM) * decay, m, root, step_size, correction, eps, EXACT, ASM)
+    noise = 0, 0, 0
+    if HAS_NOISE:
+        noise = noise_of(e, calls, random, "pairs", True, ASM)
+    return p, m, v, root, noise
+
+
+@triton.jit
+def update_pair_fp8(
+    loaded,
+    pointers,
+    places,
+    calls,
+    hyper,
+    random,
+    PARAM: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+):
+    """`update_tile` of two tiles (rows, 1, 128) with FP8 moments, whose blocks' scales are worked out together.
+
+    `places` are offsets, which elements are live, blocks, and which of those; for PTX alone, eight columns a thread.
+    """
+    p_ptr, _, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
+    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
+    HAS_NOISE: tl.constexpr = RANDOM_MOMENT or RANDOM_PARAM
+    p0, m0, v0, root0, noise0 = _advance_fp8(loaded[0], places[0][0], calls[0], hyper, random, EXACT, HAS_NOISE, True)
+    p1, m1, v1, root1, noise1 = _advance_fp8(loaded[1], places[1][0], calls[1], hyper, random, EXACT, HAS_NOISE, True)
+    stored0 = _store_new(p0, noise0[0], p_ptr, master_ptr, places[0], PARAM, HAS_MASTER, RANDOM_PARAM)
+    stored1 = _store_new(p1, noise1[0], p_ptr, master_ptr, places[1], PARAM, HAS_MASTER, RANDOM_PARAM)
+    scale, is_second, is_v, encodes, drops = scales_of_pair(m0, v0, m1, v1)
+    store_codes(m_ptr, m0, v_ptr, root0, encodes, drops, 0, noise0, places[0], RANDOM_MOMENT)
+    store_codes(m_ptr, m1, v_ptr, root1, encodes, drops, 2, noise1, places[1], RANDOM_MOMENT)
+    # A thread has one of the four scales, which it stores: that of the row and the moment it was left with.
+    G: tl.constexpr = m0.shape[0]
+    block = tl.where(is_second, tl.reshape(places[1][2], (G, 1)), tl.reshape(places[0][2], (G, 1)))
+    is_live = tl.broadcast_to(tl.reshape(places[0][3], (G, 1)), (G, 16))
+    store_alike(tl.where(is_v, v_scale_ptr, m_scale_ptr) + block, scale, is_live, tl.float32, True)
+    return stored0, stored1
+
+
+@triton.jit
+def _store_new(
+    p, noise, p_ptr, master_ptr, place, PARAM: tl.constexpr, HAS_MASTER: tl.constexpr, IS_RANDOM: tl.constexpr
+):
+    if HAS_MASTER:
+        tl.store(master_ptr + place[0], p, mask=place[1])
+    if IS_RANDOM:
+        stored = round_bf16_at_random(p, noise, False, True)
+    else:
+        stored = p.to(PARAM)
+    tl.store(p_ptr + place[0], stored, mask=place[1])
+    return stored
+
+
+@triton.jit
+def _adamw_kernel(
+    table_ptr,
+    chunk_row_ptr,
+    chunk_place_ptr,
+    hyper_ptr,
+    step_ptr,
+    control_ptr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
+    RANDOM_MOMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ASM: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    # One program updates TILES tiles of one tensor. A skipped step touches nothing.
+    pid = tl.program_id(0)
+    row = tl.load(chunk_row_ptr + pid)
+    place = tl.load(chunk_place_ptr + pid)
+    # (Neither is negative. Asking for both loads them before the branch, not after another wait.)
+    if tl.load(control_ptr + 1) == 0 and (row | place) >= 0:
+        start = place.to(tl.int64) * (ROWS * 128 * TILES)
+        numel = number_at(table_ptr, row, 7, ALIGNED)
+        slot = tl.load(table_ptr + row * 10 + 8)
+        random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
+        pointers = pointers_of(table_ptr, row, PARAM, GRAD, MOMENT, ALIGNED)
+        COLUMNS: tl.constexpr = 128 // PIECES
+        r = tl.arange(0, ROWS)[:, None, None]
+        piece = tl.arange(0, PIECES)[None, :, None]
+        # Eight elements a thread: 16 bytes of bf16, and one draw. More would be stored by way of shared memory.
+        e = tl.max_contiguous(r * 128 + piece * COLUMNS + tl.arange(0, COLUMNS)[None, None, :], [1, 1, 8])
+        call = r * 16 + piece * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, None, :]
+        for i in tl.range(TILES):
+            first = start + i * (ROWS * 128)
+            left = tl.minimum(numel - first, ROWS * 128).to(tl.int32)
+            if ALIGNED:
+                left = tl.multiple_of(left, 16)
+            calls = first // 8 + call
+            at = (pointers_from(pointers, first, first // 128), e, e < left, r, r * 128 < left)
+            loaded = load_tile(*at, MOMENT == tl.uint8, HAS_MASTER, "" if MOMENT == tl.uint8 else "evict_first")
+            if MOMENT == tl.uint8:
+                # No load may sink below it: the assembler put a third of them amid the arithmetic, where each waits.
+                tl.debug_barrier()
+            update_tile(
+                loaded,
+                *at,
+                calls,
+                hyper_of(hyper_ptr + slot * 8),
+                random,
+                PARAM,
+                MOMENT,
+                HAS_MASTER,
+                RANDOM_PARAM,
+                RANDOM_MOMENT,
+                "pairs" if ALIGNED else "rows",
+                ASM,
+            )

@@ -1,0 +1,228 @@
+"""Rows by expert: the padded layout, gathered codes, sums of choices, scales of groups; bit for bit the references."""
+
+import pytest
+import torch
+
+import aot
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
+from deepwell.kernels.experts import group_rows as G
+from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def device(everywhere):
+    """Interpreted, by the reference, and on a GPU where there is one."""
+    return everywhere
+
+
+def routed(tokens, top_k, experts, device, empty=()):
+    """(order, offs) of random choices; nobody chooses the experts of `empty`."""
+    allowed = [e for e in range(experts) if e not in empty]
+    ids = torch.tensor(allowed)[torch.randint(len(allowed), (tokens * top_k,))]
+    offs = torch.cumsum(torch.bincount(ids, minlength=experts), 0).int()
+    return torch.sort(ids, stable=True).indices.to(device), offs.to(device)
+
+
+# One expert, an expert without rows, more experts than rows, no tokens, more rows than one program lays out.
+CASES = [(5, 2, 1, ()), (37, 2, 4, (2,)), (3, 1, 9, (0, 8)), (0, 2, 4, ()), (150, 3, 6, ())]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "empty"), CASES)
+def test_the_layout_is_the_references(device, tokens, top_k, experts, empty):
+    order, offs = routed(tokens, top_k, experts, device, empty)
+    made = G.group_layout(offs, order, tokens * top_k)
+    for name, got, ref in zip(G.Layout._fields, made, G.group_layout_ref(offs, order, tokens * top_k), strict=True):
+        assert_bitwise_equal(got, ref.to(device), name)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "empty"), CASES)
+def test_every_choice_has_one_row_in_a_group_of_whole_lines(device, tokens, top_k, experts, empty):
+    # What the products rely on, said without the reference: no group without rows, all rows in a group.
+    order, offs = routed(tokens, top_k, experts, device, empty)
+    ends, slot, place = (part.cpu() for part in G.group_layout(offs, order, tokens * top_k))
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    assert (sizes >= 16).all()
+    assert (sizes % 16 == 0).all()
+    assert ends[-1] == slot.shape[0] == G.padded_rows(tokens * top_k, experts)
+    assert sorted(slot[slot >= 0].tolist()) == list(range(tokens * top_k))
+    assert torch.equal(slot[place.long()], torch.arange(tokens * top_k, dtype=torch.int32))
+    group = torch.searchsorted(ends, place, right=True)
+    expert = torch.searchsorted(offs.cpu(), torch.arange(tokens * top_k, dtype=torch.int32), right=True)
+    assert torch.equal(group[order.cpu()], expert)
+
+
+def test_choices_past_the_last_group_go_nowhere(device):
+    # Tokens of other ranks' experts are sorted behind the last group.
+    offs = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    order = torch.tensor([6, 0, 2, 4, 1, 3, 5], device=device)
+    made = G.group_layout(offs, order, 7)
+    assert made.place.tolist() == [1, 17, 2, -1, 16, -1, 0]
+    x = torch.randn(48, 8, device=device)
+    assert not G.combine_rows(x, made.place, 1)[[3, 5]].any()
+
+
+def test_without_an_order_rows_are_taken_as_they_lie(device):
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32, device=device)
+    made = G.group_layout(offs, None, 5)
+    assert made.place.tolist() == [0, 1, 32, 33, 34]
+
+
+@pytest.mark.parametrize("config", G.GATHER_CONFIGS, ids=str)
+@pytest.mark.parametrize("columns", [16, 72, 2064])
+def test_gathered_codes_are_the_references_for_every_config(device, config, columns):
+    # Narrower than a block, ragged, and wider than a block.
+    order, offs = routed(21, 2, 3, device, (1,))
+    slot = G.group_layout(offs, order, 42).slot
+    q, scale = quantize_rows_ref(torch.randn(21, columns, device=device))
+    made = G.gather_rows(q, scale, slot, 2, config=config)
+    for name, got, ref in zip(("codes", "scales"), made, G.gather_rows_ref(q, scale, slot, 2), strict=True):
+        assert_bitwise_equal(got, ref, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [16, 72, 300])
+def test_rows_quantized_on_the_way_are_the_codes_of_their_tokens(device, columns, dtype):
+    order, offs = routed(21, 2, 3, device)
+    slot = G.group_layout(offs, order, 42).slot
+    x = torch.randn(21, columns + 8, device=device).to(dtype)[:, :columns]  # rows of a wider tensor
+    made, wanted = G.gather_rows(x, None, slot, 2), G.gather_rows_ref(*quantize_rows_ref(x), slot, 2)
+    for name, got, ref in zip(("codes", "scales"), made, wanted, strict=True):
+        assert_bitwise_equal(got, ref, name)
+
+
+def test_rows_without_a_choice_are_zeros_that_never_lead_a_group(device):
+    order, offs = routed(5, 1, 2, device)
+    slot = G.group_layout(offs, order, 5).slot
+    q, scale = G.gather_rows(torch.full((5, 16), 1e-30, device=device), None, slot, 1)
+    assert not q.view(torch.uint8)[slot < 0].any()
+    assert scale[slot < 0].max() < scale[slot >= 0].min()
+
+
+@pytest.mark.parametrize("config", G.COMBINE_CONFIGS, ids=str)
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_sums_of_choices_are_the_references_for_every_config(device, config, top_k):
+    order, offs = routed(13, top_k, 5, device)
+    place = G.group_layout(offs, order, 13 * top_k).place
+    x = torch.randn(G.padded_rows(13 * top_k, 5), 200, device=device).bfloat16()
+    assert_bitwise_equal(G.combine_rows(x, place, top_k, config=config), G.combine_rows_ref(x, place, top_k), "sums")
+
+
+def test_sums_are_no_worse_than_torchs_and_keep_nan_where_it_is(device):
+    order, offs = routed(32, 4, 4, device)
+    place = G.group_layout(offs, order, 128).place
+    x = torch.randn(G.padded_rows(128, 4), 64, device=device).bfloat16()
+    got, rows = G.combine_rows(x, place, 4), x[place.long()].view(32, 4, 64)
+    assert_no_worse_than(got, rows.sum(1), rows.float().sum(1))
+    x[place[5]] = float("nan")  # choice 1 of token 1
+    assert G.combine_rows(x, place, 4).isnan().any(1).nonzero().flatten().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "names"),
+    [
+        (lambda: G.group_layout(torch.zeros(2), None, 4), ConfigError, "offs_E must be a vector of int32"),
+        (lambda: G.group_layout(torch.zeros(1025, dtype=torch.int32), None, 4), UnsupportedError, "1025 experts"),
+        (
+            lambda: G.group_layout(torch.zeros(2, dtype=torch.int32), torch.arange(3), 4),
+            ConfigError,
+            "order_S must have shape",
+        ),
+        (lambda: G.gather_rows(torch.randn(4, 8), None, torch.zeros(4), 1), ConfigError, "slot_P must be"),
+        (
+            lambda: G.gather_rows(torch.randn(4, 8), None, torch.zeros(4, dtype=torch.int32), 0),
+            ConfigError,
+            "top_k is 0",
+        ),
+        (
+            lambda: G.gather_rows(torch.empty(1, 16400), None, torch.zeros(4, dtype=torch.int32), 1),
+            UnsupportedError,
+            "quantize the rows first",
+        ),
+        (lambda: G.combine_rows(torch.randn(4, 8), torch.zeros(5, dtype=torch.int32), 2), ConfigError, "must divide"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, names):
+    with pytest.raises(error, match=names):
+        call()
+
+
+# ---- compiled for GPUs that are not here ----
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_gathered_codes_move_as_lines_of_sixteen_bytes(arch):
+    config = G.default_gather_config(2048)
+    arguments = {
+        **dict.fromkeys(("x_ptr", "q_ptr"), torch.uint8),
+        **dict.fromkeys(("scale_t_ptr", "scale_ptr"), torch.float32),
+        "slot_ptr": torch.int32,
+        **dict.fromkeys(("P", "K", "stride_xt"), "i32"),
+        "top_k": "i32:any",
+        "ZERO_SCALE": G._ZERO_SCALE,
+        "FP8_MAX": 448.0,
+        "QUANTIZE": False,
+        "ROWS": config.rows,
+        "BLOCK": 2048,
+    }
+    made = aot.compile_kernel(G._gather_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"ld\.global[\w.]*\.v4\.b32") >= 1
+    assert made.count(r"st\.global[\w.]*\.v4\.b32") >= 1
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("columns", [2048, 4096])
+def test_rows_quantized_on_the_way_divide_exactly_and_spill_nothing(arch, columns):
+    arguments = {
+        "x_ptr": torch.bfloat16,
+        "q_ptr": E4M3,
+        **dict.fromkeys(("scale_t_ptr",), None),
+        "scale_ptr": torch.float32,
+        "slot_ptr": torch.int32,
+        **dict.fromkeys(("P", "K", "stride_xt"), "i32"),
+        "top_k": "i32:any",
+        "ZERO_SCALE": G._ZERO_SCALE,
+        "FP8_MAX": 448.0,
+        "QUANTIZE": True,
+        "ROWS": max(1, 4096 // columns),
+        "BLOCK": columns,
+    }
+    made = aot.compile_kernel(G._gather_kernel, arguments, arch=arch, num_warps=4)
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"div\.rn\.f32") >= 1
+    assert made.count(r"div\.(approx|full)\.f32") == 0
+    assert made.count(r"ld\.global[\w.]*\.v4\.b32") >= 1
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_sums_read_and_write_lines_of_sixteen_bytes(arch, top_k):
+    config = G.COMBINE_CONFIGS[0]
+    arguments = {
+        **dict.fromkeys(("x_ptr", "y_ptr"), torch.bfloat16),
+        "place_ptr": torch.int32,
+        **dict.fromkeys(("T", "D", "stride_xp"), "i32"),
+        "TOP_K": top_k,
+        "ROWS": config.rows,
+        "BLOCK": config.columns,
+    }
+    made = aot.compile_kernel(G._combine_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"ld\.global[\w.]*\.v4\.b32") >= top_k
+    assert made.count(r"st\.global[\w.]*\.v4\.b32") >= 1
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_layout_and_scales_compile_and_spill_nothing(arch):
+    layout = {
+        **dict.fromkeys(("offs_ptr", "ends_ptr", "slot_ptr", "place_ptr"), torch.int32),
+        "order_ptr": torch.int64,
+        **dict.fromkeys(("P", "E"), "i32"),
+        "ALIGNMENT": 16,
+        "BLOCK_E": 128,
+        "BLOCK_P": G._LAYOUT_BLOCK,
+    }
+    assert aot.compile_kernel(G._layout_kernel, layout, arch=arch).spill_bytes == 0
