@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_matrix
+from deepwell.kernels.device.address_table import Table
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl
 from deepwell.kernels.quantize import weight_cache as weight_codes
 from deepwell.kernels.quantize.weight_cache import (
@@ -23,7 +24,6 @@ from deepwell.kernels.quantize.weight_cache import (
     fingerprint_ref,
     quantize_group_ref,
 )
-from deepwell.train.adamw.copy_tables import Table
 
 _FP8 = torch.float8_e4m3fn
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

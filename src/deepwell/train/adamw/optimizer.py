@@ -7,7 +7,7 @@ on nothing but (seed, step, parameter, element), so a resumed run continues bit 
 step counts, clipping, skipped steps and a learning rate given as a tensor stay on it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.copies import Copies
-from deepwell.train.adamw.copy_tables import Slot
+from deepwell.train.adamw.slot import Slot
 from deepwell.train.adamw.tables import FusedAdamW, is_dense
 from deepwell.train.adamw.update import Config
 
@@ -26,8 +25,6 @@ _PARAM_DTYPES = (torch.float32, torch.bfloat16)
 _SHARED = ("clip_norm", "seed", "stochastic_rounding", "skip_nonfinite")
 # State that must come back from a checkpoint in its own dtype; torch would cast it to the parameter's.
 _STATE = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
-# Of delayed copies of a weight: the amax that their scale is of, and that of the weight as it is.
-_AMAX = ("copy_amax", "copy_new_amax")
 
 
 class AdamWDW(torch.optim.Optimizer):
@@ -37,8 +34,8 @@ class AdamWDW(torch.optim.Optimizer):
     as torch does. `master_weights="fp32"` keeps an fp32 copy of bf16 parameters and updates that. `stochastic_rounding`
     is for whatever is kept in bf16 or FP8. `clip_norm` scales gradients to that global norm and, as `skip_nonfinite`
     alone does, skips a step whose norm is inf or NaN (`num_skipped` counts them); either reads the gradients once more.
-    `lr` may be a tensor on the parameters' device. `weight_copies` maps parameters to the quantized copies that each
-    step writes. `moments` and `master_weights` may be set by group as well as lr, betas, eps, weight_decay, maximize.
+    `lr` may be a tensor on the parameters' device. `moments` and `master_weights` may be set by group as well as lr,
+    betas, eps, weight_decay, maximize.
     Raises ConfigError on a wrong value, UnsupportedError on sparse or complex parameters and gradients.
     """
 
@@ -57,7 +54,6 @@ class AdamWDW(torch.optim.Optimizer):
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
         seed: int = 0,
-        weight_copies: Mapping[Tensor, Copies] | None = None,
         config: Config | None = None,
     ) -> None:
         defaults = {
@@ -74,17 +70,8 @@ class AdamWDW(torch.optim.Optimizer):
             "seed": seed,
         }
         self._config = config
-        self._copies: dict[Tensor, Copies] = dict(weight_copies or {})
-        self._loaded_amax: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._fused: dict[torch.device, _Device] = {}
         super().__init__(params, defaults)
-        unknown = set(map(id, self._copies)) - {id(p) for group in self.param_groups for p in group["params"]}
-        if unknown:
-            raise ConfigError(f"weight_copies names {len(unknown)} tensors that are not parameters of this optimizer")
-        if self._copies:
-            self._prepare()
-            for device in self._fused.values():
-                device.fused.write_copies()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options; see torch.optim.Optimizer."""
@@ -123,31 +110,8 @@ class AdamWDW(torch.optim.Optimizer):
         devices = list(self._fused.values())
         return devices[0].fused.norm if devices and devices[0].fused.has_norm else None
 
-    def write_weight_copies(self) -> None:
-        """Quantize the weights as they are into their copies; call it after setting weights by hand.
-
-        After `load_state_dict`, delayed copies have the scale that they had when the state was saved, if these weights
-        are those that were saved with it, as far as their largest magnitude tells; else that of these weights.
-        """
-        if not self._fused:
-            self._prepare()
-        for device in self._fused.values():
-            device.fused.write_copies()
-        if self._loaded_amax:
-            for param, (amax, of_weight) in self._loaded_amax.items():
-                found = self._copies[param].new_amax
-                assert found is not None
-                found.copy_(torch.where(of_weight == found, amax, found))
-            for device in self._fused.values():
-                device.fused.write_copies(is_step=True)
-            self._loaded_amax = {}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, bit for bit: torch's own would cast moments and master weights to the parameter's dtype.
-
-        Copies of weights are not part of it, but for what delayed ones have their scale of: load the weights, then call
-        `write_weight_copies`.
-        """
+        """Take over a state bit for bit; torch would cast moments and master weights to the parameter's dtype."""
         saved_groups = state_dict["param_groups"]
         super().load_state_dict(state_dict)
         saved_ids = [i for group in saved_groups for i in group["params"]]
@@ -157,19 +121,9 @@ class AdamWDW(torch.optim.Optimizer):
                 if key in _STATE and isinstance(value, Tensor):
                     local = value.detach().to(param.device)
                     self.state[param][key] = local.clone() if local.data_ptr() == value.data_ptr() else local
-            self._load_amax(param, state_dict["state"].get(saved_id, {}))
         for number, group in enumerate(self.param_groups):
             _check_group(f"param_groups[{number}]", group, self.param_groups[0])
         self._fused = {}
-
-    def _load_amax(self, param: Tensor, saved: Mapping[str, Any]) -> None:
-        """Note what the delayed copies of a weight had their scale of; its own state goes on speaking of its copies."""
-        for key in _AMAX if param in self.state else ():
-            self.state[param].pop(key, None)
-        amax, of_weight = (saved.get(key) for key in _AMAX)
-        self._loaded_amax.pop(param, None)
-        if amax is not None and of_weight is not None and _is_delayed(self._copies.get(param)):
-            self._loaded_amax[param] = (amax.to(param.device, copy=True), of_weight.to(param.device, copy=True))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -180,8 +134,7 @@ class AdamWDW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Tables hold addresses: they are made anew from the state.
-        kept = {"_copies": self._copies, "_config": self._config, "_loaded_amax": self._loaded_amax}
-        return {**super().__getstate__(), "_fused": {}, **kept}
+        return {**super().__getstate__(), "_fused": {}, "_config": self._config}
 
     def _prepare(self) -> None:
         """Make the state that is missing and the tables of each device."""
@@ -190,10 +143,6 @@ class AdamWDW(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 self._init_state(param, group)
-                copies = self._copies.get(param)
-                if copies is not None and _is_delayed(copies):
-                    # The tensors themselves: a state that is saved has what the last step left there.
-                    self.state[param] |= dict(zip(_AMAX, (copies.amax, copies.new_amax), strict=True))
                 members.setdefault(param.device, []).append((index, number, param))
                 index += 1
         first = self.param_groups[0]
@@ -220,7 +169,7 @@ class AdamWDW(torch.optim.Optimizer):
     def _slot(self, param: Tensor, group: int, index: int) -> Slot:
         state = self.state[param]
         local = {key: _local(state[key]) for key in _STATE[1:] if key in state}
-        return Slot(param=_local(param).detach(), **local, copies=self._copies.get(param), group=group, index=index)
+        return Slot(param=_local(param).detach(), **local, group=group, index=index)
 
 
 class _Device:
@@ -288,10 +237,6 @@ def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != adamw.FP8:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     return torch.zeros_like(_local(param), dtype=torch.uint8, memory_format=torch.preserve_format).view(adamw.FP8)
-
-
-def _is_delayed(copies: Copies | None) -> bool:
-    return copies is not None and copies.is_delayed and copies.amax is not None
 
 
 def _local(tensor: Tensor) -> Tensor:

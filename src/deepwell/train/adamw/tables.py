@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
-from deepwell.train.adamw import copies as adamw_copies
+from deepwell.kernels.device.address_table import Table
+from deepwell.kernels.device.triton_support import is_interpreted, on_device, tl, triton
 from deepwell.train.adamw import scalars as adamw_scalars
 from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.copies import TileConfig, check_copies
-from deepwell.train.adamw.copy_tables import CopyKind, CopyLaunch, Slot, Table, copy_kind, write_copies
 from deepwell.train.adamw.scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
+from deepwell.train.adamw.slot import Slot
 from deepwell.train.adamw.update import Config, Noise, adamw_ref, configs_for_moments
-from deepwell.train.adamw.words import WordConfig
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -41,7 +39,6 @@ class Kind:
     moment: torch.dtype
     has_master: bool
     is_aligned: bool
-    copies: CopyKind | None = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -74,7 +71,6 @@ class FusedAdamW:
         random_params: bool = True,
         random_moments: bool = True,
         config: Config | None = None,
-        tile_config: TileConfig | WordConfig | None = None,
     ) -> None:
         self.slots = tuple(slots)
         self.device = _check_slots(self.slots)
@@ -85,8 +81,6 @@ class FusedAdamW:
             )
         if not 0 <= seed < 2**63:
             raise ConfigError(f"seed={seed} must lie within 0 .. 2^63 - 1")
-        if any(slot.copies is not None for slot in self.slots):
-            runs_kernel(self.slots[0].param, adamw_copies._copies_kernel)  # refuses a GPU without FP8 conversions
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
@@ -94,7 +88,6 @@ class FusedAdamW:
         self.random_params = random_params
         self.random_moments = random_moments
         self._config = config
-        self.tile_config = tile_config
         self.control = torch.tensor([seed, 0, 0, 0], dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
         self._hyper = torch.zeros(
@@ -200,11 +193,8 @@ class FusedAdamW:
                 enable_fp_fusion=False,
             )
 
-        for copies in layout.copies:
-            copies.run(self._constants(copies.kind), self._hyper, self.steps, self.control)
-
     def config_of(self, kind: Kind) -> Config:
-        """The config of a kind's update without copies."""
+        """The config of a kind's update."""
         return self._config or configs_for_moments(kind.moment)[0]
 
     def _constants(self, kind: Kind) -> dict[str, Any]:
@@ -225,27 +215,6 @@ class FusedAdamW:
 
     def _are_moments_random(self, kind: Kind) -> bool:
         return self.random_moments and kind.moment != torch.float32
-
-    def write_copies(self, *, is_step: bool = False) -> None:
-        """Quantize the weights as they are into their copies: at the start, or after weights were set by hand.
-
-        `is_step`: delayed copies alone, with the scale that a step would give them, of the amax collected before.
-        """
-        slots = [(i, slot) for i, slot in enumerate(self.slots) if slot.copies is not None]
-        if is_step:
-            slots = [(i, slot) for i, slot in slots if copy_kind(slot).is_delayed]
-        if not slots:
-            return
-        if not self._runs_kernels():
-            write_copies([slot for _, slot in slots], is_step=is_step)
-            return
-        kinds = [(i, _kind(slot, slot.param)) for i, slot in slots]
-        idle = torch.zeros_like(self.control)
-        with on_device(self.control):
-            for kind in dict.fromkeys(kind for _, kind in kinds):
-                launch = CopyLaunch(self.slots, kind, [i for i, k in kinds if k == kind], self.device, self.tile_config)
-                launch.refresh(self.slots, [slot.param for slot in self.slots])
-                launch.start(self._constants(kind), self._hyper, self.steps, idle, is_step=is_step)
 
     def _runs_kernels(self) -> bool:
         return self.device.type != "cpu" or is_interpreted(adamw._adamw_kernel)
@@ -289,7 +258,6 @@ class FusedAdamW:
                 master=None if slot.master is None else flat(slot.master),
                 noise=noise,
             )
-        write_copies([self.slots[i] for i in active if self.slots[i].copies is not None], is_step=True)
 
 
 class _Layout:
@@ -298,18 +266,12 @@ class _Layout:
     def __init__(self, owner: FusedAdamW, kinds: tuple[tuple[int, Kind], ...]) -> None:
         slots, device = owner.slots, owner.device
         self.active = torch.tensor([i for i, _ in kinds], dtype=torch.int32).to(device)
-        flat = [(i, kind) for i, kind in kinds if kind.copies is None or not kind.copies.is_fused]
-        plain = [(i, replace(kind, copies=None)) for i, kind in flat]
         self.flat = []
-        for kind, members in _by_kind(plain):
+        for kind, members in _by_kind(kinds):
             config = owner.config_of(kind)
             self.flat.append(_new_launch(slots, kind, members, config.rows * config.tiles, device))
-        copied = [(i, kind) for i, kind in kinds if kind.copies is not None]
-        self.copies = [
-            CopyLaunch(slots, kind, members, device, owner.tile_config) for kind, members in _by_kind(copied)
-        ]
         # The norm asks for nothing but the gradients.
-        read = [(i, replace(k, param=k.grad, moment=k.grad, has_master=False, copies=None)) for i, k in kinds]
+        read = [(i, replace(k, param=k.grad, moment=k.grad, has_master=False)) for i, k in kinds]
         self.norms = [
             _new_launch(slots, kind, members, NORM_ROWS * NORM_TILES, device)
             for kind, members in (_by_kind(read) if owner.has_norm else [])
@@ -322,8 +284,6 @@ class _Layout:
         """Write the addresses anew where they changed: gradients are often allocated afresh for each step."""
         for launch in (*self.flat, *self.norms):
             launch.table.write([slots[i].addresses(_grad(grads, i), i) for i in launch.slots])
-        for copies in self.copies:
-            copies.refresh(slots, grads)
 
 
 def _by_kind(kinds: Sequence[tuple[int, Kind]]) -> list[tuple[Kind, list[int]]]:
@@ -370,17 +330,12 @@ def _kind(slot: Slot, grad: Tensor) -> Kind:
     tensors = [slot.param, grad, *(t for t in state if t is not None)]
     # 16-byte accesses need the addresses and, for a mask of whole vectors, the length.
     is_aligned = slot.param.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
-    copies = None
-    if slot.copies is not None:
-        copies = copy_kind(slot)
-        is_aligned = is_aligned and (copies.is_aligned or not copies.is_fused)
     return Kind(
         param=slot.param.dtype,
         grad=grad.dtype,
         moment=slot.exp_avg.dtype,
         has_master=slot.master is not None,
         is_aligned=is_aligned,
-        copies=copies,
     )
 
 
@@ -439,8 +394,6 @@ def _check_slot(name: str, slot: Slot, device: torch.device) -> None:
         if scales is not None and (scales.dtype != torch.float32 or scales.shape != (num_blocks,)):
             got = f"{scales.dtype} {tuple(scales.shape)}"
             raise ConfigError(f"{name}.{field} is {got}; it must be float32 ({num_blocks},)")
-    if slot.copies is not None:
-        check_copies(f"{name}.copies", slot.copies, param)
 
 
 def _check_grads(slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:
