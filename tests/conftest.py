@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-SRC = str(Path(__file__).resolve().parents[1] / "src")
+TESTS = Path(__file__).resolve().parent
+SRC = str(TESTS.parent / "src")
 
 # This tree is tested, also without an installation (a GPU host) and also where another checkout is installed.
 # Processes that a test starts inherit it.
-if SRC not in sys.path:
-    sys.path.insert(0, SRC)
-os.environ["PYTHONPATH"] = os.pathsep.join([SRC, *filter(None, [os.environ.get("PYTHONPATH")])])
+for path in (str(TESTS), SRC):
+    if path not in sys.path:
+        sys.path.insert(0, path)
+os.environ["PYTHONPATH"] = os.pathsep.join([SRC, str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _avoid_trapped_amx() -> None:

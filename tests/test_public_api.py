@@ -1,7 +1,6 @@
 """The public names work whatever was imported before them, and `import deepwell` stays cheap."""
 
 import json
-import os
 import pkgutil
 import random
 import subprocess
@@ -11,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import deepwell
+from warm import run_python
 
 # Running the module of a command line is its job, so importing it here would start it.
 MODULES = sorted(
@@ -50,16 +50,15 @@ ORDERS = {
 
 
 def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
     "order", [pytest.param(o, marks=pytest.mark.slow) if o in ("shuffled-1", "shuffled-2") else o for o in ORDERS]
 )
 def test_public_names_survive_any_order_of_imports(order: str) -> None:
-    run = _python(CHECK, json.dumps([ORDERS[order], CALLABLES]))
+    run = run_python(CHECK, json.dumps([ORDERS[order], CALLABLES]))
     assert run.returncode == 0, f"order {order}: {ORDERS[order]}\n{run.stderr}"
 
 

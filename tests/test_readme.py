@@ -7,12 +7,12 @@ preceded by a comment that says why:
 """
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from warm import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
@@ -75,7 +75,7 @@ def test_the_code_of_a_page_runs_as_printed(page: Path, tmp_path: Path) -> None:
     # Files that the page's code writes land in an empty folder of their own.
     folder = tmp_path / "here"
     folder.mkdir()
-    run = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, check=False)
+    run = run_python(script, cwd=folder)
     assert run.returncode == 0, f"{page.name} (line numbers as in the page)\n{run.stderr[-4000:]}"
 
 

@@ -1,6 +1,6 @@
 """The matrix of data and tensor parallelism against one process.
 
-python tests/train/parallel/matrix.py        prints the table that docs/training.md has
+python tests/train/parallel/matrix.py        prints the table that docs/training.md has, pipelines and the rest included
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ if __name__ == "__main__":
     from pathlib import Path
 
     here = Path(__file__).resolve().parent
-    sys.path[:0] = [str(here), str(here.parents[2] / "src")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    sys.path[:0] = [str(here), str(here.parents[1]), str(here.parents[2] / "src")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])
+    import spread
     from compare import outcomes, table
+    from test_model_parallel import MATRIX as SPREAD
 
-    print(table(MATRIX, outcomes(MATRIX)))
+    print(table(MATRIX, outcomes(MATRIX)), flush=True)
+    print("\n".join(table(SPREAD, outcomes(SPREAD, spread.run)).splitlines()[2:]))

@@ -1,12 +1,11 @@
 """Processes of a gloo group that run cases one after another, against one process that runs the same.
 
-Starting processes and importing torch costs more than a case: a server imports once, each group is forked from it and
-serves many cases. Every wait has a limit.
+Starting processes and importing torch costs more than a case: each group is forked from a warm server and serves many
+cases. Every wait has a limit.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -17,9 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+
+from warm import CONTEXT
 
 Case = Any
 Run = Callable[[Case], Any]
@@ -28,18 +28,14 @@ Run = Callable[[Case], Any]
 def run_cases(run: Run, cases: Sequence[Case], world: int, timeout: float = 300.0) -> list[Any]:
     """What `run(case)` returned on rank 0 of a group of `world` processes, for each case. A case that raised on any
     rank fails here with that rank's traceback."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "deepwell", __name__, run.__module__])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(run, list(cases), rank, world, port, folder) for rank in range(world)]
-        processes = [context.Process(target=_serve, args=each, daemon=True) for each in arguments]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CUDA_VISIBLE_DEVICES", "")  # these are CPU processes; CUDA does not survive a fork
-            for process in processes:
-                process.start()
+        processes = [CONTEXT.Process(target=_serve, args=each, daemon=True) for each in arguments]
+        for process in processes:
+            process.start()
         _wait(processes, Path(folder), time.monotonic() + timeout)
         found: list[Any] = torch.load(Path(folder) / "found.pt", weights_only=False)
     return found
@@ -64,7 +60,7 @@ def _wait(processes: list[Any], folder: Path, end: float) -> None:
 def _serve(run: Run, cases: list[Case], rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
     case: Case = None
     try:
         if world > 1:

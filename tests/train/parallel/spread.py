@@ -39,11 +39,6 @@ def run(case: Case) -> Outcome:
     )  # fmt: skip
 
 
-def run_or_eager(case: Case) -> Outcome:
-    """As `run`; in one process the model as it was written, without an engine: nothing is compiled."""
-    return run(case) if case.layout else eager(case)
-
-
 def eager(case: Case) -> Outcome:
     """What bf16 formats on an fp32 model give: fp32."""
     assert case.precision == "bf16" and case.optimizer == "sgd" and case.clip is None
