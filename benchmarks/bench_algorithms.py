@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
+from deepwell.kernels.gemm.cases import codes
 from deepwell.kernels.gemm.cublaslt import Product, fp8_gemm_ranked, mm_ranked, num_algorithms, product_of
 from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.registry import Problem
 from deepwell.kernels.tune.timing import recorded, times_us
-from deepwell.kernels.tune.verify import codes
 
 # [N, K] of the merged linears.
 LAYERS = {

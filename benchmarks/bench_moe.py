@@ -27,6 +27,7 @@ from deepwell.kernels.experts import quantize_weights as expert_weights
 from deepwell.kernels.experts import swiglu as expert_swiglu
 from deepwell.kernels.quantize.fp8 import quantize_rows
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
+from deepwell.kernels.tune.choose import why_rejected
 
 FP8 = "grouped_fp8|grouped_fp8|grouped_fp8"
 # Of outputs and gradients in FP8 against bf16: two products in a row. Routing is the same: the router stays in bf16.
@@ -223,7 +224,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
-    reason = grouped_gemm.why_unproven(torch.device("cuda", torch.cuda.current_device()))
+    reason = why_rejected("grouped_gemm", torch.device("cuda", torch.cuda.current_device()))
     if reason:
         raise SystemExit(f"grouped FP8 products fail their self-check here: {reason}")
     table = Table()

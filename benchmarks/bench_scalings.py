@@ -32,7 +32,7 @@ from deepwell.kernels.quantize.fp8_blocks import (
     quantize_128x128_ref,
 )
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
-from deepwell.kernels.tune.select import median_us
+from deepwell.kernels.tune.timing import median_us
 
 # (N, K) of q, k and v together, of o, of gate and up together, of down.
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

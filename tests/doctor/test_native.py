@@ -1,17 +1,18 @@
 """doctor on native kernels: the library of `deepwell build`, and Blackwell's self-check on stand-ins."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from deepwell.doctor import checks as doctor
 from deepwell.doctor import native as doctor_native
 from deepwell.hardware.model import Gpu, Hardware, Host
 from deepwell.kernels.cutlass import build as cb
-from deepwell.kernels.gemm import block_scaled
-from deepwell.kernels.tune import block_scaled_proof
+from deepwell.kernels.gemm import block_scaled, native_candidates
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.verify import verify
 
 
 def machine(capability):
@@ -59,9 +60,14 @@ def prove_with(gemms):
     """The real self-check on the CPU, with stand-ins for the GPU's kernels."""
 
     def prove(fmt):
-        device = torch.device("cpu")
-        proved = [block_scaled_proof.prove_gemm(fmt, name, device, gemm) for name, gemm in gemms.items()]
-        return [block_scaled_proof.prove_quantizer(fmt, device), *proved]
+        found = []
+        for op in ("block_scaled_quantize", "block_scaled_gemm"):
+            for candidate in native_candidates.built_in(op):
+                if candidate.precision == fmt and candidate.name in ("quantize", *gemms):
+                    stand_in = replace(candidate, fn=gemms.get(candidate.name, candidate.fn))
+                    proof = verify(stand_in, native_candidates.cases(stand_in, Problem(op=op, precision=fmt)))
+                    found.append(candidate.verdict(reason=proof.reason, sqnr_db=proof.sqnr_db))
+        return found
 
     return prove
 
@@ -103,7 +109,7 @@ def test_elsewhere_there_is_nothing_to_check(hw):
 
 def test_doctor_asks_for_the_self_check_only_where_torch_has_a_gpu(monkeypatch, tmp_path):
     environ = {"DEEPWELL_CACHE_DIR": str(tmp_path)}
-    proof = SimpleNamespace(kernel="quantize", passed=True, detail="bit for bit the format")
+    proof = SimpleNamespace(name="quantize", reason="", sqnr_db=999.0)
     monkeypatch.setattr(doctor_native, "_on_device", lambda fmt: [proof, proof])
     with_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
     without = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))

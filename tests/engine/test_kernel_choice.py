@@ -17,7 +17,8 @@ from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels import KernelRegistry
-from deepwell.kernels.tune import select
+from deepwell.kernels.gemm import cases
+from deepwell.kernels.tune import choose
 from deepwell.kernels.tune.gain import Gain
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
@@ -27,7 +28,7 @@ import user_kernels
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path))
-    select.forget()
+    choose.forget()
     torch._dynamo.reset()
 
 
@@ -40,13 +41,13 @@ def model() -> nn.Module:
 def _users_win(monkeypatch):
     """Races that users' kernels win, whatever the machine does meanwhile: a product of 64 x 64 takes anyone as long."""
 
-    def decided(runners, device):
+    def decided(runners, device, rules):
         for runner in runners:
             runner.lap()
             runner.times_us.append(1.0 if runner.candidate.origin == "user" else 2.0)
         return {}
 
-    monkeypatch.setattr(select, "_take_turns", decided)
+    monkeypatch.setattr(choose, "_take_turns", decided)
 
 
 def policy_of(fmt: str, **options) -> dw.PrecisionPolicy:
@@ -163,7 +164,7 @@ def test_without_memory_to_compete_the_graph_keeps_its_products_and_the_report_s
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     # The operands of the race do not fit, whoever would run.
-    monkeypatch.setattr(select, "_inputs", no_memory)
+    monkeypatch.setattr(cases, "rotating_inputs", no_memory)
     engine, x, y = run(model, registry_of(user_kernels.right, trusted=True))
     rows = engine.report().kernels
     assert {(row.kernel, row.how) for row in rows} == {("emulated_mxfp8", "not measured: lack of memory")}

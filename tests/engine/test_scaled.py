@@ -435,8 +435,9 @@ def test_a_layer_that_does_not_gain_is_bf16_in_the_report() -> None:
 
 @pytest.mark.parametrize("method", ["fp8_tensor", "fp8_1x128"])
 def test_the_measured_step_is_one_that_runs(method) -> None:
-    figures = measure(48, 32, 64, "cpu", "", method)
-    assert figures["fp8_us"] > 0 and figures["bf16_us"] > 0
+    choice = measure(48, 32, 64, "cpu", "", method)
+    assert {verdict.name for verdict in choice.verdicts} == {method, "bf16"}
+    assert all(verdict.us > 0 and verdict.sqnr_db > 27 for verdict in choice.verdicts)
 
 
 # ---- on a GPU ----

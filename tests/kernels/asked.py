@@ -1,11 +1,11 @@
 """What tests of the choice among kernels ask for: a problem, and a registry with users' kernels."""
 
 from deepwell.kernels import KernelRegistry
-from deepwell.kernels.registry import Problem
+from deepwell.kernels.tune.problem import Problem
 
 
 def problem(m=96, n=128, k=160, **more) -> Problem:
-    return Problem(op="gemm", m=m, n=n, k=k, **{"precision": "mxfp8", "dtype": "float32", **more})
+    return Problem(m=m, n=n, k=k, **{"op": "gemm", "precision": "mxfp8", "dtype": "float32", **more})
 
 
 def registry_of(*functions, timeout_s=30.0, **how) -> KernelRegistry:

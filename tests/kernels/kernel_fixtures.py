@@ -18,7 +18,7 @@ import triton.experimental.gluon  # noqa: F401
 import triton.language as tl
 from triton.runtime import JITFunction, interpreter
 
-from deepwell.kernels.tune import select
+from deepwell.kernels.tune import choose
 
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
@@ -29,9 +29,9 @@ GPU = pytest.param(
 def no_choices(tmp_path, monkeypatch) -> Iterator[None]:
     """Kernels are chosen as on a fresh machine: nothing is kept, on disk or in the process."""
     monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path / "cache"))
-    select.forget()
+    choose.forget()
     yield
-    select.forget()
+    choose.forget()
 
 
 @pytest.fixture(params=["cpu", GPU])

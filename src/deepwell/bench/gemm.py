@@ -14,9 +14,11 @@ from typing import Any
 from deepwell.bench.environment import environment, one_line
 from deepwell.bench.progress import bar
 from deepwell.bench.ran import candidate_claims, problems, profile
-from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, Verdict
-from deepwell.kernels.tune.select import on_real_tensors, race
-from deepwell.kernels.tune.trial import calls_of, inputs_of
+from deepwell.kernels.gemm.cases import call_of, inputs_of, setup
+from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.tune.candidate import Candidate, Verdict
+from deepwell.kernels.tune.choose import on_real_tensors, race
+from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.verify import Proof
 
 # (M, N, K): squares, the linears of an 8B-class layer at 16384 tokens, a weight gradient, a small model's MLP.
@@ -60,7 +62,7 @@ def _shape(registry: KernelRegistry, shape: tuple[int, int, int], device: str) -
         elif op == "gemm":
             given.append(registry.candidate("gemm", BASELINE))
         with on_real_tensors():
-            verdicts = race(problem, [(candidate, Proof()) for candidate in given])
+            verdicts = race(problem, [(candidate, Proof()) for candidate in given], setup(problem))
             found = [_row(op, shape, verdict) for verdict in verdicts]
             if device.startswith("cuda"):
                 by_name = {candidate.name: candidate for candidate in given}
@@ -90,8 +92,7 @@ def _row(op: str, shape: tuple[int, int, int], verdict: Verdict) -> dict[str, An
 
 def _look(row: dict[str, Any], candidate: Candidate, problem: Problem) -> None:
     """Ask the profiler what ran: the longest kernel of one call, and what of the row's claims does not hold."""
-    (call,) = calls_of(candidate, problem, [inputs_of(problem)])
-    kernels = profile(call)
+    kernels = profile(call_of(candidate, problem, inputs_of(problem)))
     row["ran"] = max(kernels, key=lambda kernel: kernel.ms).name[:60] if kernels else None
     row["problems"] = problems(candidate_claims(candidate.origin, candidate.precision), kernels)
 

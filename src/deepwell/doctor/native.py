@@ -51,12 +51,12 @@ def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> F
     return Finding(name=LIBRARY, status="absent", detail=detail)
 
 
-# fmt -> all proofs of it on the GPU
+# fmt -> the verdicts on its quantizer and on each product
 Prove = Callable[[str], Sequence[Any]]
 
 
 def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[Finding]:
-    """One line for each block-scaled format: which kernels proved themselves on this GPU, which did not and why."""
+    """One line for each block-scaled format: which kernels are right on this GPU, which did not and why."""
     capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
     native = capability_of(capability).native_formats if capability else ()
     formats = [fmt for fmt in ("mxfp8", "nvfp4") if fmt in native]
@@ -70,15 +70,19 @@ def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[Findin
 def _on_device(fmt: str) -> Sequence[Any]:
     import torch
 
-    from deepwell.kernels.tune.block_scaled_proof import proofs
+    from deepwell.kernels.gemm.native_candidates import self_check
 
-    return proofs(fmt, torch.device("cuda", torch.cuda.current_device()))
+    return self_check(fmt, torch.device("cuda", torch.cuda.current_device()))
 
 
-def _judged(fmt: str, proofs: Sequence[Any]) -> Finding:
-    detail = "; ".join(f"{p.kernel} {'passed' if p.passed else 'FAILED'}: {p.detail}" for p in proofs)
-    quantizer, *gemms = proofs
-    if quantizer.passed and any(p.passed for p in gemms):
+def _judged(fmt: str, verdicts: Sequence[Any]) -> Finding:
+    detail = "; ".join(f"{v.name} FAILED: {v.reason}" if v.reason else f"{v.name} passed{_figure(v)}" for v in verdicts)
+    quantizer, *gemms = verdicts
+    if not quantizer.reason and any(not v.reason for v in gemms):
         return Finding(name=f"{SELF_CHECK} {fmt}", status="ok", detail=detail)
     remedy = f"{fmt} is not bound natively here; training goes on with a substitute or by emulation"
     return Finding(name=f"{SELF_CHECK} {fmt}", status="warn", detail=detail, remedy=remedy)
+
+
+def _figure(verdict: Any) -> str:
+    return "" if verdict.sqnr_db is None else f": at least {verdict.sqnr_db:.0f} dB against the reference"

@@ -27,10 +27,9 @@ from deepwell.hardware.capability import capability_of
 from deepwell.hardware.host import read_host
 from deepwell.hardware.model import Hardware
 from deepwell.kernels.cutlass.library import why_unavailable
-from deepwell.kernels.experts.grouped_gemm import why_unproven
-from deepwell.kernels.gemm.fp8_blocks import why_unproven as why_no_blocks
+from deepwell.kernels.gemm.native_candidates import FORMATS, native_kernel
 from deepwell.kernels.registry import KernelRegistry, default_registry
-from deepwell.kernels.tune.block_scaled_proof import FORMATS, native_kernel
+from deepwell.kernels.tune.choose import why_rejected
 from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
 
@@ -214,7 +213,9 @@ def device_of(tensors: Sequence[Tensor]) -> Device:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         unproven = unproven_formats(capability, device)
-        if any(tensor.dim() == 3 for tensor in tensors) and (reason := why_unproven(device)):  # experts are 3D
+        if any(tensor.dim() == 3 for tensor in tensors) and (
+            reason := why_rejected("grouped_gemm", device)
+        ):  # 3D: experts
             unproven += ((GROUPED_FP8, reason),)
         return Device(kind="cuda", capability=capability, unproven=unproven)
     if device.type != "cpu":
@@ -231,7 +232,7 @@ def unproven_formats(capability: tuple[int, int], device: torch.device) -> tuple
     known = capability_of(capability).native_formats
     found = ((name, native_kernel(name, device)) for name in FORMATS if name in known)
     failed = [(name, reason) for name, (kernel, reason) in found if kernel is None]
-    if FP8_1X128 in known and (reason := why_no_blocks(device)):
+    if FP8_1X128 in known and (reason := why_rejected("fp8_gemm_blocks", device)):
         failed.append((FP8_1X128, reason))
     return tuple(failed)
 

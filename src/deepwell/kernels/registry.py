@@ -17,158 +17,20 @@ report show.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
 
-from deepwell.errors import ConfigError
-from deepwell.kernels.tune.out_of_memory import says_shortage
+from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels.tune.candidate import Candidate, Choice, Verdict, room_of
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.sources import fingerprint_of
 from deepwell.precision.gemm_format import precision as parse_precision
 
-if TYPE_CHECKING:
-    import torch
-
 OPS = ("gemm", "fp8_gemm")
-ORIGINS = ("reference", "vendor", "triton", "cutlass", "transformer_engine", "user")
 # What a candidate may stand in for besides its own format: FP8 hardware runs what a policy calls mxfp8.
 _SUBSTITUTES = {"mxfp8": ("fp8",)}
-_SIMPLE = (int, float, str, bool, bytes, type(None))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What is to be computed where: the op, its sizes, the format asked for, the epilogue, the device."""
-
-    op: str
-    m: int
-    n: int
-    k: int
-    precision: str
-    dtype: str = "bfloat16"
-    bias: bool = False
-    activation: str | None = None
-    # Whether b is quantized once for many products (a weight), so that its preparation is not part of the chain.
-    static_b: bool = False
-    # Whether sums must be in fp32: those over tokens drift one way, and a short accumulator cuts off what is added.
-    exact_sums: bool = False
-    # Whether codes come with one scale a tensor, as those of weight gradients, instead of one a row.
-    one_scale: bool = False
-    device: str = "cpu"
-
-    @property
-    def bucket(self) -> Problem:
-        """The same with M rounded up to a power of two: what is measured for one M holds for its bucket."""
-        return replace(self, m=1 << max(self.m - 1, 0).bit_length())
-
-    @property
-    def key(self) -> str:
-        """The bucket as a string, without the device: the name of a choice in a device's cache."""
-        bucket = self.bucket
-        parts = [self.op, f"{bucket.m}x{bucket.n}x{bucket.k}", self.precision, self.dtype]
-        parts += ["bias"] * self.bias + [self.activation or ""] * bool(self.activation) + ["static_b"] * self.static_b
-        parts += ["exact_sums"] * self.exact_sums + ["one_scale"] * self.one_scale
-        return " ".join(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Candidate:
-    """One kernel that may compute an op. `fn` follows the op's signature (see the module); a value without torch.
-
-    With `prepare`, `fn` gets `prepare(b)` in the place of b. `trusted` candidates are tried in this process, others
-    first in one of their own that can be killed; a user's then also at each size that it competes for. `refuses` says
-    in words why a problem is not for it.
-    """
-
-    name: str
-    op: str
-    precision: str
-    fn: Callable[..., Any]
-    origin: str
-    prepare: Callable[..., Any] | None = None
-    min_size: int = 0
-    trusted: bool = False
-    # Sums in the tensor cores' shorter accumulator: it has a floor of its own.
-    fast: bool = False
-    refuses: Callable[[Problem], str] | None = None
-    # Hash of the sources; None where they cannot be told apart, and then nothing about it is kept on disk.
-    fingerprint: str | None = None
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}@{self.fingerprint}"
-
-    def why_not(self, problem: Problem) -> str:
-        """Why this candidate does not compete for `problem`, "" where it does."""
-        if problem.exact_sums and self.fast:
-            return "it sums in the tensor cores' short accumulator, and this product needs fp32"
-        smallest = min(problem.m, problem.n, problem.k)
-        if smallest < self.min_size:
-            return f"the smallest of M, N, K is {smallest}, below its min_size of {self.min_size}"
-        return self.refuses(problem) if self.refuses else ""
-
-    def __repr__(self) -> str:
-        size = f", min_size={self.min_size}" if self.min_size else ""
-        return f"Candidate({self.name!r}, {self.op}, {self.precision}, {self.origin}{size})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of one candidate: its time where it competed, else the reason why it was set aside."""
-
-    name: str
-    precision: str
-    origin: str
-    us: float | None = None
-    sqnr_db: float | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The kernel chosen for a problem's bucket, its microseconds where it was timed, and every candidate's verdict."""
-
-    problem: str
-    device: str
-    kernel: str
-    us: float | None
-    how: str  # "measured", "cached" or "only one"
-    verdicts: tuple[Verdict, ...]
-
-    def set_aside(self) -> tuple[Verdict, ...]:
-        return tuple(verdict for verdict in self.verdicts if verdict.reason)
-
-    def skipped(self) -> tuple[Verdict, ...]:
-        """Of those set aside, the ones that lacked memory to compete: with more of it they may win."""
-        return tuple(verdict for verdict in self.verdicts if says_shortage(verdict.reason))
-
-    def ranking(self) -> tuple[str, ...]:
-        """Names of those that may run, the fastest first, untimed ones last."""
-        able = [verdict for verdict in self.verdicts if not verdict.reason]
-        return tuple(v.name for v in sorted(able, key=lambda v: float("inf") if v.us is None else v.us))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdicts": [asdict(verdict) for verdict in self.verdicts]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Choice:
-        try:
-            verdicts = tuple(Verdict(**row) for row in data["verdicts"])
-            return cls(**{**data, "verdicts": verdicts})
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"not a choice of kernels: {type(error).__name__}: {error}") from error
-
-    def __str__(self) -> str:
-        lines = [f"{self.problem} on {self.device}: {self.kernel} ({self.how})"]
-        for verdict in sorted(self.verdicts, key=lambda v: (bool(v.reason), v.us or 0.0, v.name)):
-            figures = "" if verdict.us is None else f"{verdict.us:.1f} us"
-            if verdict.sqnr_db is not None:
-                figures += f"{', ' * bool(figures)}{verdict.sqnr_db:.1f} dB"
-            lines.append(f"  {verdict.name:<36} {verdict.precision:<6} {verdict.reason or figures}".rstrip())
-        return "\n".join(lines)
 
 
 @dataclass(slots=True)
@@ -203,30 +65,13 @@ class KernelRegistry:
         separate process in which an unknown kernel proves itself; a kernel that is neither in a module nor trusted
         cannot be tried on a GPU. Raises ConfigError on a wrong argument.
         """
+        how: dict[str, Any] = {"min_size": min_size, "op": op, "prepare": prepare, "trusted": trusted, "fast": fast}
         if fn is None:
-            return lambda function: self.register(
-                name,
-                function,
-                precision=precision,
-                min_size=min_size,
-                op=op,
-                prepare=prepare,
-                trusted=trusted,
-                fast=fast,
-            )
+            return lambda function: self.register(name, function, precision=precision, **how)
         self._check(name, fn, op, min_size)
-        self._own[op, name] = Candidate(
-            name=name,
-            op=op,
-            precision=parse_precision(precision).format,
-            fn=fn,
-            origin="user",
-            prepare=prepare,
-            min_size=min_size,
-            trusted=trusted,
-            fast=fast,
-            fingerprint=fingerprint_of(fn, *([prepare] if prepare else [])),
-        )
+        fingerprint = fingerprint_of(fn, *([prepare] if prepare else []))
+        fmt = parse_precision(precision).format
+        self._own[op, name] = Candidate(name=name, precision=fmt, fn=fn, origin="user", fingerprint=fingerprint, **how)
         self._choices.clear()
         return fn
 
@@ -239,14 +84,14 @@ class KernelRegistry:
             raise ConfigError(f"op of kernel {name!r} is {op!r}; it takes {' or '.join(OPS)}")
         if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
             raise ConfigError(f"min_size of kernel {name!r} is {min_size!r}; it must be a whole number of at least 0")
-        if (op, name) in self._own or any(built.name == name for built in _built_in(op)):
+        if (op, name) in self._own or any(built.name == name for built in room_of(op).built_in(op)):
             raise ConfigError(f"kernel {name!r} is registered for {op} already; choose another name")
 
     def candidates(self, op: str = "gemm", precision: str | None = None) -> tuple[Candidate, ...]:
         """Those of an op, or those that may serve one precision of it (see `formats_for`)."""
         if op not in OPS:
             raise ConfigError(f"op is {op!r}; it takes {' or '.join(OPS)}")
-        every = (*_built_in(op), *(candidate for (of, _), candidate in self._own.items() if of == op))
+        every = (*room_of(op).built_in(op), *(candidate for (of, _), candidate in self._own.items() if of == op))
         if precision is None:
             return every
         served = formats_for(precision)
@@ -263,11 +108,39 @@ class KernelRegistry:
         known = self._choices.get((problem.device, problem.key, out))
         if known is not None and known.kernel not in self._aside:
             return known
-        from deepwell.kernels.tune.select import choose
+        from deepwell.kernels.tune.choose import choose
 
-        choice = choose(self, problem)
+        competing, rejected = self._competitors(problem)
+        if not competing:
+            reasons = "; ".join(f"{verdict.name}: {verdict.reason}" for verdict in rejected) or "none is registered"
+            raise UnsupportedError(f"no kernel computes {problem.key} on {problem.device}: {reasons}")
+        choice = choose(
+            problem,
+            competing,
+            partial(room_of(problem.op).setup, problem.bucket),
+            rejected=rejected,
+            substitutes=_stand_ins(problem, competing),
+            timeout_s=self.proof_timeout_s,
+        )
         self._choices[problem.device, problem.key, out] = choice
         return choice
+
+    def _competitors(self, problem: Problem) -> tuple[list[Candidate], list[Verdict]]:
+        """Those that take part, and verdicts on users' kernels that do not, so that nobody wonders where one is."""
+        competing, rejected = [], []
+        for candidate in self.candidates(problem.op, problem.precision):
+            # Emulation is exact in its own format; it stands in for no other.
+            if candidate.origin == "reference" and candidate.precision != formats_for(problem.precision)[0]:
+                continue
+            reason = self._aside.get(candidate.name) or candidate.why_not(problem)
+            if not reason:
+                competing.append(candidate)
+            elif candidate.origin == "user" or candidate.name in self._aside:
+                rejected.append(candidate.verdict(reason=reason))
+        # Exact emulation stands in only where nothing else is there: on a GPU it is orders slower.
+        if not problem.device.startswith("cpu") and any(item.origin not in ("reference", "user") for item in competing):
+            competing = [candidate for candidate in competing if candidate.origin != "reference"]
+        return competing, rejected
 
     def candidate(self, op: str, name: str) -> Candidate:
         """The candidate of that name. Raises ConfigError where there is none."""
@@ -328,69 +201,12 @@ def formats_for(precision: str) -> tuple[str, ...]:
     return (name, *_SUBSTITUTES.get(name, ()))
 
 
-def _built_in(op: str) -> tuple[Candidate, ...]:
-    from deepwell.kernels.gemm.candidates import built_in
-
-    return built_in(op)
-
-
-# ---- telling sources apart ----
-
-
-def fingerprint_of(*functions: Callable[..., Any]) -> str | None:
-    """A hash of the files that hold the functions, their names and what they closed over; None where that is unclear.
-
-    A file is hashed whole: a kernel and the code it calls usually live together. What the file imports is not followed.
-    """
-    digest = hashlib.sha256()
-    for function in functions:
-        parts = _identity_of(function)
-        if parts is None:
-            return None
-        for part in parts:
-            digest.update(part)
-    return digest.hexdigest()[:16]
-
-
-def _identity_of(function: Callable[..., Any]) -> list[bytes] | None:
-    wrapped = inspect.unwrap(function)
-    code = getattr(wrapped, "__code__", None)
-    if code is None:
-        return None
-    source = Path(code.co_filename)
-    body = file_hash(source) if source.is_file() else repr((code.co_code, code.co_names, code.co_consts))
-    values = [*(wrapped.__defaults__ or ()), *(wrapped.__kwdefaults__ or {}).values()]
-    values += [cell.cell_contents for cell in (wrapped.__closure__ or ())]
-    if not all(isinstance(value, _SIMPLE) or _is_dtype(value) for value in values):
-        return None
-    return [body.encode(), wrapped.__qualname__.encode(), repr(values).encode()]
-
-
-def _is_dtype(value: object) -> bool:
-    return type(value).__name__ == "dtype"
-
-
-@lru_cache(maxsize=256)
-def file_hash(path: Path) -> str:
-    """Of a source file as it was when first asked for."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def problem_of(
-    a: torch.Tensor, b: torch.Tensor, *, precision: str, bias: bool = False, activation: str | None = None
-) -> Problem:
-    """The problem of `a [M, K] @ b [K, N]`."""
-    return Problem(
-        op="gemm",
-        m=a.shape[0],
-        n=b.shape[1],
-        k=a.shape[1],
-        precision=precision,
-        dtype=str(a.dtype).removeprefix("torch."),
-        bias=bias,
-        activation=activation,
-        device=str(a.device),
-    )
+def _stand_ins(problem: Problem, competing: list[Candidate]) -> set[str]:
+    """Deepwell's own kernels of another format: they run only where none of the very format is right."""
+    if problem.precision == "auto":
+        return set()
+    asked = formats_for(problem.precision)[0]
+    return {item.name for item in competing if item.precision != asked and item.origin != "user"}
 
 
 __all__ = [

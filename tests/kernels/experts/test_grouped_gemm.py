@@ -10,6 +10,9 @@ from deepwell.kernels.experts.quantize_weights import quantize_experts
 from deepwell.kernels.gemm.fp8 import fp8_gemm_ref
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
+from deepwell.kernels.tune.choose import why_rejected
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.verify import verify
 
 E4M3 = torch.float8_e4m3fn
 # Of sums in Hopper's own accumulator at these lengths; the reference reaches more than 100 dB.
@@ -99,20 +102,31 @@ def test_sizes_that_no_kernel_takes_are_refused_on_a_gpu():
             GG._check_sizes(*sizes)
 
 
+def self_check() -> str:
+    (candidate,) = GG.built_in("grouped_gemm")
+    return verify(candidate, GG.cases(candidate, Problem(op="grouped_gemm", precision="fp8"))).reason
+
+
 def test_the_self_check_passes_where_the_products_are_the_references():
     # On a CPU both sides are the reference; that a wrong product fails it is the next test.
-    assert GG._compare(torch.device("cpu")) == ""
+    assert self_check() == ""
 
 
 def test_the_self_check_finds_a_product_with_the_wrong_expert(monkeypatch):
     right = GG.grouped_gemm
     monkeypatch.setattr(GG, "grouped_gemm", lambda a, sa, b, sb, ends: right(a, sa, b.roll(1, 0), sb, ends))
-    assert "product is" in GG._compare(torch.device("cpu"))
+    assert "wrong at product" in self_check()
+
+
+def test_the_self_check_finds_a_nan_made_a_number(monkeypatch):
+    right = GG.grouped_gemm
+    monkeypatch.setattr(GG, "grouped_gemm", lambda *given: right(*given).nan_to_num(0.0))
+    assert "hides a NaN of its input" in self_check()
 
 
 @pytest.mark.gpu
 def test_this_gpu_passes_the_self_check_or_says_why():
-    reason = GG.why_unproven(torch.device("cuda", 0))
+    reason = why_rejected("grouped_gemm", torch.device("cuda", 0))
     if torch.cuda.get_device_capability(0)[0] == 9:
         assert reason == ""
     else:

@@ -10,10 +10,10 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.gemm import cublaslt
+from deepwell.kernels.gemm.cases import codes
 from deepwell.kernels.gemm.cublaslt import Product, fp8_gemm_ranked, num_algorithms
 from deepwell.kernels.gemm.fp8 import fp8_gemm, fp8_gemm_ref
 from deepwell.kernels.registry import Problem
-from deepwell.kernels.tune.verify import codes
 
 SHAPES = [(256, 384, 512), (197, 208, 336), (4096, 2048, 4096)]
 

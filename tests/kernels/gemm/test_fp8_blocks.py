@@ -8,8 +8,11 @@ from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.gemm import fp8_blocks as gemm_blocks
-from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks, fp8_gemm_blocks_ref, why_unproven
+from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks, fp8_gemm_blocks_ref
 from deepwell.kernels.quantize.fp8_blocks import quantize_1x128_both_ref, quantize_128x128_ref
+from deepwell.kernels.tune.choose import why_rejected
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.verify import verify
 
 # Whole blocks; ends inside a block along each of M, N and K; rows that are no whole lines of 16; fewer than one block.
 SHAPES = [(256, 384, 128), (200, 144, 300), (37, 20, 130), (16, 16, 48)]
@@ -71,24 +74,28 @@ def test_what_does_not_fit_is_named():
         fp8_gemm_blocks(q_a, s_a, q_b, s_b, square=False)
 
 
+def self_check() -> str:
+    (candidate,) = gemm_blocks.built_in("fp8_gemm_blocks")
+    return verify(candidate, gemm_blocks.cases(candidate, Problem(op="fp8_gemm_blocks", precision="fp8"))).reason
+
+
 def test_the_self_check_passes_what_computes_and_finds_what_does_not(monkeypatch):
-    cpu = torch.device("cpu")
-    assert gemm_blocks._compare(cpu) == ""
+    assert self_check() == ""
 
     def with_scales_of(other):
         return lambda a, s_a, b, s_b, *, square: fp8_gemm_blocks_ref(a, *other(s_a, b, s_b), square=square)
 
     wrong = {
         # A scale of another block, squares read the other way round, and NaN made a number.
-        "dB from the reference": with_scales_of(lambda s_a, b, s_b: (s_a.roll(1, 0), b, s_b)),
-        "its wgrad is": lambda a, s_a, b, s_b, *, square: fp8_gemm_blocks_ref(
+        "wrong at forward": with_scales_of(lambda s_a, b, s_b: (s_a.roll(1, 0), b, s_b)),
+        "wrong at wgrad": lambda a, s_a, b, s_b, *, square: fp8_gemm_blocks_ref(
             a, s_a, b, s_b if square else s_b.flip(0), square=square
         ),
-        "a NaN in an operand is not seen": with_scales_of(lambda s_a, b, s_b: (s_a.nan_to_num(nan=1.0), b, s_b)),
+        "hides a NaN of its input": with_scales_of(lambda s_a, b, s_b: (s_a.nan_to_num(nan=1.0), b, s_b)),
     }
     for reason, product in wrong.items():
         monkeypatch.setattr(gemm_blocks, "fp8_gemm_blocks", product)
-        assert reason in gemm_blocks._compare(cpu)
+        assert reason in self_check()
 
 
 def test_a_product_that_raises_is_a_reason_not_an_error(monkeypatch):
@@ -96,7 +103,7 @@ def test_a_product_that_raises_is_a_reason_not_an_error(monkeypatch):
         raise NotImplementedError("DeepSeek style scaling is for SM90\nmore")
 
     monkeypatch.setattr(gemm_blocks, "fp8_gemm_blocks", refuse)
-    assert why_unproven.__wrapped__(torch.device("cpu")) == "NotImplementedError: DeepSeek style scaling is for SM90"
+    assert self_check() == "raised NotImplementedError: DeepSeek style scaling is for SM90"
 
 
 # ---- on a GPU ----
@@ -111,7 +118,7 @@ def hopper() -> str:
 
 @pytest.mark.gpu
 def test_hopper_passes_its_self_check(hopper):
-    assert why_unproven(torch.device("cuda", 0)) == ""
+    assert why_rejected("fp8_gemm_blocks", torch.device("cuda", 0)) == ""
 
 
 @pytest.mark.gpu

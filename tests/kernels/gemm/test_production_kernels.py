@@ -13,7 +13,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.kernels import KernelRegistry
 from deepwell.kernels.cutlass_bindings import CutlassConfig, CutlassKernel, MicroscaleManager
 from deepwell.kernels.production_kernels import ProductionKernelManager
-from deepwell.kernels.tune import select
+from deepwell.kernels.tune import choose
 
 ACTIVATIONS = {None: lambda x: x, "gelu": F.gelu, "silu": F.silu, "relu": F.relu}
 
@@ -25,7 +25,7 @@ def device(request) -> str:
 
 @pytest.fixture
 def manager() -> ProductionKernelManager:
-    select.forget()
+    choose.forget()
     return ProductionKernelManager()
 
 
@@ -67,13 +67,13 @@ def test_leading_dimensions_ragged_sizes_and_no_rows(manager, device):
 
 
 def test_a_users_kernel_competes_and_a_broken_one_is_replaced_while_it_runs(monkeypatch):
-    def decided(runners, device):
+    def decided(runners, device, rules):
         """A race that it wins, whatever else the machine does meanwhile."""
         for runner in runners:
             runner.times_us.append(1.0 if runner.candidate.origin == "user" else 2.0)
         return {}
 
-    monkeypatch.setattr(select, "_take_turns", decided)
+    monkeypatch.setattr(choose, "_take_turns", decided)
     calls = []
 
     def breaks_later(a, b):

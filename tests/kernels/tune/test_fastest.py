@@ -7,12 +7,12 @@ import torch
 
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.gemm import cublaslt
+from deepwell.kernels.gemm.cases import codes
 from deepwell.kernels.gemm.cublaslt import Product, mm_ranked, mm_ref
 from deepwell.kernels.gemm.fp8 import fp8_gemm
-from deepwell.kernels.registry import Problem
-from deepwell.kernels.tune import fastest, select, sources
+from deepwell.kernels.tune import choose, fastest, sources
 from deepwell.kernels.tune.fastest import fastest_fp8_gemm, fastest_mm
-from deepwell.kernels.tune.verify import codes
+from deepwell.kernels.tune.problem import Problem
 
 PRODUCT = Product(m=4096, n=4096, k=8192, scales="none", device=0)
 
@@ -20,7 +20,7 @@ PRODUCT = Product(m=4096, n=4096, k=8192, scales="none", device=0)
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path))
-    select.forget()
+    choose.forget()
     fastest.forget()
 
 
@@ -46,16 +46,17 @@ def race(monkeypatch):
         run.name = name
         return run
 
-    def timed(run, device, budget_s):
-        return [us[run.name if hasattr(run, "name") else _name(**run.keywords)]]
+    def timed(lap, device, budget_s):
+        return [us[lap.__self__.candidate.name]]
 
     def _name(rank, is_static):
         return f"{'static' * is_static}{rank}"
 
-    monkeypatch.setattr(fastest, "times_us", timed)
-    monkeypatch.setattr(fastest, "_ways", lambda product: [name for name in us if name != "torch"])
+    monkeypatch.setattr(choose, "times_us", timed)
+    monkeypatch.setattr(fastest, "_ways", lambda product: ["0", *(name for name in us if name != "torch")])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: race.is_recording)
-    monkeypatch.setattr(fastest, "cache_of", lambda device: select.cache_of("cpu"))
+    on_cpu = fastest._problem
+    monkeypatch.setattr(fastest, "_problem", lambda product: replace(on_cpu(product), device="cpu"))
 
     def go(may_time: bool = True, m: int = PRODUCT.m) -> str:
         """Which way a product takes."""
@@ -90,19 +91,17 @@ def test_a_choice_is_measured_once_and_outlives_the_process(race):
     assert race.go() == "1" and race.log == ["1"]
     # Another process: the clock says otherwise now, the file decides.
     fastest.forget()
-    select.forget()
+    choose.forget()
     race.us.update({"1": 200.0})
     assert race.go() == "1" and race.log == ["1"]
 
 
-@pytest.mark.parametrize("figures", [{"1": 90.0}, {"torch": 100.0, "quickest": 1.0}, {}], ids=str)
-def test_figures_that_nobody_wrote_are_not_trusted(race, figures):
+def test_a_kept_choice_among_other_algorithms_is_not_trusted(race):
     race.us.update({"torch": 100.0, "1": 90.0})
     race.go()
     fastest.forget()
-    cache = select.cache_of("cpu")
-    cache.keep_figures(fastest._key(PRODUCT), figures)
-    assert race.go() == "1" and len(race.log) > 1
+    race.us.update({"static2": 50.0})
+    assert race.go() == "static2" and len(race.log) > 1
 
 
 def test_other_sources_and_other_products_are_measured_anew(race, monkeypatch):
@@ -116,10 +115,14 @@ def test_other_sources_and_other_products_are_measured_anew(race, monkeypatch):
 
 def test_the_key_is_of_the_sources_that_a_choice_depends_on(monkeypatch):
     keys, hash_of = set(), sources.file_hash
-    for changed in (None, "cublaslt", "gemm", "timing", "adamw"):
-        monkeypatch.setattr(sources, "file_hash", lambda path, name=changed: f"{hash_of(path)}{path.stem == name}")
+    for changed in (None, "gemm/cublaslt.py", "gemm/fp8.py", "tune/timing.py", "adamw/update.py"):
+
+        def hash_after(path, changed=changed):
+            return f"{hash_of(path)}{changed is not None and str(path).endswith(changed)}"
+
+        monkeypatch.setattr(sources, "file_hash", hash_after)
         fastest._source_hash.cache_clear()
-        keys.add(fastest._key(PRODUCT))
+        keys.add(fastest._source_hash())
     fastest._source_hash.cache_clear()
     assert len(keys) == 4  # the optimizer's file changes nothing
 
@@ -203,8 +206,9 @@ def test_a_large_product_is_torchs_but_for_rounding_and_its_sum_counts_once():
     assert sqnr_db((a @ b).float(), out.float()) > 45
     fastest_mm(a, b, out=out, accumulate=True)
     assert sqnr_db(2 * (a @ b).float(), out.float()) > 45
-    (figures,) = (entry["figures"] for entry in select.cache_of("cuda:0").choices.values())
-    assert figures["torch"] > 0 and len(figures) > 1
+    (entry,) = choose.cache_of("cuda:0").choices.values()
+    times = {verdict["name"]: verdict["us"] for verdict in entry["choice"]["verdicts"]}
+    assert times["torch"] > 0 and len(times) > 1
 
 
 @pytest.mark.gpu

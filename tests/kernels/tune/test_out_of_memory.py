@@ -6,13 +6,13 @@ import torch
 from deepwell.hardware.cache import cache_dir
 from deepwell.kernels import KernelRegistry
 from deepwell.kernels.experts import grouped_gemm
-from deepwell.kernels.gemm import chosen
+from deepwell.kernels.gemm import chosen, native_candidates
 from deepwell.kernels.gemm import fp8_blocks as gemm_blocks
 from deepwell.kernels.production_kernels import ProductionKernelManager
-from deepwell.kernels.registry import Problem
-from deepwell.kernels.tune import block_scaled_proof, select
-from deepwell.kernels.tune import verify as proof
+from deepwell.kernels.tune import choose, sandbox
 from deepwell.kernels.tune.out_of_memory import SKIPPED, is_shortage
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.verify import Proof
 
 pytestmark = pytest.mark.usefixtures("no_choices")
 
@@ -118,7 +118,7 @@ def test_a_proof_without_memory_is_skipped_and_made_again():
     assert verdict.name == "scarce" and verdict.reason.startswith(f"{SKIPPED}: OutOfMemoryError: CUDA out of memory")
     assert not list(cache_dir().glob("kernels-*.json"))  # neither the proof nor the choice without it
     full.clear()
-    select.forget()
+    choose.forget()
     assert "scarce" in scarce.register().choose(ASKED).ranking()
 
 
@@ -155,7 +155,7 @@ def test_a_kept_choice_of_an_older_build_that_blames_memory_is_made_again():
     scarce = Scarce(lambda a: bool(full) and in_race(a))
     registry = scarce.register()
     choice = registry.choose(ASKED)
-    cache = select.cache_of("cpu")
+    cache = choose.cache_of("cpu")
     candidates = [c for c in registry.candidates("gemm", "mxfp8") if c.name in ("scarce", "emulated_mxfp8")]
     cache.choices[ASKED.key] = {"candidates": sorted(c.key for c in candidates), "choice": choice.to_dict()}
     assert cache.choice(ASKED.key, candidates) is None
@@ -163,8 +163,8 @@ def test_a_kept_choice_of_an_older_build_that_blames_memory_is_made_again():
 
 def test_where_nobody_has_memory_that_is_raised_not_called_unsupported(monkeypatch):
     registry = Scarce(lambda a: True).register()
-    short = proof.Proof(reason=f"{SKIPPED}: OutOfMemoryError")
-    monkeypatch.setattr(select, "proof_of", lambda *args: short)
+    short = Proof(reason=f"{SKIPPED}: OutOfMemoryError")
+    monkeypatch.setattr(choose, "proof_of", lambda *args, **how: short)
     with pytest.raises(torch.OutOfMemoryError, match="scarce skipped for lack of memory"):
         registry.choose(ASKED)
     assert not registry.choices()
@@ -173,21 +173,24 @@ def test_where_nobody_has_memory_that_is_raised_not_called_unsupported(monkeypat
 # ---- self-checks of the engine ----
 
 
-@pytest.mark.parametrize("module", [gemm_blocks, grouped_gemm], ids=lambda module: module.__name__.split(".")[-1])
-def test_a_self_check_without_memory_is_no_finding_and_is_made_again(module, monkeypatch):
-    found = [torch.OutOfMemoryError("CUDA out of memory")]
+@pytest.mark.parametrize(
+    ("module", "name", "op"),
+    [(gemm_blocks, "fp8_gemm_blocks", "fp8_gemm_blocks"), (grouped_gemm, "grouped_gemm", "grouped_gemm")],
+    ids=["blocks", "grouped"],
+)
+def test_a_self_check_without_memory_is_no_finding_and_is_made_again(module, name, op, monkeypatch):
+    full, right = [True], getattr(module, name)
 
-    def compare(device):
-        if found:
-            raise found.pop()
-        return ""
+    def scarce(*operands, **how):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(*operands, **how)
 
-    monkeypatch.setattr(module, "_compare", compare)
-    module.why_unproven.cache_clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        module.why_unproven(torch.device("cpu"))
-    assert module.why_unproven(torch.device("cpu")) == ""
-    module.why_unproven.cache_clear()
+    monkeypatch.setattr(module, name, scarce)
+    with pytest.raises(torch.OutOfMemoryError, match=f"could not be checked for {op}"):
+        choose.why_rejected(op, torch.device("cpu"))
+    full.clear()
+    assert choose.why_rejected(op, torch.device("cpu")) == ""
 
 
 def test_a_block_scaled_kernel_without_memory_is_checked_again(monkeypatch):
@@ -196,21 +199,19 @@ def test_a_block_scaled_kernel_without_memory_is_checked_again(monkeypatch):
     def scarce(a, b, *, out_dtype, candidate):
         if full:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return block_scaled_proof.block_scaled_gemm_ref(a, b, out_dtype=out_dtype)
+        return native_candidates.block_scaled_gemm_ref(a, b, out_dtype=out_dtype)
 
-    monkeypatch.setattr(block_scaled_proof, "block_scaled_gemm", scarce)
-    block_scaled_proof.proof_of.cache_clear()
+    monkeypatch.setattr(native_candidates, "block_scaled_gemm", scarce)
     cpu = torch.device("cpu")
-    with pytest.raises(torch.OutOfMemoryError):
-        block_scaled_proof.native_kernel("mxfp8", cpu)
+    with pytest.raises(torch.OutOfMemoryError, match="vendor could not be checked for block_scaled_gemm"):
+        native_candidates.native_kernel("mxfp8", cpu)
     # Doctor lists all of them, with that as a reason.
-    assert [p.detail.startswith(SKIPPED) for p in block_scaled_proof.proofs("mxfp8", cpu)] == [False, True, True, True]
+    verdicts = native_candidates.self_check("mxfp8", cpu)
+    assert [verdict.reason.startswith(SKIPPED) for verdict in verdicts] == [False, True, True, True]
     full.clear()
-    assert block_scaled_proof.native_kernel("mxfp8", cpu)[0] == "vendor"
-    block_scaled_proof.proof_of.cache_clear()
+    assert native_candidates.native_kernel("mxfp8", cpu)[0] == "vendor"
 
 
 def test_a_process_of_its_own_that_lacks_memory_is_no_finding_either():
     entry = "import torch; raise torch.OutOfMemoryError('CUDA out of memory')"
-    with pytest.raises(torch.OutOfMemoryError, match="triton could not be checked for mxfp8"):
-        block_scaled_proof.prove_apart("mxfp8", "triton", torch.device("cpu"), 60.0, entry)
+    assert sandbox._in_fresh_process(entry, {}, 60.0, "").reason.startswith(SKIPPED)

@@ -157,9 +157,12 @@ def test_transformer_engine_competes_where_it_can_be_imported(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 from deepwell.kernels import KernelRegistry
-from deepwell.kernels.tune.verify import prove
+from deepwell.kernels.gemm.cases import cases
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.verify import verify
 candidate = KernelRegistry().candidate("gemm", "transformer_engine_fp8")
-print(prove(candidate, "cpu", "float32").reason or "passed")
+problem = Problem(op="gemm", precision="fp8", dtype="float32")
+print(verify(candidate, cases(candidate, problem)).reason or "passed")
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout.strip() == "passed", run.stderr + run.stdout

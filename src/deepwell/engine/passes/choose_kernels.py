@@ -23,7 +23,9 @@ from deepwell.engine.passes.match import replace_by_call
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.gemm import chosen
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
-from deepwell.kernels.registry import Choice, KernelRegistry, Problem
+from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.tune.candidate import Choice
+from deepwell.kernels.tune.problem import Problem
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
 _DEFAULT = {True: "cublaslt_fast", False: "cublaslt"}  # by whether sums may be fast

@@ -26,7 +26,7 @@ from deepwell.engine.passes.match import (
     skip,
     value_of,
 )
-from deepwell.kernels.tune.select import on_real_tensors
+from deepwell.kernels.tune.choose import on_real_tensors
 
 
 def rewrite_rms_norm(graph: fx.Graph) -> int:

@@ -11,20 +11,22 @@ Cost: 2*P*N*K flops each; bytes P*K + E*N*K + 2*P*N (wgrad: P*N + P*K + 2*E*N*K)
 
 # Shapes: P padded rows, E experts, K and N the widths of an expert's linear.
 
+import sys
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels.device.triton_support import LAUNCH_ERRORS
 from deepwell.kernels.experts.group_rows import GROUP_ALIGNMENT
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
-from deepwell.kernels.tune.out_of_memory import is_shortage
-from deepwell.kernels.tune.select import on_real_tensors
+from deepwell.kernels.tune.candidate import Candidate
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.sources import sources_hash
+from deepwell.kernels.tune.verify import Case
 
 _FP8 = torch.float8_e4m3fn
 # Against the product of the same codes in fp32, after rounding to bf16: the floor of sums in Hopper's short accumulator
@@ -121,22 +123,26 @@ def _check_sizes(n: int, k: int, p: int) -> None:
             raise UnsupportedError(f"grouped FP8 products need {name} to be a multiple of {unit}; it is {size}")
 
 
-# ---- proof: does this device compute them ----
+# ---- the candidate, and the cases that it must pass on a device ----
 
 
-@lru_cache(maxsize=64)
-def why_unproven(device: torch.device) -> str:
-    """Why grouped FP8 products cannot be used on a GPU: "" where both match the reference on it. Asked once."""
-    with on_real_tensors():
-        try:
-            return _compare(device)
-        except LAUNCH_ERRORS as error:
-            if is_shortage(error):
-                raise
-            return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+@lru_cache(maxsize=1)
+def built_in(op: str) -> tuple[Candidate, ...]:
+    """torch's own, both products."""
+    return (
+        Candidate(
+            name="torch_grouped",
+            op=op,
+            precision="fp8",
+            fn=lambda wgrad, *operands: grouped_wgrad(*operands) if wgrad else grouped_gemm(*operands),
+            origin="vendor",
+            trusted=True,
+            fingerprint=sources_hash(sys.modules[__name__]),
+        ),
+    )
 
 
-def _compare(device: torch.device) -> str:
+def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
     """Ragged groups with scales that differ by octaves, at realistic magnitudes; a NaN must come out."""
     ends = torch.tensor([48, 64, 208, 256], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
@@ -148,15 +154,18 @@ def _compare(device: torch.device) -> str:
 
     (q_x, s_x), (q_w, s_w), (q_dy, s_dy) = rows(p, k), rows(4 * n, k), rows(p, n)
     q_w, s_w = q_w.view(4, n, k), s_w.view(4, n)
-    turned = wgrad_operands(q_dy, s_dy, q_x, s_x, ends)
-    wanted = grouped_gemm_ref(q_x, s_x, q_w, s_w, ends), grouped_wgrad_ref(*turned, ends)
-    on_gpu = [t.to(device) for t in (q_x, s_x, q_w, s_w, ends)]
-    got = grouped_gemm(*on_gpu), grouped_wgrad(*(t.to(device) for t in (*turned, ends)))
-    for name, ref, made in zip(("product", "wgrad"), wanted, got, strict=True):
-        found = sqnr_db(ref.float(), made.cpu().float())
-        if not found >= _FLOOR_DB:
-            return f"its {name} is {found:.1f} dB from the reference; {_FLOOR_DB:.0f} are needed"
-    on_gpu[1] = torch.where(torch.arange(p) == 70, float("nan"), s_x).to(device)
-    if not grouped_gemm(*on_gpu)[70].isnan().all():
-        return "a NaN in an operand is not seen in its product"
-    return ""
+    spoiled = torch.where(torch.arange(p) == 70, float("nan"), s_x)
+    products = (
+        ("product", grouped_gemm_ref, (q_x, s_x, q_w, s_w, ends)),
+        ("wgrad", grouped_wgrad_ref, (*wgrad_operands(q_dy, s_dy, q_x, s_x, ends), ends)),
+        ("product", grouped_gemm_ref, (q_x, spoiled, q_w, s_w, ends)),
+    )
+    for name, reference, given in products:
+        yield Case(
+            label=name,
+            operands=(name == "wgrad", *(tensor.to(problem.device) for tensor in given)),
+            names=("wgrad", "a", "scale_a", "b", "scale_b", "ends"),
+            wanted=reference(*given).to(problem.device),
+            floor_db=_FLOOR_DB,
+            only_spoiled=given[1] is spoiled,
+        )

@@ -31,8 +31,10 @@ from deepwell.kernels.gemm.triton_fp8 import CONFIGS, activate_ref, fp8_gemm_tri
 from deepwell.kernels.quantize import fp8 as quantizers
 from deepwell.kernels.quantize import fp8_blocks as quantize_blocks
 from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_weight
-from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, file_hash
-from deepwell.kernels.tune.sources import sources_hash
+from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.tune.candidate import Candidate
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.sources import file_hash, sources_hash
 from deepwell.precision.gemm_format import precision as parse_precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

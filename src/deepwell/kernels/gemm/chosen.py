@@ -14,10 +14,13 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels import library
+from deepwell.kernels.gemm.cases import prepared, run_fp8_gemm, run_gemm
 from deepwell.kernels.gemm.fp8 import one_on
-from deepwell.kernels.registry import Candidate, KernelRegistry, problem_of
+from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.out_of_memory import is_shortage
-from deepwell.kernels.tune.verify import FAILURES, prepared, run_fp8_gemm, run_gemm
+from deepwell.kernels.tune.problem import problem_of
+from deepwell.kernels.tune.verify import FAILURES
 
 _log = logging.getLogger("deepwell.kernels")
 _installed: dict[str, tuple[KernelRegistry, Candidate]] = {}

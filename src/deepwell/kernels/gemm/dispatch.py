@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels.gemm.cases import check_dtype, prepared, run_gemm
 from deepwell.kernels.gemm.triton_fp8 import check_epilogue
-from deepwell.kernels.registry import Candidate, KernelRegistry, Problem, problem_of
+from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.out_of_memory import is_shortage
-from deepwell.kernels.tune.verify import FAILURES, check_dtype, prepared, run_gemm
+from deepwell.kernels.tune.problem import Problem, problem_of
+from deepwell.kernels.tune.verify import FAILURES
 
 _log = logging.getLogger("deepwell.kernels")
 

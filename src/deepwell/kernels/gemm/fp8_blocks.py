@@ -11,6 +11,8 @@ Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N. cuBLASLt has these products on Hop
 
 # Shapes: M rows of the result, N columns, K contraction, B = K / 128 blocks.
 
+import sys
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -18,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels.device.triton_support import LAUNCH_ERRORS
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.quantize.fp8_blocks import BLOCK, SCALE_LINE, quantize_1x128_both_ref, quantize_128x128_ref
-from deepwell.kernels.tune.out_of_memory import is_shortage
-from deepwell.kernels.tune.select import on_real_tensors
+from deepwell.kernels.tune.candidate import Candidate
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.sources import sources_hash
+from deepwell.kernels.tune.verify import Case
 
 _FP8 = torch.float8_e4m3fn
 # Against the product of the same codes in fp32, both rounded to bf16. Hopper keeps 14 bits inside a block of 128: sums
@@ -104,22 +106,26 @@ def _check(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, square:
             raise ConfigError(f"{name} is {scale.dtype} {tuple(scale.shape)}; it must be fp32 {shape}")
 
 
-# ---- proof: does this device compute them ----
+# ---- the candidate, and the cases that it must pass on a device ----
 
 
-@lru_cache(maxsize=64)
-def why_unproven(device: torch.device) -> str:
-    """Why 1x128 products cannot be used on a GPU: "" where both kinds match the reference on it. Asked once."""
-    with on_real_tensors():
-        try:
-            return _compare(device)
-        except LAUNCH_ERRORS as error:
-            if is_shortage(error):
-                raise
-            return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+@lru_cache(maxsize=1)
+def built_in(op: str) -> tuple[Candidate, ...]:
+    """cuBLASLt's own."""
+    return (
+        Candidate(
+            name="cublaslt",
+            op=op,
+            precision="fp8",
+            fn=lambda *operands: fp8_gemm_blocks(*operands[:4], square=operands[4]),
+            origin="vendor",
+            trusted=True,
+            fingerprint=sources_hash(sys.modules[__name__]),
+        ),
+    )
 
 
-def _compare(device: torch.device) -> str:
+def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
     """Both kinds at sizes that end inside a tile, with scales that differ by octaves; a NaN must come out."""
     generator = torch.Generator().manual_seed(0)
 
@@ -137,15 +143,13 @@ def _compare(device: torch.device) -> str:
     )
     for name, square, given in products:
         operands = [tensor for tensor in given if tensor is not None]
-        wanted = fp8_gemm_blocks_ref(*operands, square=square)
-        found = sqnr_db(wanted.float(), fp8_gemm_blocks(*_on(device, operands), square=square).cpu().float())
-        if not found >= _FLOOR_DB:
-            return f"its {name} is {found:.1f} dB from the reference; {_FLOOR_DB:.0f} are needed"
-        operands[1] = operands[1].index_fill(1, torch.tensor([70]), float("nan"))
-        if not fp8_gemm_blocks(*_on(device, operands), square=square)[70].isnan().all():
-            return f"a NaN in an operand is not seen in its {name}"
-    return ""
-
-
-def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to(device) for tensor in tensors]
+        spoiled = [operands[0], operands[1].index_fill(1, torch.tensor([70]), float("nan")), *operands[2:]]
+        for numbered in (operands, spoiled):
+            yield Case(
+                label=name,
+                operands=(*(tensor.to(problem.device) for tensor in numbered), square),
+                names=("a", "scale_a", "b", "scale_b"),
+                wanted=fp8_gemm_blocks_ref(*numbered, square=square).to(problem.device),
+                floor_db=_FLOOR_DB,
+                only_spoiled=numbered is spoiled,
+            )

@@ -1,22 +1,34 @@
-"""Chains of Blackwell's block-scaled formats for the registry: quantize both operands, multiply as they are stored.
+"""Kernels of Blackwell's block-scaled formats as candidates: products, quantizers, and chains of both.
 
 MXFP8: E8M0 scales per 32 of both. NVFP4: 1x16 blocks for a, 16x16 for b. On a CPU they run by their references, which
-is how they are tested without a Blackwell; there, and on older GPUs, they do not compete.
+is how they are tested without a Blackwell; there, and on older GPUs, the chains do not compete.
+
+The engine takes the first product that passes its cases on the device (`native_kernel`), and only where the quantizer
+does. Rows and blocks of the cases' operands differ in size, so that a scale read from the wrong place cannot hide.
 """
 
-from collections.abc import Callable
-from functools import partial
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from deepwell.errors import ConfigError
+from deepwell.formats.metrics import sqnr_db
+from deepwell.formats.quantize import quantize
 from deepwell.kernels.cutlass.library import why_unavailable
 from deepwell.kernels.gemm import block_scaled
-from deepwell.kernels.gemm.block_scaled import Operand, block_scaled_gemm
+from deepwell.kernels.gemm.block_scaled import CANDIDATES, Operand, block_scaled_gemm, block_scaled_gemm_ref
 from deepwell.kernels.quantize import microscaled as quantize_mx
 from deepwell.kernels.quantize.microscaled import quantize_mxfp8, quantize_nvfp4
-from deepwell.kernels.registry import Candidate, Problem
+from deepwell.kernels.tune.candidate import Candidate, Verdict
+from deepwell.kernels.tune.choose import check, first_right
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.sources import sources_hash
+from deepwell.kernels.tune.verify import BITWISE, Case
 
 FORMATS = ("mxfp8", "nvfp4")
 _BLACKWELL = (10, 0)
@@ -27,6 +39,14 @@ _WAYS = {
     "triton": ("triton", "triton", False),
     "cutlass": ("cutlass", "cutlass", False),
 }
+# Whole tiles of every kernel; then sizes that are no multiple of anything, one of them smaller than a tile.
+SHAPES = ((256, 512, 512), (200, 272, 320), (33, 48, 96))
+# fp32 results: DESIGN's floor for the product of the same operands. bf16 results: twice the rounding's own error.
+_FP32_DB = 60.0
+_TWICE_DB = 20 * math.log10(2)
+
+
+# ---- chains for the registry ----
 
 
 def native_chains(sources: Callable[..., str]) -> list[Candidate]:
@@ -80,3 +100,139 @@ def _needs_blackwell(problem: Problem, *, way: str) -> str:
     if capability < _BLACKWELL:
         return f"it needs compute capability 10.0, the GPU has {capability[0]}.{capability[1]}"
     return why_unavailable(device) if way == "cutlass" else ""
+
+
+# ---- products and quantizers, each by itself ----
+
+
+@lru_cache(maxsize=4)
+def built_in(op: str) -> tuple[Candidate, ...]:
+    """The products in the order in which they are tried, or the quantizer, of each format."""
+    sources = sources_hash(sys.modules[__name__])
+    if op == "block_scaled_quantize":
+        return tuple(
+            Candidate(
+                name="quantize",
+                op=op,
+                precision=fmt,
+                fn=partial(_quantize, fmt=fmt),
+                origin="triton",
+                trusted=True,
+                fingerprint=sources,
+            )
+            for fmt in FORMATS
+        )
+    return tuple(
+        Candidate(
+            name=way,
+            op=op,
+            precision=fmt,
+            fn=partial(_product, way=way),
+            origin=_WAYS[way][1],
+            trusted=_WAYS[way][2],
+            fingerprint=sources,
+        )
+        for fmt in FORMATS
+        for way in CANDIDATES
+    )
+
+
+def native_kernel(fmt: str, device: torch.device) -> tuple[str | None, str]:
+    """(the first product that is right on `device` or None, the reason). Those behind it are not tried."""
+    quantizer, reason = first_right("block_scaled_quantize", fmt, str(device))
+    if not quantizer:
+        return None, reason
+    kernel, reason = first_right("block_scaled_gemm", fmt, str(device))
+    return (kernel, f"{kernel} passed its self-check ({reason})") if kernel else (None, reason)
+
+
+def self_check(fmt: str, device: torch.device) -> tuple[Verdict, ...]:
+    """All of one format on one device, checked anew: the quantizer, then each product; none stops the next."""
+    found = []
+    for op in ("block_scaled_quantize", "block_scaled_gemm"):
+        for candidate in built_in(op):
+            if candidate.precision == fmt:
+                proof = check(candidate, Problem(op=op, precision=fmt, device=str(device)))
+                found.append(candidate.verdict(reason=proof.reason, sqnr_db=proof.sqnr_db))
+    return tuple(found)
+
+
+def _product(a: Operand, b: Operand, out_dtype: torch.dtype, *, way: str) -> Tensor:
+    return block_scaled_gemm(a, b, out_dtype=out_dtype, candidate=way)
+
+
+def _quantize(x: Tensor, axis: int, *, fmt: str) -> Tensor:
+    """Codes and scales as bytes, one after the other."""
+    if fmt == "mxfp8":
+        made = quantize_mxfp8(x)
+        found = (made.q_TK, made.scale) if axis == 1 else (made.q_KT, made.scale_t)
+    else:
+        found = quantize_nvfp4(x)[:2]
+    return _as_bytes(*found)
+
+
+def _as_bytes(*parts: Tensor | None) -> Tensor:
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts if part is not None])
+
+
+def operand(fmt: str, x: Tensor) -> Operand:
+    """`x` quantized along its rows as an operand of `block_scaled_gemm`."""
+    if fmt not in FORMATS:
+        raise ConfigError(f"format {fmt!r} has no block-scaled kernels; they are {', '.join(FORMATS)}")
+    return _rows(x, fmt, square=False)
+
+
+def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
+    """All that a product or a quantizer must compute on the problem's device."""
+    generator = torch.Generator().manual_seed(20250611)
+    for m, n, k in SHAPES:
+        x, w = (_uneven(rows, k, problem.device, generator) for rows in (m, n))
+        if candidate.op == "block_scaled_quantize":
+            yield from _quantizer_cases(candidate.precision, x)
+        else:
+            yield from _product_cases(candidate, x, w)
+
+
+def _uneven(rows: int, columns: int, device: str, generator: torch.Generator) -> Tensor:
+    """Gaussian numbers whose rows and blocks of 16 differ in size: a scale from the wrong place is seen."""
+    x = torch.randn(rows, columns, generator=generator)
+    by_row = torch.exp2(torch.randint(-4, 4, (rows, 1), generator=generator).float())
+    by_block = torch.exp2(torch.randint(-3, 3, (rows, -(-columns // 16)), generator=generator).float())
+    return (x * by_row * by_block.repeat_interleave(16, dim=1)[:, :columns]).to(device, torch.bfloat16)
+
+
+def _product_cases(candidate: Candidate, x: Tensor, w: Tensor) -> Iterator[Case]:
+    fmt, label = candidate.precision, f"{x.shape[0]}x{w.shape[0]}x{x.shape[1]}"
+    b = operand(fmt, w)
+    spoiled = x.clone()
+    spoiled[0, 0] = math.nan
+    for values in (x, spoiled):
+        a = operand(fmt, values)
+        wanted = block_scaled_gemm_ref(a, b, out_dtype=torch.float32)
+        finite = wanted[wanted.isfinite()]
+        for dtype in (torch.bfloat16,) if candidate.name == "cutlass" else (torch.float32, torch.bfloat16):
+            rounding = sqnr_db(finite, finite.to(dtype).float())
+            yield Case(
+                label=label,
+                operands=(a, b, dtype),
+                names=("a", "b"),
+                wanted=wanted,
+                floor_db=_FP32_DB if dtype == torch.float32 else rounding - _TWICE_DB,
+                dtype=dtype,
+                only_spoiled=not finite.numel(),  # NVFP4: one NaN, and the scale of all is NaN
+            )
+
+
+def _quantizer_cases(fmt: str, x: Tensor) -> Iterator[Case]:
+    """Bit for bit the format's; of MXFP8 both copies, with a NaN."""
+    if fmt == "mxfp8":
+        x[0, 0] = math.nan
+    for axis in (1, 0) if fmt == "mxfp8" else (1,):
+        made = quantize(x, fmt, axis=axis)
+        yield Case(
+            label=f"{x.shape[0]}x{x.shape[1]} along axis {axis}",
+            operands=(x, axis),
+            names=("x",),
+            wanted=_as_bytes(made.data, made.scale_swizzled()),
+            floor_db=BITWISE,
+        )

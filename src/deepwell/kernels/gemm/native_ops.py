@@ -15,8 +15,8 @@ from deepwell.formats.quantize import quantize
 from deepwell.formats.spec import get_format
 from deepwell.kernels import library
 from deepwell.kernels.gemm.block_scaled import Operand, block_scaled_gemm
+from deepwell.kernels.gemm.native_candidates import native_kernel
 from deepwell.kernels.quantize.microscaled import quantize_mxfp8, quantize_nvfp4
-from deepwell.kernels.tune.block_scaled_proof import native_kernel
 
 _MX_DTYPES = {"mxfp8": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}
 

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -21,13 +20,14 @@ from typing import Any
 import torch
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.cache import cache_dir, torch_version
-from deepwell.kernels.registry import Candidate, Choice
+from deepwell.hardware.cache import cache_dir, torch_version, write_whole
+from deepwell.kernels.tune.candidate import Candidate, Choice
 from deepwell.kernels.tune.out_of_memory import says_shortage
 from deepwell.kernels.tune.verify import Proof
 
-# Changed also where what was kept would not pass today: 1 took kernels for proved that wrote into their operands.
-SCHEMA = 2
+# Changed also where what was kept would not pass today: 1 took kernels for proved that wrote into their operands; 2 had
+# times of algorithms and linears apart from the choices.
+SCHEMA = 3
 _log = logging.getLogger("deepwell.kernels")
 
 
@@ -97,16 +97,6 @@ class ChoiceCache:
         self.choices[key] = {"candidates": _keys(competitors), "choice": choice.to_dict()}
         self._write()
 
-    def figures(self, key: str) -> dict[str, float] | None:
-        """Other measurements that are kept beside the choices (`would_gain`)."""
-        self._read()
-        found = self.choices.get(key)
-        return None if found is None or "figures" not in found else dict(found["figures"])
-
-    def keep_figures(self, key: str, figures: dict[str, float]) -> None:
-        self.choices[key] = {"figures": figures}
-        self._write()
-
     def _read(self) -> None:
         if self.is_read:
             return
@@ -127,15 +117,24 @@ class ChoiceCache:
             "choices": self.choices,
         }
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, suffix=".tmp", delete=False, encoding="utf-8"
-            ) as file:
-                json.dump(data, file, indent=1)
-            Path(file.name).replace(self.path)
-        except OSError as error:
+            write_whole(self.path, json.dumps(data, indent=1))
+        except ConfigError as error:
             # Without a cache everything still works; it is measured again next time.
-            _log.warning("the choice of kernels could not be kept in %s (%s)", self.path.parent, error.strerror)
+            _log.warning("the choice of kernels could not be kept: %s", error)
+
+
+_caches: dict[str, ChoiceCache] = {}
+
+
+def cache_of(device: str) -> ChoiceCache:
+    """The cache of a device in this process, one per file."""
+    fresh = ChoiceCache(device=device)
+    return _caches.setdefault(str(fresh.path), fresh)
+
+
+def forget() -> None:
+    """Drop what this process remembers, so that the files are read again."""
+    _caches.clear()
 
 
 def _keys(candidates: Sequence[Candidate]) -> list[str]:
@@ -188,11 +187,6 @@ def _is_figure(value: object) -> bool:
 
 
 def _check_entry(key: str, entry: Any, device_type: str) -> None:
-    if "figures" in entry:
-        figures = entry["figures"].values()
-        if not all(isinstance(value, float) and math.isfinite(value) and value > 0 for value in figures):
-            raise ConfigError("a measurement that is no time")
-        return
     choice = Choice.from_dict(entry["choice"])
     figures = [figure for verdict in choice.verdicts for figure in (verdict.us, verdict.sqnr_db)]
     if not all(map(_is_figure, (choice.us, *figures))):

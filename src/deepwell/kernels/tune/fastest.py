@@ -13,8 +13,6 @@ Cost: the first call of a shape some hundred calls, later ones a look into a dic
 # Shapes: M rows of the result, N columns, K contraction.
 
 import logging
-import re
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,30 +22,28 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import UnsupportedError
-from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.gemm import cublaslt
 from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm.cublaslt import Product
 from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.tune import timing
+from deepwell.kernels.tune.candidate import Candidate
+from deepwell.kernels.tune.choose import Rules, Setup, choose, known_choice
 from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
-from deepwell.kernels.tune.select import cache_of
+from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
-from deepwell.kernels.tune.timing import times_us
+from deepwell.kernels.tune.verify import Case, some_rows
 
 _log = logging.getLogger("deepwell.kernels")
 
 TORCH = "torch"
-_WAY = re.compile(rf"{TORCH}|(static)?\d+")
 # Below that, some 100 us of an H200 in bf16, a choice would drown in the noise of its measurement.
 LEAST_FLOPS = 1e11
-# What another algorithm must gain on torch's.
-_LEAST_GAIN = 0.01
-# As many as lead after the first round are timed again.
-_LEADERS, _ROUNDS, _BUDGET_S = 4, 3, 0.02
+# What another algorithm must gain on torch's; as many as lead after the first round are timed again. A product of this
+# size is longer than its launch.
+_RULES = Rules(default=TORCH, least_gain=0.01, leaders=4, budget_s=0.06, record=False)
 # Both round the same sums in fp32 to bf16, in another order; short accumulators (`fast`) differ more.
 _FLOOR_DB, _FAST_FLOOR_DB = 45.0, 35.0
-_CHECKED_ROWS = 64
 # Of a weight as many lengths of M are timed; where they differ from batch to batch the others are torch's.
 _MOST_LENGTHS = 4
 
@@ -114,9 +110,7 @@ def _is_large(product: Product) -> bool:
 def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> Tensor:
     way = _chosen.get(product)
     if way is None:
-        way = _known(product)
-        if way is None and may_time and not torch.cuda.is_current_stream_capturing():
-            way = _first_met(product, by_torch, run)
+        way = _choose(product, by_torch, run, may_time=may_time and not torch.cuda.is_current_stream_capturing())
         if way is None:
             return by_torch()
         _chosen[product] = way
@@ -133,19 +127,26 @@ def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor],
         return by_torch()
 
 
-def _first_met(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> str:
+def _choose(product: Product, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> str | None:
+    """The fastest way that an earlier process found or this one finds; None where nothing may be timed now."""
+    problem, candidates = _problem(product), _candidates(product, by_torch, run)
+    known = known_choice(problem, candidates)
+    if known is not None or not may_time:
+        return known.kernel if known else None
     any_length = replace(product, m=0)
     _lengths[any_length] += 1
     if _lengths[any_length] > _MOST_LENGTHS:
         return TORCH
     try:
-        return _measured(product, by_torch, run)
+        choice = choose(problem, candidates, partial(_setup, product, by_torch), rules=_RULES)
     except RuntimeError as error:
         if not is_shortage(error):
             raise
         # For this process; the next one may have more memory.
-        _log.info("%s: not timed, %s", _key(product), skipped(error))
+        _log.info("%s: not timed, %s", problem.key, skipped(error))
         return TORCH
+    _log.info("%s", choice)
+    return choice.kernel
 
 
 def way_of(product: Product) -> str:
@@ -153,11 +154,20 @@ def way_of(product: Product) -> str:
     return _chosen.get(product, TORCH)
 
 
-def _key(product: Product) -> str:
+def _problem(product: Product) -> Problem:
     types = "x".join(str(dtype).removeprefix("torch.") for dtype in product.types)
     turned = "".join("t" if along else "n" for along in product.along_k)
-    sums = "fast" if product.fast else "fp32"
-    return f"algorithm {product.m}x{product.n}x{product.k} {types} {turned} {product.scales} {sums} {_source_hash()}"
+    return Problem(
+        op="algorithm",
+        m=product.m,
+        n=product.n,
+        k=product.k,
+        precision=types,
+        exact_sums=not product.fast,
+        details=f"{turned} {product.scales}",
+        exact_m=True,
+        device=f"cuda:{product.device}",
+    )
 
 
 @lru_cache(maxsize=1)
@@ -166,68 +176,41 @@ def _source_hash() -> str:
     return sources_hash(cublaslt, gemm, timing)[:8]
 
 
+def _candidates(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> list[Candidate]:
+    """Torch's product and cuBLASLt's algorithms besides the one that torch takes, the first of those with workspace."""
+    ways = [way for way in _ways(product) if way != "0"]
+    runs: dict[str, Run] = {TORCH: by_torch, **{way: partial(run, **_ranked(way)) for way in ways}}
+    precision, sources = str(product.types[0]).removeprefix("torch."), _source_hash()
+    return [
+        Candidate(name=way, op="algorithm", precision=precision, fn=fn, origin="vendor", fingerprint=sources)
+        for way, fn in runs.items()
+    ]
+
+
 def _ways(product: Product) -> list[str]:
-    """Algorithms besides torch's, which is the first of those with a workspace."""
     try:
         counts = {label: cublaslt.num_algorithms(replace(product, is_static=bool(label))) for label in ("", "static")}
     except (UnsupportedError, RuntimeError, AttributeError) as error:
         _log.info("cuBLASLt's algorithms cannot be asked for: %s", error)
         return []
-    ways = [f"{label}{rank}" for label, count in counts.items() for rank in range(count)]
-    return [way for way in ways if way != "0"]
+    return [f"{label}{rank}" for label, count in counts.items() for rank in range(count)]
 
 
 def _ranked(way: str) -> dict[str, int | bool]:
     return {"rank": int(way.removeprefix("static")), "is_static": way.startswith("static")}
 
 
-def _known(product: Product) -> str | None:
-    """The way that an earlier process found the fastest; None where its figures are not what is written here."""
-    figures = cache_of(f"cuda:{product.device}").figures(_key(product))
-    if figures is None or TORCH not in figures or not all(map(_WAY.fullmatch, figures)):
-        return None
-    return _best(figures)
-
-
-def _best(figures: dict[str, float]) -> str:
-    best = min(figures, key=lambda way: figures[way])
-    return best if figures[best] < (1.0 - _LEAST_GAIN) * figures[TORCH] else TORCH
-
-
-def _measured(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> str:
-    """Time all algorithms that are right, those that lead three times; keeps the figures. Any result is left behind."""
-    runs: dict[str, Run] = {TORCH: by_torch}
+def _setup(product: Product, by_torch: Run) -> Setup:
+    """The operands are those of the call. Algorithms are compared with torch's product, which they may overwrite."""
     first = by_torch()
-    rows = torch.linspace(0, product.m - 1, min(_CHECKED_ROWS, product.m), device=first.device).long()
-    wanted = first[rows].float()
-    device = first.device
+    rows = some_rows(product.m, first.device)
+    case = Case(
+        label=f"{product.m}x{product.n}x{product.k}",
+        operands=(),
+        wanted=first[rows].float(),
+        floor_db=_FAST_FLOOR_DB if product.fast else _FLOOR_DB,
+        rows=rows,
+        shape=tuple(first.shape),
+    )
     del first  # before another result stands beside it
-    for way in _ways(product):
-        if _is_right(candidate := partial(run, **_ranked(way)), rows, wanted, product):
-            runs[way] = candidate
-    times: dict[str, list[float]] = {way: [] for way in runs}
-    racing = list(runs)
-    for _ in range(_ROUNDS):
-        for way in racing:
-            times[way] += times_us(runs[way], device, _BUDGET_S)
-        others = sorted(racing[1:], key=lambda way: statistics.median(times[way]))
-        racing = [TORCH, *others[:_LEADERS]]
-    figures = {way: float(statistics.median(times[way])) for way in racing}
-    cache_of(f"cuda:{product.device}").keep_figures(_key(product), figures)
-    best = _best(figures)
-    _log.info("%s: %s, %.0f us; torch %.0f us", _key(product), best, figures[best], figures[TORCH])
-    return best
-
-
-def _is_right(run: Run, rows: Tensor, wanted: Tensor, product: Product) -> bool:
-    """Whether an algorithm's product is torch's but for rounding. One that cannot run is not."""
-    try:
-        got = run()[rows].float()
-    except (UnsupportedError, RuntimeError) as error:
-        if is_shortage(error):
-            raise
-        _log.info("an algorithm of cuBLASLt was set aside: %s", error)
-        return False
-    if not bool(wanted.isfinite().all()):
-        return bool((got.isnan() == wanted.isnan()).all())
-    return sqnr_db(wanted, got) >= (_FAST_FLOOR_DB if product.fast else _FLOOR_DB)
+    return Setup(inputs=[()], call=lambda candidate, given: candidate.fn, case=lambda candidate: case)

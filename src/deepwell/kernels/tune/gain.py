@@ -12,8 +12,10 @@ beside a gradient that is read): they are left out. To count them kept layers of
 
 # Shapes: T tokens, K and N the widths of the linear.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm import fp8_blocks as gemm_blocks
+from deepwell.kernels.gemm.cases import operands
 from deepwell.kernels.gemm.fp8 import ALIGNMENT, fp8_gemm
 from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks
 from deepwell.kernels.quantize import fp8 as quantize
@@ -29,16 +32,18 @@ from deepwell.kernels.quantize import wgrad_operands as wgrads
 from deepwell.kernels.quantize.fp8 import amax, quantize_rows, quantize_weight
 from deepwell.kernels.quantize.fp8_blocks import quantize_1x128_both, quantize_128x128
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
-from deepwell.kernels.registry import Problem, fingerprint_of
 from deepwell.kernels.tune import timing
-from deepwell.kernels.tune.select import cache_of, on_real_tensors
-from deepwell.kernels.tune.sources import sources_hash
-from deepwell.kernels.tune.timing import median_us
-from deepwell.kernels.tune.verify import operands
+from deepwell.kernels.tune.candidate import Candidate, Choice
+from deepwell.kernels.tune.choose import Rules, Setup, choose
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.sources import fingerprint_of, sources_hash
+from deepwell.kernels.tune.verify import FLOORS_DB, Case, some_rows
 
 # What the times depend on: another build of these, or of what they import, is measured anew.
 _SOURCES = (gemm, gemm_blocks, quantize, quantize_blocks, timing, wgrads)
-_FIGURES = {"fp8_us", "bf16_us"}
+_RULES = Rules(budget_s=0.1)
+_BF16 = "bf16"
+Step = Callable[[Tensor, Tensor, Tensor], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,7 @@ class Gain:
     tokens: int
     fp8_us: float
     bf16_us: float
+    rejected: str = ""  # why FP8 is wrong or does not run here
 
     @property
     def gains(self) -> bool:
@@ -57,6 +63,8 @@ class Gain:
 
     @property
     def reason(self) -> str:
+        if self.rejected:
+            return f"FP8 was rejected: {self.rejected}"
         verdict = "faster" if self.gains else "would not gain"
         figures = f"FP8 {self.fp8_us:.0f} us, bf16 {self.bf16_us:.0f} us"
         return f"{verdict}: {figures} forward and backward at {self.tokens} tokens"
@@ -77,16 +85,36 @@ def would_gain(n: int, k: int, tokens: int, device: str = "cuda", fused: str = "
     if place.type != "cuda":
         raise UnsupportedError(f"on a {place.type} FP8 is emulated and its speed says nothing: formats run as asked")
     device = str(place if place.index is not None else torch.device("cuda", torch.cuda.current_device()))
-    tokens = 1 << max(tokens - 1, 0).bit_length()
-    cache = cache_of(device)
-    way = f"fused:{fused}" if method == "fp8_row" else method
-    key = f"linear {tokens}x{n}x{k} {way} {sources()}"
-    figures = cache.figures(key)
-    if figures is None or set(figures) != _FIGURES:
-        with on_real_tensors():
-            figures = measure(n, k, tokens, device, fused, method)
-        cache.keep_figures(key, figures)
-    return Gain(n=n, k=k, tokens=tokens, fp8_us=figures["fp8_us"], bf16_us=figures["bf16_us"])
+    choice = measure(n, k, tokens, device, fused, method)
+    found = {verdict.name: verdict for verdict in choice.verdicts}
+    if choice.skipped():
+        raise torch.OutOfMemoryError(f"{choice.problem}: {choice.skipped()[0].reason}")
+    fp8_us, bf16_us = (found[name].us or math.inf for name in (method, _BF16))
+    tokens = _problem(n, k, tokens, device, fused, method).bucket.m
+    return Gain(n=n, k=k, tokens=tokens, fp8_us=fp8_us, bf16_us=bf16_us, rejected=found[method].reason)
+
+
+def measure(n: int, k: int, tokens: int, device: str, fused: str = "", method: str = "fp8_row") -> Choice:
+    """The choice between both ways, on any device."""
+    problem = _problem(n, k, tokens, device, fused, method)
+    steps: dict[str, Step] = {method: partial(_STEPS[method], fused=fused.split()), _BF16: _bf16_step}
+    candidates = [
+        Candidate(
+            name=name,
+            op="linear",
+            precision="bf16" if name == _BF16 else "fp8",
+            fn=step,
+            origin="vendor",
+            fingerprint=sources(),
+        )
+        for name, step in steps.items()
+    ]
+    return choose(problem, candidates, partial(_setup, problem.bucket), rules=_RULES)
+
+
+def _problem(n: int, k: int, tokens: int, device: str, fused: str, method: str) -> Problem:
+    details = f"fused:{fused}" if method == "fp8_row" else ""
+    return Problem(op="linear", m=tokens, n=n, k=k, precision=method, details=details, device=device)
 
 
 def sources() -> str:
@@ -94,32 +122,43 @@ def sources() -> str:
     return f"{fingerprint_of(measure)} {sources_hash(*_SOURCES)}"
 
 
-def measure(n: int, k: int, tokens: int, device: str, fused: str, method: str = "fp8_row") -> dict[str, float]:
-    """Times of both ways. FP8 operands are whole 16-byte lines, as the engine fills them up."""
-    whole = (-(-size // ALIGNMENT) * ALIGNMENT for size in (n, k, tokens))
-    if method == "fp8_row":
-        fp8_us = _fp8_us(*whole, device=device, fused=fused.split())
-    else:
-        fp8_us = {"fp8_tensor": _tensor_us, "fp8_1x128": _blocks_us}[method](*whole, device=device)
-    return {
-        "fp8_us": fp8_us,
-        "bf16_us": _bf16_us(n, k, tokens, device=device),
-    }
+# ---- what is timed ----
 
 
-def _tensors(n: int, k: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, w [N, K], dy) in bf16."""
-    problem = Problem(op="gemm", m=tokens, n=n, k=k, precision="bf16", device=device)
+def _setup(problem: Problem) -> Setup:
+    """(x, w [N, K], dy) in bf16; y is compared with the product in fp32. FP8 operands are whole 16-byte lines, as the
+    engine fills them up."""
+    given = _tensors(problem)
+    whole = {name: -(-getattr(problem, name) // ALIGNMENT) * ALIGNMENT for name in ("m", "n", "k")}
+    filled = (
+        given if all(whole[name] == getattr(problem, name) for name in whole) else _tensors(replace(problem, **whole))
+    )
+    rows = some_rows(problem.m, problem.device)
+
+    def case(candidate: Candidate) -> Case:
+        own_x, own_w, _ = given if candidate.name == _BF16 else filled
+        wanted = own_x[rows].float() @ own_w.T.float()
+        shape = (own_x.shape[0], own_w.shape[0])
+        floor = FLOORS_DB[candidate.precision]
+        return Case(label=problem.size, operands=(), wanted=wanted, floor_db=floor, rows=rows, shape=shape)
+
+    return Setup(
+        inputs=[()],
+        call=lambda candidate, _: candidate.fn(*(given if candidate.name == _BF16 else filled)),
+        case=case,
+    )
+
+
+def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     x, w_KN, _ = operands(problem)
-    dy = operands(Problem(op="gemm", m=tokens, n=k, k=n, precision="bf16", device=device), gradients=True)[0]
+    dy = operands(replace(problem, n=problem.k, k=problem.n), gradients=True)[0]
     return x, w_KN.T, dy
 
 
-def _fp8_us(n: int, k: int, tokens: int, *, device: str, fused: Sequence[str]) -> float:
-    x, w, dy = _tensors(n, k, tokens, device)
+def _row_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Callable[[], Tensor]:
     rows_x, rows_dy = quantize_rows(x), quantize_rows(dy)
 
-    def step() -> object:
+    def step() -> Tensor:
         q_x, s_x = rows_x if "x" in fused else quantize_rows(x)
         largest = amax(w)
         q_w, _, s_w = quantize_weight(w, largest, write="rows")
@@ -128,17 +167,15 @@ def _fp8_us(n: int, k: int, tokens: int, *, device: str, fused: Sequence[str]) -
         q_dy, s_dy = rows_dy if "dy" in fused else quantize_rows(dy)
         _, q_wt, _ = quantize_weight(w, largest, write="columns")
         assert q_wt is not None
-        dx = fp8_gemm(q_dy, s_dy, q_wt, s_w)
-        dw = fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
-        return y, dx, dw
+        fp8_gemm(q_dy, s_dy, q_wt, s_w)
+        fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
+        return y
 
-    return median_us(step, device)
+    return step
 
 
-def _tensor_us(n: int, k: int, tokens: int, *, device: str) -> float:
-    x, w, dy = _tensors(n, k, tokens, device)
-
-    def step() -> object:
+def _tensor_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Callable[[], Tensor]:
+    def step() -> Tensor:
         q_x, q_xt, s_x = quantize_weight(x)
         largest = amax(w)
         q_w, _, s_w = quantize_weight(w, largest, write="rows")
@@ -147,28 +184,37 @@ def _tensor_us(n: int, k: int, tokens: int, *, device: str) -> float:
         q_dy, q_dyt, s_dy = quantize_weight(dy)
         _, q_wt, _ = quantize_weight(w, largest, write="columns")
         assert q_dy is not None and q_dyt is not None and q_wt is not None
-        return y, fp8_gemm(q_dy, s_dy, q_wt, s_w), fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
+        fp8_gemm(q_dy, s_dy, q_wt, s_w)
+        fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
+        return y
 
-    return median_us(step, device)
+    return step
 
 
-def _blocks_us(n: int, k: int, tokens: int, *, device: str) -> float:
-    x, w, dy = _tensors(n, k, tokens, device)
-
+def _blocks_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Callable[[], Tensor]:
     def product(a: Sequence[Tensor | None], b: Sequence[Tensor | None], square: bool) -> Tensor:
         given = [tensor for tensor in (*a, *b) if tensor is not None]
         return fp8_gemm_blocks(*given, square=square)
 
-    def step() -> object:
+    def step() -> Tensor:
         of_x = quantize_1x128_both(x)
         y = product(of_x[:2], quantize_128x128(w, columns=False)[:2], True)
         of_dy = quantize_1x128_both(dy)
-        dx = product(of_dy[:2], quantize_128x128(w, rows=False)[2:], True)
-        return y, dx, product(of_dy[2:], of_x[2:], False)
+        product(of_dy[:2], quantize_128x128(w, rows=False)[2:], True)
+        product(of_dy[2:], of_x[2:], False)
+        return y
 
-    return median_us(step, device)
+    return step
 
 
-def _bf16_us(n: int, k: int, tokens: int, *, device: str) -> float:
-    x, w, dy = _tensors(n, k, tokens, device)
-    return median_us(lambda: (x @ w.T, dy @ w, dy.T @ x), device)
+def _bf16_step(x: Tensor, w: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        y = x @ w.T
+        dy @ w
+        dy.T @ x
+        return y
+
+    return step
+
+
+_STEPS = {"fp8_row": _row_step, "fp8_tensor": _tensor_step, "fp8_1x128": _blocks_step}

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from deepwell.kernels.registry import Candidate
-from deepwell.kernels.tune.out_of_memory import SKIPPED
-from deepwell.kernels.tune.verify import Proof, prove
+from deepwell.kernels.tune.candidate import Candidate, room_of
+from deepwell.kernels.tune.out_of_memory import SKIPPED, says_shortage
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.verify import Case, Proof, verify
 
 _ENTRY = "from deepwell.kernels.tune.sandbox import main; main()"
 _NOT_IMPORTABLE = (
@@ -31,32 +32,32 @@ _NOT_IMPORTABLE = (
 )
 
 
-def prove_apart(candidate: Candidate, device: str, dtype: str, timeout_s: float) -> Proof:
-    """The proof of an untrusted candidate, made in a process of its own."""
-    request = {"device": device, "dtype": dtype}
-    return run_apart(candidate, lambda: prove(candidate, device, dtype), _ENTRY, request, timeout_s)
+def verify_apart(candidate: Candidate, problem: Problem, timeout_s: float, *, at_size: bool = False) -> Proof:
+    """The proof of a candidate, made in a process of its own; one that hangs, crashes or says nothing is a reason too.
 
-
-def run_apart(
-    candidate: Candidate,
-    work: Callable[[], Proof],
-    entry: str,
-    request: dict[str, Any],
-    timeout_s: float,
-    *,
-    where: str = "",
-) -> Proof:
-    """What `work` finds of a candidate; a process that hangs, crashes or says nothing is a reason too.
-
-    A fork runs `work` itself. A fresh interpreter runs `entry`, which reads the request and whose candidate it is
-    (`find`), and prints a proof as JSON. `where` goes into the reasons, as " at 16x16x16".
+    `at_size` tries it at the problem's own size: a kernel may be right at small shapes and wrong, or hang, at others.
     """
-    if torch.device(request["device"]).type == "cpu" and sys.platform == "linux":
-        return _in_fork(work, timeout_s, where)
+    where = f" at {problem.size}" if at_size else ""
+    if torch.device(problem.device).type == "cpu" and sys.platform == "linux":
+        return _in_fork(lambda: verify(candidate, cases_for(candidate, problem, at_size)), timeout_s, where)
     address = _address(candidate)
     if address is None:
         return Proof(reason=_NOT_IMPORTABLE)
-    return _in_fresh_process(entry, {**address, **request}, timeout_s, where)
+    request = {**address, "problem": asdict(problem), "at_size": at_size}
+    return _in_fresh_process(_ENTRY, request, timeout_s, where)
+
+
+def cases_for(candidate: Candidate, problem: Problem, at_size: bool) -> Iterable[Case]:
+    room = room_of(candidate.op)
+    return [room.case_at(candidate, problem)] if at_size else room.cases(candidate, problem)
+
+
+def main() -> None:
+    """The fresh interpreter: read a request, find the candidate, print its proof as JSON."""
+    request = json.loads(sys.stdin.read())
+    candidate, problem = find(request), Problem(**request["problem"])
+    proof = verify(candidate, cases_for(candidate, problem, request["at_size"]))
+    print(json.dumps(asdict(proof)), flush=True)
 
 
 def _hangs(timeout_s: float, where: str) -> Proof:
@@ -64,10 +65,10 @@ def _hangs(timeout_s: float, where: str) -> Proof:
 
 
 def _ended(status: int | None, where: str, said: str = "") -> Proof:
-    if status == -signal.SIGKILL:
-        # Not by us: a system that runs out of memory ends the process that asks for it so.
-        return Proof(reason=f"{SKIPPED}: its process was killed{where}")
     last = "".join(f": {line[:200]}" for line in said.strip().splitlines()[-1:])
+    # Killed, but not by us: a system that runs out of memory ends the process that asks for it so.
+    if status == -signal.SIGKILL or says_shortage(last):
+        return Proof(reason=f"{SKIPPED}: its process was killed{where}{last}")
     return Proof(reason=f"ended its process with status {status}{where}{last}")
 
 
@@ -109,13 +110,7 @@ def _child(writer: Connection, work: Callable[[], Proof]) -> None:
 
 def _address(candidate: Candidate) -> dict[str, Any] | None:
     """How another process finds the candidate: by name where it is built in, else by its functions' modules."""
-    common = {
-        "name": candidate.name,
-        "op": candidate.op,
-        "precision": candidate.precision,
-        "min_size": candidate.min_size,
-        "fast": candidate.fast,
-    }
+    common = {name: getattr(candidate, name) for name in ("name", "op", "precision", "min_size", "fast")}
     if candidate.origin != "user":
         return {**common, "built_in": True}
     places = {"fn": _place(candidate.fn), "prepare": _place(candidate.prepare) if candidate.prepare else ""}
@@ -156,30 +151,18 @@ def _in_fresh_process(entry: str, request: dict[str, Any], timeout_s: float, whe
         return Proof(reason=f"its process answered {lines[-1][:200]!r} instead of a proof{where}")
 
 
-def main() -> None:
-    """The fresh interpreter: read a request, find the candidate, print its proof as JSON."""
-    request = json.loads(sys.stdin.read())
-    candidate = find(request)
-    proof = prove(candidate, request["device"], request["dtype"])
-    print(json.dumps(asdict(proof)), flush=True)
-
-
 def find(request: dict[str, Any]) -> Candidate:
     """The candidate that a request to a fresh interpreter is about."""
+    common = {name: request[name] for name in ("name", "op", "precision", "min_size", "fast")}
     if request["built_in"]:
-        from deepwell.kernels.registry import KernelRegistry
-
-        return KernelRegistry().candidate(request["op"], request["name"])
-    return Candidate(
-        name=request["name"],
-        op=request["op"],
-        precision=request["precision"],
-        min_size=request["min_size"],
-        fast=request["fast"],
-        origin="user",
-        fn=_load(*request["fn"]),
-        prepare=_load(*request["prepare"]) if request["prepare"] else None,
-    )
+        (found,) = [
+            candidate
+            for candidate in room_of(request["op"]).built_in(request["op"])
+            if (candidate.name, candidate.precision) == (request["name"], request["precision"])
+        ]
+        return found
+    prepare = _load(*request["prepare"]) if request["prepare"] else None
+    return Candidate(**common, origin="user", fn=_load(*request["fn"]), prepare=prepare)
 
 
 def _load(module: str, name: str, file: str) -> Callable[..., Any]:

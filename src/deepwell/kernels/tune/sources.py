@@ -1,19 +1,59 @@
-"""The sources that a measurement of Deepwell's own kernels depends on: files, all that they import, as one hash.
+"""The sources that a measurement depends on, as one hash: a user's file; Deepwell's own with all that they import.
 
 Imports are read from the text: also those inside functions, but not those that only a type checker follows.
 """
 
 import ast
 import hashlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from deepwell.kernels.registry import file_hash
-
+_SIMPLE = (int, float, str, bool, bytes, type(None))
 _PACKAGE = "deepwell"
 _ROOT = Path(__file__).resolve().parents[2]
+
+
+def fingerprint_of(*functions: Callable[..., Any]) -> str | None:
+    """A hash of the files that hold the functions, their names and what they closed over; None where that is unclear.
+
+    A file is hashed whole: a kernel and the code it calls usually live together. What the file imports is not followed.
+    """
+    digest = hashlib.sha256()
+    for function in functions:
+        parts = _identity_of(function)
+        if parts is None:
+            return None
+        for part in parts:
+            digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def _identity_of(function: Callable[..., Any]) -> list[bytes] | None:
+    wrapped = inspect.unwrap(function)
+    code = getattr(wrapped, "__code__", None)
+    if code is None:
+        return None
+    source = Path(code.co_filename)
+    body = file_hash(source) if source.is_file() else repr((code.co_code, code.co_names, code.co_consts))
+    values = [*(wrapped.__defaults__ or ()), *(wrapped.__kwdefaults__ or {}).values()]
+    values += [cell.cell_contents for cell in (wrapped.__closure__ or ())]
+    if not all(isinstance(value, _SIMPLE) or _is_dtype(value) for value in values):
+        return None
+    return [body.encode(), wrapped.__qualname__.encode(), repr(values).encode()]
+
+
+def _is_dtype(value: object) -> bool:
+    return type(value).__name__ == "dtype"
+
+
+@lru_cache(maxsize=256)
+def file_hash(path: Path) -> str:
+    """Of a source file as it was when first asked for."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def sources_hash(*modules: ModuleType) -> str:

@@ -5,6 +5,8 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +17,15 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import quantize
 from deepwell.hardware.cache import cache_dir
 from deepwell.kernels import KernelRegistry
-from deepwell.kernels import registry as registry_module
 from deepwell.kernels.gemm import candidates as gemm_candidates
 from deepwell.kernels.gemm.candidates import built_in
-from deepwell.kernels.registry import Candidate, Problem
+from deepwell.kernels.gemm.cases import cases, codes_floor_db, operands, prepared, run_gemm
+from deepwell.kernels.registry import _stand_ins
 from deepwell.kernels.tune import cache as choice_cache
-from deepwell.kernels.tune import gain, select, sources
-from deepwell.kernels.tune import sandbox as isolate
-from deepwell.kernels.tune.verify import Proof, codes_floor_db, operands, prepared, prove, run_gemm
+from deepwell.kernels.tune import choose, gain, sandbox, sources
+from deepwell.kernels.tune.candidate import Candidate
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.verify import Proof, verify
 
 pytestmark = pytest.mark.usefixtures("no_choices", "one_thread")
 
@@ -39,6 +42,10 @@ def one_thread():
 def reason_of(registry, name, asked=None) -> str:
     choice = registry.choose(asked or problem())
     return next(verdict.reason for verdict in choice.verdicts if verdict.name == name)
+
+
+def proof_on_cpu(candidate, dtype="bfloat16") -> Proof:
+    return verify(candidate, cases(candidate, problem(dtype=dtype)))
 
 
 # ---- who is chosen ----
@@ -141,21 +148,21 @@ def test_where_nobody_is_left_the_reasons_are_told():
 @pytest.mark.parametrize("name", [c.name for c in built_in("gemm") if c.origin == "vendor" and "torch" in c.name])
 def test_torchs_own_products_pass_their_proof(name):
     candidate = KernelRegistry().candidate("gemm", name)
-    proof = prove(candidate, "cpu")
+    proof = proof_on_cpu(candidate)
     assert proof.is_passed, proof.reason
 
 
 @pytest.mark.parametrize("name", [c.name for c in built_in("gemm") if c.origin == "reference"])
 def test_exact_emulation_passes_the_proof_that_others_must_pass(name):
     # Else the floors would be out of reach for everybody.
-    proof = prove(KernelRegistry().candidate("gemm", name), "cpu", "float32")
+    proof = proof_on_cpu(KernelRegistry().candidate("gemm", name), "float32")
     assert proof.is_passed, proof.reason
 
 
 @pytest.mark.parametrize("name", [c.name for c in built_in("gemm") if "fp8_row" in c.name or "fp8_tensor" in c.name])
 def test_the_fp8_chains_pass_by_their_references_on_a_cpu(name):
     # What a GPU runs with kernels, a CPU runs with their references: padding, epilogue and NaN are the chain's own.
-    proof = prove(KernelRegistry().candidate("gemm", name), "cpu")
+    proof = proof_on_cpu(KernelRegistry().candidate("gemm", name))
     assert proof.is_passed, proof.reason
     assert proof.sqnr_db > 27
 
@@ -168,7 +175,7 @@ def test_blackwells_chains_are_the_emulation_bit_for_bit_by_their_references(fmt
     exact = run_gemm(registry.candidate("gemm", f"emulated_{fmt}"), a, b)
     for name in (f"cublaslt_{fmt}", f"triton_{fmt}", f"cutlass_{fmt}"):
         candidate = registry.candidate("gemm", name)
-        assert prove(candidate, "cpu").is_passed
+        assert proof_on_cpu(candidate).is_passed
         assert torch.equal(run_gemm(candidate, a, prepared(candidate, b)), exact)
         assert "needs a Blackwell GPU" in candidate.why_not(problem_of_fmt)
 
@@ -191,13 +198,15 @@ def test_a_substitute_does_not_compete_with_kernels_of_the_very_format():
     native, substitute = candidate("native", "mxfp8", "vendor"), candidate("fp8_row", "fp8", "vendor")
     users, emulated = candidate("users", "fp8", "user"), candidate("emulated", "mxfp8", "reference")
     passed = [(c, Proof()) for c in (native, substitute, users)]
-    kept, dropped = select._prefer_native(problem(), passed)
+    names = _stand_ins(problem(), [native, substitute, users, emulated])
+    assert names == {"fp8_row"}
+    kept, dropped = choose._without_substitutes(passed, names)
     assert [c.name for c, _ in kept] == ["native", "users"]
-    assert [(v.name, "stands in for mxfp8 only where" in v.reason) for v in dropped] == [("fp8_row", True)]
+    assert [(v.name, "stands in only where" in v.reason) for v in dropped] == [("fp8_row", True)]
     # Without one the substitute runs; emulation does not count as a kernel.
     others = [(substitute, Proof()), (emulated, Proof())]
-    assert select._prefer_native(problem(), others) == (others, [])
-    assert select._prefer_native(problem(precision="auto"), passed) == (passed, [])
+    assert choose._without_substitutes(others, names) == (others, [])
+    assert _stand_ins(problem(precision="auto"), [native, substitute]) == set()
 
 
 @pytest.mark.gpu
@@ -207,7 +216,7 @@ def test_every_built_in_candidate_proves_itself_on_the_gpu(op):
     for candidate in built_in(op):
         if candidate.refuses and candidate.refuses(Problem(op=op, m=1, n=1, k=1, precision="fp8", device="cuda:0")):
             continue
-        proof = prove(candidate, "cuda:0")
+        proof = verify(candidate, cases(candidate, problem(dtype="bfloat16", device="cuda:0")))
         if not proof.is_passed:
             failed[candidate.name] = proof.reason
     assert not failed
@@ -218,7 +227,7 @@ def test_a_gpu_chooses_a_chain_and_keeps_it():
     asked = problem(1024, 1024, 1024, precision="auto", dtype="bfloat16", device="cuda:0")
     first = KernelRegistry(proof_timeout_s=120).choose(asked)
     assert first.how == "measured" and first.us > 0
-    select.forget()
+    choose.forget()
     again = KernelRegistry().choose(asked)
     assert again.how == "cached" and again.kernel == first.kernel
 
@@ -246,11 +255,9 @@ def test_a_fresh_process_finds_a_function_by_its_file_and_may_crash_or_hang():
         (user_kernels.hangs, 1.0, "hangs: no answer within 1 s"),
     ]
     for function, timeout_s, reason in cases:
-        address = isolate._address(registry_of(function).users()[0])
-        proof = isolate._in_fresh_process(
-            isolate._ENTRY, {**address, "device": "cpu", "dtype": "float32"}, timeout_s, ""
-        )
-        assert proof.reason == reason
+        address = sandbox._address(registry_of(function).users()[0])
+        request = {**address, "problem": asdict(problem()), "at_size": False}
+        assert sandbox._in_fresh_process(sandbox._ENTRY, request, timeout_s, "").reason == reason
 
 
 def test_a_fresh_process_holds_a_kernel_to_the_floor_it_was_registered_for():
@@ -258,21 +265,21 @@ def test_a_fresh_process_holds_a_kernel_to_the_floor_it_was_registered_for():
     registry = KernelRegistry()
     registry.register("short", user_kernels.fp8_right, precision="fp8", op="fp8_gemm", fast=True, min_size=64)
     candidate = registry.users()[0]
-    found = isolate.find(json.loads(json.dumps(isolate._address(candidate))))
+    found = sandbox.find(json.loads(json.dumps(sandbox._address(candidate))))
     told_apart = ("name", "op", "precision", "origin", "min_size", "fast", "prepare")
     assert all(getattr(found, name) == getattr(candidate, name) for name in told_apart)
 
 
 def test_built_in_candidates_are_found_by_name():
-    address = isolate._address(KernelRegistry().candidate("gemm", "torch_fp32"))
-    assert address["built_in"] and isolate.find(address).name == "torch_fp32"
+    address = sandbox._address(KernelRegistry().candidate("gemm", "torch_fp32"))
+    assert address["built_in"] and sandbox.find(address).name == "torch_fp32"
 
 
 def test_a_closure_cannot_be_tried_on_a_gpu_unless_it_is_trusted():
     registry = KernelRegistry()
     registry.register("closure", lambda a, b: a @ b, precision="mxfp8")
-    assert isolate._address(registry.users()[0]) is None
-    proof = isolate.prove_apart(registry.users()[0], "cuda:0", "bfloat16", 1.0)
+    assert sandbox._address(registry.users()[0]) is None
+    proof = sandbox.verify_apart(registry.users()[0], problem(device="cuda:0"), 1.0)
     assert "move it to one or pass trusted=True" in proof.reason
 
 
@@ -286,17 +293,17 @@ def cache_file():
 
 def test_a_choice_is_kept_and_used_again_without_running_anything():
     first = registry_of(user_kernels.right).choose(problem())
-    select.forget()
+    choose.forget()
     again = registry_of(user_kernels.right).choose(problem(m=70))  # another M of the same bucket
     assert again.how == "cached" and again.kernel == first.kernel and again.us == first.us
 
 
 def test_other_candidates_or_other_sources_are_measured_anew(monkeypatch):
     registry_of(user_kernels.right).choose(problem())
-    select.forget()
+    choose.forget()
     assert registry_of(user_kernels.right, user_kernels.slow).choose(problem()).how == "measured"
-    select.forget()
-    monkeypatch.setattr("deepwell.kernels.registry.file_hash", lambda path: "another source")
+    choose.forget()
+    monkeypatch.setattr(sources, "file_hash", lambda path: "another source")
     assert registry_of(user_kernels.right).choose(problem()).how == "measured"
 
 
@@ -309,20 +316,21 @@ def fingerprints() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("edited", "changed", "same"),
     [
-        ("_fp8.py", "gemm cublaslt_fp8_row, gemm cublaslt_fp8_1x128, gemm triton_mxfp8, gain", ""),
-        ("_triton.py", "gemm cublaslt_fp8_row, gemm triton_mxfp8, fp8_gemm fp8_gemm_ref, gain", ""),
-        ("transpose.py", "gemm cublaslt_fp8_row, gain", "gemm cublaslt_fp8_1x128"),
-        ("native_candidates.py", "gemm triton_mxfp8", "gemm cublaslt_fp8_row"),
-        ("gemm_candidates.py", "gemm emulated_fp8, fp8_gemm cublaslt", ""),
-        ("blocks.py", "gemm emulated_fp8, gemm cublaslt_fp8_1x128, gain", ""),  # of the formats
-        ("adamw.py", "", "gemm cublaslt_fp8_row, gain"),
+        ("device/fp8.py", "gemm cublaslt_fp8_row, gemm cublaslt_fp8_1x128, gemm triton_mxfp8, gain", ""),
+        ("device/triton_support.py", "gemm cublaslt_fp8_row, gemm triton_mxfp8, fp8_gemm fp8_gemm_ref, gain", ""),
+        ("quantize/transpose.py", "gemm cublaslt_fp8_row, gain", "gemm cublaslt_fp8_1x128"),
+        ("gemm/native_candidates.py", "gemm triton_mxfp8", "gemm cublaslt_fp8_row"),
+        ("gemm/candidates.py", "gemm emulated_fp8, fp8_gemm cublaslt", ""),
+        ("formats/blocks.py", "gemm emulated_fp8, gemm cublaslt_fp8_1x128, gain", ""),
+        ("adamw/update.py", "", "gemm cublaslt_fp8_row, gain"),
     ],
 )
 def test_built_in_candidates_are_told_apart_by_all_that_they_import(edited, changed, same, monkeypatch):
+    assert list(Path(sources.__file__).parents[2].glob(f"**/{edited}"))
     before = fingerprints()
-    real = registry_module.file_hash
-    for module in (registry_module, sources, gemm_candidates):
-        monkeypatch.setattr(module, "file_hash", lambda path: "edited" * (path.name == edited) + real(path))
+    real = sources.file_hash
+    for module in (sources, gemm_candidates):
+        monkeypatch.setattr(module, "file_hash", lambda path: "edited" * str(path).endswith(f"/{edited}") + real(path))
     after = fingerprints()
     built_in.cache_clear()
     assert all(before[name] != after[name] for name in filter(None, changed.split(", ")))
@@ -330,7 +338,9 @@ def test_built_in_candidates_are_told_apart_by_all_that_they_import(edited, chan
 
 
 def test_what_a_module_imports_is_read_from_its_text_as_python_loads_it():
-    code = "import sys, deepwell.kernels.quantize.microscaled; print(*sys.modules)"
+    # Packages hold a docstring alone.
+    modules = "(name for name, module in sys.modules.items() if not hasattr(module, '__path__'))"
+    code = f"import sys, deepwell.kernels.quantize.microscaled; print(*{modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = {name for name in loaded if name.startswith(("deepwell.kernels.", "deepwell.formats."))}
     assert ours <= sources.closure("deepwell.kernels.quantize.microscaled")
@@ -340,15 +350,15 @@ def test_a_choice_of_another_gpu_of_the_same_kind_serves_under_the_name_of_this_
     registry_of(user_kernels.right).choose(problem())
     path = cache_file()
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cpu:1"'))
-    select.forget()
+    choose.forget()
     again = registry_of(user_kernels.right).choose(problem())
     assert again.how == "cached" and again.device == "cpu"
 
 
 def test_a_proof_is_kept_so_that_a_hanging_kernel_hangs_once(monkeypatch):
     registry_of(user_kernels.hangs, timeout_s=1.0).choose(problem())
-    select.forget()
-    monkeypatch.setattr(select, "prove_apart", lambda *args: pytest.fail("it was proved before"))
+    choose.forget()
+    monkeypatch.setattr(choose, "verify_apart", lambda *args, **how: pytest.fail("it was proved before"))
     registry = registry_of(user_kernels.hangs, timeout_s=1.0)
     assert registry.choose(problem(n=64)).kernel == "emulated_mxfp8"
 
@@ -390,7 +400,7 @@ def test_a_damaged_or_foreign_cache_is_logged_and_rebuilt(damage, caplog):
     damaged = damage(good)
     assert damaged != good
     path.write_text(damaged)
-    select.forget()
+    choose.forget()
     with caplog.at_level(logging.WARNING, "deepwell.kernels"):
         choice = registry_of(user_kernels.right, user_kernels.wrong, trusted=True).choose(problem())
     assert choice.kernel == "right" and choice.how == "measured"
@@ -399,19 +409,10 @@ def test_a_damaged_or_foreign_cache_is_logged_and_rebuilt(damage, caplog):
     assert data["schema"] == choice_cache.SCHEMA and data["identity"] == list(choice_cache.identity("cpu"))
 
 
-def test_an_entry_of_another_kind_is_no_choice_and_no_figure():
-    cache = choice_cache.ChoiceCache(device="cpu")
-    cache.keep_figures("both", {"us": 1.0})
-    assert cache.choice("both", []) is None
-    candidates = registry_of(user_kernels.right).users()
-    cache.keep_choice("both", candidates, registry_of(user_kernels.right).choose(problem()))
-    assert cache.figures("both") is None
-
-
 def test_without_a_folder_to_write_to_everything_works(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("DEEPWELL_CACHE_DIR", str(tmp_path / "file"))
-    select.forget()
+    choose.forget()
     with caplog.at_level(logging.WARNING, "deepwell.kernels"):
         assert registry_of(user_kernels.right).choose(problem()).kernel == "right"
     assert "could not be kept" in caplog.text
@@ -419,10 +420,11 @@ def test_without_a_folder_to_write_to_everything_works(monkeypatch, tmp_path, ca
 
 def test_two_processes_keep_each_others_entries():
     one, two = choice_cache.ChoiceCache(device="cpu"), choice_cache.ChoiceCache(device="cpu")
-    one.keep_figures("a", {"us": 1.0})
-    two.keep_figures("b", {"us": 2.0})
+    candidate = registry_of(user_kernels.right).users()[0]
+    one.keep_proof(candidate, "a", Proof(sqnr_db=1.0))
+    two.keep_proof(candidate, "b", Proof(sqnr_db=2.0))
     fresh = choice_cache.ChoiceCache(device="cpu")
-    assert fresh.figures("a") == {"us": 1.0} and fresh.figures("b") == {"us": 2.0}
+    assert fresh.proof(candidate, "a").sqnr_db == 1.0 and fresh.proof(candidate, "b").sqnr_db == 2.0
 
 
 # ---- would it gain? ----
@@ -438,8 +440,9 @@ def test_on_a_cpu_nothing_is_measured():
 def test_both_chains_run_and_a_gain_says_its_figures():
     # On a CPU the figures mean nothing, but the same code runs.
     for fused in ("", "x", "dy", "x dy"):
-        figures = gain.measure(20, 40, 24, "cpu", fused)
-    assert set(figures) == {"fp8_us", "bf16_us"} and all(value > 0 for value in figures.values())
+        choice = gain.measure(20, 40, 24, "cpu", fused)
+        assert {verdict.name for verdict in choice.verdicts} == {"fp8_row", "bf16"}
+        assert all(verdict.us > 0 and verdict.sqnr_db > 27 for verdict in choice.verdicts)
     slow = gain.Gain(n=64, k=64, tokens=128, fp8_us=90.4, bf16_us=30.2)
     assert not slow.gains
     assert slow.reason == "would not gain: FP8 90 us, bf16 30 us forward and backward at 128 tokens"
@@ -449,5 +452,5 @@ def test_both_chains_run_and_a_gain_says_its_figures():
 def test_a_large_layer_gains_and_a_tiny_one_does_not():
     large, tiny = gain.would_gain(8192, 4096, 8192), gain.would_gain(64, 64, 16)
     assert large.gains and not tiny.gains
-    select.forget()
+    choose.forget()
     assert gain.would_gain(8192, 4096, 8192) == large  # from the file

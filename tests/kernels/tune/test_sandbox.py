@@ -9,14 +9,15 @@ import user_kernels
 from asked import problem, registry_of
 from deepwell.errors import UnsupportedError
 from deepwell.kernels import KernelRegistry
+from deepwell.kernels.gemm.cases import cases, operands
 from deepwell.kernels.production_kernels import ProductionKernelManager
-from deepwell.kernels.tune import sandbox as isolate
-from deepwell.kernels.tune import select, trial
+from deepwell.kernels.tune import choose, sandbox
 from deepwell.kernels.tune.out_of_memory import SKIPPED
-from deepwell.kernels.tune.verify import copies_of, operands, prove, wrote_into
+from deepwell.kernels.tune.verify import copies_of, verify, wrote_into
 
 pytestmark = pytest.mark.usefixtures("no_choices")
 
+NAMES = ("a", "b", "bias")
 LARGE = 600  # in a bucket beyond the proof's sizes
 
 
@@ -41,7 +42,8 @@ def test_a_kernel_that_writes_into_an_operand_is_set_aside(kernel, operand, trus
 
 def test_a_kernel_of_codes_is_held_to_the_same():
     registry = registry_of(user_kernels.fp8_halves_scale, op="fp8_gemm", precision="fp8")
-    assert prove(registry.users()[0], "cpu").reason == "wrote into its operand scale_b"
+    (candidate,) = registry.users()
+    assert verify(candidate, cases(candidate, problem(op="fp8_gemm"))).reason == "wrote into its operand scale_b"
 
 
 def test_what_prepares_an_operand_may_not_write_either():
@@ -86,10 +88,10 @@ def test_operands_are_compared_by_their_bits_and_copies_lie_as_they_do():
     given[0][0, 0], given[0][0, 1] = float("nan"), 0.0
     own = copies_of(given)
     assert [x.stride() for x in own] == [x.stride() for x in given]
-    assert wrote_into("gemm", own, given) == ""  # a NaN is itself
+    assert wrote_into(NAMES, own, given) == ""  # a NaN is itself
     own[0][0, 1] = -0.0
-    assert wrote_into("gemm", own, given) == "wrote into its operand a"
-    assert wrote_into("gemm", (given[0], given[1].T, given[2]), given) == "wrote into its operand b"
+    assert wrote_into(NAMES, own, given) == "wrote into its operand a"
+    assert wrote_into(NAMES, (given[0], given[1].T, given[2]), given) == "wrote into its operand b"
 
 
 # ---- raising ----
@@ -163,13 +165,13 @@ def test_one_that_hangs_or_crashes_at_the_real_size_only_does_so_elsewhere_and_o
     assert verdict_of(registry, kernel.__name__, problem(m=LARGE)).reason == reason
     assert f"kernel {kernel.__name__} was set aside on cpu: {reason}" in caplog.text
     # What was found is kept by itself: another process, with other candidates beside it, does not try again.
-    select.forget()
+    choose.forget()
 
-    def others(candidate, *args):
+    def others(candidate, *args, **how):
         assert candidate.name != kernel.__name__
-        return trial.try_apart(candidate, *args)
+        return sandbox.verify_apart(candidate, *args, **how)
 
-    monkeypatch.setattr(select, "try_apart", others)
+    monkeypatch.setattr(choose, "verify_apart", others)
     again = registry_of(kernel, user_kernels.right, timeout_s=2.0)
     assert set(again.choose(problem(m=LARGE)).ranking()) == {"right", "emulated_mxfp8"}
 
@@ -181,12 +183,12 @@ def test_lack_of_memory_there_is_nobodys_fault_and_not_kept(kernel):
     assert choice.kernel == "emulated_mxfp8"
     (verdict,) = choice.skipped()
     assert verdict.name == kernel.__name__ and verdict.reason.startswith(SKIPPED)
-    cache = select.cache_of("cpu")
+    cache = choose.cache_of("cpu")
     assert cache.proof(registry.users()[0], problem(m=LARGE).key) is None and not cache.choices
 
 
 def test_no_process_is_started_for_what_is_built_in_or_trusted(monkeypatch):
-    monkeypatch.setattr(select, "try_apart", lambda *args: pytest.fail("a process of its own"))
+    monkeypatch.setattr(choose, "verify_apart", lambda *args, **how: pytest.fail("a process of its own"))
     registry = registry_of(user_kernels.right, trusted=True)
     assert registry.choose(problem()).how == "measured"
 
@@ -201,9 +203,9 @@ def test_a_fresh_process_tries_the_problem_that_it_is_told():
         (user_kernels.hangs_when_large, 1.0, "hangs at 1024x128x160: no answer within 1 s"),
     ]
     for function, timeout_s, reason in cases:
-        address = isolate._address(registry_of(function).users()[0])
-        request = {**address, "device": asked.device, "problem": asdict(asked)}
-        found = isolate._in_fresh_process(trial._ENTRY, request, timeout_s, " at 1024x128x160").reason
+        address = sandbox._address(registry_of(function).users()[0])
+        request = {**address, "problem": asdict(asked), "at_size": True}
+        found = sandbox._in_fresh_process(sandbox._ENTRY, request, timeout_s, " at 1024x128x160").reason
         assert found.startswith(reason) and bool(found) == bool(reason), found
 
 
@@ -214,5 +216,5 @@ def test_a_proof_without_memory_on_a_cpu_is_skipped_without_a_word_on_the_screen
     registry = registry_of(user_kernels.lacks_memory)
     (verdict,) = registry.choose(problem()).skipped()
     assert verdict.reason == f"{SKIPPED}: MemoryError"
-    assert select.cache_of("cpu").proof(registry.users()[0], "float32") is None
+    assert choose.cache_of("cpu").proof(registry.users()[0], "float32") is None
     assert "Traceback" not in capfd.readouterr().err
