@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from deepwell.graph.fx import argument
 from deepwell.graph.lift.flow import ARITHMETIC, FORMS
 from deepwell.graph.lift.masks import MaskFacts, read_mask
 from deepwell.graph.lift.site import Finding, Site, joined
@@ -48,8 +49,8 @@ def find_attention(found: Finding) -> None:
 
 def _fused(found: Finding, node: fx.Node) -> None:
     flow = found.flow
-    q, k, v = (flow.arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
-    mask, is_causal = flow.arg(node, 3, "attn_mask"), bool(flow.arg(node, 5, "is_causal", False))
+    q, k, v = (argument(node, name) for name in ("query", "key", "value"))
+    mask, is_causal = argument(node, "attn_mask"), bool(argument(node, "is_causal", False))
     facts: MaskFacts | None = MaskFacts(is_causal)
     if isinstance(mask, fx.Node):
         facts = read_mask(flow, node, None, mask)
@@ -254,15 +255,7 @@ def _turned(found: Finding, turns: list[fx.Node]) -> tuple[set[fx.Node], int]:
     flow = found.flow
     region = set(turns)
     for node in flow.forward(turns, lambda n: n not in region):
-        if flow.op(node) not in _JOINS and flow.op(node) not in (
-            "flatten",
-            "view",
-            "reshape",
-            "view_as_real",
-            "to",
-            "type_as",
-            "float",
-        ):
+        if flow.op(node) not in _JOINS and flow.op(node) not in ("flatten", "view", "reshape", "view_as_real", "to"):
             continue
         alive = [s for s in flow.sources[node] if s in found.live]
         if found.is_free(node) and alive and all(s in region for s in alive):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from deepwell.graph.fx import argument
 from deepwell.graph.lift.flow import FORMS
 from deepwell.graph.lift.site import Finding, Site, joined
 
@@ -28,11 +29,11 @@ def find_contractions(found: Finding) -> None:
     """Add a site for every product of an activation with parameters, every lookup, every convolution and the loss."""
     for node in found.flow.nodes:
         op = found.flow.op(node)
-        if op == "embedding":
+        if op in ("embedding", "embedding_bag"):
             _embedding(found, node)
         elif op == "conv" or op.startswith("conv_transpose"):
             _conv(found, node)
-        elif op in ("cross_entropy", "nll_loss"):
+        elif op in ("cross_entropy", "cross_entropy_loss", "nll_loss"):
             _loss(found, node)
         elif op == "multi_head_attention_forward":
             _fused_attention(found, node)
@@ -49,8 +50,8 @@ def _product(found: Finding, node: fx.Node, op: str) -> _Product | None:
     flow = found.flow
     args = [a for a in node.args if isinstance(a, fx.Node)]
     if op == "linear":
-        data, weight = flow.arg(node, 0, "input"), flow.arg(node, 1, "weight")
-        return _right(found, data, weight, flow.arg(node, 2, "bias"), transposed=True)
+        data, weight = argument(node, "input"), argument(node, "weight")
+        return _right(found, data, weight, argument(node, "bias"), transposed=True)
     if op in ("addmm", "baddbmm") and len(args) >= 3:
         product = _either(found, args[1], args[2])
         if product is None:
@@ -249,7 +250,7 @@ def _embedding(found: Finding, node: fx.Node) -> None:
 
 def _conv(found: Finding, node: fx.Node) -> None:
     flow = found.flow
-    weight, bias = flow.arg(node, 1, "weight"), flow.arg(node, 2, "bias")
+    weight, bias = argument(node, "weight"), argument(node, "bias")
     if weight not in flow.weights:
         return
     out, shape = flow.shape(node), flow.shape(weight)
@@ -273,7 +274,7 @@ def _conv(found: Finding, node: fx.Node) -> None:
 
 def _loss(found: Finding, node: fx.Node) -> None:
     flow = found.flow
-    logits = flow.arg(node, 0, "input")
+    logits = argument(node, "input")
     shape = flow.shape(logits)
     if not shape:
         return
@@ -285,12 +286,12 @@ def _loss(found: Finding, node: fx.Node) -> None:
 def _fused_attention(found: Finding, node: fx.Node) -> None:
     """F.multi_head_attention_forward: input projection, attention and output projection in one call."""
     flow = found.flow
-    query, key, value = (flow.arg(node, i, n) for i, n in enumerate(("query", "key", "value")))
-    width, heads = int(flow.arg(node, 3, "embed_dim_to_check")), int(flow.arg(node, 4, "num_heads"))
-    weight, bias = flow.arg(node, 5, "in_proj_weight"), flow.arg(node, 6, "in_proj_bias")
+    query, key, value = (argument(node, name) for name in ("query", "key", "value"))
+    width, heads = int(argument(node, "embed_dim_to_check")), int(argument(node, "num_heads"))
+    weight, bias = argument(node, "in_proj_weight"), argument(node, "in_proj_bias")
     separate = [node.kwargs.get(f"{name}_proj_weight") for name in "qkv"]
-    out_weight, out_bias = flow.arg(node, 11, "out_proj_weight"), flow.arg(node, 12, "out_proj_bias")
-    extra = [flow.arg(node, 7, "bias_k"), flow.arg(node, 8, "bias_v")]
+    out_weight, out_bias = argument(node, "out_proj_weight"), argument(node, "out_proj_bias")
+    extra = [argument(node, "bias_k"), argument(node, "bias_v")]
     path, nodes = flow.path(node), {node}
     is_self = query is key and key is value
     rows, kv_rows = flow.shape(query)[:-1], flow.shape(key)[:-1]

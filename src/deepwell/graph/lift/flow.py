@@ -1,9 +1,8 @@
-"""What a traced graph says about its values: one spelling of each call, weights told from activations, writes followed.
+"""What a traced graph says about its values: weights told from activations, writes followed.
 
-Graphs arrive in three dialects (torch functions and methods from Dynamo, aten overloads from export, a mixture from
-recording). `Flow` gives every node one canonical operation name, and answers for every value: is it made of parameters
-alone, does it follow from data, which values does it read. Reads see in-place writes: what was copied into a slice of a
-tensor is a source of the tensor.
+`Flow` answers for every value: is it made of parameters alone, does it follow from data, which values does it read.
+Reads see in-place writes: what was copied into a slice of a tensor is a source of the tensor. An op has one name here
+whether it writes or not, and the name of another library's op is taken by its word (`graph/fx.py` says which is which).
 """
 
 from __future__ import annotations
@@ -15,63 +14,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from deepwell.graph.fx import VIEWS, memory_of, op_of, value_of, without_marks, written_by
 from deepwell.graph.lift.inline import inlined
 from deepwell.graph.trace import Placeholder, Traced
 
-# One name for one operation.
-_SPELLINGS = {
-    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "rsub": "sub",
-    "_softmax": "softmax", "square": "pow", "__getitem__": "getitem", "mm": "matmul", "bmm": "matmul",
-    "concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose", "clip": "clamp",
-    "clamp_min": "clamp", "clamp_max": "clamp", "cross_entropy_loss": "cross_entropy", "hardtanh": "clamp",
-    "convolution": "conv", "conv1d": "conv", "conv2d": "conv", "conv3d": "conv", "native_layer_norm": "layer_norm",
-    "_grouped_mm": "grouped_mm", "native_dropout": "dropout", "_to_copy": "to", "embedding_bag": "embedding",
-}  # fmt: skip
-_PLAIN_UNDERSCORE = {"and_", "or_", "not_", "xor_"}  # operators whose name ends in an underscore without writing
-_IN_PLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor", "imatmul"}
-
-# Calls whose result shares storage with their first argument.
-VIEWS = {
-    "view", "reshape", "transpose", "permute", "expand", "expand_as", "unsqueeze", "squeeze", "contiguous", "flatten",
-    "unflatten", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "t",
-    "movedim", "moveaxis", "view_as", "reshape_as", "getattr", "diagonal", "detach", "alias", "view_as_real",
-    "view_as_complex",
-}  # fmt: skip
 # Calls that give their first argument's values back in another form: a chain of them leads to one source.
 FORMS = VIEWS | {
-    "getitem", "to", "float", "half", "bfloat16", "double", "type", "type_as", "clone", "repeat", "repeat_interleave",
-    "dropout", "alpha_dropout", "feature_dropout", "pad", "roll", "flip", "index_select", "gather", "nan_to_num",
-    "broadcast_to", "index", "tile", "_assert_tensor_metadata", "checkpoint_name", "tag_activation_checkpoint",
+    "getitem", "to", "clone", "repeat", "repeat_interleave", "dropout", "native_dropout", "alpha_dropout",
+    "feature_dropout", "pad", "roll", "flip", "index_select", "gather", "nan_to_num", "broadcast_to", "index", "tile",
+    "_assert_tensor_metadata", "checkpoint_name", "tag_activation_checkpoint",
 }  # fmt: skip
 # Elementwise arithmetic: with plain numbers these rescale one value.
 ARITHMETIC = {"add", "sub", "mul", "div", "pow", "neg", "clamp", "minimum", "maximum", "masked_fill", "where", "abs"}
-
-
-def canonical(node: fx.Node) -> str:
-    """The name of a call in one spelling, without in-place marks: "linear", "add", "softmax"."""
-    name = _raw_name(node)
-    if name in _IN_PLACE_OPERATORS:
-        name = name[1:]
-    elif name.endswith("_") and not name.endswith("__") and name not in _PLAIN_UNDERSCORE:
-        name = name[:-1]
-    return _SPELLINGS.get(name, name)
-
-
-def _raw_name(node: fx.Node) -> str:
-    if node.op not in ("call_function", "call_method"):
-        return node.op
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name).rsplit("::", maxsplit=1)[-1]
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def _writes(node: fx.Node) -> bool:
-    name = _raw_name(node)
-    if name in _IN_PLACE_OPERATORS or name == "setitem":
-        return True
-    return name.endswith("_") and not name.endswith("__") and name not in _PLAIN_UNDERSCORE
 
 
 class Flow:
@@ -85,7 +39,7 @@ class Flow:
         self.output: fx.Node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
         self._by_index = list(self.graph.nodes)
         self.index = {node: i for i, node in enumerate(self._by_index)}
-        self.ops = {node: canonical(node) for node in self.graph.nodes}
+        self.ops = {node: without_marks(op_of(node)) for node in self.graph.nodes}
         self._placeholders = traced.by_node()
         self._module_names = _names_of_modules(model)
         self._stacks: dict[fx.Node, tuple[str, ...]] = {}
@@ -104,12 +58,12 @@ class Flow:
         return self.ops[node]
 
     def value(self, node: Any) -> Any:
-        """The fake tensor that stands for the node's value; export keeps those of inner graphs under another key."""
-        return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+        """The fake tensor that stands for the node's value."""
+        return value_of(node)
 
     def shape(self, node: Any) -> tuple[int, ...]:
-        value = self.value(node)
-        return tuple(map(_concrete, value.shape)) if isinstance(value, torch.Tensor) else ()
+        value = value_of(node)
+        return tuple(map(_concrete, value.shape)) if value is not None else ()
 
     def numel(self, node: Any) -> int:
         count = 1
@@ -118,11 +72,11 @@ class Flow:
         return count
 
     def is_tensor(self, node: Any) -> bool:
-        return isinstance(self.value(node), torch.Tensor)
+        return value_of(node) is not None
 
     def is_float(self, node: Any) -> bool:
-        value = self.value(node)
-        return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        value = value_of(node)
+        return value is not None and (value.is_floating_point() or value.is_complex())
 
     def placeholder(self, node: fx.Node) -> Placeholder | None:
         return self._placeholders.get(node.name) if node.op == "placeholder" else None
@@ -165,11 +119,6 @@ class Flow:
 
     # ---- arguments ----
 
-    def arg(self, node: fx.Node, position: int, name: str = "", default: Any = None) -> Any:
-        if position < len(node.args):
-            return node.args[position]
-        return node.kwargs.get(name, default)
-
     def tensor_args(self, node: fx.Node) -> list[fx.Node]:
         """Argument nodes that hold tensors, in order; lists of tensors are opened."""
         found: list[fx.Node] = []
@@ -183,37 +132,25 @@ class Flow:
         return self._current.get((node, arg), (arg,))
 
     def _follow_writes(self) -> None:
-        root: dict[fx.Node, fx.Node] = {}
-        writes: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}  # storage -> (writing node, node written to)
+        root: dict[Any, fx.Node] = {}  # memory -> the first value in it
+        writes: dict[Any, list[tuple[fx.Node, fx.Node]]] = {}  # memory -> (writing node, node written to)
         for node in self.graph.nodes:
             seen: dict[fx.Node, None] = {}
             for arg in node.all_input_nodes:
-                current = [arg]
-                for writer, target in writes.get(root[arg], ()):
+                memory, current = memory_of(arg), [arg]
+                for writer, target in writes.get(memory, ()):
                     if self.index[writer] < self.index[arg]:
                         continue  # the view was taken after the write and holds it already
-                    is_whole = target is arg or self.numel(target) == self.numel(root[arg])
+                    is_whole = target is arg or self.numel(target) == self.numel(root[memory])
                     current = [writer] if is_whole else [*current, writer]
                 self._current[node, arg] = tuple(current)
                 seen.update(dict.fromkeys(current))
             self.sources[node] = tuple(seen)
             for source in seen:
                 self.readers.setdefault(source, []).append(node)
-            root[node] = self._storage(node, root)
-            if _writes(node) and node.args and isinstance(node.args[0], fx.Node):
-                target = node.args[0]
-                root[node] = root[target]
-                writes.setdefault(root[target], []).append((node, target))
-
-    def _storage(self, node: fx.Node, root: dict[fx.Node, fx.Node]) -> fx.Node:
-        op = self.ops[node]
-        is_slice = op == "getitem" and not _is_gather(node)
-        if not (op in VIEWS or is_slice) or not node.args or not isinstance(node.args[0], fx.Node):
-            return node
-        source = node.args[0]
-        if op == "getitem" and not self.is_tensor(source) and self.ops[source] not in VIEWS:
-            return node  # one of several results of a call, e.g. the indices of top-k
-        return root[source]
+            root.setdefault(memory_of(node), node)
+            for target in written_by(node):
+                writes.setdefault(memory_of(target), []).append((node, target))
 
     # ---- spreading ----
 
@@ -258,20 +195,7 @@ class Flow:
         """The value behind casts, dropout and arithmetic with plain numbers; slices and views stay."""
         while True:
             op = self.ops[node]
-            if op in (
-                "to",
-                "float",
-                "half",
-                "bfloat16",
-                "double",
-                "type",
-                "type_as",
-                "dropout",
-                "clone",
-                "contiguous",
-                "clamp",
-                "neg",
-            ):
+            if op in ("to", "dropout", "clone", "contiguous", "clamp", "neg"):
                 following = self.sources[node][:1]
             elif op in ("add", "sub", "mul", "div", "pow", "abs"):
                 following = self.sources[node] if len(self.sources[node]) == 1 else ()
@@ -329,10 +253,3 @@ def _names_of_modules(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for path, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(path)
     return {path: tuple(paths) for paths in names.values() for path in paths}
-
-
-def _is_gather(node: fx.Node) -> bool:
-    """Does this indexing copy rows by a tensor of indices (no view)?"""
-    index = node.args[1] if len(node.args) > 1 else None
-    entries = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(entry, fx.Node) for entry in entries)

@@ -99,7 +99,7 @@ def _numbers(flow: Flow, target: fx.Node, scores: fx.Node | None, length: int) -
     """Whole numbers in the mask's arithmetic that could be a window, the likely ones (beyond the length) first."""
     found: set[int] = set()
     for node in flow.back([target], lambda n: n is scores):
-        if flow.op(node) in ("sub", "add", "lt", "le", "gt", "ge", "floordiv", "floor_divide", "div", "triu", "tril"):
+        if flow.op(node) in ("sub", "add", "lt", "le", "gt", "ge", "floordiv", "div", "triu", "tril"):
             found.update(abs(a) for a in node.args if isinstance(a, int) and not isinstance(a, bool))
     return sorted((n for n in found if n > PROBE and n not in (length, length - 1, length + 1)), reverse=True)
 
@@ -155,7 +155,6 @@ class _Evaluation:
             "gt",
             "ge",
             "floordiv",
-            "floor_divide",
             "div",
             "triu",
             "tril",

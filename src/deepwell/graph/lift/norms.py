@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import fx
 
+from deepwell.graph.fx import argument
 from deepwell.graph.lift.flow import FORMS
 from deepwell.graph.lift.site import Finding, Site, joined
 
-_CALLS = {"layer_norm": "layer", "rms_norm": "rms", "group_norm": "group", "batch_norm": "batch", "normalize": "l2",
-          "instance_norm": "instance"}  # fmt: skip
+_CALLS = {
+    "layer_norm": "layer", "native_layer_norm": "layer", "rms_norm": "rms", "group_norm": "group",
+    "batch_norm": "batch", "normalize": "l2", "instance_norm": "instance",
+}  # fmt: skip
 
 
 def find_norms(found: Finding) -> None:
@@ -128,7 +131,7 @@ def _kind(found: Finding, nodes: set[fx.Node]) -> str:
 def _by_hand(found: Finding, node: fx.Node) -> None:
     """x * rsqrt(mean(x^2) + eps), x / sqrt(...) outside of norm modules, with the weight behind it."""
     flow = found.flow
-    start = node if flow.op(node) == "rsqrt" else flow.arg(node, 1)
+    start = node if flow.op(node) == "rsqrt" else argument(node, "other")
     if not isinstance(start, fx.Node) or (
         start is not node and flow.op(start) not in ("sqrt", "norm", "linalg_vector_norm")
     ):
@@ -136,9 +139,7 @@ def _by_hand(found: Finding, node: fx.Node) -> None:
     inner: set[fx.Node] = {start}
     squared = None
     for source in flow.back(flow.sources[start], lambda n: flow.op(n) == "pow" or not found.is_free(n)):
-        if flow.op(source) not in ("mean", "add", "pow", "mul", "clamp", "to", "float", "sum") or not found.is_free(
-            source
-        ):
+        if flow.op(source) not in ("mean", "add", "pow", "mul", "clamp", "to", "sum") or not found.is_free(source):
             continue
         inner.add(source)
         is_square = flow.op(source) == "pow" or (

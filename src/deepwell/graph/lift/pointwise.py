@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from deepwell.graph.lift.flow import FORMS, canonical
+from deepwell.graph.fx import argument, op_of, without_marks
+from deepwell.graph.lift.flow import FORMS
 from deepwell.graph.lift.site import Finding, Site, joined, parent
 from deepwell.graph.ops import Extent
 
@@ -14,22 +15,10 @@ _BENDS = {
     "threshold",
 }  # fmt: skip
 _STRAIGHT = {
-    "add", "sub", "mul", "div", "pow", "neg", "clamp", "to", "float", "half", "bfloat16", "double", "type", "type_as",
-    "contiguous", "dropout", "minimum", "maximum", "abs", "where", "min", "max", "exp", "log1p", "sqrt", "clone",
+    "add", "sub", "mul", "div", "pow", "neg", "clamp", "to", "contiguous", "dropout", "minimum", "maximum", "abs",
+    "where", "min", "max", "exp", "log1p", "sqrt", "clone",
 }  # fmt: skip
-_CASTS = (
-    "to",
-    "float",
-    "half",
-    "bfloat16",
-    "double",
-    "type",
-    "type_as",
-    "dropout",
-    "contiguous",
-    "clone",
-    "masked_fill",
-)
+_KEEPING = ("to", "dropout", "contiguous", "clone", "masked_fill")
 
 
 def find_activations(found: Finding) -> None:
@@ -88,7 +77,11 @@ def _applied(found: Finding, node: fx.Node) -> set[str]:
     sources = flow.sources[node]
     if flow.op(node) != "getitem" or not sources or flow.op(sources[0]) != "autograd_function_apply":
         return set()
-    return {canonical(n) for n in _body(found, sources[0])} & _BENDS
+    return {_op(n) for n in _body(found, sources[0])} & _BENDS
+
+
+def _op(node: fx.Node) -> str:
+    return without_marks(op_of(node))
 
 
 def _body(found: Finding, call: fx.Node) -> list[fx.Node]:
@@ -151,7 +144,9 @@ def _gated_by(found: Finding, end: fx.Node, base: fx.Node, bases: dict[fx.Node, 
             others = [s for s in flow.sources[reader] if s is not node and found.is_activation(s)]
             fits = len(others) == 1 and bases.get(others[0]) is not base
             return taken if fits and flow.numel(reader) == max(flow.numel(others[0]), flow.numel(node)) else None
-        if flow.op(reader) not in _CASTS and not (flow.op(reader) in FORMS and flow.numel(reader) == flow.numel(node)):
+        if flow.op(reader) not in _KEEPING and not (
+            flow.op(reader) in FORMS and flow.numel(reader) == flow.numel(node)
+        ):
             return None
         node = reader
 
@@ -171,12 +166,12 @@ def _function(found: Finding, cone: set[fx.Node], is_gate: bool) -> str:
     flow = found.flow
     for node in [n for n in cone if _applied(found, n)]:
         cone = cone | set(_body(found, flow.sources[node][0]))
-    ops = {canonical(n) for n in cone}
+    ops = {_op(n) for n in cone}
     if "silu" in ops:
         return "silu"
     if "gelu" in ops:
         node = next(n for n in cone if flow.op(n) == "gelu")
-        return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" or "tanh" in node.args else "gelu"
+        return "gelu_tanh" if argument(node, "approximate") == "tanh" else "gelu"
     if "relu" in ops:
         return "relu2" if "pow" in ops or _is_square(found, cone) else "relu"
     if "erf" in ops:
@@ -186,7 +181,7 @@ def _function(found: Finding, cone: set[fx.Node], is_gate: bool) -> str:
             return "mish"
         return "gelu_tanh" if _numbers(cone, 0.044715) else "tanh"
     if "sigmoid" in ops:
-        if not any(canonical(n) == "mul" and len(n.all_input_nodes) == 2 for n in cone):
+        if not any(_op(n) == "mul" and len(n.all_input_nodes) == 2 for n in cone):
             return "sigmoid"
         if is_gate and "clamp" in ops:
             return "clamped_swiglu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from deepwell.graph.fx import argument
 from deepwell.graph.lift.site import Finding, Site, joined, parent
 from deepwell.graph.ops import Extent
 
@@ -13,7 +14,7 @@ def find_topk(found: Finding) -> None:
     flow = found.flow
     nodes = [n for n in flow.nodes if flow.op(n) == "topk" and found.is_free(n) and n in found.live]
     for node in [n for n in nodes if not _limits_another(found, n)]:
-        scores = flow.arg(node, 0, "input")
+        scores = argument(node, "input")
         shape = flow.shape(scores)
         linears = [site for site in found.sites_behind([scores], through=("norm",)) if site.kind == "linear"]
         routers = [site for site in linears if shape and site.facts["n"] == shape[-1]]
@@ -25,7 +26,7 @@ def find_topk(found: Finding) -> None:
         site = Site(
             "topk", node, flow.path(node), joined(router.name, "topk"), inner, role="router", inputs=[router],
             facts={
-                "experts": shape[-1], "top_k": int(flow.arg(node, 1, "k")), "dims": shape[:-1],
+                "experts": shape[-1], "top_k": int(argument(node, "k")), "dims": shape[:-1],
                 "scoring": _scoring(found, node, inner), "router": router,
             },
         )  # fmt: skip
