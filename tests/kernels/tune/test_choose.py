@@ -448,6 +448,18 @@ def test_both_chains_run_and_a_gain_says_its_figures():
     assert slow.reason == "would not gain: FP8 90 us, bf16 30 us forward and backward at 128 tokens"
 
 
+@pytest.mark.parametrize(("method", "per_row"), [("fp8_row", True), ("fp8_tensor", False)])
+def test_a_step_is_timed_by_the_kernels_that_the_engine_runs(method, per_row, monkeypatch):
+    seen = []
+    for name in ("quantize_group", "fastest_fp8_gemm"):
+        real = getattr(gain, name)
+        monkeypatch.setattr(gain, name, lambda *args, real=real, **how: seen.append(how) or real(*args, **how))
+    x, w, dy = gain._tensors(Problem(op="linear", m=32, n=48, k=64, precision=method))
+    gain._STEPS[method](x, w, dy, fused=[])()
+    along, turned = ({"turned": is_turned, "scale_per_row": per_row} for is_turned in (False, True))
+    assert seen == [along, {}, turned, {}, {"fast": False}]  # forward, dgrad, and a wgrad that sums in fp32
+
+
 @pytest.mark.gpu
 def test_a_large_layer_gains_and_a_tiny_one_does_not():
     large, tiny = gain.would_gain(8192, 4096, 8192), gain.would_gain(64, 64, 16)

@@ -5,9 +5,10 @@
     1x128    both copies of x; the weight, twice; x w^T; both copies of dy; dy w; dy^T x
     bf16     x w^T; dy w; dy^T x
 
-The whole of a training step's work on one layer, quantization included. Rows (*) that the engine makes in the kernel
-before (a norm, an activation, RoPE's backward) cost no kernel of their own, and less to write than bf16 (a byte more
-beside a gradient that is read): they are left out. To count them kept layers of width 768 in bf16 that gain by FP8.
+The whole of a training step's work on one layer by the kernels that the engine runs: weights in two launches and one
+more for the backward, large products by the fastest of cuBLASLt's algorithms. Rows (*) that the engine makes in the
+kernel before (a norm, an activation, RoPE's backward) cost no kernel of their own, and less to write than bf16 (a byte
+more beside a gradient that is read): they are left out. To count them kept layers of width 768 in bf16 that gain.
 """
 
 # Shapes: T tokens, K and N the widths of the linear.
@@ -21,26 +22,28 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm import fp8_blocks as gemm_blocks
 from deepwell.kernels.gemm.cases import operands
-from deepwell.kernels.gemm.fp8 import ALIGNMENT, fp8_gemm
+from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks
 from deepwell.kernels.quantize import fp8 as quantize
 from deepwell.kernels.quantize import fp8_blocks as quantize_blocks
+from deepwell.kernels.quantize import weights as quantize_weights
 from deepwell.kernels.quantize import wgrad_operands as wgrads
-from deepwell.kernels.quantize.fp8 import amax, quantize_rows, quantize_weight
+from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_weight
 from deepwell.kernels.quantize.fp8_blocks import quantize_1x128_both, quantize_128x128
+from deepwell.kernels.quantize.weights import partial_maxima, quantize_group
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
-from deepwell.kernels.tune import timing
+from deepwell.kernels.tune import fastest, timing
 from deepwell.kernels.tune.candidate import Candidate, Choice
 from deepwell.kernels.tune.choose import Rules, Setup, choose
+from deepwell.kernels.tune.fastest import fastest_fp8_gemm
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import fingerprint_of, sources_hash
 from deepwell.kernels.tune.verify import FLOORS_DB, Case, some_rows
 
 # What the times depend on: another build of these, or of what they import, is measured anew.
-_SOURCES = (gemm, gemm_blocks, quantize, quantize_blocks, timing, wgrads)
+_SOURCES = (fastest, gemm_blocks, quantize, quantize_blocks, quantize_weights, timing, wgrads)
 _RULES = Rules(budget_s=0.1)
 _BF16 = "bf16"
 Step = Callable[[Tensor, Tensor, Tensor], Callable[[], Tensor]]
@@ -160,15 +163,11 @@ def _row_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Call
 
     def step() -> Tensor:
         q_x, s_x = rows_x if "x" in fused else quantize_rows(x)
-        largest = amax(w)
-        q_w, _, s_w = quantize_weight(w, largest, write="rows")
-        assert q_w is not None
-        y = fp8_gemm(q_x, s_x, q_w, s_w)
+        partials = partial_maxima([w])
+        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, turned=False, scale_per_row=True))
         q_dy, s_dy = rows_dy if "dy" in fused else quantize_rows(dy)
-        _, q_wt, _ = quantize_weight(w, largest, write="columns")
-        assert q_wt is not None
-        fp8_gemm(q_dy, s_dy, q_wt, s_w)
-        fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
+        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, turned=True, scale_per_row=True))
+        fastest_fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
         return y
 
     return step
@@ -177,15 +176,13 @@ def _row_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Call
 def _tensor_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Callable[[], Tensor]:
     def step() -> Tensor:
         q_x, q_xt, s_x = quantize_weight(x)
-        largest = amax(w)
-        q_w, _, s_w = quantize_weight(w, largest, write="rows")
-        assert q_x is not None and q_xt is not None and q_w is not None
-        y = fp8_gemm(q_x, s_x, q_w, s_w)
+        assert q_x is not None and q_xt is not None
+        partials = partial_maxima([w])
+        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, turned=False, scale_per_row=False))
         q_dy, q_dyt, s_dy = quantize_weight(dy)
-        _, q_wt, _ = quantize_weight(w, largest, write="columns")
-        assert q_dy is not None and q_dyt is not None and q_wt is not None
-        fp8_gemm(q_dy, s_dy, q_wt, s_w)
-        fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
+        assert q_dy is not None and q_dyt is not None
+        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, turned=True, scale_per_row=False))
+        fastest_fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
         return y
 
     return step
