@@ -3,9 +3,10 @@
     PYTHONPATH=src python3 benchmarks/bench_adamw.py [--json FILE] [--layers 4] [--defaults] [--quick] [--only TEXT]
 
 First each variant and config is checked bit for bit against the CPU reference; one that differs is set aside. Then
-Llama-8B's shapes with 4 layers (1.92e9 parameters, 39 tensors), 16 equal tensors, and 300 small ones (`--quick`: FP8
-moments and copies on the first alone, under a minute). Bytes are counted, not measured: each tensor once for every time
-it must be read or written. The last table has the best config of each variant beside a copy of as many bytes.
+Llama-8B's shapes with 4 layers (1.92e9 parameters, 39 tensors), 16 equal tensors, and 300 small ones (`--quick`: the
+first alone, with random bf16 moments and with FP8 ones, under a minute). Bytes are counted, not measured: each tensor
+once for every time it must be read or written. The last table has the best config of each variant beside a copy of as
+many bytes.
 """
 
 import argparse
@@ -23,17 +24,13 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.formats.spec import get_format
 from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.copies import Copies, TileConfig, configs_for
-from deepwell.train.adamw.copy_tables import Slot
+from deepwell.train.adamw.slot import Slot
 from deepwell.train.adamw.tables import FusedAdamW
 from deepwell.train.adamw.update import Config, configs_for_moments
-from deepwell.train.adamw.words import WordConfig, word_configs_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
-AnyConfig = Config | TileConfig | WordConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,21 +44,13 @@ class Variant:
     random_params: bool = False
     random_moments: bool = False
     clip_norm: float | None = None
-    # The format of the quantized copies of every matrix, and whether its scale is the last step's.
-    copies: str | None = None
-    is_delayed: bool = True
 
     def bytes_per_parameter(self) -> float:
         """Gradient read (twice with a norm), the rest read and written; a master makes the parameter write-only."""
         grad, param = self.param.itemsize, self.param.itemsize
         moments = 2 * 2 * (1 + 4 / adamw.BLOCK if self.moment == adamw.FP8 else self.moment.itemsize)
         weights = param + 2 * 4 if self.has_master else 2 * param
-        copies = 0.0
-        if self.copies is not None:
-            fmt = get_format(self.copies)
-            is_second_pass = fmt.scaling == "row" or (fmt.scaling == "tensor" and not self.is_delayed)
-            copies = 2 * fmt.bits_per_element / 8 + (param if is_second_pass else 0)
-        return grad * (2 if self.clip_norm is not None else 1) + weights + moments + copies
+        return grad * (2 if self.clip_norm is not None else 1) + weights + moments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,32 +80,6 @@ VARIANTS = (
     Variant(name="bf16 random, bf16 moments random, clipped", random_params=True, random_moments=True, clip_norm=1.0),
     Variant(name="fp32, fp32 moments", param=FP32, moment=FP32),
 )
-COPIED = (
-    Variant(name="bf16 random + mxfp8 copies", random_params=True, copies="mxfp8"),
-    Variant(name="bf16 random + 128x128 pow2 copies", random_params=True, copies="fp8_e4m3_128x128_pow2"),
-    Variant(name="bf16 random + tensor copies, delayed", random_params=True, copies="fp8_e4m3_tensor_pow2"),
-    Variant(
-        name="bf16 random + tensor copies, second pass",
-        random_params=True,
-        copies="fp8_e4m3_tensor_pow2",
-        is_delayed=False,
-    ),
-    Variant(name="bf16 random + row copies, second pass", random_params=True, copies="fp8_e4m3_row_pow2"),
-    Variant(
-        name="bf16 random, fp8 moments + mxfp8 copies",
-        moment=adamw.FP8,
-        random_params=True,
-        random_moments=True,
-        copies="mxfp8",
-    ),
-    Variant(
-        name="bf16 random, fp8 moments + tensor copies",
-        moment=adamw.FP8,
-        random_params=True,
-        random_moments=True,
-        copies="fp8_e4m3_tensor_pow2",
-    ),
-)
 
 
 def llama_shapes(num_layers: int = 4) -> list[Shape]:
@@ -141,7 +104,6 @@ def make_slots(shapes: list[Shape], variant: Variant, device: str) -> tuple[list
                 exp_avg_scales=scales[0],
                 exp_avg_sq_scales=scales[1],
                 master=param.float() if variant.has_master else None,
-                copies=make_copies(param, variant),
                 index=i,
             )
         )
@@ -157,32 +119,23 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def make_copies(param: Tensor, variant: Variant) -> Copies | None:
-    if variant.copies is None or param.dim() != 2:
-        return None
-    return Copies.empty_like(param, variant.copies, is_delayed=variant.is_delayed)
-
-
 def group_table(device: str) -> Tensor:
     return torch.tensor([[3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0]], dtype=torch.float64, device=device)
 
 
-def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: AnyConfig | None) -> FusedAdamW:
-    optimizer = FusedAdamW(
+def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Config | None) -> FusedAdamW:
+    return FusedAdamW(
         slots,
         steps=torch.zeros(len(slots), dtype=torch.int64, device=device),
         seed=1,
         clip_norm=variant.clip_norm,
         random_params=variant.random_params,
         random_moments=variant.random_moments,
-        config=config if isinstance(config, Config) else None,
-        tile_config=None if isinstance(config, Config) else config,
+        config=config,
     )
-    optimizer.write_copies()
-    return optimizer
 
 
-def check(variant: Variant, config: AnyConfig | None) -> str:
+def check(variant: Variant, config: Config | None) -> str:
     """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order).
 
     Returns what differs, or nothing.
@@ -193,14 +146,7 @@ def check(variant: Variant, config: AnyConfig | None) -> str:
     shapes = [(304, 128), (77,), (4096,), (13, 40)] if is_default else [(304, 128)]
     cpu_slots, cpu_grads = make_slots(shapes, variant, "cpu")
     names = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
-    gpu_slots = [
-        Slot(
-            **{n: _to_gpu(getattr(s, n)) for n in names},
-            copies=None if s.copies is None else make_copies(s.param.cuda(), variant),
-            index=s.index,
-        )
-        for s in cpu_slots
-    ]
+    gpu_slots = [Slot(**{n: _to_gpu(getattr(s, n)) for n in names}, index=s.index) for s in cpu_slots]
     gpu_grads = [g.cuda() for g in cpu_grads]
     cpu, gpu = make_optimizer(cpu_slots, variant, "cpu", None), make_optimizer(gpu_slots, variant, "cuda", config)
     for _ in range(2):
@@ -211,21 +157,14 @@ def check(variant: Variant, config: AnyConfig | None) -> str:
         for s, t in zip(cpu_slots, gpu_slots, strict=True)
         for n in names
     ]
-    copied = ("row", "col", "row_scales", "col_scales", "scale", "amax", "new_amax")
-    pairs += [
-        (f"copies.{n} of tensor {s.index}", getattr(t.copies, n), getattr(s.copies, n))
-        for s, t in zip(cpu_slots, gpu_slots, strict=True)
-        if s.copies is not None
-        for n in copied
-    ]
-    # bf16 parameters without a master take the GPU's own quotient: of 10^4 one may round the other way, and its copies.
+    # bf16 parameters without a master take the GPU's own quotient: of 10^4 one may round the other way.
     is_approximate = variant.param == BF16 and not variant.has_master
     for name, got, wanted in pairs:
         if got is None or torch.equal(_bytes(got), _bytes(wanted)):
             continue
         differing = int((_bytes(got) != _bytes(wanted)).sum())
         is_close = torch.allclose(got.cpu().float(), wanted.float(), rtol=2**-6, atol=1e-9)
-        is_rare = ("param" in name or "copies" in name) and differing <= max(2, got.numel() // 10_000)
+        is_rare = "param" in name and differing <= max(2, got.numel() // 10_000)
         if not (is_close and variant.clip_norm is not None) and not (is_approximate and is_rare):
             return f"{name} differs in {differing} of {got.nbytes} bytes"
     return ""
@@ -239,7 +178,7 @@ def _to_gpu(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cuda()
 
 
-def check_all(pairs: list[tuple[Variant, AnyConfig]]) -> set[tuple[Variant, AnyConfig]]:
+def check_all(pairs: list[tuple[Variant, Config]]) -> set[tuple[Variant, Config]]:
     """Check every row's variant and config, many at a time: it is the compiler that takes the time, not the GPU.
 
     Returns those that are not right, and prints why.
@@ -342,7 +281,7 @@ def bench_torch(table: Table, label: str, shapes: list[Shape], dtypes: tuple[tor
 
 
 def bench_shapes(
-    table: Table, label: str, shapes: list[Shape], pairs: list[tuple[Variant, AnyConfig]], torch_ms: dict
+    table: Table, label: str, shapes: list[Shape], pairs: list[tuple[Variant, Config]], torch_ms: dict
 ) -> None:
     """Every variant in each of its configs."""
     count = sum(torch.Size(shape).numel() for shape in shapes)
@@ -359,23 +298,13 @@ def bench_shapes(
         torch.cuda.empty_cache()
 
 
-def configs_of(variant: Variant, *, every: bool) -> tuple[AnyConfig, ...]:
+def configs_of(variant: Variant, *, every: bool) -> tuple[Config, ...]:
     """All configs that suit a variant, or its default one."""
-    has_fp8 = variant.moment == adamw.FP8
-    if variant.copies is None:
-        return configs_for_moments(variant.moment)[: None if every else 1]
-    fmt = get_format(variant.copies)
-    words = word_configs_for(fmt, has_fp8_moments=has_fp8, is_delayed=variant.is_delayed)
-    # And one that reads the weights again.
-    return (*words, configs_for(fmt)[0]) if every else words[:1]
+    return configs_for_moments(variant.moment)[: None if every else 1]
 
 
-def show(config: AnyConfig) -> str:
+def show(config: Config) -> str:
     capped = f", {config.max_registers} regs" if config.max_registers else ""
-    if isinstance(config, TileConfig):
-        return f"{config.rows}/{config.strip}/{config.copy_strip}, {config.num_warps}{capped}"
-    if isinstance(config, WordConfig):
-        return f"words {config.rows}, {config.num_warps}{capped}"
     return f"{config.rows} x {config.tiles}, p{config.pieces}, {config.num_warps}{capped}"
 
 
@@ -395,22 +324,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--layers", type=int, default=4, help="layers of the Llama-8B shapes (default 4)")
     parser.add_argument("--defaults", action="store_true", help="only the default config of each variant")
-    parser.add_argument("--quick", action="store_true", help="only FP8 moments and copies, on the Llama-8B shapes")
-    parser.add_argument("--only", default="", help="only variants with this in their name, such as 'mxfp8'")
+    parser.add_argument("--quick", action="store_true", help="only random bf16 and FP8 moments, on the Llama-8B shapes")
+    parser.add_argument("--only", default="", help="only variants with this in their name, such as 'fp8 moments'")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_adamw needs a CUDA GPU")
-    variants = (PLAIN, RANDOM, *VARIANTS, *COPIED)
+    variants = (PLAIN, RANDOM, *VARIANTS)
     if arguments.quick:
-        variants = (VARIANTS[0], *(v for v in VARIANTS if v.moment == adamw.FP8), *COPIED)
+        variants = (VARIANTS[0], *(v for v in VARIANTS if v.moment == adamw.FP8))
     variants = tuple(v for v in variants if arguments.only in v.name)
     if not variants:
         raise SystemExit(f"--only {arguments.only}: no variant has that in its name")
     pairs = [(v, c) for v in variants for c in configs_of(v, every=not arguments.defaults)]
     if arguments.quick:
-        # The best few of each, and nothing that reads the weights again.
-        first = {v: [c for u, c in pairs if u == v and not isinstance(c, TileConfig)][:3] for v in variants}
-        pairs = [(v, c) for v in variants for c in first[v]]
+        pairs = [(v, c) for v in variants for c in [c for u, c in pairs if u == v][:3]]
     wrong = check_all(pairs)
     print(f"{len(pairs) - len(wrong)} of {len(pairs)} variants and configs agree with the CPU reference")
     pairs = [pair for pair in pairs if pair not in wrong]

@@ -20,7 +20,6 @@ from deepwell.kernels.quantize import fp8 as Q
 from deepwell.kernels.quantize import microscaled as MX
 from deepwell.kernels.quantize import transpose as T
 from deepwell.kernels.rope import rope as R
-from deepwell.train.adamw import copies as adamw_copies
 from deepwell.train.adamw import scalars as adamw_scalars
 
 BF16, FP32, E4M3, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
@@ -213,9 +212,3 @@ def test_scalars_of_a_step(has_norm, has_clip):
     how = {"HAS_NORM": has_norm, "HAS_CLIP": has_clip, "SLOTS": 128}
     given = arguments(adamw_scalars._prepare_kernel, **doubles, **longs, **singles, **how)
     assert aot.compile_kernel(adamw_scalars._prepare_kernel, given, arch=90).spill_bytes == 0
-
-
-@pytest.mark.parametrize("pow2", [True, False])
-def test_scales_of_the_next_step(pow2):
-    given = arguments(adamw_copies._roll_kernel, scales_ptr=I64, control_ptr=I64, POW2=pow2, ROWS=64)
-    assert aot.compile_kernel(adamw_copies._roll_kernel, given, arch=90, num_warps=2).spill_bytes == 0

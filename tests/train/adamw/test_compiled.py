@@ -7,14 +7,9 @@ import torch
 
 import aot
 from adamw_forms import BF16, FP32, Case
-from deepwell.formats.spec import get_format
 from deepwell.kernels.device.triton_support import tl, triton
-from deepwell.train.adamw import copies as adamw_copies
 from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw import words as adamw_words
-from deepwell.train.adamw.copies import configs_for
 from deepwell.train.adamw.update import CONFIGS, FP8, configs_for_moments
-from deepwell.train.adamw.words import WORD_CONFIGS, WordConfig, word_configs_for
 
 
 def _constants(case):
@@ -31,7 +26,6 @@ def _constants(case):
     }
 
 
-SCALINGS = ("mx", "square", "tensor")
 POINTERS = {
     "table_ptr": torch.int64,
     "chunk_row_ptr": torch.int32,
@@ -100,107 +94,6 @@ def test_a_thread_holds_pieces_of_a_block_without_spills(config, monkeypatch):
     assert made.count(r"shfl\.sync") == 2 * (threads.bit_length() - 1)
 
 
-@pytest.mark.parametrize(
-    "scaling, arch, each", [*((s, a, False) for s in SCALINGS for a in aot.ARCHS), ("mx", 90, True)]
-)
-def test_copies_compile_without_spills(scaling, arch, each):
-    constants = {
-        **_constants(Case()),
-        "ROWS": 128,
-        "STRIP": 16,
-        "COPY_STRIP": 64,
-        "EACH": each,
-        "SCALING": scaling,
-        "POW2": True,
-        "HAS_ROW": True,
-        "HAS_COL": True,
-        "UPDATES": True,
-        "WRITES": True,
-        "COLLECTS": scaling == "tensor",
-    }
-    pointers = {**POINTERS, "copies_ptr": torch.int64}
-    made = aot.compile_kernel(adamw_copies._copies_kernel, {**pointers, **constants}, arch=arch, num_warps=8)
-    assert made.spill_bytes == 0
-    assert made.shared_bytes <= aot.MAX_SHARED_BYTES
-    # 32 codes a thread in each copy, 16 at a time.
-    assert made.count(r"st\.global\S*\.v4\.b32") == 3 + 2 * 2
-
-
-# The update that collects the maxima of rows and columns, then the pass that writes.
-PASSES = [{"UPDATES": is_first, "COLLECTS": is_first, "WRITES": not is_first} for is_first in (True, False)]
-
-
-@pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
-def test_copies_with_row_scales_compile_without_spills_where_nothing_is_aligned(moment, arch, monkeypatch):
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    config = configs_for(get_format("fp8_e4m3_row"))[0]
-    constants = {
-        **_constants(Case(moment=moment)),
-        "ALIGNED": False,
-        "ROWS": config.rows,
-        "STRIP": config.strip,
-        "COPY_STRIP": config.copy_strip,
-        "EACH": moment == BF16,
-        "SCALING": "row",
-        "POW2": False,
-        "HAS_ROW": True,
-        "HAS_COL": True,
-    }
-    pointers = {**POINTERS, "copies_ptr": torch.int64}
-    for how in PASSES:
-        made = aot.compile_kernel(
-            adamw_copies._copies_kernel, {**pointers, **constants, **how}, arch=arch, num_warps=config.num_warps
-        )
-        assert made.spill_bytes == 0 and made.stack_bytes == 0
-        assert made.shared_bytes <= aot.MAX_SHARED_BYTES
-        # Maxima of a strip's rows and of the tile's columns; nobody waits for them.
-        assert made.count(r"atom\.global\S*relaxed\S*max") == 2 * how["COLLECTS"]
-        assert made.count(r"fence|membar|acq_rel") == 0
-
-
-@pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
-@pytest.mark.parametrize("fmt", ["fp8_e4m3_row", "fp8_e4m3_row_pow2"])
-def test_words_with_row_scales_read_a_weight_twice_and_spill_nothing(fmt, moment, arch, monkeypatch):
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    config = word_configs_for(get_format(fmt), has_fp8_moments=moment == FP8)[0]
-    for how in PASSES:
-        made = _words(Case(moment=moment), "row", config, arch, POW2="pow2" in fmt, **how)
-        assert made.spill_bytes == 0 and made.stack_bytes == 0
-        # One atomic access for all rows of a part and one for its columns.
-        assert made.count(r"atom\.global\S*relaxed\S*max") == 2 * how["COLLECTS"]
-        assert made.count(r"fence|membar|acq_rel") == 0
-        if how["WRITES"]:
-            # 16 bytes of each of four rows of weights, and their codes: 8 bytes a row, two of 16 transposed.
-            assert made.count(r"ld\.global\S*\.v4\.b32") == 4 and made.count(r"st\.global\S*\.v4\.b32") == 2
-            assert made.count(r"st\.global\S*\.v2\.b32") == 4
-
-
-def _words(case, scaling, config, arch=90, **changes):
-    constants = {
-        **{name: value for name, value in _constants(case).items() if name != "ALIGNED"},
-        "ROWS": config.rows,
-        "PARTS": 128 // config.rows if scaling == "square" else 1,
-        "SCALING": scaling,
-        "POW2": True,
-        "HAS_ROW": True,
-        "HAS_COL": True,
-        "UPDATES": True,
-        "WRITES": True,
-        "COLLECTS": scaling == "tensor",
-        **changes,
-    }
-    pointers = {**POINTERS, "copies_ptr": torch.int64}
-    return aot.compile_kernel(
-        adamw_words._words_kernel,
-        {**pointers, **constants},
-        arch=arch,
-        num_warps=config.num_warps,
-        max_registers=config.max_registers,
-    )
-
-
 @pytest.mark.parametrize("has_master", [False, True])
 @pytest.mark.parametrize("config", configs_for_moments(FP8), ids=str)
 def test_no_config_for_fp8_moments_spills(config, has_master, monkeypatch):
@@ -214,50 +107,6 @@ def test_no_config_for_fp8_moments_spills(config, has_master, monkeypatch):
     assert made.spill_bytes == 0 and made.stack_bytes == 0
 
 
-FORMAT_OF = {"mx": "mxfp8", "square": "fp8_e4m3_128x128_pow2", "tensor": "fp8_e4m3_tensor_pow2"}
-
-
-@pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_default_configs_of_words_keep_sixteen_warps_and_spill_next_to_nothing(scaling, moment, monkeypatch):
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8)[0]
-    made = _words(Case(moment=moment), scaling, config)
-    assert made.registers <= 128
-    # Bytes stored and loaded. Two rows of FP8 moments at once take the last registers: the address of what the copies
-    # need waits on the stack, 2 stores and 2 loads of 2000 instructions.
-    assert made.spill_bytes <= (16 if moment == FP8 else 0)
-    # A second pass is another kernel: it collects first.
-    if scaling == "tensor":
-        config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=moment == FP8, is_delayed=False)[0]
-        assert _words(Case(moment=moment), scaling, config, WRITES=False).spill_bytes == 0
-
-
-@pytest.mark.parametrize("config", word_configs_for(get_format("mxfp8"), has_fp8_moments=False), ids=str)
-def test_a_scale_of_a_column_is_stored_by_one_thread(config):
-    # Each store of a column's scales takes a sector for every column. A thread has one byte to store, not eight of
-    # which seven others store the same; a row's scales share a sector, and are stored from where they are, that of one
-    # of its four rows by each of four threads.
-    made = _words(Case(), "mx", config)
-    rows = made.count(r"@p st\.global\.b8")
-    assert rows == 1 and made.count(r"st\.global\.b8") - rows == 1
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_scales_of_two_rows_of_fp8_moments_are_worked_out_together(scaling, monkeypatch):
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    config = word_configs_for(get_format(FORMAT_OF[scaling]), has_fp8_moments=True)[0]
-    made = _words(Case(moment=FP8), scaling, config)
-    pairs = 2 * 128 // config.rows if scaling == "square" else 2
-    # One root and one inverse a pair besides those of the elements; the step's size is inverted once a part.
-    assert made.count(r"rsqrt\.approx\.ftz") == pairs * (16 + 1)
-    assert made.count(r"rcp\.approx\.ftz") == pairs * (16 + 1) + pairs // 2
-    # Five exchanges until a thread has one maximum of four, four to hand out what follows from it: by threads that
-    # differ in bits 3 and 2 of their number, and within the sixteen of a row.
-    assert made.count(r"shfl\.sync\.idx\.b32 .*, 0x101F, ") == 4 * pairs
-    assert made.count(r"shfl\.sync\.bfly\.b32 .*, 8, 0x1F, ") == 2 * pairs
-
-
 @pytest.mark.parametrize("moment", [BF16, FP8], ids=str)
 @pytest.mark.parametrize("is_aligned", [True, False])
 def test_words_of_random_bits_serve_only_threads_that_have_both_their_elements(is_aligned, moment):
@@ -269,22 +118,3 @@ def test_words_of_random_bits_serve_only_threads_that_have_both_their_elements(i
     made = aot.compile_kernel(adamw._adamw_kernel, {**POINTERS, **constants}, arch=90, num_warps=config.num_warps)
     assert made.count(r"dp2a\.lo") > 0
     assert (made.count(r"65537") > 0) == (not is_aligned)
-
-
-def test_collecting_an_amax_does_not_wait_for_the_stores():
-    made = _words(Case(), "tensor", WORD_CONFIGS[0])
-    assert made.count(r"atom\.global\S*relaxed\S*max") == 1 and made.count(r"fence|membar|acq_rel") == 0
-
-
-@pytest.mark.parametrize("scaling, arch", [("mx", 90), ("mx", 100), ("square", 90), ("tensor", 90)])
-def test_words_load_everything_before_they_store(scaling, arch):
-    made = _words(Case(), scaling, WordConfig(rows=64, num_warps=8), arch)
-    assert made.spill_bytes == 0
-    # Only words of the transposed copy (and sums over warps) go through shared memory.
-    assert made.shared_bytes == 64 * 128
-    parts = 2 if scaling == "square" else 1
-    accesses = [line for line in made.ptx.splitlines() if "v4.b32" in line and "global" in line]
-    kinds = ["load" if "ld.global" in line else "store" for line in accesses]
-    # Parameter, gradient and two moments of four rows, 16 bytes each, a part; then the new ones and 32 bytes of words.
-    assert kinds[:16] == ["load"] * 16 and kinds.count("load") == 16 * parts
-    assert kinds.count("store") == (12 + 2) * parts

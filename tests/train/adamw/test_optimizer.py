@@ -8,17 +8,22 @@ import torch
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
-from deepwell.formats.quantize import quantize_both
-from deepwell.train.adamw.copies import Copies
 from deepwell.train.adamw.optimizer import MOMENTS, OPTIMIZERS, AdamWDW
+from kernel_fixtures import GPU
 
 BF16 = torch.bfloat16
 SHAPES = [(37, 5), (64,), (3, 4, 5), ()]
 
 
-def parameters(dtype=torch.float32, device="cpu", shapes=SHAPES):
+@pytest.fixture(params=["cpu", GPU])
+def device(request):
+    """As users have it: on a CPU the reference runs. The kernels themselves are tested in test_update.py."""
+    return request.param
+
+
+def parameters(dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
 
 
 def set_grads(params, step, scale=0.01):
@@ -246,81 +251,6 @@ def test_a_step_with_a_nan_gradient_is_skipped_and_counted(device):
         assert_bitwise_equal(mine.detach(), wanted, "param")
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_e4m3_128x128_pow2", "fp8_e4m3_tensor_pow2", "fp8_e4m3_row"])
-def test_weight_copies_follow_the_weights(fmt, device):
-    weight = torch.nn.Parameter(torch.randn(96, 64, device=device).to(BF16))
-    copies = Copies.empty_like(weight, fmt)
-    optimizer = AdamWDW([weight, *parameters(BF16, device)], lr=1e-2, weight_copies={weight: copies})
-    for step in range(3):
-        # Before the first step too: making the optimizer quantizes the weights as they are.
-        row, col = quantize_both(weight, fmt, amax=copies.amax)
-        assert_bitwise_equal(copies.row_tensor().data, row.data, f"row at step {step}")
-        assert_bitwise_equal(copies.col_tensor().data, col.data, f"col at step {step}")
-        set_grads([weight], step)
-        optimizer.step()
-
-
-SCALINGS = ["mxfp8", "fp8_e4m3_128x128", "fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_row_pow2"]
-
-
-@pytest.mark.parametrize("fmt, is_delayed", [*((fmt, False) for fmt in SCALINGS), ("fp8_e4m3_tensor", True)])
-def test_a_run_with_weight_copies_resumes_bit_equal(fmt, is_delayed, device, tmp_path):
-    # In words, a stack of matrices one by one, and a parameter without copies.
-    shapes = [(48, 32), (2, 20, 24), (64,)]
-
-    def begin():
-        params = parameters(BF16, device, shapes)
-        copies = {param: Copies.empty_like(param, fmt, is_delayed=is_delayed) for param in params[:2]}
-        # So large that every step moves the largest magnitude.
-        return params, copies, AdamWDW(params, lr=1e-1, seed=11, clip_norm=1.0, weight_copies=copies)
-
-    whole, wanted, optimizer = begin()
-    train(optimizer, whole, 6)
-    first, saved, optimizer = begin()
-    train(optimizer, first, 3)
-    assert not is_delayed or all(bool(one.amax != one.new_amax) for one in saved.values())
-    torch.save({"weights": [p.detach() for p in first], "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    second, found, resumed = begin()
-    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
-    with torch.no_grad():
-        for param, weight in zip(second, loaded["weights"], strict=True):
-            param.copy_(weight)
-    resumed.load_state_dict(loaded["optimizer"])
-    resumed.write_weight_copies()
-    assert_same_copies(found, saved)
-    train(resumed, second, 3, start=3)
-    for mine, its in zip(second, whole, strict=True):
-        assert_bitwise_equal(mine.detach(), its.detach(), "param")
-    assert_same_copies(found, wanted)
-
-
-def test_delayed_copies_of_other_weights_than_the_saved_ones_have_their_own_scale(device):
-    def begin(factor):
-        weight = torch.nn.Parameter(torch.randn(48, 32, generator=torch.Generator().manual_seed(3)).to(device) * factor)
-        copies = Copies.empty_like(weight, "fp8_e4m3_tensor")
-        return weight, copies, AdamWDW([weight], lr=1e-2, weight_copies={weight: copies})
-
-    weight, _, optimizer = begin(1.0)
-    train(optimizer, [weight], 2)
-    other, copies, resumed = begin(3.0)
-    resumed.load_state_dict(optimizer.state_dict())
-    resumed.write_weight_copies()
-    assert_bitwise_equal(copies.amax, other.detach().abs().amax(), "amax")
-    row, _ = quantize_both(other.detach(), "fp8_e4m3_tensor")
-    assert_bitwise_equal(copies.row_tensor().data, row.data, "row")
-    # An optimizer without copies takes the same state, and keeps nothing of them.
-    plain = AdamWDW([torch.nn.Parameter(weight.detach().clone())], lr=1e-2)
-    plain.load_state_dict(optimizer.state_dict())
-    assert set(plain.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
-def assert_same_copies(found, wanted):
-    for mine, its in zip(found.values(), wanted.values(), strict=True):
-        for name in ("row", "col", "row_scales", "col_scales", "scale", "amax", "new_amax"):
-            if getattr(its, name) is not None:
-                assert_bitwise_equal(getattr(mine, name), getattr(its, name), name)
-
-
 def test_a_parameter_whose_storage_was_replaced_is_found_again(device):
     param = torch.nn.Parameter(torch.ones(32, device=device))
     optimizer = AdamWDW([param], lr=0.1, weight_decay=0.0, moments="fp32")
@@ -368,9 +298,3 @@ def test_refuses_groups_that_disagree_on_what_is_one():
     first, second = parameters()[:2]
     with pytest.raises(ConfigError, match=r"clip_norm=2\.0 differs"):
         AdamWDW([{"params": [first]}, {"params": [second], "clip_norm": 2.0}], clip_norm=1.0)
-
-
-def test_refuses_copies_of_a_tensor_it_does_not_own():
-    weight = torch.nn.Parameter(torch.zeros(32, 32))
-    with pytest.raises(ConfigError, match="not parameters of this optimizer"):
-        AdamWDW(parameters(), weight_copies={weight: Copies.empty_like(weight, "mxfp8")})

@@ -11,8 +11,8 @@ from adamw_forms import BF16, FP32, GROUPS, Case, assert_same, make, slot_of
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.train.adamw import scalars as adamw_scalars
-from deepwell.train.adamw.copy_tables import Slot
 from deepwell.train.adamw.moments import encode_ref, fma_ref
+from deepwell.train.adamw.slot import Slot
 from deepwell.train.adamw.tables import FusedAdamW
 from deepwell.train.adamw.update import CONFIGS, FP8
 

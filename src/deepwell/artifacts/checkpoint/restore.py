@@ -157,8 +157,6 @@ def _load_optimizer(
             # torch casts a state to its parameter's dtype; an optimizer that keeps another one gets what it had.
             if key != "step" and isinstance(live, Tensor) and live.dtype != value.dtype:
                 optimizer.state[parameter][key] = value
-    if getattr(optimizer, "_copies", None):
-        optimizer.write_weight_copies()  # type: ignore[attr-defined]  # adamw_dw's quantized copies of weights
 
 
 def _states(reader: Reader, parameter: Tensor, name: str, round_moments: bool) -> dict[str, Any]:

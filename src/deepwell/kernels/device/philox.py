@@ -151,20 +151,3 @@ def random_words(call, seed, tensor, step, STREAM: tl.constexpr, IS_RAISED: tl.c
 def _whole(r0, r1, r2, r3):
     words = tl.join(tl.join(r0, r2), tl.join(r1, r3)).to(tl.int32, bitcast=True)
     return tl.reshape(tl.join(words, words), (r0.shape[0], r0.shape[1], r0.shape[2] * 8))
-
-
-@triton.jit
-def random_bits_each(element, seed, tensor, step, STREAM: tl.constexpr, IS_RAISED: tl.constexpr):
-    """As `random_bits`, each element by a call of its own: eight times the work, for rows that begin anywhere."""
-    r0, r1, r2, r3 = _words(element // 8, seed, tensor, step, STREAM)
-    place = (element % 8).to(tl.int32)
-    word = place // 2
-    chosen = tl.where(word < 2, tl.where(word == 0, r0, r1), tl.where(word == 2, r2, r3))
-    other = tl.where(word < 2, tl.where(word == 0, r1, r0), tl.where(word == 2, r3, r2))
-    low, high = (chosen & 0xFFFF).to(tl.int32), (chosen >> 16).to(tl.int32)
-    is_even = place % 2 == 0
-    first = tl.where(is_even, high, low)
-    second = tl.where(is_even, other & 0xFFFF, other >> 16).to(tl.int32)
-    if IS_RAISED:
-        first, second = (first << 8) | 0x80, (second << 8) | 0x80
-    return tl.where(is_even, low, high), first, second

@@ -17,7 +17,7 @@ block with a magnitude above 2^30.
 
 Two forms that agree bit for bit with the reference: plain operations, which the interpreter runs too, and PTX.
 Cost (SASS of sm_90): about 10 instructions to decode and blend both, 5 a root, 9 to encode both. A block's scales take
-about 40 of each of its threads; where a thread has parts of two rows, `scales_of_pair` takes about 45 for all four.
+about 40 of each of its threads.
 """
 
 # Shapes: tiles are (rows, pieces, columns), the 128 elements of a block in the pieces of its row; what a block has once
@@ -113,56 +113,6 @@ _INVERSE = tl.constexpr(
     fma.rn.f32 y, y, e, y;
     mul.rz.f32 $0, y, 0f03800000; }"""
 )
-# Four blocks of 16 threads each at once: of two rows the largest magnitude of m and the largest v. A thread gives half
-# of what it has away and drops the larger ones of the rest, twice, so that four threads each are left with one of the
-# four blocks (row by bit 3, moment by bit 2 of the thread's number); then these four agree on its maximum, work out
-# scale and multiplier (negative where the block is not finite), and the multipliers go round.
-_PAIR = tl.constexpr(
-    """{ .reg .b32 a, b, c, d; .reg .pred row, second, f; .reg .f32 x, y, s, e;
-    and.b32 a, $9, 8;
-    setp.ne.u32 row, a, 0;
-    and.b32 a, $9, 4;
-    setp.ne.u32 second, a, 0;
-    selp.b32 a, $7, $5, row;
-    selp.b32 b, $8, $6, row;
-    selp.b32 c, $5, $7, row;
-    selp.b32 d, $6, $8, row;
-    shfl.sync.bfly.b32 c, c, 8, 0x1F, 0xFFFFFFFF;
-    shfl.sync.bfly.b32 d, d, 8, 0x1F, 0xFFFFFFFF;
-    max.u32 a, a, c;
-    max.u32 b, b, d;
-    selp.b32 c, a, b, second;
-    selp.b32 a, b, a, second;
-    shfl.sync.bfly.b32 c, c, 4, 0x1F, 0xFFFFFFFF;
-    max.u32 a, a, c;
-    shfl.sync.bfly.b32 c, a, 2, 0x1F, 0xFFFFFFFF;
-    max.u32 a, a, c;
-    shfl.sync.bfly.b32 c, a, 1, 0x1F, 0xFFFFFFFF;
-    max.u32 a, a, c;
-    mov.b32 x, a;
-    rsqrt.approx.ftz.f32 y, x;
-    mul.rn.f32 s, x, y;
-    mul.rn.f32 y, y, 0f3F000000;
-    neg.f32 e, s;
-    fma.rn.f32 e, e, s, x;
-    fma.rn.f32 y, e, y, s;
-    selp.f32 x, y, x, second;
-    setp.le.f32 f, x, 0f4E800000;
-    mul.rn.f32 s, x, 0f3B124925;
-    max.f32 s, s, 0f00800000;
-    rcp.approx.ftz.f32 y, s;
-    neg.f32 e, s;
-    fma.rn.f32 e, e, y, 0f3F800000;
-    fma.rn.f32 y, y, e, y;
-    mul.rz.f32 y, y, 0f03800000;
-    selp.f32 $4, s, 0f7FFFFFFF, f;
-    selp.f32 y, y, 0fBF800000, f;
-    mov.b32 a, y;
-    shfl.sync.idx.b32 $0, a, 0, 0x101F, 0xFFFFFFFF;
-    shfl.sync.idx.b32 $1, a, 4, 0x101F, 0xFFFFFFFF;
-    shfl.sync.idx.b32 $2, a, 8, 0x101F, 0xFFFFFFFF;
-    shfl.sync.idx.b32 $3, a, 12, 0x101F, 0xFFFFFFFF; }"""
-)
 # Four codes: bits of |x| * 2^-120 / scale moved to the top, what rounds added, the sign in its place; a block that is
 # not finite drops all.
 _ENCODE = tl.constexpr(
@@ -204,22 +154,6 @@ _ENCODE_ROOT = tl.constexpr(
     add.u32 a, a, b;
     lop3.b32 $0, a, $9, 0, 0x30; }"""
 )
-
-
-# Two bf16 numbers of a word as fp32, as `_bf16_words.floats` has them, but by way of integers: with results in float
-# registers ptxas spills 32 bytes of the MX copies.
-_WIDEN = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
-
-
-@triton.jit
-def widen(x, ASM: tl.constexpr):
-    """x as fp32."""
-    if ASM and x.dtype == tl.bfloat16:
-        bits = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
-        wide = bits.to(tl.float32, bitcast=True)
-    else:
-        wide = x.to(tl.float32)
-    return wide
 
 
 @triton.jit
@@ -341,53 +275,3 @@ def encode_e4m3(x, encode, drop, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.con
     if IS_ROOT:
         code = tl.maximum(code, 1)
     return ((code | ((bits >> 24) & 0x80)) & ~drop).to(tl.uint8)
-
-
-@triton.jit
-def _eights(x):
-    """A tile (rows, 1, 128) by the thread that has it, (rows, 16, 8)."""
-    return tl.reshape(x, (x.shape[0], 16, 8))
-
-
-@triton.jit
-def scales_of_pair(m0, v0, m1, v1):
-    """Scales of the blocks of two tiles (rows, 1, 128), for PTX: `scale_of` of both moments of both.
-
-    Returns of the sixteen threads of a row the scale that each has, (rows, 16), whether it is the second tile's and
-    whether it is that of v; and the multipliers and masks of all four (of m, root, m, root), (rows, 16) each.
-    """
-    i = tl.broadcast_to(tl.arange(0, 16)[None, :], (m0.shape[0], 16))
-    amax_m0 = tl.reduce(tl.abs(_eights(m0)), 2, _larger).to(tl.int32, bitcast=True)
-    amax_m1 = tl.reduce(tl.abs(_eights(m1)), 2, _larger).to(tl.int32, bitcast=True)
-    amax_v0 = tl.max(_eights(v0.to(tl.uint32, bitcast=True)), axis=2).to(tl.int32, bitcast=True)
-    amax_v1 = tl.max(_eights(v1.to(tl.uint32, bitcast=True)), axis=2).to(tl.int32, bitcast=True)
-    a, b, c, d, scale = tl.inline_asm_elementwise(
-        _PAIR,
-        "=r,=r,=r,=r,=f,r,r,r,r,r",
-        [amax_m0, amax_v0, amax_m1, amax_v1, i],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.float32),
-        is_pure=False,
-        pack=1,
-    )
-    encodes = (
-        a.to(tl.float32, bitcast=True),
-        b.to(tl.float32, bitcast=True),
-        c.to(tl.float32, bitcast=True),
-        d.to(tl.float32, bitcast=True),
-    )
-    return scale, (i & 8) != 0, (i & 4) != 0, encodes, (a >> 31, b >> 31, c >> 31, d >> 31)
-
-
-@triton.jit
-def _to_all(x, like):
-    """What the sixteen threads of a row have, for the eight elements of each."""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], (x.shape[0], 16, 8)), like.shape)
-
-
-@triton.jit
-def store_codes(m_ptr, m, v_ptr, root, encodes, drops, FIRST: tl.constexpr, noise, place, HAS_NOISE: tl.constexpr):
-    """Store the codes of both moments of a tile; its multipliers and masks of m and v are those from FIRST on."""
-    encode, drop = _to_all(encodes[FIRST], m), _to_all(drops[FIRST], m)
-    tl.store(m_ptr + place[0], encode_e4m3(m, encode, drop, noise[2], False, HAS_NOISE, True), mask=place[1])
-    encode, drop = _to_all(encodes[FIRST + 1], m), _to_all(drops[FIRST + 1], m)
-    tl.store(v_ptr + place[0], encode_e4m3(root, encode, drop, noise[1], True, HAS_NOISE, True), mask=place[1])

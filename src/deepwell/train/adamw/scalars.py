@@ -22,9 +22,9 @@ from deepwell.kernels.device.triton_support import tl, triton
 # What `clip_norm` divides by besides the norm, as in torch.nn.utils.clip_grad_norm_.
 CLIP_EPS = 1e-6
 
-# Columns of the table of slots, int64: addresses, then numbers.
+# Columns of the table of slots, int64: addresses of parameter, gradient, moments, their scales and the master copy,
+# then the number of elements, the slot's row and the key of its random bits.
 TABLE_COLUMNS = 10
-_PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _SCALES, _SQ_SCALES, _MASTER, _NUMEL, _SLOT, _INDEX = range(TABLE_COLUMNS)
 # Columns of the scalars of a group (fp64, in) and of a slot (fp32, out).
 GROUP_COLUMNS = 7  # lr, beta1, beta2, eps, weight decay, sign of the gradient, clip_norm
 HYPER_COLUMNS = 8  # decay, step size, 1 / sqrt(1 - b2^t), 1 - b1, b2, 1 - b2, eps, factor of the gradient

@@ -29,16 +29,8 @@ Cost:     memory bound where instructions allow it. An H200 issues about 29.6e12
           bf16, FP8 moments, nearest                 10.1          71       40      28
           bf16, FP8 moments, random                  10.1          71       51      24
           fp32 master, FP8 moments                   16.1         112       73      16
-          bf16 moments + MXFP8 copies                16.1         112       47      16
-          bf16 moments + copies with one scale         16         111       46      16
-          bf16 moments + copies of 128x128 blocks      16         111       43      16
-          FP8 moments + MXFP8 copies                 12.2          85       64      16
-          FP8 moments + copies with one scale        12.1          84       62      16
-          FP8 moments + copies of 128x128 blocks     12.1          84       59      16
 
-          Two thirds of what can be issued is what 16 to 24 warps reached (H200, FP8 moments, 2026-11-15). The units by
-          themselves are not full: of the 99 cycles that an element of the ninth row has at 85% of a copy, integer logic
-          takes 54, multiplication 15 and fp32 20, the special functions 17, loads, stores and exchanges 20.
+          Two thirds of what can be issued is what 16 to 24 warps reached (H200, FP8 moments, 2026-11-15).
           The norm reads 2 bytes more. 1.92e9 parameters at 14 bytes and 4.25 TB/s: 6.3 ms.
 """
 
@@ -51,13 +43,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.kernels.device.philox import (
-    neighbour_bits_ref,
-    random_bits,
-    random_bits_each,
-    random_bits_ref,
-    random_words,
-)
+from deepwell.kernels.device.bf16_words import floats
+from deepwell.kernels.device.philox import neighbour_bits_ref, random_bits, random_bits_ref, random_words
 from deepwell.kernels.device.stores import store_alike
 from deepwell.kernels.device.triton_support import tl, triton
 from deepwell.train.adamw import moments as adamw_moments
@@ -69,11 +56,7 @@ from deepwell.train.adamw.moments import (
     encode_ref,
     magnitude_max,
     root_exact,
-    root_of,
     scale_of,
-    scales_of_pair,
-    store_codes,
-    widen,
 )
 from deepwell.train.adamw.scalars import Hyper, number_at, pointer_at
 
@@ -259,23 +242,19 @@ def round_bf16_at_random(x, noise, IS_SWAPPED: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def noise_of(e, calls, random, DRAWS: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
+def noise_of(calls, random, ALIGNED: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
     """Random bits of a tile and of its elements' two neighbours; `random` is (seed, tensor, step).
 
-    `calls` are the draws of eight elements that the tile's rows begin at and follow. DRAWS: "each" where they begin
-    elsewhere, then `calls` are the parameter's element that offset 0 stands for; "pairs" where a thread has an even
-    element and the next one side by side, as where it loads whole words; else "rows". In PTX what is not raised are
-    words, as `round_bf16_at_random` takes them.
+    `calls` are the tile's draws, one for each eight elements. ALIGNED: a thread loads whole words, so that it has an
+    even element and the next one side by side. In PTX what is not raised are words, as `round_bf16_at_random` takes
+    them.
     """
     seed, index, step = random
     # Not an early return: Triton would compile what follows it all the same.
-    if ASM and DRAWS == "pairs":
+    if ASM and ALIGNED:
         bits = random_words(calls, seed, index, step, 0, IS_RAISED)
     else:
-        if DRAWS == "each":
-            own, one, two = random_bits_each(calls + e, seed, index, step, 0, IS_RAISED)
-        else:
-            own, one, two = random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
+        own, one, two = random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
         if ASM:
             # Either half of the word will do.
             own = own * 0x10001
@@ -330,13 +309,10 @@ def hyper_of(hyper_ptr):
 
 
 @triton.jit
-def load_tile(
-    pointers, e, is_live, block, is_live_block, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr, POLICY: tl.constexpr
-):
-    """Parameter, gradient and moments of the elements `e` (offsets from the slot's addresses), as they are stored.
-
-    A POLICY for the cache ("evict_first", or "" for none) takes five instructions of each two loads.
-    """
+def load_tile(pointers, e, is_live, block, is_live_block, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr):
+    """Parameter, gradient and moments of the elements `e` (offsets from the slot's addresses), as they are stored."""
+    # A policy takes five instructions of each two loads, which an update with FP8 moments would wait for.
+    POLICY: tl.constexpr = "" if HAS_FP8 else "evict_first"
     p_ptr, g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
     g = tl.load(g_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
     if HAS_MASTER:
@@ -368,10 +344,10 @@ def update_tile(
     HAS_MASTER: tl.constexpr,
     RANDOM_PARAM: tl.constexpr,
     RANDOM_MOMENT: tl.constexpr,
-    DRAWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Update the (rows, pieces, columns) elements `e` that `load_tile` gave; returns the parameter as stored.
+    """Update the (rows, pieces, columns) elements `e` that `load_tile` gave.
 
     `hyper` is the slot's row of scalars; the pieces of a row are one block of 128 elements where moments are FP8.
     """
@@ -380,22 +356,22 @@ def update_tile(
     p, g, m, v, m_scale, v_scale = loaded
     # Where p is stored in 8 bits of mantissa, two units in the 24th do not show.
     EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
-    g = widen(g, ASM)
-    p = widen(p, ASM) * decay
+    g = floats(g, ASM)
+    p = floats(p, ASM) * decay
     if MOMENT == tl.uint8:
         m, v = blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM)
         root, root_max = root_exact(v, ASM)
     else:
         g = g * factor
-        m = widen(m, ASM)
+        m = floats(m, ASM)
         m = m + (g - m) * weight1
-        v = widen(v, ASM) * beta2 + (g * g) * weight2
+        v = floats(v, ASM) * beta2 + (g * g) * weight2
         root = _root(v, EXACT, ASM)
     p = _minus_step(p, m, root, step_size, correction, eps, EXACT, ASM)
 
     p_noise, m_noise, v_noise = 0, 0, 0
     if RANDOM_MOMENT or RANDOM_PARAM:
-        p_noise, v_noise, m_noise = noise_of(e, calls, random, DRAWS, MOMENT == tl.uint8, ASM)
+        p_noise, v_noise, m_noise = noise_of(calls, random, ALIGNED, MOMENT == tl.uint8, ASM)
     if MOMENT != tl.uint8:
         # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
         # by a thousandth, less than half a step of bf16, and would stand still.
@@ -423,70 +399,6 @@ def update_tile(
         encode, drop = encode[:, None, None], drop[:, None, None]
         tl.store(v_ptr + e, encode_e4m3(root, encode, drop, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
         store_alike(v_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
-    return stored
-
-
-@triton.jit
-def _advance_fp8(loaded, e, calls, hyper, random, EXACT: tl.constexpr, HAS_NOISE: tl.constexpr, ASM: tl.constexpr):
-    """The new parameter in fp32, first moment and second with its root, and random bits of them, of one row's tile."""
-    decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
-    p, g, m, v, m_scale, v_scale = loaded
-    m, v = blend_e4m3(m, v, m_scale, v_scale, widen(g, ASM), weight1, beta2, weight2, factor, ASM)
-    root = root_of(v, ASM)
-    p = _minus_step(widen(p, ASM) * decay, m, root, step_size, correction, eps, EXACT, ASM)
-    noise = 0, 0, 0
-    if HAS_NOISE:
-        noise = noise_of(e, calls, random, "pairs", True, ASM)
-    return p, m, v, root, noise
-
-
-@triton.jit
-def update_pair_fp8(
-    loaded,
-    pointers,
-    places,
-    calls,
-    hyper,
-    random,
-    PARAM: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    RANDOM_PARAM: tl.constexpr,
-    RANDOM_MOMENT: tl.constexpr,
-):
-    """`update_tile` of two tiles (rows, 1, 128) with FP8 moments, whose blocks' scales are worked out together.
-
-    `places` are offsets, which elements are live, blocks, and which of those; for PTX alone, eight columns a thread.
-    """
-    p_ptr, _, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
-    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
-    HAS_NOISE: tl.constexpr = RANDOM_MOMENT or RANDOM_PARAM
-    p0, m0, v0, root0, noise0 = _advance_fp8(loaded[0], places[0][0], calls[0], hyper, random, EXACT, HAS_NOISE, True)
-    p1, m1, v1, root1, noise1 = _advance_fp8(loaded[1], places[1][0], calls[1], hyper, random, EXACT, HAS_NOISE, True)
-    stored0 = _store_new(p0, noise0[0], p_ptr, master_ptr, places[0], PARAM, HAS_MASTER, RANDOM_PARAM)
-    stored1 = _store_new(p1, noise1[0], p_ptr, master_ptr, places[1], PARAM, HAS_MASTER, RANDOM_PARAM)
-    scale, is_second, is_v, encodes, drops = scales_of_pair(m0, v0, m1, v1)
-    store_codes(m_ptr, m0, v_ptr, root0, encodes, drops, 0, noise0, places[0], RANDOM_MOMENT)
-    store_codes(m_ptr, m1, v_ptr, root1, encodes, drops, 2, noise1, places[1], RANDOM_MOMENT)
-    # A thread has one of the four scales, which it stores: that of the row and the moment it was left with.
-    G: tl.constexpr = m0.shape[0]
-    block = tl.where(is_second, tl.reshape(places[1][2], (G, 1)), tl.reshape(places[0][2], (G, 1)))
-    is_live = tl.broadcast_to(tl.reshape(places[0][3], (G, 1)), (G, 16))
-    store_alike(tl.where(is_v, v_scale_ptr, m_scale_ptr) + block, scale, is_live, tl.float32, True)
-    return stored0, stored1
-
-
-@triton.jit
-def _store_new(
-    p, noise, p_ptr, master_ptr, place, PARAM: tl.constexpr, HAS_MASTER: tl.constexpr, IS_RANDOM: tl.constexpr
-):
-    if HAS_MASTER:
-        tl.store(master_ptr + place[0], p, mask=place[1])
-    if IS_RANDOM:
-        stored = round_bf16_at_random(p, noise, False, True)
-    else:
-        stored = p.to(PARAM)
-    tl.store(p_ptr + place[0], stored, mask=place[1])
-    return stored
 
 
 @triton.jit
@@ -533,7 +445,7 @@ def _adamw_kernel(
                 left = tl.multiple_of(left, 16)
             calls = first // 8 + call
             at = (pointers_from(pointers, first, first // 128), e, e < left, r, r * 128 < left)
-            loaded = load_tile(*at, MOMENT == tl.uint8, HAS_MASTER, "" if MOMENT == tl.uint8 else "evict_first")
+            loaded = load_tile(*at, MOMENT == tl.uint8, HAS_MASTER)
             if MOMENT == tl.uint8:
                 # No load may sink below it: the assembler put a third of them amid the arithmetic, where each waits.
                 tl.debug_barrier()
@@ -548,6 +460,6 @@ def _adamw_kernel(
                 HAS_MASTER,
                 RANDOM_PARAM,
                 RANDOM_MOMENT,
-                "pairs" if ALIGNED else "rows",
+                ALIGNED,
                 ASM,
             )
