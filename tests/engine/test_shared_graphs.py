@@ -11,16 +11,16 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import deepwell as dw
-from deepwell.engine import backend as backend_module
 from deepwell.engine import shared_graphs
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Device
 from deepwell.engine.engine import Engine
-from deepwell.engine.functional import low_precision_linear
-from deepwell.engine.functional_experts import batched_linear
+from deepwell.engine.passes import pipeline
 from deepwell.engine.torch_backend import forget_reports, last_report
 from deepwell.errors import CaptureError
 from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.kernels.experts.autograd import batched_linear
+from deepwell.kernels.gemm.linear import low_precision_linear
 
 WIDTH = 32
 LAYERS = 5
@@ -410,7 +410,7 @@ def test_measured_gains_are_told_of_every_layer(monkeypatch) -> None:
     def keep(sites: Any, measure: Any, *, strict: bool) -> Any:
         return [s for s in sites if s.path.endswith("up")], {s.path: gain for s in sites if s.path.endswith("down")}
 
-    monkeypatch.setattr(backend_module, "keep_gaining", keep)
+    monkeypatch.setattr(pipeline, "keep_gaining", keep)
     options = options_of(model, schemes, measure="safe")
     compiled(model, options)(batch())
     assert options.rewritten == {f"layers.{i}.up" for i in range(LAYERS)}
@@ -478,3 +478,17 @@ def test_a_graph_that_is_run_for_other_formats_raises() -> None:
     assert others[where] is model.layers[1].up.weight
     with pytest.raises(CaptureError, match=r"compiled for layers.0.up.weight was run for layers.1.up.weight"):
         run(*inputs[:where], others[where], *inputs[where + 1 :])
+
+
+def test_a_part_of_the_model_that_hides_the_rest_is_not_the_whole_of_it() -> None:
+    """A pipeline's stage shows one layer at a time: its graph may be run for another layer, and is guarded."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    shown = ["a", "b"]
+    known = shared_graphs.KnownParameters(
+        lambda: [(f"{name}.{key}", p) for name in shown for key, p in model[name].named_parameters()],
+        {"a": MXFP8, "b": FP8},
+    )
+    assert known.are_all([model["a"].weight, model["b"].weight])
+    assert not known.are_all([model["a"].weight])
+    shown.remove("b")
+    assert not known.are_all([model["a"].weight])

@@ -64,9 +64,11 @@ class KnownParameters:
 
     def are_all(self, tensors: Iterable[Tensor]) -> bool:
         """Whether no weight of the model, with a scheme or without, is missing among tensors."""
-        given = {id(tensor) for tensor in tensors}
-        now = (parameter for _, parameter in self._parameters())
-        return all(id(parameter) in given for parameter in now if parameter.dim() >= 2)
+        given, now = {id(tensor) for tensor in tensors}, list(self._parameters())
+        if any(id(parameter) not in given for _, parameter in now if parameter.dim() >= 2):
+            return False
+        # A pipeline's stage shows one part of the model at a time: there are weights that are not to be seen now.
+        return {_path_of((name,), self.schemes) for name, _ in now} >= self.schemes.keys()
 
     def has(self, value: Any) -> bool:
         """Whether it was one of the model's when they were last read."""

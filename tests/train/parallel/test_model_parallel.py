@@ -58,7 +58,8 @@ def check(case: Case, here: Outcome, alone: Outcome) -> None:
     assert far.loss < (1e-5 if is_exact else 1e-2), (case.name, far)
     # The norm of the first step is the gradients'; in twenty steps of random tokens rounding grows some hundred times.
     assert abs(here.norms[0] / alone.norms[0] - 1) < (1e-6 if is_exact else 1e-4), (case.name, far)
-    assert far.norm < 1e-3 or not is_exact, (case.name, far)
+    # Routing is discrete: where rounding sends a token to another expert, later gradients differ by that token.
+    assert far.norm < 1e-3 or not is_exact or case.model.startswith("moe"), (case.name, far)
     # A token between two experts may change sides.
     assert far.evaluated < (1e-4 if is_exact else 1e-2), (case.name, far)
     # Those that vanish without a word where gradients do not come back through an exchange, or are not summed.
