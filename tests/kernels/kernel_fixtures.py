@@ -7,6 +7,7 @@ time, so that other tests in the process see them compiled, and CPU tensors sent
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -70,13 +71,14 @@ def _on(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     _interpret_kernels(monkeypatch)
     monkeypatch.setattr(interpreter, "_convert_float", _convert_float)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_lang_tensor)
+    _patch_language_once(monkeypatch)
     with np.errstate(all="ignore"):
         yield "cpu"
     monkeypatch.undo()
     _restore(before)
 
 
-# What the interpreter replaces and, where one kernel calls another, does not put back.
+# What the interpreter replaces.
 _PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
 
@@ -103,6 +105,12 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             if isinstance(value, JITFunction):
                 twin = twins.setdefault(id(value), interpreter.InterpretedFunction(value.fn))
                 monkeypatch.setattr(owner, name, twin)
+
+
+def _patch_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton patches its whole language at every launch and every call of a device function: most of a test's time."""
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    monkeypatch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
 
 
 _own_patch_lang_tensor = interpreter._patch_lang_tensor

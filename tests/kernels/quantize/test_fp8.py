@@ -227,11 +227,14 @@ import sys
 sys.modules["triton"] = sys.modules["triton.language"] = None
 import torch
 from deepwell.errors import UnsupportedError
-from deepwell.kernels import cross_entropy, layer_norm, quantize, rms_norm, swiglu
-q, scale = quantize.quantize_rows(torch.ones(2, 16))
+from deepwell.kernels.activation import swiglu
+from deepwell.kernels.head import cross_entropy
+from deepwell.kernels.norm import layer_norm, rms_norm
+from deepwell.kernels.quantize import fp8
+q, scale = fp8.quantize_rows(torch.ones(2, 16))
 assert scale.tolist() == [2.0**-8] * 2, scale
 try:
-    quantize._quantize_rows_kernel[(1,)](q)
+    fp8._quantize_rows_kernel[(1,)](q)
 except UnsupportedError as error:
     assert "Triton" in str(error)
     print("refused")
