@@ -39,10 +39,9 @@ def values(q, scale):
 
 
 @pytest.mark.parametrize("config", [None, TILED], ids=["whole", "tiled"])
-@pytest.mark.parametrize("width", [16, 136, 300])
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("width", "act"), [(16, "silu"), (136, "gelu_tanh"), (300, "silu")])
 def test_hidden_rows_are_quantized_from_what_torch_computes(device, config, width, act):
-    gate_up, weight, slot, _ = operands(60, width, 60, device)
+    gate_up, weight, slot, _ = operands(20, width, 20, device)
     q, scale = X.expert_swiglu(gate_up, weight, slot, act=act, config=config)
     g, u = gate_up.float().chunk(2, 1)
     gated = (F.silu(g) if act == "silu" else F.gelu(g, approximate="tanh")) * u

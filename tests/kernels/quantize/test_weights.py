@@ -90,9 +90,15 @@ def test_tiles_of_all_weights_are_dealt_to_the_programs_in_turn(device, rows, co
 
 
 # As bits of bf16: infinities, a NaN as arithmetic makes it, the least one of either sign. All are above every number.
-@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFF81], ids=hex)
 # The last number of all, the first of its tile, one amid a tile of the first weight.
-@pytest.mark.parametrize("place", [(2, 16 * 1040 - 1), (2, 16384), (0, 3333)], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "place"),
+    [
+        *((bits, (2, 16 * 1040 - 1)) for bits in (0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFF81)),
+        *((0xFF80, (2, 16384)), (0x7F81, (0, 3333))),
+    ],
+    ids=str,
+)
 def test_a_number_that_is_none_wins_wherever_it_is(device, bits, place):
     weights = weights_of([48, 16, 16], 1040, device)
     which, i = place
@@ -187,7 +193,7 @@ def compiled(arch, num, config, *, turned, tiles):
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("turned", [False, True])
 def test_codes_are_read_and_written_in_wide_accesses(arch, num, turned):
-    for config in G.TURNED_CONFIGS if turned else G.ALONG_CONFIGS:
+    for config in (G.TURNED_CONFIGS if turned else G.ALONG_CONFIGS)[: None if arch == 90 else 1]:
         made = compiled(arch, num, config, turned=turned, tiles=config.tiles)
         numbers = config.rows * config.columns * config.tiles // (32 * config.num_warps)  # of a thread
         assert made.spill_bytes == 0
