@@ -44,6 +44,12 @@ _PUBLIC = {
     "CheckpointError": "deepwell.errors",
 }
 
+# Names of the first documents, as "module" or "module:attribute". They work and are not listed.
+_COMPAT = {
+    "cutlass_kernels": "deepwell.compat.cutlass_kernels",
+    "BlackwellGraphOptimizer": "deepwell.compat.graph_optimizer:BlackwellGraphOptimizer",
+}
+
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
@@ -78,6 +84,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    if name in _COMPAT:
+        module, _, attribute = _COMPAT[name].partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
     if name not in _PUBLIC:
         raise AttributeError(f"module 'deepwell' has no attribute {name!r}; public names: {', '.join(_PUBLIC)}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)

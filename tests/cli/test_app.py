@@ -114,3 +114,9 @@ def test_doctor_json_is_valid_and_its_status_is_its_verdict():
     assert result.exit_code == (0 if report["healthy"] else 1)
     assert {"python", "torch", "formats", "cache"} <= {check["name"] for check in report["checks"]}
     assert report["healthy"] == all(check["status"] != "fail" for check in report["checks"])
+
+
+def test_help_shows_the_extra_that_a_build_needs_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for arguments in (("--help",), ("build", "--help")):
+        assert "deepwell[cutlass]" in run(*arguments).stdout

@@ -20,7 +20,7 @@ def build_command(
     jobs: Annotated[int, typer.Option("--jobs", help="Compilers at once; each takes about 6 GB of memory.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Compile the CUTLASS kernels into the cache folder. Needs nvcc and `pip install 'deepwell[cutlass]'`.
+    r"""Compile the CUTLASS kernels into the cache folder. Needs nvcc and `pip install 'deepwell\[cutlass]'`.
 
     A minute or two per source the first time; what is up to date is not compiled again.
     """

@@ -240,7 +240,7 @@ def check_cutlass() -> Check:
 def check_native(torch: Any, hw: Hardware, environ: Mapping[str, str]) -> list[Check]:
     """The CUTLASS library, and on a Blackwell that torch can use the self-check of every block-scaled kernel."""
     native = importlib.import_module("deepwell.doctor.native")
-    findings = [native.library_finding(hw, environ)]
+    findings = [native.library_finding(hw, environ), native.sources_finding()]
     if hw.kind != "cpu" and torch.cuda.is_available():
         findings += native.self_check_findings(hw)
     return [Check(**dataclasses.asdict(finding)) for finding in findings]

@@ -57,8 +57,8 @@ def _arch_list(value: str) -> _Verdict:
     bare = [token for token in tokens if re.match(r"(9\.0|10\.\d|11\.0)(\+PTX)?$", token)]
     if bare:
         number = bare[0].partition("+")[0]
-        return "warn", f"honoured by the native build, but wgmma and tcgen05 need the architecture named {number}a"
-    return "ok", "honoured by the native build and by torch's extension builder"
+        return "ok", f"honoured by `deepwell build`, which reads {number} as {number}a: wgmma and tcgen05 need it"
+    return "ok", "honoured by `deepwell build` and by torch's extension builder"
 
 
 _VARIABLES: dict[str, Callable[[str], _Verdict]] = {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deepwell.compat.sources import SOURCES
 from deepwell.errors import UnsupportedError
 from deepwell.hardware.capability import capability_of
 from deepwell.hardware.model import Hardware
@@ -49,6 +50,12 @@ def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> F
         return Finding(name=LIBRARY, status="warn", detail=damaged[0], remedy="build it again: deepwell build")
     detail = "not built: kernels of torch and Triton are used; `deepwell build` adds CUTLASS"
     return Finding(name=LIBRARY, status="absent", detail=detail)
+
+
+def sources_finding() -> Finding:
+    """Where the CUDA sources that the first documents name have gone."""
+    moved = "; ".join(f"{old} is now {', '.join(new)}" for old, new in SOURCES.items())
+    return Finding(name="native sources", status="ok", detail=moved)
 
 
 # fmt -> the verdicts on its quantizer and on each product

@@ -134,13 +134,12 @@ def find_headers() -> tuple[Path, tuple[int, ...]]:
 
 
 def find_sources() -> Path:
-    """csrc/ of this checkout. Raises UnsupportedError where Deepwell was installed without it."""
-    folder = Path(__file__).resolve().parents[4] / "csrc"
-    if not (folder / "deepwell_abi.h").is_file():
-        raise UnsupportedError(
-            f"{folder} is not there: the CUDA sources belong to a checkout; build from one (pip install -e .)"
-        )
-    return folder
+    """csrc/ of this checkout, or the copy inside the installed package. Raises UnsupportedError without both."""
+    here = Path(__file__).resolve()
+    for folder in (here.parents[4] / "csrc", here.parents[2] / "csrc"):
+        if (folder / "deepwell_abi.h").is_file():
+            return folder
+    raise UnsupportedError(f"{folder} is not there: this installation of Deepwell has lost its CUDA sources")
 
 
 def find_toolchain(archs: Sequence[str], environ: Mapping[str, str] | None = None) -> Toolchain:
