@@ -113,7 +113,8 @@ def test_doctor_asks_for_the_self_check_only_where_torch_has_a_gpu(monkeypatch, 
     monkeypatch.setattr(doctor_native, "_on_device", lambda fmt: [proof, proof])
     with_gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
     without = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
-    assert [c.name for c in doctor.check_native(without, machine((10, 0)), environ)] == ["native library", "native sources"]
+    always = ["native library", "native sources"]
+    assert [c.name for c in doctor.check_native(without, machine((10, 0)), environ)] == always
     checks = doctor.check_native(with_gpu, machine((10, 0)), environ)
-    assert [c.name for c in checks] == ["native library", "self-check mxfp8", "self-check nvfp4"]
+    assert [c.name for c in checks] == [*always, "self-check mxfp8", "self-check nvfp4"]
     assert json.loads(doctor.Diagnosis(checks=tuple(checks)).to_json())["healthy"]
