@@ -44,8 +44,10 @@ def torch_values(act, g, u, dh, dtype):
     return h.detach(), torch.cat(torch.autograd.grad(h, inputs, dh), dim=1)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("config", CONFIGS, ids=["whole", "tiles"])
+@pytest.mark.parametrize(
+    ("act", "config"),
+    [*((act, CONFIGS[0]) for act in ACTIVATIONS), *((act, CONFIGS[1]) for act in ("silu", "gelu_tanh"))],
+)
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_forward_and_gradients_are_no_worse_than_torch(device, act, config, is_gated):
     g, u, dh = make(6, 300, device)
@@ -64,8 +66,7 @@ def test_forward_and_gradients_are_no_worse_than_torch(device, act, config, is_g
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "tiles"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize(("dtype", "pow2"), [(E4M3, True), (E4M3, False), (E5M2, True)])
 def test_fp8_rows_are_the_quantized_results_bit_for_bit(device, config, dtype, pow2):
     g, u, dh = make(5, 200, device)
     g[3], u[4] = 0, 0
@@ -218,9 +219,7 @@ def test_the_forward_compiles_to_vectors_without_spills(arch, columns, factor):
     assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
 
 
-@pytest.mark.parametrize(
-    ("arch", "columns"), [(arch, columns) for arch in aot.ARCHS for columns in (3072, 4096, 8192, 14336)]
-)
+@pytest.mark.parametrize(("arch", "columns"), [(90, 3072), (90, 4096), (90, 8192), (90, 14336), (100, 4096)])
 @pytest.mark.parametrize("factor", FACTORS, ids=["scaled", "with factors"])
 def test_the_backward_with_three_rows_in_and_three_out_compiles_without_spills(arch, columns, factor):
     config = S.default_backward_config(columns)

@@ -252,8 +252,7 @@ def test_the_forward_with_residual_and_fp8_compiles_to_vectors_without_spills(ar
     assert made.count(r"div\.") == 0
 
 
-@pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("columns", [2048, 4096, 8192])
+@pytest.mark.parametrize(("arch", "columns"), [(90, 2048), (90, 4096), (90, 8192), (100, 4096)])
 @pytest.mark.parametrize("factor", [None, torch.float32], ids=["scaled", "with factors"])
 def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns, factor):
     config = N.default_backward_config(columns)
@@ -288,12 +287,13 @@ def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns, 
     assert made.count(r"div\.") == 0
 
 
-@pytest.mark.parametrize("pow2", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("dtype", "pow2"), [(E4M3, True), (E4M3, False), (E5M2, True)], ids=str)
 def test_scales_of_rows_of_every_size_have_the_bits_of_a_division(device, dtype, pow2):
     # Largest values on both sides of 1.75 times a power of two, where the scale's exponent changes; subnormal ones,
     # none at all, and rows that are not finite.
-    exponents = torch.cat((torch.arange(11), torch.arange(124, 131), torch.arange(245, 255)))
+    exponents = torch.cat(
+        (torch.arange(0, 11, 2), torch.arange(125, 130), torch.arange(247, 255, 2), torch.tensor([254]))
+    )
     near = (exponents[:, None] * 0x80 + torch.tensor([0, 0x60, 0x61])).flatten()
     sizes = torch.cat((near, torch.tensor([1, 2, 0x7F80, 0x7FC0])))
     dr = torch.zeros(len(sizes), 128, dtype=torch.bfloat16)
