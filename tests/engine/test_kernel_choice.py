@@ -253,6 +253,18 @@ def test_candidates_are_timed_under_the_scales_that_a_product_has(model, _as_hop
     assert {problem.one_scale for problem in asked if problem.k != 48} == {False}
 
 
+def test_the_registry_and_the_report_print_the_same_rows(model):
+    registry = registry_of(user_kernels.right, user_kernels.wrong, trusted=True)
+    engine, _, _ = run(model, registry)
+    report = engine.report()
+    assert sorted(registry.rows(), key=str) == sorted(report.kernels, key=str)
+    lines = str(report).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.split()[:1] == ["kernels"])
+    table = lines[begin : begin + 1 + len(report.kernels)]
+    assert len(table) == 7 and all(line in registry.explain().splitlines() for line in table)
+    assert "next best" in table[0] and "kernel wrong was set aside" in registry.explain()
+
+
 def test_a_chosen_kernel_forgets_the_operands_its_predecessor_was_traced_with(_users_win):
     """Inductor binds traced operands to the op's parameters: those of another op have other numbers of them."""
     from torch._subclasses import FakeTensorMode

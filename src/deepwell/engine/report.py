@@ -13,16 +13,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepwell.engine.binding import Binding
-from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.errors import ConfigError
 from deepwell.graph.table import WIDTH, layers_label, text_table
-from deepwell.kernels.tune.out_of_memory import SKIPPED
+from deepwell.kernels.tune.table import KernelRow, kernel_table, wrapped
 from deepwell.precision.gemm_format import GEMMS
 
 # How the note begins that a called model was compiled nowhere.
 NOTHING_COMPILED = "nothing was compiled"
 _OP_WIDTH = 40
-_KERNEL_HEADER = ("kernels", "format", "times", "runs as", "us", "how")
 _HEADER = ("linear layers", "gemms", "format", "binding", "runs as", "us", "why")
 
 # How some GEMMs of a linear run: gemms, format, binding, scheme, microseconds of each, reason.
@@ -83,38 +81,20 @@ class EngineReport:
         out += ["", *_table(self.bindings)]
         if self.graphs:
             fired = ", ".join(f"{name} {count}" for name, count in self.passes.items() if count) or "none"
-            out += ["", *_wrapped(f"passes in {self.graphs} compiled graph{'s' * (self.graphs > 1)}: {fired}")]
+            out += ["", *wrapped(f"passes in {self.graphs} compiled graph{'s' * (self.graphs > 1)}: {fired}")]
         elif not any(note.startswith(NOTHING_COMPILED) for note in self.notes):
             out += ["", "passes: none yet: call the engine once"]
         else:
             out += ["", "passes: none"]
         if self.kernels:
-            out += ["", *_kernel_table(self.kernels)]
+            out += ["", *kernel_table(self.kernels)]
         for note in self.notes:
-            out += _wrapped(f"note: {note}")
+            out += wrapped(f"note: {note}")
         return "\n".join(out)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _kernel_row(row: Mapping[str, Any]) -> KernelRow:
     return KernelRow(**{**row, "set_aside": tuple((name, reason) for name, reason in row["set_aside"])})
-
-
-def _kernel_table(rows: Sequence[KernelRow]) -> list[str]:
-    """Each product and fused op of the compiled graphs: how often, by which kernel, how long; who was set aside."""
-    cells: list[Sequence[str]] = [_KERNEL_HEADER]
-    for row in rows:
-        us = "" if row.us is None else f"{row.us:.1f}"
-        cells.append((f"{row.op} {row.shape}", row.format, str(row.count), row.kernel, us, row.how))
-    reasons = dict.fromkeys(
-        f"{name} was {reason if reason.startswith(SKIPPED) else f'set aside: {reason}'}"
-        for row in rows
-        for name, reason in row.set_aside
-    )
-    return [*text_table(cells, indent="    "), *(line for reason in reasons for line in _wrapped(f"kernel {reason}"))]
 
 
 def _table(bindings: Sequence[Binding]) -> list[str]:
@@ -184,6 +164,6 @@ def _cells(lines: list[_Line]) -> list[list[str]]:
     right: list[tuple[str, ...]] = []
     for *middle, why in lines[0][1]:
         room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - sum(max(5, len(text)) for text in middle if text))
-        wrapped = textwrap.wrap(why, room, break_long_words=False)
-        right += [(*(middle if i == 0 else ("",) * 5), text) for i, text in enumerate(wrapped)]
+        parts = textwrap.wrap(why, room, break_long_words=False)
+        right += [(*(middle if i == 0 else ("",) * 5), text) for i, text in enumerate(parts)]
     return [[op, *(rest or ("",) * 6)] for op, rest in itertools.zip_longest(left, right, fillvalue="")]

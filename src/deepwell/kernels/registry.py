@@ -17,6 +17,7 @@ report show.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -26,6 +27,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.tune.candidate import Candidate, Choice, Verdict, room_of
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import fingerprint_of
+from deepwell.kernels.tune.table import KernelRow, kernel_table, row_of
 from deepwell.precision.gemm_format import precision as parse_precision
 
 OPS = ("gemm", "fp8_gemm")
@@ -45,6 +47,7 @@ class KernelRegistry:
     _own: dict[tuple[str, str], Candidate] = field(default_factory=dict)
     _aside: dict[str, str] = field(default_factory=dict)
     _choices: dict[tuple[str, str, tuple[str, ...]], Choice] = field(default_factory=dict)
+    _asked: Counter[Problem] = field(default_factory=Counter)
 
     def register(
         self,
@@ -103,9 +106,9 @@ class KernelRegistry:
 
     def choose(self, problem: Problem) -> Choice:
         """The fastest candidate that is right here. Measured once per bucket and device, then remembered on disk."""
-        # Within one bucket of M some sizes may be below a kernel's min_size and others not.
-        out = tuple(candidate.name for candidate in self._own.values() if candidate.why_not(problem))
-        known = self._choices.get((problem.device, problem.key, out))
+        self._asked[problem] += 1
+        key = self._key(problem)
+        known = self._choices.get(key)
         if known is not None and known.kernel not in self._aside:
             return known
         from deepwell.kernels.tune.choose import choose
@@ -122,8 +125,13 @@ class KernelRegistry:
             substitutes=_stand_ins(problem, competing),
             timeout_s=self.proof_timeout_s,
         )
-        self._choices[problem.device, problem.key, out] = choice
+        self._choices[key] = choice
         return choice
+
+    def _key(self, problem: Problem) -> tuple[str, str, tuple[str, ...]]:
+        """What a choice holds for: within one bucket of M some sizes may be below a kernel's min_size, others not."""
+        out = tuple(candidate.name for candidate in self._own.values() if candidate.why_not(problem))
+        return problem.device, problem.key, out
 
     def _competitors(self, problem: Problem) -> tuple[list[Candidate], list[Verdict]]:
         """Those that take part, and verdicts on users' kernels that do not, so that nobody wonders where one is."""
@@ -166,10 +174,17 @@ class KernelRegistry:
         return tuple(self._choices.values())
 
     def explain(self, problem: Problem | None = None) -> str:
-        """Why each kernel was chosen: of one problem, or of all that were decided so far."""
+        """Why each kernel was chosen: of one problem, or of all so far, first as the table of an engine's report."""
         if problem is not None:
             return str(self.choose(problem))
-        return "\n\n".join(map(str, self._choices.values())) or "nothing was chosen yet"
+        if not self._choices:
+            return "nothing was chosen yet"
+        return "\n\n".join(["\n".join(kernel_table(self.rows())), *map(str, self._choices.values())])
+
+    def rows(self) -> list[KernelRow]:
+        """Every problem that was asked for, how often, and what was chosen."""
+        decided = [(problem, self._choices.get(self._key(problem)), count) for problem, count in self._asked.items()]
+        return [row_of(problem, choice, count) for problem, choice, count in decided if choice is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """Every decision so far, as JSON has it."""

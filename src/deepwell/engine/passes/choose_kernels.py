@@ -13,7 +13,7 @@ its microseconds and who was set aside goes into the engine's report.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,24 +26,11 @@ from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.registry import KernelRegistry
 from deepwell.kernels.tune.candidate import Choice
 from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.table import KernelRow, merge_rows, row_of
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
 _DEFAULT = {True: "cublaslt_fast", False: "cublaslt"}  # by whether sums may be fast
 _FP8 = ("fp8", "mxfp8")  # what FP8 hardware runs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRow:
-    """One product of the compiled graphs: how often it occurs, the kernel that runs it, and what became of others."""
-
-    op: str
-    shape: str  # MxNxK
-    format: str
-    count: int
-    kernel: str
-    us: float | None = None
-    how: str = ""
-    set_aside: tuple[tuple[str, str], ...] = field(default=())
 
 
 def choose_kernels(graph: fx.Graph, registry: KernelRegistry) -> list[KernelRow]:
@@ -58,23 +45,6 @@ def choose_kernels(graph: fx.Graph, registry: KernelRegistry) -> list[KernelRow]
             rows += _rounded_mm(node, registry)
     graph.eliminate_dead_code()
     return rows
-
-
-def merge_rows(known: dict[tuple[str, str, str, str], KernelRow], rows: list[KernelRow]) -> None:
-    """Add rows up by op, shape, format and kernel."""
-    for row in rows:
-        key = (row.op, row.shape, row.format, row.kernel)
-        count = row.count + (known[key].count if key in known else 0)
-        known[key] = KernelRow(
-            op=row.op,
-            shape=row.shape,
-            format=row.format,
-            count=count,
-            kernel=row.kernel,
-            us=row.us,
-            how=row.how,
-            set_aside=row.set_aside,
-        )
 
 
 def _fp8_gemm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
@@ -100,7 +70,7 @@ def _fp8_gemm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
     if candidate.name != _DEFAULT[fast] and candidate.origin != "reference":
         args = (*node.args, chosen.install(registry, candidate))
         replace_by_call(node, torch.ops.deepwell.chosen_fp8_gemm.default, args)
-    row = _row(problem, choice, "fp8")
+    row = row_of(problem, choice)
     return [replace(row, set_aside=(*row.set_aside, *aside))]
 
 
@@ -127,7 +97,7 @@ def _whole_chain(
         w_KN.meta["val"] = other.permute(1, 0)
     args = (x, w_KN, key, "fp8_e4m3_row_pow2", "fp8_e4m3_tensor_pow2", node.meta["val"].dtype)
     replace_by_call(node, torch.ops.deepwell.chosen_gemm.default, args)
-    return _row(asked, choice, "fp8"), []
+    return row_of(asked, choice), []
 
 
 def _numbers(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node] | None, str]:
@@ -170,7 +140,7 @@ def _rounded_mm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
             w_KN.meta["val"] = other.permute(1, 0)
         args = (x, w_KN, key, lhs, rhs, node.meta["val"].dtype)
         replace_by_call(node, torch.ops.deepwell.chosen_gemm.default, args)
-    return [_row(problem, choice, fmt)]
+    return [row_of(problem, choice)]
 
 
 def _choose(registry: KernelRegistry, problem: Problem, default: str) -> Choice | None:
@@ -182,19 +152,6 @@ def _choose(registry: KernelRegistry, problem: Problem, default: str) -> Choice 
     except torch.OutOfMemoryError:
         how = "not measured: lack of memory"
         return Choice(problem=problem.key, device=problem.device, kernel=default, us=None, how=how, verdicts=())
-
-
-def _row(problem: Problem, choice: Choice, fmt: str) -> KernelRow:
-    return KernelRow(
-        op=problem.op,
-        shape=f"{problem.m}x{problem.n}x{problem.k}",
-        format=fmt,
-        count=1,
-        kernel=choice.kernel,
-        us=choice.us,
-        how=choice.how,
-        set_aside=tuple((verdict.name, verdict.reason) for verdict in choice.set_aside()),
-    )
 
 
 def _rounded(node: Any) -> tuple[fx.Node, str] | None:
@@ -223,3 +180,6 @@ def size_of(size: Any) -> int:
         return size
     hint = size.node.hint
     return int(hint) if hint is not None else 0
+
+
+__all__ = ["KernelRow", "choose_kernels", "merge_rows", "size_of"]
