@@ -133,7 +133,7 @@ def test_a_variant_trains(device: str) -> None:
 
 def test_exact_sums_reach_every_product_by_rows() -> None:
     from deepwell.bench.variants import _in_fp32
-    from deepwell.engine.schemes import parse_scheme
+    from deepwell.kernels.gemm.schemes import parse_scheme
 
     plain, exact = parse_scheme("fp8_row|fp8_row|fp8_row"), parse_scheme(_in_fp32("fp8_row|bf16|fp8_row"))
     assert [gemm.fast for gemm in (plain.fwd, plain.dgrad, plain.wgrad)] == [True, True, False]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepwell as dw
-from deepwell.engine import functional
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Device
 from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.kernels.head import autograd
 from deepwell.kernels.head import torch_ops as library_head
 from deepwell.kernels.head.linear_cross_entropy import Head, linear_cross_entropy
 from deepwell.kernels.head.scale_by_scalar import scale_by_ref
@@ -45,7 +45,7 @@ def _leaves(device: str, dtype: torch.dtype = torch.bfloat16, tokens: int = T) -
 
 
 def _loss(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, fp8: bool = True) -> Tensor:
-    return functional.linear_cross_entropy(x, w, b, y, -100, "mean", fp8, 1.0, 0.0)
+    return autograd.linear_cross_entropy(x, w, b, y, -100, "mean", fp8, 1.0, 0.0)
 
 
 def _grads(run: Callable[..., Tensor], leaves: list[Tensor], y: Tensor, factor: float) -> tuple[Tensor, ...]:

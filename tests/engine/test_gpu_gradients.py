@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deepwell.bench.llama import Llama, LlamaConfig
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.functional import low_precision_linear
 from deepwell.formats.metrics import sqnr_db
+from deepwell.kernels.gemm.linear import low_precision_linear
 
 pytestmark = pytest.mark.gpu
 

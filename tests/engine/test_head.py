@@ -9,12 +9,12 @@ import zoo_models
 from torch import Tensor, nn
 
 import deepwell as dw
-from deepwell.engine import functional
 from deepwell.engine.binding import Device
 from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.head import linear_cross_entropy as kernels
+from deepwell.kernels.head.autograd import linear_cross_entropy
 from deepwell.kernels.tune import fastest
 
 HEAD = (torch.Size([6, 5, 16]), torch.Size([24, 16]))
@@ -284,7 +284,7 @@ def test_the_function_counts_its_gradients() -> None:
     # autograd wants one result per argument, whatever `how` holds.
     x, w = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     y = torch.arange(5)
-    loss = functional.linear_cross_entropy(x, w, None, y, -100, "sum", False, 0.5, 4.0)
+    loss = linear_cross_entropy(x, w, None, y, -100, "sum", False, 0.5, 4.0)
     loss.backward()
     assert x.grad is not None and w.grad is not None
 

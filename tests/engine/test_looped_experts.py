@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import deepwell as dw
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.functional import low_precision_linear
 from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.kernels.gemm.linear import low_precision_linear
 
 E, N, K = 4, 48, 32
 MXFP8 = "|".join(["emulate:mxfp8"] * 3)

@@ -9,11 +9,11 @@ from torch import nn
 
 import deepwell as dw
 from deepwell.engine import compile as compile_module
-from deepwell.engine import functional
 from deepwell.engine.binding import Device, bind
-from deepwell.engine.schemes import parse_scheme
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.gemm.linear import low_precision_linear
+from deepwell.kernels.gemm.schemes import parse_scheme
 from deepwell.precision.gemm_format import precision
 
 B200 = Device(kind="cuda", capability=(10, 0))
@@ -97,7 +97,7 @@ def gradients(scheme, shape, dtype, weights=1):
     w = [torch.randn(n, k).div(k**0.5).to(dtype).requires_grad_() for _ in range(weights)]
     dy = (torch.randn(t, n * weights) * torch.logspace(-3, 0, n * weights)).to(dtype)
     torch.manual_seed(2)
-    y = functional.low_precision_linear(x, w, None, scheme)
+    y = low_precision_linear(x, w, None, scheme)
     y.backward(dy)
     return y.detach(), x.grad, *[one.grad for one in w]
 
@@ -151,7 +151,7 @@ def test_frozen_sides_get_no_copies_they_do_not_need(monkeypatch):
             ops, name, lambda *args, own=own, name=name: (seen.append((name, tuple(args[0].shape))), own(*args))[1]
         )
     x, w = torch.randn(32, 64), torch.randn(96, 64, requires_grad=True)
-    functional.low_precision_linear(x, [w], None, "|".join(["mxfp8_native"] * 3)).sum().backward()
+    low_precision_linear(x, [w], None, "|".join(["mxfp8_native"] * 3)).sum().backward()
     assert seen == [
         ("mx_quantize_both", (32, 64)),
         ("mx_quantize_rows", (96, 64)),

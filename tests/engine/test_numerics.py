@@ -8,17 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepwell as dw
-from deepwell.engine import functional
-from deepwell.engine.cached_linear import cached_linear
-from deepwell.engine.schemes import parse_scheme
 from deepwell.errors import ConfigError
 from deepwell.formats.hadamard import DEFAULT_SIGNS
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
 from deepwell.formats.quantize import quantize
+from deepwell.kernels.activation.autograd import activation, bias_activation, swiglu, swiglu_packed
 from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm.fp8 import fp8_gemm_ref
+from deepwell.kernels.gemm.linear import cached_linear, low_precision_linear
+from deepwell.kernels.gemm.schemes import parse_scheme
+from deepwell.kernels.head.autograd import linear_cross_entropy
+from deepwell.kernels.norm.autograd import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.quantize.weight_cache_launches import Codes, CodesRefresh
+from deepwell.kernels.rope.autograd import rope, rope_qkv
 from deepwell.kernels.tune import fastest
 from deepwell.precision.gemm_format import precision
 
@@ -93,7 +96,7 @@ def test_stochastic_rounding_of_gradients_is_right_on_average() -> None:
     scheme = "|".join(["emulate:nvfp4,hadamard=False"] * 3)
 
     def gradient(how: str) -> Tensor:
-        return torch.autograd.grad(functional.low_precision_linear(x, [w], None, how), w, dy)[0]
+        return torch.autograd.grad(low_precision_linear(x, [w], None, how), w, dy)[0]
 
     draws = torch.stack([gradient(scheme) for _ in range(300)])
     nearest = gradient("|".join(["emulate:nvfp4,stochastic_rounding=False,hadamard=False"] * 3))
@@ -109,7 +112,7 @@ def test_fp8_rows_equal_the_kernels_reference(shape) -> None:
     x = torch.randn(t, k, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(n, k, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(t, n, dtype=torch.bfloat16)
-    y = functional.low_precision_linear(x, [w], None, "fp8_row|fp8_row|fp8_row")
+    y = low_precision_linear(x, [w], None, "fp8_row|fp8_row|fp8_row")
     y.backward(dy)
     q_x, s_x = quantize_rows_ref(x.detach())
     q_w, s_w, largest = torch.ops.deepwell.quantize_weights([w.detach()])
@@ -132,7 +135,7 @@ def test_fp8_rows_equal_the_kernels_reference(shape) -> None:
 def test_merged_weights_give_the_products_of_their_parts() -> None:
     x = torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
     weights = [torch.randn(n, 48, dtype=torch.bfloat16, requires_grad=True) for n in (32, 16, 24)]
-    y = functional.low_precision_linear(x, weights, None, "fp8_row|fp8_row|fp8_row")
+    y = low_precision_linear(x, weights, None, "fp8_row|fp8_row|fp8_row")
     dy = torch.randn_like(y)
     y.backward(dy)
     assert sqnr_db(x.detach().float() @ torch.cat(weights).detach().float().T, y) > 27
@@ -159,7 +162,7 @@ def test_a_weight_stored_the_other_way_has_the_same_codes() -> None:
 def test_mixed_schemes_run_each_gemm_by_itself() -> None:
     x = torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(64, 48, dtype=torch.bfloat16, requires_grad=True)
-    y = functional.low_precision_linear(x, [w], None, "fp8_row|bf16|emulate:mxfp8")
+    y = low_precision_linear(x, [w], None, "fp8_row|bf16|emulate:mxfp8")
     dy = torch.randn_like(y)
     y.backward(dy)
     assert_bitwise_equal(x.grad, dy @ w, "dx")
@@ -201,7 +204,7 @@ def test_rms_norm_gradients(rounding) -> None:
         n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
         return (n.to(x.dtype) * w) if rounding == "llama" else (n * w.float()).to(x.dtype)
 
-    _against_fp32(lambda x, w: functional.rms_norm(x, w, 1e-6, rounding), reference, [_bf16(3, 7, 40), _bf16(40)])
+    _against_fp32(lambda x, w: rms_norm(x, w, 1e-6, rounding), reference, [_bf16(3, 7, 40), _bf16(40)])
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, convention: str) -> Tensor:
@@ -234,7 +237,7 @@ def test_rotation_gradients(heads_dim, width, convention) -> None:
         return y.transpose(1, 2) if heads_dim == 1 else y
 
     x = _bf16(2, 3, 7, 16) if heads_dim == 1 else _bf16(2, 7, 3, 16)
-    _against_fp32(lambda x: functional.rope(x, cos[None], sin[None], convention, heads_dim), reference, [x])
+    _against_fp32(lambda x: rope(x, cos[None], sin[None], convention, heads_dim), reference, [x])
 
 
 @pytest.mark.parametrize("convention", ["half", "interleaved"])
@@ -253,7 +256,7 @@ def test_gradients_of_q_k_and_v_rotated_at_once(packing, heads, convention) -> N
         return joined(_rotated(q, cos, sin, convention), _rotated(k, cos, sin, convention), v)
 
     def mine(qkv: Tensor) -> Tensor:
-        return joined(*functional.rope_qkv(qkv, cos, sin, heads, packing, convention))
+        return joined(*rope_qkv(qkv, cos, sin, heads, packing, convention))
 
     _against_fp32(mine, reference, [_bf16(2, 7, sum(heads) * 16)])
 
@@ -271,7 +274,7 @@ def test_gradients_through_kept_codes() -> None:
 
     fp8 = "fp8_row|fp8_row|fp8_row"
     kept = gradients(lambda x, ws: cached_linear(x, ws, None, fp8, codes.rows, codes.columns, codes.scale))
-    made = gradients(lambda x, ws: functional.low_precision_linear(x, ws, None, fp8))
+    made = gradients(lambda x, ws: low_precision_linear(x, ws, None, fp8))
     exact = gradients(lambda x, ws: F.linear(x.float(), torch.cat(ws).float()))
     for got, same, ref in zip(kept, made, exact, strict=True):
         assert_bitwise_equal(got, same)
@@ -290,18 +293,16 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activation_gradients(act) -> None:
     f = ACTIVATIONS[act]
-    _against_fp32(lambda g, u: functional.swiglu(g, u, act), lambda g, u: f(g) * u, [_bf16(3, 7, 24), _bf16(3, 7, 24)])
-    _against_fp32(lambda x: functional.swiglu_packed(x, act), lambda x: f(x[..., :24]) * x[..., 24:], [_bf16(3, 7, 48)])
-    _against_fp32(lambda x: functional.activation(x, act), f, [_bf16(3, 7, 24)])
-    _against_fp32(
-        lambda x, b: functional.bias_activation(x, b, act), lambda x, b: f(x + b), [_bf16(3, 7, 24), _bf16(24)]
-    )
+    _against_fp32(lambda g, u: swiglu(g, u, act), lambda g, u: f(g) * u, [_bf16(3, 7, 24), _bf16(3, 7, 24)])
+    _against_fp32(lambda x: swiglu_packed(x, act), lambda x: f(x[..., :24]) * x[..., 24:], [_bf16(3, 7, 48)])
+    _against_fp32(lambda x: activation(x, act), f, [_bf16(3, 7, 24)])
+    _against_fp32(lambda x, b: bias_activation(x, b, act), lambda x, b: f(x + b), [_bf16(3, 7, 24), _bf16(24)])
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_layer_norm_gradients(has_bias) -> None:
     def ours(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        return functional.layer_norm(x, w, b, 1e-5)
+        return layer_norm(x, w, b, 1e-5)
 
     def reference(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, (40,), w, b, 1e-5)
@@ -318,8 +319,8 @@ def test_norm_after_addition_gradients(kind, reads_sum) -> None:
 
     def ours(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Tensor:
         if kind == "rms":
-            return together(*functional.add_rms_norm(x, r, w, 1e-6, "torch")) + 0 * b.sum()
-        return together(*functional.add_layer_norm(x, r, w, b, 1e-6))
+            return together(*add_rms_norm(x, r, w, 1e-6, "torch")) + 0 * b.sum()
+        return together(*add_layer_norm(x, r, w, b, 1e-6))
 
     def reference(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Tensor:
         total = x + r
@@ -339,7 +340,7 @@ def test_linear_cross_entropy_gradients(reduction) -> None:
         return F.cross_entropy(logits.view(-1, 50), y, ignore_index=-100, reduction=reduction)
 
     def ours(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(x, w, None, y, -100, reduction, False, 1.0, 0.0)
+        return linear_cross_entropy(x, w, None, y, -100, reduction, False, 1.0, 0.0)
 
     _against_fp32(ours, reference, [_bf16(4, 7, 24), _bf16(50, 24), target])
     with torch.no_grad():  # the forward that makes no gradients gives the same loss
@@ -354,7 +355,7 @@ def test_a_second_backward_of_a_retained_head_gives_the_same_gradients(is_compil
     target = torch.randint(0, 50, (28,))
 
     def ours(x: Tensor, w: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(x, w, None, target, -100, "mean", False, 1.0, 0.0)
+        return linear_cross_entropy(x, w, None, target, -100, "mean", False, 1.0, 0.0)
 
     loss = (torch.compile(ours, backend="aot_eager") if is_compiled else ours)(x, w)
     first, second = (torch.autograd.grad(loss, (x, w), torch.tensor(0.25), retain_graph=True) for _ in range(2))
@@ -375,7 +376,7 @@ def test_gradients_of_a_head_with_bias_scale_and_cap(scale, cap) -> None:
         return F.cross_entropy(z.float(), y)
 
     def ours(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(x, w, b, y, -100, "mean", False, scale, cap)
+        return linear_cross_entropy(x, w, b, y, -100, "mean", False, scale, cap)
 
     inputs = [_bf16(28, 24), _bf16(50, 24), _bf16(50)]
 
@@ -397,7 +398,7 @@ def test_an_fp8_head_takes_any_number_of_tokens(tokens) -> None:
     x, w = _bf16(tokens, 32), _bf16(48, 32) / 5
     y = torch.randint(0, 48, (tokens,))
     leaves = [t.clone().requires_grad_() for t in (x, w)]
-    loss = functional.linear_cross_entropy(*leaves, None, y, -100, "mean", True, 1.0, 0.0)
+    loss = linear_cross_entropy(*leaves, None, y, -100, "mean", True, 1.0, 0.0)
     loss.backward()
     exact = [t.float().requires_grad_() for t in (x, w)]
     ref = F.cross_entropy(exact[0] @ exact[1].T, y)
@@ -407,13 +408,13 @@ def test_an_fp8_head_takes_any_number_of_tokens(tokens) -> None:
         assert mine.grad.shape == theirs.grad.shape
         assert sqnr_db(theirs.grad, mine.grad) > 20  # a layer's gradients (docs/numerics.md)
     with torch.no_grad():
-        again = functional.linear_cross_entropy(x, w, None, y, -100, "mean", True, 1.0, 0.0)
+        again = linear_cross_entropy(x, w, None, y, -100, "mean", True, 1.0, 0.0)
         torch.testing.assert_close(again, loss, rtol=1e-3, atol=0)
 
 
 def test_bf16_linear_is_torchs_own() -> None:
     x, w, b = _bf16(9, 24), _bf16(40, 24), _bf16(40)
-    _against_fp32(lambda x, w, b: functional.low_precision_linear(x, [w], b, "bf16|bf16|bf16"), F.linear, [x, w, b])
+    _against_fp32(lambda x, w, b: low_precision_linear(x, [w], b, "bf16|bf16|bf16"), F.linear, [x, w, b])
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -431,8 +432,8 @@ def test_sums_over_tokens_and_words_are_in_fp32(head, monkeypatch) -> None:
     x, w = _bf16(tokens, width).requires_grad_(), _bf16(words, width).requires_grad_()
     if head:
         target = torch.randint(0, words, (tokens,))
-        functional.linear_cross_entropy(x, w, None, target, -100, "mean", True, 1.0, 0.0).backward()
+        linear_cross_entropy(x, w, None, target, -100, "mean", True, 1.0, 0.0).backward()
         assert seen == [(width, True), (words, False), (tokens, False)]
     else:
-        functional.low_precision_linear(x, [w], None, "fp8_row|fp8_row|fp8_row").sum().backward()
+        low_precision_linear(x, [w], None, "fp8_row|fp8_row|fp8_row").sum().backward()
         assert seen == [(width, True), (words, True), (tokens, False)]

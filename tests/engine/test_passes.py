@@ -19,10 +19,8 @@ from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels import library
 
 FP8 = "fp8_row|fp8_row|fp8_row"
-assert library.NAMESPACE == "deepwell"
 
 # ---- attention ----
 

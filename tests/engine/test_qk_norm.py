@@ -13,8 +13,8 @@ from deepwell.engine import backend
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
-from deepwell.engine.qk_norm import qk_norm_rope
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
+from deepwell.kernels.rope.autograd import qk_norm_rope
 
 FP8 = "fp8_row|fp8_row|fp8_row"
 B, S, H, K, D = 2, 7, 4, 2, 16

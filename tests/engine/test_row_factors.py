@@ -10,12 +10,13 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
 
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.functional import low_precision_linear, swiglu_packed
 from deepwell.engine.passes import row_factors
 from deepwell.engine.passes.fuse_quantize import through_views
 from deepwell.engine.times.ops import measure_calls
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.activation.autograd import swiglu_packed
 from deepwell.kernels.gemm import fp8 as gemm
+from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.registry import KernelRegistry
 
 FP8 = "fp8_row|fp8_row|fp8_row"

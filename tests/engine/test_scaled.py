@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import deepwell as dw
 from deepwell.bench.llama import Llama, LlamaConfig
-from deepwell.engine import functional
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Device, bind, with_gains
 from deepwell.engine.compile import unproven_formats
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.linear import find_linears
-from deepwell.engine.schemes import parse_scheme
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.gemm.linear import low_precision_linear
+from deepwell.kernels.gemm.schemes import parse_scheme
 from deepwell.kernels.tune.gain import Gain, measure, would_gain
 
 TENSOR, HYBRID, BLOCKS = "fp8_tensor", "fp8_tensor,gradients=e5m2", "fp8_1x128"
@@ -44,7 +44,7 @@ def thrice(scheme: str) -> str:
 def run(scheme: str, x: Tensor, weights: list[Tensor], dy: Tensor, bias: Tensor | None = None) -> list[Tensor]:
     """y, dx and the weights' gradients of one linear."""
     leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, *weights)]
-    y = functional.low_precision_linear(leaves[0], leaves[1:], bias, scheme)
+    y = low_precision_linear(leaves[0], leaves[1:], bias, scheme)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -176,7 +176,7 @@ def test_copies_that_no_gradient_needs_are_not_made(scheme) -> None:
 
         with Log():
             given = x.clone().requires_grad_(needs_dx), w.clone().requires_grad_(needs_dw)
-            y = functional.low_precision_linear(given[0], [given[1]], None, thrice(scheme))
+            y = low_precision_linear(given[0], [given[1]], None, thrice(scheme))
             if y.requires_grad:
                 y.backward(dy)
         return seen
@@ -196,7 +196,7 @@ def test_what_the_backward_keeps_of_x_is_one_byte_an_element() -> None:
     for scheme in SCHEMES:
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-            functional.low_precision_linear(x.requires_grad_(), [w.requires_grad_()], None, thrice(scheme))
+            low_precision_linear(x.requires_grad_(), [w.requires_grad_()], None, thrice(scheme))
         sizes = [t.numel() * t.element_size() for t in kept if t.data_ptr() != w.data_ptr()]
         assert max(sizes) == x.numel() and sum(sizes) <= 1.05 * x.numel()
 

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.engine.binding import Bound, Fragile
-from deepwell.engine.functional import low_precision_linear
-from deepwell.engine.functional_experts import grouped_linear
 from deepwell.engine.grouped_calls import GroupedCall, GroupedCalls, groups
-from deepwell.engine.schemes import STEPS, GemmScheme, parse_scheme
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.spec import E2M1, E4M3, E5M2, get_format
+from deepwell.kernels.experts.autograd import grouped_linear
+from deepwell.kernels.gemm.linear import low_precision_linear
+from deepwell.kernels.gemm.schemes import STEPS, GemmScheme, parse_scheme
 from deepwell.kernels.tune.verify import FLOORS_DB
 
 # By element of the coarser operand.

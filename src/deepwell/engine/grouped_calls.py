@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deepwell.engine.functional_experts import even_ends
 from deepwell.engine.passes.experts import is_grouped_product
+from deepwell.kernels.experts.autograd import even_ends
 
 _BATCHED = {"bmm", "matmul", "__matmul__"}
 

@@ -19,24 +19,25 @@ from torch._inductor.lowering import (
 )
 from torch._library.utils import get_layout_constraint_tag
 
-from deepwell.kernels import library
+from deepwell.kernels.head.torch_ops import ops
+from deepwell.kernels.torch_library import NAMESPACE
 
 
 def register_ops() -> None:
-    """Make every op of the library a fallback, with the layout that Inductor would choose itself, or a product."""
-    scale_by = torch.ops.deepwell.scale_by.default
+    """Make every op of Deepwell a fallback, with the layout that Inductor would choose itself, or a product."""
+    scale_by = ops.scale_by.default
     if scale_by not in lowerings:
         register_lowering(scale_by, type_promotion_kind=None)(_scale_by)
-    prefix = f"{library.NAMESPACE}::"
+    prefix = f"{NAMESPACE}::"
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith(prefix):
             continue
-        op = getattr(getattr(torch.ops, library.NAMESPACE), name.removeprefix(prefix).partition(".")[0]).default
+        op = getattr(ops, name.removeprefix(prefix).partition(".")[0]).default
         if op not in lowerings:
             constraint = tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))
             make_fallback(op, layout_constraint=constraint, warn=False)
 
 
 def _scale_by(x: Any, factor: Any) -> Any:
-    """`kernels.scale_by.scale_by_ref` of what Inductor has in the place of tensors."""
+    """`kernels.head.scale_by_scalar.scale_by_ref` of what Inductor has in the place of tensors."""
     return to_dtype(mul(to_dtype(x, torch.float32), to_dtype(factor, torch.float32)), x.get_dtype())

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepwell.engine.functional import low_precision_linear
-from deepwell.engine.functional_experts import grouped_linear
 from deepwell.engine.grouped_calls import GroupedCall, GroupedCalls
-from deepwell.engine.schemes import STEPS, GemmScheme, parse_scheme
 from deepwell.formats.quantize import quantize
 from deepwell.formats.spec import ElementFormat, Format, get_format
+from deepwell.kernels.experts.autograd import grouped_linear
+from deepwell.kernels.gemm.linear import low_precision_linear
+from deepwell.kernels.gemm.schemes import STEPS, GemmScheme, parse_scheme
 
 # seen: 1 where the GEMM ran. low: NaN or infinity came out of finite numbers. own: the model's dtype has them too.
 # noise: its power over the signal's. saturated, underflow: shares of the worse operand's elements. dead: the product is

@@ -34,10 +34,10 @@ from deepwell.engine.engine import Engine
 from deepwell.engine.fragile import floor_of
 from deepwell.engine.overrides import Overrides, formats_of
 from deepwell.engine.sampling import FIGURES, Sample, take_sample
-from deepwell.engine.schemes import parse_scheme
 from deepwell.errors import ConfigError
 from deepwell.graph.ops import GroupedLinear, Linear, Workload
 from deepwell.hardware.capability import capability_of
+from deepwell.kernels.gemm.schemes import parse_scheme
 from deepwell.precision.gemm_format import GEMMS, precision
 from deepwell.precision.guard import (
     Finding,

@@ -5,15 +5,14 @@ import torch
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels import library
 from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm.fp8 import ALIGNMENT, fp8_gemm, fp8_gemm_ref
+from deepwell.kernels.gemm.torch_ops import ops
 from deepwell.kernels.quantize.fp8 import quantize_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # A square, a wide and a narrow one, and a single row.
 SHAPES = [(64, 64, 64), (48, 256, 32), (1, 32, 128)]
-assert library.NAMESPACE == "deepwell"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -59,7 +58,7 @@ def test_e5m2_gradients_and_no_rows(device):
 def test_the_engines_op_fills_up_sizes_that_the_gemm_does_not_take(device, m, n, k):
     # Zeros add nothing to a sum: the result is that of the operands as they are.
     _, _, (q_a, s_a), (q_b, s_b) = _operands(m, n, k, device)
-    got = torch.ops.deepwell.fp8_gemm(q_a, s_a, q_b, s_b, False)
+    got = ops.fp8_gemm(q_a, s_a, q_b, s_b, False)
     ref = fp8_gemm_ref(q_a, s_a, q_b, s_b, out_dtype=torch.bfloat16)
     assert got.is_contiguous() and got.shape == (m, n)
     assert sqnr_db(ref, got) > (80 if device == "cpu" else 50)

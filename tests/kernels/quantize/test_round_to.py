@@ -8,8 +8,8 @@ from deepwell.errors import ConfigError
 from deepwell.formats.hadamard import DEFAULT_SIGNS, hadamard16, inverse_hadamard16
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import library  # noqa: F401 (registers the ops)
 from deepwell.kernels.gemm.emulated import emulated_mm
+from deepwell.kernels.gemm.torch_ops import ops
 from deepwell.kernels.quantize import round_to as module
 from deepwell.kernels.quantize.round_to import FITS_BF16, round_to, round_to_bf16, round_to_ref
 
@@ -124,7 +124,7 @@ def test_bf16_holds_what_is_rounded(fmt, hadamard, width, device) -> None:
 def test_a_product_in_bf16_is_that_of_the_rounded_numbers(fmt, hadamard, device) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(32, 64, device=device).bfloat16(), 0.02 * torch.randn(48, 64, device=device).bfloat16()
-    got = torch.ops.deepwell.emulated_mm(a, b, fmt, "nearest", hadamard, fmt, "nearest")
+    got = ops.emulated_mm(a, b, fmt, "nearest", hadamard, fmt, "nearest")
     signs = DEFAULT_SIGNS if hadamard else None
     left, right = (round_to_ref(t.cpu(), fmt, hadamard=signs).double() for t in (a, b))
     assert got.dtype == torch.float32

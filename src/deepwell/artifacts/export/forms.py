@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from deepwell.artifacts.export.weights import Form, Packed, pack
 from deepwell.engine.engine import Engine
-from deepwell.engine.schemes import GemmScheme, parse_scheme
 from deepwell.errors import CaptureError
 from deepwell.graph.example_inputs import DEFAULT_BATCH, TARGET_NAMES, ExampleInputs, resolve_inputs
 from deepwell.graph.ir import Site
 from deepwell.graph.ops import GroupedLinear, Linear
 from deepwell.graph.trace import MODEL_ERRORS
+from deepwell.kernels.gemm.schemes import GemmScheme, parse_scheme
 
 # Methods whose weights have one scale for all linears that are one product.
 _SHARED_SCALE = ("fp8_row", "fp8_tensor")

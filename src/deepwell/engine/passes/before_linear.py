@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import SHAPE_OPS, argument, name_of, only_user, replace, runs_in_kernels, value_of
 from deepwell.engine.passes.swiglu import activation_of
+from deepwell.kernels.activation.autograd import activation, bias_activation
+from deepwell.kernels.gemm.linear import low_precision_linear
+from deepwell.kernels.norm.autograd import layer_norm
 
 
 def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
@@ -24,9 +26,9 @@ def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
             bias = _take_bias(node)
             with graph.inserting_before(node):
                 if bias is None:
-                    new = graph.call_function(functional.activation, (node.args[0], activation_of(node)))
+                    new = graph.call_function(activation, (node.args[0], activation_of(node)))
                 else:
-                    new = graph.call_function(functional.bias_activation, (node.args[0], bias, activation_of(node)))
+                    new = graph.call_function(bias_activation, (node.args[0], bias, activation_of(node)))
             replace(node, new)
             activations += 1
             biases += bias is not None
@@ -38,7 +40,7 @@ def _take_bias(activation: fx.Node) -> fx.Node | None:
     node = activation.args[0]
     while name_of(node) in SHAPE_OPS and only_user(node) is not None and _width(node) == _width(node.args[0]):
         node = node.args[0]
-    if not isinstance(node, fx.Node) or node.target is not functional.low_precision_linear or only_user(node) is None:
+    if not isinstance(node, fx.Node) or node.target is not low_precision_linear or only_user(node) is None:
         return None
     x, weights, bias, scheme = node.args
     if bias is None or not scheme.startswith("fp8_row") or not runs_in_kernels(bias, activation.args[0]):
@@ -59,7 +61,7 @@ def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:
     if len(tuple(shape)) != 1 or not runs_in_kernels(*operands):
         return False
     with graph.inserting_before(node):
-        new = graph.call_function(functional.layer_norm, (x, weight, bias, argument(node, 4, "eps", 1e-5)))
+        new = graph.call_function(layer_norm, (x, weight, bias, argument(node, 4, "eps", 1e-5)))
     replace(node, new)
     return True
 
@@ -67,7 +69,7 @@ def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:
 def _feeds_fp8(node: fx.Node) -> bool:
     """Whether an FP8 linear reads the node, views between them or not."""
     return any(
-        (user.target is functional.low_precision_linear and "fp8_row" in str(user.args[3]))
+        (user.target is low_precision_linear and "fp8_row" in str(user.args[3]))
         or (name_of(user) in SHAPE_OPS and _feeds_fp8(user))
         for user in node.users
     )

@@ -11,10 +11,9 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deepwell.engine import functional
-from deepwell.engine.cached_linear import cached_linear, can_keep_codes
 from deepwell.engine.passes.match import Writes, memory_of, replace, transposed
 from deepwell.engine.weight_cache import KeptGroup, WeightCache
+from deepwell.kernels.gemm.linear import cached_linear, can_keep_codes, low_precision_linear
 from deepwell.kernels.quantize.weight_cache_launches import Codes
 
 PREFIX = "deepwell_codes"
@@ -35,7 +34,7 @@ def cache_weights(
     written = Writes(graph).memory
     names: dict[int, tuple[str, ...]] = {}
     for node in list(graph.nodes):
-        if node.target is not functional.low_precision_linear or not can_keep_codes(node.args[3]):
+        if node.target is not low_precision_linear or not can_keep_codes(node.args[3]):
             continue
         x, weights, bias, scheme = node.args
         found = [_parameter(weight, inputs, written) for weight in weights]

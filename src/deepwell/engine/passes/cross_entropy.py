@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.deferred import Step
 from deepwell.engine.passes.match import (
     CAST_OPS,
@@ -26,6 +25,7 @@ from deepwell.engine.passes.match import (
     runs_in_kernels,
     value_of,
 )
+from deepwell.kernels.head.autograd import linear_cross_entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool) -> None:
     ignore, reduction = argument(loss, 4, "ignore_index", -100), argument(loss, 6, "reduction", "mean")
     how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap)
     with graph.inserting_before(loss):
-        new = graph.call_function(functional.linear_cross_entropy, (x, weight, bias, argument(loss, 1, "target"), *how))
+        new = graph.call_function(linear_cross_entropy, (x, weight, bias, argument(loss, 1, "target"), *how))
         if value_of(loss).dtype is not torch.float32:  # a loss of bf16 logits is bf16
             new = graph.call_method("to", (new, value_of(loss).dtype))
     replace(loss, new)

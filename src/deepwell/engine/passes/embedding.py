@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import argument, name_of, replace, runs_in_kernels, value_of
+from deepwell.kernels.head.autograd import embedding
 from deepwell.kernels.head.embedding import NO_PADDING
 
 # Spellings that name the weight first, and for which any negative `padding_idx` means none.
@@ -29,7 +29,7 @@ def rewrite_embedding(graph: fx.Graph) -> int:
             continue
         index, weight, padding_idx = found
         with graph.inserting_before(node):
-            new = graph.call_function(functional.embedding, (index, weight, padding_idx))
+            new = graph.call_function(embedding, (index, weight, padding_idx))
         replace(node, new)
         count += 1
     return count

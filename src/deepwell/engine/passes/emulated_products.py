@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from deepwell.engine.passes.match import replace_by_call
+from deepwell.kernels.gemm.torch_ops import ops
 from deepwell.kernels.quantize.round_to import FITS_BF16
 
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
@@ -26,7 +27,7 @@ def emulate_in_bf16(graph: fx.Graph) -> int:
         if left is None or right is None or left[-1] != right[-1]:
             continue  # a transform cancels only where both sides have it
         (x, *lhs), (w, *rhs) = left, right
-        replace_by_call(node, torch.ops.deepwell.emulated_mm.default, (x, w, *lhs, *rhs[:2]))
+        replace_by_call(node, ops.emulated_mm.default, (x, w, *lhs, *rhs[:2]))
         found += 1
     graph.eliminate_dead_code()
     return found
@@ -38,7 +39,7 @@ def _source(node: Any) -> Any:
 
 def _rounding(node: Any) -> tuple[Any, str, str, bool] | None:
     """(what is rounded, format, rounding, transform) of a node that rounds to a format which bf16 can hold."""
-    if not isinstance(node, fx.Node) or node.target is not torch.ops.deepwell.round_to.default:
+    if not isinstance(node, fx.Node) or node.target is not ops.round_to.default:
         return None
     x, fmt, rounding, hadamard = node.args
     return (x, fmt, rounding, hadamard) if fmt in FITS_BF16 else None

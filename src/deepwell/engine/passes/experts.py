@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine import functional, functional_experts
 from deepwell.engine.passes.match import (
     CAST_OPS,
     Writes,
@@ -31,9 +30,11 @@ from deepwell.engine.passes.match import (
     skip,
     value_of,
 )
+from deepwell.kernels.activation.autograd import swiglu_packed
+from deepwell.kernels.experts.autograd import FP8_METHOD, batched_linear, fused_experts, grouped_linear
 
 _GROUPED = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
-_FP8 = "|".join([functional_experts.FP8_METHOD] * 3)
+_FP8 = "|".join([FP8_METHOD] * 3)
 _PLAIN = "bf16|bf16|bf16"
 
 
@@ -143,10 +144,10 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
         with graph.inserting_before(site.node):
             if site.offs is None:
                 how = (x, site.weight, site.is_kn, site.scheme)
-                new = graph.call_function(functional_experts.batched_linear, how)
+                new = graph.call_function(batched_linear, how)
             else:
                 grouped = (x, site.weight, site.offs, site.is_kn, site.scheme)
-                new = graph.call_function(functional_experts.grouped_linear, grouped)
+                new = graph.call_function(grouped_linear, grouped)
         replace(site.node, new)
     return blocks, list(dict.fromkeys(reasons.values()))
 
@@ -164,7 +165,7 @@ def rewrite_fallback(graph: fx.Graph) -> int:
             continue
         x, weight, offs, is_kn = parts
         with graph.inserting_before(node):
-            new = graph.call_function(functional_experts.grouped_linear, (x, weight, offs, is_kn, _PLAIN))
+            new = graph.call_function(grouped_linear, (x, weight, offs, is_kn, _PLAIN))
         replace(node, new)
         count += 1
     return count
@@ -175,7 +176,7 @@ def _replace_block(graph: fx.Graph, gate_up: ExpertSite, down: ExpertSite, block
     with graph.inserting_before(total):
         routing = (block.order, block.weights, down.offs)
         args = (block.x, gate_up.weight, down.weight, routing, block.top_k, block.act)
-        new = graph.call_function(functional_experts.fused_experts, args)
+        new = graph.call_function(fused_experts, args)
         wanted = value_of(total)
         new.meta["example_value"] = wanted.to(value_of(block.x).dtype)
         if wanted.dtype != value_of(block.x).dtype:
@@ -208,7 +209,7 @@ def _between(node: fx.Node, inputs: set[fx.Node]) -> Iterator[fx.Node]:
 def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tuple[ExpertSite, _Block] | str:
     """The gate-up site and the block whose down projection this is, or what differs."""
     hidden = skip(down.node.args[0], CAST_OPS)
-    if hidden.target is not functional.swiglu_packed or only_user(hidden) is None:
+    if hidden.target is not swiglu_packed or only_user(hidden) is None:
         return "their gate is not act(first half) * second half of one product without a bias"
     gate_up = sites.get(_masked(hidden.args[0]))
     if gate_up is None or gate_up.scheme != _FP8 or gate_up.offs is not down.offs:

@@ -22,15 +22,16 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
-from deepwell.kernels.rope import qk_norm_ops as _qk_norm  # registers the ops
+import deepwell.kernels.activation.torch_ops
+import deepwell.kernels.norm.torch_ops
+import deepwell.kernels.rope.torch_ops  # noqa: F401 (all three register their ops)
+from deepwell.kernels.quantize.torch_ops import ops
 
-assert _qk_norm.NAMESPACE == "deepwell"
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
 def fuse_quantize(graph: fx.Graph) -> int:
     """Fuse and share. Returns how many quantizations disappeared into their producer."""
-    ops = torch.ops.deepwell
     norms = {
         ops.rms_norm.default: ops.rms_norm_quantize.default,
         ops.layer_norm.default: ops.layer_norm_quantize.default,

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.choose_kernels import size_of
 from deepwell.engine.passes.linear import LinearSite
 from deepwell.engine.passes.match import SHAPE_OPS, name_of, value_of
-from deepwell.engine.schemes import SCALED
 from deepwell.errors import UnsupportedError
+from deepwell.kernels.activation.autograd import activation
+from deepwell.kernels.gemm.schemes import SCALED
+from deepwell.kernels.norm.autograd import layer_norm, rms_norm
 from deepwell.kernels.tune.gain import Gain
 
 _FP8 = "fp8_row|fp8_row|fp8_row"
@@ -72,13 +73,13 @@ def _fused_rows(group: Sequence[LinearSite]) -> str:
 
 def _writes_rows(node: fx.Node) -> bool:
     """Whether an op is a norm or an activation, plain or gated, whose kernels write FP8 rows."""
-    ours = (functional.rms_norm, functional.layer_norm, functional.activation)
+    ours = (rms_norm, layer_norm, activation)
     return node.target in ours or name_of(node) in ("rms_norm", "layer_norm", "gelu", "silu", "mul")
 
 
 def _is_normed_sum(node: fx.Node) -> bool:
     """Whether a node adds to the residual stream and a norm reads the sum: its backward writes rows beside dx."""
-    norms = (functional.rms_norm, functional.layer_norm)
+    norms = (rms_norm, layer_norm)
     return name_of(node) == "add" and any(
         user.target in norms or name_of(user) in ("rms_norm", "layer_norm") for user in node.users
     )

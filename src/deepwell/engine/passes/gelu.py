@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     CAST_OPS,
     Writes,
@@ -24,6 +23,7 @@ from deepwell.engine.passes.match import (
     runs_in_kernels,
     value_of,
 )
+from deepwell.kernels.activation.autograd import quick_gelu
 
 # Every one of these expressions bends x once, by one of:
 _BENDS = {"tanh", "erf", "sigmoid"}
@@ -38,7 +38,7 @@ Call = tuple[Callable[..., Tensor], dict[str, Any]]
 _KNOWN: tuple[tuple[Call, Tensor], ...] = (
     ((F.gelu, {"approximate": "tanh"}), F.gelu(_PROBE, approximate="tanh")),
     ((F.gelu, {}), F.gelu(_PROBE)),
-    ((functional.quick_gelu, {}), _PROBE * torch.sigmoid(1.702 * _PROBE)),
+    ((quick_gelu, {}), _PROBE * torch.sigmoid(1.702 * _PROBE)),
     ((F.silu, {}), F.silu(_PROBE)),
 )
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import Writes, argument, name_of, replace, runs_in_kernels, transposed, value_of
+from deepwell.kernels.gemm.linear import low_precision_linear, split_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
         for site in group:
             with graph.inserting_before(site.node):
                 new = graph.call_function(
-                    functional.low_precision_linear,
+                    low_precision_linear,
                     (_input_of(site), [_weight_nk(graph, site)], site.bias, site.scheme),
                 )
             replace(site.node, new)
@@ -131,7 +131,7 @@ def _merge_plain(graph: fx.Graph, group: list[fx.Node]) -> None:
         weight = graph.call_function(torch.cat, ([weight for _, weight, _, _ in operands],))
         bias = None if first_bias is None else graph.call_function(torch.cat, ([bias for _, _, bias, _ in operands],))
         packed = graph.call_function(F.linear, (x, weight, bias))
-        split = graph.call_function(functional.split_columns, (packed, widths))
+        split = graph.call_function(split_columns, (packed, widths))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
     for node, part in zip(group, parts, strict=True):
         replace(node, part)
@@ -160,10 +160,8 @@ def _merge(graph: fx.Graph, group: list[LinearSite]) -> None:
         weights = [_weight_nk(graph, site) for site in group]
         biases = [site.bias for site in group]
         bias = None if biases[0] is None else graph.call_function(torch.cat, (biases,))
-        packed = graph.call_function(
-            functional.low_precision_linear, (_input_of(group[0]), weights, bias, group[0].scheme)
-        )
-        split = graph.call_function(functional.split_columns, (packed, widths))
+        packed = graph.call_function(low_precision_linear, (_input_of(group[0]), weights, bias, group[0].scheme))
+        split = graph.call_function(split_columns, (packed, widths))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
     for site, part in zip(group, parts, strict=True):
         replace(site.node, part)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import Writes, memory_of, value_of
 from deepwell.engine.passes.match import replace as replace_node
 from deepwell.engine.passes.rope import (
@@ -29,7 +28,8 @@ from deepwell.engine.passes.rope import (
     _tables_of,
     _value,
 )
-from deepwell.engine.qk_norm import qk_norm_rope
+from deepwell.kernels.norm.autograd import rms_norm
+from deepwell.kernels.rope.autograd import qk_norm_rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def _normed(site: RopeSite | None) -> NormedSite | None:
     if site is None:
         return None
     norm = site.x.args[0] if _swaps_heads(site.x) else site.x
-    if not isinstance(norm, fx.Node) or norm.target is not functional.rms_norm:
+    if not isinstance(norm, fx.Node) or norm.target is not rms_norm:
         return None
     columns = _columns(norm.args[0])
     if columns is None or value_of(site.cos).shape[-1] != columns.width:

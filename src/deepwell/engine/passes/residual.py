@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import SHAPE_OPS, Writes, is_in_place, name_of, replace, runs_in_kernels, value_of
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
+from deepwell.kernels.norm.autograd import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
-_JOINED = {functional.rms_norm: functional.add_rms_norm, functional.layer_norm: functional.add_layer_norm}
+_JOINED = {rms_norm: add_rms_norm, layer_norm: add_layer_norm}
 
 
 def rewrite_residual_norm(graph: fx.Graph) -> int:

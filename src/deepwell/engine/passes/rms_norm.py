@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     CAST_OPS,
     Writes,
@@ -26,6 +25,7 @@ from deepwell.engine.passes.match import (
     skip,
     value_of,
 )
+from deepwell.kernels.norm.autograd import rms_norm
 from deepwell.kernels.tune.choose import on_real_tensors
 
 
@@ -132,5 +132,5 @@ def _finish(graph: fx.Graph, last: fx.Node, x: fx.Node, weight: fx.Node, eps: fl
 
 def _insert(graph: fx.Graph, last: fx.Node, x: fx.Node, weight: fx.Node, eps: float, rounding: str) -> None:
     with graph.inserting_before(last):
-        new = graph.call_function(functional.rms_norm, (x, weight, eps, rounding))
+        new = graph.call_function(rms_norm, (x, weight, eps, rounding))
     replace(last, new)

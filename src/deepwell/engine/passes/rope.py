@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     CAST_OPS,
     KERNEL_DTYPES,
@@ -33,6 +32,8 @@ from deepwell.engine.passes.match import (
     skip,
     value_of,
 )
+from deepwell.kernels.gemm.linear import split_columns
+from deepwell.kernels.rope.autograd import rope, rope_qkv
 from deepwell.kernels.rope.rope import MAX_WIDTH
 
 # Names beyond those that every pass asks about.
@@ -270,7 +271,7 @@ def _table(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
 def _replace_one(graph: fx.Graph, site: RopeSite) -> None:
     with graph.inserting_before(site.last):
         tables = [_table(graph, table, site.heads_dim) for table in (site.cos, site.sin)]
-        new = graph.call_function(functional.rope, (site.x, *tables, site.convention, site.heads_dim))
+        new = graph.call_function(rope, (site.x, *tables, site.convention, site.heads_dim))
     replace(site.last, new)
 
 
@@ -296,7 +297,7 @@ def _replace_three(graph: fx.Graph, first: tuple[RopeSite, Columns], second: tup
     with graph.inserting_before(place):
         tables = [_table(graph, table, query.heads_dim) for table in (query.cos, query.sin)]
         how = (q.heads, k.heads, v.heads), packing, query.convention
-        three = graph.call_function(functional.rope_qkv, (source, *tables, *how))
+        three = graph.call_function(rope_qkv, (source, *tables, *how))
         new = []
         for i, heads_dim in enumerate((query.heads_dim, key.heads_dim, v.heads_dim)):
             item = graph.call_function(operator.getitem, (three, i))
@@ -342,7 +343,7 @@ def _cuts(source: fx.Node) -> set[int]:
 
 
 def _merged_split(source: fx.Node) -> fx.Node | None:
-    return next((user for user in source.users if user.target is functional.split_columns), None)
+    return next((user for user in source.users if user.target is split_columns), None)
 
 
 def _only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
@@ -353,7 +354,7 @@ def _only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
     widths: tuple[int, ...] = tuple(split.args[1])
     taken = next(i for i in range(len(widths)) if sum(widths[:i]) == total)
     with graph.inserting_before(split):
-        again = graph.call_function(functional.split_columns, (source, (total, *widths[taken:])))
+        again = graph.call_function(split_columns, (source, (total, *widths[taken:])))
         three = graph.call_function(operator.getitem, (again, 0))
     for item in list(split.users):
         index = item.args[1]
@@ -406,7 +407,7 @@ def _indexed(source: Any, index: tuple[Any, ...]) -> _Slice | None:
 
 def _widths(node: fx.Node) -> list[int] | None:
     """The widths of the pieces that a node cuts the last dimension into."""
-    if node.target is functional.split_columns:
+    if node.target is split_columns:
         return [int(width) for width in node.args[1]]
     name = _op(node)
     if name not in ("chunk", "split") or value_of(node.args[0]) is None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from deepwell.engine.passes.fuse_quantize import call_with_value, is_row_view
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
+from deepwell.kernels.gemm.torch_ops import ops
 
 # An op's operands that may come without their scales: (which operand, which argument takes the factors).
 READERS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -39,7 +40,6 @@ _WEIGHTS = ("quantize_weights", "quantize_weights_transposed")
 
 def leave_row_scales(graph: fx.Graph, least_flops: float = 0.0) -> int:
     """Take the scales of rows out of products of at least so many operations. Returns how many."""
-    ops = torch.ops.deepwell
     readers = {getattr(ops, name).default: places for name, places in READERS.items()}
     backward = backward_nodes(graph)
     count = 0

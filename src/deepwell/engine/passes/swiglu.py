@@ -2,7 +2,6 @@
 
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.passes.match import (
     Writes,
     argument,
@@ -14,6 +13,8 @@ from deepwell.engine.passes.match import (
     runs_in_kernels,
     value_of,
 )
+from deepwell.kernels.activation.autograd import quick_gelu, swiglu, swiglu_packed
+from deepwell.kernels.gemm.linear import split_columns
 
 
 def rewrite_swiglu(graph: fx.Graph) -> int:
@@ -35,9 +36,9 @@ def rewrite_swiglu(graph: fx.Graph) -> int:
         with graph.inserting_before(product):
             packed = _packed(gate, up)
             if packed is not None:
-                new = graph.call_function(functional.swiglu_packed, (packed, act))
+                new = graph.call_function(swiglu_packed, (packed, act))
             else:
-                new = graph.call_function(functional.swiglu, (gate, up, act))
+                new = graph.call_function(swiglu, (gate, up, act))
         replace(product, new)
         count += 1
     return count
@@ -52,7 +53,7 @@ def activation_of(node: fx.Node) -> str:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(node.kwargs.get("approximate", "none")), "")
     if name == "relu":
         return "" if is_in_place(node) or argument(node, 1, "inplace", False) else "relu"
-    return "quick_gelu" if node.target is functional.quick_gelu else ""
+    return "quick_gelu" if node.target is quick_gelu else ""
 
 
 def _packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
@@ -61,7 +62,7 @@ def _packed(gate: fx.Node, up: fx.Node) -> fx.Node | None:
     if len(halves) != 2 or halves[0][0] is not halves[1][0] or (halves[0][1], halves[1][1]) != (0, 1):
         return None
     split = halves[0][0]
-    is_merged = split.target is functional.split_columns and len(split.args[1]) == 2
+    is_merged = split.target is split_columns and len(split.args[1]) == 2
     is_chunk = name_of(split) == "chunk" and argument(split, 1, "chunks") == 2 and _is_last(split)
     return split.args[0] if is_merged or is_chunk else None
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from deepwell.engine import functional
 from deepwell.engine.binding import Binding
 from deepwell.engine.passes.choose_kernels import KernelRow, size_of
 from deepwell.engine.passes.linear import linear_parts
 from deepwell.engine.passes.match import value_of
+from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.tune.timing import median_us
 from deepwell.kernels.tune.verify import FAILURES
 
@@ -50,7 +50,7 @@ def find_products(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]]) -> di
     """The linears of a graph by path, rewritten ones and others. `weights` maps placeholders to parameters' names."""
     found: dict[str, Product] = {}
     for node in graph.nodes:
-        if node.target is functional.low_precision_linear:
+        if node.target is low_precision_linear:
             x, parts = node.args[0], [_placeholder(weight) for weight in node.args[1]]
         else:
             linear = linear_parts(node)

@@ -6,17 +6,18 @@ Each has a twin `_quantize` that gives FP8 rows instead of the result.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepwell.kernels.activation import bias_activation, swiglu
-from deepwell.kernels.library import _FP8, NAMESPACE, _dense, _register, _rows_of
+from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
 
-__all__ = ["NAMESPACE", "half"]
+ops = torch.ops.deepwell
 
 
 def _rows(act: str) -> swiglu.Options:
     """FP8 rows instead of the result itself."""
-    return swiglu.Options(act=act, write=False, fp8=_FP8)
+    return swiglu.Options(act=act, write=False, fp8=FP8)
 
 
 def half(gate_up: Tensor, *how: Any) -> Tensor:
@@ -48,20 +49,20 @@ def _register_activation(
     schema = f"({operands}, str act{', ' + factors if factors else ''})"
 
     def call(given: Sequence[Any], make: Callable[[str], swiglu.Options]) -> Any:
-        return run(*map(_dense, given[:count]), options=make(given[count]), **_factors(given[count + 1 :]))
+        return run(*map(dense, given[:count]), options=make(given[count]), **_factors(given[count + 1 :]))
 
-    _register(f"{name}{schema} -> Tensor", lambda *given: call(given, lambda act: swiglu.Options(act=act))[0], like)
-    _register(
+    register_op(f"{name}{schema} -> Tensor", lambda *given: call(given, lambda act: swiglu.Options(act=act))[0], like)
+    register_op(
         f"{name}_quantize{schema} -> (Tensor, Tensor)",
         lambda *given: call(given, _rows)[1:3],
-        lambda *given: _rows_of(like(*given)),
+        lambda *given: fp8_rows_like(like(*given)),
     )
 
 
 def _swiglu_backward_recompute(dh: Tensor, gate_up: Tensor, act: str, *factors: Tensor | None) -> tuple[Any, ...]:
-    options = swiglu.Options(act=act, write=False, fp8=_FP8, recompute_h=True)
-    dense = (_dense(dh), _dense(gate_up))
-    return swiglu.swiglu_backward(*dense, options=options, factors=swiglu.RowFactors(*factors))[1:]
+    options = swiglu.Options(act=act, write=False, fp8=FP8, recompute_h=True)
+    tensors = (dense(dh), dense(gate_up))
+    return swiglu.swiglu_backward(*tensors, options=options, factors=swiglu.RowFactors(*factors))[1:]
 
 
 _register_activation("swiglu", "Tensor gate_up", swiglu.swiglu, half, _FACTOR)
@@ -69,20 +70,20 @@ _register_activation("swiglu_backward", "Tensor dh, Tensor gate_up", swiglu.swig
 _register_activation("activation", "Tensor x", swiglu.activation, _like_first, _FACTOR)
 _register_activation("activation_backward", "Tensor dh, Tensor x", swiglu.activation_backward, _like_second, _FACTORS)
 _register_activation("bias_activation", "Tensor x, Tensor bias", bias_activation.bias_activation, _like_first)
-_register(
+register_op(
     f"swiglu_backward_recompute(Tensor dh, Tensor gate_up, str act, {_FACTORS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _swiglu_backward_recompute,
-    lambda dh, gate_up, *how: (*_rows_of(gate_up), *_rows_of(dh)),
+    lambda dh, gate_up, *how: (*fp8_rows_like(gate_up), *fp8_rows_like(dh)),
 )
-_register(
+register_op(
     "swiglu_pair(Tensor gate, Tensor up, str act) -> Tensor",
-    lambda gate, up, act: swiglu.swiglu(_dense(gate), _dense(up), options=swiglu.Options(act=act)).h,
+    lambda gate, up, act: swiglu.swiglu(dense(gate), dense(up), options=swiglu.Options(act=act)).h,
     _like_first,
 )
-_register(
+register_op(
     "swiglu_pair_backward(Tensor dh, Tensor gate, Tensor up, str act) -> Tensor",
     lambda dh, gate, up, act: (
-        swiglu.swiglu_backward(_dense(dh), _dense(gate), _dense(up), options=swiglu.Options(act=act)).grad
+        swiglu.swiglu_backward(dense(dh), dense(gate), dense(up), options=swiglu.Options(act=act)).grad
     ),
     lambda dh, gate, up, act: gate.new_empty((gate.shape[0], 2 * gate.shape[1])),
 )
@@ -91,16 +92,16 @@ _register(
 def _bias_activation_grads(
     dh: Tensor, x: Tensor, bias: Tensor, options: swiglu.Options
 ) -> bias_activation.BiasActivationGrads:
-    return bias_activation.bias_activation_backward(_dense(dh), _dense(x), _dense(bias), options=options)
+    return bias_activation.bias_activation_backward(dense(dh), dense(x), dense(bias), options=options)
 
 
-_register(
+register_op(
     "bias_activation_backward(Tensor dh, Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
     lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, swiglu.Options(act=act))[0::3],
     lambda dh, x, bias, act: (x.new_empty(x.shape), bias.new_empty(bias.shape)),
 )
-_register(
+register_op(
     "bias_activation_backward_quantize(Tensor dh, Tensor x, Tensor bias, str act) -> (Tensor, Tensor, Tensor)",
     lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, _rows(act))[1:],
-    lambda dh, x, bias, act: (*_rows_of(x), bias.new_empty(bias.shape)),
+    lambda dh, x, bias, act: (*fp8_rows_like(x), bias.new_empty(bias.shape)),
 )

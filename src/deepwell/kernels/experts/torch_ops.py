@@ -1,4 +1,4 @@
-"""The experts' kernels as torch ops (`torch.ops.deepwell.*`), with the shapes that tracing needs.
+"""The experts' kernels as torch ops, with the shapes that tracing needs.
 
 Ops of the backward that follow from the forward's values alone take a tensor `after` of the backward, which they do not
 read: it keeps a compiler from making them in the forward, or sharing them with it, and keeping what they give.
@@ -7,15 +7,15 @@ read: it keeps a compiler from making them in the forward, or sharing them with 
 import torch
 from torch import Tensor
 
-from deepwell.kernels import library
 from deepwell.kernels.activation.torch_ops import half
 from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group_layout, padded_rows
 from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_turned
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward
+from deepwell.kernels.quantize.torch_ops import rounded
+from deepwell.kernels.torch_library import FP8, fp8_rows_like, register_op
 
-NAMESPACE = library.NAMESPACE
-_FP8 = torch.float8_e4m3fn
+ops = torch.ops.deepwell
 
 # ---- rows by expert ----
 
@@ -36,15 +36,15 @@ def _fake_gather(
     return q.new_empty((slot.shape[0], q.shape[1])), scale.new_empty(slot.shape[0])
 
 
-library._register(
+register_op(
     "group_layout(Tensor offs, Tensor? order, SymInt choices) -> (Tensor, Tensor, Tensor)", _layout, _fake_layout
 )
-library._register(
+register_op(
     "gather_rows(Tensor q, Tensor scale, Tensor slot, int top_k, Tensor? after=None) -> (Tensor, Tensor)",
     lambda q, scale, slot, top_k, after=None: gather_rows(q, scale, slot, top_k),
     _fake_gather,
 )
-library._register(
+register_op(
     "combine_rows(Tensor x, Tensor place, int top_k) -> Tensor",
     combine_rows,
     lambda x, place, top_k: x.new_empty((place.shape[0] // top_k, x.shape[1])),
@@ -59,16 +59,16 @@ def _turned(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_experts_turned(w.detach(), scale_E), scale_E[:, None].expand(-1, w.shape[2]).contiguous()
 
 
-library._register(
+register_op(
     "quantize_experts(Tensor w, Tensor? after=None) -> (Tensor, Tensor)",
     lambda w, after=None: quantize_experts(w.detach()),
-    lambda w, after=None: (w.new_empty(w.shape, dtype=_FP8), w.new_empty(w.shape[:2], dtype=torch.float32)),
+    lambda w, after=None: (w.new_empty(w.shape, dtype=FP8), w.new_empty(w.shape[:2], dtype=torch.float32)),
 )
-library._register(
+register_op(
     "quantize_experts_turned(Tensor w, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
     lambda w, scale, after=None: _turned(w, scale),
     lambda w, scale, after=None: (
-        w.new_empty((w.shape[0], w.shape[2], w.shape[1]), dtype=_FP8),
+        w.new_empty((w.shape[0], w.shape[2], w.shape[1]), dtype=FP8),
         w.new_empty((w.shape[0], w.shape[2]), dtype=torch.float32),
     ),
 )
@@ -82,18 +82,18 @@ def _swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, act
 
 def _fake_swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
     return (
-        *library._rows_of(gate_up),
-        *library._rows_of(dh),
+        *fp8_rows_like(gate_up),
+        *fp8_rows_like(dh),
         weight.new_empty(weight.shape, dtype=torch.float32),
     )
 
 
-library._register(
+register_op(
     "expert_swiglu(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
     lambda gate_up, weight, slot, act: expert_swiglu(gate_up, weight.contiguous(), slot, act=act),
-    lambda gate_up, weight, slot, act: library._rows_of(half(gate_up, act)),
+    lambda gate_up, weight, slot, act: fp8_rows_like(half(gate_up, act)),
 )
-library._register(
+register_op(
     "expert_swiglu_backward(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _swiglu_grads,
@@ -102,12 +102,12 @@ library._register(
 
 # ---- products ----
 
-library._register(
+register_op(
     "grouped_gemm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs) -> Tensor",
     grouped_gemm,
     lambda a, scale_a, b, scale_b, offs: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
 )
-library._register(
+register_op(
     "grouped_wgrad(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs) -> Tensor",
     grouped_wgrad,
     lambda a, scale_a, b, scale_b, offs: a.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16),
@@ -115,7 +115,7 @@ library._register(
 
 
 def _rounded(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
-    return x.float() if fmt == "fp32" else library._round_to(x, fmt, rounding, hadamard)
+    return x.float() if fmt == "fp32" else rounded(x, fmt, rounding, hadamard)
 
 
 def _grouped_emulated(a: Tensor, b: Tensor, offs: Tensor, lhs: str, rhs: str) -> Tensor:
@@ -149,12 +149,12 @@ def _operand(text: str) -> tuple[str, str, bool]:
     return fmt, rounding, hadamard == "True"
 
 
-library._register(
+register_op(
     "grouped_emulated(Tensor a, Tensor b, Tensor offs, str lhs, str rhs) -> Tensor",
     _grouped_emulated,
     lambda a, b, offs, lhs, rhs: a.new_empty((a.shape[0], b.shape[1])),
 )
-library._register(
+register_op(
     "grouped_emulated_wgrad(Tensor a, Tensor b, Tensor offs, str lhs, str rhs) -> Tensor",
     _grouped_emulated_wgrad,
     lambda a, b, offs, lhs, rhs: a.new_empty((offs.shape[0], a.shape[1], b.shape[1])),

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+import deepwell.kernels.gemm.torch_ops  # noqa: F401 (registers the ops that a product falls back to)
 from deepwell.errors import ConfigError
-from deepwell.kernels import library
 from deepwell.kernels.gemm.cases import prepared, run_fp8_gemm, run_gemm
 from deepwell.kernels.gemm.fp8 import one_on
 from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.torch_library import register_op
 from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.out_of_memory import is_shortage
 from deepwell.kernels.tune.problem import problem_of
@@ -92,12 +93,12 @@ def _chosen_fp8_gemm(a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tens
     return _or_else(kernel, lambda found: run_fp8_gemm(found, given), by_vendor, (a, b.T))
 
 
-library._register(
+register_op(
     "chosen_gemm(Tensor a, Tensor b, str kernel, str lhs, str rhs, ScalarType dtype) -> Tensor",
     _chosen_gemm,
     lambda a, b, kernel, lhs, rhs, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
 )
-library._register(
+register_op(
     "chosen_fp8_gemm(Tensor a, Tensor? scale_a, Tensor b, Tensor scale_b, bool fast, str kernel) -> Tensor",
     _chosen_fp8_gemm,
     lambda a, scale_a, b, scale_b, fast, kernel: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Head and loss as torch ops (`torch.ops.deepwell.*`), with the shapes that tracing needs."""
+"""Head, loss and the gradient of embeddings as torch ops, with the shapes that tracing needs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepwell.kernels import library
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
+from deepwell.kernels.head.embedding import embedding_backward
 from deepwell.kernels.head.linear_cross_entropy import (
     GRADIENT_FORMAT,
     Head,
@@ -19,9 +19,9 @@ from deepwell.kernels.head.linear_cross_entropy import (
     weight_gradient,
 )
 from deepwell.kernels.head.scale_by_scalar import scale_by
+from deepwell.kernels.torch_library import FP8, dense, dense_or_none, register_op
 
-NAMESPACE = library.NAMESPACE
-_FP8 = torch.float8_e4m3fn
+ops = torch.ops.deepwell
 
 
 def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Head:
@@ -44,11 +44,11 @@ def _of_any_length(
     run: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, head: Head
 ) -> Any:
     """What `run` gives of any number of tokens: FP8 gets rows that do not count, up to whole lines."""
-    x, w, target = library._dense(x), library._dense(w), library._dense(target)
+    x, w, target = dense(x), dense(w), dense(target)
     more = -x.shape[0] % ALIGNMENT if head.fp8 else 0
     x_filled = F.pad(x, (0, 0, 0, more)) if more else x
     target_filled = F.pad(target, (0, more), value=head.ignore_index) if more else target
-    made = run(x_filled, w, target_filled, bias_V=library._packed(bias), head=head)
+    made = run(x_filled, w, target_filled, bias_V=dense_or_none(bias), head=head)
     return made._replace(dx=made.dx[: x.shape[0]].contiguous()) if more and made.dx is not None else made
 
 
@@ -77,24 +77,24 @@ def _fake_linear_cross_entropy(
 
 
 def _linear_cross_entropy_loss(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> Tensor:
-    dense = (library._dense(x), library._dense(w), library._dense(target))
-    return linear_cross_entropy_loss(*dense, bias_V=library._packed(bias), head=_head(how))
+    tensors = (dense(x), dense(w), dense(target))
+    return linear_cross_entropy_loss(*tensors, bias_V=dense_or_none(bias), head=_head(how))
 
 
 _HOW = "int ignore_index, str reduction, bool fp8, float logit_scale, float soft_cap"
-library._register(
+register_op(
     f"linear_cross_entropy(Tensor x, Tensor w, Tensor? bias, Tensor target, bool[] needs, {_HOW})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _linear_cross_entropy,
     _fake_linear_cross_entropy,
 )
-library._register(
+register_op(
     f"linear_cross_entropy_loss(Tensor x, Tensor w, Tensor? bias, Tensor target, {_HOW}) -> Tensor",
     _linear_cross_entropy_loss,
     lambda x, w, bias, target, *how: x.new_empty((), dtype=torch.float32),
 )
 
-library._register(
+register_op(
     "scale_by(Tensor x, Tensor factor) -> Tensor", scale_by, lambda x, factor: x.new_empty_strided(x.shape, x.stride())
 )
 
@@ -116,7 +116,7 @@ def _fake_linear_cross_entropy_codes(
     loss, dx, _, db = _fake_linear_cross_entropy(x, w, bias, target, (needs[0], False, needs[1]), *how)
     t = (x.shape[0] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     qg_VT, g_scale = x.new_empty((w.shape[0], t), dtype=GRADIENT_FORMAT), x.new_empty((), dtype=torch.float32)
-    qx_DT, x_scale = x.new_empty((x.shape[1], t), dtype=_FP8), x.new_empty((), dtype=torch.float32)
+    qx_DT, x_scale = x.new_empty((x.shape[1], t), dtype=FP8), x.new_empty((), dtype=torch.float32)
     return loss, dx, db, qg_VT, g_scale, qx_DT, x_scale
 
 
@@ -137,15 +137,23 @@ def _fake_backward(*operands: Any) -> tuple[Tensor, ...]:
     return _given(dw, dx, dw, db)
 
 
-library._register(
+register_op(
     f"linear_cross_entropy_codes(Tensor x, Tensor w, Tensor? bias, Tensor target, bool[] needs, {_HOW})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _linear_cross_entropy_codes,
     _fake_linear_cross_entropy_codes,
 )
-library._register(
+register_op(
     "linear_cross_entropy_backward(Tensor qg, Tensor g_scale, Tensor qx, Tensor x_scale, Tensor grad, Tensor? dx,"
     " Tensor? db, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+)
+
+# ---- embedding ----
+
+register_op(
+    "embedding_backward(Tensor grad, Tensor index, SymInt num_weights, int padding_idx) -> Tensor",
+    lambda grad, index, num_weights, padding_idx: embedding_backward(dense(grad), index, num_weights, padding_idx),
+    lambda grad, index, num_weights, padding_idx: grad.new_empty((num_weights, grad.shape[1])),
 )

@@ -1,12 +1,12 @@
-"""The differentiable ops that the pass over experts puts into a captured graph: one grouped linear, or a whole block.
+"""Experts with their gradients: one grouped linear, or a whole block.
 
     grouped_linear    x [S, K] sorted by expert, times the weight of each group's expert
     batched_linear    x [E, T, K], as many rows for each expert
     fused_experts     tokens in, tokens out: gather, gate and up, SwiGLU, down, sum over each token's choices
 
-Both are autograd functions over the primitives of `kernels/experts/torch_ops.py`. The fused block runs in FP8 from
-end to end in rows padded by expert, and keeps, beside its inputs, one byte an element of each token and the rows of
-gate and up: gathered tokens, hidden rows and the experts' outputs are made again or not needed (`expert_swiglu`).
+The fused block runs in FP8 from end to end in rows padded by expert, and keeps, beside its inputs, one byte an element
+of each token and the rows of gate and up: gathered tokens, hidden rows and the experts' outputs are recomputed or not
+needed (`expert_swiglu`).
 """
 
 # Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K and N the widths of a grouped linear, D width of
@@ -17,12 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.engine.schemes import GemmScheme, LinearScheme, parse_scheme
-from deepwell.kernels.experts import torch_ops as _library  # registers the ops
+from deepwell.kernels.experts.torch_ops import ops
+from deepwell.kernels.gemm.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.precision.gemm_format import Operand
-
-assert _library.NAMESPACE == "deepwell"
-ops = torch.ops.deepwell
 
 FP8_METHOD = "grouped_fp8"
 # An operand that is multiplied as it is, in fp32.

@@ -1,0 +1,155 @@
+"""Rotations of q and k, and their norm with the rotation, as torch ops, with the shapes that tracing needs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.kernels.rope import rope
+from deepwell.kernels.rope.qk_norm_rope import QkNorm, qk_norm_rope, qk_norm_rope_backward
+from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, not_none, register_op
+
+ops = torch.ops.deepwell
+
+# ---- rotation ----
+
+
+def _rope_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Sequence[int],
+    packing: str,
+    convention: str,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = heads
+    how = rope.Heads(q=q, k=k, v=v, packing=packing, convention=convention)
+    return rope.rope_qkv(dense(qkv), dense(cos), dense(sin), heads=how, factor_T=factor)
+
+
+def _fake_rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], *how: Any) -> tuple[Tensor, ...]:
+    width = qkv.shape[-1] // sum(heads)
+    return tuple(qkv.new_empty((*qkv.shape[:2], h, width)) for h in heads)
+
+
+def _rope_grads(
+    options: rope.GradOptions, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: str, convention: str
+) -> rope.RopeGrads:
+    dq, dk, dv = (dense(grad) for grad in grads)
+    return rope.rope_qkv_backward(
+        (dq, dk, dv), dense(cos), dense(sin), packing=packing, convention=convention, options=options
+    )
+
+
+def _fake_dqkv(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, packing: str, convention: str) -> Tensor:
+    heads = dq.shape[2] + dk.shape[2] + dv.shape[2]
+    return dq.new_empty((dq.shape[0] * dq.shape[1], heads * dq.shape[3]))
+
+
+register_op(
+    "rope_qkv(Tensor qkv, Tensor cos, Tensor sin, int[] heads, str packing, str convention, Tensor? factor=None)"
+    " -> (Tensor, Tensor, Tensor)",
+    _rope_qkv,
+    _fake_rope_qkv,
+)
+_ROPE_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str packing, str convention)"
+register_op(
+    f"rope_qkv_backward{_ROPE_GRADS} -> Tensor",
+    lambda dq, dk, dv, *how: _rope_grads(rope.GradOptions(), (dq, dk, dv), *how).grad,
+    _fake_dqkv,
+)
+register_op(
+    f"rope_qkv_backward_rows{_ROPE_GRADS} -> (Tensor, Tensor)",
+    lambda dq, dk, dv, *how: _rope_grads(rope.GradOptions(write=False, fp8=FP8), (dq, dk, dv), *how)[1:3],
+    lambda *operands: fp8_rows_like(_fake_dqkv(*operands)),
+)
+register_op(
+    f"rope_qkv_backward_beside{_ROPE_GRADS} -> (Tensor, Tensor, Tensor)",
+    lambda dq, dk, dv, *how: tuple(_rope_grads(rope.GradOptions(fp8=FP8), (dq, dk, dv), *how)),
+    lambda *operands: (_fake_dqkv(*operands), *fp8_rows_like(_fake_dqkv(*operands))),
+)
+register_op(
+    "rope(Tensor x, Tensor cos, Tensor sin, str convention, bool backward) -> Tensor",
+    lambda x, cos, sin, convention, backward: rope.rope(
+        dense(x), dense(cos), dense(sin), convention=convention, backward=backward
+    ),
+    lambda x, cos, sin, convention, backward: x.new_empty(x.shape),
+)
+
+# ---- norm and rotation ----
+
+
+def _qk_norm_rope(
+    qkv: Tensor, w_q: Tensor, w_k: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], *how: Any
+) -> tuple[Tensor, ...]:
+    eps, rounding, convention = how
+    q, k, v = heads
+    tensors = [dense(t) for t in (qkv, w_q, w_k, cos, sin)]
+    return tuple(
+        qk_norm_rope(
+            tensors[0],
+            (tensors[1], tensors[2]),
+            *tensors[3:],
+            heads=rope.Heads(q=q, k=k, v=v, convention=convention),
+            norm=QkNorm(eps=eps, rounding=rounding),
+        )
+    )
+
+
+def _fake_qk_norm_rope(
+    qkv: Tensor, w_q: Tensor, w_k: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], *how: Any
+) -> tuple[Tensor, ...]:
+    b, s, w = qkv.shape
+    out = (qkv.new_empty((b, s, h, w // sum(heads))) for h in heads)
+    return *out, *(qkv.new_empty((b * s, h), dtype=torch.float32) for h in heads[:2])
+
+
+def _qk_norm_grads(options: rope.GradOptions, *operands: Any) -> tuple[Any, ...]:
+    """What was asked for of dqkv, its codes and scales, and both weights' gradients."""
+    *tensors, convention = operands
+    dq, dk, dv, qkv, w_q, w_k, rstd_q, rstd_k, cos, sin = (dense(t) for t in tensors)
+    made = qk_norm_rope_backward(
+        (dq, dk, dv), qkv, (w_q, w_k), (rstd_q, rstd_k), (cos, sin), convention=convention, options=options
+    )
+    return not_none(made)
+
+
+def _fake_qkv_rows(qkv: Tensor) -> Tensor:
+    return qkv.new_empty((qkv.shape[0] * qkv.shape[1], qkv.shape[2]))
+
+
+def _fake_dws(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor]:
+    return w_q.new_empty(w_q.shape), w_k.new_empty(w_k.shape)
+
+
+register_op(
+    "qk_norm_rope(Tensor qkv, Tensor w_q, Tensor w_k, Tensor cos, Tensor sin, int[] heads, float eps, str rounding,"
+    " str convention) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _qk_norm_rope,
+    _fake_qk_norm_rope,
+)
+_QK_NORM_GRADS = (
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor w_q, Tensor w_k, Tensor rstd_q, Tensor rstd_k, Tensor cos,"
+    " Tensor sin, str convention)"
+)
+register_op(
+    f"qk_norm_rope_backward{_QK_NORM_GRADS} -> (Tensor, Tensor, Tensor)",
+    lambda *operands: _qk_norm_grads(rope.GradOptions(), *operands),
+    lambda dq, dk, dv, qkv, w_q, w_k, *how: (_fake_qkv_rows(qkv), *_fake_dws(w_q, w_k)),
+)
+register_op(
+    f"qk_norm_rope_backward_quantize{_QK_NORM_GRADS} -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda *operands: _qk_norm_grads(rope.GradOptions(write=False, fp8=FP8), *operands),
+    lambda dq, dk, dv, qkv, w_q, w_k, *how: (*fp8_rows_like(_fake_qkv_rows(qkv)), *_fake_dws(w_q, w_k)),
+)
+register_op(
+    f"qk_norm_rope_backward_beside{_QK_NORM_GRADS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda *operands: _qk_norm_grads(rope.GradOptions(fp8=FP8), *operands),
+    lambda dq, dk, dv, qkv, w_q, w_k, *how: (
+        _fake_qkv_rows(qkv),
+        *fp8_rows_like(_fake_qkv_rows(qkv)),
+        *_fake_dws(w_q, w_k),
+    ),
+)
