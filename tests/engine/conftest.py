@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import erase_unread
+from deepwell.engine.passes.edit import erase_unread
 
 # So that tests can `import zoo_models`, the tiny Hugging Face models of the graph tests.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "graph"))

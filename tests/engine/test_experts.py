@@ -9,9 +9,9 @@ import deepwell as dw
 from deepwell.engine.binding import GROUPED_FP8, Device, bind
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.passes.experts import find_experts, rewrite_experts
-from deepwell.engine.passes.match import give_operands_by_position
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
+from deepwell.graph.fx import give_operands_by_position
 from deepwell.kernels.experts import autograd as FE
 from deepwell.kernels.experts.group_rows import padded_rows
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref

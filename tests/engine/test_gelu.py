@@ -90,11 +90,23 @@ def _written_into(x: Tensor) -> Tensor:
     return bent
 
 
+def _of_whole_numbers(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x.to(torch.int32))
+
+
+def _of_signs(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x.bool().to(x.dtype) * 1.702)
+
+
 @pytest.mark.parametrize(
-    "function", [_other_constant, _other_sigmoid, _tanh_alone, _two_tensors, _read_inside, _written_into]
-)
+    "function",
+    [
+        _other_constant, _other_sigmoid, _tanh_alone, _two_tensors, _read_inside, _written_into, _of_whole_numbers,
+        _of_signs,
+    ],
+)  # fmt: skip
 def test_another_expression_stays(run_pass, function) -> None:
-    x = torch.randn(5, 32)
+    x = 3 * torch.randn(5, 32)
     done = run_pass(function, rewrite_gelu, x)
     assert done.found == 0
     torch.testing.assert_close(done.out, function(x))

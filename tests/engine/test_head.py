@@ -174,6 +174,10 @@ def _each(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y, reduction="none").mean()
 
 
+def _each_in_old_words(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, None, None, -100, False).sum()
+
+
 def _to_probabilities(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, F.one_hot(y, 24).to(logits.dtype))
 
@@ -216,6 +220,7 @@ NAMED = {
     _weighted: "class weights",
     _smoothed: "label smoothing",
     _each: "reduction 'none'",
+    _each_in_old_words: "size_average or reduce",
     _to_probabilities: "no vector of class indices",
 }
 

@@ -159,8 +159,14 @@ def test_heads_repeated_in_another_order_or_on_one_side_stay(run_pass) -> None:
     def key_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, _repeated(k, 2), torch.cat((v, v), dim=1))
 
+    def swapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, g, s, c = k.shape
+        order = torch.tensor([1, 0])
+        k, v = (x[:, order, None].expand(b, g, 2, s, c).reshape(b, 2 * g, s, c) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
     inputs = _qkv(kv_heads=2)
-    for function in (tiled, key_only):
+    for function in (tiled, key_only, swapped):
         got = run_pass(function, rewrite_attention, *inputs)
         assert got.found == (0, 0)
         assert_bitwise_equal(got.out, function(*inputs))
@@ -229,11 +235,27 @@ def _norm_without_weight(x: Tensor, w: Tensor) -> Tensor:
     return F.rms_norm(x, (16,), None, 1e-6) + w
 
 
+def _norm_with_alpha(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 0.5, alpha=2.0))).to(x.dtype)
+
+
+def _norm_of_whole_numbers(x: Tensor, w: Tensor) -> Tensor:
+    whole = (9 * x).to(torch.int32).float()
+    return w * (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 @pytest.mark.parametrize(
-    "norm", [_norm_read_inside, _norm_of_columns, _norm_of_cubes, _norm_of_another, _norm_without_weight]
-)
+    "norm",
+    [
+        _norm_read_inside, _norm_of_columns, _norm_of_cubes, _norm_of_another, _norm_without_weight, _norm_with_alpha,
+        _norm_of_whole_numbers,
+    ],
+)  # fmt: skip
 def test_what_is_no_rms_norm_is_left_alone(run_pass, norm) -> None:
-    assert run_pass(norm, rewrite_rms_norm, torch.randn(3, 5, 16), torch.randn(16)).found == 0
+    x, w = torch.randn(3, 5, 16), torch.randn(16)
+    got = run_pass(norm, rewrite_rms_norm, x, w)
+    assert got.found == 0
+    torch.testing.assert_close(got.out, norm(x, w))
 
 
 def test_a_float64_norm_is_left_alone(run_pass) -> None:
@@ -310,7 +332,13 @@ def _into_up(g: Tensor, u: Tensor) -> Tensor:
     return u + 1
 
 
-@pytest.mark.parametrize("function", [_silu_read_twice, _broadcast, _times_number, _into_up])
+def _into_a_buffer(g: Tensor, u: Tensor) -> Tensor:
+    buffer = torch.zeros_like(u)
+    torch.mul(F.silu(g), u, out=buffer)
+    return buffer
+
+
+@pytest.mark.parametrize("function", [_silu_read_twice, _broadcast, _times_number, _into_up, _into_a_buffer])
 def test_another_use_of_silu_is_left_alone(run_pass, function) -> None:
     g, u = torch.randn(3, 16), torch.randn(3, 16)
     got = run_pass(function, rewrite_swiglu, g, u)
@@ -474,6 +502,7 @@ SPELLINGS = {
     "matmul with T": (lambda x, w, b: x @ w.T, (24, 16)),
     "matmul with transpose": (lambda x, w, b: torch.matmul(x, w.transpose(0, 1)), (24, 16)),
     "matmul": (lambda x, w, b: x @ w, (16, 24)),
+    "mm": (lambda x, w, b: torch.mm(x, mat2=w), (16, 24)),
 }
 
 

@@ -169,7 +169,7 @@ class Blocks(torch.nn.Module):
 
 def _graphs(model: Callable[..., Tensor], x: Tensor, monkeypatch: pytest.MonkeyPatch, on: bool) -> list[Any]:
     """The forward and backward that AOTAutograd made, each as its nodes' targets."""
-    from deepwell.engine import backend
+    from deepwell.engine.passes import pipeline
 
     torch._dynamo.reset()
     seen: list[list[Any]] = []
@@ -178,9 +178,9 @@ def _graphs(model: Callable[..., Tensor], x: Tensor, monkeypatch: pytest.MonkeyP
         seen.append([node.target for node in graph.nodes])
         return 0
 
-    monkeypatch.setattr(backend, "fuse_quantize", look)
+    monkeypatch.setattr(pipeline, "PASSES", pipeline.swapped("fused_quantize", look))
     if not on:
-        monkeypatch.setattr(backend, "rewrite_residual_norm", lambda graph: 0)
+        monkeypatch.setattr(pipeline, "PASSES", pipeline.swapped("residual_norm", lambda graph: 0))
     options = BackendOptions()
     torch.compile(model, backend=lambda g, i: compile_graph(g, i, options))(x).sum().backward()
     assert options.counts["residual_norm"] == (4 if on else 0)

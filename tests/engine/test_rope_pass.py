@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import zoo_models
 from torch import Tensor, nn
 
-from deepwell.engine import backend
 from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 
@@ -243,13 +243,13 @@ def test_the_pass_fires_on_published_architectures(model_type, at_once, backward
 def _seen_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The forward and backward graphs as they are after the last pass."""
     seen: list[Any] = []
-    fuse = backend.fuse_quantize
+    fuse = pipeline.fuse_quantize
 
     def fuse_and_keep(graph: Any) -> int:
         seen.append(graph)
         return fuse(graph)
 
-    monkeypatch.setattr(backend, "fuse_quantize", fuse_and_keep)
+    monkeypatch.setattr(pipeline, "PASSES", pipeline.swapped("fused_quantize", fuse_and_keep))
     return seen
 
 
@@ -308,7 +308,7 @@ def test_fp8_gradients_are_as_good_with_the_pass_as_without(batch, monkeypatch) 
     exact.load_state_dict(model.state_dict())
     with_pass = _gradients(model, _compiled(model, _fp8_options(model)), batch)
     torch._dynamo.reset()
-    monkeypatch.setattr(backend, "rewrite_rope", lambda graph, alone: (0, 0))
+    monkeypatch.setattr(pipeline, "PASSES", pipeline.swapped("rope rope_qkv", lambda graph, alone: (0, 0)))
     without = _gradients(model, _compiled(model, _fp8_options(model)), batch)
     assert not torch.equal(with_pass, without)
     assert_no_worse_than(with_pass, without, _gradients(exact, exact, batch), factor=1.1)

@@ -1,15 +1,13 @@
 """The torch.compile backend: rewrite the graph that Dynamo captured, then let AOTAutograd and Inductor compile it.
 
-Passes run at three levels. On Dynamo's graph, where a linear is a linear: norms, attention, linears, SwiGLU, head and
-loss. On AOTAutograd's joint graph, where both readers of a value are seen: who multiplies by scales of rows, what the
-backward makes again. On its forward and backward, where quantizations are nodes of their own: fusing them into their
-producers. On a CPU, or without a C compiler, the rewritten graphs run eagerly (AOT eager).
+`passes/pipeline.py` lists the passes: on Dynamo's graph, on AOTAutograd's joint graph, and on its forward and backward.
+On a CPU, or without a C compiler, the rewritten graphs run eagerly (AOT eager).
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,45 +18,17 @@ from torch._functorch.partitioners import default_partition
 from deepwell.engine.binding import LeftAlone
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.nested_graphs import in_common, nested, separate
-from deepwell.engine.passes.attention import rewrite_attention
-from deepwell.engine.passes.before_linear import rewrite_before_linears
-from deepwell.engine.passes.bias_epilogue import fuse_bias
+from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.cache_weights import cache_weights, name_sources
-from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
-from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
-from deepwell.engine.passes.embedding import rewrite_embedding
-from deepwell.engine.passes.emulated_products import emulate_in_bf16
-from deepwell.engine.passes.experts import find_experts, rewrite_experts, rewrite_fallback
-from deepwell.engine.passes.fuse_quantize import fuse_quantize
-from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
-from deepwell.engine.passes.gain import keep_gaining
-from deepwell.engine.passes.gelu import rewrite_gelu
-from deepwell.engine.passes.left_alone import find_left_alone, has_autocast
-from deepwell.engine.passes.linear import find_linears, merge_plain_linears, rewrite_linears
-from deepwell.engine.passes.looped_experts import group_loops
-from deepwell.engine.passes.match import erase_unread, give_operands_by_position, value_of
-from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
-from deepwell.engine.passes.recompute import mark_recomputed
-from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
-from deepwell.engine.passes.rms_norm import rewrite_rms_norm
-from deepwell.engine.passes.rope import rewrite_rope
-from deepwell.engine.passes.row_factors import leave_row_scales
-from deepwell.engine.passes.swiglu import rewrite_swiglu
+from deepwell.engine.passes.choose_kernels import KernelRow
+from deepwell.engine.passes.cross_entropy import DeferredOutput
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
-from deepwell.engine.times.gemms import Product, find_products
-from deepwell.engine.times.ops import OpCall, record_calls
+from deepwell.engine.times.gemms import Product
+from deepwell.engine.times.ops import OpCall
 from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
-from deepwell.kernels.gemm.fp8 import ALIGNMENT, keep_one
+from deepwell.kernels.gemm.fp8 import keep_one
 from deepwell.kernels.registry import KernelRegistry
-from deepwell.kernels.tune.fastest import LEAST_FLOPS
-from deepwell.kernels.tune.gain import Gain, would_gain
-
-_FP8 = "fp8_row|fp8_row|fp8_row"
-_AUTOCAST = (
-    "torch.autocast was on: linears whose input it made another dtype than their weight's stay as it runs them; "
-    "leave it out, the policy says which products leave the model's dtype (model.bfloat16() for all else in bf16)"
-)
-_Told = TypeVar("_Told")
+from deepwell.kernels.tune.gain import Gain
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,26 +98,14 @@ class BackendOptions:
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
 
-    def leave_row_scales(self, graph: fx.Graph) -> None:
-        """Have the products of a joint graph read without the scales of their rows, which their readers then take.
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward computes something again: Inductor's partitioner does."""
+        return self.use_inductor and self.recompute != "nothing"
 
-        On a GPU only those whose algorithms are timed, large ones of fixed size: torch's own choice for a product with
-        one scale is the slower one. None where a user's kernel may want the whole chain.
-        """
-        has_user_gemm = self.registry is not None and any(item.op == "gemm" for item in self.registry.users())
-        if not self.row_factors or has_user_gemm:
-            return
-        devices = {value.device for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
-        has_gpu = any(device.type == "cuda" for device in devices)
-        self.note("row_factors", leave_row_scales(graph, LEAST_FLOPS if has_gpu else 0.0))
-
-    def choose_kernels(self, graph: fx.Graph) -> None:
-        """Let the registry choose among kernels for the products of one of AOTAutograd's graphs; note what runs."""
-        if self.registry is not None:
-            merge_rows(self.kernels, choose_kernels(graph, self.registry))
-        self.note("bias_epilogue", fuse_bias(graph))
-        emulate_in_bf16(graph)
-        record_calls(graph, self.calls)
+    @property
+    def recomputes_copies(self) -> bool:
+        return self.use_inductor and self.recompute == "copies"
 
 
 def compile_graph(
@@ -213,67 +171,12 @@ def _rewrite(
     options: BackendOptions,
     outer: Mapping[str, fx.Node] | None = None,
 ) -> list[DeferredOutput]:
-    """The passes in order: each sees what the ones before it made. `outer` says what a nested graph's inputs are."""
-    graph = graph_module.graph
-    give_operands_by_position(graph)
-    may_stay = find_left_alone(graph, weights, options.schemes)
-    if options.schemes and has_autocast(graph):
-        options.remarks[_AUTOCAST] = None
+    """Nested graphs first: they may ask how the outer one makes their masks, which `outer` tells."""
     _rewrite_nested(graph_module, weights, options)
-    masks, kv_heads = rewrite_attention(graph, outer)
-    options.note("causal_mask", masks)
-    options.note("kv_heads", kv_heads)
-    deferred = _rewrite_head(graph, weights, options) if options.fuse_head else []
-    options.note("embedding", rewrite_embedding(graph))
-    options.note("gelu", rewrite_gelu(graph))
-    options.note("rms_norm", rewrite_rms_norm(graph))
-    sites = find_linears(graph, weights, options.schemes)
-    if options.measure:
-        sites, gains = keep_gaining(sites, would_gain, strict=options.measure == "strict")
-        options.gains.update(_of_tied(gains, weights, options.schemes))
-    linears, merged = rewrite_linears(graph, sites)
-    options.products |= find_products(graph, weights)
-    options.rewritten |= _of_tied({site.path: None for site in sites}, weights, options.schemes).keys()
-    options.note("linear", linears)
-    options.note("merged_linear", merged)
-    if options.merge_plain:
-        options.note("merged_plain_linear", merge_plain_linears(graph, weights))
-    options.note("qk_norm_rope", rewrite_qk_norm_rope(graph))
-    rotated, at_once = rewrite_rope(graph, alone=options.rope_alone)
-    options.note("rope", rotated)
-    options.note("rope_qkv", at_once)
-    options.note("swiglu", rewrite_swiglu(graph))
-    options.note("looped_experts", group_loops(graph, weights, options.schemes))
-    experts = find_experts(graph, weights, options.schemes)
-    options.note("experts", len(experts))
-    fused, reasons = rewrite_experts(graph, experts)
-    options.note("fused_experts", fused)
-    options.remarks |= {f"experts run product by product, padded for each: {reason}": None for reason in reasons}
-    options.rewritten |= {site.path for site in experts}
-    options.note("plain_experts", rewrite_fallback(graph))
-    norms, activations, biases = rewrite_before_linears(graph)
-    options.note("layer_norm", norms)
-    options.note("activation", activations)
-    options.note("bias_activation", biases)
-    options.note("residual_norm", rewrite_residual_norm(graph))
-    done = options.rewritten | options.gains.keys() | options.left.keys()
-    options.left |= {path: why for path, why in may_stay.items() if path not in done}
-    erase_unread(graph)
+    work = pipeline.Work(options=options, weights=weights, outer=outer)
+    pipeline.run(pipeline.DYNAMO, graph_module.graph, work)
     graph_module.recompile()
-    return deferred
-
-
-def _of_tied(
-    told: Mapping[str, _Told], weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]
-) -> dict[str, _Told]:
-    """What was told by path, also for linears that share the weight and have its scheme: they ran alike."""
-    found = dict(told)
-    for names in weights.values():
-        paths = [name.removesuffix(".weight") for name in names]
-        first = next((path for path in paths if path in told), None)
-        if first is not None:
-            found |= {path: told[first] for path in paths if schemes.get(path) == schemes.get(first)}
-    return found
+    return work.deferred
 
 
 def _rewrite_nested(
@@ -284,7 +187,7 @@ def _rewrite_nested(
     def kind_of(operand: fx.Node) -> object:
         names = weights.get(operand.name, ())
         # Kept codes belong to one weight.
-        return names if options.cache_weights or not names else _scheme_of(names, options.schemes)[1]
+        return names if options.cache_weights or not names else pipeline.scheme_of(names, options.schemes)[1]
 
     separate(graph_module, kind_of)
     for body, calls in nested(graph_module):
@@ -294,23 +197,6 @@ def _rewrite_nested(
         _rewrite(body, each[0], inside, in_common(calls))
         for names in each:
             options.add_paths(inside, renamed([(each[0][inner], names[inner]) for inner in names], options.schemes))
-
-
-def _rewrite_head(
-    graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], options: BackendOptions
-) -> list[DeferredOutput]:
-    """Head and loss: in bf16 or, where all three GEMMs and the sizes allow it, in FP8."""
-    schemes = {node: _scheme_of(names, options.schemes) for node, names in weights.items()}
-    sizes = {node.name: value.shape for node in graph.nodes if (value := value_of(node)) is not None}
-    is_whole = {node: all(size % ALIGNMENT == 0 for size in sizes[node]) for node in schemes}
-    fp8 = [node for node, (_, scheme) in schemes.items() if scheme == _FP8 and is_whole[node]]
-    others = [node for node, (_, scheme) in schemes.items() if scheme and node not in fp8]
-    for reason in unfused_losses(graph):
-        options.remarks[f"all logits are held: the loss of the head has {reason}"] = None
-    heads, deferred = rewrite_cross_entropy(graph, fp8, others)
-    options.note("cross_entropy", len(heads))
-    options.rewritten |= {schemes[head.name][0] for head in heads if head.name in fp8}
-    return deferred
 
 
 def keep_codes(graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[KeptGroup]:
@@ -328,12 +214,6 @@ def keep_codes(graph_module: fx.GraphModule, example_inputs: Sequence[Any], opti
     keep(graph_module, {name: (i, names[name]) for i, name in enumerate(placeholders) if name in names})
     name_sources(graph_module)
     return list(taken.values())
-
-
-def _scheme_of(names: tuple[str, ...], schemes: Mapping[str, str]) -> tuple[str, str]:
-    """The path of a parameter that has a scheme and that scheme, empty where it has none."""
-    paths = (name.removesuffix(".weight") for name in names)
-    return next(((path, schemes[path]) for path in paths if path in schemes), ("", ""))
 
 
 def parameter_names(
@@ -368,14 +248,15 @@ def _name_from_source(node: fx.Node) -> str:
 def _eagerly(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> Callable[..., Any]:
+    work = pipeline.Work(options=options)
+
     def compiler(inner: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        options.note("fused_quantize", fuse_quantize(inner.graph))
-        options.choose_kernels(inner.graph)
+        pipeline.run(pipeline.COMPILED, inner.graph, work)
         inner.recompile()
         return make_boxed_func(inner.forward)
 
     def partition(joint: fx.GraphModule, *operands: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        options.leave_row_scales(joint.graph)
+        pipeline.run(pipeline.JOINT, joint.graph, work)
         return default_partition(joint, *operands, **how)
 
     compilers = {"fw_compiler": compiler, "bw_compiler": compiler}
@@ -392,32 +273,23 @@ def _with_inductor(
 
     register_ops()
 
-    class Fusions(CustomGraphPass):
+    class Level(CustomGraphPass):
+        def __init__(self, level: str) -> None:
+            self.level = level
+
         def __call__(self, graph: fx.Graph) -> None:
-            options.note("fused_quantize", fuse_quantize(graph))
-            options.note("fused_recompute", fuse_recomputed_rows(graph))
-            options.choose_kernels(graph)
+            pipeline.run(self.level, graph, pipeline.Work(options=options))
 
         def uuid(self) -> Any:
-            if options.registry is not None:
+            if self.level == pipeline.COMPILED and options.registry is not None:
                 return None  # compiled code names kernels of this process: it is kept for no other
-            fused = (fuse_quantize, fuse_recomputed_rows, fuse_bias, emulate_in_bf16)
-            return get_hash_for_files(tuple(f.__code__.co_filename for f in fused))
+            how = f"{self.level} {options.recompute} {options.row_factors} {pipeline.LEAST_FLOPS}"
+            return get_hash_for_files(pipeline.files(), how)
 
-    class Joint(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            if options.recompute == "copies":
-                norm_again_from_sums(graph)
-            options.leave_row_scales(graph)
-            if options.recompute != "nothing":
-                options.note("recomputed", mark_recomputed(graph, options.recompute))
-
-        def uuid(self) -> Any:
-            passes = (mark_recomputed, norm_again_from_sums, leave_row_scales)
-            how = f"{options.recompute} {options.row_factors} {LEAST_FLOPS}"
-            return get_hash_for_files(tuple(f.__code__.co_filename for f in passes), how)
-
-    patches: dict[str, Any] = {"post_grad_custom_pre_pass": Fusions(), "joint_custom_pre_pass": Joint()}
+    patches: dict[str, Any] = {
+        "post_grad_custom_pre_pass": Level(pipeline.COMPILED),
+        "joint_custom_pre_pass": Level(pipeline.JOINT),
+    }
     if options.cuda_graphs:
         patches["triton.cudagraphs"] = True
     return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deepwell.engine.passes.experts import is_grouped_product
+from deepwell.graph.fx import is_grouped_product
 from deepwell.kernels.experts.autograd import even_ends
 
 _BATCHED = {"bmm", "matmul", "__matmul__"}

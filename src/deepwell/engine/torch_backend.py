@@ -23,11 +23,17 @@ from deepwell.engine.arguments import check_flags, policy_of
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
 from deepwell.engine.binding import Binding, Bound, Device, as_model_runs_them, bind, with_gains
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
-from deepwell.engine.passes.experts import grouped_parts
-from deepwell.engine.passes.linear import linear_parts
-from deepwell.engine.passes.match import CAST_OPS, SHAPE_OPS, argument, give_operands_by_position, name_of, value_of
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
+from deepwell.graph.fx import (
+    SHAPE_OPS,
+    argument,
+    give_operands_by_position,
+    grouped_parts,
+    linear_parts,
+    op_of,
+    value_of,
+)
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import GroupedLinear, Linear
 from deepwell.precision.policy import PrecisionPolicy
@@ -213,7 +219,7 @@ def ir_of_graph(
     vocabularies = {
         int(value_of(weight).shape[0])
         for node in graph.nodes
-        if name_of(node) == "embedding" and value_of(weight := argument(node, 1, "weight")) is not None
+        if op_of(node) == "embedding" and value_of(weight := argument(node, "weight")) is not None
     }
     found: dict[str, tuple[str, Linear | GroupedLinear]] = _grouped(graph, names)
     for node in graph.nodes:
@@ -285,7 +291,7 @@ def _role(node: fx.Node, path: str, n: int, vocabularies: set[int]) -> str:
 
 def _feeds_a_loss(node: fx.Node) -> bool:
     return any(
-        name_of(user) == "cross_entropy" or (name_of(user) in CAST_OPS | SHAPE_OPS and _feeds_a_loss(user))
+        op_of(user) == "cross_entropy" or (op_of(user) in {"to", *SHAPE_OPS} and _feeds_a_loss(user))
         for user in node.users
     )
 
@@ -295,10 +301,9 @@ def _reaches_topk(node: fx.Node, steps: int) -> bool:
     if steps == 0:
         return False
     for user in node.users:
-        target = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        if target == "topk":
+        if op_of(user) == "topk":
             return True
-        is_pointwise = linear_parts(user) is None and name_of(user) != "attention"
+        is_pointwise = linear_parts(user) is None and op_of(user) != "scaled_dot_product_attention"
         if is_pointwise and value_of(user) is not None and _reaches_topk(user, steps - 1):
             return True
     return False

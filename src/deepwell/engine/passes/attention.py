@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import SHAPE_OPS, argument, is_in_place, name_of, value_of
+from deepwell.graph.fx import SHAPE_OPS, argument, has_index_tensor, memory_of, op_of, value_of, written_by
 
 _FORBIDDEN = {"get_attr", "call_module", "output"}
 # The largest square that is tried for a symbolic size: 16M booleans.
@@ -31,9 +31,9 @@ def rewrite_attention(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = Non
     masks = heads = 0
     causal: dict[fx.Node, bool] = {}
     for node in list(graph.nodes):
-        if name_of(node) != "attention":
+        if op_of(node) != "scaled_dot_product_attention":
             continue
-        mask = argument(node, 3, "attn_mask")
+        mask = argument(node, "attn_mask")
         if isinstance(mask, fx.Node):
             mask = outer.get(mask.name, mask) if mask.op == "placeholder" else mask
             if mask not in causal:
@@ -114,13 +114,9 @@ def _subgraph(node: fx.Node) -> list[fx.Node] | None:
 def _is_written(order: list[fx.Node]) -> bool:
     """Whether something writes into a part of the subgraph, or into a view of it, beside the graph's edges."""
     parts = {node for node in order if value_of(node) is not None}
-    for node in order[-1].graph.nodes:
-        target = node.args[0] if node.args and node not in parts and is_in_place(node) else None
-        while isinstance(target, fx.Node):
-            if target in parts:
-                return True
-            target = target.args[0] if target.args else None
-    return False
+    memory = {memory_of(node) for node in parts}
+    others = (node for node in order[-1].graph.nodes if node not in parts)
+    return any(memory_of(target) in memory for node in others for target in written_by(node))
 
 
 def _is_symbol(node: fx.Node) -> bool:
@@ -178,14 +174,16 @@ def _keep_kv_heads(node: fx.Node) -> bool:
 
 def _unrepeated(node: Any) -> fx.Node | None:
     """The tensor [B, G, S, C] behind `x[:, :, None].expand(B, G, R, S, C).reshape(B, G*R, S, C)`."""
-    if name_of(node) not in SHAPE_OPS or value_of(node) is None or value_of(node).dim() != 4:
+    if op_of(node) not in SHAPE_OPS or value_of(node) is None or value_of(node).dim() != 4:
         return None
     expand = node.args[0]
-    if name_of(expand) != "expand":
+    if op_of(expand) != "expand":
         return None
     grown = expand.args[0]
-    if name_of(grown) not in {"getitem", "unsqueeze"} or value_of(grown) is None or value_of(grown).dim() != 5:
+    if op_of(grown) not in {"getitem", "unsqueeze"} or value_of(grown) is None or value_of(grown).dim() != 5:
         return None
+    if op_of(grown) == "getitem" and has_index_tensor(grown):
+        return None  # heads in another order
     source = grown.args[0]
     small, big = value_of(source), value_of(node)
     if small is None or small.dim() != 4 or value_of(grown).shape[2] != 1:

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.match import SHAPE_OPS, argument, name_of, only_user, replace, runs_in_kernels, value_of
+from deepwell.engine.passes.edit import replace, runs_in_kernels
 from deepwell.engine.passes.swiglu import activation_of
+from deepwell.graph.fx import SHAPE_OPS, argument, only_user, op_of, value_of
 from deepwell.kernels.activation.autograd import activation, bias_activation
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.norm.autograd import layer_norm
@@ -20,7 +21,7 @@ def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
     """Replace them after the linear pass ran. Returns how many LayerNorms, activations, and activations with a bias."""
     norms = activations = biases = 0
     for node in list(graph.nodes):
-        if name_of(node) == "layer_norm" and _feeds_fp8(node):
+        if op_of(node) == "layer_norm" and _feeds_fp8(node):
             norms += _replace_norm(graph, node)
         elif activation_of(node) and _feeds_fp8(node) and runs_in_kernels(node.args[0]):
             bias = _take_bias(node)
@@ -38,7 +39,7 @@ def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
 def _take_bias(activation: fx.Node) -> fx.Node | None:
     """Take the bias from the FP8 linear whose product the activation alone reads; None where there is none."""
     node = activation.args[0]
-    while name_of(node) in SHAPE_OPS and only_user(node) is not None and _width(node) == _width(node.args[0]):
+    while op_of(node) in SHAPE_OPS and only_user(node) is not None and _width(node) == _width(node.args[0]):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not low_precision_linear or only_user(node) is None:
         return None
@@ -55,13 +56,13 @@ def _width(node: Any) -> Any:
 
 
 def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    x, shape = node.args[0], argument(node, 1, "normalized_shape")
-    weight, bias = argument(node, 2, "weight"), argument(node, 3, "bias")
+    x, shape = node.args[0], argument(node, "normalized_shape")
+    weight, bias = argument(node, "weight"), argument(node, "bias")
     operands: list[Any] = [x, weight] if bias is None else [x, weight, bias]
     if len(tuple(shape)) != 1 or not runs_in_kernels(*operands):
         return False
     with graph.inserting_before(node):
-        new = graph.call_function(layer_norm, (x, weight, bias, argument(node, 4, "eps", 1e-5)))
+        new = graph.call_function(layer_norm, (x, weight, bias, argument(node, "eps", 1e-5)))
     replace(node, new)
     return True
 
@@ -70,6 +71,6 @@ def _feeds_fp8(node: fx.Node) -> bool:
     """Whether an FP8 linear reads the node, views between them or not."""
     return any(
         (user.target is low_precision_linear and "fp8_row" in str(user.args[3]))
-        or (name_of(user) in SHAPE_OPS and _feeds_fp8(user))
+        or (op_of(user) in SHAPE_OPS and _feeds_fp8(user))
         for user in node.users
     )

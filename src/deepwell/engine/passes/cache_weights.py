@@ -11,8 +11,9 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deepwell.engine.passes.match import Writes, memory_of, replace, transposed
+from deepwell.engine.passes.edit import replace
 from deepwell.engine.weight_cache import KeptGroup, WeightCache
+from deepwell.graph.fx import Writes, memory_of, transposed
 from deepwell.kernels.gemm.linear import cached_linear, can_keep_codes, low_precision_linear
 from deepwell.kernels.quantize.weight_cache_launches import Codes
 

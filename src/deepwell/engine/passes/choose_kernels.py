@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import replace_by_call
+from deepwell.engine.passes.edit import replace_by_call
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.gemm import chosen
 from deepwell.kernels.gemm.fp8 import ALIGNMENT

@@ -13,18 +13,8 @@ import torch
 from torch import fx
 
 from deepwell.engine.deferred import Step
-from deepwell.engine.passes.match import (
-    CAST_OPS,
-    SHAPE_OPS,
-    Writes,
-    argument,
-    erase_unread,
-    is_in_place,
-    name_of,
-    replace,
-    runs_in_kernels,
-    value_of,
-)
+from deepwell.engine.passes.edit import erase_unread, replace, runs_in_kernels
+from deepwell.graph.fx import SHAPE_OPS, Writes, argument, op_of, value_of
 from deepwell.kernels.head.autograd import linear_cross_entropy
 
 
@@ -53,7 +43,7 @@ class _Head:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        return self.linear.args[0], argument(self.linear, 1, "weight"), argument(self.linear, 2, "bias")
+        return self.linear.args[0], argument(self.linear, "weight"), argument(self.linear, "bias")
 
 
 def rewrite_cross_entropy(
@@ -68,7 +58,7 @@ def rewrite_cross_entropy(
     deferred: list[DeferredOutput] = []
     writes = Writes(graph)
     for loss in list(graph.nodes):
-        head = _find_head(loss) if name_of(loss) == "cross_entropy" and not _unusual(loss) else None
+        head = _find_head(loss) if op_of(loss) == "cross_entropy" and not _unusual(loss) else None
         if head is None:
             continue
         x, weight, bias = head.operands
@@ -89,19 +79,21 @@ def rewrite_cross_entropy(
 
 def unfused_losses(graph: fx.Graph) -> list[str]:
     """Why the losses of heads that stay as they are do so, in words for the report."""
-    losses = [node for node in graph.nodes if name_of(node) == "cross_entropy" and _find_head(node) is not None]
+    losses = [node for node in graph.nodes if op_of(node) == "cross_entropy" and _find_head(node) is not None]
     return [reason for loss in losses if (reason := _unusual(loss))]
 
 
 def _unusual(loss: fx.Node) -> str:
     """Why a cross entropy is computed as it stands: "" where it is the plain mean or sum over class indices."""
-    target = argument(loss, 1, "target")
+    target = argument(loss, "target")
     value = value_of(target) if isinstance(target, fx.Node) else None
-    if argument(loss, 2, "weight") is not None:
+    if argument(loss, "weight") is not None:
         return "class weights"
-    if argument(loss, 7, "label_smoothing", 0.0):
+    if argument(loss, "size_average") is not None or argument(loss, "reduce") is not None:
+        return "size_average or reduce, the old words for reduction"
+    if argument(loss, "label_smoothing", 0.0):
         return "label smoothing"
-    reduction = argument(loss, 6, "reduction", "mean")
+    reduction = argument(loss, "reduction", "mean")
     if reduction not in ("mean", "sum"):
         return f"reduction {reduction!r}"
     if value is None or value.dtype is not torch.int64 or value.dim() != 1:
@@ -115,18 +107,18 @@ def _find_head(loss: fx.Node) -> _Head | None:
     node = loss.args[0]
     while isinstance(node, fx.Node):
         path.append(node)
-        if name_of(node) == "linear":
+        if op_of(node) == "linear":
             break
         step = _step(node)
-        node = _operand(node) if step is not None or name_of(node) in SHAPE_OPS else None
+        node = _operand(node) if step is not None or op_of(node) in SHAPE_OPS else None
     if node is None or not path:
         return None
     path.reverse()
     amount = _amount([step for node in path[1:] if (step := _step(node)) is not None])
-    operands = (path[0].args[0], argument(path[0], 1, "weight"))
+    operands = (path[0].args[0], argument(path[0], "weight"))
     flat = value_of(loss.args[0])
     is_matrix = flat is not None and flat.dim() == 2 and flat.shape[-1] == value_of(path[0]).shape[-1]
-    bias = argument(path[0], 2, "bias")
+    bias = argument(path[0], "bias")
     if amount is None or not is_matrix or not runs_in_kernels(*operands, *([] if bias is None else [bias])):
         return None
     return _Head(loss=loss, path=tuple(path), logit_scale=amount[0], soft_cap=amount[1])
@@ -139,10 +131,8 @@ def _operand(node: fx.Node) -> Any:
 
 def _step(node: fx.Node) -> Step | None:
     """What a node does to the logits, as something that can be done again; None where it is no such step."""
-    name = name_of(node)
-    if is_in_place(node):
-        return None
-    if name in CAST_OPS and value_of(node) is not None:
+    name = op_of(node)
+    if name == "to" and value_of(node) is not None:
         return "to", value_of(node).dtype
     if name == "contiguous":
         return "contiguous", None
@@ -185,7 +175,7 @@ def _returned(head: _Head) -> list[fx.Node] | None:
             return None
         if not others:
             continue
-        is_shaped = any(name_of(n) in SHAPE_OPS - {"contiguous"} for n in head.path[1 : head.path.index(node) + 1])
+        is_shaped = any(op_of(n) in SHAPE_OPS - {"contiguous"} for n in head.path[1 : head.path.index(node) + 1])
         if is_shaped or not all(user.op == "output" for user in node.users if user is not after and _readers(user)):
             return None  # a view of the logits is returned: it would have to be viewed again
         found.append(node)
@@ -194,17 +184,17 @@ def _returned(head: _Head) -> list[fx.Node] | None:
 
 def _readers(node: fx.Node) -> set[fx.Node]:
     """Who reads a node in the end, through casts and views."""
-    if name_of(node) not in CAST_OPS | SHAPE_OPS:
+    if op_of(node) not in {"to", *SHAPE_OPS}:
         return {node}
     return {reader for user in node.users for reader in _readers(user)}
 
 
 def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool) -> None:
     loss, (x, weight, bias) = head.loss, head.operands
-    ignore, reduction = argument(loss, 4, "ignore_index", -100), argument(loss, 6, "reduction", "mean")
+    ignore, reduction = argument(loss, "ignore_index", -100), argument(loss, "reduction", "mean")
     how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap)
     with graph.inserting_before(loss):
-        new = graph.call_function(linear_cross_entropy, (x, weight, bias, argument(loss, 1, "target"), *how))
+        new = graph.call_function(linear_cross_entropy, (x, weight, bias, argument(loss, "target"), *how))
         if value_of(loss).dtype is not torch.float32:  # a loss of bf16 logits is bf16
             new = graph.call_method("to", (new, value_of(loss).dtype))
     replace(loss, new)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import argument, name_of, replace, runs_in_kernels, value_of
+from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.graph.fx import arguments, op_of, value_of
 from deepwell.kernels.head.autograd import embedding
 from deepwell.kernels.head.embedding import NO_PADDING
 
-# Spellings that name the weight first, and for which any negative `padding_idx` means none.
-_WEIGHT_FIRST = (torch.embedding, torch.ops.aten.embedding.default, torch.ops.aten.embedding)
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -37,20 +36,14 @@ def rewrite_embedding(graph: fx.Graph) -> int:
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     """(index, weight, padding_idx) of a lookup whose gradient is the sum of rows, None for any other node."""
-    is_function = name_of(node) == "embedding"
-    if is_function:
-        index, weight = argument(node, 0, "input"), argument(node, 1, "weight")
-        others = argument(node, 3, "max_norm"), argument(node, 5, "scale_grad_by_freq"), argument(node, 6, "sparse")
-    elif node.op == "call_function" and node.target in _WEIGHT_FIRST:
-        weight, index = argument(node, 0, "weight"), argument(node, 1, "indices")
-        others = None, argument(node, 3, "scale_grad_by_freq"), argument(node, 4, "sparse")
-    else:
+    if op_of(node) != "embedding":
         return None
-    is_plain = others[0] is None and not others[1] and not others[2]
+    given = arguments(node)
+    index, weight, padding_idx = given["input"], given["weight"], given.get("padding_idx")
+    is_plain = given.get("max_norm") is None and not given.get("scale_grad_by_freq") and not given.get("sparse")
     if not is_plain or not _learns(weight) or value_of(index) is None or value_of(index).dtype not in _INDICES:
         return None
-    padding_idx = argument(node, 2, "padding_idx")
-    if padding_idx is not None and padding_idx < 0 and is_function:
+    if padding_idx is not None and padding_idx < 0:
         padding_idx += int(value_of(weight).shape[0])
     return index, weight, NO_PADDING if padding_idx is None else max(padding_idx, NO_PADDING)
 

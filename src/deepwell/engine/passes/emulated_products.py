@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import replace_by_call
+from deepwell.engine.passes.edit import replace_by_call
 from deepwell.kernels.gemm.torch_ops import ops
 from deepwell.kernels.quantize.round_to import FITS_BF16
 

@@ -12,28 +12,27 @@ FP8 and everything between the tokens and their sum is what Hugging Face's group
 the whole block becomes one `fused_experts`.
 """
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.match import (
-    CAST_OPS,
+from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.graph.fx import (
+    GROUPED_FALLBACK,
     Writes,
     argument,
-    name_of,
+    arguments,
+    grouped_parts,
     only_user,
-    replace,
-    runs_in_kernels,
-    skip,
+    op_of,
+    skip_casts,
     value_of,
 )
 from deepwell.kernels.activation.autograd import swiglu_packed
 from deepwell.kernels.experts.autograd import FP8_METHOD, batched_linear, fused_experts, grouped_linear
 
-_GROUPED = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 _FP8 = "|".join([FP8_METHOD] * 3)
 _PLAIN = "bf16|bf16|bf16"
 
@@ -60,39 +59,6 @@ class _Block:
     top_k: int
     act: str
     total: fx.Node
-
-
-def is_grouped_product(target: Any) -> bool:
-    """Whether a function is torch's grouped product, or Hugging Face's stand-in for it."""
-    name = getattr(target, "__name__", "") or str(getattr(target, "_qualified_op_name", ""))
-    return name.rpartition(":")[2].partition(".")[0] in _GROUPED
-
-
-def grouped_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
-    """(x, weight, offs, whether the weight is [E, K, N]) where the node is a grouped product of 2D rows, else None.
-
-    A batch of products has no `offs`: x is [E, T, K].
-    """
-    is_batch = name_of(node) in ("bmm", "matmul") and len(node.args) == 2
-    if not is_batch and (node.op != "call_function" or not is_grouped_product(node.target)):
-        return None
-    x, right = argument(node, 0, "input"), argument(node, 1, "weight")
-    offs = argument(node, 2, "offs")
-    x_value, value = value_of(x), value_of(right)
-    if x_value is None or value is None or (x_value.dim(), value.dim()) != (3 if is_batch else 2, 3):
-        return None
-    if (offs is None) != is_batch or (is_batch and not _are_as_many(x_value.shape[0], value.shape[0])):
-        return None
-    if node.kwargs.get("bias") is not None or node.kwargs.get("out_dtype") not in (None, x_value.dtype):
-        return None
-    dims = {argument(right, 1, "dim0"), argument(right, 2, "dim1")} if name_of(right) == "transpose" else set()
-    is_turned = dims in ({-2, -1}, {1, 2})
-    return x, right.args[0] if is_turned else right, offs, not is_turned
-
-
-def _are_as_many(batch: Any, experts: Any) -> bool:
-    """Whether both sizes are fixed and equal: an open one may be one of many that a product is repeated for."""
-    return isinstance(batch, int) and isinstance(experts, int) and batch == experts
 
 
 def find_experts(
@@ -159,8 +125,7 @@ def rewrite_fallback(graph: fx.Graph) -> int:
     """
     count = 0
     for node in list(graph.nodes):
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        parts = grouped_parts(node) if name.partition(".")[0] == "grouped_mm_fallback" else None
+        parts = grouped_parts(node) if op_of(node) == GROUPED_FALLBACK else None
         if parts is None or parts[2] is None:
             continue
         x, weight, offs, is_kn = parts
@@ -184,7 +149,7 @@ def _replace_block(graph: fx.Graph, gate_up: ExpertSite, down: ExpertSite, block
     inside = list(_between(total, {block.x, block.order, block.weights, gate_up.weight, down.weight, down.offs}))
     replace(total, new)
     for node in inside:
-        for reader in [user for user in node.users if user.target == "masked_fill_" and not user.users]:
+        for reader in [user for user in node.users if op_of(user) == "masked_fill_" and not user.users]:
             graph.erase_node(reader)
         if not node.users:
             graph.erase_node(node)
@@ -208,7 +173,7 @@ def _between(node: fx.Node, inputs: set[fx.Node]) -> Iterator[fx.Node]:
 
 def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tuple[ExpertSite, _Block] | str:
     """The gate-up site and the block whose down projection this is, or what differs."""
-    hidden = skip(down.node.args[0], CAST_OPS)
+    hidden = skip_casts(down.node.args[0])
     if hidden.target is not swiglu_packed or only_user(hidden) is None:
         return "their gate is not act(first half) * second half of one product without a bias"
     gate_up = sites.get(_masked(hidden.args[0]))
@@ -218,7 +183,7 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
         return "they are a batch of products with as many rows for each expert"
     if gate_up.is_kn or down.is_kn:
         return "their weights are stored [E, K, N]"
-    gathered = _gathered(skip(gate_up.node.args[0], CAST_OPS))
+    gathered = _gathered(skip_casts(gate_up.node.args[0]))
     if gathered is None:
         return "their rows are not tokens taken in the order of experts"
     x, order, top_k = gathered
@@ -232,20 +197,19 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
 
 def _masked(node: Any) -> Any:
     """What a `masked_fill(y, rows of no expert, 0)` fills, the node itself where it is none."""
-    if not (isinstance(node, fx.Node) and node.target == "masked_fill" and node.args[2] == 0):
+    if op_of(node) != "masked_fill" or argument(node, "value") != 0:
         return node
-    mask = node.args[1]
-    compared = mask.args[0] if isinstance(mask, fx.Node) and name_of(mask) == "unsqueeze" else None
-    is_sentinel = isinstance(compared, fx.Node) and compared.target is operator.ge
+    mask = argument(node, "mask")
+    is_sentinel = op_of(mask) == "unsqueeze" and op_of(mask.args[0]) == "ge"
     return node.args[0] if is_sentinel and only_user(node.args[0]) is node else node
 
 
 def _gathered(rows: Any) -> tuple[fx.Node, fx.Node, int] | None:
     """(x, order, top_k) where the rows are `x[order // top_k]`."""
-    if name_of(rows) != "getitem" or not isinstance(rows.args[1], fx.Node):
+    if op_of(rows) != "getitem" or not isinstance(rows.args[1], fx.Node):
         return None
     x, token = rows.args
-    if token.target is not operator.floordiv or not isinstance(token.args[1], int):
+    if op_of(token) != "floordiv" or not isinstance(token.args[1], int):
         return None
     order, top_k = token.args
     is_matrix = value_of(x) is not None and value_of(x).dim() == 2
@@ -256,29 +220,29 @@ def _summed(down: fx.Node, order: fx.Node, top_k: int) -> tuple[fx.Node, fx.Node
     """(the router's weights, the sum) where the rows of `down` are weighted, put back in order and added up."""
     node = only_user(down)
     node = only_user(node) if node is not None and _masked(node) is down else node
-    if node is None or name_of(node) != "mul" or len(node.args) != 2:
+    if node is None or op_of(node) not in ("mul", "mul_") or len(node.args) != 2:
         return None
     weights = _weights_of(node.args[1], order)
     put_back = only_user(node)
-    if weights is None or put_back is None or name_of(put_back) != "getitem" or put_back.args[0] is not node:
+    if weights is None or put_back is None or op_of(put_back) != "getitem" or put_back.args[0] is not node:
         return None
     if not _is_inverse(put_back.args[1], order):
         return None
     view = only_user(put_back)
-    total = only_user(view) if view is not None and name_of(view) in ("view", "reshape") else None
-    if total is None or total.target != "sum" or argument(total, 1, "dim") not in (1, [1], (1,)):
+    total = only_user(view) if view is not None and op_of(view) in ("view", "reshape") else None
+    if total is None or op_of(total) != "sum" or argument(total, "dim") not in (1, [1], (1,)):
         return None
     shape = value_of(view).shape
-    is_by_token = len(shape) == 3 and shape[1] == top_k and not argument(total, 2, "keepdim", False)
-    return (weights, total) if is_by_token and set(total.kwargs) <= {"dim", "keepdim"} else None
+    is_by_token = len(shape) == 3 and shape[1] == top_k and not argument(total, "keepdim", False)
+    return (weights, total) if is_by_token and arguments(total).keys() <= {"input", "dim", "keepdim"} else None
 
 
 def _weights_of(node: Any, order: fx.Node) -> fx.Node | None:
     """The weights where the node is `weights[order].unsqueeze(-1)`."""
-    if name_of(node) != "unsqueeze" or argument(node, 1, "dim") not in (-1, 1):
+    if op_of(node) != "unsqueeze" or argument(node, "dim") not in (-1, 1):
         return None
     sorted_weights = node.args[0]
-    if name_of(sorted_weights) != "getitem" or sorted_weights.args[1] is not order:
+    if op_of(sorted_weights) != "getitem" or sorted_weights.args[1] is not order:
         return None
     value = value_of(sorted_weights.args[0])
     return sorted_weights.args[0] if value is not None and value.dim() == 1 else None
@@ -286,12 +250,8 @@ def _weights_of(node: Any, order: fx.Node) -> fx.Node | None:
 
 def _is_inverse(node: Any, order: fx.Node) -> bool:
     """Whether the node is `inv = empty_like(order); inv[order] = arange(...)`."""
-    if (
-        not isinstance(node, fx.Node)
-        or getattr(node.target, "__name__", "") != "empty_like"
-        or node.args[0] is not order
-    ):
+    if op_of(node) != "empty_like" or node.args[0] is not order:
         return False
-    writes = [user for user in node.users if user.target is operator.setitem and user.args[0] is node]
+    writes = [user for user in node.users if op_of(user) == "setitem" and user.args[0] is node]
     values = [user.args[2] for user in writes if user.args[1] is order]
-    return len(writes) == 1 and [getattr(getattr(v, "target", None), "__name__", "") for v in values] == ["arange"]
+    return len(writes) == 1 and [op_of(value) for value in values] == ["arange"]

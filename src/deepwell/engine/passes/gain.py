@@ -10,8 +10,8 @@ from torch import fx
 
 from deepwell.engine.passes.choose_kernels import size_of
 from deepwell.engine.passes.linear import LinearSite
-from deepwell.engine.passes.match import SHAPE_OPS, name_of, value_of
 from deepwell.errors import UnsupportedError
+from deepwell.graph.fx import SHAPE_OPS, op_of, value_of
 from deepwell.kernels.activation.autograd import activation
 from deepwell.kernels.gemm.schemes import SCALED
 from deepwell.kernels.norm.autograd import layer_norm, rms_norm
@@ -62,7 +62,7 @@ def _fused_rows(group: Sequence[LinearSite]) -> str:
     linear's result is added to.
     """
     source: Any = group[0].x
-    while isinstance(source, fx.Node) and name_of(source) in (*SHAPE_OPS, "transpose", "permute", "contiguous"):
+    while isinstance(source, fx.Node) and op_of(source) in (*SHAPE_OPS, "transpose", "permute", "contiguous"):
         source = source.args[0]
     fused = ["x"] if _writes_rows(source) else []
     readers = [user for site in group for user in site.node.users]
@@ -74,14 +74,14 @@ def _fused_rows(group: Sequence[LinearSite]) -> str:
 def _writes_rows(node: fx.Node) -> bool:
     """Whether an op is a norm or an activation, plain or gated, whose kernels write FP8 rows."""
     ours = (rms_norm, layer_norm, activation)
-    return node.target in ours or name_of(node) in ("rms_norm", "layer_norm", "gelu", "silu", "mul")
+    return node.target in ours or op_of(node) in ("rms_norm", "layer_norm", "gelu", "silu", "mul")
 
 
 def _is_normed_sum(node: fx.Node) -> bool:
     """Whether a node adds to the residual stream and a norm reads the sum: its backward writes rows beside dx."""
     norms = (rms_norm, layer_norm)
-    return name_of(node) == "add" and any(
-        user.target in norms or name_of(user) in ("rms_norm", "layer_norm") for user in node.users
+    return op_of(node) == "add" and any(
+        user.target in norms or op_of(user) in ("rms_norm", "layer_norm") for user in node.users
     )
 
 

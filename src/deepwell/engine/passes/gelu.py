@@ -12,22 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from deepwell.engine.passes.match import (
-    CAST_OPS,
-    Writes,
-    erase_unread,
-    is_in_place,
-    name_of,
-    only_user,
-    replace,
-    runs_in_kernels,
-    value_of,
-)
+from deepwell.engine.passes.edit import erase_unread, replace, runs_in_kernels
+from deepwell.graph.fx import Writes, only_user, op_of, value_of
 from deepwell.kernels.activation.autograd import quick_gelu
 
 # Every one of these expressions bends x once, by one of:
 _BENDS = {"tanh", "erf", "sigmoid"}
-_POINTWISE = _BENDS | CAST_OPS | {"add", "sub", "mul", "div", "pow", "square", "sqrt"}
+_POINTWISE = _BENDS | {"to", "add", "sub", "mul", "div", "pow", "sqrt"}
 # Ops from x to the bend and from the bend to the result, in the longest spelling.
 _REACH_UP, _REACH_DOWN = 8, 4
 # They agree with each other far from 0; between gelu and its tanh form lie up to 5e-4, between two spellings 1e-8.
@@ -46,7 +37,7 @@ _KNOWN: tuple[tuple[Call, Tensor], ...] = (
 def rewrite_gelu(graph: fx.Graph) -> int:
     """Replace written-out activations whose inner values nobody else reads. Returns how many."""
     writes = Writes(graph)
-    count = sum(_rewrite_at(graph, bend, writes) for bend in list(graph.nodes) if name_of(bend) in _BENDS)
+    count = sum(_rewrite_at(graph, bend, writes) for bend in list(graph.nodes) if op_of(bend) in _BENDS)
     erase_unread(graph)  # what is left of the expressions reads x no more
     return count
 
@@ -56,7 +47,7 @@ def _rewrite_at(graph: fx.Graph, bend: fx.Node, writes: Writes) -> bool:
     results, node = [bend], bend
     for _ in range(_REACH_DOWN):
         after = only_user(node)
-        if after is None or name_of(after) not in _POINTWISE or is_in_place(after):
+        if after is None or op_of(after) not in _POINTWISE:
             break
         results.append(after)
         node = after
@@ -76,10 +67,10 @@ def _above(bend: fx.Node) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     layer = [bend]
     for _ in range(_REACH_UP):
-        layer = [parent for node in layer if name_of(node) in _POINTWISE for parent in node.all_input_nodes]
+        layer = [parent for node in layer if op_of(node) in _POINTWISE for parent in node.all_input_nodes]
         found.update(dict.fromkeys(node for node in layer if len(node.users) > 1 and value_of(node) is not None))
     # Where the model computes in fp32, what was cast is x.
-    casts = [node.args[0] for node in found if name_of(node) in CAST_OPS]
+    casts = [node.args[0] for node in found if op_of(node) == "to"]
     return [*(node for node in casts if isinstance(node, fx.Node) and value_of(node) is not None), *found]
 
 
@@ -96,7 +87,7 @@ def _recognised(x: fx.Node, result: fx.Node) -> Call | None:
     values: dict[fx.Node, Any] = {x: _PROBE}
     for node in inner:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        if name_of(node) in CAST_OPS:
+        if op_of(node) == "to":
             values[node] = args[0]
         elif node.op == "call_function":
             values[node] = node.target(*args, **kwargs)
@@ -121,7 +112,7 @@ def _between(x: fx.Node, result: fx.Node) -> list[fx.Node] | None:
             continue
         if node in seen:
             continue
-        if name_of(node) not in _POINTWISE or is_in_place(node):
+        if op_of(node) not in _POINTWISE:
             return None
         seen.add(node)
         stack.append((node, True))

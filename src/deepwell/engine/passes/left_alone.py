@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from deepwell.engine.binding import LeftAlone
-from deepwell.engine.passes.linear import linear_parts
-from deepwell.engine.passes.match import CAST_OPS, SHAPE_OPS, name_of, transposed, value_of
+from deepwell.graph.fx import SHAPE_OPS, linear_parts, op_of, transposed, value_of
 from deepwell.graph.parameters import dtype_name
 
 # Ops that multiply by the weights of several linears at once.
@@ -49,7 +48,7 @@ def _readers(weight: fx.Node) -> list[fx.Node]:
     """The ops that compute with a weight, behind casts, views and transposes of it."""
     found = []
     for user in weight.users:
-        only_describes = name_of(user) in CAST_OPS | SHAPE_OPS or transposed(user) is not None
+        only_describes = op_of(user) in {"to", *SHAPE_OPS} or transposed(user) is not None
         found += _readers(user) if only_describes else [user]
     return found
 

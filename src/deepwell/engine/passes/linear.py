@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from deepwell.engine.passes.match import Writes, argument, name_of, replace, runs_in_kernels, transposed, value_of
+from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.graph.fx import Writes, linear_parts, op_of, value_of
 from deepwell.kernels.gemm.linear import low_precision_linear, split_columns
 
 
@@ -31,22 +32,6 @@ class LinearSite:
     is_kn: bool
     scheme: str
     path: str
-
-
-def linear_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
-    """(x, weight, bias, whether the weight is [K, N]) where the node is a linear, else None."""
-    name = name_of(node)
-    if name == "linear":
-        return node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias"), False
-    if name == "addmm" and node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1 and len(node.args) == 3:
-        bias, x, weight = node.args
-        is_row = value_of(bias) is not None and value_of(bias).dim() == 1
-        return (x, weight, bias, True) if is_row else None
-    if name == "matmul" and len(node.args) == 2:
-        x, right = node.args
-        weight = transposed(right)
-        return (x, weight, None, False) if weight is not None else (x, right, None, True)
-    return None
 
 
 def find_linears(
@@ -101,7 +86,7 @@ def merge_plain_linears(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]])
     """
     groups: dict[tuple[Any, bool], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        parts = linear_parts(node) if name_of(node) == "linear" else None
+        parts = linear_parts(node) if op_of(node) == "linear" else None
         if parts is None or not isinstance(parts[1], fx.Node) or parts[1].name not in weights:
             continue
         x, weight, bias, _ = parts

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import Writes, argument, name_of, replace, runs_in_kernels, value_of
-
-_SPLITS = ("split", "split_with_sizes", torch.split, torch.split_with_sizes)
-_JOINS = (torch.cat, torch.concat, torch.concatenate)
+from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.graph.fx import Writes, argument, op_of, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ def group_loops(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], schemes
 
 def _group(graph: fx.Graph, joined: fx.Node, loop: _Loop) -> None:
     x, weight = value_of(loop.x), value_of(loop.weight)
-    inside: list[fx.Node] = list(argument(joined, 0, "tensors"))
+    inside: list[fx.Node] = list(argument(joined, "tensors"))
     with graph.inserting_before(joined):
         offs = _ends(graph, loop.sizes, x)
         turned = graph.call_method("transpose", (loop.weight, -2, -1))
@@ -89,18 +87,18 @@ def _sum(graph: fx.Graph, a: Any, b: Any) -> Any:
 
 def _loop_of(node: fx.Node) -> _Loop | None:
     """The loop whose results a node lays one below the other, None where it is none."""
-    if node.op != "call_function" or node.target not in _JOINS:
+    if op_of(node) != "cat":
         return None
-    parts = argument(node, 0, "tensors")
-    if argument(node, 1, "dim", 0) != 0 or not isinstance(parts, list | tuple) or len(set(parts)) != len(parts):
+    parts = argument(node, "tensors")
+    if argument(node, "dim", 0) != 0 or not isinstance(parts, list | tuple) or len(set(parts)) != len(parts):
         return None
     operands = [_product_of(part, expert) for expert, part in enumerate(parts)]
     sources = {(pair[0], pair[1]) for pair in operands if pair is not None}
     if None in operands or len(sources) != 1:
         return None
     split, weight = sources.pop()
-    x, sizes = split.args[0], argument(split, 1, "split_size")
-    is_rows = value_of(x) is not None and value_of(x).dim() == 2 and argument(split, 2, "dim", 0) in (0, -2)
+    x, sizes = split.args[0], argument(split, "sizes")
+    is_rows = value_of(x) is not None and value_of(x).dim() == 2 and argument(split, "dim", 0) in (0, -2)
     if not is_rows or not isinstance(sizes, list | tuple) or len(sizes) != len(parts) or len(split.users) != len(parts):
         return None
     value = value_of(weight)
@@ -110,17 +108,10 @@ def _loop_of(node: fx.Node) -> _Loop | None:
 
 def _product_of(part: Any, expert: int) -> tuple[fx.Node, fx.Node] | None:
     """(split, weight) where a node is `linear(split[expert], weight[expert])` and the loop alone reads all of it."""
-    if name_of(part) != "linear" or argument(part, 2, "bias") is not None or len(part.users) != 1:
+    if op_of(part) != "linear" or argument(part, "bias") is not None or len(part.users) != 1:
         return None
     rows, one = part.args[:2]
-    if any(name_of(item) != "getitem" or item.args[1] != expert or len(item.users) != 1 for item in (rows, one)):
+    if any(op_of(item) != "getitem" or item.args[1] != expert or len(item.users) != 1 for item in (rows, one)):
         return None
     split = rows.args[0]
-    is_split = split.target in (
-        "split",
-        "split_with_sizes",
-        torch.split,
-        torch.split_with_sizes,
-        torch.functional.split,
-    )
-    return (split, one.args[0]) if is_split else None
+    return (split, one.args[0]) if op_of(split) == "split" else None

@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.match import Writes, memory_of, value_of
-from deepwell.engine.passes.match import replace as replace_node
+from deepwell.engine.passes.edit import erase_unread
+from deepwell.engine.passes.edit import replace as replace_node
 from deepwell.engine.passes.rope import (
     Columns,
     RopeSite,
     _columns,
-    _erase_unread,
     _find,
     _only_three,
     _place,
@@ -28,6 +27,7 @@ from deepwell.engine.passes.rope import (
     _tables_of,
     _value,
 )
+from deepwell.graph.fx import Writes, memory_of, value_of
 from deepwell.kernels.norm.autograd import rms_norm
 from deepwell.kernels.rope.autograd import qk_norm_rope
 
@@ -57,7 +57,7 @@ def rewrite_qk_norm_rope(graph: fx.Graph) -> int:
         if len(group) == 2 and memory_of(source) not in written:
             query, key = sorted(group, key=lambda item: item.columns.start)
             count += _replace(graph, query, key)
-    _erase_unread(graph)
+    erase_unread(graph)
     return count
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.match import SHAPE_OPS, Writes, is_in_place, name_of, replace, runs_in_kernels, value_of
+from deepwell.engine.passes.edit import replace, runs_in_kernels
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
+from deepwell.graph.fx import PURE, SHAPE_OPS, Writes, arguments, op_of, value_of, written_by
 from deepwell.kernels.norm.autograd import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
@@ -44,7 +45,7 @@ def rewrite_residual_norm(graph: fx.Graph) -> int:
 def _behind_views(node: Any) -> tuple[Any, list[fx.Node]]:
     """The tensor whose rows a norm normalises, and the views of it on the way there, the last one first."""
     views = []
-    while name_of(node) in SHAPE_OPS and _width(node) is not None and _width(node) == _width(node.args[0]):
+    while op_of(node) in SHAPE_OPS and _width(node) is not None and _width(node) == _width(node.args[0]):
         views.append(node)
         node = node.args[0]
     return node, views
@@ -57,7 +58,7 @@ def _width(node: Any) -> Any:
 
 def _is_sum_of_two(node: Any) -> bool:
     """Whether a node adds two tensors of one shape and dtype that the kernels take, and leaves both as they were."""
-    if name_of(node) != "add" or len(node.args) != 2 or node.kwargs or is_in_place(node):
+    if op_of(node) != "add" or arguments(node).keys() != {"input", "other"}:
         return False
     left, right = map(value_of, node.args)
     if left is None or right is None or not runs_in_kernels(*node.args, node):
@@ -72,7 +73,7 @@ def _computed_after(total: fx.Node, parameters: list[fx.Node], order: dict[fx.No
     while stack:
         node = stack.pop()
         # Only what is known to be free of effects may move; the sum itself and what follows from it cannot.
-        if node is total or node.op == "placeholder" or not name_of(node) or is_in_place(node):
+        if node is total or op_of(node) not in PURE or written_by(node):
             return None
         if node in found:
             continue

@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from deepwell.engine.passes.match import (
-    CAST_OPS,
+from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.graph.fx import (
     Writes,
     argument,
-    is_in_place,
-    name_of,
+    arguments,
+    multiplies,
     only_user,
+    op_of,
     other_operand,
-    replace,
-    runs_in_kernels,
-    skip,
+    skip_casts,
     value_of,
 )
 from deepwell.kernels.norm.autograd import rms_norm
@@ -34,16 +33,16 @@ def rewrite_rms_norm(graph: fx.Graph) -> int:
     count = 0
     writes = Writes(graph)
     for node in list(graph.nodes):
-        if name_of(node) == "rms_norm":
+        if op_of(node) == "rms_norm":
             count += _from_function(graph, node)
-        elif name_of(node) == "rsqrt":
+        elif op_of(node) == "rsqrt":
             count += _from_pattern(graph, node, writes)
     return count
 
 
 def _from_function(graph: fx.Graph, node: fx.Node) -> bool:
-    x, shape = node.args[0], argument(node, 1, "normalized_shape")
-    weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
+    x, shape = node.args[0], argument(node, "normalized_shape")
+    weight, eps = argument(node, "weight"), argument(node, "eps")
     if weight is None or not runs_in_kernels(x) or not runs_in_kernels(weight) or len(tuple(shape)) != 1:
         return False
     eps = _own_eps(value_of(x).dtype, value_of(x).device.type) if eps is None else eps
@@ -67,27 +66,27 @@ def _own_eps(dtype: torch.dtype, device: str) -> float:
 def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
     found = _match_mean_square(rsqrt.args[0])
     scaled = only_user(rsqrt)
-    if found is None or scaled is None or name_of(scaled) != "mul":
+    if found is None or scaled is None or op_of(scaled) != "mul":
         return False
     x32, eps, square = found
-    if other_operand(scaled, rsqrt) is not x32 or is_in_place(scaled):
+    if other_operand(scaled, rsqrt) is not x32:
         return False
-    x = skip(x32, CAST_OPS)
+    x = skip_casts(x32)
     last = only_user(scaled)
     if last is None or not runs_in_kernels(x):
         return False
     first, end = square if x32 is x else x32, only_user(last) or last
     if any(writes.between(read, first, end) for read in (x, x32)):
         return False
-    if name_of(last) in CAST_OPS:  # cast, then times the weight
+    if op_of(last) == "to":  # cast, then times the weight
         product = only_user(last)
-        if product is None or name_of(product) != "mul" or not _is_weight(other_operand(product, last), x):
+        if product is None or not multiplies(product, last) or not _is_weight(other_operand(product, last), x):
             return False
         return _finish(graph, product, x, other_operand(product, last), eps, "llama")
-    if name_of(last) == "mul" and _is_weight(skip(other_operand(last, scaled), CAST_OPS), x):
-        weight = skip(other_operand(last, scaled), CAST_OPS)
+    if multiplies(last, scaled) and _is_weight(skip_casts(other_operand(last, scaled)), x):
+        weight = skip_casts(other_operand(last, scaled))
         cast = only_user(last)
-        if cast is not None and name_of(cast) in CAST_OPS and _same_dtype(cast, x):
+        if cast is not None and op_of(cast) == "to" and _same_dtype(cast, x):
             return _finish(graph, cast, x, weight, eps, "torch")
         return _finish(graph, last, x, weight, eps, "torch") if _same_dtype(last, x) else False
     return False
@@ -95,22 +94,20 @@ def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
 
 def _match_mean_square(node: Any) -> tuple[fx.Node, float, fx.Node] | None:
     """`mean(x ** 2, -1, keepdim=True) + eps` -> (x, eps, the square)."""
-    if name_of(node) != "add":
+    if op_of(node) not in ("add", "add_") or arguments(node).keys() != {"input", "other"}:
         return None
-    mean, eps = node.args[0], node.args[1]
+    mean, eps = node.args
     if isinstance(mean, (int, float)):
         mean, eps = eps, mean
-    if name_of(mean) != "mean" or not isinstance(eps, (int, float)):
+    if op_of(mean) != "mean" or not isinstance(eps, (int, float)):
         return None
-    dim, keepdim = argument(mean, 1, "dim"), argument(mean, 2, "keepdim", False)
-    if dim not in (-1, [-1], (-1,)) or not keepdim:
+    dim, keepdim = argument(mean, "dim"), argument(mean, "keepdim", False)
+    if dim not in (-1, [-1], (-1,)) or not keepdim or argument(mean, "dtype") is not None:
         return None
     square = mean.args[0]
-    if name_of(square) == "pow" and square.args[1] == 2:
-        return square.args[0], float(eps), square
-    if name_of(square) == "square" or (name_of(square) == "mul" and square.args[0] is square.args[1]):
-        return square.args[0], float(eps), square
-    return None
+    is_power = op_of(square) == "pow" and argument(square, "exponent") == 2
+    is_product = op_of(square) == "mul" and square.args[0] is square.args[1]
+    return (square.args[0], float(eps), square) if is_power or is_product else None
 
 
 def _is_weight(node: Any, x: fx.Node) -> bool:

@@ -14,43 +14,23 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from deepwell.engine.passes.match import (
-    CAST_OPS,
-    KERNEL_DTYPES,
+from deepwell.engine.passes.edit import KERNEL_DTYPES, erase_unread, replace, runs_in_kernels
+from deepwell.graph.fx import (
     Writes,
     argument,
-    is_in_place,
+    arguments,
     memory_of,
-    name_of,
     only_user,
+    op_of,
     other_operand,
-    replace,
-    runs_in_kernels,
-    skip,
+    skip_casts,
     value_of,
 )
 from deepwell.kernels.gemm.linear import split_columns
 from deepwell.kernels.rope.autograd import rope, rope_qkv
 from deepwell.kernels.rope.rope import MAX_WIDTH
-
-# Names beyond those that every pass asks about.
-_NAMES: dict[Any, str] = {
-    torch.cat: "cat",
-    torch.concat: "cat",
-    torch.stack: "stack",
-    operator.neg: "neg",
-    torch.neg: "neg",
-    torch.split: "split",
-    torch.permute: "permute",
-    torch.unsqueeze: "unsqueeze",
-    torch.repeat_interleave: "repeat_interleave",
-    "neg": "neg",
-    "split": "split",
-    "permute": "permute",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +60,7 @@ class Columns:
         return self.start == start and self.step == (3 if packing == "heads" else 1) * self.width
 
 
-def rewrite_rope(graph: fx.Graph, *, alone: bool = True) -> tuple[int, int]:
+def rewrite_rope(graph: fx.Graph, alone: bool = True) -> tuple[int, int]:
     """Replace every rotation. Returns how many tensors kernels rotate, and how many times q, k and v became one op.
 
     `alone=False` leaves q and k that no merged rows hold as they are: Inductor moves the same bytes for them.
@@ -105,31 +85,16 @@ def rewrite_rope(graph: fx.Graph, *, alone: bool = True) -> tuple[int, int]:
     others = [site for site in sites if alone and site.last not in done]
     for site in others:
         _replace_one(graph, site)
-    _erase_unread(graph)
+    erase_unread(graph)
     return len(done) + len(others), len(done) // 2
-
-
-def _erase_unread(graph: fx.Graph) -> None:
-    """Drop what made up the rotations."""
-    pure = {*_NAMES.values(), *CAST_OPS, "mul", "add", "getitem", "chunk", "flatten", "reshape", "view", "transpose"}
-    for node in reversed(list(graph.nodes)):
-        if not node.users and _op(node) in pure and not is_in_place(node):
-            graph.erase_node(node)
 
 
 # ---- one rotation ----
 
 
-def _op(node: Any) -> str:
-    if not isinstance(node, fx.Node):
-        return ""
-    known = node.op in ("call_function", "call_method")
-    return name_of(node) or (_NAMES.get(node.target, "") if known else "")
-
-
 def _find(node: fx.Node) -> RopeSite | None:
     """The rotation whose sum this node is."""
-    if _op(node) != "add" or is_in_place(node) or len(node.args) != 2 or node.kwargs:
+    if op_of(node) != "add" or arguments(node).keys() != {"input", "other"}:
         return None
     for turned_product, plain_product in (node.args, node.args[::-1]):
         site = _match(node, plain_product, turned_product)
@@ -139,7 +104,7 @@ def _find(node: fx.Node) -> RopeSite | None:
 
 
 def _match(total: fx.Node, plain: Any, turned: Any) -> RopeSite | None:
-    if any(_op(product) != "mul" or is_in_place(product) for product in (plain, turned)):
+    if any(op_of(product) != "mul" for product in (plain, turned)):
         return None
     for rotation, sin in (turned.args, turned.args[::-1]):
         found = _turned(rotation)
@@ -151,16 +116,16 @@ def _match(total: fx.Node, plain: Any, turned: Any) -> RopeSite | None:
 
 def _turned(node: Any) -> tuple[fx.Node, str] | None:
     """(x, convention) where the node holds each pair (a, b) of x as (-b, a)."""
-    if _op(node) == "cat":
+    if op_of(node) == "cat":
         convention, parts = "half", node.args[0]
-    elif _op(node) in ("flatten", "reshape", "view") and _op(node.args[0]) == "stack":
+    elif op_of(node) in ("flatten", "reshape", "view") and op_of(node.args[0]) == "stack":
         convention, parts = "interleaved", node.args[0].args[0]
         stack = node.args[0]
-        if argument(stack, 1, "dim", 0) not in (-1, value_of(stack).dim() - 1):
+        if argument(stack, "dim", 0) not in (-1, value_of(stack).dim() - 1):
             return None
     else:
         return None
-    if len(parts) != 2 or _op(parts[0]) != "neg":
+    if len(parts) != 2 or op_of(parts[0]) != "neg":
         return None
     first, second = _slice(parts[1]), _slice(parts[0].args[0])
     if first is None or second is None or first.source is not second.source:
@@ -169,7 +134,7 @@ def _turned(node: Any) -> tuple[fx.Node, str] | None:
     value, own = value_of(source), value_of(node)
     if value is None or own is None or own.shape != value.shape or own.dim() != 4:
         return None
-    if convention == "half" and argument(node, 1, "dim", 0) not in (-1, own.dim() - 1):
+    if convention == "half" and argument(node, "dim", 0) not in (-1, own.dim() - 1):
         return None
     width = int(value.shape[-1])
     if convention == "half":
@@ -188,7 +153,7 @@ def _site(total: fx.Node, source: fx.Node, cos: Any, sin: Any, convention: str) 
     last, x = total, source
     part = _slice(source)
     cat = only_user(total)
-    if part is not None and cat is not None and _op(cat) == "cat" and _passes_by(cat, total, part):
+    if part is not None and cat is not None and op_of(cat) == "cat" and _passes_by(cat, total, part):
         last, x = cat, part.source
     last, high = _without_casts(last, x)
     if value_of(last).dtype != value_of(high).dtype:
@@ -201,8 +166,8 @@ def _site(total: fx.Node, source: fx.Node, cos: Any, sin: Any, convention: str) 
 
 def _without_casts(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Last and first value where a rotation is computed in float32 between casts: those belong to it."""
-    low, cast = skip(x, CAST_OPS), only_user(last)
-    is_cast = cast is not None and _op(cast) in CAST_OPS
+    low, cast = skip_casts(x), only_user(last)
+    is_cast = cast is not None and op_of(cast) == "to"
     if is_cast and value_of(cast).dtype == value_of(low).dtype != value_of(last).dtype:
         return cast, low
     return last, x
@@ -211,7 +176,7 @@ def _without_casts(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
 def _passes_by(cat: fx.Node, total: fx.Node, part: "_Slice") -> bool:
     """Whether a cat puts the rest of a head behind its rotated columns."""
     parts = cat.args[0]
-    if len(parts) != 2 or parts[0] is not total or argument(cat, 1, "dim", 0) not in (-1, 3):
+    if len(parts) != 2 or parts[0] is not total or argument(cat, "dim", 0) not in (-1, 3):
         return False
     rest = _slice(parts[1])
     width = int(value_of(part.source).shape[-1])
@@ -245,13 +210,13 @@ def _tables_of(site: RopeSite) -> tuple[Any, ...]:
 
 
 def _identity(node: fx.Node) -> Any:
-    if _op(node) not in {"unsqueeze", "getitem", "repeat_interleave", *CAST_OPS}:
+    if op_of(node) not in ("unsqueeze", "getitem", "repeat_interleave", "to"):
         return node
-    return _op(node), _identity(node.args[0]), str(node.args[1:]), str(node.kwargs)
+    return op_of(node), _identity(node.args[0]), str(node.args[1:]), str(node.kwargs)
 
 
 def _spread(node: fx.Node, heads_dim: int) -> fx.Node | None:
-    is_spread = _op(node) == "unsqueeze" and argument(node, 1, "dim") == heads_dim and value_of(node).dim() == 4
+    is_spread = op_of(node) == "unsqueeze" and argument(node, "dim") == heads_dim and value_of(node).dim() == 4
     return node.args[0] if is_spread and value_of(node.args[0]) is not None else None
 
 
@@ -377,7 +342,7 @@ class _Slice:
 
 def _slice(node: Any) -> _Slice | None:
     """The columns that a node takes of another: `x[..., a:b:c]`, an item of chunk, split or a merged linear."""
-    if _op(node) != "getitem":
+    if op_of(node) != "getitem":
         return None
     source, index = node.args
     if isinstance(index, tuple):
@@ -409,16 +374,14 @@ def _widths(node: fx.Node) -> list[int] | None:
     """The widths of the pieces that a node cuts the last dimension into."""
     if node.target is split_columns:
         return [int(width) for width in node.args[1]]
-    name = _op(node)
+    name = op_of(node)
     if name not in ("chunk", "split") or value_of(node.args[0]) is None:
         return None
     value = value_of(node.args[0])
     width = int(value.shape[-1])
-    if argument(node, 2, "dim", 0) not in (-1, value.dim() - 1):
+    if argument(node, "dim", 0) not in (-1, value.dim() - 1):
         return None
-    how = argument(node, 1, "chunks" if name == "chunk" else "split_size_or_sections")
-    if how is None and name == "split":
-        how = node.kwargs.get("split_size")
+    how = argument(node, "chunks" if name == "chunk" else "sizes")
     if isinstance(how, (list, tuple)):
         return [int(piece) for piece in how] if all(isinstance(piece, int) for piece in how) else None
     if not isinstance(how, int) or how < 1:
@@ -435,7 +398,7 @@ def _columns(node: Any) -> Columns | None:
     part = _slice(node)  # GPT-NeoX cuts each head's q, k, v after it told the heads apart
     inner = part.source if part is not None else node
     heads_dim, inner = (1, inner.args[0]) if _swaps_heads(inner) else (2, inner)
-    if _op(inner) not in ("view", "reshape") or not isinstance(inner.args[0], fx.Node):
+    if op_of(inner) not in ("view", "reshape") or not isinstance(inner.args[0], fx.Node):
         return None
     rows, apart = value_of(inner.args[0]), value_of(inner)
     if rows is None or apart is None or rows.dim() != 3 or apart.dim() != 4 or rows.shape[:2] != apart.shape[:2]:
@@ -463,10 +426,9 @@ def _swaps_heads(node: Any) -> bool:
     value = value_of(node)
     if value is None or value.dim() != 4:
         return False
-    if _op(node) == "transpose":
-        dims = {argument(node, 1, "dim0"), argument(node, 2, "dim1")}
+    if op_of(node) == "transpose":
+        dims = {argument(node, "dim0"), argument(node, "dim1")}
         return dims in ({1, 2}, {-3, -2})
-    if _op(node) != "permute":
+    if op_of(node) != "permute":
         return False
-    order = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
-    return tuple(order) == (0, 2, 1, 3)
+    return tuple(argument(node, "dims")) == (0, 2, 1, 3)

@@ -22,8 +22,7 @@ from torch import fx
 
 from deepwell.engine.binding import Binding
 from deepwell.engine.passes.choose_kernels import KernelRow, size_of
-from deepwell.engine.passes.linear import linear_parts
-from deepwell.engine.passes.match import value_of
+from deepwell.graph.fx import linear_parts, value_of
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.tune.timing import median_us
 from deepwell.kernels.tune.verify import FAILURES

@@ -1,0 +1,49 @@
+"""Changing FX graphs: put one node in the place of another, and drop what nobody reads any more."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepwell.graph.fx import PURE, op_of, value_of, written_by
+
+KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def runs_in_kernels(*nodes: Any) -> bool:
+    """Whether these are tensors of one dtype that the kernels take; a float64 model is left as it is."""
+    dtypes = {value.dtype if (value := value_of(node)) is not None else None for node in nodes}
+    return len(dtypes) == 1 and dtypes <= KERNEL_DTYPES
+
+
+def erase_unread(graph: fx.Graph) -> None:
+    """Drop known ops that nobody reads any more.
+
+    FX's own sweep takes what has no reader for dead, but Dynamo's graphs hold `x.scatter_(...)` whose work lies in x.
+    AOTAutograd drops what else is dead, once mutation is out of the graph.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and op_of(node) in PURE and not written_by(node):
+            graph.erase_node(node)
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Put `new` in the place of `old` and drop `old`."""
+    new.meta.setdefault("example_value", old.meta.get("example_value"))
+    for key in ("nn_module_stack", "stack_trace", "module_path"):
+        if key in old.meta:
+            new.meta.setdefault(key, old.meta[key])
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def replace_by_call(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+    """Put a call of another op with the same value in the place of `node` and drop `node`."""
+    graph = node.graph
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args)
+    new.meta.update(node.meta)
+    # The operands that the old op was traced with: Inductor would bind them to the new op's parameters
+    new.meta.pop("eager_input_vals", None)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
