@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.cutlass.library import why_unavailable
@@ -110,30 +109,12 @@ def built_in(op: str) -> tuple[Candidate, ...]:
     """The products in the order in which they are tried, or the quantizer, of each format."""
     sources = sources_hash(sys.modules[__name__])
     if op == "block_scaled_quantize":
-        return tuple(
-            Candidate(
-                name="quantize",
-                op=op,
-                precision=fmt,
-                fn=partial(_quantize, fmt=fmt),
-                origin="triton",
-                trusted=True,
-                fingerprint=sources,
-            )
-            for fmt in FORMATS
-        )
+        kinds = [("quantize", "triton", True, fmt, partial(_quantize, fmt=fmt)) for fmt in FORMATS]
+    else:
+        kinds = [(way, *_WAYS[way][1:], fmt, partial(_product, way=way)) for fmt in FORMATS for way in CANDIDATES]
     return tuple(
-        Candidate(
-            name=way,
-            op=op,
-            precision=fmt,
-            fn=partial(_product, way=way),
-            origin=_WAYS[way][1],
-            trusted=_WAYS[way][2],
-            fingerprint=sources,
-        )
-        for fmt in FORMATS
-        for way in CANDIDATES
+        Candidate(name=name, op=op, precision=fmt, fn=fn, origin=origin, trusted=trusted, fingerprint=sources)
+        for name, origin, trusted, fmt, fn in kinds
     )
 
 
@@ -175,13 +156,6 @@ def _as_bytes(*parts: Tensor | None) -> Tensor:
     return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts if part is not None])
 
 
-def operand(fmt: str, x: Tensor) -> Operand:
-    """`x` quantized along its rows as an operand of `block_scaled_gemm`."""
-    if fmt not in FORMATS:
-        raise ConfigError(f"format {fmt!r} has no block-scaled kernels; they are {', '.join(FORMATS)}")
-    return _rows(x, fmt, square=False)
-
-
 def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
     """All that a product or a quantizer must compute on the problem's device."""
     generator = torch.Generator().manual_seed(20250611)
@@ -203,11 +177,11 @@ def _uneven(rows: int, columns: int, device: str, generator: torch.Generator) ->
 
 def _product_cases(candidate: Candidate, x: Tensor, w: Tensor) -> Iterator[Case]:
     fmt, label = candidate.precision, f"{x.shape[0]}x{w.shape[0]}x{x.shape[1]}"
-    b = operand(fmt, w)
+    b = _rows(w, fmt, square=False)
     spoiled = x.clone()
     spoiled[0, 0] = math.nan
     for values in (x, spoiled):
-        a = operand(fmt, values)
+        a = _rows(values, fmt, square=False)
         wanted = block_scaled_gemm_ref(a, b, out_dtype=torch.float32)
         finite = wanted[wanted.isfinite()]
         for dtype in (torch.bfloat16,) if candidate.name == "cutlass" else (torch.float32, torch.bfloat16):

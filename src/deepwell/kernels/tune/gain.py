@@ -129,27 +129,25 @@ def sources() -> str:
 
 
 def _setup(problem: Problem) -> Setup:
-    """(x, w [N, K], dy) in bf16; y is compared with the product in fp32. FP8 operands are whole 16-byte lines, as the
-    engine fills them up."""
-    given = _tensors(problem)
+    """x, w and dy in bf16; for FP8 of whole 16-byte lines, as the engine fills them up. Rows of y are checked."""
     whole = {name: -(-getattr(problem, name) // ALIGNMENT) * ALIGNMENT for name in ("m", "n", "k")}
-    filled = (
-        given if all(whole[name] == getattr(problem, name) for name in whole) else _tensors(replace(problem, **whole))
-    )
+    filled = replace(problem, **whole)
+    plain = _tensors(problem)
+    given = {"bf16": plain, "fp8": plain if filled == problem else _tensors(filled)}
     rows = some_rows(problem.m, problem.device)
 
     def case(candidate: Candidate) -> Case:
-        own_x, own_w, _ = given if candidate.name == _BF16 else filled
-        wanted = own_x[rows].float() @ own_w.T.float()
-        shape = (own_x.shape[0], own_w.shape[0])
-        floor = FLOORS_DB[candidate.precision]
-        return Case(label=problem.size, operands=(), wanted=wanted, floor_db=floor, rows=rows, shape=shape)
+        x, w, _ = given[candidate.precision]
+        return Case(
+            label=problem.size,
+            operands=(),
+            wanted=x[rows].float() @ w.T.float(),
+            floor_db=FLOORS_DB[candidate.precision],
+            rows=rows,
+            shape=(x.shape[0], w.shape[0]),
+        )
 
-    return Setup(
-        inputs=[()],
-        call=lambda candidate, _: candidate.fn(*(given if candidate.name == _BF16 else filled)),
-        case=case,
-    )
+    return Setup(inputs=[()], call=lambda candidate, _: candidate.fn(*given[candidate.precision]), case=case)
 
 
 def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
