@@ -12,6 +12,7 @@ import runpy
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -42,6 +43,14 @@ def run_python(code: str | Path, *arguments: str, cwd: Path | None = None, timeo
         code_ = process.exitcode
         assert code_ is not None
         return Done(returncode=code_, stdout=out.read_text(errors="replace"), stderr=err.read_text(errors="replace"))
+
+
+def start_python(code: str, *arguments: str) -> ForkServerProcess:
+    """Start code as `python -c` would, and go on; its output goes nowhere."""
+    given = (code, list(arguments), str(Path.cwd()), dict(os.environ), os.devnull, os.devnull)
+    process = CONTEXT.Process(target=_child, args=given)
+    process.start()
+    return process
 
 
 def _child(code: str | Path, arguments: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -23,6 +20,7 @@ from deepwell.bench.parity.run import Pace, Record, Run, Setup, _eval_steps, _or
 from deepwell.bench.variants import Variant, parse_variants
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.precision import PrecisionPolicy
+from warm import start_python
 
 SETUP = Setup(model="tiny", tokens=12 * 64, batch=2, seq_len=32, lr=3e-3, evals=2, eval_tokens=512)
 
@@ -311,30 +309,28 @@ def test_a_killed_run_goes_on_to_the_very_same_numbers(
 ) -> None:
     # SIGKILL leaves no chance to tidy up; what the last checkpoint holds must be enough.
     code = (
-        "import json, sys\n"
+        "import json, sys, torch\n"
         "from pathlib import Path\n"
         "from deepwell.bench.corpus import Corpus\n"
         "from deepwell.bench.parity.compare import Plan, run_plan\n"
         "from deepwell.bench.parity.run import Pace, Setup\n"
         "from deepwell.bench.variants import parse_variants\n"
+        "torch.set_num_threads(1)\n"
         "corpus, setup, out, arm = json.loads(sys.argv[1])\n"
         "plan = Plan(arms=parse_variants(arm), seeds=(0,), setup=Setup(**setup), device='cpu')\n"
         "run_plan(plan, Corpus(**corpus), Path(out), Pace(log_every=1, checkpoint_every=2))\n"
     )
-    arguments = json.dumps([asdict(corpus), asdict(SETUP), str(tmp_path), policy_file])
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
-    )
+    process = start_python(code, json.dumps([asdict(corpus), asdict(SETUP), str(tmp_path), policy_file]))
     checkpoint = f"{ARM}-0-*.safetensors"
     try:
         end = time.monotonic() + 300
         while not list((tmp_path / "checkpoints").glob(checkpoint)) and time.monotonic() < end:
-            assert process.poll() is None, process.stderr and process.stderr.read().decode()[-2000:]
+            assert process.is_alive(), "it ended before it was killed"
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
+        process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
     (kept,) = (tmp_path / "checkpoints").glob(checkpoint)
     plan = Plan(arms=parse_variants(policy_file), seeds=(0,), setup=SETUP, device="cpu")
     lines: list[str] = []

@@ -1,7 +1,5 @@
 """`dw.capture`: the published models equal their configs, plain modules, the static fallback, and named errors."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from deepwell.graph.capture import capture
 from deepwell.graph.configs import published_config, published_models
 from deepwell.graph.ir import IR
 from deepwell.graph.ops import BLOCK_INPUT, TOKENS, Attention, Conv, Extent, Linear
+from warm import run_python
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,9 +58,8 @@ def test_capturing_405b_stays_in_40_seconds_and_3_gigabytes() -> None:
         "model = meta_model('llama3-405b'); start = time.perf_counter(); ir = capture(model)\n"
         "print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, ir.num_params)"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", script, str(Path(__file__).parent)], capture_output=True, text=True, check=True
-    )
+    out = run_python(script, str(Path(__file__).parent))
+    assert out.returncode == 0, out.stderr[-2000:]
     seconds, peak_bytes, params = (float(word) for word in out.stdout.split()[-3:])
     assert params == 405_853_388_800
     assert seconds < 40
