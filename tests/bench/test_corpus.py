@@ -72,7 +72,7 @@ def test_a_given_tokenizer_is_used_and_the_same_text_gives_the_same_fingerprint(
     assert str(tmp_path) not in str(again.to_dict())
 
 
-BYTES = {END: 0} | {letter: 1 + n for n, letter in enumerate(tokenizers.pre_tokenizers.ByteLevel.alphabet())}
+BYTES = {END: 0} | {letter: 1 + n for n, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
 
 
 def as_tokenizer(vocab: dict[str, int], merges: object, kind: str = "ByteLevel") -> str:
