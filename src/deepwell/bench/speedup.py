@@ -94,15 +94,17 @@ def _experts(device: str) -> tuple[nn.Module, Tensor]:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     is_large = device == "cuda"
-    config = Qwen3MoeConfig(
-        hidden_size=2048 if is_large else 64, intermediate_size=6144 if is_large else 96, num_hidden_layers=1,
-        moe_intermediate_size=768 if is_large else 32, num_attention_heads=32 if is_large else 4,
-        num_key_value_heads=4 if is_large else 2, head_dim=128 if is_large else 16,
-        vocab_size=4096 if is_large else 128,
-        num_experts=128 if is_large else 4, num_experts_per_tok=8 if is_large else 2, use_cache=False,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "hidden_size": 2048 if is_large else 64, "intermediate_size": 6144 if is_large else 96, "num_hidden_layers": 1,
+        "moe_intermediate_size": 768 if is_large else 32, "num_attention_heads": 32 if is_large else 4,
+        "num_key_value_heads": 4 if is_large else 2, "head_dim": 128 if is_large else 16,
+        "vocab_size": 4096 if is_large else 128,
+        "num_experts": 128 if is_large else 4, "num_experts_per_tok": 8 if is_large else 2, "use_cache": False,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(**sizes)
     with torch.device(device):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        model: Any = Qwen3MoeForCausalLM(config)
+    model = model.to(torch.bfloat16)
     if is_large:
         model.set_experts_implementation("grouped_mm")
     return model, torch.randint(0, config.vocab_size, (4, 4096) if is_large else (2, 32), device=device)
