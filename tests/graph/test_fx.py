@@ -34,6 +34,7 @@ CALLS: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
     (lambda x, w: x.add_(1), "add_", {"other": 1}),
     (lambda x, w: torch.square(x), "pow", {"exponent": 2}),
     (lambda x, w: torch.rsub(x, 1), "sub", {"input": 1}),
+    (lambda x, w: torch.rsub(x, other=1), "sub", {"input": 1}),
     (lambda x, w: torch.div(x, 2, rounding_mode="floor"), "div", {"rounding_mode": "floor"}),
     (lambda x, w: F.relu(x, True), "relu_", {}),
     (lambda x, w: F.relu(x), "relu", {}),

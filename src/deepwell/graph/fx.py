@@ -39,7 +39,7 @@ _CASTS = {
     "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
     "bool": torch.bool,
 }  # fmt: skip
-# A name that ends in an underscore says that the call writes, and so do these; the others only have to end in one.
+# A call writes if its name ends in an underscore, unless it is a plain one, or if it is one of these operators.
 _IN_PLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor", "imatmul"}
 _PLAIN_UNDERSCORE = {"and_", "or_", "not_", "xor_"}
 
@@ -117,6 +117,7 @@ _OTHER_NAMES = {
     "split_sizes": "sizes", "split_size_or_sections": "sizes",
 }  # fmt: skip
 _OTHER_NAMES_OF = {
+    "rsub": {"input": "other", "self": "other", "other": "input"},
     "matmul": {"mat2": "other"},
     "embedding": {"indices": "input"},
     "grouped_mm": {"mat2": "weight", "mat_a": "input", "mat_b": "weight"},
@@ -209,7 +210,7 @@ def _given(node: fx.Node, name: str, op: str) -> dict[str, Any]:
     args = node.args
     if op in _SPREAD and node.op == "call_method" and len(args) > 1 and not isinstance(args[1], list | tuple):
         args = (args[0], args[1:])
-    others = _OTHER_NAMES_OF.get(op, {})
+    others = _OTHER_NAMES_OF.get(name) or _OTHER_NAMES_OF.get(op, {})
     given = dict(zip(_positions(node, name, op), args, strict=False))
     return given | {others.get(key, _OTHER_NAMES.get(key, key)): value for key, value in node.kwargs.items()}
 
@@ -249,7 +250,7 @@ def give_operands_by_position(graph: fx.Graph) -> None:
             continue
         name, _ = _name(node.target)
         given = _given(node, name, without_marks(op) if "::" not in op else op)
-        others = _OTHER_NAMES_OF.get(op, {})
+        others = _OTHER_NAMES_OF.get(name) or _OTHER_NAMES_OF.get(op, {})
         for position in _positions(node, name, op)[len(node.args) :]:
             if position not in given:
                 break
