@@ -277,7 +277,9 @@ def test_blocks_that_fail_their_self_check_are_rows_with_that_reason() -> None:
 
 def test_a_hopper_gpu_is_asked_for_its_proof_and_others_are_not(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr("deepwell.engine.compile.why_no_blocks", lambda device: asked.append(device) or "wrong by 3 dB")
+    monkeypatch.setattr(
+        "deepwell.engine.compile.why_rejected", lambda op, device: asked.append(device) or "wrong by 3 dB"
+    )
     gpu = torch.device("cuda", 0)
     assert unproven_formats((9, 0), gpu) == (("fp8_1x128", "wrong by 3 dB"),) and asked == [gpu]
     assert unproven_formats((8, 9), gpu) == () and asked == [gpu]
