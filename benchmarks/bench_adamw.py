@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/bench_adamw.py [--json FILE] [--layers 4] [--defaults] [--quick] [--only TEXT]
 
-First each variant and config is checked bit for bit against the CPU reference; one that differs is set aside. Then
+First each variant and config is checked bit for bit against the CPU reference; one that differs is rejected. Then
 Llama-8B's shapes with 4 layers (1.92e9 parameters, 39 tensors), 16 equal tensors, and 300 small ones (`--quick`: the
 first alone, with random bf16 moments and with FP8 ones, under a minute). Bytes are counted, not measured: each tensor
 once for every time it must be read or written. The last table has the best config of each variant beside a copy of as

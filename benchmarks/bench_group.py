@@ -39,7 +39,7 @@ MODELS = {
 }  # fmt: skip
 # L2 of an H200 is 50 MB: more than four times that between two readings of a weight.
 COLD_BYTES = 256 << 20
-BYTES = {"maxima": 2, "rows": 3, "turned": 3, "forward": 5}  # of a weight in bf16
+BYTES = {"maxima": 2, "rows": 3, "transposed": 3, "forward": 5}  # of a weight in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def short(config: group.GroupConfig) -> str:
 
 def forward(module: ModuleType, weights: list[Tensor]) -> tuple[Tensor, ...]:
     partials = module.partial_maxima(weights)
-    return *module.quantize_group(weights, partials, turned=False, scale_per_row=True), partials
+    return *module.quantize_group(weights, partials, transposed=False, scale_per_row=True), partials
 
 
 def cases(module: ModuleType, partials: Tensor) -> Iterator[Case]:
@@ -78,13 +78,13 @@ def cases(module: ModuleType, partials: Tensor) -> Iterator[Case]:
     def maxima(weights: list[Tensor], **config: group.GroupConfig) -> tuple[Tensor, ...]:
         return (module.partial_maxima(weights, **config),)
 
-    def codes(turned: bool, weights: list[Tensor], **config: group.GroupConfig) -> tuple[Tensor, ...]:
-        return module.quantize_group(weights, partials, turned=turned, scale_per_row=True, **config)
+    def codes(transposed: bool, weights: list[Tensor], **config: group.GroupConfig) -> tuple[Tensor, ...]:
+        return module.quantize_group(weights, partials, transposed=transposed, scale_per_row=True, **config)
 
     runs: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
         "maxima": (maxima, "PARTIALS_CONFIGS"),
         "rows": (partial(codes, False), "ALONG_CONFIGS"),
-        "turned": (partial(codes, True), "TURNED_CONFIGS"),
+        "transposed": (partial(codes, True), "TRANSPOSED_CONFIGS"),
     }
     for op, (run, configs) in runs.items():
         for config in getattr(module, configs, ()):
@@ -98,8 +98,8 @@ def expected(weights: list[Tensor]) -> dict[str, tuple[Tensor, ...]]:
     """What each operation must return, by the references; of partial maxima only the largest matters."""
     largest = group.partial_maxima_ref(weights)
     found: dict[str, tuple[Tensor, ...]] = {"maxima": (largest.amax(),)}
-    for op, turned in (("rows", False), ("turned", True)):
-        q, scale = group.quantize_group_ref(weights, largest, turned=turned)
+    for op, transposed in (("rows", False), ("transposed", True)):
+        q, scale = group.quantize_group_ref(weights, largest, transposed=transposed)
         found[op] = q, scale.expand(q.shape[0])
     found["forward"] = *found["rows"], largest.amax()
     return found

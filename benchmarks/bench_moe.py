@@ -200,15 +200,15 @@ def bench_products(table: Table, shape: Shape, rows: tuple[Tensor, Tensor], ends
     scale = s_w.amax(1)
     table.add(name, "weights along rows", lambda: expert_weights.quantize_experts(w), num_bytes=3 * w.numel())
     for turn in expert_weights.TURN_CONFIGS:
-        run = lambda c=turn: expert_weights.quantize_experts_turned(w, scale, config=c)  # noqa: E731
-        table.add(name, f"weights turned {turn.rows}x{turn.columns} {turn.packing}", run, num_bytes=3 * w.numel())
+        run = lambda c=turn: expert_weights.quantize_experts_transposed(w, scale, config=c)  # noqa: E731
+        table.add(name, f"weights transposed {turn.rows}x{turn.columns} {turn.packing}", run, num_bytes=3 * w.numel())
     for fast in (True, False):
         run = lambda fast=fast: grouped_gemm.grouped_gemm(*rows, q_w, s_w, ends, fast=fast)  # noqa: E731
         table.add(name, f"gate-up FP8 {'fast' if fast else 'fp32 sums'}", run, flops=flops)
     dy = torch.randn(ends.tolist()[-1], 2 * f, device="cuda", dtype=torch.bfloat16)
-    turned = wgrad_operands(*quantize_rows(dy), *rows, ends)
+    transposed = wgrad_operands(*quantize_rows(dy), *rows, ends)
     for fast in (True, False):
-        run = lambda fast=fast: grouped_gemm.grouped_wgrad(*turned, ends, fast=fast)  # noqa: E731
+        run = lambda fast=fast: grouped_gemm.grouped_wgrad(*transposed, ends, fast=fast)  # noqa: E731
         table.add(name, f"gate-up wgrad FP8 {'fast' if fast else 'fp32 sums'}", run, flops=flops)
     x = torch.randn(s, d, device="cuda", dtype=torch.bfloat16)
     table.add(name, "gate-up bf16", lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=offs), flops=flops)

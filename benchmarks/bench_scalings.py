@@ -54,7 +54,7 @@ def by_rows(x: Tensor, w: Tensor, dy: Tensor) -> tuple[dict[str, float], tuple[T
     of_x, of_dy = quantize_rows(x), quantize_rows(dy)
     q, q_t, s = quantize_weight(w)
     assert q is not None and q_t is not None
-    turned = wgrad_operands(*of_dy, *of_x)
+    transposed = wgrad_operands(*of_dy, *of_x)
     times = {
         "x": us(lambda: quantize_rows(x)),
         "dy": us(lambda: quantize_rows(dy)),
@@ -62,9 +62,9 @@ def by_rows(x: Tensor, w: Tensor, dy: Tensor) -> tuple[dict[str, float], tuple[T
         "w": us(lambda: quantize_weight(w)),
         "fwd": us(lambda: fp8_gemm(*of_x, q, s)),
         "dgrad": us(lambda: fp8_gemm(*of_dy, q_t, s)),
-        "wgrad": us(lambda: fp8_gemm(*turned, fast=False)),
+        "wgrad": us(lambda: fp8_gemm(*transposed, fast=False)),
     }
-    return times, (fp8_gemm(*of_x, q, s), fp8_gemm(*of_dy, q_t, s), fp8_gemm(*turned, fast=False))
+    return times, (fp8_gemm(*of_x, q, s), fp8_gemm(*of_dy, q_t, s), fp8_gemm(*transposed, fast=False))
 
 
 def by_tensor(x: Tensor, w: Tensor, dy: Tensor, dtype: torch.dtype) -> tuple[dict[str, float], tuple[Tensor, ...]]:

@@ -44,9 +44,9 @@ def quantize_apart(weights: list[list[Tensor]], codes: list[Codes]) -> None:
     """What `quantize_weights` and `quantize_weights_transposed` launch."""
     for group, made in zip(weights, codes, strict=True):
         largest = amax(group)
-        for w, (along, turned) in zip(group, made.parts(), strict=True):
+        for w, (along, transposed) in zip(group, made.parts(), strict=True):
             quantize_weight(w, largest, out=along, write="rows")
-            quantize_weight(w, largest, out_t=turned, write="columns")
+            quantize_weight(w, largest, out_t=transposed, write="columns")
 
 
 def problem_of(codes: list[Codes], wanted: list[Codes]) -> str | None:

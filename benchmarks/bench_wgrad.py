@@ -3,7 +3,7 @@
 PYTHONPATH=src python3 benchmarks/bench_wgrad.py [--tokenizer FILE] [--json FILE]          one GPU, about a minute
 
 A 135M model trains in bf16 (as `deepwell validate parity` does); at some steps the operands of its linears' wgrads are
-taken and their products made again. Against the product of the same bf16 operands in fp32: decibels of the whole
+taken and their products recomputed. Against the product of the same bf16 operands in fp32: decibels of the whole
 matrix, of the weakest twentieth of its rows, and how long the gradient is along the true one (1 = as long).
 """
 
@@ -38,9 +38,9 @@ Operands = dict[tuple[int, str], tuple[Tensor, Tensor]]
 
 def products(x: Tensor, dy: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The gradient dy^T x made in several ways."""
-    turned = wgrad_operands(*quantize_rows(dy), *quantize_rows(x))
+    transposed = wgrad_operands(*quantize_rows(dy), *quantize_rows(x))
     for name, fast in (("rows, fast sums", True), ("rows, fp32 sums", False)):
-        yield name, fp8_gemm(*turned, fast=fast, out_dtype=torch.float32)
+        yield name, fp8_gemm(*transposed, fast=fast, out_dtype=torch.float32)
     for name, left, right in (
         ("tensor, E5M2 gradients", "fp8_e5m2_tensor_pow2", "fp8_e4m3_tensor_pow2"),
         ("channels", "fp8_e4m3_row_pow2", "fp8_e4m3_row_pow2"),

@@ -44,7 +44,7 @@ _PUBLIC = {
     "CheckpointError": "deepwell.errors",
 }
 
-# Names of the first documents, as "module" or "module:attribute". They work and are not listed.
+# Names of the original documents, as "module" or "module:attribute". They work and are not listed.
 _COMPAT = {
     "cutlass_kernels": "deepwell.compat.cutlass_kernels",
     "BlackwellGraphOptimizer": "deepwell.compat.graph_optimizer:BlackwellGraphOptimizer",

@@ -1,4 +1,4 @@
-"""What the first documents name is there and works."""
+"""What the original documents name is there and works."""
 
 import os
 import subprocess

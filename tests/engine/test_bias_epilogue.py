@@ -32,7 +32,7 @@ def as_hopper(monkeypatch):
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
 
 
-@pytest.mark.parametrize("n, k", [(48, 64), (20, 36)])  # the second is filled up to whole lines, bias included
+@pytest.mark.parametrize("n, k", [(48, 64), (20, 36)])  # the second is padded to whole lines, bias included
 def test_the_op_adds_the_bias_before_it_rounds(n, k):
     torch.manual_seed(0)
     q_a, s_a = quantize_rows(torch.randn(16, k).bfloat16())

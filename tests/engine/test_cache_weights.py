@@ -1,4 +1,4 @@
-"""Kept FP8 codes of weights: the same numbers as without them, one quantization for a change, never a stale one."""
+"""Kept FP8 weights: the same numbers as without them, one quantization for a change, never a stale one."""
 
 import copy
 from collections.abc import Callable

@@ -108,7 +108,7 @@ def test_fp8_experts_are_the_products_of_their_dequantized_operands(is_kn):
         if begin == end:
             assert not dw[e].any()
             continue
-        # Along its rows as stored a weight has a scale per row, turned one per expert.
+        # Along its rows as stored a weight has a scale per row, transposed one per expert.
         forward, backward = (tensor, rows) if is_kn else (rows, tensor)
         wanted = rows(x[begin:end]) @ forward(w_ENK[e]).T
         assert_bitwise_equal(y[begin:end], wanted.bfloat16(), f"fwd {e}")
@@ -272,9 +272,9 @@ def test_a_fused_block_keeps_no_gathered_rows_for_the_backward():
     forward, backward = graphs
     kept = [node.meta["val"] for node in next(iter(reversed(forward.nodes))).args[0] if isinstance(node, torch.fx.Node)]
     rows = padded_rows(128, 4)
-    wide = [tuple(value.shape) for value in kept if value.dim() == 2 and rows in value.shape]  # turned or not
+    wide = [tuple(value.shape) for value in kept if value.dim() == 2 and rows in value.shape]  # transposed or not
     assert wide == [(rows, 96)]  # gate and up alone
-    assert not any(value.dim() == 3 and value.dtype == torch.float8_e4m3fn for value in kept)  # no codes of weights
+    assert not any(value.dim() == 3 and value.dtype == torch.float8_e4m3fn for value in kept)  # no FP8 weights
     targets = [node.target for node in backward.nodes]
     assert targets.count(torch.ops.deepwell.gather_rows.default) == 2  # of dy, and of x again
 

@@ -24,7 +24,7 @@ SHAPES = {
 WAYS = {
     "eager": {"use_inductor": False},
     "kept": {"use_inductor": True, "recompute": "nothing"},
-    "made again": {"use_inductor": True},
+    "recomputed": {"use_inductor": True},
     "CUDA graphs": {"use_inductor": True, "cuda_graphs": True},
 }
 FP8 = "fp8_row|fp8_row|fp8_row"

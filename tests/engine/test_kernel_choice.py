@@ -1,4 +1,4 @@
-"""Kernels compete inside an engine: the right and fast one runs, others are set aside with their reason."""
+"""Kernels compete inside an engine: the right and fast one runs, others are rejected with their reason."""
 
 import sys
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_a_kernel_that_fails_is_in_the_report_and_training_goes_on(model, kernel
     report = engine.report()
     assert {row.kernel for row in report.kernels} == {"emulated_mxfp8"}
     assert all(reason in why for row in report.kernels for _, why in row.set_aside)
-    assert f"kernel {kernel.__name__} was set aside" in str(report)
+    assert f"kernel {kernel.__name__} was rejected" in str(report)
     # The very numbers of an engine without a registry.
     x = torch.randn(48, 64)
     assert torch.equal(engine(x), plain(x))
@@ -133,7 +133,7 @@ def test_a_kernel_that_breaks_while_the_model_runs_is_replaced_and_noted(model):
     torch._dynamo.reset()
     plain, _, _ = run(model, None)
     assert torch.equal(y, plain(x))  # mxfp8 by exact emulation
-    assert any("kernel breaks was set aside: raised RuntimeError" in note for note in engine.report().notes)
+    assert any("kernel breaks was rejected: raised RuntimeError" in note for note in engine.report().notes)
 
 
 def test_training_goes_on_with_the_same_kernel_after_it_ran_out_of_memory(model):
@@ -156,7 +156,7 @@ def test_training_goes_on_with_the_same_kernel_after_it_ran_out_of_memory(model)
     calls.clear()
     engine(x).sum().backward()
     assert len(calls) == 6 and not registry.aside()
-    assert not any("set aside" in note for note in engine.report().notes)
+    assert not any("rejected" in note for note in engine.report().notes)
 
 
 def test_without_memory_to_compete_the_graph_keeps_its_products_and_the_report_says_so(model, monkeypatch):
@@ -262,7 +262,7 @@ def test_the_registry_and_the_report_print_the_same_rows(model):
     begin = next(i for i, line in enumerate(lines) if line.split()[:1] == ["kernels"])
     table = lines[begin : begin + 1 + len(report.kernels)]
     assert len(table) == 7 and all(line in registry.explain().splitlines() for line in table)
-    assert "next best" in table[0] and "kernel wrong was set aside" in registry.explain()
+    assert "next best" in table[0] and "kernel wrong was rejected" in registry.explain()
 
 
 def test_a_chosen_kernel_forgets_the_operands_its_predecessor_was_traced_with(_users_win):

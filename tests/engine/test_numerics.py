@@ -146,13 +146,13 @@ def test_merged_weights_give_the_products_of_their_parts() -> None:
 
 def test_a_weight_stored_the_other_way_has_the_same_codes() -> None:
     w = torch.randn(24, 40)
-    turned = w.T.contiguous().T
+    transposed = w.T.contiguous().T
     ops = torch.ops.deepwell
     largest = ops.quantize_weights([w])[2]
-    for mine, ref in zip(ops.quantize_weights([turned]), ops.quantize_weights([w]), strict=True):
+    for mine, ref in zip(ops.quantize_weights([transposed]), ops.quantize_weights([w]), strict=True):
         assert_bitwise_equal(mine, ref)
     for mine, ref in zip(
-        ops.quantize_weights_transposed([turned], largest, w),
+        ops.quantize_weights_transposed([transposed], largest, w),
         ops.quantize_weights_transposed([w], largest, w),
         strict=True,
     ):
@@ -208,14 +208,14 @@ def test_rms_norm_gradients(rounding) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, convention: str) -> Tensor:
-    """Heads [B, S, H, D] turned as complex numbers, pair by pair: what a rotation is, whoever writes it."""
+    """Heads [B, S, H, D] transposed as complex numbers, pair by pair: what a rotation is, whoever writes it."""
     half = cos.shape[-1] // 2
     x, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     pairs = x.unflatten(-1, (2, half)).transpose(-2, -1) if convention == "half" else x.unflatten(-1, (half, 2))
     picked = slice(0, half) if convention == "half" else slice(0, None, 2)
     turn = torch.complex(cos[..., picked].float(), sin[..., picked].float()).unsqueeze(-2)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-    y = turned.transpose(-2, -1) if convention == "half" else turned
+    transposed = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    y = transposed.transpose(-2, -1) if convention == "half" else transposed
     return torch.cat((y.flatten(-2).to(rest.dtype), rest), dim=-1)
 
 

@@ -755,18 +755,18 @@ def test_a_quantization_goes_into_its_producer_unless_others_read_it(function, f
         assert_bitwise_equal(got, ref)
 
 
-# ---- values made again in the backward ----
+# ---- values recomputed in the backward ----
 
 
 def test_hidden_rows_are_made_again_where_their_gradient_is() -> None:
     def backward(dy: Tensor, gate_up: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         # As a compiler orders it: what the wgrad reads comes before the dgrad that h's gradient waits for.
         q_h, s_h = ops.swiglu_quantize(gate_up.view(8, 32), "silu")
-        turned = ops.wgrad_operands(*ops.quantize_rows(dy), q_h, s_h)
+        transposed = ops.wgrad_operands(*ops.quantize_rows(dy), q_h, s_h)
         dh = dy @ w
         q, s = ops.swiglu_backward_quantize(dh, gate_up, "silu")
         other = ops.swiglu_quantize(gate_up * 2, "silu")  # of other values: stays
-        return (*turned, q, s, *other)
+        return (*transposed, q, s, *other)
 
     dy, gate_up, w = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((8, 24), (8, 32), (24, 16)))
     graph_module = make_fx(backward, tracing_mode="fake")(dy, gate_up, w)
@@ -795,7 +795,7 @@ def test_hidden_rows_that_their_gradient_waits_for_stay_apart() -> None:
 
 @pytest.mark.usefixtures("cxx_compiler")
 def test_a_checkpointed_model_compiles_in_fp8_with_inductor(batch) -> None:
-    # Checkpointing marks what is made again, and so do we: two marks on one value left the partitioner without a way.
+    # Checkpointing marks what is recomputed, and so do we: two marks on one value left the partitioner without a way.
     model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16().train()
     model.config.use_cache = False
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]

@@ -57,7 +57,7 @@ def test_a_step_has_the_same_bits_on_architectures_of_hugging_face(batch, model_
 @pytest.mark.slow  # half a minute; Inductor meets the pass in test_passes.py and on a GPU too
 @pytest.mark.usefixtures("cxx_compiler")
 def test_inductor_compiles_the_same_step(batch) -> None:
-    # With all copies made again: scales are then needed where their codes are not kept.
+    # With all copies recomputed: scales are then needed where their codes are not kept.
     model = zoo_models.tiny_model("llama", num_hidden_layers=1).bfloat16()
     options, got = step(model, batch, use_inductor=True, recompute="copies")
     assert options.counts["row_factors"] == 7

@@ -135,8 +135,8 @@ def test_a_weight_stored_the_other_way_is_the_same_weight(scheme, widths) -> Non
     # GPT-2's Conv1D stores [K, N]; its linear sees a view.
     x, w, dy = numbers(64, 160, sum(widths))
     parts = w.split(widths)
-    turned = [part.T.contiguous().T for part in parts]
-    for mine, ref in zip(run(thrice(scheme), x, turned, dy), run(thrice(scheme), x, [*parts], dy), strict=True):
+    transposed = [part.T.contiguous().T for part in parts]
+    for mine, ref in zip(run(thrice(scheme), x, transposed, dy), run(thrice(scheme), x, [*parts], dy), strict=True):
         assert_bitwise_equal(mine.contiguous(), ref)
 
 
@@ -294,8 +294,8 @@ def test_e5m2_gradients_with_finer_scales_are_a_substitute(scaling) -> None:
 
 
 def test_sizes_that_are_filled_up_are_said() -> None:
-    assert all("filled up to multiples of 128" in b.reason for b in bound(HOPPER, 200, scaling="1x128").bindings)
-    assert all("filled up to multiples of 16" in b.reason for b in bound(HOPPER, 200, scaling="tensor").bindings)
+    assert all("padded to multiples of 128" in b.reason for b in bound(HOPPER, 200, scaling="1x128").bindings)
+    assert all("padded to multiples of 16" in b.reason for b in bound(HOPPER, 200, scaling="tensor").bindings)
     assert not any("filled" in b.reason for b in bound(HOPPER, scaling="1x128").bindings)
 
 

@@ -153,7 +153,7 @@ def test_an_encoder_without_a_mask_is_not_causal() -> None:
     assert [site.op.causal for site in ir.sites() if isinstance(site.op, Attention)] == [False, False]
 
 
-def test_partial_rotation_counts_the_turned_part_only() -> None:
+def test_partial_rotation_counts_the_rotated_part_only() -> None:
     _, ir = lifted("gpt_neox")
     rope = next(site.op for site in ir.sites() if isinstance(site.op, Rope))
     fraction = transformers.GPTNeoXConfig().rope_parameters.get("partial_rotary_factor", 0.25)

@@ -161,7 +161,7 @@ def test_mx_codes_of_one_side(left_out):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_turned_codes(fp8):
+def test_transposed_codes(fp8):
     largest = {"FP8_MAX": 448.0}
     bytes_of = arguments(T._transpose_bytes_kernel, out_ptr=E4M3, BLOCK_T=64, BLOCK_N=64, **largest)
     aot.compile_kernel(T._transpose_bytes_kernel, bytes_of, arch=90)

@@ -31,32 +31,34 @@ EXPERTS, TOP_K = 4, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """T tokens, D and F widths, V words; `is_turned`: matrices come as a model's transposes."""
+    """T tokens, D and F widths, V words; `is_transposed`: matrices come as a model's transposes."""
 
     t: int
     d: int
     f: int
     v: int
-    is_turned: bool
+    is_transposed: bool
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(columns, rows).to(dtype).T if self.is_turned else torch.randn(rows, columns).to(dtype)
+        return torch.randn(columns, rows).to(dtype).T if self.is_transposed else torch.randn(rows, columns).to(dtype)
 
     def tokens(self, columns: int) -> Tensor:
         return self.matrix(self.t, columns)
 
     def vector(self, length: int) -> Tensor:
-        return torch.randn(length, 2).bfloat16()[:, 0] if self.is_turned else torch.randn(length).bfloat16()
+        return torch.randn(length, 2).bfloat16()[:, 0] if self.is_transposed else torch.randn(length).bfloat16()
 
     def heads(self, *shape: int) -> Tensor:
         """[B, S, H, D] as attention gives gradients: heads before positions."""
         b, s, h, d = shape
-        return torch.randn(b, h, s, d).bfloat16().transpose(1, 2) if self.is_turned else torch.randn(shape).bfloat16()
+        return (
+            torch.randn(b, h, s, d).bfloat16().transpose(1, 2) if self.is_transposed else torch.randn(shape).bfloat16()
+        )
 
 
 SIZES = {
-    "whole": Sizes(t=32, d=32, f=48, v=64, is_turned=False),
-    "ragged": Sizes(t=7, d=20, f=36, v=50, is_turned=True),
+    "whole": Sizes(t=32, d=32, f=48, v=64, is_transposed=False),
+    "ragged": Sizes(t=7, d=20, f=36, v=50, is_transposed=True),
 }
 
 
@@ -97,7 +99,9 @@ def _rope_grads(s: Sizes) -> tuple[Any, ...]:
 
 
 def _merged_rows(s: Sizes) -> Tensor:
-    return torch.randn(64, s.t, 2).bfloat16().permute(2, 1, 0) if s.is_turned else torch.randn(2, s.t, 64).bfloat16()
+    return (
+        torch.randn(64, s.t, 2).bfloat16().permute(2, 1, 0) if s.is_transposed else torch.randn(2, s.t, 64).bfloat16()
+    )
 
 
 def _qk_norm_grads(s: Sizes) -> tuple[Any, ...]:
@@ -108,7 +112,7 @@ def _qk_norm_grads(s: Sizes) -> tuple[Any, ...]:
 
 def _head(s: Sizes, *, fp8: bool, bias: bool) -> tuple[Any, ...]:
     v, d = (-(-size // 16) * 16 if fp8 else size for size in (s.v, s.d))
-    target = torch.randint(0, v, (s.t, 2))[:, 0] if s.is_turned else torch.randint(0, v, (s.t,))
+    target = torch.randint(0, v, (s.t, 2))[:, 0] if s.is_transposed else torch.randint(0, v, (s.t,))
     return s.tokens(d), s.matrix(v, d), s.vector(v) if bias else None, target
 
 
@@ -176,25 +180,25 @@ def _block_products(s: Sizes, *, square: bool) -> tuple[Any, ...]:
     return *ops.quantize_1x128_both(s.tokens(s.f))[2:], *ops.quantize_1x128_both(s.tokens(s.d))[2:], False
 
 
-def _turned_product(a: Tensor, b: Tensor) -> Tensor:
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """A user's kernel whose result lies column by column."""
     return (b.T @ a.T).T
 
 
-def _turned_codes(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+def _transposed_codes(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     left, right = a.float() * scale_a.reshape(-1, 1), b.float() * scale_b.reshape(-1, 1)
     return (right @ left.T).T
 
 
 def _kernel(op: str, fn: Callable[..., Tensor]) -> str:
     registry = KernelRegistry()
-    registry.register("turned", fn, precision="fp8", op=op, trusted=True)
-    return chosen.install(registry, registry.candidate(op, "turned"))
+    registry.register("transposed", fn, precision="fp8", op=op, trusted=True)
+    return chosen.install(registry, registry.candidate(op, "transposed"))
 
 
 def _chosen(s: Sizes) -> tuple[Any, ...]:
     formats = "fp8_e4m3_row_pow2", "fp8_e4m3_tensor_pow2"
-    return s.tokens(s.d), s.matrix(s.d, s.f), _kernel("gemm", _turned_product), *formats, torch.bfloat16
+    return s.tokens(s.d), s.matrix(s.d, s.f), _kernel("gemm", _transposed_product), *formats, torch.bfloat16
 
 
 # Op -> its operands in one size; where an op's operands decide what it does, several rows under "op, what".
@@ -289,7 +293,7 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "linear_cross_entropy_loss": lambda s: (*_head(s, fp8=False, bias=True), *_how(fp8=False)),
     "linear_cross_entropy_loss, fp8": lambda s: (*_head(s, fp8=True, bias=False), *_how(fp8=True)),
     "scale_by": lambda s: (s.tokens(s.d), torch.tensor(1 / 3)),
-    "scale_by, turned": lambda s: (s.tokens(s.d).T, torch.tensor([2.0])),
+    "scale_by, transposed": lambda s: (s.tokens(s.d).T, torch.tensor([2.0])),
     "embedding_backward": lambda s: (s.tokens(s.d), torch.arange(s.t) * 5 % 3, s.v, -1),
     "embedding_backward, padding": lambda s: (s.tokens(s.d), (torch.arange(2 * s.t) % 4).int()[::2], s.v, 2),
     "group_layout": lambda s: (torch.tensor([3, 3, 4, s.t], dtype=torch.int64), None, s.t),
@@ -300,7 +304,7 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "gather_rows": lambda s: (*_codes(s, s.t, s.d), _routing(s)[1], TOP_K, s.tokens(1)),
     "combine_rows": lambda s: (s.matrix(_routing(s)[1].shape[0], s.d).contiguous(), _routing(s)[2], TOP_K),
     "quantize_experts": lambda s: (_expert_weight(s),),
-    "quantize_experts_turned": lambda s: (_expert_weight(s), ops.quantize_experts(_expert_weight(s))[1]),
+    "quantize_experts_transposed": lambda s: (_expert_weight(s), ops.quantize_experts(_expert_weight(s))[1]),
     "expert_swiglu": lambda s: (
         *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K)),
         *(_routing(s)[1], "silu"),
@@ -335,11 +339,11 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "chosen_gemm": _chosen,
     "chosen_fp8_gemm": lambda s: (
         *(*_codes(s, s.t, s.d), *_codes(s, s.f, s.d), True),
-        _kernel("fp8_gemm", _turned_codes),
+        _kernel("fp8_gemm", _transposed_codes),
     ),
     "chosen_fp8_gemm, scales left to the reader": lambda s: (
         *(_codes(s, s.t, s.d)[0], None, *_codes(s, s.f, s.d), True),
-        _kernel("fp8_gemm", _turned_codes),
+        _kernel("fp8_gemm", _transposed_codes),
     ),
 }
 

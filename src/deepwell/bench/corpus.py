@@ -203,7 +203,7 @@ def _own_bpe(text: Text, vocab: int, folder: Path) -> tuple[Any, Path]:
         try:
             return _load_tokenizer(path), path
         except ConfigError:
-            _log.warning("the tokenizer in %s is damaged: it is made again", path)
+            _log.warning("the tokenizer in %s is damaged: it is rebuilt", path)
     bpe = _byte_level({}, [])
     tokenizers = _tokenizers()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -284,7 +284,7 @@ def _tokenize(bpe: Any, texts: Sequence[str], path: Path, label: str) -> int:
                 return len(kept)
         except (OSError, ValueError, EOFError):
             pass
-        _log.warning("the tokens in %s are damaged: they are made again", path)
+        _log.warning("the tokens in %s are damaged: they are rebuilt", path)
     encode = getattr(bpe, "encode_batch_fast", bpe.encode_batch)
     pieces: list[Any] = []
     end = np.zeros(1, dtype=np.uint16)

@@ -1,1 +1,1 @@
-"""Names of the first documents whose home has moved. Thin: each points to what does the work today."""
+"""Names of the original documents whose home has moved. Thin: each points to what does the work today."""

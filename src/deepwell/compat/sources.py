@@ -1,4 +1,4 @@
-"""Which file of csrc/ does today what a file of the first documents did."""
+"""Which file of csrc/ does today what a file of the original documents did."""
 
 SOURCES = {
     "csrc/blackwell_gemm_kernel.cu": ("csrc/mxfp8.cu", "csrc/nvfp4.cu", "csrc/block_scaled.cuh"),

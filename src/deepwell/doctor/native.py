@@ -53,7 +53,7 @@ def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> F
 
 
 def sources_finding() -> Finding:
-    """Where the CUDA sources that the first documents name have gone."""
+    """Where the CUDA sources that the original documents name have gone."""
     moved = "; ".join(f"{old} is now {', '.join(new)}" for old, new in SOURCES.items())
     return Finding(name="native sources", status="ok", detail=moved)
 

@@ -48,8 +48,8 @@ class BackendOptions:
     rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
     merge_plain: bool = False  # merge q, k, v and gate, up also in high precision: weights are copied in every step
     row_factors: bool = True  # large FP8 products have one scale, their readers those of rows: passes/row_factors.py
-    recompute: str = "hidden"  # what of the FP8 copies the backward makes again: passes/recompute.py (with Inductor)
-    cache_weights: bool = False  # keep the FP8 codes of weights, 2 bytes each, and make them again when weights change
+    recompute: str = "hidden"  # what of the FP8 copies the backward recomputes: passes/recompute.py (with Inductor)
+    cache_weights: bool = False  # keep the FP8 weights, 2 bytes each, and recompute them when weights change
     weight_cache: WeightCache = field(default_factory=WeightCache)
     registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
     # Keep linears in bf16 where FP8 would not be faster ("safe"), or refuse to ("strict"); None measures nothing.
@@ -72,11 +72,11 @@ class BackendOptions:
         return replace(self, schemes=schemes, products={}, left={}, was_called=False, **done)  # type: ignore[arg-type]
 
     def for_one_graph(self) -> "BackendOptions":
-        """These options, with all that is told by path apart; the rest is told to both."""
+        """These options, with their own record of what happened by path; the rest is shared."""
         return replace(self, gains={}, products={}, rewritten=set(), left={})
 
     def add_paths(self, graph: "BackendOptions", paths: Mapping[str, str] | None = None) -> None:
-        """Take over what one graph told by path, for other paths where the graph runs for others."""
+        """Take over what one graph recorded by path, for other paths where the graph runs for others."""
 
         def path_of(path: str) -> str:
             return path if paths is None else paths.get(path, path)

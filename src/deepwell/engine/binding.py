@@ -254,7 +254,7 @@ def _fp8(op: Linear, decision: Decision, device: Device) -> tuple[str, str, str]
 
 
 def _filled(op: Linear, unit: int) -> str:
-    return f"; K={op.k}, N={op.n} filled up to multiples of {unit}" if op.k % unit or op.n % unit else ""
+    return f"; K={op.k}, N={op.n} padded to multiples of {unit}" if op.k % unit or op.n % unit else ""
 
 
 def _why_no_1x128(device: Device) -> str:

@@ -62,10 +62,10 @@ def compile(  # noqa: A001 - the public name
     native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no pass touches; by
     default on a GPU only. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels
     are shorter than their launches; off by default. `recompute=True` keeps each layer's input alone and computes the
-    layer again in the backward; a word says which FP8 copies the backward makes again: "hidden" (an MLP's hidden
+    layer again in the backward; a word says which FP8 copies the backward recomputes: "hidden" (an MLP's hidden
     values; as with False), "copies" (of all inputs of linears: less memory), "nothing". `fuse_head` computes head and
     loss together and the logits only where they are looked at.
-    `cache_weights` keeps the FP8 codes of weights, 2 bytes for each, and makes them again only where a weight changed:
+    `cache_weights` keeps the FP8 weights, 2 bytes for each, and recomputes them only where a weight changed:
     once for a step, however many micro-batches it has.
     `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
     `use_cutlass` lets Deepwell's own compete, CUTLASS among them. `measure` keeps layers in bf16 where FP8 would not be
@@ -101,7 +101,7 @@ def compile(  # noqa: A001 - the public name
 
     def bind_at(step: int, overrides: Overrides = NO_OVERRIDES) -> tuple[Bound, BackendOptions]:
         resolution = overrides.applied(policy.resolve(ir, step))
-        bound = overrides.told(bind(ir, resolution, device, fallback=fallback), resolution)
+        bound = overrides.explained(bind(ir, resolution, device, fallback=fallback), resolution)
         notes = (*elsewhere, *resolution.notes, *missing, *kept)
         return replace(bound, notes=notes), options.for_schemes(bound.schemes)
 

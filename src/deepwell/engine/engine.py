@@ -409,7 +409,7 @@ class Engine(nn.Module):
             notes.append("compiled code came from Inductor's cache: what was fused in it was counted when it was made")
         registry = self.options.registry
         for name, reason in registry.aside().items() if registry is not None else ():
-            notes.append(f"kernel {name} was set aside: {reason}")
+            notes.append(f"kernel {name} was rejected: {reason}")
         if self.options.was_called and not self.options.graphs:
             notes.append(f"{NOTHING_COMPILED}: Dynamo ran the model as it was written, in {self.ir.dtype}")
         unmet: dict[str, list[str]] = {}

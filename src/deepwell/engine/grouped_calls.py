@@ -64,9 +64,9 @@ class GroupedCalls(TorchFunctionMode):
         path = self._paths.get(id(stored))
         if path is None or stored is None or right.data_ptr() != stored.data_ptr():
             return None
-        turned = stored.transpose(1, 2)
+        transposed = stored.transpose(1, 2)
         is_kn = (right.shape, right.stride()) == (stored.shape, stored.stride())
-        if not is_kn and (right.shape, right.stride()) != (turned.shape, turned.stride()):
+        if not is_kn and (right.shape, right.stride()) != (transposed.shape, transposed.stride()):
             return None
         return GroupedCall(path=path, x_SK=x, weight=stored, offs=offs, is_kn=is_kn)
 

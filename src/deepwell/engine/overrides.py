@@ -81,7 +81,7 @@ class Overrides:
                 table[row.path][row.gemm] = Decision(gemm=row.gemm, precision=row.precision, rule=row.rule)
         return Resolution(step=resolution.step, table=table, notes=resolution.notes)
 
-    def told(self, bound: Bound, resolution: Resolution) -> Bound:
+    def explained(self, bound: Bound, resolution: Resolution) -> Bound:
         """Bindings whose reasons name the override that decided them."""
         rules = {(row.path, row.gemm): row.rule for row in self.rows}
         rows = []

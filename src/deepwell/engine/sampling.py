@@ -1,7 +1,7 @@
 """What the formats of a few layers do to their own operands, measured while a small batch runs eagerly.
 
-The compiled graphs are left alone: a few tokens go through the model as it was written, and of the sampled linears each
-GEMM is computed twice, in its scheme and in the model's dtype. Everything stays on the device, nothing waits for it.
+The compiled graphs are not touched: a few tokens go through the model as it was written, and each GEMM of the sampled
+linears is computed twice, in its scheme and in the model's dtype. Everything stays on the device, nothing waits for it.
 Gradients of parameters, random states and buffers are as they were afterwards.
 
 Every figure is a number of which more is worse, and none is NaN, so that the largest over all ranks can be taken.

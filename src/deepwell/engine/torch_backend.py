@@ -158,7 +158,7 @@ def _call_of(options: Any, mode: str | None) -> _Call:
 def last_report() -> EngineReport:
     """The report of the graphs that the last compiling `torch.compile(..., backend="deepwell")` has made so far.
 
-    Calls without options and of one mode cannot be told apart and share one. Raises ConfigError where nothing was
+    Calls without options and of one mode cannot be distinguished and share one. Raises ConfigError where nothing was
     compiled yet.
     """
     if not _calls or not _calls[-1].graphs:

@@ -136,7 +136,7 @@ def _check_optional(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"config field {name} is {config[name]!r}; it must be a list")
 
 
-def _need(config: Mapping[str, Any], *names: str) -> int:
+def need(config: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if config.get(name) is not None:
             value = config[name]
@@ -185,7 +185,7 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 @dataclass(slots=True)
-class _Writer:
+class ConfigWriter:
     """Collects the ops of one block in execution order."""
 
     dtype: str
@@ -229,7 +229,7 @@ class _Writer:
 
 
 def _gated_mlp(
-    w: _Writer, path: str, source: str, *, hidden: int, inner: int, function: str, role: str, bias: bool = False
+    w: ConfigWriter, path: str, source: str, *, hidden: int, inner: int, function: str, role: str, bias: bool = False
 ) -> str:
     gate = w.linear(f"{path}.gate_proj", f"{role}.gate", source, hidden, inner, bias=bias)
     up = w.linear(f"{path}.up_proj", f"{role}.up", source, hidden, inner, bias=bias)
@@ -241,17 +241,17 @@ def _gated_mlp(
     return w.linear(f"{path}.down_proj", f"{role}.down", act, inner, hidden, bias=bias)
 
 
-def _plain_mlp(w: _Writer, config: Mapping[str, Any], family: _Family, source: str) -> str:
-    hidden, inner, bias = _need(config, "hidden_size"), _need(config, "intermediate_size"), bool(config.get("mlp_bias"))
+def _plain_mlp(w: ConfigWriter, config: Mapping[str, Any], family: _Family, source: str) -> str:
+    hidden, inner, bias = need(config, "hidden_size"), need(config, "intermediate_size"), bool(config.get("mlp_bias"))
     function = _activation_name(config, family.activation or "gelu")
     up = w.linear("mlp.up_proj", "mlp.up", source, hidden, inner, bias=bias)
     act = w.emit(Activation(name="mlp.act", role="mlp", inputs=(up,), dtype=w.dtype, function=function, width=inner))
     return w.linear("mlp.down_proj", "mlp.down", act, inner, hidden, bias=bias)
 
 
-def _attention(w: _Writer, config: Mapping[str, Any], family: _Family, source: str, window: int | None) -> str:
-    hidden = _need(config, "hidden_size")
-    heads = _need(config, "num_attention_heads")
+def _attention(w: ConfigWriter, config: Mapping[str, Any], family: _Family, source: str, window: int | None) -> str:
+    hidden = need(config, "hidden_size")
+    heads = need(config, "num_attention_heads")
     kv_heads = _get(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ConfigError(f"config has {heads} attention heads, no multiple of num_key_value_heads {kv_heads}")
@@ -269,13 +269,13 @@ def _attention(w: _Writer, config: Mapping[str, Any], family: _Family, source: s
     rotary = int(dim * _get(config, "partial_rotary_factor", default=1))
     rope = w.emit(
         Rope(
-            name="self_attn.rope", role="attention", inputs=_in_order(w, q, k), dtype=w.dtype,
+            name="self_attn.rope", role="attention", inputs=in_order(w, q, k), dtype=w.dtype,
             q_heads=heads, kv_heads=kv_heads, rotary_dim=rotary,
         )
     )  # fmt: skip
     attn = w.emit(
         Attention(
-            name="self_attn.attention", role="attention", inputs=_in_order(w, rope, v), dtype=w.dtype,
+            name="self_attn.attention", role="attention", inputs=in_order(w, rope, v), dtype=w.dtype,
             params=(w.param("self_attn.sinks", heads),) if family.sinks else (),
             q_heads=heads, kv_heads=kv_heads, qk_dim=dim, v_dim=dim, window=window,
         )
@@ -283,11 +283,11 @@ def _attention(w: _Writer, config: Mapping[str, Any], family: _Family, source: s
     return w.linear("self_attn.o_proj", "attention.o", attn, heads * dim, hidden, bias=o_bias)
 
 
-def _latent_attention(w: _Writer, config: Mapping[str, Any], source: str) -> str:
+def _latent_attention(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
     """DeepSeek's multi-head latent attention: queries and keys/values through low-rank latents."""
-    hidden, heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
-    nope, rot = _need(config, "qk_nope_head_dim"), _need(config, "qk_rope_head_dim")
-    v_dim, kv_rank = _need(config, "v_head_dim"), _need(config, "kv_lora_rank")
+    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    nope, rot = need(config, "qk_nope_head_dim"), need(config, "qk_rope_head_dim")
+    v_dim, kv_rank = need(config, "v_head_dim"), need(config, "kv_lora_rank")
     q_rank, bias = config.get("q_lora_rank"), config.get("attention_bias", False)
     if q_rank is None:
         q = w.linear("self_attn.q_proj", "attention.q", source, hidden, heads * (nope + rot))
@@ -299,25 +299,25 @@ def _latent_attention(w: _Writer, config: Mapping[str, Any], source: str) -> str
     latent = w.norm("self_attn.kv_a_layernorm", kv_a, kv_rank)
     rope = w.emit(
         Rope(
-            name="self_attn.rope", role="attention", inputs=_in_order(w, q, kv_a), dtype=w.dtype,
+            name="self_attn.rope", role="attention", inputs=in_order(w, q, kv_a), dtype=w.dtype,
             q_heads=heads, kv_heads=1, rotary_dim=rot,
         )
     )  # fmt: skip
     kv = w.linear("self_attn.kv_b_proj", "attention.kv_b", latent, kv_rank, heads * (nope + v_dim))
     attn = w.emit(
         Attention(
-            name="self_attn.attention", role="attention", inputs=_in_order(w, q, rope, kv), dtype=w.dtype,
+            name="self_attn.attention", role="attention", inputs=in_order(w, q, rope, kv), dtype=w.dtype,
             q_heads=heads, kv_heads=heads, qk_dim=nope + rot, v_dim=v_dim,
         )
     )  # fmt: skip
     return w.linear("self_attn.o_proj", "attention.o", attn, heads * v_dim, hidden, bias=bias)
 
 
-def _moe(w: _Writer, config: Mapping[str, Any], family: _Family, source: str) -> str:
-    hidden = _need(config, "hidden_size")
-    experts = _need(config, "num_local_experts", "num_experts", "n_routed_experts")
-    top_k = _need(config, "num_experts_per_tok", "experts_per_token")
-    inner = _need(config, "moe_intermediate_size", "intermediate_size")
+def _moe(w: ConfigWriter, config: Mapping[str, Any], family: _Family, source: str) -> str:
+    hidden = need(config, "hidden_size")
+    experts = need(config, "num_local_experts", "num_experts", "n_routed_experts")
+    top_k = need(config, "num_experts_per_tok", "experts_per_token")
+    inner = need(config, "moe_intermediate_size", "intermediate_size")
     function = family.activation or _activation_name(config, "silu")
     routed = TOKENS.times(top_k)
     router = w.linear(f"mlp.{family.router}", "router", source, hidden, experts, bias=family.router_bias)
@@ -329,7 +329,7 @@ def _moe(w: _Writer, config: Mapping[str, Any], family: _Family, source: str) ->
     )  # fmt: skip
     rows = w.emit(
         Dispatch(
-            name="mlp.experts.dispatch", role="experts", inputs=_in_order(w, source, chosen), dtype=w.dtype,
+            name="mlp.experts.dispatch", role="experts", inputs=in_order(w, source, chosen), dtype=w.dtype,
             rows=routed, width=hidden,
         )
     )  # fmt: skip
@@ -355,7 +355,7 @@ def _moe(w: _Writer, config: Mapping[str, Any], family: _Family, source: str) ->
     down = grouped("mlp.experts.down_proj", "down", act, inner, hidden)
     out = w.emit(
         Combine(
-            name="mlp.experts.combine", role="experts", inputs=_in_order(w, chosen, down), dtype=w.dtype,
+            name="mlp.experts.combine", role="experts", inputs=in_order(w, chosen, down), dtype=w.dtype,
             top_k=top_k, width=hidden,
         )
     )  # fmt: skip
@@ -374,22 +374,22 @@ def _moe(w: _Writer, config: Mapping[str, Any], family: _Family, source: str) ->
     return out
 
 
-def _in_order(w: _Writer, *names: str) -> tuple[str, ...]:
+def in_order(w: ConfigWriter, *names: str) -> tuple[str, ...]:
     """Producers without repeats in the order they run, the block's input first: one spelling for one set of edges."""
     position = {op.name: i for i, op in enumerate(w.ops)}
     return tuple(sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1)))
 
 
 def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tuple[str, ...]) -> IR:
-    hidden, vocab = _need(config, "hidden_size"), _need(config, "vocab_size")
-    num_layers = _need(config, "num_hidden_layers")
+    hidden, vocab = need(config, "hidden_size"), need(config, "vocab_size")
+    num_layers = need(config, "num_hidden_layers")
     windows = _layer_windows(config, family, num_layers)
     kinds = list(zip(windows, _moe_layers(config, num_layers), strict=True))
     distinct = list(dict.fromkeys(kinds))
     blocks = tuple(Block(ops=_decoder_block(config, family, dtype, *kind)) for kind in distinct)
     layers = tuple(Layer(path=f"model.layers.{i}", block=distinct.index(kind)) for i, kind in enumerate(kinds))
 
-    stem, tail = _Writer(dtype), _Writer(dtype)
+    stem, tail = ConfigWriter(dtype), ConfigWriter(dtype)
     stem.emit(
         Embedding(
             name="model.embed_tokens", role="embedding", dtype=dtype, vocab=vocab, width=hidden,
@@ -398,9 +398,9 @@ def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tupl
     )  # fmt: skip
     normed = tail.norm("model.norm", BLOCK_INPUT, hidden, norm=family.norm)
     tied = "model.embed_tokens.weight" if config.get("tie_word_embeddings", family.tied) else None
-    _head_and_loss(tail, normed, hidden, vocab, tied)
+    head_and_loss(tail, normed, hidden, vocab, tied)
     return IR(
-        name=_class_name(config),
+        name=class_name(config),
         dtype=dtype,
         stem=tuple(stem.ops),
         blocks=blocks,
@@ -415,8 +415,8 @@ def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tupl
 def _decoder_block(
     config: Mapping[str, Any], family: _Family, dtype: str, window: int | None, is_moe: bool
 ) -> tuple[Op, ...]:
-    hidden = _need(config, "hidden_size")
-    w = _Writer(dtype)
+    hidden = need(config, "hidden_size")
+    w = ConfigWriter(dtype)
     normed = w.norm("input_layernorm", BLOCK_INPUT, hidden, norm=family.norm)
     if family.mla:
         attended = _latent_attention(w, config, normed)
@@ -429,7 +429,7 @@ def _decoder_block(
     elif not family.gated:
         out = _plain_mlp(w, config, family, normed)
     else:
-        inner, bias = _need(config, "intermediate_size"), bool(config.get("mlp_bias", False))
+        inner, bias = need(config, "intermediate_size"), bool(config.get("mlp_bias", False))
         out = _gated_mlp(
             w,
             "mlp",
@@ -444,7 +444,7 @@ def _decoder_block(
     return tuple(w.ops)
 
 
-def _head_and_loss(w: _Writer, source: str, hidden: int, vocab: int, tied_to: str | None) -> None:
+def head_and_loss(w: ConfigWriter, source: str, hidden: int, vocab: int, tied_to: str | None) -> None:
     head = w.emit(
         Linear(
             name="lm_head", role="head", inputs=(source,), dtype=w.dtype, k=hidden, n=vocab,
@@ -454,19 +454,19 @@ def _head_and_loss(w: _Writer, source: str, hidden: int, vocab: int, tied_to: st
     w.emit(Loss(name="loss", role="loss", inputs=(head,), dtype=w.dtype, vocab=vocab))
 
 
-def _class_name(config: Mapping[str, Any]) -> str:
+def class_name(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     return names[0] if names else str(config.get("model_type") or "decoder")
 
 
 def _gpt2(config: Mapping[str, Any], dtype: str) -> IR:
-    hidden, vocab = _need(config, "n_embd"), _need(config, "vocab_size")
-    heads, num_layers = _need(config, "n_head"), _need(config, "n_layer")
-    positions = _need(config, "n_positions", "n_ctx")
+    hidden, vocab = need(config, "n_embd"), need(config, "vocab_size")
+    heads, num_layers = need(config, "n_head"), need(config, "n_layer")
+    positions = need(config, "n_positions", "n_ctx")
     inner = _get(config, "n_inner", default=4 * hidden)
     function = _activation_name(config, "gelu_new")
 
-    stem = _Writer(dtype)
+    stem = ConfigWriter(dtype)
     wte = stem.emit(
         Embedding(
             name="transformer.wte", role="embedding", dtype=dtype, vocab=vocab, width=hidden,
@@ -481,7 +481,7 @@ def _gpt2(config: Mapping[str, Any], dtype: str) -> IR:
     )  # fmt: skip
     stem.add("transformer.add", "embedding", wte, wpe, width=hidden)
 
-    w = _Writer(dtype)
+    w = ConfigWriter(dtype)
     normed = w.norm("ln_1", BLOCK_INPUT, hidden, norm="layer")
     qkv = w.linear("attn.c_attn", "attention.qkv", normed, hidden, 3 * hidden, bias=True, conv1d=True)
     dim = hidden // heads
@@ -499,12 +499,12 @@ def _gpt2(config: Mapping[str, Any], dtype: str) -> IR:
     out = w.linear("mlp.c_proj", "mlp.down", act, inner, hidden, bias=True, conv1d=True)
     w.add("add_2", "residual", stream, out, width=hidden)
 
-    tail = _Writer(dtype)
+    tail = ConfigWriter(dtype)
     normed = tail.norm("transformer.ln_f", BLOCK_INPUT, hidden, norm="layer")
     tied = "transformer.wte.weight" if config.get("tie_word_embeddings", True) else None
-    _head_and_loss(tail, normed, hidden, vocab, tied)
+    head_and_loss(tail, normed, hidden, vocab, tied)
     return IR(
-        name=_class_name(config),
+        name=class_name(config),
         dtype=dtype,
         stem=tuple(stem.ops),
         blocks=(Block(ops=tuple(w.ops)),),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.configs import _class_name, _head_and_loss, _in_order, _need, _Writer
+from deepwell.graph.configs import ConfigWriter, class_name, head_and_loss, in_order, need
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import (
     BATCH,
@@ -53,8 +53,8 @@ def ir_from_hybrid_config(config: Mapping[str, Any], dtype: str) -> IR:
     """The IR of a config of model_type nemotron_h."""
     pattern = hybrid_pattern(config)
     kinds = list(dict.fromkeys(pattern))
-    hidden, vocab = _need(config, "hidden_size"), _need(config, "vocab_size")
-    stem, tail = _Writer(dtype), _Writer(dtype)
+    hidden, vocab = need(config, "hidden_size"), need(config, "vocab_size")
+    stem, tail = ConfigWriter(dtype), ConfigWriter(dtype)
     stem.emit(
         Embedding(
             name="model.embeddings", role="embedding", dtype=dtype, vocab=vocab, width=hidden,
@@ -63,9 +63,9 @@ def ir_from_hybrid_config(config: Mapping[str, Any], dtype: str) -> IR:
     )  # fmt: skip
     normed = tail.norm("model.norm_f", BLOCK_INPUT, hidden)
     tied = "model.embeddings.weight" if config.get("tie_word_embeddings", False) else None
-    _head_and_loss(tail, normed, hidden, vocab, tied)
+    head_and_loss(tail, normed, hidden, vocab, tied)
     return IR(
-        name=_class_name(config),
+        name=class_name(config),
         dtype=dtype,
         stem=tuple(stem.ops),
         blocks=tuple(Block(ops=_layer(config, kind, dtype)) for kind in kinds),
@@ -78,8 +78,8 @@ def ir_from_hybrid_config(config: Mapping[str, Any], dtype: str) -> IR:
 
 
 def _layer(config: Mapping[str, Any], kind: str, dtype: str) -> tuple[Op, ...]:
-    hidden = _need(config, "hidden_size")
-    w = _Writer(dtype)
+    hidden = need(config, "hidden_size")
+    w = ConfigWriter(dtype)
     normed = w.norm("norm", BLOCK_INPUT, hidden)
     write = {"M": _mamba, "*": _attention, "E": _experts, "-": _mlp}[kind]
     out = write(w, config, normed)
@@ -87,14 +87,14 @@ def _layer(config: Mapping[str, Any], kind: str, dtype: str) -> tuple[Op, ...]:
     return tuple(w.ops)
 
 
-def _mamba(w: _Writer, config: Mapping[str, Any], source: str) -> str:
-    hidden, heads = _need(config, "hidden_size"), _need(config, "mamba_num_heads")
-    dim, state = _need(config, "mamba_head_dim"), _need(config, "ssm_state_size")
-    groups, chunk = _need(config, "n_groups"), int(config.get("chunk_size") or 128)
+def _mamba(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
+    hidden, heads = need(config, "hidden_size"), need(config, "mamba_num_heads")
+    dim, state = need(config, "mamba_head_dim"), need(config, "ssm_state_size")
+    groups, chunk = need(config, "n_groups"), int(config.get("chunk_size") or 128)
     inner = heads * dim
     channels = inner + 2 * groups * state
     mixed = w.linear("mixer.in_proj", "mixer.in", source, hidden, inner + channels + heads)
-    window = _need(config, "conv_kernel")
+    window = need(config, "conv_kernel")
     conv = w.emit(
         Conv(
             name="mixer.conv1d", role="mixer", inputs=(mixed,), dtype=w.dtype, k=window, n=channels,
@@ -118,7 +118,7 @@ def _mamba(w: _Writer, config: Mapping[str, Any], source: str) -> str:
     summed = w.add("mixer.scan.add", "mixer", inside, across, width=inner)
     gated = w.emit(
         Activation(
-            name="mixer.gate", role="mixer", inputs=_in_order(w, mixed, summed), dtype=w.dtype, function="silu",
+            name="mixer.gate", role="mixer", inputs=in_order(w, mixed, summed), dtype=w.dtype, function="silu",
             width=inner, gated=True,
             params=tuple(w.param(f"mixer.{name}", heads) for name in ("A_log", "D", "dt_bias")),
         )
@@ -127,9 +127,9 @@ def _mamba(w: _Writer, config: Mapping[str, Any], source: str) -> str:
     return w.linear("mixer.out_proj", "mixer.out", normed, inner, hidden)
 
 
-def _attention(w: _Writer, config: Mapping[str, Any], source: str) -> str:
-    hidden, heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
-    kv_heads, dim = _need(config, "num_key_value_heads"), int(config.get("head_dim") or hidden // heads)
+def _attention(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
+    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    kv_heads, dim = need(config, "num_key_value_heads"), int(config.get("head_dim") or hidden // heads)
     q = w.linear("mixer.q_proj", "attention.q", source, hidden, heads * dim)
     k = w.linear("mixer.k_proj", "attention.k", source, hidden, kv_heads * dim)
     v = w.linear("mixer.v_proj", "attention.v", source, hidden, kv_heads * dim)
@@ -142,19 +142,19 @@ def _attention(w: _Writer, config: Mapping[str, Any], source: str) -> str:
     return w.linear("mixer.o_proj", "attention.o", attended, heads * dim, hidden)
 
 
-def _plain_mlp(w: _Writer, path: str, source: str, hidden: int, inner: int, role: str) -> str:
+def _plain_mlp(w: ConfigWriter, path: str, source: str, hidden: int, inner: int, role: str) -> str:
     up = w.linear(f"{path}.up_proj", f"{role}.up", source, hidden, inner)
     act = w.emit(Activation(name=f"{path}.act", role=role, inputs=(up,), dtype=w.dtype, function="relu2", width=inner))
     return w.linear(f"{path}.down_proj", f"{role}.down", act, inner, hidden)
 
 
-def _mlp(w: _Writer, config: Mapping[str, Any], source: str) -> str:
-    return _plain_mlp(w, "mixer", source, _need(config, "hidden_size"), _need(config, "intermediate_size"), "mlp")
+def _mlp(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
+    return _plain_mlp(w, "mixer", source, need(config, "hidden_size"), need(config, "intermediate_size"), "mlp")
 
 
-def _experts(w: _Writer, config: Mapping[str, Any], source: str) -> str:
-    hidden, experts = _need(config, "hidden_size"), _need(config, "n_routed_experts")
-    top_k, inner = _need(config, "num_experts_per_tok"), _need(config, "moe_intermediate_size")
+def _experts(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
+    hidden, experts = need(config, "hidden_size"), need(config, "n_routed_experts")
+    top_k, inner = need(config, "num_experts_per_tok"), need(config, "moe_intermediate_size")
     latent = config.get("moe_latent_size")
     width = int(latent or hidden)
     routed = TOKENS.times(top_k)
@@ -168,7 +168,7 @@ def _experts(w: _Writer, config: Mapping[str, Any], source: str) -> str:
     inputs = w.linear("mixer.fc1_latent_proj", "mlp.latent_in", source, hidden, width) if latent else source
     rows = w.emit(
         Dispatch(
-            name="mixer.experts.dispatch", role="experts", inputs=_in_order(w, inputs, chosen), dtype=w.dtype,
+            name="mixer.experts.dispatch", role="experts", inputs=in_order(w, inputs, chosen), dtype=w.dtype,
             rows=routed, width=width,
         )
     )  # fmt: skip
@@ -192,7 +192,7 @@ def _experts(w: _Writer, config: Mapping[str, Any], source: str) -> str:
     down = grouped("down", act, inner, width)
     out = w.emit(
         Combine(
-            name="mixer.experts.combine", role="experts", inputs=_in_order(w, chosen, down), dtype=w.dtype,
+            name="mixer.experts.combine", role="experts", inputs=in_order(w, chosen, down), dtype=w.dtype,
             top_k=top_k, width=width,
         )
     )  # fmt: skip

@@ -113,7 +113,7 @@ def stub_duplicates(model: nn.Module, inputs: ExampleInputs, *, wanted: bool | N
     """Let duplicate layers pass their hidden state through; returns {stubbed path: path traced for it}.
 
     `wanted=None` decides by the number of duplicates. Kinds whose layers do more than map a hidden state to one of the
-    same shape and dtype are left alone, and so is the whole model if its forward cannot run on fake tensors. Call
+    same shape and dtype are kept as they are, and so is the whole model if its forward cannot run on fake tensors. Call
     inside `preserved`, which takes the stubs off again.
     """
     kinds = [] if wanted is False else layer_kinds(model)

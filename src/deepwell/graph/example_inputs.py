@@ -161,7 +161,7 @@ def _token_inputs(model: nn.Module, name: str, batch: int, length: int) -> Examp
     parameters = inspect.signature(model.forward).parameters
     vocab = _vocabulary(model)
     device = _device(model)
-    # Two draws: one tensor passed twice would become a single placeholder, and labels could not be told from ids.
+    # Two draws: one tensor passed twice would be a single placeholder, and labels could not be distinguished from ids.
     kwargs: dict[str, Any] = {name: _tokens(vocab, batch, length, device, seed=0)}
     target = next((t for t in TARGET_NAMES if t in parameters), None)
     if target is not None:

@@ -344,8 +344,8 @@ def grouped_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
         return None
     if given.get("bias") is not None or given.get("out_dtype") not in (None, x_value.dtype):
         return None
-    is_turned = op_of(right) == "transpose" and _swapped(right) in ({-2, -1}, {1, 2})
-    return x, right.args[0] if is_turned else right, offs, not is_turned
+    is_transposed = op_of(right) == "transpose" and _swapped(right) in ({-2, -1}, {1, 2})
+    return x, right.args[0] if is_transposed else right, offs, not is_transposed
 
 
 def _are_as_many(batch: Any, experts: Any) -> bool:

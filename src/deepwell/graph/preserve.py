@@ -71,7 +71,7 @@ def fill_meta_tensors(model: nn.Module, inputs: ExampleInputs, skip: Collection[
     """Put fake tensors of a real device in the place of meta ones, in model and inputs. Call inside `preserved`.
 
     A tensor that a forward makes on the meta device is no fake tensor to Dynamo, and their mix is an error; on a real
-    device Dynamo makes fakes of both. No memory is taken. Modules under the paths of `skip` are left alone: they do not
+    device Dynamo makes fakes of both. No memory is taken. Modules under the paths of `skip` are skipped: they do not
     run.
     """
     tensors = [*model.parameters(), *model.buffers()]

@@ -291,7 +291,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
 
     outputs = None
     try:
-        with torch._dynamo.config.patch(_dynamo_settings()), _shapes_forgotten():
+        with torch._dynamo.config.patch(dynamo_settings()), shapes_forgotten():
             outputs = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(
                 *inputs.args, **inputs.kwargs
             )
@@ -316,7 +316,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
 
 
 @contextmanager
-def _shapes_forgotten() -> Iterator[None]:
+def shapes_forgotten() -> Iterator[None]:
     """Keep from Dynamo which sizes the example had: a size seen twice with two values is compiled as a symbol.
 
     Not `torch._dynamo.reset()`, which would also throw away what others compiled, CUDA graphs included.
@@ -328,7 +328,7 @@ def _shapes_forgotten() -> Iterator[None]:
         pgo._CODE_STATE = kept
 
 
-def _dynamo_settings() -> dict[str, Any]:
+def dynamo_settings() -> dict[str, Any]:
     """Settings under which most models are one graph: values may be read into it, log lines do not break it."""
     settings: dict[str, Any] = {
         "capture_scalar_outputs": True,

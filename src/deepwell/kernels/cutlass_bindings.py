@@ -1,6 +1,6 @@
 """CutlassKernel, CutlassConfig and MicroscaleManager: CUTLASS products and microscaled tensors by hand.
 
-Doors to the same kernels that the registry chooses from. Where the library that `deepwell build` makes is there, a
+The same kernels that the registry chooses from. Where the library that `deepwell build` makes is there, a
 product runs in it; else the registry's best stands in, and on a CPU the format is emulated exactly. `kernel.reason`
 says which and why.
 """

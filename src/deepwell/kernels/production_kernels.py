@@ -1,6 +1,6 @@
 """ProductionKernelManager: matrix products by the fastest kernel that proved itself on this machine.
 
-A thin door to the registry: `manager.gemm(a, b, activation="gelu")` runs whole chains (quantization, product, bias,
+A thin front of the registry: `manager.gemm(a, b, activation="gelu")` runs whole chains (quantization, product, bias,
 activation) on a GPU, and the same formats by exact emulation on a CPU.
 """
 

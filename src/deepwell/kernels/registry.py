@@ -11,7 +11,7 @@ A kernel of a user is a function of one of two ops:
 
 It competes where the policy asks for its `precision` and none of M, N, K is smaller than `min_size`. A kernel says that
 it does not take a shape by raising UnsupportedError. It is chosen where it matched the reference on this device, left
-its operands as they were, and was the fastest; else it is set aside with the reason, which `explain` and the engine's
+its operands as they were, and was the fastest; else it is rejected with the reason, which `explain` and the engine's
 report show.
 """
 
@@ -80,7 +80,7 @@ class KernelRegistry:
 
     def _check(self, name: str, fn: object, op: str, min_size: object) -> None:
         if not isinstance(name, str) or not name.strip():
-            raise ConfigError(f"name is {name!r}; a kernel needs a name to be told apart by")
+            raise ConfigError(f"name is {name!r}; a kernel needs a name of its own")
         if not callable(fn):
             raise ConfigError(f"fn of kernel {name!r} is a {type(fn).__name__}; pass a function")
         if op not in OPS:
@@ -158,15 +158,15 @@ class KernelRegistry:
         raise ConfigError(f"no kernel {name!r} for {op}; there are {', '.join(c.name for c in self.candidates(op))}")
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Let a candidate compete no more in this process; choices that it won are made again."""
+        """Let a candidate compete no more in this process; choices that it won are repeated."""
         self._aside[name] = reason
 
     def aside(self) -> Mapping[str, str]:
-        """Candidates that were set aside while they ran, with the reasons."""
+        """Candidates that were rejected while they ran, with the reasons."""
         return dict(self._aside)
 
     def forget_skipped(self) -> None:
-        """Drop choices in which a kernel lacked memory to compete: they are made again when they are asked for."""
+        """Drop choices in which a kernel lacked memory to compete: they are repeated when they are asked for."""
         self._choices = {key: choice for key, choice in self._choices.items() if not choice.skipped()}
 
     def choices(self) -> tuple[Choice, ...]:
@@ -201,7 +201,7 @@ class KernelRegistry:
 
 @lru_cache(maxsize=1)
 def default_registry() -> KernelRegistry:
-    """The one that doors without a registry of their own share, so that a choice is made once in a process."""
+    """The one that entry points without a registry of their own share, so that a choice is made once in a process."""
     return KernelRegistry()
 
 

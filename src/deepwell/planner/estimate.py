@@ -38,7 +38,7 @@ __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
 
 # Once per step: the next batch, the gradient's norm, the host side of the optimizer, logging. Grows with the ranks that
 # agree on something.
-_STEP_S, _STEP_S_PER_DOUBLING = 0.002, 0.008
+STEP_S, STEP_S_PER_DOUBLING = 0.002, 0.008
 
 # Pinned copies reach about 85% of PCIe; generation 4 with 16 lanes where the machine does not say.
 _PCIE_GB_PER_S = 31.5
@@ -284,8 +284,8 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
     seconds["optimizer"] += _offload_s(job, hw, state * trained * mine)
     seconds["host"] = (
         seconds.get("host", 0.0)
-        + _STEP_S
-        + _STEP_S_PER_DOUBLING * math.log2(layout.gpus)
+        + STEP_S
+        + STEP_S_PER_DOUBLING * math.log2(layout.gpus)
         + _activation_offload_s(job, hw, ranks[busiest], f + b)
     )
     nodes = max(1.0, layout.gpus / hw.gpus_per_node)

@@ -46,7 +46,7 @@ class Keeps:
         """The stack with the switches that these habits mean."""
         if self.remakes is None:
             return stack
-        # Where codes are made again from what is kept anyway, they themselves are not kept.
+        # Where codes are recomputed from what is kept anyway, they themselves are not kept.
         kept = {"compile": "off"} if self.remakes == "nothing" else {"compile": "on", "keeps_fp8": "off"}
         return stack.with_switches(**kept, keeps_inputs=self.remakes == "hidden", weight_copies=self.caches_weights)
 

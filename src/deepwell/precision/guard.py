@@ -3,7 +3,7 @@
     nvfp4, mxfp4, mxfp6  ->  mxfp8 (fp8 on devices without)  ->  bf16
 
 A finding is something measured that should not be: a loss that is not finite, a spike, a GEMM whose format loses too
-much. `Guard.decide` turns the findings of a step into events. Some are only told; a fallback moves one GEMM of one
+much. `Guard.decide` turns the findings of a step into events. Some are only reported; a fallback moves one GEMM of one
 layer one rung down the ladder, that is to more bits, and a recovery moves it back. The same findings in the same order
 give the same decisions on every rank; whoever measures reduces the findings over the ranks first (train/watch.py).
 """
@@ -36,7 +36,7 @@ class GuardSettings:
 
     A GEMM is sampled every `sample_every` steps at most: the sample's share of the step's tokens decides, so that all
     samples together stay below `sample_cost` of the run (train/watch.py). `confirm` findings of one GEMM within
-    `window` steps make it fall back; after that it is left alone for `cool_down` steps. NaN out of finite numbers needs
+    `window` steps make it fall back; after that it is not moved for `cool_down` steps. NaN out of finite numbers needs
     no confirmation.
     """
 
@@ -287,11 +287,13 @@ class Guard:
             self.num_skipped += 1
             self.skipped_in_row += 1
             self.last_bad = step
-            told = ", ".join(dict.fromkeys(f.reason for f in bad))
-            reason = f"{told}: weights and optimizer stay as they were ({self.skipped_in_row} in a row)"
+            reasons = ", ".join(dict.fromkeys(f.reason for f in bad))
+            reason = f"{reasons}: weights and optimizer stay as they were ({self.skipped_in_row} in a row)"
             events.append(GuardEvent(step=step, what="skip", reason=reason, rank=bad[0].rank))
             if self.skipped_in_row >= self.settings.max_skipped:
-                self.stop = f"{self.skipped_in_row} steps in a row were not finite, the last one at step {step}: {told}"
+                self.stop = (
+                    f"{self.skipped_in_row} steps in a row were not finite, the last one at step {step}: {reasons}"
+                )
                 events.append(GuardEvent(step=step, what="nonfinite", reason=f"the run stops: {self.stop}"))
         else:
             self.skipped_in_row = 0

@@ -399,8 +399,8 @@ class Watch:
         for what, most in (("saturation", self.settings.saturation), ("underflow", self.settings.underflow)):
             share = row["saturated" if what == "saturation" else "underflow"]
             if share > most:
-                told = "are clipped" if what == "saturation" else "become zero"
-                found.append(replace(base, what=what, reason=f"{share:.1%} of an operand {told} in {name}"))
+                happened = "are clipped" if what == "saturation" else "become zero"
+                found.append(replace(base, what=what, reason=f"{share:.1%} of an operand {happened} in {name}"))
         return found
 
     # ---- the engine ----

@@ -272,7 +272,7 @@ def test_what_an_engine_keeps_shows() -> None:
         return memory_timeline(plan, Keeps(**habits))[0].peak.allocated
 
     lean = peak()
-    # Hidden values of four layers, and with all copies made again the three inputs of width 4096 less.
+    # Hidden values of four layers, and with all copies recomputed the three inputs of width 4096 less.
     assert peak(remakes="nothing") > lean + 0.8 * GB
     assert peak(remakes="copies") == pytest.approx(lean - 4 * 3 * 16384 * 4096, rel=0.01)
     # All logits: 2 x 8192 x 128256 in bf16, where a chunk holds a quarter.

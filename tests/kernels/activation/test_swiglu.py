@@ -142,7 +142,7 @@ def test_a_nan_shows_in_its_row_alone(device, config):
 @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "tiles"])
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, config, is_gated):
-    # What a product of codes leaves to its reader: powers of two, another for every row, and NaN for a row that is NaN.
+    # What a FP8 GEMM leaves to its reader: powers of two, another for every row, and NaN for a row that is NaN.
     gate, up, dh = make(5, 300, device)
     x = torch.cat([gate, up], dim=1) if is_gated else gate
     factors = S.RowFactors(

@@ -50,8 +50,8 @@ def test_each_group_is_the_product_with_its_own_expert(device):
 
 def test_each_weights_gradient_is_the_product_over_its_own_rows(device):
     q_x, s_x, _, _, q_dy, s_dy, ends = problem(device)
-    turned = wgrad_operands(q_dy, s_dy, q_x, s_x, ends)
-    got = GG.grouped_wgrad(*turned, ends)
+    transposed = wgrad_operands(q_dy, s_dy, q_x, s_x, ends)
+    got = GG.grouped_wgrad(*transposed, ends)
     assert got.shape == (4, 96, 160)
     for e, (begin, end) in enumerate(groups(ends)):
         dy, x = (q[begin:end].float() * s[begin:end, None] for q, s in ((q_dy, s_dy), (q_x, s_x)))
@@ -75,8 +75,8 @@ def test_a_nan_is_seen_in_its_row_and_in_its_experts_gradient_alone(device):
     s_x[70] = float("nan")
     bad = GG.grouped_gemm(q_x, s_x, q_w, s_w, ends).isnan().any(1)
     assert bad.nonzero().flatten().tolist() == [70]
-    turned = wgrad_operands(q_dy, s_dy, q_x, s_x, ends)
-    assert GG.grouped_wgrad(*turned, ends).isnan().flatten(1).any(1).tolist() == [False, False, True, False]
+    transposed = wgrad_operands(q_dy, s_dy, q_x, s_x, ends)
+    assert GG.grouped_wgrad(*transposed, ends).isnan().flatten(1).any(1).tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Codes of all experts' weights, along their rows and turned: bit for bit the formats' own, expert by expert."""
+"""Codes of all experts' weights, along their rows and transposed: bit for bit the formats' own, expert by expert."""
 
 import pytest
 import torch
@@ -38,23 +38,25 @@ def test_rows_are_the_formats_own_for_each_expert(device, shape):
 @pytest.mark.parametrize("config", W.TURN_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 16, 32), (2, 132, 144)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_turned_codes_are_the_formats_own_tensor_codes_for_every_config(device, config, shape, dtype):
+def test_transposed_codes_are_the_formats_own_tensor_codes_for_every_config(device, config, shape, dtype):
     # Smaller than a tile, and ragged over several.
     w = weights(*shape, device=device, dtype=dtype)
     scale = W.quantize_experts(w)[1].amax(1)
-    q = W.quantize_experts_turned(w, scale, config=config)
+    q = W.quantize_experts_transposed(w, scale, config=config)
     for e, expert in enumerate(w):
         found = quantize(expert, "fp8_e4m3_tensor_pow2")
         assert scale[e] == found.scales.item()
-        turned = found.data.view(torch.uint8).T.contiguous().view(E4M3)
-        assert_bitwise_equal(q[e], turned.to(q.device), f"codes of expert {e}")
+        transposed = found.data.view(torch.uint8).T.contiguous().view(E4M3)
+        assert_bitwise_equal(q[e], transposed.to(q.device), f"codes of expert {e}")
 
 
 def test_weights_may_be_a_part_of_a_larger_tensor(device):
     w = weights(2, 16, 64, device=device)[:, :, 16:48]
     scale = W.quantize_experts(w)[1].amax(1)
     assert_bitwise_equal(
-        W.quantize_experts_turned(w, scale), W.quantize_experts_turned(w.contiguous(), scale), "turned codes"
+        W.quantize_experts_transposed(w, scale),
+        W.quantize_experts_transposed(w.contiguous(), scale),
+        "transposed codes",
     )
 
 
@@ -62,8 +64,8 @@ def test_an_expert_that_holds_nan_or_inf_is_nan_and_the_others_are_not(device):
     w = weights(3, 16, 16, device=device)
     w[1, 3, 3] = float("inf")
     q, scale = W.quantize_experts(w)
-    turned = W.quantize_experts_turned(w, scale.amax(1))
-    assert turned.float().isnan().flatten(1).all(1).tolist() == [False, True, False]
+    transposed = W.quantize_experts_transposed(w, scale.amax(1))
+    assert transposed.float().isnan().flatten(1).all(1).tolist() == [False, True, False]
     assert q.float().isnan().flatten(1).any(1).tolist() == [False, True, False]
 
 
@@ -71,7 +73,7 @@ def test_an_expert_of_zeros_has_zero_codes(device):
     w = torch.zeros(1, 16, 16, device=device)
     q, scale = W.quantize_experts(w)
     assert not q.view(torch.uint8).any()
-    assert not W.quantize_experts_turned(w, scale.amax(1)).view(torch.uint8).any()
+    assert not W.quantize_experts_transposed(w, scale.amax(1)).view(torch.uint8).any()
 
 
 @pytest.mark.parametrize(
@@ -79,9 +81,9 @@ def test_an_expert_of_zeros_has_zero_codes(device):
     [
         (lambda w: W.quantize_experts(w[0]), "w_ERC is"),
         (lambda w: W.quantize_experts(w.transpose(1, 2)), "contiguous"),
-        (lambda w: W.quantize_experts_turned(w, torch.ones(3)), "scale_E must have shape"),
-        (lambda w: W.quantize_experts_turned(w[:, :6], torch.ones(2)), "multiple of 4"),
-        (lambda w: W.quantize_experts_turned(w, torch.ones(2).double()), "must be float32"),
+        (lambda w: W.quantize_experts_transposed(w, torch.ones(3)), "scale_E must have shape"),
+        (lambda w: W.quantize_experts_transposed(w[:, :6], torch.ones(2)), "multiple of 4"),
+        (lambda w: W.quantize_experts_transposed(w, torch.ones(2).double()), "must be float32"),
     ],
 )
 def test_wrong_arguments_are_named(call, names):

@@ -1,4 +1,4 @@
-"""Products of codes with a scale per 128 of the contraction: the reference, its refusals, and the GPU beside it."""
+"""FP8 GEMMs with a scale per 128 of the contraction: the reference, its refusals, and the GPU beside it."""
 
 import pytest
 import torch

@@ -160,7 +160,7 @@ def test_a_nan_stays_in_its_row_and_shows(device):
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, kind):
-    # What a product of codes leaves to its reader: powers of two, another for every row. (Rows are not multiples of
+    # What a FP8 GEMM leaves to its reader: powers of two, another for every row. (Rows are not multiples of
     # the block, nor of the rows of a program.)
     x, r, dy, dr, w, b = make(5, 300, device)
     factor = torch.tensor([1.0, 2.0**-3, 2.0**4, 2.0**-20, 2.0**-1], device=device)

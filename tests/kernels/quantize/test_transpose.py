@@ -134,20 +134,20 @@ def run_prmt(text: str, inputs: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("widths", [(64, 32), (96, 256), (20, 44), (3, 8), (0, 16)], ids=str)
-def test_two_operands_of_the_same_tokens_are_turned_as_each_alone(everywhere, widths):
+def test_two_operands_of_the_same_tokens_are_transposed_as_each_alone(everywhere, widths):
     # Whole tiles and parts of them; 3 columns are no whole words, and none are nothing to turn.
     ratio, other_ratio = (torch.exp2(-torch.randint(0, 9, (64,)).float()).to(everywhere) for _ in range(2))
     q, other = (torch.randn(64, n).to(E4M3).to(everywhere) for n in widths)
-    turned, other_turned = TR.transpose_two_by_ratio(q, ratio, other, other_ratio)
-    for got, codes, by in ((turned, q, ratio), (other_turned, other, other_ratio)):
+    transposed, other_transposed = TR.transpose_two_by_ratio(q, ratio, other, other_ratio)
+    for got, codes, by in ((transposed, q, ratio), (other_transposed, other, other_ratio)):
         assert_bitwise_equal(got.view(torch.uint8), TR.transpose_by_ratio_ref(codes, by).view(torch.uint8))
 
 
 def test_the_byte_permutations_turn_a_four_by_four_block_over():
-    # Byte n of word t is 16 t + n; turned over, byte t of word n is.
+    # Byte n of word t is 16 t + n; transposed over, byte t of word n is.
     words = [sum((16 * t + n) << 8 * n for n in range(4)) for t in range(4)]
-    turned = [sum((16 * t + n) << 8 * t for t in range(4)) for n in range(4)]
-    assert run_prmt(TR._TRANSPOSE_BYTES.value, words) == turned
+    transposed = [sum((16 * t + n) << 8 * t for t in range(4)) for n in range(4)]
+    assert run_prmt(TR._TRANSPOSE_BYTES.value, words) == transposed
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)

@@ -1,4 +1,4 @@
-"""Kept FP8 codes of weights: the codes of the quantizer bit for bit, made again exactly where a weight changed."""
+"""Kept FP8 weights: the codes of the quantizer bit for bit, recomputed exactly where a weight changed."""
 
 import pytest
 import torch
@@ -251,7 +251,9 @@ def test_the_refresh_moves_wide_words_divides_exactly_and_spills_nothing(arch, c
     made = aot.compile_kernel(W._refresh_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == 0 and made.stack_bytes == 0
     assert made.count(r"ld\.global\.v4\.b32") >= 4  # four rows of bf16
-    assert made.count(r"st\.global\.v2\.b32|st\.global\.v4\.b32|st\.global\.b64") >= 4  # codes as they lie, and turned
+    assert (
+        made.count(r"st\.global\.v2\.b32|st\.global\.v4\.b32|st\.global\.b64") >= 4
+    )  # codes as they lie, and transposed
     assert made.count(r"div\.rn\.f32") >= 2 and made.count(r"div\.(full|approx)") == 0
     assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0
     assert made.shared_bytes <= aot.MAX_SHARED_BYTES // 2

@@ -23,8 +23,8 @@ def weights_of(rows, columns, device, dtype=torch.bfloat16):
 
 def expected(weights):
     largest = torch.stack([w.float().abs().amax() for w in weights]).amax()
-    codes, turned, scale = quantize_both_ref(torch.cat(weights), largest, pow2=True, dtype=E4M3)
-    return {False: codes, True: turned}, scale
+    codes, transposed, scale = quantize_both_ref(torch.cat(weights), largest, pow2=True, dtype=E4M3)
+    return {False: codes, True: transposed}, scale
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -35,13 +35,15 @@ def test_a_group_has_the_codes_of_its_weights_together(everywhere, rows, columns
     assert partials.shape == (G.num_partials(weights),)
     codes, scale = expected(weights)
     assert_bitwise_equal(partials.amax(), torch.cat(weights).float().abs().amax(), "amax")
-    for turned, per_row in itertools.product((False, True), repeat=2):
-        q, found = G.quantize_group(weights, partials, turned=turned, scale_per_row=per_row)
-        assert_bitwise_equal(q.view(torch.uint8), codes[turned].view(torch.uint8), f"codes, turned {turned}")
+    for transposed, per_row in itertools.product((False, True), repeat=2):
+        q, found = G.quantize_group(weights, partials, transposed=transposed, scale_per_row=per_row)
+        assert_bitwise_equal(
+            q.view(torch.uint8), codes[transposed].view(torch.uint8), f"codes, transposed {transposed}"
+        )
         assert_bitwise_equal(found, scale.expand(q.shape[0]) if per_row else scale, "scale")
 
 
-def test_weights_that_are_stored_turned_or_ragged_go_one_by_one(everywhere):
+def test_weights_that_are_stored_transposed_or_ragged_go_one_by_one(everywhere):
     # Conv1D's [K, N]; rows of wider ones, of one and of all; a number of rows that leaves no whole words of codes.
     wide = torch.randn(32, 64, device=everywhere)
     wide[0, 50], wide[31, 42] = 1000, 100  # beside the weights, and where only their last row ends
@@ -53,9 +55,11 @@ def test_weights_that_are_stored_turned_or_ragged_go_one_by_one(everywhere):
     ):
         codes, scale = expected(weights)
         partials = G.partial_maxima(weights)
-        for turned in (False, True):
-            q, found = G.quantize_group(weights, partials, turned=turned, scale_per_row=False)
-            assert_bitwise_equal(q.view(torch.uint8), codes[turned].view(torch.uint8), f"codes, turned {turned}")
+        for transposed in (False, True):
+            q, found = G.quantize_group(weights, partials, transposed=transposed, scale_per_row=False)
+            assert_bitwise_equal(
+                q.view(torch.uint8), codes[transposed].view(torch.uint8), f"codes, transposed {transposed}"
+            )
             assert_bitwise_equal(found, scale, "scale")
 
 
@@ -64,8 +68,8 @@ def test_one_bad_number_shows_in_every_code(everywhere, bad):
     weights = weights_of([32, 16], 48, everywhere)
     weights[1][5, 7] = bad
     partials = G.partial_maxima(weights)
-    for turned in (False, True):
-        q, scale = G.quantize_group(weights, partials, turned=turned, scale_per_row=True)
+    for transposed in (False, True):
+        q, scale = G.quantize_group(weights, partials, transposed=transposed, scale_per_row=True)
         assert bool(q.float().isnan().all()) and bool(scale.isnan().all())
 
 
@@ -105,24 +109,24 @@ def test_a_number_that_is_none_wins_wherever_it_is(device, bits, place):
     weights[which].view(-1).view(torch.int16)[i] = torch.tensor(bits, dtype=torch.uint16).view(torch.int16).item()
     partials = G.partial_maxima(weights, config=G.GroupConfig(rows=1, columns=1024, stages=4))
     assert [hex(b) for b in partials.view(torch.int32).tolist() if b >= 0x7F800000] == [hex((bits & 0x7FFF) << 16)]
-    q, scale = G.quantize_group(weights, partials, turned=False, scale_per_row=False)
+    q, scale = G.quantize_group(weights, partials, transposed=False, scale_per_row=False)
     assert bool(q.float().isnan().all()) and bool(scale.isnan())
 
 
-@pytest.mark.parametrize("which", ["PARTIALS_CONFIGS", "ALONG_CONFIGS", "TURNED_CONFIGS"])
+@pytest.mark.parametrize("which", ["PARTIALS_CONFIGS", "ALONG_CONFIGS", "TRANSPOSED_CONFIGS"])
 def test_every_config_makes_the_same_bits(device, which, monkeypatch):
     # Several tiles a program, the last of them past all weights, in programs that few weights fill.
     monkeypatch.setattr(G, "_ENOUGH_PROGRAMS", 2)
     weights = weights_of([144, 16, 48], 1040, device)
     partials = G.partial_maxima(weights)
     codes, _ = expected(weights)
-    turned = which == "TURNED_CONFIGS"
+    transposed = which == "TRANSPOSED_CONFIGS"
     for config in getattr(G, which):
         if which == "PARTIALS_CONFIGS":
             assert_bitwise_equal(G.partial_maxima(weights, config=config).amax(), partials.amax(), str(config))
         else:
-            q, _ = G.quantize_group(weights, partials, turned=turned, scale_per_row=True, config=config)
-            assert_bitwise_equal(q.view(torch.uint8), codes[turned].view(torch.uint8), str(config))
+            q, _ = G.quantize_group(weights, partials, transposed=transposed, scale_per_row=True, config=config)
+            assert_bitwise_equal(q.view(torch.uint8), codes[transposed].view(torch.uint8), str(config))
 
 
 # The scale is made of the maximum's exponent: where the mantissa passes 1.75, at both ends of fp32, below the normals.
@@ -133,15 +137,17 @@ def test_the_scale_is_the_one_of_the_quantizer_for_any_maximum(everywhere, large
     weights = [torch.linspace(-1, 1, 16 * 64, device=everywhere).mul(largest).bfloat16().view(16, 64)]
     weights[0][3, 5] = largest
     codes, scale = expected(weights)
-    for turned in (False, True):
-        q, found = G.quantize_group(weights, G.partial_maxima(weights), turned=turned, scale_per_row=False)
-        assert_bitwise_equal(q.view(torch.uint8), codes[turned].view(torch.uint8), f"codes, turned {turned}")
+    for transposed in (False, True):
+        q, found = G.quantize_group(weights, G.partial_maxima(weights), transposed=transposed, scale_per_row=False)
+        assert_bitwise_equal(
+            q.view(torch.uint8), codes[transposed].view(torch.uint8), f"codes, transposed {transposed}"
+        )
         assert_bitwise_equal(found, scale, "scale")
 
 
 def test_zeros_have_the_scale_one(everywhere):
     weights = [torch.zeros(16, 32, device=everywhere)]
-    q, scale = G.quantize_group(weights, G.partial_maxima(weights), turned=False, scale_per_row=False)
+    q, scale = G.quantize_group(weights, G.partial_maxima(weights), transposed=False, scale_per_row=False)
     assert not bool(q.view(torch.uint8).any()) and float(scale) == 1.0
 
 
@@ -149,7 +155,7 @@ def test_one_maximum_instead_of_partial_ones_is_as_good(everywhere):
     weights = weights_of([32, 16], 48, everywhere)
     one = torch.cat(weights).float().abs().amax().reshape(1)
     of_one, of_many = (
-        G.quantize_group(weights, partials, turned=True, scale_per_row=True)
+        G.quantize_group(weights, partials, transposed=True, scale_per_row=True)
         for partials in (one, G.partial_maxima(weights))
     )
     for mine, ref in zip(of_one, of_many, strict=True):
@@ -167,8 +173,8 @@ def test_a_merged_linear_takes_two_launches_forward_and_one_backward():
     weights = weights_of([2048, 512, 512], 2048, "cuda")
     partials = G.partial_maxima(weights)
     for run, launches in (
-        (lambda: G.quantize_group(weights, G.partial_maxima(weights), turned=False, scale_per_row=True), 2),
-        (lambda: G.quantize_group(weights, partials, turned=True, scale_per_row=True), 1),
+        (lambda: G.quantize_group(weights, G.partial_maxima(weights), transposed=False, scale_per_row=True), 2),
+        (lambda: G.quantize_group(weights, partials, transposed=True, scale_per_row=True), 1),
     ):
         run()
         assert sum(kernel.count for kernel in profile(run)) == launches
@@ -177,13 +183,20 @@ def test_a_merged_linear_takes_two_launches_forward_and_one_backward():
 # ---- compiled for GPUs that are not here ----
 
 
-def compiled(arch, num, config, *, turned, tiles):
+def compiled(arch, num, config, *, transposed, tiles):
     arguments = {
         **dict.fromkeys(("w0_ptr", "w1_ptr", "w2_ptr", "w3_ptr"), torch.bfloat16),
-        "q_ptr": torch.int32 if turned else E4M3,
+        "q_ptr": torch.int32 if transposed else E4M3,
         **dict.fromkeys(("partials_ptr", "scale_ptr"), torch.float32),
         **dict.fromkeys(("N0", "N1", "N2", "N3", "K", "stride", "stride_q"), "i32"),
-        **{"num_partials": "i32", "num_scales": "i32", "NUM": num, "TURNED": turned, "PACKING": "asm", "ASM": True},
+        **{
+            "num_partials": "i32",
+            "num_scales": "i32",
+            "NUM": num,
+            "TRANSPOSED": transposed,
+            "PACKING": "asm",
+            "ASM": True,
+        },
         **{"FP8_MAX": 448.0, "PARTIALS": 256, "TILES": tiles, "BLOCK_N": config.rows, "BLOCK_K": config.columns},
     }
     return aot.compile_kernel(G._codes_kernel, arguments, arch=arch, num_warps=config.num_warps)
@@ -191,10 +204,10 @@ def compiled(arch, num, config, *, turned, tiles):
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("num", [1, 3])
-@pytest.mark.parametrize("turned", [False, True])
-def test_codes_are_read_and_written_in_wide_accesses(arch, num, turned):
-    for config in (G.TURNED_CONFIGS if turned else G.ALONG_CONFIGS)[: None if arch == 90 else 1]:
-        made = compiled(arch, num, config, turned=turned, tiles=config.tiles)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_codes_are_read_and_written_in_wide_accesses(arch, num, transposed):
+    for config in (G.TRANSPOSED_CONFIGS if transposed else G.ALONG_CONFIGS)[: None if arch == 90 else 1]:
+        made = compiled(arch, num, config, transposed=transposed, tiles=config.tiles)
         numbers = config.rows * config.columns * config.tiles // (32 * config.num_warps)  # of a thread
         assert made.spill_bytes == 0
         # Whichever weight a tile is of, its address is known to be aligned.
@@ -209,10 +222,10 @@ def test_codes_are_read_and_written_in_wide_accesses(arch, num, turned):
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("turned", [False, True])
-def test_codes_wait_for_the_maximum_with_a_tile_under_way(arch, turned):
-    config = (G.TURNED_CONFIGS if turned else G.ALONG_CONFIGS)[0]
-    ptx = compiled(arch, 3, config, turned=turned, tiles=2).ptx
+@pytest.mark.parametrize("transposed", [False, True])
+def test_codes_wait_for_the_maximum_with_a_tile_under_way(arch, transposed):
+    config = (G.TRANSPOSED_CONFIGS if transposed else G.ALONG_CONFIGS)[0]
+    ptx = compiled(arch, 3, config, transposed=transposed, tiles=2).ptx
     before = ptx[: ptx.index("shfl.sync")]  # the maximum of the partial ones
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", before)) == config.rows * config.columns // 128 // 8
     # The second tile is on its way before the first is written.

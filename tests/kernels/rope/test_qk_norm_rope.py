@@ -46,10 +46,10 @@ def as_models_write_it(qkv, weights, tables, heads, width, rounding, dtype):
         u = w * n.to(dtype) if rounding == "llama" else (w.to(high) * n).to(dtype)
         if heads.convention == "half":
             a, b = u.chunk(2, dim=-1)
-            turned = torch.cat((-b, a), dim=-1)
+            rotated = torch.cat((-b, a), dim=-1)
         else:
-            turned = torch.stack((-u[..., 1::2], u[..., 0::2]), dim=-1).flatten(-2)
-        return u * cos + turned * sin
+            rotated = torch.stack((-u[..., 1::2], u[..., 0::2]), dim=-1).flatten(-2)
+        return u * cos + rotated * sin
 
     out = (one(q, leaves[1]), one(k, leaves[2]), v)
 

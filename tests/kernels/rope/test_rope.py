@@ -34,7 +34,7 @@ def tables(s, r, convention, dtype, device, batch=None):
     return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
 
 
-def turned(x, convention):
+def rotated(x, convention):
     if convention == "half":
         a, b = x.chunk(2, dim=-1)
         return torch.cat((-b, a), dim=-1)
@@ -46,7 +46,7 @@ def torch_rope(x_BSHD, cos, sin, convention):
     r = cos.shape[-1]
     cos, sin = cos.to(x_BSHD.dtype).unsqueeze(-2), sin.to(x_BSHD.dtype).unsqueeze(-2)
     x = x_BSHD[..., :r]
-    return torch.cat((x * cos + turned(x, convention) * sin, x_BSHD[..., r:]), dim=-1)
+    return torch.cat((x * cos + rotated(x, convention) * sin, x_BSHD[..., r:]), dim=-1)
 
 
 def torch_qkv(qkv, cos, sin, heads, width, dtype):
@@ -109,7 +109,7 @@ def test_the_kernel_has_the_bits_of_the_reference(device, shape, convention):
 @pytest.mark.parametrize("convention", R.CONVENTIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, shape, convention):
-    # What a product of codes leaves to its reader: powers of two, another for every token.
+    # What a FP8 GEMM leaves to its reader: powers of two, another for every token.
     heads, qkv, _, cos, sin = make(shape, device, convention=convention)
     factor = torch.exp2(torch.arange(10.0, device=device) - 7)
     scaled = (qkv.float() * factor.view(2, 5, 1)).bfloat16()

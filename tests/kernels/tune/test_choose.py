@@ -181,7 +181,7 @@ def test_blackwells_chains_are_the_emulation_bit_for_bit_by_their_references(fmt
 
 
 def test_square_blocks_lie_as_cublaslt_reads_them():
-    # K's blocks fastest, filled up to a multiple of four; what is filled up with zeros has no effect.
+    # K's blocks fastest, padded to a multiple of four; what is padded with zeros has no effect.
     b = torch.randn(200, 640).bfloat16().T  # [K, N]: 5 blocks of K, 1.6 of N
     weight = gemm_candidates._prepare_128x128(b)
     assert weight.codes.shape == (256, 640) and weight.n == 200
@@ -377,7 +377,7 @@ DAMAGES = {
     "of another torch": lambda text: text.replace(torch.__version__.split("+")[0], "0.4.1", 1),
     "a list": lambda text: "[]",
     "no verdicts": lambda text: text.replace('"verdicts"', '"verdict"'),
-    "a kernel set aside": lambda text: text.replace('"kernel": "right"', '"kernel": "wrong"'),
+    "a kernel rejected": lambda text: text.replace('"kernel": "right"', '"kernel": "wrong"'),
     "a time in words": lambda text: re.sub(r'"us": [0-9.]+', '"us": "soon"', text),
     "a time that is no number": lambda text: re.sub(r'"us": [0-9.]+', '"us": NaN', text),
     "a verdict without a name": lambda text: text.replace('"name": "wrong"', '"name": null'),
@@ -456,8 +456,8 @@ def test_a_step_is_timed_by_the_kernels_that_the_engine_runs(method, per_row, mo
         monkeypatch.setattr(gain, name, lambda *args, real=real, **how: seen.append(how) or real(*args, **how))
     x, w, dy = gain._tensors(Problem(op="linear", m=32, n=48, k=64, precision=method))
     gain._STEPS[method](x, w, dy, fused=[])()
-    along, turned = ({"turned": is_turned, "scale_per_row": per_row} for is_turned in (False, True))
-    assert seen == [along, {}, turned, {}, {"fast": False}]  # forward, dgrad, and a wgrad that sums in fp32
+    along, transposed = ({"transposed": is_transposed, "scale_per_row": per_row} for is_transposed in (False, True))
+    assert seen == [along, {}, transposed, {}, {"fast": False}]  # forward, dgrad, and a wgrad that sums in fp32
 
 
 @pytest.mark.gpu

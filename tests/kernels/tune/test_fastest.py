@@ -178,15 +178,15 @@ def test_a_cpu_and_small_products_are_torchs_own():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)], ids=str)
-def test_every_algorithm_of_bf16_is_right_however_operands_lie(turned):
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+def test_every_algorithm_of_bf16_is_right_however_operands_lie(transposed):
     m, n, k = 512, 768, 1024
-    a = torch.randn(*((k, m) if turned[0] else (m, k)), device="cuda").bfloat16()
-    b = torch.randn(*((n, k) if turned[1] else (k, n)), device="cuda").bfloat16()
-    a, b = a.T if turned[0] else a, b.T if turned[1] else b
+    a = torch.randn(*((k, m) if transposed[0] else (m, k)), device="cuda").bfloat16()
+    b = torch.randn(*((n, k) if transposed[1] else (k, n)), device="cuda").bfloat16()
+    a, b = a.T if transposed[0] else a, b.T if transposed[1] else b
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     product = cublaslt.product_of(a, b, out)
-    assert product is not None and product.along_k == (not turned[0], turned[1])
+    assert product is not None and product.along_k == (not transposed[0], transposed[1])
     count = cublaslt.num_algorithms(product)
     assert count > 1
     for rank in range(count):

@@ -129,7 +129,7 @@ def test_where_it_was_the_only_other_one_the_built_in_kernel_runs(caplog):
     a, b = torch.randn(32, 64), torch.randn(64, 32)
     assert manager.gemm(a, b, precision="mxfp8").shape == (32, 32)
     assert manager.registry.choices()[0].kernel == "emulated_mxfp8"
-    assert "kernel breaks was set aside" in caplog.text and "exhausted" in caplog.text
+    assert "kernel breaks was rejected" in caplog.text and "exhausted" in caplog.text
 
 
 def test_an_error_of_a_users_own_kind_is_a_reason_too():
@@ -163,7 +163,7 @@ def test_one_that_hangs_or_crashes_at_the_real_size_only_does_so_elsewhere_and_o
     assert kernel.__name__ in registry.choose(problem(m=64)).ranking()
     assert registry.choose(problem(m=LARGE)).kernel == "emulated_mxfp8"
     assert verdict_of(registry, kernel.__name__, problem(m=LARGE)).reason == reason
-    assert f"kernel {kernel.__name__} was set aside on cpu: {reason}" in caplog.text
+    assert f"kernel {kernel.__name__} was rejected on cpu: {reason}" in caplog.text
     # What was found is kept by itself: another process, with other candidates beside it, does not try again.
     choose.forget()
 

@@ -48,7 +48,7 @@ class Member:
 
     @property
     def header(self) -> bytes:
-        """The local header, filled up so that the member begins at a multiple of ALIGNMENT."""
+        """The local header, padded so that the member begins at a multiple of ALIGNMENT."""
         name = self.name.encode("ascii")
         is_large = self.size >= _FULL
         extra = struct.pack("<HHQQ", _ZIP64_ID, 16, self.size, self.size) if is_large else b""

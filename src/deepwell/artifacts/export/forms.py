@@ -200,7 +200,7 @@ def _form_of(engine: Engine, site: Site, name: str) -> Form | str:
     if fmt is None:
         return "its forward runs in the model's dtype"
     if how.method == "fp8_1x128" and (op.n % 128 or op.k % 128):
-        return "its squares of 128 are filled up, or reach into the next weight"
+        return "its squares of 128 are padded, or reach into the next weight"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it is {weight.dtype}"
     return Form(format=fmt, axis=axis, by_expert=by_expert)
@@ -235,8 +235,8 @@ def _contracted(model: nn.Module, site: Site, weight: Tensor) -> int | None:
         return 1
     if type(owner).__name__ == "Conv1D" and not lead:
         return 0
-    turned = getattr(owner, "is_transposed", None)
-    return len(lead) + (0 if turned else 1) if isinstance(turned, bool) and lead else None
+    transposed = getattr(owner, "is_transposed", None)
+    return len(lead) + (0 if transposed else 1) if isinstance(transposed, bool) and lead else None
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module | None:

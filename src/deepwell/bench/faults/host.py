@@ -57,15 +57,15 @@ def run_agent(job: dict[str, Any], processes: int, nodes: tuple[int, int] = (1, 
     return 0
 
 
-def _agent_process(told: dict[str, Any]) -> None:
+def _agent_process(given: dict[str, Any]) -> None:
     """In the forked process: never returns."""
     status = 1
     try:
         end_with_parent(signal.SIGTERM)
-        with (Path(told["job"]["folder"]) / "agent.log").open("a", encoding="utf-8") as log:
+        with (Path(given["job"]["folder"]) / "agent.log").open("a", encoding="utf-8") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        status = run_agent(**told)
+        status = run_agent(**given)
     finally:  # whatever happened, this process ends here and does not go back into the host's loop
         if sys.exc_info()[0] is not None:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Trains a tiny model twice, once left alone and once under fire, and compares."""
+"""Trains a tiny model twice, once undisturbed and once under fire, and compares."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Host:
 
     def start(self, job: dict[str, Any], processes: int, **nodes: Any) -> int:
         """Start an agent with so many workers, alone or as one of several (`host.run_agent`); its process number."""
-        told = {"job": job, "processes": processes, **nodes}
-        _pipe(self._process.stdin).write(f"start {json.dumps(told)}\n")
+        given = {"job": job, "processes": processes, **nodes}
+        _pipe(self._process.stdin).write(f"start {json.dumps(given)}\n")
         while True:
             words = self._line(_STUCK_S).split()
             if not words:

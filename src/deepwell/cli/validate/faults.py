@@ -25,7 +25,7 @@ def faults_command(
         bool, typer.Option("--markdown", help="Print the tables as Markdown, for documents.")
     ] = False,
 ) -> None:
-    """Kill a tiny run at random moments, inside checkpoint writes too, and compare it with one left alone.
+    """Kill a tiny run at random moments, inside checkpoint writes too, and compare it with an undisturbed one.
 
     Status 1 where tokens were skipped or repeated, where the final state is not bit for bit that of the undisturbed
     run, where a checkpoint does not verify, or where files or processes are left behind.

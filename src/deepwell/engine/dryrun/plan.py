@@ -16,7 +16,7 @@ from deepwell.hardware.model import Hardware
 from deepwell.hardware.probe import probe
 from deepwell.planner.calibrate import measured_constants
 from deepwell.planner.catalog import kernel_choices
-from deepwell.planner.estimate import _STEP_S, estimate
+from deepwell.planner.estimate import STEP_S, estimate
 from deepwell.planner.layout import Layout, Recompute
 from deepwell.planner.plan import Plan, Searched
 from deepwell.planner.stack import Stack, deepwell_stack
@@ -134,7 +134,7 @@ def predict(
     (rank,) = memory_timeline(plan, engine_keeps(engine))
     return Prediction(
         plan=plan,
-        step_s=found.step_s - _STEP_S,
+        step_s=found.step_s - STEP_S,
         peak_bytes=rank.peak.allocated,
         tier=found.tier if constants is None else "measured",
     )

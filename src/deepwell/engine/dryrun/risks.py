@@ -19,7 +19,7 @@ TIME_BAR, MEMORY_BAR = 0.10, 0.05
 # Rows of the busiest rank over the mean, as routers without a strong balancing loss show them early in training.
 _IMBALANCE = 1.3
 _EXPOSED, _BUBBLE = 0.20, 0.15
-_WORRYING_NOTES = ("Dynamo broke", "set aside", "not met as a product", "all its logits are held")
+_WORRYING_NOTES = ("Dynamo broke", "rejected", "not met as a product", "all its logits are held")
 
 
 def risks(

@@ -7,7 +7,7 @@ Works on AOTAutograd's forward or backward graph, where shapes are known:
     mm(round_to(x), round_to(w)^T)            candidates of "gemm" for the format that both are rounded to
 
 The second only where rounding is to nearest: a kernel that rounds otherwise computes something else. What is chosen,
-its microseconds and who was set aside goes into the engine's report.
+its microseconds and who was rejected goes into the engine's report.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
 def merge_plain_linears(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]]) -> int:
     """Merge the linears of one input that stay in high precision, where it should pay. Returns how many groups.
 
-    Their weights are laid side by side in every forward: a copy of N x K, made again in the backward. In return the
+    Their weights are laid side by side in every forward: a copy of N x K, recomputed in the backward. In return the
     backward writes one gradient of the input instead of one for each linear and their sum, T x K each. That pays where
     the tokens T outnumber the merged width N; with fewer, nothing is merged.
     """

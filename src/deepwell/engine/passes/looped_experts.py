@@ -48,9 +48,9 @@ def _group(graph: fx.Graph, joined: fx.Node, loop: _Loop) -> None:
     inside: list[fx.Node] = list(argument(joined, "tensors"))
     with graph.inserting_before(joined):
         offs = _ends(graph, loop.sizes, x)
-        turned = graph.call_method("transpose", (loop.weight, -2, -1))
-        turned.meta["example_value"] = weight.transpose(-2, -1)
-        new = graph.call_function(torch._grouped_mm, (loop.x, turned), {"offs": offs})
+        transposed = graph.call_method("transpose", (loop.weight, -2, -1))
+        transposed.meta["example_value"] = weight.transpose(-2, -1)
+        new = graph.call_function(torch._grouped_mm, (loop.x, transposed), {"offs": offs})
     replace(joined, new)
     for product in inside:
         for node in (product, *product.all_input_nodes):

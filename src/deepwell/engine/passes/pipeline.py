@@ -194,15 +194,15 @@ def scheme_of(names: tuple[str, ...], schemes: Mapping[str, str]) -> tuple[str, 
 
 
 def _of_tied(
-    told: Mapping[str, _Told], weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]
+    noted: Mapping[str, _Told], weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]
 ) -> dict[str, _Told]:
-    """What was told by path, also for linears that share the weight and have its scheme: they ran alike."""
-    found = dict(told)
+    """What was recorded by path, also for linears that share the weight and have its scheme: they ran alike."""
+    found = dict(noted)
     for names in weights.values():
         paths = [name.removesuffix(".weight") for name in names]
-        first = next((path for path in paths if path in told), None)
+        first = next((path for path in paths if path in noted), None)
         if first is not None:
-            found |= {path: told[first] for path in paths if schemes.get(path) == schemes.get(first)}
+            found |= {path: noted[first] for path in paths if schemes.get(path) == schemes.get(first)}
     return found
 
 

@@ -18,14 +18,14 @@ from deepwell.engine.passes.edit import replace as replace_node
 from deepwell.engine.passes.rope import (
     Columns,
     RopeSite,
-    _columns,
-    _find,
-    _only_three,
-    _place,
-    _swaps_heads,
-    _table,
-    _tables_of,
-    _value,
+    columns_of,
+    find_rope,
+    find_value,
+    only_three,
+    place_of,
+    swaps_heads,
+    table_of,
+    tables_of,
 )
 from deepwell.graph.fx import Writes, memory_of, value_of
 from deepwell.kernels.norm.autograd import rms_norm
@@ -45,10 +45,10 @@ def rewrite_qk_norm_rope(graph: fx.Graph) -> int:
     """Replace every pair of them and its v. Returns how many."""
     groups: dict[tuple[Any, ...], list[NormedSite]] = defaultdict(list)
     for node in list(graph.nodes):
-        found = _normed(_find(node))
+        found = _normed(find_rope(node))
         if found is not None:
             _, eps, rounding = found.norm.args[1:]
-            alike = (found.columns.source, *_tables_of(found.site), found.site.convention, eps, rounding)
+            alike = (found.columns.source, *tables_of(found.site), found.site.convention, eps, rounding)
             groups[alike].append(found)
     if not groups:
         return 0
@@ -65,10 +65,10 @@ def _normed(site: RopeSite | None) -> NormedSite | None:
     """The norm before a rotation of whole heads, None where there is none."""
     if site is None:
         return None
-    norm = site.x.args[0] if _swaps_heads(site.x) else site.x
+    norm = site.x.args[0] if swaps_heads(site.x) else site.x
     if not isinstance(norm, fx.Node) or norm.target is not rms_norm:
         return None
-    columns = _columns(norm.args[0])
+    columns = columns_of(norm.args[0])
     if columns is None or value_of(site.cos).shape[-1] != columns.width:
         return None
     if value_of(norm.args[1]) is None or tuple(value_of(norm.args[1]).shape) != (columns.width,):
@@ -80,18 +80,18 @@ def _replace(graph: fx.Graph, query: NormedSite, key: NormedSite) -> bool:
     q, k = query.columns, key.columns
     if q.width != k.width or not q.covers("blocks", 0) or not k.covers("blocks", q.heads * q.width):
         return False
-    found = _value(graph, q, k, "blocks")
+    found = find_value(graph, q, k, "blocks")
     if found is None:
         return False
     v_node, v = found
     weights = (query.norm.args[1], key.norm.args[1])
     inputs = (q.source, query.site.cos, query.site.sin, *weights)
-    place = _place(graph, inputs, (query.site.last, key.site.last, v_node))
+    place = place_of(graph, inputs, (query.site.last, key.site.last, v_node))
     if place is None:
         return False
-    source = _only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
+    source = only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
     with graph.inserting_before(place):
-        tables = [_table(graph, table, query.site.heads_dim) for table in (query.site.cos, query.site.sin)]
+        tables = [table_of(graph, table, query.site.heads_dim) for table in (query.site.cos, query.site.sin)]
         how = (*query.norm.args[2:], query.site.convention)
         three = graph.call_function(qk_norm_rope, (source, weights, *tables, (q.heads, k.heads, v.heads), *how))
         new = []

@@ -8,7 +8,7 @@ any case (the residual stream, attention's output, gate and up). What of them to
     copies    the inputs of all linears: the least memory, for one more pass over the stream and attention's output
 
 AOTAutograd's partitioner is told by the same marks that activation checkpointing uses; what lies under checkpointing
-has its marks already, and is made again with the whole of its region.
+has its marks already, and is recomputed with the whole of its region.
 """
 
 from typing import Any

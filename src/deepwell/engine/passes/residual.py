@@ -98,7 +98,7 @@ def _join(graph: fx.Graph, total: fx.Node, views: list[fx.Node], norm: fx.Node) 
 def norm_again_from_sums(graph: fx.Graph) -> int:
     """In a joint graph, let the backward read its FP8 copies from a norm of the sum, which is kept in any case.
 
-    For `recompute`: made again from the two summands, each sum would need the one before it. Returns how many.
+    For `recompute`: recomputed from the two summands, each sum would need the one before it. Returns how many.
     """
     ops = torch.ops.deepwell
     plain = {ops.add_rms_norm.default: ops.rms_norm.default, ops.add_layer_norm.default: ops.layer_norm.default}

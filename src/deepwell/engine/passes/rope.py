@@ -66,15 +66,15 @@ def rewrite_rope(graph: fx.Graph, alone: bool = True) -> tuple[int, int]:
     `alone=False` leaves q and k that no merged rows hold as they are: Inductor moves the same bytes for them.
     """
     writes = Writes(graph)
-    found = [site for node in list(graph.nodes) if (site := _find(node)) is not None]
+    found = [site for node in list(graph.nodes) if (site := find_rope(node)) is not None]
     sites = [site for site in found if not any(writes.while_read(t, site.last) for t in (site.x, site.cos, site.sin))]
     if not sites:
         return 0, 0
     groups: dict[tuple[Any, ...], list[tuple[RopeSite, Columns]]] = defaultdict(list)
     for site in sites:
-        columns = _columns(site.x)
+        columns = columns_of(site.x)
         if columns is not None:
-            groups[(columns.source, *_tables_of(site), site.convention)].append((site, columns))
+            groups[(columns.source, *tables_of(site), site.convention)].append((site, columns))
     done: set[fx.Node] = set()
     for (source, *_), group in groups.items():
         if len(group) != 2 or memory_of(source) in writes.memory:  # the op reads all of it where it is made
@@ -92,29 +92,29 @@ def rewrite_rope(graph: fx.Graph, alone: bool = True) -> tuple[int, int]:
 # ---- one rotation ----
 
 
-def _find(node: fx.Node) -> RopeSite | None:
+def find_rope(node: fx.Node) -> RopeSite | None:
     """The rotation whose sum this node is."""
     if op_of(node) != "add" or arguments(node).keys() != {"input", "other"}:
         return None
-    for turned_product, plain_product in (node.args, node.args[::-1]):
-        site = _match(node, plain_product, turned_product)
+    for rotated_product, plain_product in (node.args, node.args[::-1]):
+        site = _match(node, plain_product, rotated_product)
         if site is not None:
             return site
     return None
 
 
-def _match(total: fx.Node, plain: Any, turned: Any) -> RopeSite | None:
-    if any(op_of(product) != "mul" for product in (plain, turned)):
+def _match(total: fx.Node, plain: Any, rotated: Any) -> RopeSite | None:
+    if any(op_of(product) != "mul" for product in (plain, rotated)):
         return None
-    for rotation, sin in (turned.args, turned.args[::-1]):
-        found = _turned(rotation)
+    for rotation, sin in (rotated.args, rotated.args[::-1]):
+        found = _rotated(rotation)
         if found is not None and found[0] in plain.args:
             source, convention = found
             return _site(total, source, other_operand(plain, source), sin, convention)
     return None
 
 
-def _turned(node: Any) -> tuple[fx.Node, str] | None:
+def _rotated(node: Any) -> tuple[fx.Node, str] | None:
     """(x, convention) where the node holds each pair (a, b) of x as (-b, a)."""
     if op_of(node) == "cat":
         convention, parts = "half", node.args[0]
@@ -204,7 +204,7 @@ def _heads_dim(x: Any, cos: Any, sin: Any) -> int | None:
     return 2 if shape[2] == 1 and shape[1] == x.shape[1] and tables[0].dim() == 4 else None
 
 
-def _tables_of(site: RopeSite) -> tuple[Any, ...]:
+def tables_of(site: RopeSite) -> tuple[Any, ...]:
     """What tells tables apart: a model may spread the same ones over the heads once for q and once for k."""
     return tuple(_identity(node) for node in (site.cos, site.sin))
 
@@ -220,7 +220,7 @@ def _spread(node: fx.Node, heads_dim: int) -> fx.Node | None:
     return node.args[0] if is_spread and value_of(node.args[0]) is not None else None
 
 
-def _table(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
+def table_of(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
     """The table as [S, R], [1, S, R] or [B, S, R]."""
     value = value_of(node)
     if value.dim() < 4:
@@ -235,7 +235,7 @@ def _table(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
 
 def _replace_one(graph: fx.Graph, site: RopeSite) -> None:
     with graph.inserting_before(site.last):
-        tables = [_table(graph, table, site.heads_dim) for table in (site.cos, site.sin)]
+        tables = [table_of(graph, table, site.heads_dim) for table in (site.cos, site.sin)]
         new = graph.call_function(rope, (site.x, *tables, site.convention, site.heads_dim))
     replace(site.last, new)
 
@@ -251,16 +251,16 @@ def _replace_three(graph: fx.Graph, first: tuple[RopeSite, Columns], second: tup
     behind_q = q.width if packing == "heads" else q.heads * q.width
     if not q.covers(packing, 0) or not k.covers(packing, behind_q):
         return False
-    found = _value(graph, q, k, packing)
+    found = find_value(graph, q, k, packing)
     if found is None:
         return False
     v_node, v = found
-    place = _place(graph, (q.source, query.cos, query.sin), (query.last, key.last, v_node))
+    place = place_of(graph, (q.source, query.cos, query.sin), (query.last, key.last, v_node))
     if place is None:
         return False
-    source = _only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
+    source = only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
     with graph.inserting_before(place):
-        tables = [_table(graph, table, query.heads_dim) for table in (query.cos, query.sin)]
+        tables = [table_of(graph, table, query.heads_dim) for table in (query.cos, query.sin)]
         how = (q.heads, k.heads, v.heads), packing, query.convention
         three = graph.call_function(rope_qkv, (source, *tables, *how))
         new = []
@@ -272,11 +272,11 @@ def _replace_three(graph: fx.Graph, first: tuple[RopeSite, Columns], second: tup
     return True
 
 
-def _value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[fx.Node, Columns] | None:
+def find_value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[fx.Node, Columns] | None:
     """The node that holds v: the columns that q and k leave."""
     start = 2 * q.width if packing == "heads" else (q.heads + k.heads) * q.width
     for node in graph.nodes:
-        v = _columns(node) if node.users else None
+        v = columns_of(node) if node.users else None
         if v is None or v.source is not q.source or v.width != q.width or not v.covers(packing, start):
             continue
         total = (q.heads + k.heads + v.heads) * q.width
@@ -287,10 +287,10 @@ def _value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[fx.No
 
 def _leads_on(node: fx.Node) -> bool:
     """Whether a reader of the node is again a tensor of heads, which is then the one that attention reads."""
-    return any(_columns(user) is not None for user in node.users)
+    return any(columns_of(user) is not None for user in node.users)
 
 
-def _place(graph: fx.Graph, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]) -> fx.Node | None:
+def place_of(graph: fx.Graph, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]) -> fx.Node | None:
     """The node before which all inputs are known and none of the outputs is read; None where there is no such place."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     known = max(order[node] for node in inputs)
@@ -311,7 +311,7 @@ def _merged_split(source: fx.Node) -> fx.Node | None:
     return next((user for user in source.users if user.target is split_columns), None)
 
 
-def _only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
+def only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
     """The columns of q, k and v alone, where a parallel MLP's linear was merged with them (GPT-J, Phi, Cohere)."""
     split = _merged_split(source)
     if split is None or sum(split.args[1]) == total:
@@ -390,14 +390,14 @@ def _widths(node: fx.Node) -> list[int] | None:
     return [min(size, width - start) for start in range(0, width, size)]
 
 
-def _columns(node: Any) -> Columns | None:
+def columns_of(node: Any) -> Columns | None:
     """Where the heads of a 4D tensor lie in the rows of a 3D one, seen through views alone."""
     value = value_of(node)
     if value is None or value.dim() != 4:
         return None
     part = _slice(node)  # GPT-NeoX cuts each head's q, k, v after it told the heads apart
     inner = part.source if part is not None else node
-    heads_dim, inner = (1, inner.args[0]) if _swaps_heads(inner) else (2, inner)
+    heads_dim, inner = (1, inner.args[0]) if swaps_heads(inner) else (2, inner)
     if op_of(inner) not in ("view", "reshape") or not isinstance(inner.args[0], fx.Node):
         return None
     rows, apart = value_of(inner.args[0]), value_of(inner)
@@ -421,7 +421,7 @@ def _columns(node: Any) -> Columns | None:
     )
 
 
-def _swaps_heads(node: Any) -> bool:
+def swaps_heads(node: Any) -> bool:
     """Whether a node is x.transpose(1, 2) of four dimensions."""
     value = value_of(node)
     if value is None or value.dim() != 4:

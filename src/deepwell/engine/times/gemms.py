@@ -3,7 +3,7 @@
     fwd    T x N x K       dgrad    T x K x N       wgrad    N x K x T       (M x N x K, contracted last)
 
 While a graph is rewritten only the sizes of its linears are written down; linears that were merged are one product, and
-each of them shows that product's time and shape. When a report is asked for times, products of codes take those of the
+each of them shows that product's time and shape. When a report is asked for times, FP8 GEMMs take those of the
 kernels that run them (`op_times`, or what a registry measured); products in the model's dtype, and on a CPU emulated
 ones, which are torch's own, are timed here. The time is the product's alone: quantizations are rows of the kernels'
 table.

@@ -100,7 +100,7 @@ def measure_calls(calls: Mapping[OpCall, int]) -> list[KernelRow]:
 
 
 def _algorithm(call: OpCall) -> str:
-    """Which of cuBLASLt's algorithms runs a product of codes, where it is not the one that torch takes."""
+    """Which of cuBLASLt's algorithms runs an FP8 GEMM, where it is not the one that torch takes."""
     if call.name != "fp8_gemm" or torch.device(call.device).type != "cuda":
         return ""
     *operands, fast = call.args

@@ -250,8 +250,8 @@ def _turns_behind(found: Finding, operand: tuple[fx.Node, ...], turns: dict[fx.N
     return [n for n in found.flow.back(operand, lambda n: not found.is_free(n)) if n in turns]
 
 
-def _turned(found: Finding, turns: list[fx.Node]) -> tuple[set[fx.Node], int]:
-    """What is made of turned values alone (their sums, halves put together), and how many elements that is."""
+def _rotated(found: Finding, turns: list[fx.Node]) -> tuple[set[fx.Node], int]:
+    """What is made of rotated values alone (their sums, halves put together), and how many elements that is."""
     flow = found.flow
     region = set(turns)
     for node in flow.forward(turns, lambda n: n not in region):
@@ -268,12 +268,12 @@ def _turned(found: Finding, turns: list[fx.Node]) -> tuple[set[fx.Node], int]:
 
 def _add_rope(found: Finding, attention: Site, q_side: list[fx.Node], k_side: list[fx.Node]) -> None:
     facts = attention.facts
-    q_region, q_size = _turned(found, q_side)
-    k_region, k_size = _turned(found, k_side)
+    q_region, q_size = _rotated(found, q_side)
+    k_region, k_size = _rotated(found, k_side)
     operands = facts["operands"]
     tokens = found.flow.numel(operands.q) // (facts["q_heads"] * facts["qk_dim"])
     rotary = q_size // (tokens * facts["q_heads"]) if q_side else k_size // (tokens * facts["kv_heads"])
-    if set(q_side) == set(k_side):  # queries and keys are turned together
+    if set(q_side) == set(k_side):  # queries and keys are rotated together
         rotary = q_size // (tokens * (facts["q_heads"] + facts["kv_heads"])) or rotary
         q_size, k_size = tokens * rotary * facts["q_heads"], tokens * rotary * facts["kv_heads"]
     per_head = max(1, tokens * rotary)
@@ -282,7 +282,7 @@ def _add_rope(found: Finding, attention: Site, q_side: list[fx.Node], k_side: li
 
 def _add_free_rope(found: Finding, path: str, turns: list[fx.Node]) -> None:
     """Rotations that feed no softmax attention (linear attention, retention)."""
-    region, size = _turned(found, turns)
+    region, size = _rotated(found, turns)
     shapes = [found.flow.shape(n) for n in region]
     rotary = max(shape[-1] for shape in shapes)
     tokens = (found.sizes.batch or 1) * (found.sizes.seq or 1)

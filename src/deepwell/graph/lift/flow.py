@@ -1,4 +1,4 @@
-"""What a traced graph says about its values: weights told from activations, writes followed.
+"""What a traced graph says about its values: weights distinguished from activations, writes followed.
 
 `Flow` answers for every value: is it made of parameters alone, does it follow from data, which values does it read.
 Reads see in-place writes: what was copied into a slice of a tensor is a source of the tensor. An op has one name here

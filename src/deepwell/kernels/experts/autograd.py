@@ -103,7 +103,7 @@ def _along_k(weight: Tensor, is_kn: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [E, N, K], scales [E, N], the scales of the rows as stored) for the forward."""
     q, row_scale = ops.quantize_experts(weight)
     if is_kn:
-        q, scale = ops.quantize_experts_turned(weight, row_scale)
+        q, scale = ops.quantize_experts_transposed(weight, row_scale)
         return q, scale, row_scale
     return q, row_scale, row_scale
 
@@ -114,7 +114,7 @@ def _along_n(weight: Tensor, is_kn: bool, row_scale: Tensor | None, after: Tenso
         return ops.quantize_experts(weight, after)
     if row_scale is None:
         row_scale = ops.quantize_experts(weight, after)[1]
-    return ops.quantize_experts_turned(weight, row_scale, after)
+    return ops.quantize_experts_transposed(weight, row_scale, after)
 
 
 def _grouped(how: GemmScheme, a_SK: Tensor, b_ENK: Tensor, offs: Tensor) -> Tensor:
@@ -196,15 +196,15 @@ class _FusedExperts(torch.autograd.Function):
         wants_x, wants_gate_up, wants_down, _, wants_weight = ctx.needs_input_grad[:5]
         dx = d_gate_up = d_down = d_weight = None
         dy_rows = ops.gather_rows(*ops.quantize_rows(dy_TD), slot, ctx.top_k)
-        turned_down = ops.quantize_experts_turned(down, down_scale, dy_TD)
-        dh_PF = ops.grouped_gemm(*dy_rows, *turned_down, ends).to(gate_up_P2F.dtype)
+        transposed_down = ops.quantize_experts_transposed(down, down_scale, dy_TD)
+        dh_PF = ops.grouped_gemm(*dy_rows, *transposed_down, ends).to(gate_up_P2F.dtype)
         q, scale, q_h, scale_h, dw_S = ops.expert_swiglu_backward(dh_PF, gate_up_P2F, weight_S, slot, ctx.act)
         if wants_down:
             sides = ops.wgrad_operands(*dy_rows, q_h, scale_h, ends)
             d_down = ops.grouped_wgrad(*sides, ends).to(down.dtype)
         if wants_x:
-            turned_gate_up = ops.quantize_experts_turned(gate_up, gate_up_scale, dy_TD)
-            dx_PD = ops.grouped_gemm(q, scale, *turned_gate_up, ends)
+            transposed_gate_up = ops.quantize_experts_transposed(gate_up, gate_up_scale, dy_TD)
+            dx_PD = ops.grouped_gemm(q, scale, *transposed_gate_up, ends)
             dx = ops.combine_rows(dx_PD, place, ctx.top_k).to(dy_TD.dtype)
         if wants_gate_up:
             rows = ops.gather_rows(q_TD, x_scale, slot, ctx.top_k, dy_TD)

@@ -1,4 +1,4 @@
-"""Rows of tokens laid out by expert, each expert's group filled up to whole lines of 16 rows, and back again.
+"""Rows of tokens laid out by expert, each expert's group padded to whole lines of 16 rows, and back again.
 
     layout    every expert gets max(16, its rows rounded up to 16) rows, the last one all that is left of P; padded row
               p holds slot[p] = t * top_k + j (choice j of token t) or -1; place[slot[p]] = p, -1 for dropped choices
@@ -31,7 +31,7 @@ from deepwell.kernels.device.fp8 import ELEMENTS, quantize_tile
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 
-# Rows that a group is filled up to: 16 bytes of FP8 along the contraction of a wgrad.
+# Rows that a group is padded to: 16 bytes of FP8 along the contraction of a wgrad.
 GROUP_ALIGNMENT = 16
 MAX_EXPERTS = 1024
 # The widest row that is quantized on its way.

@@ -5,7 +5,7 @@
 
 Rows lie as `group_rows.group_layout` puts them: groups of whole lines of 16, none without rows, the last one up to the
 end. Both operands lie along the contraction, codes are E4M3, scales fp32.
-Numerics: products of codes are exact; with `fast` the tensor cores add in their own shorter accumulator.
+Numerics: products of FP8 values are exact; with `fast` the tensor cores add in their own shorter accumulator.
 Cost: 2*P*N*K flops each; bytes P*K + E*N*K + 2*P*N (wgrad: P*N + P*K + 2*E*N*K).
 """
 
@@ -89,7 +89,7 @@ def grouped_gemm(
 def grouped_wgrad(
     a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor, *, fast: bool = False
 ) -> Tensor:
-    """`C_ENK` in bf16, of operands turned by `wgrad_operands`. Raises as `grouped_gemm` does."""
+    """`C_ENK` in bf16, of operands transposed by `wgrad_operands`. Raises as `grouped_gemm` does."""
     n, p = a_NP.shape
     k, other_p = b_KP.shape
     if p != other_p:

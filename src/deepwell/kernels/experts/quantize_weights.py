@@ -1,11 +1,11 @@
-"""Quantize the weights of all experts in one launch: along their rows, or turned, for the other direction's product.
+"""Quantize the weights of all experts in one launch: along their rows, or transposed for the other direction's GEMM.
 
-    rows      codes [E, R, C] with one power-of-two scale per row of an expert, as `quantize_rows` of [E * R, C]
-    turned    codes [E, C, R] with one scale per expert, its rows' largest: q[e, c, r] = RNE(w[e, r, c] / scale[e])
+    rows          codes [E, R, C] with one power-of-two scale per row of an expert, as `quantize_rows` of [E * R, C]
+    transposed    codes [E, C, R] with one scale per expert, its rows' largest: q[e, c, r] = RNE(w[e, r, c] / scale[e])
 
-A weight stored [E, N, K] is read along its rows by the forward and turned by dgrad; one stored [E, K, N] the other way.
+A weight stored [E, N, K] is read along its rows by the forward, transposed by dgrad; [E, K, N] the other way.
 Numerics: bit for bit `deepwell.formats` ("fp8_e4m3_row_pow2", and "fp8_e4m3_tensor_pow2" of each expert). An expert
-    that holds inf or NaN gets a NaN scale and NaN codes, turned; the others stay as they are.
+    that holds inf or NaN gets a NaN scale and NaN codes, transposed; the others stay as they are.
 Cost: memory bound, 2 + 1 bytes an element each (bf16). Qwen3-30B-A3B's gate and up (128 x 1536 x 2048) at 4.25 TB/s:
     284 us; Mixtral's (8 x 28672 x 4096) 663 us.
 """
@@ -20,7 +20,7 @@ from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, code_bytes
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.fp8 import _PACK_E4M3, quantize_rows
+from deepwell.kernels.quantize.fp8 import PACK_E4M3, quantize_rows
 from deepwell.kernels.quantize.transpose import TileConfig
 
 _FP8 = torch.float8_e4m3fn
@@ -29,10 +29,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
 
-def quantize_experts_turned_ref(w_ERC: Tensor, scale_E: Tensor) -> Tensor:
-    """Reference for `quantize_experts_turned`, given the experts' scales."""
-    turned = w_ERC.float().transpose(1, 2) * scale_E.reciprocal()[:, None, None]
-    return encode(turned.contiguous(), ELEMENTS[_FP8]).view(_FP8)
+def quantize_experts_transposed_ref(w_ERC: Tensor, scale_E: Tensor) -> Tensor:
+    """Reference for `quantize_experts_transposed`, given the experts' scales."""
+    transposed = w_ERC.float().transpose(1, 2) * scale_E.reciprocal()[:, None, None]
+    return encode(transposed.contiguous(), ELEMENTS[_FP8]).view(_FP8)
 
 
 # ---- configs: what the tuner may choose from ----
@@ -62,7 +62,7 @@ def _turn_experts_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # Four rows of a column are one word of the turned copy: out_ptr and R4 count words.
+    # Four rows of a column are one word of the transposed copy: out_ptr and R4 count words.
     e = tl.program_id(2).to(tl.int64)
     i = tl.program_id(1) * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -74,7 +74,7 @@ def _turn_experts_kernel(
     d = tl.load(tile + 2 * stride_wr, mask=mask, other=0.0).to(tl.float32) * enc
     f = tl.load(tile + 3 * stride_wr, mask=mask, other=0.0).to(tl.float32) * enc
     if PACKING == "asm":
-        word = tl.inline_asm_elementwise(_PACK_E4M3, "=r,f,f,f,f", [a, b, d, f], dtype=tl.int32, is_pure=True, pack=1)
+        word = tl.inline_asm_elementwise(PACK_E4M3, "=r,f,f,f,f", [a, b, d, f], dtype=tl.int32, is_pure=True, pack=1)
     else:
         word = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
         word |= (code_bytes(d, FP8, FP8_MAX) << 16) | (code_bytes(f, FP8, FP8_MAX) << 24)
@@ -93,8 +93,8 @@ def quantize_experts(w_ERC: Tensor) -> tuple[Tensor, Tensor]:
     return q.view(experts, rows, columns), scale.view(experts, rows)
 
 
-def quantize_experts_turned(w_ERC: Tensor, scale_E: Tensor, *, config: TileConfig | None = None) -> Tensor:
-    """`q_ECR`: the turned codes, with the power-of-two scale that is given for each expert; what exceeds it saturates.
+def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor, *, config: TileConfig | None = None) -> Tensor:
+    """`q_ECR`: the transposed codes, with the power-of-two scale given for each expert; what exceeds it saturates.
 
     Raises ConfigError on a wrong argument; R must be a multiple of 4.
     """
@@ -104,7 +104,7 @@ def quantize_experts_turned(w_ERC: Tensor, scale_E: Tensor, *, config: TileConfi
     if scale_E.dtype != torch.float32 or rows % 4:
         raise ConfigError(f"scale_E must be float32 and the {rows} rows a multiple of 4; scale_E is {scale_E.dtype}")
     if not runs_kernel(w_ERC, _turn_experts_kernel):
-        return quantize_experts_turned_ref(w_ERC, scale_E)
+        return quantize_experts_transposed_ref(w_ERC, scale_E)
     config = config or TURN_CONFIGS[0]
     packing = "words" if is_interpreted(_turn_experts_kernel) else config.packing
     q_ECR = torch.empty((experts, columns, rows), dtype=_FP8, device=w_ERC.device)

@@ -44,7 +44,7 @@ _E4M3_MAX = tl.constexpr(448.0)
 
 
 class ExpertGrads(NamedTuple):
-    """FP8 rows of [dg, du] and of h made again, and the gradient of the router's weights in fp32."""
+    """FP8 rows of [dg, du] and of h recomputed, and the gradient of the router's weights in fp32."""
 
     q: Tensor
     scale: Tensor

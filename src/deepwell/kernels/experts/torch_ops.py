@@ -10,7 +10,7 @@ from torch import Tensor
 from deepwell.kernels.activation.torch_ops import half
 from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group_layout, padded_rows
 from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
-from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_turned
+from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward
 from deepwell.kernels.quantize.torch_ops import rounded
 from deepwell.kernels.torch_library import FP8, fp8_rows_like, register_op
@@ -53,10 +53,10 @@ register_op(
 # ---- weights ----
 
 
-def _turned(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _transposed(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [E, C, R], scales [E, C]) of a weight [E, R, C], from the scales of its rows."""
     scale_E = scale.amax(1)
-    return quantize_experts_turned(w.detach(), scale_E), scale_E[:, None].expand(-1, w.shape[2]).contiguous()
+    return quantize_experts_transposed(w.detach(), scale_E), scale_E[:, None].expand(-1, w.shape[2]).contiguous()
 
 
 register_op(
@@ -65,8 +65,8 @@ register_op(
     lambda w, after=None: (w.new_empty(w.shape, dtype=FP8), w.new_empty(w.shape[:2], dtype=torch.float32)),
 )
 register_op(
-    "quantize_experts_turned(Tensor w, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
-    lambda w, scale, after=None: _turned(w, scale),
+    "quantize_experts_transposed(Tensor w, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
+    lambda w, scale, after=None: _transposed(w, scale),
     lambda w, scale, after=None: (
         w.new_empty((w.shape[0], w.shape[2], w.shape[1]), dtype=FP8),
         w.new_empty((w.shape[0], w.shape[2]), dtype=torch.float32),

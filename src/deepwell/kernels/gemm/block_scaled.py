@@ -271,7 +271,7 @@ def block_scaled_gemm(
 ) -> Tensor:
     """`a @ b.T` of two MXFP8 or two NVFP4 operands; CPU tensors go to the reference. `config` is Triton's.
 
-    Lengths and N are filled up inside to what the kernels take. Raises ConfigError on operands that do not fit each
+    Lengths and N are padded inside to what the kernels take. Raises ConfigError on operands that do not fit each
     other, UnsupportedError where the device or the candidate cannot run it.
     """
     _check(a, b, out_dtype)

@@ -1,7 +1,7 @@
 """Deepwell's own candidates for "gemm" (whole chains) and "fp8_gemm" (codes and scales): vendor, Triton, CUTLASS, TE.
 
 A chain is: quantize both operands, multiply, bias, activation. Weights that many products share are quantized by
-`prepare`, apart from the chain. Operands whose K or N is no multiple of 16 are filled up with zeros inside.
+`prepare`, apart from the chain. Operands whose K or N is no multiple of 16 are padded with zeros inside.
 """
 
 # Shapes: M rows of the result, N columns, K contraction. Chains take b as [K, N], FP8 GEMMs as [N, K] codes.
@@ -103,7 +103,7 @@ def _fill(x: Tensor, multiple: int, *, rows: bool) -> Tensor:
 
 
 def _rows_nk(b_KN: Tensor, multiple: int = ALIGNMENT) -> Tensor:
-    """b as rows along the contraction, filled up; a transposed weight is read where it lies."""
+    """b as rows along the contraction, padded; a transposed weight is read where it lies."""
     b_NK = b_KN.T
     return _fill(b_NK if b_NK.stride(1) == 1 else b_NK.contiguous(), multiple, rows=True)
 
@@ -130,7 +130,7 @@ def _prepare_128x128(b_KN: Tensor) -> _Codes:
     n, k = b_KN.shape[1], b_KN.shape[0]
     made = quantize(_rows_nk(b_KN, _BLOCK), "fp8_e4m3_128x128_pow2")
     assert made.scales is not None
-    # cuBLASLt reads them with K's blocks fastest, filled up to a multiple of four.
+    # cuBLASLt reads them with K's blocks fastest, padded to a multiple of four.
     blocks = -(-k // _BLOCK)
     scale = F.pad(made.scales, (0, -blocks % 4)).contiguous()
     return _Codes(made.data, scale.T, n)

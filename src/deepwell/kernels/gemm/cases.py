@@ -139,7 +139,7 @@ def codes(problem: Problem, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 def _with_one_scale(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same codes under the first row's scale: what they stand for does not matter to a product of codes."""
+    """The same codes under the first row's scale: what they stand for does not matter to an FP8 GEMM."""
     a, scale_a, b, scale_b = given
     return a, scale_a[:1].clone(), b, scale_b[:1].clone()
 

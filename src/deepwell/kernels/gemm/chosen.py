@@ -56,7 +56,7 @@ def _or_else(
         if is_shortage(error):
             raise
         reason = f"raised {type(error).__name__} while the model ran: {str(error)[:200]}"
-        _log.warning("kernel %s was set aside: %s", candidate.name, reason)
+        _log.warning("kernel %s was rejected: %s", candidate.name, reason)
         registry.set_aside(candidate.name, reason)
         return otherwise()
 

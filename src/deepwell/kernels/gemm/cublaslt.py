@@ -1,7 +1,7 @@
 """Products by an algorithm of cuBLASLt that is chosen by its rank: torch always takes the heuristic's first.
 
     C[m, n] = (A[m, k] @ B[n, k]^T) * scale_a * scale_b, rounded to bf16          FP8 codes
-    C[m, n] = A[m, k] @ B[k, n], or C += that                                     bf16, either of them turned in memory
+    C[m, n] = A[m, k] @ B[k, n], or C += that                                     bf16, either may be transposed
 
 The heuristic orders what it knows by an estimate. Of weight gradients, with one scale a tensor and sums in fp32, it
 knows eight, and another than the first is up to 8 % faster (4096 x 4096 x 16384, one H200, 2026-11-15,

@@ -1,7 +1,7 @@
 """One way from a product to a kernel: check, choose, run, and go on with the next best where a kernel fails.
 
-`gemm` is what the doors for users share (`production_kernels`, `cutlass_bindings`). Forward only: training goes through
-`dw.compile`, which calls candidates through the ops of `deepwell.kernels.gemm.chosen`.
+`gemm` is what the public entry points share (`production_kernels`, `cutlass_bindings`). Forward only: training goes
+through `dw.compile`, which calls candidates through the ops of `deepwell.kernels.gemm.chosen`.
 """
 
 import logging
@@ -56,7 +56,7 @@ def gemm(
                 raise
             # Chosen for its bucket, it may not take this very M; or it is broken. Either way somebody else does it.
             reason = f"raised {type(error).__name__} at M={problem.m}: {str(error)[:200]}"
-            _log.warning("kernel %s was set aside on %s: %s", candidate.name, problem.device, reason)
+            _log.warning("kernel %s was rejected on %s: %s", candidate.name, problem.device, reason)
             registry.set_aside(candidate.name, reason)
 
 

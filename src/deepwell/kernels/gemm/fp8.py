@@ -3,7 +3,7 @@
 Both operands lie along the contraction (Hopper's tensor cores take nothing else). Rows of A carry their own scale or
 share one; B has one scale for the tensor or one per row. Where A is given none, its reader multiplies rows by theirs:
 cuBLASLt has faster kernels for products with one scale (docs/gotchas.md), and powers of two lose nothing.
-Numerics: products of codes are exact; cuBLASLt adds them in fp32, with `fast` in the tensor cores' shorter accumulator,
+Numerics: products of FP8 values are exact; cuBLASLt adds them in fp32, with `fast` in the tensor cores' shorter one,
 which suits sums that wander and spoils sums that drift: 4096 terms without a mean keep 57 dB, with one as large as
 their deviation 31, and 32768 of those 12 (docs/numerics.md).
 Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N.

@@ -5,7 +5,7 @@
 
 Both operands lie along the contraction, E4M3, whole blocks of it. Scales lie as `quantize_blocks` writes them: 1x128
 with the blocks outermost, [B, M]; squares with the blocks of the contraction innermost, [N / 128, B in lines of 4].
-Numerics: products of codes are exact; cuBLASLt promotes its sums to fp32 every 128, there is no fast accumulation.
+Numerics: products of FP8 values are exact; cuBLASLt promotes its sums to fp32 every 128, there is no fast accumulation.
 Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N. cuBLASLt has these products on Hopper alone (CUDA 12.9 and later).
 """
 
@@ -53,7 +53,7 @@ def _by_element(scale_RB: Tensor) -> Tensor:
 
 
 def fp8_gemm_blocks(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, *, square: bool) -> Tensor:
-    """`a @ b.T` of E4M3 codes in bf16; any M and N: they are filled up to whole lines of 16 inside.
+    """`a @ b.T` of E4M3 codes in bf16; any M and N: they are padded to whole lines of 16 inside.
 
     Raises ConfigError on shapes or dtypes that do not fit, and torch's error where the GPU has no such product.
     """

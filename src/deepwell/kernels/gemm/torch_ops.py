@@ -25,7 +25,7 @@ ops = torch.ops.deepwell
 def _fp8_gemm(
     a_MK: Tensor, scale_a: Tensor | None, b_NK: Tensor, scale_b: Tensor, fast: bool, bias_N: Tensor | None = None
 ) -> Tensor:
-    """`gemm.fp8_gemm` of any shape: K and N are filled up with zeros to whole 16-byte lines.
+    """`gemm.fp8_gemm` of any shape: K and N are padded with zeros to whole 16-byte lines.
 
     Without `scale_a` the reader multiplies the rows (`row_factors`).
     """

@@ -3,7 +3,7 @@
     C[m, n] = act((A[m, k] @ B[n, k]^T) * scale_a[m] * scale_b[n] + bias[n])       act: none, gelu (erf), silu, relu
 
 Each program stays on its SM and takes tile after tile; operands come and results go through TMA descriptors.
-Numerics: products of codes are exact. `promote=False` adds them up in the tensor cores' own accumulator (Hopper: about
+Numerics: products of FP8 values are exact. `promote=False` adds them in the tensor cores' accumulator (Hopper: about
     14 bits), `promote=True` adds every step of K (128) into fp32 registers. Scales, bias and activation in fp32, one
     rounding at the end. NaN stays: in a code, in a scale, under every activation.
 Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N.

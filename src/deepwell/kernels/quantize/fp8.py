@@ -102,7 +102,7 @@ BOTH_CONFIGS = (
     TileConfig(rows=64, columns=64, num_warps=4, packing="bytes"),
     TileConfig(rows=128, columns=128, num_warps=8, packing="bytes"),
 )
-# One copy that is not turned needs no square tiles: rows of 1 KiB.
+# One copy that is not transposed needs no square tiles: rows of 1 KiB.
 ROWS_ONLY = TileConfig(rows=8, columns=512, num_warps=4, packing="bytes")
 
 
@@ -116,13 +116,13 @@ def default_row_config(columns: int) -> RowConfig:
     return ROW_CONFIGS[1] if columns > 8192 else ROW_CONFIGS[0]
 
 
-_PACK_E4M3 = tl.constexpr(
+PACK_E4M3 = tl.constexpr(
     """{ .reg .b16 lo, hi;
     cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
     cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
     mov.b32 $0, {lo, hi}; }"""
 )
-_PACK_E5M2 = tl.constexpr(_PACK_E4M3.value.replace("e4m3", "e5m2"))
+PACK_E5M2 = tl.constexpr(PACK_E4M3.value.replace("e4m3", "e5m2"))
 
 
 # ---- kernels ----
@@ -186,7 +186,7 @@ def _amax_kernel(x_ptr, bits_ptr, T, K, stride_xt, num_tiles, BLOCK_T: tl.conste
 def word_of_codes(a, b, c, d, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PACKING: tl.constexpr):
     """The codes of four saturated numbers in 32 bits, by PTX instructions ("asm") or shifts."""
     if PACKING == "asm":
-        PACK: tl.constexpr = _PACK_E4M3 if FP8_MAX == 448.0 else _PACK_E5M2
+        PACK: tl.constexpr = PACK_E4M3 if FP8_MAX == 448.0 else PACK_E5M2
         word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     else:
         word = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
@@ -406,8 +406,8 @@ def _quantize_both(
     scale = torch.empty((), dtype=torch.float32, device=x_TK.device)
     bits = torch.zeros((), dtype=torch.int32, device=x_TK.device) if measure else scale
     config = ROWS_ONLY if q_t is None else _fit_packing(config or BOTH_CONFIGS[0], x_TK, q_t)
-    first, turned = (q_t if q is None else q), (q if q_t is None else q_t)
-    assert first is not None and turned is not None
+    first, transposed = (q_t if q is None else q), (q if q_t is None else q_t)
+    assert first is not None and transposed is not None
     # An empty tensor still has a scale: one program writes it.
     grid = (max(1, triton.cdiv(k, config.columns)), max(1, triton.cdiv(t, config.rows)))
     with on_device(x_TK):
@@ -415,14 +415,14 @@ def _quantize_both(
             x_TK,
             given,
             first,
-            turned if config.packing == "bytes" else turned.view(torch.int32),
+            transposed if config.packing == "bytes" else transposed.view(torch.int32),
             scale,
             bits,
             t if config.packing == "bytes" else t // 4,
             k,
             x_TK.stride(0),
             first.stride(0),
-            turned.stride(0) if config.packing == "bytes" else turned.stride(0) // 4,
+            transposed.stride(0) if config.packing == "bytes" else transposed.stride(0) // 4,
             FP8_MAX=fp8_max,
             POW2=pow2,
             MEASURE=measure,

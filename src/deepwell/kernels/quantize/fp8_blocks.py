@@ -6,13 +6,13 @@
     128x128    one amax for a square: the codes of the two copies are each other's transposes
 
 Numerics: bit for bit `deepwell.formats.quantize` ("fp8_e4m3_1x128_pow2" of x and of x^T, "fp8_e4m3_128x128_pow2"), inf
-    and NaN included. Copies made together are filled up to whole blocks along their contraction, with zeros.
+    and NaN included. Copies made together are padded to whole blocks along their contraction, with zeros.
 Cost: memory bound, 3 bytes per bf16 element for one copy, 4 for both; 4 bytes per block. Scales lie as cuBLASLt reads
     them: 1x128 with the blocks outermost, 128x128 with the blocks of the contraction innermost, in lines of 4.
 """
 
 # Shapes: T tokens, K columns (the contraction), B = K / 128 blocks; N rows of a weight. Of a copy made together with
-# another, K' and T' are K and T filled up to whole blocks.
+# another, K' and T' are K and T padded to whole blocks.
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def quantize_128x128_ref(w_NK: Tensor) -> Blocks:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """x filled up to whole blocks along its rows."""
+    """x padded to whole blocks along its rows."""
     return F.pad(x, (0, -x.shape[1] % BLOCK))
 
 

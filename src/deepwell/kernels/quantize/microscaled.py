@@ -26,8 +26,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.kernels.checks import check_fp8, check_matrix
 from deepwell.kernels.device.fp8 import FLT_MAX, INF_BITS, code_bytes, magnitude_bits, saturate
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.fp8 import _PACK_E4M3 as PACK_E4M3
-from deepwell.kernels.quantize.fp8 import _PACK_E5M2 as PACK_E5M2
+from deepwell.kernels.quantize.fp8 import PACK_E4M3, PACK_E5M2
 from deepwell.kernels.quantize.fp8 import amax as measure_amax
 
 MX_BLOCK = 32
@@ -218,7 +217,7 @@ def _quantize_mx_kernel(
     k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (t < T)[:, None] & (k < K)[None, :]
     x = tl.load(x_ptr + t[:, None] * stride_xt + k[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Blocks past the end are all zero: byte 0, what the tile order is filled up with.
+    # Blocks past the end are all zero: byte 0, what the tile order is padded with.
     if ROWS:
         _mx_row(x, t, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
     if COLUMNS:
@@ -439,7 +438,7 @@ def quantize_mxfp8(
 
 def _launch_mx(x_TK: Tensor, copies: MxCopies, swizzled: bool, fp8_max: float, config: MxConfig) -> None:
     t, k = x_TK.shape
-    # The tile order is filled up to 128 rows and 4 blocks of 32 either way.
+    # The tile order is padded to 128 rows and 4 blocks of 32 either way.
     grid_t, grid_k = (layout.padded_shape(n, 0)[0] if swizzled else n for n in (t, k))
     grid = (triton.cdiv(grid_k, config.columns), triton.cdiv(grid_t, config.rows))
     scale, scale_t = (None if s is None else s.view(torch.uint8) for s in (copies.scale, copies.scale_t))
@@ -520,7 +519,7 @@ def _launch_nv(
     scale_rows = -(-t // NV_BLOCK) if square and not swizzled else t
     scale = _scales(x_TK, scale_rows, blocks, torch.float8_e4m3fn, swizzled)
     global_scale = torch.empty((), dtype=torch.float32, device=x_TK.device)
-    # Tiles are filled up to 128 rows and 4 blocks of 16; an empty tensor still has a scale, which one program writes.
+    # Tiles are padded to 128 rows and 4 blocks of 16; an empty tensor still has a scale, which one program writes.
     grid_t, grid_k = (t + -t % 128, k + -k % (4 * NV_BLOCK)) if swizzled else (t, k)
     grid = (max(1, triton.cdiv(grid_k, config.columns)), max(1, triton.cdiv(grid_t, config.rows)))
     asm = config.packing == "asm" and not is_interpreted(_quantize_nv_kernel)

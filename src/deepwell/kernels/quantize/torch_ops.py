@@ -45,7 +45,7 @@ ops = torch.ops.deepwell
 def _quantize_weights(weights: Sequence[Tensor], scale_per_row: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Several weights side by side under one scale, for the forward: (q [N, K], scale, partial maxima)."""
     partials = partial_maxima(weights)
-    return *quantize_group(weights, partials, turned=False, scale_per_row=scale_per_row), partials
+    return *quantize_group(weights, partials, transposed=False, scale_per_row=scale_per_row), partials
 
 
 def _quantize_weights_transposed(
@@ -56,7 +56,7 @@ def _quantize_weights_transposed(
     Made when the backward asks for it, from weights that are there anyway: kept from the forward it would cost a byte
     per parameter at the peak. `after` is any tensor of the backward: it keeps a compiler from moving this forward.
     """
-    return quantize_group(weights, partials, turned=True, scale_per_row=scale_per_row)
+    return quantize_group(weights, partials, transposed=True, scale_per_row=scale_per_row)
 
 
 def _fake_quantize_weights(weights: Sequence[Tensor], scale_per_row: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +77,7 @@ def _fake_quantize_weights_transposed(
 
 
 def rounded(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
-    """x rounded along its last dimension; what filled up the last run of the Hadamard transform stays."""
+    """x rounded along its last dimension; what padded the last run of the Hadamard transform stays."""
     x, signs = hadamard_operand(x, hadamard)
     return round_to(x, fmt, rounding=rounding, hadamard=signs)
 
@@ -103,8 +103,8 @@ def _fake_wgrad_operands(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = () if offs is None else (offs.shape[0],)
-    turned = (q.new_empty((q.shape[1], q.shape[0])) for q in (a, b))
-    return next(turned), scale_a.new_empty(shape), next(turned), scale_b.new_empty(shape)
+    transposed = (q.new_empty((q.shape[1], q.shape[0])) for q in (a, b))
+    return next(transposed), scale_a.new_empty(shape), next(transposed), scale_b.new_empty(shape)
 
 
 register_op("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(dense(x)), fp8_rows_like)
@@ -217,9 +217,9 @@ def _weights(weights: Sequence[Tensor], *, along_k: bool) -> tuple[Tensor, Tenso
             assert made.q_t is not None and made.scale_t is not None
             part = (made.q_t[:, start : blocks.stop * BLOCK], made.scale_t[:, blocks])
         stored = as_stored(w)
-        is_turned = stored.shape != w.shape or stored.stride() != w.stride()
+        is_transposed = stored.shape != w.shape or stored.stride() != w.stride()
         # Of a weight that is stored as [K, N] the copy along N is the one along its rows.
-        out = Blocks(*part, None, None) if along_k != is_turned else Blocks(None, None, *part)
+        out = Blocks(*part, None, None) if along_k != is_transposed else Blocks(None, None, *part)
         quantize_128x128(stored, out=out)
         start = stop
     codes, scale = made[:2] if along_k else made[2:]

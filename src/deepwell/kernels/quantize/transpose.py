@@ -171,7 +171,7 @@ def _transpose_words_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Pointers, N4 and strides count words of four codes, T4 groups of four tokens. A 4 x 4 block of bytes is turned
+    # Pointers, N4 and strides count words of four codes, T4 groups of four tokens. A 4 x 4 block of bytes is transposed
     # over in registers, so that shared memory moves whole words. (The mask compares i, not 4 * i: so it stays constant
     # over a vector and the stores keep their 16 bytes.)
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
@@ -215,11 +215,11 @@ def _transpose_words_kernel(
     if other_q_ptr is not None:
         stride_on = tl.where(is_other, other_stride_on, stride_on)
     out_tile = out_ptr + (n4.to(tl.int64) * 4)[:, None] * stride_on + i[None, :]
-    turned = tl.trans(mask)
-    tl.store(out_tile, tl.trans(w0), mask=turned)
-    tl.store(out_tile + stride_on, tl.trans(w1), mask=turned)
-    tl.store(out_tile + 2 * stride_on, tl.trans(w2), mask=turned)
-    tl.store(out_tile + 3 * stride_on, tl.trans(w3), mask=turned)
+    transposed = tl.trans(mask)
+    tl.store(out_tile, tl.trans(w0), mask=transposed)
+    tl.store(out_tile + stride_on, tl.trans(w1), mask=transposed)
+    tl.store(out_tile + 2 * stride_on, tl.trans(w2), mask=transposed)
+    tl.store(out_tile + 3 * stride_on, tl.trans(w3), mask=transposed)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""FP8 codes of many weights, kept from call to call and made again only where a weight changed: two launches for all.
+"""FP8 codes of many weights, kept from call to call and recomputed only where a weight changed: two launches for all.
 
     fingerprint   F(group) = sum over words of mix(word + position * G) mod 2^64,     amax(group) = max |w|
     quantize      a group whose F is that of its codes: nothing. Else scale = 1 / enc(amax), q = RNE(w * enc), both ways
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepwell.kernels.device.fp8 import code_bytes, multiplier_from_bits, saturate
 from deepwell.kernels.device.triton_support import tl, triton
-from deepwell.kernels.quantize.fp8 import _PACK_E4M3, amax_ref, quantize_both_ref
+from deepwell.kernels.quantize.fp8 import PACK_E4M3, amax_ref, quantize_both_ref
 
 # The odd constants of splitmix64 (Steele, Lea, Flood 2014: its increment and its finalizer), as signed words.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -64,7 +64,7 @@ def _mix_ref(z: Tensor) -> Tensor:
 
 
 def quantize_group_ref(weights: list[Tensor], rows: list[Tensor], columns: list[Tensor]) -> Tensor:
-    """Reference for a group's codes, written in place; `rows` lie as each weight is stored, `columns` turned."""
+    """Reference for a group's codes, written in place; `rows` lie as each weight is stored, `columns` transposed."""
     largest = amax_ref(weights)
     for w, row, column in zip(weights, rows, columns, strict=True):
         codes, codes_t, scale = quantize_both_ref(w, largest, pow2=True, dtype=torch.float8_e4m3fn)
@@ -218,7 +218,7 @@ def _codes(x):
 @triton.jit
 def _write_tile(w_ptr, r0, c0, enc, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, PACKING: tl.constexpr,
                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """One tile of a weight as codes, as it lies and turned; four rows of a column are one word of the turned copy."""
+    """One tile of a weight as codes, as it lies and transposed; there four rows of a column are one word."""
     GROUP: tl.constexpr = 1 if PACKING == "bytes" else 4
     i = r0 // GROUP + tl.arange(0, ROWS // GROUP)
     c = c0 + tl.arange(0, COLUMNS)
@@ -228,10 +228,10 @@ def _write_tile(w_ptr, r0, c0, enc, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, 
     row = _pointer(w_ptr, 4, tl.uint8, ALIGNED) + (i * GROUP)[:, None] * row_stride + c[None, :]
     a = _encoded(source, mask, enc)
     tl.store(row, _codes(a), mask=mask)
-    turned_stride = _length(w_ptr, 7, ALIGNED)
+    transposed_stride = _length(w_ptr, 7, ALIGNED)
     if PACKING == "bytes":
-        turned = _pointer(w_ptr, 6, tl.uint8, ALIGNED) + c[:, None] * turned_stride + i[None, :]
-        tl.store(turned, tl.trans(_codes(a)), mask=tl.trans(mask))
+        transposed = _pointer(w_ptr, 6, tl.uint8, ALIGNED) + c[:, None] * transposed_stride + i[None, :]
+        tl.store(transposed, tl.trans(_codes(a)), mask=tl.trans(mask))
     else:
         b = _encoded(source + stride, mask, enc)
         tl.store(row + row_stride, _codes(b), mask=mask)
@@ -241,13 +241,13 @@ def _write_tile(w_ptr, r0, c0, enc, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, 
         tl.store(row + 3 * row_stride, _codes(e), mask=mask)
         if PACKING == "asm":
             word = tl.inline_asm_elementwise(
-                _PACK_E4M3, "=r,f,f,f,f", [a, b, d, e], dtype=tl.int32, is_pure=True, pack=1
+                PACK_E4M3, "=r,f,f,f,f", [a, b, d, e], dtype=tl.int32, is_pure=True, pack=1
             )
         else:
             word = code_bytes(a, tl.float8e4nv, 448.0) | (code_bytes(b, tl.float8e4nv, 448.0) << 8)
             word |= (code_bytes(d, tl.float8e4nv, 448.0) << 16) | (code_bytes(e, tl.float8e4nv, 448.0) << 24)
-        turned = _pointer(w_ptr, 6, tl.int32, ALIGNED) + c[:, None] * (turned_stride // 4) + i[None, :]
-        tl.store(turned, tl.trans(word), mask=tl.trans(mask))
+        transposed = _pointer(w_ptr, 6, tl.int32, ALIGNED) + c[:, None] * (transposed_stride // 4) + i[None, :]
+        tl.store(transposed, tl.trans(word), mask=tl.trans(mask))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The launches that keep FP8 codes of weights up to date: which groups share a launch, and their tables of addresses.
+"""The launches that keep FP8 weights up to date: which groups share a launch, and their tables of addresses.
 
 Addresses lie in device memory. They are sent again when a weight has moved, which the host sees without asking the
 device; whether a weight has changed is the device's own decision (`weight_codes`). On a CPU the reference decides.
@@ -70,11 +70,11 @@ class Codes:
         return int(self.state[3])
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """For each weight where its codes go, as it is stored and turned."""
+        """For each weight where its codes go, as it is stored and transposed."""
         found, start = [], 0
         for width, is_kn in zip(self.widths, self.is_kn, strict=True):
-            along, turned = self.rows[start : start + width], self.columns[:, start : start + width]
-            found.append((turned, along) if is_kn else (along, turned))
+            along, transposed = self.rows[start : start + width], self.columns[:, start : start + width]
+            found.append((transposed, along) if is_kn else (along, transposed))
             start += width
         return found
 
@@ -137,8 +137,8 @@ class CodesRefresh:
         for launch in self._launches:
             rows = []
             for number, i in enumerate(launch.members):
-                for w, (along, turned) in zip(weights[i], self.codes[i].parts(), strict=True):
-                    copies = (along.data_ptr(), along.stride(0), turned.data_ptr(), turned.stride(0))
+                for w, (along, transposed) in zip(weights[i], self.codes[i].parts(), strict=True):
+                    copies = (along.data_ptr(), along.stride(0), transposed.data_ptr(), transposed.stride(0))
                     rows.append((w.data_ptr(), *w.shape, w.stride(0), *copies, number, 0))
             launch.weights.write(rows)
 
@@ -203,8 +203,8 @@ class CodesRefresh:
             launch.hashes,
             launch.amaxes,
             DTYPE=_DTYPES[launch.dtype],
-            # Bytes are for what lies anywhere. With fp32 read in fours, tiles of 32 x 32 lost a quarter of the turned
-            # copy on an H200 (Triton 3.6), whatever mask and pointers the store had.
+            # Bytes are for what lies anywhere. With fp32 read in fours, tiles of 32 x 32 lost a quarter of the
+            # transposed copy on an H200 (Triton 3.6), whatever mask and pointers the store had.
             ALIGNED=launch.is_aligned and packing != "bytes",
             PACKING=packing,
             ROWS=config.rows,
@@ -220,8 +220,8 @@ def _refresh_ref(codes: Codes, weights: list[Tensor]) -> None:
     found = fingerprint_ref(weights, is_aligned=_is_aligned(codes, weights))
     if bool(codes.state[1]) and bool(codes.state[0] == found):
         return
-    along, turned = zip(*codes.parts(), strict=True)
-    codes.scale.copy_(quantize_group_ref(weights, list(along), list(turned)))
+    along, transposed = zip(*codes.parts(), strict=True)
+    codes.scale.copy_(quantize_group_ref(weights, list(along), list(transposed)))
     codes.state[0] = found
     codes.state[1] = 1
     codes.state[3] += 1

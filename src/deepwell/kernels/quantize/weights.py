@@ -1,7 +1,7 @@
 """FP8 codes of a linear's weights under one scale, all of them by two launches: partial maxima, then codes.
 
     partial[p] = max |w| over the p-th share of every weight       amax = max_p partial[p]
-    q = RNE(w * enc(amax)) of all weights side by side, [N, K] or turned [K, N]       scale = 1 / enc(amax)
+    q = RNE(w * enc(amax)) of all weights side by side, [N, K] or transposed [K, N]       scale = 1 / enc(amax)
 
 One by one, three weights of a merged linear are eight launches forward (a cleared maximum, three maxima, three times
 codes, one that spreads the scale for the GEMM) and four backward: 540 of the 1,464 of a step of 16 such layers.
@@ -44,11 +44,11 @@ def partial_maxima_ref(weights: Sequence[Tensor]) -> Tensor:
     return partials
 
 
-def quantize_group_ref(weights: Sequence[Tensor], partials_P: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
+def quantize_group_ref(weights: Sequence[Tensor], partials_P: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
     """Reference for `quantize_group`: codes and scale."""
     made = [quantize_both_ref(w, partials_P.amax(), pow2=True, dtype=_FP8) for w in weights]
     codes = torch.cat([codes.view(torch.uint8) for codes, _, _ in made])
-    return (codes.T.contiguous() if turned else codes).view(_FP8), made[0][2]
+    return (codes.T.contiguous() if transposed else codes).view(_FP8), made[0][2]
 
 
 # ---- configs ----
@@ -77,13 +77,13 @@ PARTIALS_CONFIGS = (
     GroupConfig(rows=1, columns=8192, num_warps=4, stages=4),
     GroupConfig(rows=1, columns=8192, num_warps=8),
 )
-# Along K a tile is rows of 1 KiB; turned it goes through shared memory in words of four codes.
+# Along K a tile is rows of 1 KiB; transposed it goes through shared memory in words of four codes.
 ALONG_CONFIGS = (
     GroupConfig(rows=8, columns=512, num_warps=4, tiles=4),
     GroupConfig(rows=8, columns=512, num_warps=4, tiles=2),
     GroupConfig(rows=8, columns=1024, num_warps=8, tiles=4),
 )
-TURNED_CONFIGS = (
+TRANSPOSED_CONFIGS = (
     GroupConfig(rows=64, columns=64, num_warps=4, tiles=4),
     GroupConfig(rows=128, columns=64, num_warps=4, tiles=2),
     GroupConfig(rows=128, columns=64, num_warps=8, tiles=4),
@@ -229,10 +229,10 @@ def _words(a, b, c, d, enc, FP8_MAX: tl.constexpr, PACKING: tl.constexpr, ASM: t
 
 
 @triton.jit
-def _load_tile(place, mask, stride, TURNED: tl.constexpr):
-    """The numbers of a tile: turned, four rows of each group apart."""
+def _load_tile(place, mask, stride, TRANSPOSED: tl.constexpr):
+    """The numbers of a tile: transposed, four rows of each group apart."""
     a = tl.load(place, mask=mask, other=0.0)
-    if TURNED:
+    if TRANSPOSED:
         b = tl.load(place + stride, mask=mask, other=0.0)
         c = tl.load(place + 2 * stride, mask=mask, other=0.0)
         return a, b, c, tl.load(place + 3 * stride, mask=mask, other=0.0)
@@ -243,10 +243,10 @@ def _load_tile(place, mask, stride, TURNED: tl.constexpr):
 @triton.jit
 def _store_tile(
     x, enc, q_ptr, stride_q, mask, n, k,
-    TURNED: tl.constexpr, PACKING: tl.constexpr, ASM: tl.constexpr, FP8_MAX: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PACKING: tl.constexpr, ASM: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile. Turned, q_ptr and stride_q count words of four codes."""
-    if TURNED:
+    if TRANSPOSED:
         word = tl.trans(_words(x[0], x[1], x[2], x[3], enc, FP8_MAX, PACKING, ASM))
         i, j = tl.arange(0, word.shape[0])[:, None], tl.arange(0, word.shape[1])[None, :]
         tl.store(q_ptr + k.to(tl.int64) * stride_q + n // 4 + (i * stride_q + j), word, mask=tl.trans(mask))
@@ -260,15 +260,15 @@ def _store_tile(
 def _codes_kernel(
     w0_ptr, w1_ptr, w2_ptr, w3_ptr, partials_ptr, q_ptr, scale_ptr, N0, N1, N2, N3, K, stride, stride_q, num_partials,
     num_scales,
-    NUM: tl.constexpr, TURNED: tl.constexpr, PACKING: tl.constexpr, ASM: tl.constexpr, FP8_MAX: tl.constexpr,
+    NUM: tl.constexpr, TRANSPOSED: tl.constexpr, PACKING: tl.constexpr, ASM: tl.constexpr, FP8_MAX: tl.constexpr,
     PARTIALS: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pointers, rows = (w0_ptr, w1_ptr, w2_ptr, w3_ptr), (N0, N1, N2, N3)
-    GROUP: tl.constexpr = 4 if TURNED else 1
+    GROUP: tl.constexpr = 4 if TRANSPOSED else 1
     tile = tl.program_id(0) * TILES
     # What does not wait for the maximum is under way while it is found.
     place, mask, n, k = _place(tile, pointers, rows, K, stride, NUM, GROUP, BLOCK_N, BLOCK_K)
-    x = _load_tile(place, mask, stride, TURNED)
+    x = _load_tile(place, mask, stride, TRANSPOSED)
     p = tl.arange(0, PARTIALS)
     bits = tl.load(partials_ptr + p, mask=p < num_partials, other=0.0).to(tl.int32, bitcast=True)
     largest = tl.max(bits, axis=0)
@@ -279,8 +279,8 @@ def _codes_kernel(
             place, next_mask, next_n, next_k = _place(
                 tile + step + 1, pointers, rows, K, stride, NUM, GROUP, BLOCK_N, BLOCK_K
             )
-            next_x = _load_tile(place, next_mask, stride, TURNED)
-        _store_tile(x, enc, q_ptr, stride_q, mask, n, k, TURNED, PACKING, ASM, FP8_MAX)
+            next_x = _load_tile(place, next_mask, stride, TRANSPOSED)
+        _store_tile(x, enc, q_ptr, stride_q, mask, n, k, TRANSPOSED, PACKING, ASM, FP8_MAX)
         if step + 1 < TILES:
             x, mask, n, k = next_x, next_mask, next_n, next_k
     # Program i spreads the scale over its share of the rows of q.
@@ -325,24 +325,24 @@ def quantize_group(
     weights: Sequence[Tensor],
     partials_P: Tensor,
     *,
-    turned: bool,
+    transposed: bool,
     scale_per_row: bool,
     config: GroupConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of weights [N, K] side by side, [N, K] or `turned` [K, N], and their scale: one number or one a row of q.
+    """FP8 weights [N, K] side by side, [N, K] or `transposed` [K, N], and their scale: one number or one a row of q.
 
     `partials_P` are those of the same weights, or any number of others whose maximum is their amax.
     """
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
-    q = weights[0].new_empty((k, n) if turned else (n, k), dtype=_FP8)
+    q = weights[0].new_empty((k, n) if transposed else (n, k), dtype=_FP8)
     if not _in_two_launches(weights) or partials_P.numel() > MAX_PARTIALS:
-        scale = _one_by_one(weights, partials_P, q, turned=turned)
+        scale = _one_by_one(weights, partials_P, q, transposed=transposed)
         return q, scale.expand(q.shape[0]).contiguous() if scale_per_row else scale
     scale = weights[0].new_empty(q.shape[0] if scale_per_row else (), dtype=torch.float32)
-    config = config or (TURNED_CONFIGS if turned else ALONG_CONFIGS)[0]
+    config = config or (TRANSPOSED_CONFIGS if transposed else ALONG_CONFIGS)[0]
     num_tiles = sum(triton.cdiv(w.shape[0], config.rows) for w in weights) * triton.cdiv(k, config.columns)
     tiles = min(config.tiles, tiles_per_program(num_tiles))
-    words = q.view(torch.int32) if turned else q
+    words = q.view(torch.int32) if transposed else q
     with on_device(q):
         _codes_kernel[(triton.cdiv(num_tiles, tiles),)](
             *_fours(weights),
@@ -354,7 +354,7 @@ def quantize_group(
             partials_P.numel(),
             scale.numel(),
             NUM=len(weights),
-            TURNED=turned,
+            TRANSPOSED=transposed,
             PACKING="words" if is_interpreted(_codes_kernel) else "asm",
             ASM=runs_ptx(q, _codes_kernel),
             FP8_MAX=_FP8_MAX,
@@ -391,19 +391,19 @@ def _in_two_launches(weights: Sequence[Tensor]) -> bool:
     )
 
 
-def _one_by_one(weights: Sequence[Tensor], partials_P: Tensor, q: Tensor, *, turned: bool) -> Tensor:
+def _one_by_one(weights: Sequence[Tensor], partials_P: Tensor, q: Tensor, *, transposed: bool) -> Tensor:
     """Write the codes of each weight where they go in `q`, however it is stored. Returns their scale."""
     if not runs_kernel(q, _codes_kernel):
-        codes, scale = quantize_group_ref(weights, partials_P, turned=turned)
+        codes, scale = quantize_group_ref(weights, partials_P, transposed=transposed)
         q.view(torch.uint8).copy_(codes.view(torch.uint8))
         return scale
     largest, start = partials_P.amax(), 0
     for w in weights:
         rows = slice(start, start + w.shape[0])
-        part = q[:, rows] if turned else q[rows]
+        part = q[:, rows] if transposed else q[rows]
         stored = as_stored(w)
         is_kn = stored.shape != w.shape or stored.stride() != w.stride()
-        if turned == is_kn:
+        if transposed == is_kn:
             scale = quantize_weight(stored, largest, out=part, write="rows")[2]
         else:
             scale = quantize_weight(stored, largest, out_t=part, write="columns")[2]

@@ -49,12 +49,12 @@ from deepwell.kernels.rope.rope import (
     GradOptions,
     Heads,
     RopeConfig,
-    _table_strides,
     blocks,
     check_operand,
     check_tables,
     rope_qkv_backward_ref,
     rotate_ref,
+    table_strides,
 )
 
 
@@ -538,7 +538,7 @@ def _row_strides(x: Tensor) -> tuple[int | None, int]:
 
 
 def _strides_of(table: Tensor) -> tuple[int | None, int]:
-    between, step = _table_strides(table)
+    between, step = table_strides(table)
     return between or None, step
 
 

@@ -510,7 +510,7 @@ def _launch(
             b * s,
             s,
             *(stride for x in _three(read) for stride in (x.stride()[:3] if x is not None else (0, 0, 0))),
-            *(stride for table in tables for stride in _table_strides(table)),
+            *(stride for table in tables for stride in table_strides(table)),
             *(x.stride(0) if x is not None else 0 for x in _three(like)),
             like[0].stride(1),
             **dict(zip(("HQ", "HK", "HV"), heads + [1] * (3 - len(heads)), strict=True)),
@@ -553,7 +553,7 @@ def _three(operands: Any) -> list[Tensor | None]:
     return given + [None] * (3 - len(given))
 
 
-def _table_strides(table: Tensor) -> tuple[int, int]:
+def table_strides(table: Tensor) -> tuple[int, int]:
     """Distances from one sequence and from one position to the next; 0 where all sequences share a table."""
     is_shared = table.ndim == 2 or table.shape[0] == 1
     return 0 if is_shared else table.stride(0), table.stride(-2)

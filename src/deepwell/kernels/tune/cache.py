@@ -75,7 +75,7 @@ class ChoiceCache:
         return None if found is None else Proof(**found)
 
     def keep_proof(self, candidate: Candidate, of: str, proof: Proof) -> None:
-        """Remember a proof, unless its sources cannot be told apart or memory was short, which may pass."""
+        """Remember a proof, unless its sources cannot be distinguished or memory was short, which may pass."""
         if candidate.fingerprint is None or says_shortage(proof.reason):
             return
         self.proofs[_proof_key(candidate, of)] = asdict(proof)
@@ -91,7 +91,7 @@ class ChoiceCache:
         return None if choice.skipped() else choice
 
     def keep_choice(self, key: str, competitors: Sequence[Candidate], choice: Choice) -> None:
-        """Remember a choice, unless a candidate's sources cannot be told apart or one lacked memory to compete."""
+        """Remember a choice, unless a candidate's sources cannot be distinguished or one lacked memory to compete."""
         if choice.skipped() or any(candidate.fingerprint is None for candidate in competitors):
             return
         self.choices[key] = {"candidates": _keys(competitors), "choice": choice.to_dict()}
@@ -194,7 +194,7 @@ def _check_entry(key: str, entry: Any, device_type: str) -> None:
     if not all(isinstance(text, str) for v in choice.verdicts for text in (v.name, v.precision, v.origin, v.reason)):
         raise ConfigError("a verdict whose names or reason are no text")
     if choice.kernel not in choice.ranking():
-        raise ConfigError("a choice of a kernel that was set aside")
+        raise ConfigError("a choice of a kernel that was rejected")
     # A file serves all devices of one kind, whatever their number.
     if choice.problem != key or choice.device.partition(":")[0] != device_type:
         raise ConfigError(f"a choice for {choice.problem!r} on {choice.device!r} in the place of {key!r}")

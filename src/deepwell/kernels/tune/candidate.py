@@ -53,7 +53,7 @@ class Candidate:
     # Sums in the tensor cores' shorter accumulator: it has a floor of its own.
     fast: bool = False
     refuses: Callable[[Problem], str] | None = None
-    # Hash of the sources; None where they cannot be told apart, and then nothing about it is kept on disk.
+    # Hash of the sources; None where they cannot be distinguished, and then nothing about it is kept on disk.
     fingerprint: str | None = None
 
     @property
@@ -79,7 +79,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one candidate: its time where it competed, else the reason why it was set aside."""
+    """What became of one candidate: its time where it competed, else the reason why it was rejected."""
 
     name: str
     precision: str
@@ -104,7 +104,7 @@ class Choice:
         return tuple(verdict for verdict in self.verdicts if verdict.reason)
 
     def skipped(self) -> tuple[Verdict, ...]:
-        """Of those set aside, the ones that lacked memory to compete: with more of it they may win."""
+        """Of those rejected, the ones that lacked memory to compete: with more of it they may win."""
         return tuple(verdict for verdict in self.verdicts if says_shortage(verdict.reason))
 
     def ranking(self) -> tuple[str, ...]:

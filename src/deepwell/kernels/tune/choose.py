@@ -192,7 +192,7 @@ def _without_substitutes(
 def _warn(candidate: Candidate, problem: Problem, reason: str) -> None:
     """Say in the log that a candidate does not run, and why; a shape that it refuses by itself is no news."""
     if reason and not reason.startswith(REFUSES):
-        what = "skipped" if says_shortage(reason) else "set aside"
+        what = "skipped" if says_shortage(reason) else "rejected"
         level = logging.INFO if room_of(problem.op) is None else logging.WARNING
         _log.log(level, "kernel %s was %s on %s: %s", candidate.name, what, problem.device, reason)
 
@@ -230,7 +230,7 @@ def first_right(op: str, precision: str, device: str) -> tuple[str, str]:
     """(the first of an op's candidates that matches its reference on a device, how near it came).
 
     Those behind it are not tried. Where none does, ("", why each was rejected). Lack of memory is no finding: it is
-    raised, and the check is made again when it is asked for again.
+    raised, and the check is repeated when it is asked for again.
     """
     problem = Problem(op=op, precision=precision, device=device)
     reasons = []

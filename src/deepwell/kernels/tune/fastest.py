@@ -122,7 +122,7 @@ def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor],
         if is_shortage(error):
             raise
         # It refused before anything was launched.
-        _log.warning("cuBLASLt's algorithm %s was set aside: %s", way, error)
+        _log.warning("cuBLASLt's algorithm %s was rejected: %s", way, error)
         _chosen[product] = TORCH
         return by_torch()
 
@@ -156,7 +156,7 @@ def way_of(product: Product) -> str:
 
 def _problem(product: Product) -> Problem:
     types = "x".join(str(dtype).removeprefix("torch.") for dtype in product.types)
-    turned = "".join("t" if along else "n" for along in product.along_k)
+    transposed = "".join("t" if along else "n" for along in product.along_k)
     return Problem(
         op="algorithm",
         m=product.m,
@@ -164,7 +164,7 @@ def _problem(product: Product) -> Problem:
         k=product.k,
         precision=types,
         exact_sums=not product.fast,
-        details=f"{turned} {product.scales}",
+        details=f"{transposed} {product.scales}",
         exact_m=True,
         device=f"cuda:{product.device}",
     )

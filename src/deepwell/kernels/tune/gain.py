@@ -162,9 +162,9 @@ def _row_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Call
     def step() -> Tensor:
         q_x, s_x = rows_x if "x" in fused else quantize_rows(x)
         partials = partial_maxima([w])
-        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, turned=False, scale_per_row=True))
+        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, transposed=False, scale_per_row=True))
         q_dy, s_dy = rows_dy if "dy" in fused else quantize_rows(dy)
-        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, turned=True, scale_per_row=True))
+        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, transposed=True, scale_per_row=True))
         fastest_fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
         return y
 
@@ -176,10 +176,10 @@ def _tensor_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> C
         q_x, q_xt, s_x = quantize_weight(x)
         assert q_x is not None and q_xt is not None
         partials = partial_maxima([w])
-        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, turned=False, scale_per_row=False))
+        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, transposed=False, scale_per_row=False))
         q_dy, q_dyt, s_dy = quantize_weight(dy)
         assert q_dy is not None and q_dyt is not None
-        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, turned=True, scale_per_row=False))
+        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, transposed=True, scale_per_row=False))
         fastest_fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
         return y
 

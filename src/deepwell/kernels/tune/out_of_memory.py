@@ -1,4 +1,4 @@
-"""Lack of memory, told apart from what is a kernel's own fault: it says nothing of the kernel, and it may pass.
+"""Lack of memory, distinguished from what is a kernel's own fault: it says nothing of the kernel, and it may pass.
 
 A product that runs out of memory raises, as torch's own do: a training loop catches that, takes a smaller batch and
 goes on with the same kernels. A trial that runs out of memory is skipped: it is neither right nor wrong, and nothing of

@@ -16,7 +16,7 @@ _HEADER = ("kernels", "format", "times", "runs as", "us", "next best", "how")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRow:
-    """One problem: how often it occurs, the kernel that runs it, the next best, and why others were set aside."""
+    """One problem: how often it occurs, the kernel that runs it, the next best, and why others were rejected."""
 
     op: str
     shape: str  # MxNxK
@@ -54,7 +54,7 @@ def merge_rows(known: dict[tuple[str, str, str, str], KernelRow], rows: Iterable
 
 
 def kernel_table(rows: Sequence[KernelRow]) -> list[str]:
-    """Each problem in a line; then who was set aside and why, each reason once."""
+    """Each problem in a line; then who was rejected and why, each reason once."""
     cells: list[Sequence[str]] = [_HEADER]
     for row in rows:
         us = "" if row.us is None else f"{row.us:.1f}"
@@ -62,7 +62,7 @@ def kernel_table(rows: Sequence[KernelRow]) -> list[str]:
     if not any(row.next_best for row in rows):
         cells = [[*cell[:5], *cell[6:]] for cell in cells]
     reasons = dict.fromkeys(
-        f"{name} was {reason if reason.startswith(SKIPPED) else f'set aside: {reason}'}"
+        f"{name} was {reason if reason.startswith(SKIPPED) else f'rejected: {reason}'}"
         for row in rows
         for name, reason in row.set_aside
     )

@@ -95,7 +95,7 @@ def _record(run: Call, pool: Any) -> torch.cuda.CUDAGraph | None:
         _stream.cache_clear()
         raise
     except RuntimeError as error:
-        _stream.cache_clear()  # a stream whose recording broke off is left alone
+        _stream.cache_clear()  # a stream whose recording broke off is not used again
         _log.info("timed call by call: its launches cannot be recorded (%s)", str(error).splitlines()[0][:200])
         torch.cuda.synchronize()
         return None

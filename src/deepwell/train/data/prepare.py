@@ -243,7 +243,7 @@ def prepare_tokens(
     """Write the documents of `inputs` as token files under `folder`; what `describe` says of them, and what was done.
 
     `inputs` are files, folders and "stdlib", or Documents (`TextDocuments(strings)`). A call that was interrupted goes
-    on when it is made again with the same arguments. Raises ConfigError.
+    on when it is called again with the same arguments. Raises ConfigError.
     """
     _check_arguments(seq_len, val_fraction, shard_tokens)
     tokens = make_tokenizer(tokenizer, eos=eos)
@@ -359,7 +359,7 @@ _OWN = {_LOCK, DATASET, PROGRESS, "train", "val", "tokenizer.json"}
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an earlier call wrote, and only that: a folder without its marks is left alone."""
+    """Remove what an earlier call wrote, and only that: a folder without its marks is not touched."""
     if not ((folder / DATASET).exists() or (folder / PROGRESS).exists()):
         return
     if (folder / DATASET).exists():

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from deepwell.artifacts.export.graph.ops import ATTRIBUTES, METHODS, keys
 from deepwell.errors import UnsupportedError
 from deepwell.graph.example_inputs import ExampleInputs
-from deepwell.graph.trace import MODEL_ERRORS, _dynamo_settings, _shapes_forgotten, quiet
+from deepwell.graph.trace import MODEL_ERRORS, dynamo_settings, quiet, shapes_forgotten
 
 CONSTANT = "constant."
 _RELATIONS = {"Equality": "==", "Unequality": "!=", "LessThan": "<=", "StrictLessThan": "<", "GreaterThan": ">=",
@@ -118,11 +118,11 @@ def _capture(
 @contextmanager
 def _capturing() -> Iterator[None]:
     """Sizes stay open, one and zero included, and nothing of this is remembered or printed."""
-    settings = {**_dynamo_settings(), "assume_static_by_default": True, "capture_scalar_outputs": False}
+    settings = {**dynamo_settings(), "assume_static_by_default": True, "capture_scalar_outputs": False}
     config: Any = fx_config
     # A size is then not taken to be other than 0 and 1, which would go into the graph unseen.
     oblivious = {"backed_size_oblivious": True} if hasattr(config, "backed_size_oblivious") else {}
-    with torch._dynamo.config.patch(settings), config.patch(oblivious), _shapes_forgotten(), torch.no_grad(), quiet():
+    with torch._dynamo.config.patch(settings), config.patch(oblivious), shapes_forgotten(), torch.no_grad(), quiet():
         yield
 
 

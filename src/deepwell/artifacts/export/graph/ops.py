@@ -85,7 +85,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 def keys() -> dict[Any, str]:
     """Function -> key."""
     found: dict[Any, str] = {function: key for key, function in functions().items()}
-    # The same function behind torch's private door, as Dynamo writes it.
+    # The same function under torch's private name, as Dynamo writes it.
     for name in ("linear", "gelu", "scaled_dot_product_attention", "softplus", "one_hot", "pad", "elu_"):
         private = getattr(torch._C._nn, name, None)
         if private is not None and f"nn.{name}" in functions():
