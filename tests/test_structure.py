@@ -264,3 +264,43 @@ def test_no_error_is_caught_blindly(name: str) -> None:
             if node.type is None or re.search(r"\b(Base)?Exception\b", caught):
                 problems.append(f"{where(name, node.lineno)} catches {caught}")
     assert not problems, "\n".join(problems)
+
+
+# ---- the house: small folders, no families of prefixes, no private names across modules ----
+
+MAX_FILES_IN_FOLDER = 25
+
+
+def test_folders_stay_small_and_families_are_packages() -> None:
+    folders: dict[Path, list[str]] = {}
+    for path in MODULES.values():
+        folders.setdefault(path.parent, []).append(path.stem)
+    large = {str(f.relative_to(ROOT)): len(names) for f, names in folders.items() if len(names) > MAX_FILES_IN_FOLDER}
+    assert not large, f"split by meaning into a sub-package: {large}"
+    families: dict[str, set[str]] = {}
+    for folder, names in folders.items():
+        for name in names:
+            prefix, _, rest = name.lstrip("_").partition("_")
+            if rest:
+                members = {other for other in names if other == prefix or other.lstrip("_").startswith(f"{prefix}_")}
+                families[f"{folder.relative_to(ROOT)}/{prefix}_*"] = members
+    found = sorted(family for family, members in families.items() if len(members) > 2)
+    assert not found, f"make a package of each: {found}"
+
+
+def test_no_private_name_is_imported_from_another_module() -> None:
+    problems = [
+        f"{where(name, node.lineno)} imports {alias.name} from {node.module}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES
+        for alias in node.names
+        if re.match(r"_[^_]", alias.name) and f"{node.module}.{alias.name}" not in MODULES
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_compiling_a_model_loads_no_optimizer() -> None:
+    code = "import sys, deepwell.engine.compile; print([m for m in sys.modules if m.startswith('deepwell.train')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

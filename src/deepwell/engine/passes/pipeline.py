@@ -29,7 +29,6 @@ from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.gelu import rewrite_gelu
-from deepwell.engine.passes.left_alone import find_left_alone, has_autocast
 from deepwell.engine.passes.linear import find_linears, merge_plain_linears, rewrite_linears
 from deepwell.engine.passes.looped_experts import group_loops
 from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
@@ -41,6 +40,7 @@ from deepwell.engine.passes.row_factors import leave_row_scales
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.engine.times.gemms import find_products
 from deepwell.engine.times.ops import record_calls
+from deepwell.engine.unmatched import find_left_alone, has_autocast
 from deepwell.graph.fx import give_operands_by_position, value_of
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.tune.fastest import LEAST_FLOPS
