@@ -457,9 +457,9 @@ def test_the_turn_goes_over_the_layers_and_a_suspect_is_looked_at_again(eager):
     engine, looked = _engine("nvfp4"), []
     real = sampling.take_sample
 
-    def spy(model, schemes, paths, forward, *, number=0):
+    def spy(model, schemes, paths, forward, **options):
         looked.append((watch._step, tuple(paths)))
-        return real(model, schemes, paths, forward, number=number)
+        return real(model, schemes, paths, forward, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepwell.train.watch.take_sample", spy)
@@ -519,6 +519,43 @@ def test_experts_are_seen():
     engine = dw.compile(dw.capture(MixtralForCausalLM(MixtralConfig(**sizes)).train()), precision="mxfp8")
     ids = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(1))
     _look(engine, {"input_ids": ids, "labels": ids}, lambda part: engine(**part).loss)
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "bf16"])
+def test_the_load_of_experts_is_counted_whatever_their_format(precision, eager):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes)).train()
+    engine = dw.compile(dw.capture(model), precision=precision)
+    ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+    batch, one = {"input_ids": ids, "labels": ids}, torch.ones(())
+    watch = Watch(engine, GuardSettings(sample_every=3, sample_cost=100.0))
+    chosen = {}
+
+    def noting(number):
+        def hook(module, args):
+            chosen.setdefault(number, args[1].flatten())
+
+        return hook
+
+    layers = enumerate(model.model.layers)
+    handles = [layer.mlp.experts.register_forward_pre_hook(noting(i)) for i, layer in layers]
+    found = []
+    for step in range(4):
+        watch.begin_step(step, [batch], lambda part: engine(**part).loss)
+        watch.after_backward(one, one)
+        watch.end_step(step)
+        found.append(watch.expert_loads)
+    for handle in handles:
+        handle.remove()
+    assert [bool(load) for load in found] == [True, False, False, True]
+    # By the router's own choices.
+    assert found[0] == {
+        f"model.layers.{i}.mlp.experts": torch.bincount(picked, minlength=4).tolist() for i, picked in chosen.items()
+    }
 
 
 # ---- ranks ----

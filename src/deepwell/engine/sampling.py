@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Sample:
 
     rows: tuple[tuple[str, str], ...]  # (path, gemm)
     figures: Tensor  # [len(rows), len(FIGURES)] fp32
+    loads: Mapping[str, Tensor] = field(default_factory=dict)  # rows of each expert, by the path of its experts
 
 
 def rows_of(schemes: Mapping[str, str], paths: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -61,15 +62,18 @@ def take_sample(
     forward: Callable[[], Tensor],
     *,
     number: int = 0,
+    loads_of: Sequence[str] = (),
 ) -> Sample:
     """Run `forward`, which gives a loss, eagerly, and measure the GEMMs of `paths`. `number` varies the rows looked at.
 
-    The loss may be None or without gradient: then only forward GEMMs are seen.
+    The loss may be None or without gradient: then only forward GEMMs are seen. `loads_of` are paths of experts' weights
+    whose rows are counted.
     """
     device = next(model.parameters()).device
     probe = _Probe(schemes, number)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
-    experts: dict[str, Tensor] = {}
+    experts = {path: parameters[path] for path in loads_of if path in parameters and parameters[path].dim() == 3}
+    probe.asked = set(paths)
     handles = []
     for path in paths:
         weight = parameters.get(path, parameters.get(f"{path}.weight"))
@@ -97,7 +101,8 @@ def take_sample(
     rows = rows_of(schemes, paths)
     nothing = torch.zeros(len(FIGURES), device=device)
     figures = [probe.figures.get(row, nothing) for row in rows]
-    return Sample(rows=rows, figures=torch.stack(figures) if figures else torch.zeros(0, len(FIGURES), device=device))
+    made = torch.stack(figures) if figures else torch.zeros(0, len(FIGURES), device=device)
+    return Sample(rows=rows, figures=made, loads=probe.loads)
 
 
 @contextmanager
@@ -116,6 +121,8 @@ class _Probe:
 
     def __init__(self, schemes: Mapping[str, str], number: int) -> None:
         self.schemes, self.number = schemes, number
+        self.asked: set[str] = set()
+        self.loads: dict[str, Tensor] = {}
         self.figures: dict[tuple[str, str], Tensor] = {}
         self.targets: dict[str, Tensor] = {}  # what gradients are asked of, so that those of outputs are made
 
@@ -153,6 +160,11 @@ class _Probe:
     # ---- experts ----
 
     def grouped(self, call: GroupedCall, y_SN: Tensor) -> None:
+        # Both GEMMs of a layer's experts have the same rows.
+        ends = call.offs.detach().long()
+        self.loads.setdefault(call.path.rpartition(".")[0], torch.diff(ends, prepend=ends.new_zeros(1)))
+        if call.path not in self.asked:
+            return
         x_SK, weight = call.x_SK.detach(), call.weight.detach()
         scheme = self.schemes[call.path]
         with torch.no_grad():

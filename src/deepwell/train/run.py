@@ -192,6 +192,8 @@ class Run:
         )  # fmt: skip
         if done.step % trainer.settings.log_every == 0 or skipped or events:
             self.console.say(step_line(event, trainer.settings.steps))
+        if trainer.watch.expert_loads:
+            self.log.write("experts", step=done.step, layers=trainer.watch.expert_loads)
         for found in events:
             self.log.write("guard", **found.to_dict())
             self.console.say(f"guard: {found}")

@@ -110,6 +110,8 @@ class Watch:
         self._blame: tuple[tuple[str, ...], Tensor | None] = ((), None)
         self._known: tuple[Any, dict[Key, Gemm]] = (None, {})
         self._by_layer: tuple[Any, list[list[str]]] = (None, [])
+        self._experts = [site.path for site in engine.ir.sites() if isinstance(site.op, GroupedLinear)]
+        self.expert_loads: dict[str, list[int]] = {}  # of the step decided on last, where it had a sample
 
     # ---- a step ----
 
@@ -128,11 +130,15 @@ class Watch:
         if not (self.settings.enabled and self.settings.sample_every and run is not None and batches):
             return
         schemes = self.engine.bound.schemes
+        is_due = self._wants_all or step >= self._next
         paths = self._due(step, schemes)
-        if not paths:
+        if not paths and not (is_due and self._experts):
             return
+        self._wants_all = False
         batch, share = part_of(batches, self.settings.sample_tokens)
-        sample = take_sample(self.engine.model, schemes, paths, lambda: run(batch), number=self.num_samples)
+        sample = take_sample(
+            self.engine.model, schemes, paths, lambda: run(batch), number=self.num_samples, loads_of=self._experts
+        )
         self._sample = (sample, share / self.dp)
         self._next = max(self._next, step + self.interval(share))
         self.num_samples += 1
@@ -206,8 +212,11 @@ class Watch:
         if not self.settings.enabled:
             return []
         findings: list[Finding] = []
+        self.expert_loads = {}
         if self._records:
             record = self._records.popleft()
+            if record.sample is not None:
+                self.expert_loads = {path: load.tolist() for path, load in record.sample.loads.items()}
             values = _read(record)
             bad, (loss, grad_norm, cost) = values[:2], values[2:_NUM_VALUES]
             if record.sample is not None and cost:
