@@ -119,21 +119,27 @@ def _along_n(weight: Tensor, is_kn: bool, row_scale: Tensor | None, after: Tenso
 
 def _grouped(how: GemmScheme, a_SK: Tensor, b_ENK: Tensor, offs: Tensor) -> Tensor:
     """`a[rows of e] @ b[e].T` in high precision or emulated."""
-    if how.method == "bf16" and a_SK.dtype == torch.bfloat16:
+    if how.method == "bf16" and _torch_takes(a_SK, b_ENK):
         return torch.ops.aten._grouped_mm(a_SK, b_ENK.transpose(1, 2), offs)
     lhs, rhs = _operands(how)
     return ops.grouped_emulated(a_SK, b_ENK, offs, lhs, rhs)
 
 
 def _plain_wgrad(how: GemmScheme, dy_SN: Tensor, x_SK: Tensor, offs: Tensor) -> Tensor:
-    if how.method == "bf16" and dy_SN.dtype == torch.bfloat16:
+    if how.method == "bf16" and _torch_takes(dy_SN, x_SK):
         return torch.ops.aten._grouped_mm(dy_SN.T, x_SK, offs)
     lhs, rhs = _operands(how)
     return ops.grouped_emulated_wgrad(dy_SN, x_SK, offs, lhs, rhs)
 
 
+def _torch_takes(*operands: Tensor) -> bool:
+    """Whether torch has the grouped product: of bf16, with rows of whole lines of 16 bytes."""
+    sizes = [size for operand in operands for size in operand.shape[-2 if operand.dim() == 3 else -1 :]]
+    return operands[0].dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
+
+
 def _operands(how: GemmScheme) -> tuple[str, str]:
-    if how.method == "bf16":  # torch has grouped products of bf16 alone
+    if how.method == "bf16":
         return _AS_IS, _AS_IS
     assert how.method == "emulate" and how.format is not None
     # The transform cancels in the product only where both sides have it.

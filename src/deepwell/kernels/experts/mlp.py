@@ -1,0 +1,101 @@
+"""Experts as one differentiable function: tokens and the router's choices in, tokens out."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepwell.errors import ConfigError
+from deepwell.kernels.experts.autograd import FP8_METHOD, fused_experts
+from deepwell.kernels.experts.reference import (
+    PLAIN_SCHEME,
+    SWIGLU,
+    Biases,
+    ExpertActivation,
+    experts_mlp_ref,
+    group_ends,
+    parse_activation,
+)
+
+FP8_SCHEME = "|".join([FP8_METHOD] * 3)
+_SHORT = {"bf16": PLAIN_SCHEME, "fp8": FP8_SCHEME}
+
+
+def experts_mlp(
+    x_TH: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    top_index: Tensor,
+    top_weight: Tensor,
+    *,
+    biases: Biases = (None, None),
+    activation: ExpertActivation = SWIGLU,
+    precision: str = "bf16",
+) -> Tensor:
+    """`y[t] = sum_j top_weight[t, j] * expert(top_index[t, j])(x[t])`, [T, H] in the dtype of x.
+
+    `w_gate_up` is [E, 2F, H], of experts without a gate [E, F, H], `w_down` [E, H, F]: views of any strides, so that
+    weights stored [E, K, N] are given transposed. Choices with a negative index take no part. `precision` is "bf16" (operands as
+    they are, whatever their dtype), "fp8", or how each GEMM runs, "fwd|dgrad|wgrad" for both projections or two of
+    them with a semicolon between. Gradients go to x, weights, biases and `top_weight`.
+    """
+    _check(x_TH, w_gate_up, w_down, top_index, top_weight, activation)
+    given = (x_TH, w_gate_up, w_down, top_index, top_weight)
+    return run_experts(*given, biases, str(activation), precision)
+
+
+def run_experts(
+    x_TH: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    top_index: Tensor,
+    top_weight: Tensor,
+    biases: Biases,
+    activation: str,
+    precision: str,
+) -> Tensor:
+    """`experts_mlp` with arguments that a graph can hold: the engine keeps it as one node and decides its precision."""
+    how, schemes = parse_activation(activation), schemes_of(precision)
+    if schemes == (FP8_SCHEME, FP8_SCHEME) and is_fused_in_fp8(w_gate_up, w_down, biases, how):
+        experts, index = w_gate_up.shape[0], top_index.reshape(-1)
+        sorted_index, order = index.where(index >= 0, experts).sort(stable=True)
+        routing = (order, top_weight.reshape(-1), group_ends(sorted_index, experts))
+        return fused_experts(x_TH, w_gate_up, w_down, routing, top_index.shape[-1], how.function)
+    return experts_mlp_ref(
+        x_TH, w_gate_up, w_down, top_index, top_weight, biases=biases, activation=how, schemes=schemes
+    )
+
+
+def schemes_of(precision: str) -> tuple[str, str]:
+    """How the GEMMs of the two projections run."""
+    first, _, second = precision.partition(";")
+    schemes = _SHORT.get(first, first), _SHORT.get(second or first, second or first)
+    for scheme in schemes:
+        if scheme.count("|") != 2:
+            raise ConfigError(f'precision is {precision!r}; it must be "bf16", "fp8" or "fwd|dgrad|wgrad"')
+    return schemes
+
+
+def is_fused_in_fp8(w_gate_up: Tensor, w_down: Tensor, biases: Biases, activation: ExpertActivation) -> bool:
+    """Whether the whole block is one FP8 op: SwiGLU without biases, weights stored [E, N, K]."""
+    is_stored = w_gate_up.is_contiguous() and w_down.is_contiguous()
+    return activation.is_swiglu and activation.function != "relu2" and biases == (None, None) and is_stored
+
+
+def _check(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, index: Tensor, weight: Tensor, activation: ExpertActivation
+) -> None:
+    if w_gate_up.dim() != 3 or w_down.dim() != 3 or x.dim() != 2:
+        raise ConfigError(
+            f"experts_mlp takes x [T, H] and weights [E, N, K], got {tuple(x.shape)}, {tuple(w_gate_up.shape)} and "
+            f"{tuple(w_down.shape)}"
+        )
+    experts, hidden, ffn = w_down.shape
+    if tuple(w_gate_up.shape) != (experts, ffn * (1 + activation.gated), hidden) or x.shape[1] != hidden:
+        raise ConfigError(
+            f"w_gate_up is {tuple(w_gate_up.shape)} and x {tuple(x.shape)}; with w_down {tuple(w_down.shape)} they must be "
+            f"{(experts, ffn * (1 + activation.gated), hidden)} and [T, {hidden}]"
+        )
+    if index.dim() != 2 or index.shape != weight.shape or index.shape[0] != x.shape[0]:
+        raise ConfigError(
+            f"top_index is {tuple(index.shape)} and top_weight {tuple(weight.shape)}; both must be [{x.shape[0]}, top_k]"
+        )
