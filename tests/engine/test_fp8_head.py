@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import deepwell as dw
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Device
-from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.head import autograd
 from deepwell.kernels.head import torch_ops as library_head
 from deepwell.kernels.head.linear_cross_entropy import Head, linear_cross_entropy
@@ -212,3 +212,21 @@ def test_a_models_scaled_loss_scales_the_gradient_of_its_fp8_head(monkeypatch) -
     assert {"linear_cross_entropy_codes", "linear_cross_entropy_backward"} <= names
     assert_bitwise_equal(found[1], 4 * found[0])
     torch.testing.assert_close(found[2], 3 * found[0], rtol=1e-5, atol=1e-9)
+
+
+def test_a_head_in_parts_of_an_odd_vocabulary(monkeypatch) -> None:
+    # The forward as the model has it, gradients in FP8, 61 words padded to whole lines.
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
+    model, (x, y) = Tiny(), torch.randint(0, 61, (2, T))
+    model.lm_head = nn.Linear(D, 61, bias=False)
+    policy = dw.PrecisionPolicy("bf16")
+    policy.set_layer_precision("path:lm_head", "mxfp8", gemms=("dgrad", "wgrad"))
+    engine = dw.compile(model, precision_policy=policy, measure=False)
+    wanted = model(x, y)
+    wanted_grad = torch.autograd.grad(wanted, model.lm_head.weight)[0]
+    loss = engine(x, y)
+    loss.backward()
+    assert "linear_cross_entropy_codes" in {call.name for call in engine.options.calls}
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+    assert 20 < sqnr_db(wanted_grad, model.lm_head.weight.grad) < 45

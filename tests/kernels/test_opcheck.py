@@ -111,7 +111,7 @@ def _qk_norm_grads(s: Sizes) -> tuple[Any, ...]:
 
 
 def _head(s: Sizes, *, fp8: bool, bias: bool) -> tuple[Any, ...]:
-    v, d = (-(-size // 16) * 16 if fp8 else size for size in (s.v, s.d))
+    v, d = s.v, -(-s.d // 16) * 16 if fp8 else s.d
     target = torch.randint(0, v, (s.t, 2))[:, 0] if s.is_transposed else torch.randint(0, v, (s.t,))
     return s.tokens(d), s.matrix(v, d), s.vector(v) if bias else None, target
 
@@ -122,9 +122,10 @@ def _how(*, fp8: bool) -> tuple[Any, ...]:
 
 def _head_grads(s: Sizes, needs: list[bool], dtype: torch.dtype) -> tuple[Any, ...]:
     """What a head's forward left for the backward, with the loss' gradient and the weight's dtype."""
-    _, *made = ops.linear_cross_entropy_codes(*_head(s, fp8=True, bias=True), needs, *_how(fp8=True))
+    operands = _head(s, fp8=True, bias=True)
+    _, *made = ops.linear_cross_entropy_codes(*operands, needs, *_how(fp8=True))
     dx, db = (grad if need else None for grad, need in zip(made[:2], needs, strict=True))
-    return *made[2:], torch.tensor(0.5), dx, db, dtype
+    return *made[2:], torch.tensor(0.5), dx, db, operands[1].shape[0], dtype
 
 
 def _routing(s: Sizes) -> tuple[Tensor, Tensor, Tensor]:

@@ -99,6 +99,38 @@ def test_fp8_keeps_the_loss_and_the_gradients_direction(device, chunk):
         assert sqnr_db(theirs, mine) > 20  # a layer's gradients (docs/numerics.md)
 
 
+@pytest.mark.parametrize("how", ["bf16", "fp8", "fp8, bf16 forward", "fp8, capped"])
+def test_an_odd_vocabulary_is_that_of_a_weight_padded_by_hand(device, how):
+    # Padded words under a bias of -inf have no probability: loss and gradients of the others are those without them.
+    x, w, y = _inputs(device, t=32, d=32, v=77)
+    b = torch.randn(77, device=device).bfloat16()
+    cap = 4.0 if how == "fp8, capped" else None
+    head = Head(fp8=how != "bf16", bf16_forward=how == "fp8, bf16 forward", soft_cap=cap)
+    got = linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=16)
+    if cap is not None:  # a cap would lift -inf
+        ref = linear_cross_entropy_ref(x, w, y, bias_V=b, head=head)
+        assert abs(got.loss - ref.loss) < 5e-3 * ref.loss and sqnr_db(ref.dw, got.dw) > 20 < sqnr_db(ref.dx, got.dx)
+        return
+    more = 128 - 77
+    padded_b = torch.nn.functional.pad(b, (0, more), value=float("-inf"))
+    wanted = linear_cross_entropy(x, F.pad(w, (0, 0, 0, more)), y, bias_V=padded_b, head=head, chunk=16)
+    assert [tuple(t.shape) for t in got] == [(), (32, 32), (77, 32), (77,)] and all(t.is_contiguous() for t in got)
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
+    for mine, theirs in zip(got[1:], (wanted.dx, wanted.dw[:77], wanted.db[:77]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-6)
+    alone = linear_cross_entropy_loss(x, w, y, bias_V=b, head=head)
+    torch.testing.assert_close(alone, got.loss, rtol=1e-6, atol=0)
+
+
+def test_a_head_in_parts_has_the_bf16_loss_and_fp8_gradients(device):
+    x, w, y = _inputs(device, t=32, d=64, v=96)
+    bf16, parts = (linear_cross_entropy(x, w, y, head=head) for head in (Head(), Head(fp8=True, bf16_forward=True)))
+    assert_bitwise_equal(parts.loss, bf16.loss)
+    for mine, theirs in ((parts.dx, bf16.dx), (parts.dw, bf16.dw)):
+        assert 20 < sqnr_db(theirs, mine) < 45  # E5M2: they did run in FP8
+    assert_bitwise_equal(linear_cross_entropy_loss(x, w, y, head=Head(fp8=True, bf16_forward=True)), parts.loss)
+
+
 # A bias (Phi), a factor (Cohere, Granite), a soft cap (Gemma 2), all of them with a factor that turns the logits over.
 HEADS = {
     "bias": (True, Head()),

@@ -5,7 +5,7 @@ Between them the logits may be cast, viewed, scaled by a number (Granite, Cohere
 head's input instead, and the engine hands out logits that are computed, by the same steps, when somebody looks at them.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,14 @@ class _Head:
 
 
 def rewrite_cross_entropy(
-    graph: fx.Graph, fp8_weights: Collection[str] = (), other_weights: Collection[str] = ()
+    graph: fx.Graph, fp8_weights: Mapping[str, bool] | None = None, other_weights: Collection[str] = ()
 ) -> tuple[list[fx.Node], list[DeferredOutput]]:
     """Replace heads and their losses. Returns the weights of those heads, and which outputs are deferred logits.
 
-    `fp8_weights` names the placeholders of heads whose GEMMs run in FP8, `other_weights` those of heads in formats
-    that have no fused loss: they are left to the linear pass.
+    `fp8_weights` names the placeholders of heads with FP8 GEMMs, and whether the forward is none of them;
+    `other_weights` those of heads in formats that have no fused loss: they are left to the linear pass.
     """
+    fp8_weights = fp8_weights or {}
     heads: list[fx.Node] = []
     deferred: list[DeferredOutput] = []
     writes = Writes(graph)
@@ -71,7 +72,7 @@ def rewrite_cross_entropy(
             continue
         for node in returned:
             deferred += _return_head_input(graph, head, node)
-        _fuse(graph, head, weight.name in fp8_weights)
+        _fuse(graph, head, weight.name in fp8_weights, fp8_weights.get(weight.name, False))
         heads.append(weight)
     erase_unread(graph)
     return heads, deferred
@@ -189,10 +190,10 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return {reader for user in node.users for reader in _readers(user)}
 
 
-def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool) -> None:
+def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool, bf16_forward: bool) -> None:
     loss, (x, weight, bias) = head.loss, head.operands
     ignore, reduction = argument(loss, "ignore_index", -100), argument(loss, "reduction", "mean")
-    how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap)
+    how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap, bf16_forward)
     with graph.inserting_before(loss):
         new = graph.call_function(linear_cross_entropy, (x, weight, bias, argument(loss, "target"), *how))
         if value_of(loss).dtype is not torch.float32:  # a loss of bf16 logits is bf16

@@ -49,7 +49,8 @@ from deepwell.kernels.tune.gain import would_gain
 if TYPE_CHECKING:
     from deepwell.engine.backend import BackendOptions
 
-_FP8 = "fp8_row|fp8_row|fp8_row"
+# Heads with a fused loss, and whether their logits are a bf16 GEMM.
+_FP8_HEADS = {"fp8_row|fp8_row|fp8_row": False, "bf16|fp8_row|fp8_row": True}
 _AUTOCAST = (
     "torch.autocast was on: linears whose input it made another dtype than their weight's stay as it runs them; "
     "leave it out, the policy says which products leave the model's dtype (model.bfloat16() for all else in bf16)"
@@ -130,12 +131,15 @@ def _tell_left(graph: fx.Graph, work: Work) -> None:
 
 
 def _head(graph: fx.Graph, work: Work) -> int:
-    """Head and loss: in bf16 or, where all three GEMMs and the sizes allow it, in FP8."""
+    """Head and loss: in bf16 or, where the GEMMs' formats and the width allow it, in FP8."""
     options = work.options
     schemes = {node: scheme_of(names, options.schemes) for node, names in work.weights.items()}
     sizes = {node.name: value.shape for node in graph.nodes if (value := value_of(node)) is not None}
-    is_whole = {node: all(size % ALIGNMENT == 0 for size in sizes[node]) for node in schemes}
-    fp8 = [node for node, (_, scheme) in schemes.items() if scheme == _FP8 and is_whole[node]]
+    fp8 = {
+        node: _FP8_HEADS[scheme]
+        for node, (_, scheme) in schemes.items()
+        if scheme in _FP8_HEADS and sizes[node][-1] % ALIGNMENT == 0
+    }
     others = [node for node, (_, scheme) in schemes.items() if scheme and node not in fp8]
     for reason in unfused_losses(graph):
         options.remarks[f"all logits are held: the loss of the head has {reason}"] = None

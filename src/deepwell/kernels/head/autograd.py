@@ -36,8 +36,8 @@ class _Embedding(torch.autograd.Function):
 def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> Tensor:
     """Cross entropy of `x @ weight.T + bias` without holding all logits.
 
-    `how`: ignore_index, reduction, whether the GEMMs are FP8, the logits' scale, their soft cap (0: none). Gradients
-    are made only where somebody wants them.
+    `how`: ignore_index, reduction, whether the GEMMs are FP8, the logits' scale, their soft cap (0: none), and whether
+    the logits of an FP8 head stay in the model's dtype. Gradients are made only where somebody wants them.
     """
     x_TD = x.reshape(-1, x.shape[-1])
     needs = [t is not None and t.requires_grad for t in (x, weight, bias)]
@@ -79,12 +79,12 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
         loss, dx, db, *codes = ops.linear_cross_entropy_codes(x_TD, weight, bias, target, needs[::2], *how)
         kept = [grad if need else None for grad, need in zip((dx, db), needs[::2], strict=True)]
         ctx.save_for_backward(*codes, *kept)
-        ctx.needs, ctx.dtype, ctx.others = needs, weight.dtype, 2 + len(how)
+        ctx.needs, ctx.like, ctx.others = needs, (weight.shape[0], weight.dtype), 2 + len(how)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *codes, dx, db = ctx.saved_tensors
-        made = ops.linear_cross_entropy_backward(*codes, grads[0], dx, db, ctx.dtype)
+        made = ops.linear_cross_entropy_backward(*codes, grads[0], dx, db, *ctx.like)
         wanted = [grad if need else None for grad, need in zip(made, ctx.needs, strict=True)]
         return *wanted, *[None] * ctx.others

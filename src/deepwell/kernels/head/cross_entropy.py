@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
+from deepwell.kernels.checks import check_fp8, check_matrix, check_out, check_vector
 from deepwell.kernels.device.bf16_words import floats, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
@@ -346,14 +346,14 @@ def _cross_entropy_kernel(
             if q_ptr is not None:
                 # (Not by one number for both: of a row that is sure of its target it would be inf.)
                 # Nothing but the target saturates: the multiplier is of the row's own largest.
-                tl.store(q_ptr + t * V + v, (grad * enc).to(q_ptr.dtype.element_ty), mask=v < V)
+                tl.store(q_ptr + t * stride_gt + v, (grad * enc).to(q_ptr.dtype.element_ty), mask=v < V)
         # Over what the loop wrote there: cheaper than to ask every logit whether it is the target.
         tl.debug_barrier()
         has_target = is_valid & (is_ignored == 0)
         if grad_ptr is not None:
             tl.store(grad_ptr + t * stride_gt + target, at_target.to(DTYPE), mask=has_target)
         if q_ptr is not None:
-            tl.store(q_ptr + t * V + target, at_target.to(q_ptr.dtype.element_ty), mask=has_target)
+            tl.store(q_ptr + t * stride_gt + target, at_target.to(q_ptr.dtype.element_ty), mask=has_target)
 
 
 # ---- public wrapper: check, allocate, launch ----
@@ -367,13 +367,15 @@ def cross_entropy(
     factor_T: Tensor | None = None,
     grad_scale: Tensor | None = None,
     options: Options | None = None,
+    q_out: Tensor | None = None,
     config: Config | None = None,
 ) -> Losses:
     """The loss of each row of a chunk of logits, in fp32, and its gradient times `grad_scale`.
 
     `grad_scale`, one number on the device, is 1 / (number of targets that count) for the mean of a batch; 1 where None.
     `factor_T`, positive numbers, multiplies the rows of logits, `bias_V` is added to them, before the scale and the
-    soft cap of `options`. The gradient is that of the logits as they were given, times their factors.
+    soft cap of `options`. The gradient is that of the logits as they were given, times their factors. FP8 rows are
+    written to `q_out` where it is given, which may be a slice of a larger buffer.
     With the default options the logits are overwritten by their gradient. Raises ConfigError on a wrong argument.
     """
     options = options or Options()
@@ -385,6 +387,8 @@ def cross_entropy(
     if bias_V is not None:
         check_vector("bias_V", bias_V, v, logits_TV)
     check_factor("factor_T", factor_T, t, logits_TV)
+    if q_out is not None:
+        check_out("q_out", q_out, (t, v), options.fp8, logits_TV)
     if v == 0 and t:
         raise ConfigError("logits_TV has no columns; a vocabulary has at least one entry")
     if grad_scale is None:
@@ -393,13 +397,19 @@ def cross_entropy(
         got = f"{grad_scale.dtype} {tuple(grad_scale.shape)} on {grad_scale.device}"
         raise ConfigError(f"grad_scale must be one float32 number on {logits_TV.device}, got {got}")
     if not runs_kernel(logits_TV, _cross_entropy_kernel):
-        return cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options, factor_T)
+        made = cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options, factor_T)
+        return _with_codes_in(q_out, made)
     config = config or default_config(v, options)
     if options.gradient == "fp8" and options.soft_cap is not None:
         high = _launch(logits_TV, targets_T, bias_V, factor_T, grad_scale, replace(options, gradient="new"), config)
         assert high.grad is not None
-        return Losses(high.loss, None, *quantize_rows(high.grad, pow2=options.pow2, dtype=options.fp8))
-    return _launch(logits_TV, targets_T, bias_V, factor_T, grad_scale, options, config)
+        codes = quantize_rows(high.grad, pow2=options.pow2, dtype=options.fp8)
+        return _with_codes_in(q_out, Losses(high.loss, None, *codes))
+    return _launch(logits_TV, targets_T, bias_V, factor_T, grad_scale, options, config, q_out=q_out)
+
+
+def _with_codes_in(q_out: Tensor | None, made: Losses) -> Losses:
+    return made if q_out is None or made.q is None else made._replace(q=q_out.copy_(made.q))
 
 
 def _launch(
@@ -410,6 +420,8 @@ def _launch(
     grad_scale: Tensor,
     options: Options,
     config: Config,
+    *,
+    q_out: Tensor | None = None,
 ) -> Losses:
     t, v = logits_TV.shape
     loss = torch.empty(t, dtype=torch.float32, device=logits_TV.device)
@@ -419,8 +431,9 @@ def _launch(
     elif options.gradient == "new":
         grad = torch.empty((t, v), dtype=logits_TV.dtype, device=logits_TV.device)
     elif options.gradient == "fp8":
-        q = torch.empty((t, v), dtype=options.fp8, device=logits_TV.device)
+        q = torch.empty((t, v), dtype=options.fp8, device=logits_TV.device) if q_out is None else q_out
         scale = torch.empty_like(loss)
+    written = q if grad is None else grad
     if t:
         with on_device(logits_TV):
             _cross_entropy_kernel[(t,)](
@@ -435,7 +448,7 @@ def _launch(
                 grad_scale,
                 v,
                 logits_TV.stride(0),
-                grad.stride(0) if grad is not None else 0,
+                written.stride(0) if written is not None else 0,
                 options.ignore_index,
                 FP8_MAX=check_fp8("fp8", options.fp8),
                 POW2=options.pow2,

@@ -18,7 +18,10 @@ Numerics: softmax in fp32; x W^T and du in bf16 as torch's own, what lies betwee
     numbers below the smallest normal one, 2^-126 in bf16, which are then rounded twice. Products have the dtype of x,
     or bf16 on GPUs that write those with scales of rows in nothing else; in fp16, whose range they leave, with scales.
     A dW that waited is rounded once; for a gradient of 1 it is bit for bit the one that did not.
-Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes. A dW that waits saves the
+    With `bf16_forward` the logits are those of a bf16 head, and only dx and dW are FP8 GEMMs.
+    A vocabulary that is no multiple of 16 is padded with rows of zeros, in a copy of W: their logits and gradients are
+    0 and nobody reads them, so that results are those of the weight as it is.
+Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes; padded, a copy of W. A dW that waits saves the
     pass that scales it, 4*D*V bytes of traffic; until then du^T and x^T stand in its place, T*(V + D) bytes for 2*D*V.
     On one H200 16384 x 4096 x 128256 takes 70 ms of bf16 GEMMs, half of that in FP8.
 """
@@ -43,6 +46,9 @@ from deepwell.kernels.tune.fastest import fastest_fp8_gemm, fastest_mm
 # The gradient of the logits spans as many octaves as their probabilities.
 GRADIENT_FORMAT = torch.float8_e5m2
 
+# Rows of logits start on whole lines of memory: cuBLAS has its fast GEMMs for aligned rows alone.
+PADDED = 64
+
 # Bytes of logits that one chunk may hold. In bf16 large chunks add dW up less often. In FP8 it is one GEMM, and a chunk
 # has to outweigh its launches alone, whose share falls with the width. One H200, 2026-11-15, at 1024, 512 and 256 MiB:
 # 44.9, 44.4 and 45.0 ms for a width of 4096, 23.7, 24.5 and 24.4 ms for 2048 (`benchmarks/bench_head.py`).
@@ -57,6 +63,7 @@ class Head:
     ignore_index: int = -100
     reduction: str = "mean"
     fp8: bool = False
+    bf16_forward: bool = False  # with fp8: the GEMM of the logits stays in the model's dtype
     logit_scale: float = 1.0
     soft_cap: float | None = None
     dx: bool = True
@@ -147,7 +154,8 @@ def linear_cross_entropy(
     head = head or Head()
     if head.fp8:
         loss, dx, codes, db = linear_cross_entropy_codes(x_TD, w_VD, target_T, bias_V=bias_V, head=head, chunk=chunk)
-        return HeadLoss(loss, dx, None if codes is None else weight_gradient(codes, dtype=w_VD.dtype), db)
+        dw = None if codes is None else weight_gradient(codes, dtype=w_VD.dtype)[: w_VD.shape[0]]
+        return HeadLoss(loss, dx, dw, db)
     _check(x_TD, w_VD, target_T, bias_V, head.fp8)
     factor = _factor(target_T, head)
     out = _chunks(x_TD, w_VD, bias_V, target_T, factor, head, _rows_of_chunks(x_TD, w_VD, head, chunk))
@@ -176,7 +184,7 @@ def linear_cross_entropy_codes(
 
 
 def weight_gradient(codes: WeightCodes, grad: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
-    """dW [V, D] of a loss whose gradient is `grad`, an fp32 number; without one, 1.
+    """dW [V, D], padded as the codes are, of a loss whose gradient is `grad`, an fp32 number; without one, 1.
 
     The number is a factor of a scale: 1 changes no bit, a power of two shifts the exponents, any other is rounded with
     dW, once. 0 gives zeros. An infinite or NaN one leaves no entry of dW finite, as a multiplication would. It goes to
@@ -193,7 +201,9 @@ def linear_cross_entropy_loss(
     head = head or Head()
     factor = _factor(target_T, head)
     total = torch.zeros_like(factor)
-    qw_VD, _, w_scale = quantize_weight(w_VD, write="rows") if head.fp8 else (None, None, factor)
+    v, w_VD = w_VD.shape[0], _padded(w_VD)
+    is_fp8 = head.fp8 and not head.bf16_forward
+    qw_VD, _, w_scale = quantize_weight(w_VD, write="rows") if is_fp8 else (None, None, factor)
     options = head.loss("none")
     # The chunks of a training step: the fastest way to make their logits is known.
     for part in _parts(x_TD.shape[0], _rows_of_chunks(x_TD, w_VD, head, None)):
@@ -201,7 +211,8 @@ def linear_cross_entropy_loss(
             z_CV, factor_C = x_TD[part] @ w_VD.T, None
         else:
             z_CV, factor_C = _product(*quantize_rows(x_TD[part]), qw_VD, w_scale, dtype=x_TD.dtype)
-        total += cross_entropy(z_CV, target_T[part], bias_V=bias_V, factor_T=factor_C, options=options).loss.sum()
+        made = cross_entropy(z_CV[:, :v], target_T[part], bias_V=bias_V, factor_T=factor_C, options=options)
+        total += made.loss.sum()
         del z_CV  # before the next chunk's logits are made
     return total * factor
 
@@ -224,6 +235,16 @@ def _rows_of_chunks(x_TD: Tensor, w_VD: Tensor, head: Head, chunk: int | None) -
     return -(-rows // ALIGNMENT) * ALIGNMENT if head.fp8 else rows
 
 
+def padded_rows(v: int) -> int:
+    """Rows of the weight that the GEMMs see."""
+    return v + -v % PADDED if v % ALIGNMENT else v
+
+
+def _padded(w_VD: Tensor) -> Tensor:
+    more = padded_rows(w_VD.shape[0]) - w_VD.shape[0]
+    return F.pad(w_VD, (0, 0, 0, more)) if more else w_VD
+
+
 def _parts(t: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, t)) for start in range(0, t, chunk))
 
@@ -243,6 +264,7 @@ def _chunks(
     head: Head,
     chunk: int,
 ) -> HeadLoss:
+    v, w_VD = w_VD.shape[0], _padded(w_VD)
     loss_T = torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
     dx_TD = torch.empty_like(x_TD) if head.dx else None
     # The first chunk writes dW, the others add to it: zeros would be a pass of their own, and be read again.
@@ -254,15 +276,15 @@ def _chunks(
         z_CV = fastest_mm(x_TD[part], w_VD.T, out=logits[: part.stop - part.start])
         # Overwrites the logits by their gradient.
         options = head.loss("in_place")
-        made = cross_entropy(z_CV, target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
+        made = cross_entropy(z_CV[:, :v], target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
         loss_T[part] = made.loss
         if dx_TD is not None:
             fastest_mm(z_CV, w_VD, out=dx_TD[part])
         if dw_VD is not None:
             fastest_mm(z_CV.T, x_TD[part], out=dw_VD, accumulate=part.start > 0)
         if db_V is not None:
-            db_V += z_CV.sum(0, dtype=torch.float32)
-    return HeadLoss(loss_T, dx_TD, dw_VD, _as_bias(db_V, bias_V))
+            db_V += z_CV[:, :v].sum(0, dtype=torch.float32)
+    return HeadLoss(loss_T, dx_TD, None if dw_VD is None else dw_VD[:v], _as_bias(db_V, bias_V))
 
 
 def _as_bias(db_V: Tensor | None, bias_V: Tensor | None) -> Tensor | None:
@@ -278,25 +300,39 @@ def _chunks_fp8(
     head: Head,
     chunk: int,
 ) -> HeadCodes:
-    t, v = x_TD.shape[0], w_VD.shape[0]
+    t, v, w_VD = x_TD.shape[0], w_VD.shape[0], _padded(w_VD)
     qx_TD, x_scale = quantize_rows(x_TD)
-    qw_VD, qw_DV, w_scale = quantize_weight(w_VD)
-    assert qw_VD is not None and qw_DV is not None
+    qw_VD, qw_DV, w_scale = quantize_weight(w_VD, write="columns" if head.bf16_forward else "both")
+    assert qw_DV is not None
     wants_db = head.db and bias_V is not None
     loss_T = torch.empty(t, dtype=torch.float32, device=x_TD.device)
     dx_TD = torch.empty_like(x_TD) if head.dx else None
-    qg_VT = torch.empty((v, t), dtype=GRADIENT_FORMAT, device=x_TD.device) if head.dw or wants_db else None
+    shape = (w_VD.shape[0], t)
+    qg_VT = torch.empty(shape, dtype=GRADIENT_FORMAT, device=x_TD.device) if head.dw or wants_db else None
     # |du| <= a/count: the scale of a row with that amax holds for all. Where nothing counts, every du is 0.
     largest = torch.where(factor.isinf(), 0.0, factor * abs(head.logit_scale))
     g_scale = quantize_rows(largest.reshape(1, 1), dtype=GRADIENT_FORMAT)[1].reshape(())
+    # Columns beyond the vocabulary stay 0.
+    qg_CV = torch.zeros((min(chunk, t), shape[0]), dtype=GRADIENT_FORMAT, device=x_TD.device) if v < shape[0] else None
     for part in _parts(t, chunk):
-        z_CV, factor_C = _product(qx_TD[part], x_scale[part], qw_VD, w_scale, dtype=x_TD.dtype)
+        if qw_VD is None:
+            z_CV, factor_C = fastest_mm(x_TD[part], w_VD.T, out=x_TD.new_empty(part.stop - part.start, shape[0])), None
+        else:
+            z_CV, factor_C = _product(qx_TD[part], x_scale[part], qw_VD, w_scale, dtype=x_TD.dtype)
         options = head.loss("fp8")
+        q_out = None if qg_CV is None else qg_CV[: part.stop - part.start]
         grads = cross_entropy(
-            z_CV, target_T[part], bias_V=bias_V, factor_T=factor_C, grad_scale=factor, options=options
+            z_CV[:, :v],
+            target_T[part],
+            bias_V=bias_V,
+            factor_T=factor_C,
+            grad_scale=factor,
+            options=options,
+            q_out=None if q_out is None else q_out[:, :v],
         )
         del z_CV  # before the next chunk's logits are made
         assert grads.q is not None and grads.scale is not None
+        grads = grads if q_out is None else grads._replace(q=q_out)
         loss_T[part] = grads.loss
         if dx_TD is not None:
             product, factor_C = _product(grads.q, grads.scale, qw_DV, w_scale, dtype=x_TD.dtype, fast=False)
@@ -310,7 +346,7 @@ def _chunks_fp8(
         codes = WeightCodes(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale))
     if qg_VT is not None and bias_V is not None and head.db:
         ones = torch.ones((ALIGNMENT, t), dtype=x_TD.dtype, device=x_TD.device).to(qx_TD.dtype)
-        db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale), fast=False)[:, 0].to(bias_V.dtype).contiguous()
+        db_V = fp8_gemm(qg_VT, g_scale, ones, torch.ones_like(g_scale), fast=False)[:v, 0].to(bias_V.dtype).contiguous()
     return HeadCodes(loss_T, dx_TD, codes, db_V)
 
 
@@ -339,6 +375,6 @@ def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, 
         raise ConfigError(f"target_T has shape {tuple(target_T.shape)}; x_TD has {x_TD.shape[0]} rows")
     if bias_V is not None and bias_V.shape != w_VD.shape[:1]:
         raise ConfigError(f"bias_V has shape {tuple(bias_V.shape)}; w_VD has {w_VD.shape[0]} rows")
-    if fp8 and any(size % ALIGNMENT for size in (*x_TD.shape, w_VD.shape[0])):
-        sizes = f"T={x_TD.shape[0]}, D={x_TD.shape[1]}, V={w_VD.shape[0]}"
+    if fp8 and any(size % ALIGNMENT for size in x_TD.shape):
+        sizes = f"T={x_TD.shape[0]}, D={x_TD.shape[1]}"
         raise ConfigError(f"fp8 takes multiples of {ALIGNMENT}, got {sizes}; pad or leave the head in bf16")

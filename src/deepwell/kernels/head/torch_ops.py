@@ -16,6 +16,7 @@ from deepwell.kernels.head.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_codes,
     linear_cross_entropy_loss,
+    padded_rows,
     weight_gradient,
 )
 from deepwell.kernels.head.scale_by_scalar import scale_by
@@ -26,7 +27,7 @@ ops = torch.ops.deepwell
 
 def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Head:
     """The arguments after the tensors; a soft cap of 0 is none."""
-    ignore_index, reduction, fp8, logit_scale, soft_cap = how
+    ignore_index, reduction, fp8, logit_scale, soft_cap, *rest = how
     dx, dw, db = needs
     return Head(
         ignore_index=ignore_index,
@@ -34,6 +35,7 @@ def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Hea
         fp8=fp8,
         logit_scale=logit_scale,
         soft_cap=soft_cap or None,
+        bf16_forward=bool(rest and rest[0]),
         dx=dx,
         dw=dw,
         db=db,
@@ -81,7 +83,7 @@ def _linear_cross_entropy_loss(x: Tensor, w: Tensor, bias: Tensor | None, target
     return linear_cross_entropy_loss(*tensors, bias_V=dense_or_none(bias), head=_head(how))
 
 
-_HOW = "int ignore_index, str reduction, bool fp8, float logit_scale, float soft_cap"
+_HOW = "int ignore_index, str reduction, bool fp8, float logit_scale, float soft_cap, bool bf16_forward=False"
 register_op(
     f"linear_cross_entropy(Tensor x, Tensor w, Tensor? bias, Tensor target, bool[] needs, {_HOW})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -115,7 +117,10 @@ def _fake_linear_cross_entropy_codes(
 ) -> tuple[Tensor, ...]:
     loss, dx, _, db = _fake_linear_cross_entropy(x, w, bias, target, (needs[0], False, needs[1]), *how)
     t = (x.shape[0] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    qg_VT, g_scale = x.new_empty((w.shape[0], t), dtype=GRADIENT_FORMAT), x.new_empty((), dtype=torch.float32)
+    qg_VT, g_scale = (
+        x.new_empty((padded_rows(w.shape[0]), t), dtype=GRADIENT_FORMAT),
+        x.new_empty((), dtype=torch.float32),
+    )
     qx_DT, x_scale = x.new_empty((x.shape[1], t), dtype=FP8), x.new_empty((), dtype=torch.float32)
     return loss, dx, db, qg_VT, g_scale, qx_DT, x_scale
 
@@ -124,15 +129,15 @@ def _backward(*operands: Any) -> tuple[Tensor, ...]:
     """All gradients (dx, dW, db) in one op: what follows in a backward needs dx, so that no compiler moves the GEMM of
     dW, which nobody waits for, to the end and holds the codes until then.
     """
-    *codes, grad, dx, db, dtype = operands
-    dw = weight_gradient(WeightCodes(*codes), grad, dtype=dtype)
+    *codes, grad, dx, db, num_rows, dtype = operands
+    dw = weight_gradient(WeightCodes(*codes), grad, dtype=dtype)[:num_rows]
     dx, db = (made if made is None else scale_by(made, grad) for made in (dx, db))
     return _given(dw, dx, dw, db)
 
 
 def _fake_backward(*operands: Any) -> tuple[Tensor, ...]:
-    qg, _, qx, _, _, dx, db, dtype = operands
-    dw = qg.new_empty((qg.shape[0], qx.shape[0]), dtype=dtype)
+    _, _, qx, _, _, dx, db, num_rows, dtype = operands
+    dw = qx.new_empty((num_rows, qx.shape[0]), dtype=dtype)
     dx, db = (made if made is None else made.new_empty(made.shape) for made in (dx, db))
     return _given(dw, dx, dw, db)
 
@@ -145,7 +150,7 @@ register_op(
 )
 register_op(
     "linear_cross_entropy_backward(Tensor qg, Tensor g_scale, Tensor qx, Tensor x_scale, Tensor grad, Tensor? dx,"
-    " Tensor? db, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    " Tensor? db, SymInt num_rows, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
