@@ -34,9 +34,9 @@ def experts_mlp(
     """`y[t] = sum_j top_weight[t, j] * expert(top_index[t, j])(x[t])`, [T, H] in the dtype of x.
 
     `w_gate_up` is [E, 2F, H], of experts without a gate [E, F, H], `w_down` [E, H, F]: views of any strides, so that
-    weights stored [E, K, N] are given transposed. Choices with a negative index take no part. `precision` is "bf16" (operands as
-    they are, whatever their dtype), "fp8", or how each GEMM runs, "fwd|dgrad|wgrad" for both projections or two of
-    them with a semicolon between. Gradients go to x, weights, biases and `top_weight`.
+    weights stored [E, K, N] are given transposed. Choices with a negative index take no part. `precision` is "bf16"
+    (operands as they are, whatever their dtype), "fp8", or how each GEMM runs, "fwd|dgrad|wgrad" for both projections
+    or two of them with a semicolon between. Gradients go to x, weights, biases and `top_weight`.
     """
     _check(x_TH, w_gate_up, w_down, top_index, top_weight, activation)
     given = (x_TH, w_gate_up, w_down, top_index, top_weight)
@@ -92,10 +92,11 @@ def _check(
     experts, hidden, ffn = w_down.shape
     if tuple(w_gate_up.shape) != (experts, ffn * (1 + activation.gated), hidden) or x.shape[1] != hidden:
         raise ConfigError(
-            f"w_gate_up is {tuple(w_gate_up.shape)} and x {tuple(x.shape)}; with w_down {tuple(w_down.shape)} they must be "
-            f"{(experts, ffn * (1 + activation.gated), hidden)} and [T, {hidden}]"
+            f"w_gate_up is {tuple(w_gate_up.shape)} and x {tuple(x.shape)}; with w_down {tuple(w_down.shape)} they "
+            f"must be {(experts, ffn * (1 + activation.gated), hidden)} and [T, {hidden}]"
         )
     if index.dim() != 2 or index.shape != weight.shape or index.shape[0] != x.shape[0]:
         raise ConfigError(
-            f"top_index is {tuple(index.shape)} and top_weight {tuple(weight.shape)}; both must be [{x.shape[0]}, top_k]"
+            f"top_index is {tuple(index.shape)} and top_weight {tuple(weight.shape)}; both must be "
+            f"[{x.shape[0]}, top_k]"
         )

@@ -21,8 +21,9 @@ Numerics: softmax in fp32; x W^T and du in bf16 as torch's own, what lies betwee
     With `bf16_forward` the logits are those of a bf16 head, and only dx and dW are FP8 GEMMs.
     A vocabulary that is no multiple of 16 is padded with rows of zeros, in a copy of W: their logits and gradients are
     0 and nobody reads them, so that results are those of the weight as it is.
-Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes; padded, a copy of W. A dW that waits saves the
-    pass that scales it, 4*D*V bytes of traffic; until then du^T and x^T stand in its place, T*(V + D) bytes for 2*D*V.
+Cost: 6*T*D*V flops. Memory: one chunk of logits, dx and dW; with `fp8` also du^T, T*V bytes; padded, a copy of W. A
+    dW that waits saves the pass that scales it, 4*D*V bytes of traffic; until then du^T and x^T stand in its
+    place, T*(V + D) bytes for 2*D*V.
     On one H200 16384 x 4096 x 128256 takes 70 ms of bf16 GEMMs, half of that in FP8.
 """
 
