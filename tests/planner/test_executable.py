@@ -61,8 +61,13 @@ def tp2(**changes: Any) -> Layout:
         (Layout(dp=1, offload=Offload(optimizer=1.0)), "offload optimizer: only where states are sharded"),
         (Layout(dp=2, sharding="ddp", offload=Offload(optimizer=1.0)), "offload optimizer: only where states"),
         (Layout(dp=2, cuda_graphs=True), "cuda_graphs on 2 GPUs: one process only"),
-        (Layout(dp=2, offload=Offload(activations=0.5)), "offload activations"),
-        (Layout(dp=2, offload=Offload(optimizer=0.5)), "offload optimizer 0.5: all of its state or none"),
+        (Layout(dp=2, offload=Offload(activations=0.5)), "offload activations 0.5: all of them or none"),
+        (Layout(dp=2, offload=Offload(optimizer=0.5)), "offload optimizer 0.5: all of them or none"),
+        (
+            Layout(dp=2, offload=Offload(activations=1.0), recompute=Recompute(kind="full")),
+            "offload activations with recompute full",
+        ),
+        (Layout(dp=1, offload=Offload(activations=1.0), cuda_graphs=True), "offload activations with cuda_graphs"),
         (Layout(dp=2, recompute=Recompute(kind="selective", modules=("mlp",))), "recompute selective:mlp"),
     ],
 )
@@ -84,7 +89,8 @@ def test_what_is_not_executed_has_its_reason_here_and_none_elsewhere(layout: Lay
         Layout(dp=2, cp=32, context_parallel_kind="allgather"),
         Layout(dp=4, ep=4),
         Layout(dp=2, pp=2, cp=2, ep=4, context_parallel_kind="ulysses"),
-        Layout(dp=4, offload=Offload(optimizer=1.0)),
+        Layout(dp=4, offload=Offload(optimizer=1.0, activations=1.0)),
+        Layout(dp=1, offload=Offload(activations=1.0), recompute=Recompute(kind="selective")),
         Layout(dp=4, recompute=Recompute(kind="selective")),
         Layout(dp=4, recompute=Recompute(kind="block", layers=2)),
         Layout(dp=4, recompute=Recompute(kind="full")),
@@ -134,8 +140,6 @@ def test_tensor_parallelism_splits_plain_layers_and_their_tokens() -> None:
         {"schedule": "zbv"},
         {"schedule": ["zero_bubble", "dualpipev"]},
         {"etp": 2},
-        {"offload": "activations"},
-        {"offload": "both"},
         {"context_parallel_kind": "ring"},
     ],
 )
@@ -193,11 +197,12 @@ def test_default_plans_and_their_runners_up_are_executable() -> None:
         assert not any("selective:layernorm" in change.what for change in fast)
 
 
-def test_nothing_but_the_optimizer_moves_to_the_host() -> None:
-    # With activations in host memory this fits (tests/planner/search/test_constraints.py); here it may not.
-    with pytest.raises(PlanError) as caught:
-        autoplan(TINY, "1xH100", seq_len=1 << 22, global_batch=1, recompute="none", precision="bf16")
-    assert "offload='both'" not in str(caught.value)
+def test_on_one_gpu_activations_move_to_the_host_and_states_do_not() -> None:
+    # As on other stacks (tests/planner/search/test_constraints.py), but for the states, which are not sharded here.
+    found = autoplan(TINY, "1xH100", seq_len=1 << 21, global_batch=1, recompute="none", precision="bf16")
+    assert found.layout.offload == Offload(activations=1.0)
+    layouts = [found.layout, *(one.layout for one in found.runners_up)]
+    assert not any(why_not_executable(layout, found.workload, found.stack) for layout in layouts)
 
 
 @pytest.mark.parametrize(

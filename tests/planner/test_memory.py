@@ -110,7 +110,8 @@ def test_offloading_moves_state_and_activations_off_the_device() -> None:
     here = job_memory(Layout(dp=1))[0]
     away = job_memory(Layout(dp=1, offload=Offload(optimizer=1.0, activations=0.5)))[0]
     assert away.master == away.moments == 0
-    assert away.activation_bytes == pytest.approx(here.activation_bytes / 2)
+    # Of the half that goes, two of the 32 layers are on the GPU at any time.
+    assert away.activation_bytes == pytest.approx(here.activation_bytes * (1 - 0.5 * 30 / 32))
 
 
 def test_lora_has_gradients_for_its_adapters_only() -> None:

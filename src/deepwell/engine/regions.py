@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.offload import HostMemory
 from deepwell.engine.recompute import LayerRecompute, again
 from deepwell.engine.shared_graphs import STANDS_IN_FOR
 from deepwell.errors import ConfigError, UnsupportedError
@@ -87,6 +88,19 @@ class Regions:
             if path in self.layers:
                 module = self.model.get_submodule(path)
                 self._put(path, torch._dynamo.disable(again(module.forward), reason=REASON))
+
+    def offload(self) -> HostMemory:
+        """Keep what layers save for the backward in host memory. Returns where it goes."""
+        host = HostMemory()
+        for path in self.layers:
+            module = self.model.get_submodule(path)
+            if getattr(module, "gradient_checkpointing", False):
+                raise UnsupportedError(
+                    f"{path} is recomputed in the backward: it saves its input alone, and nothing goes to the host; "
+                    "leave out recompute, or the offload of activations"
+                )
+            self._put(path, torch._dynamo.disable(host.around(module, module.forward), reason=REASON))
+        return host
 
     def _install(self, path: str, *, fullgraph: bool) -> None:
         module = self.model.get_submodule(path)

@@ -286,7 +286,7 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
         seconds.get("host", 0.0)
         + STEP_S
         + STEP_S_PER_DOUBLING * math.log2(layout.gpus)
-        + _activation_offload_s(job, hw, ranks[busiest], f + b)
+        + _activation_offload_s(job, hw, ranks[busiest], f, b)
     )
     nodes = max(1.0, layout.gpus / hw.gpus_per_node)
     seconds["straggler"] = dev.constants.jitter * math.log2(nodes) * sum(seconds.values())
@@ -328,8 +328,9 @@ def _offload_s(job: Job, hw: Hardware, state_bytes: float) -> float:
     return 2 * job.layout.offload.optimizer * state_bytes / _pcie(hw)
 
 
-def _activation_offload_s(job: Job, hw: Hardware, stages: list[int], window: float) -> float:
-    """Activations that go to the host and come back beside a micro-batch's computation: what does not fit beside it."""
+def _activation_offload_s(job: Job, hw: Hardware, stages: list[int], f: float, b: float) -> float:
+    """Activations go to the host beside a micro-batch's forward: what does not fit beside it. They come back beside its
+    backward, or, where the stack fetches a layer's when it needs them, before it."""
     share = job.layout.offload.activations
     if not share:
         return 0.0
@@ -337,4 +338,6 @@ def _activation_offload_s(job: Job, hw: Hardware, stages: list[int], window: flo
     for index, block in enumerate(job.blocks):
         layers = sum(job.stages[s].counts[index] for s in stages)
         kept += layers * sum(saved_bytes(block, job.layout.recompute, job.kernel, job.dropout).values())
-    return job.micro_batches * max(0.0, 2 * share * kept / _pcie(hw) - window)
+    copy = share * kept / _pcie(hw)
+    beside = b if job.stack.switch("fetches_ahead", "on") == "on" else 0.0
+    return job.micro_batches * (max(0.0, copy - f) + max(0.0, copy - beside))

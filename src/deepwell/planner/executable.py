@@ -52,8 +52,7 @@ def why_not_executable(layout: Layout, workload: Workload, stack: Stack) -> str:
         or why_not_context(workload, facts, layout.cp, layout.context_parallel_kind)
         or why_not_etp(layout.etp)
         or why_not_recompute(layout.recompute)
-        or why_not_offload(layout.offload)
-        or why_not_host_state(layout)
+        or why_not_in_host_memory(layout)
         or why_not_graphs(layout.cuda_graphs, layout.gpus)
     )
 
@@ -188,19 +187,22 @@ def why_not_recompute(recompute: Recompute) -> str:
 
 
 def why_not_offload(offload: Offload) -> str:
-    if offload.activations:
-        return "offload activations: they stay on the GPU; recompute= frees them"
-    if offload.optimizer not in (0.0, 1.0):
-        return f"offload optimizer {offload.optimizer:g}: all of its state or none"
+    for name, share in (("activations", offload.activations), ("optimizer", offload.optimizer)):
+        if share not in (0.0, 1.0):
+            return f"offload {name} {share:g}: all of them or none"
     return ""
 
 
-def why_not_host_state(layout: Layout) -> str:
-    """Optimizer state in host memory is FSDP2's: there must be shards."""
+def why_not_in_host_memory(layout: Layout) -> str:
+    """Optimizer state in host memory is FSDP2's: there must be shards. Activations go there layer by layer."""
     is_sharded = layout.tp > 1 or (layout.dp * layout.cp > 1 and layout.sharding != "ddp")
     if layout.offload.optimizer and not is_sharded:
         return "offload optimizer: only where states are sharded (zero1, 2 or 3 over several GPUs)"
-    return ""
+    if layout.offload.activations and layout.recompute.kind in ("full", "block"):
+        return f"offload activations with recompute {layout.recompute}: such layers keep their input alone, on the GPU"
+    if layout.offload.activations and layout.cuda_graphs:
+        return "offload activations with cuda_graphs: copies to the host run between layers"
+    return why_not_offload(layout.offload)
 
 
 def why_not_graphs(cuda_graphs: bool, gpus: int) -> str:

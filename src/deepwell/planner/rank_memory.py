@@ -50,7 +50,8 @@ def rank_memory(job: Job, rank: int, keeps: Keeps | None = None) -> StageMemory:
         copies = 2.0 * whole
     groups = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
     # Long-lived buffers pack well; activations come and go in many sizes and leave holes.
-    held = sum(activations.values()) * (1 - layout.offload.activations)
+    on_device = on_device_share(job, rank)
+    held = sum(activations.values()) * on_device
     fragmentation = job.stack.constants.holes * held
     found = StageMemory(
         stage=rank,
@@ -59,7 +60,7 @@ def rank_memory(job: Job, rank: int, keeps: Keeps | None = None) -> StageMemory:
         moments=trained * state * per.moments * (1 - kept),
         grads=trained * (whole if rules.whole_grads else state) * per.grad,
         quantized_copies=copies,
-        activations=tuple((kind, size * (1 - layout.offload.activations)) for kind, size in activations.items()),
+        activations=tuple((kind, size * on_device) for kind, size in activations.items()),
         logits=logits,
         comm_buffers=buffers,
         workspace=_WORKSPACE + transient,
@@ -147,6 +148,17 @@ def _activations(job: Job, rank: int) -> tuple[dict[str, float], float]:
         for kind, size in one.kept.items():
             total[kind] = total.get(kind, 0.0) + count * size
     return total, max(one.transient for one in held)
+
+
+def on_device_share(job: Job, rank: int) -> float:
+    """The share of a rank's activations that is on the GPU. Two layers' stay: one runs while another's are copied."""
+    away = job.layout.offload.activations
+    if not away:
+        return 1.0
+    layers = [index for number in job.rank_stages(rank) for index, _, _ in _counted(job, job.stages[number])]
+    blocks = [job.blocks[index] for index in layers]
+    largest = max(sum(saved_bytes(b, job.layout.recompute, job.kernel, job.dropout).values()) for b in blocks)
+    return 1 - away * max(0.0, 1 - 2 * largest / sum(_activations(job, rank)[0].values()))
 
 
 class _Held(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from deepwell.planner.estimate import Job, read_job
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, kept_bytes, working_bytes
 from deepwell.planner.layout import Recompute
-from deepwell.planner.rank_memory import rank_memory
+from deepwell.planner.rank_memory import on_device_share, rank_memory
 from deepwell.planner.schedule.simulate import Timeline
 from deepwell.planner.schedule.trace import plan_timeline
 from deepwell.planner.shard import HALF, LocalBlock
@@ -79,7 +79,7 @@ class _Player:
 
     def __init__(self, job: Job, keeps: Keeps, rank: int, timeline: Timeline) -> None:
         self.job, self.keeps, self.rank, self.timeline = job, keeps, rank, timeline
-        self.memory = rank_memory(job, rank)
+        self.memory, self.on_device = rank_memory(job, rank), on_device_share(job, rank)
         self.stages = job.rank_stages(rank)
         self.activations = self.gradients = self.held_head = 0.0
         self.done: set[int] = set()  # stages whose gradients exist
@@ -114,10 +114,9 @@ class _Player:
 
     def _note(self, time: float, phase: str, head: float = 0.0, working: float = 0.0) -> None:
         memory = self.memory
-        on_device = 1 - self.job.layout.offload.activations
         sizes = (
             memory.params, memory.master + memory.moments, self.gradients, memory.quantized_copies,
-            self.activations * on_device, head or self.held_head, working,
+            self.activations * self.on_device, head or self.held_head, working,
             memory.comm_buffers + self.libraries,
         )  # fmt: skip
         shown = tuple((kind, size) for kind, size in zip(KINDS, sizes, strict=True) if size > 0)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from cases import Case
 
+from deepwell.planner.layout import Offload
+
 _ZERO = [
     Case(
         name=f"{sharding} 2", layout={"dp": 2, "sharding": sharding}, accumulation=accumulation, steps=20,
@@ -19,6 +21,7 @@ _HSDP = {"dp": 4, "dp_replicate": 2}
 _ADAMW = {"optimizer": "adamw_dw", "clip": 0.5}
 _BOTH = {"dp": 2, "tp": 2, "sharding": "zero3"}
 _TP = {"dp": 1, "tp": 2}
+_HOST = {"offload": Offload(optimizer=1.0, activations=1.0)}
 
 MATRIX: tuple[Case, ...] = (
     *_ZERO,
@@ -32,6 +35,8 @@ MATRIX: tuple[Case, ...] = (
         accumulation=2,
         settings={"param_dtype": "bf16", "reduce_dtype": "fp32"},
     ),
+    Case(name="zero3 2, host memory", layout={"dp": 2, "sharding": "zero3", **_HOST}, accumulation=2, **_ADAMW),
+    Case(name="zero2 2 mxfp8, host memory", layout={"dp": 2, "sharding": "zero2", **_HOST}, **_LOW),
     Case(name="zero3 4", layout={"dp": 4, "sharding": "zero3"}, **_ADAMW),
     Case(name="hsdp 2x2 zero3", layout={**_HSDP, "sharding": "zero3"}, steps=20),
     Case(name="hsdp 2x2 zero2", layout={**_HSDP, "sharding": "zero2"}, accumulation=2),
@@ -48,6 +53,7 @@ MATRIX: tuple[Case, ...] = (
     Case(name="fsdp 2 x tp 2 adamw", layout={**_BOTH, "sharding": "zero2"}, model="tied", accumulation=2, **_ADAMW),
     Case(name="fsdp 2 x tp 2 mxfp8", layout=_BOTH, recompute=True, **_LOW),
     Case(name="ddp 2 x tp 2", layout={**_BOTH, "sharding": "ddp"}, accumulation=2),
+    Case(name="fsdp 2 x tp 2, host memory", layout={**_BOTH, **_HOST}, accumulation=2),
     Case(name="hsdp x tp", layout={"dp": 2, "tp": 2, "dp_replicate": 2, "sharding": "zero3"}),
 )
 

@@ -11,13 +11,16 @@ from cases import Case, Outcome
 from compare import difference, outcomes
 from test_model_parallel import check
 
+from deepwell.planner.layout import Offload
+
 _ADAMW = {"clip": 0.5, "optimizer": "adamw_dw"}
 _ULYSSES = {"dp": 1, "cp": 2, "context_parallel_kind": "ulysses"}
 
 DATA = (
     # Buckets small enough for several; the second micro-batch of rank 1 predicts nothing.
     Case(
-        name="ddp", layout={"dp": 2, "sharding": "ddp"}, accumulation=2, settings={"bucket_mib": 0.05}, **_ADAMW
+        name="ddp", layout={"dp": 2, "sharding": "ddp", "offload": Offload(activations=1.0)}, accumulation=2,
+        settings={"bucket_mib": 0.05}, **_ADAMW,
     ),
     Case(
         name="zero3", layout={"dp": 2, "sharding": "zero3"}, model="tied", precision="mxfp8", labels="all",
@@ -28,8 +31,11 @@ DATA = (
 MODEL = (
     Case(name="pp 1f1b", layout={"dp": 1, "pp": 2}, accumulation=4),
     Case(name="cp ulysses", layout=_ULYSSES),
-    Case(name="ep", layout={"dp": 2, "ep": 2, "sharding": "zero3"}, model="moe", accumulation=2),
-)
+    Case(
+        name="ep", layout={"dp": 2, "ep": 2, "sharding": "zero3", "offload": Offload(optimizer=1.0)}, model="moe",
+        accumulation=2,
+    ),
+)  # fmt: skip
 
 
 def run(case: Case) -> Outcome:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import make_model
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepwell as dw
@@ -17,7 +18,7 @@ from deepwell.planner.layout import Layout, Offload
 from deepwell.train.feed import Feed
 from deepwell.train.parallel import ParallelSettings, make_meshes, parallelize
 from deepwell.train.parallel.runner import predictable
-from deepwell.train.parallel.shard import check_shardable
+from deepwell.train.parallel.shard import check_shardable, fsdp_options
 from deepwell.train.parallel.single import Runner
 
 
@@ -78,14 +79,20 @@ def test_what_cannot_be_executed_is_refused() -> None:
     check_shardable(kept, Layout(dp=2, sharding="zero2"), usual)
     engine = dw.compile(model, precision="bf16")
     for layout, message in (
-        (Layout(dp=2, sharding="zero2", offload=Offload(optimizer=0.5)), "keeps 50% of the optimizer state"),
-        (Layout(dp=2, sharding="zero2", offload=Offload(activations=1.0)), "of the activations in host memory"),
-        (Layout(dp=2, sharding="ddp", offload=Offload(optimizer=1.0)), "sharding ddp keeps all states"),
         (Layout(dp=1, tp=2, pp=2), "tp 2 together with pp 2"),
         (Layout(dp=1, tp=2, cp=2), "tp 2 together with cp 2"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             check_shardable(engine, layout, usual)
+    feed, cpu = Feed(model), torch.device("cpu")
+    with pytest.raises(UnsupportedError, match="offload optimizer: only where states are sharded"):
+        parallelize(engine, Layout(dp=1, offload=Offload(optimizer=1.0)), feed=feed, device=cpu)
+    with pytest.raises(UnsupportedError, match=r"offload optimizer 0\.5: all of them or none"), world(0, 2):
+        parallelize(engine, Layout(dp=2, sharding="zero2", offload=Offload(optimizer=0.5)), feed=feed, device=cpu)
+    with world(0, 2):
+        for share, kind in ((1.0, CPUOffloadPolicy), (0.0, OffloadPolicy)):
+            meshes = make_meshes(Layout(dp=2, sharding="zero2", offload=Offload(optimizer=share)), "cpu")
+            assert type(fsdp_options(meshes, usual)["offload_policy"]) is kind
     with pytest.raises(UnsupportedError, match="param_dtype and reduce_dtype are FSDP2's"):
         check_shardable(engine, Layout(dp=2, sharding="ddp"), ParallelSettings(reduce_dtype="fp32"))
     with pytest.raises(ConfigError, match="param_dtype is 'float8'"):

@@ -7,7 +7,7 @@ from cases import Case, Outcome
 from compare import difference, outcomes
 from spread import run
 
-from deepwell.planner.layout import Layout
+from deepwell.planner.layout import Layout, Offload
 
 _PP = {"dp": 1, "pp": 2}
 _TWICE = {**_PP, "virtual_stages": 2}
@@ -46,6 +46,10 @@ MATRIX = (
     Case(name="ep 2 x fsdp 2", layout={"dp": 4, "ep": 2, "sharding": "zero2"}, model="moe", steps=20, clip=0.5),
     Case(name="ep 2 x fsdp 2 mxfp8", layout={**_EP, "dp": 4}, model="moe", recompute=True, **_LOW),
     Case(name="ep 4", layout={"dp": 4, "ep": 4, "sharding": "zero3"}, model="moe"),
+    Case(
+        name="pp 2 x ep 2, host memory", model="moe", accumulation=2,
+        layout={**_PP, "dp": 2, "ep": 2, "sharding": "zero3", "offload": Offload(optimizer=1.0, activations=1.0)},
+    ),
     Case(name="cp 2 x ep 2, ddp", layout={"dp": 2, "cp": 2, "ep": 2, "sharding": "ddp"}, model="moe"),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from deepwell.planner.executable import (
     why_not_etp,
     why_not_executable,
     why_not_graphs,
-    why_not_host_state,
+    why_not_in_host_memory,
     why_not_schedule,
     why_not_sequence,
     why_not_split,
@@ -180,7 +180,7 @@ def _executable(space: Space, found: list[Family], refuse: Any) -> list[Family]:
             if why_not_schedule(schedule):
                 refuse(why_not_schedule(schedule))
     # On one GPU nothing is sharded, whatever its sharding is called.
-    alone = why_not_host_state(Layout(dp=1, offload=OFFLOADS[given.offload or "none"])) if gpus == 1 else ""
+    alone = why_not_in_host_memory(Layout(dp=1, offload=OFFLOADS[given.offload or "none"])) if gpus == 1 else ""
     reason = why_not_graphs(given.cuda_graphs, gpus) or alone
     if reason:
         refuse(reason)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from deepwell.engine.engine import Engine
+from deepwell.errors import UnsupportedError
+from deepwell.planner.executable import why_not_in_host_memory
 from deepwell.planner.layout import Layout
 from deepwell.train.feed import Feed
 from deepwell.train.parallel.mesh import Meshes, check_world, make_meshes
@@ -40,9 +42,17 @@ def parallelize(
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     check_world(layout, world)
-    if world == 1:
-        return Runner(engine, feed, device)
-    settings = settings or ParallelSettings()
+    if reason := why_not_in_host_memory(layout):
+        raise UnsupportedError(f"layout {layout} cannot be executed: {reason}")
+    runner = Runner(engine, feed, device)
+    if world > 1:
+        runner = _spread(engine, layout, feed, device, settings or ParallelSettings())
+    if layout.offload.activations:
+        (engine.regions or engine.use_regions()).offload()
+    return runner
+
+
+def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, settings: ParallelSettings) -> Runner:
     check_shardable(engine, layout, settings)
     meshes = make_meshes(layout, device.type)
     if settings.sync_weights:

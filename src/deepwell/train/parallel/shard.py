@@ -92,19 +92,7 @@ def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) 
             raise UnsupportedError(
                 f"tp {layout.tp} together with {name} {getattr(layout, name)} is not executed; take one of them"
             )
-    if layout.offload.activations:
-        raise UnsupportedError(
-            f"the layout keeps {layout.offload.activations:.0%} of the activations in host memory, which is not "
-            "executed; recompute layers instead"
-        )
-    if layout.offload.optimizer not in (0.0, 1.0):
-        raise UnsupportedError(
-            f"the layout keeps {layout.offload.optimizer:.0%} of the optimizer state in host memory; all of it or none "
-            "can be executed"
-        )
     is_ddp = layout.sharding == "ddp" and layout.tp == 1
-    if layout.offload.optimizer and is_ddp:
-        raise UnsupportedError("sharding ddp keeps all states on the device; take zero1, 2 or 3 to offload them")
     if is_ddp and (settings.param_dtype or settings.reduce_dtype):
         raise UnsupportedError("param_dtype and reduce_dtype are FSDP2's; take zero1, 2 or 3, or cast the model")
 
