@@ -27,7 +27,12 @@ from deepwell.artifacts.checkpoint import (
     save_checkpoint,
     verify,
 )
-from deepwell.errors import ConfigError
+from deepwell.artifacts.checkpoint.keep import tidy
+from deepwell.artifacts.checkpoint.pieces import contents_of, units_of
+from deepwell.artifacts.checkpoint.staging import Staging
+from deepwell.artifacts.checkpoint.team import Team
+from deepwell.artifacts.checkpoint.writer import failed_job, prepare, run_job
+from deepwell.errors import CheckpointError, ConfigError
 
 HERE = Path(__file__).parent
 
@@ -163,6 +168,24 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
         saver.save(make_state(2))
     refused, saved = saver.poll()
     assert "Permission denied" in refused.error and saved.committed
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_late_to_a_save_that_failed_does_not_wait(late: int, tmp_path: Path) -> None:
+    """Two ranks of one save, one after the other: whoever is first fails, and the other hears of it at once."""
+    token, units = "0123456789ab", units_of(contents_of(TrainState(model=nn.Linear(4, 4)), 0))
+    teams = [Team(rank=r, world=2, token=token, mine=frozenset(), known=frozenset(units)) for r in (0, 1)]
+    state = TrainState(model=nn.Linear(4, 4), meta={"step": 3})
+    jobs = [failed_job(tmp_path, 3, teams[1 - late], f"{token}-3-0", "it is not healthy")]
+    jobs += [prepare(tmp_path, state, teams[late], f"{token}-3-0", Staging())]
+    began = time.monotonic()
+    for job, words in zip(jobs, ("it is not healthy", "it is not healthy" if late == 0 else "another rank"), strict=True):
+        with pytest.raises(CheckpointError, match=words):
+            run_job(job, Staging(), timeout_s=60)
+    assert time.monotonic() - began < 30
+    assert list_checkpoints(tmp_path) == [] and not list(tmp_path.glob("*.tmp"))
+    tidy(tmp_path, "ba9876543210")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from deepwell.artifacts.checkpoint.files import remove_folder, rename_folder
 from deepwell.artifacts.checkpoint.manifest import list_checkpoints, step_of
 from deepwell.errors import ConfigError
 
-# The names of what is under way: being written (tmp), being replaced (old), being deleted (gone).
-_UNDER_WAY = re.compile(r"\.(step-\d{8,})\.[0-9a-f]{12}-[\d-]+\.(tmp|old|gone)")
+# The names of what is under way: being written (tmp), being replaced (old), being deleted (gone), given up (failed).
+_UNDER_WAY = re.compile(r"\.(step-\d{8,})\.[0-9a-f]{12}-[\d-]+\.(tmp|old|gone|failed)")
 
 
 def check_keep(keep_last: int, keep_every: int | None) -> None:
@@ -45,7 +45,10 @@ def tidy(folder: Path, token: str) -> None:
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _UNDER_WAY.fullmatch(path.name)
-        if match is None or not path.is_dir() or f".{token}-" in path.name:
+        if match is None or f".{token}-" in path.name:
+            continue
+        if path.is_file():
+            path.unlink()
             continue
         name = path.with_name(match[1])
         if match[2] == "old" and not name.exists():

@@ -74,6 +74,11 @@ class Job:
         return self.folder / f".{folder_name(self.step)}.{self.save_id}.tmp"
 
     @property
+    def failed(self) -> Path:
+        """The file that says to a rank that comes late: rank 0 has given up."""
+        return self.folder / f".{folder_name(self.step)}.{self.save_id}.failed"
+
+    @property
     def replaced(self) -> Path:
         """Where an earlier checkpoint of the step is moved."""
         return self.folder / f".{folder_name(self.step)}.{self.save_id}.old"
@@ -299,7 +304,7 @@ def _await_commit(job: Job, timeout_s: float) -> int:
     """Wait until rank 0 has given the checkpoint its name; returns this rank's bytes."""
 
     def is_decided() -> bool:
-        return not job.temporary.exists()
+        return not job.temporary.exists() or job.failed.exists()
 
     def is_committed() -> bool:
         try:
@@ -309,7 +314,7 @@ def _await_commit(job: Job, timeout_s: float) -> int:
 
     if not wait_for(is_decided, timeout_s, job.team.in_a_hurry):
         raise CheckpointError(f"{job.path} was not saved: nothing from rank 0 within {timeout_s:g} s")
-    if not wait_for(is_committed, _RENAME_S):
+    if job.failed.exists() or not wait_for(is_committed, _RENAME_S):
         raise CheckpointError(f"{job.path} was not saved: another rank failed")
     return sum(len(file.header) + file.end - file.begin for file in job.files)
 
@@ -318,9 +323,14 @@ def _give_up(job: Job, has_reported: bool) -> None:
     """Leave nothing behind; a rank other than 0 frees what it wrote and tells rank 0 if it can."""
     try:
         if job.team.is_main:
+            if job.team.world > 1:
+                job.failed.touch()
             remove_folder(job.temporary)
             if job.replaced.exists() and not job.path.exists():
                 rename_folder(job.replaced, job.path)
+            return
+        if job.failed.exists():
+            remove_folder(job.temporary)  # which this rank has made, behind rank 0
             return
         for file in job.files:
             (job.temporary / file.name).unlink(missing_ok=True)
