@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deepwell.errors import ConfigError, PlanError
+from deepwell.errors import ConfigError
 from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware

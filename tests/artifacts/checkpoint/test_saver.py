@@ -179,7 +179,9 @@ def test_a_rank_that_comes_late_to_a_save_that_failed_does_not_wait(late: int, t
     jobs = [failed_job(tmp_path, 3, teams[1 - late], f"{token}-3-0", "it is not healthy")]
     jobs += [prepare(tmp_path, state, teams[late], f"{token}-3-0", Staging())]
     began = time.monotonic()
-    for job, words in zip(jobs, ("it is not healthy", "it is not healthy" if late == 0 else "another rank"), strict=True):
+    for job, words in zip(
+        jobs, ("it is not healthy", "it is not healthy" if late == 0 else "another rank"), strict=True
+    ):
         with pytest.raises(CheckpointError, match=words):
             run_job(job, Staging(), timeout_s=60)
     assert time.monotonic() - began < 30
