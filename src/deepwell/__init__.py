@@ -28,6 +28,7 @@ _PUBLIC = {
     "TrainSettings": "deepwell.train.settings",
     "Callback": "deepwell.train.run",
     "AdamWDW": "deepwell.train.adamw.optimizer",
+    "DeepwellMoE": "deepwell.moe.block",
     "GuardSettings": "deepwell.precision.guard",
     "save": "deepwell.artifacts.checkpoint",
     "load": "deepwell.artifacts.checkpoint",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from deepwell.graph.capture import capture
     from deepwell.graph.ir import IR
     from deepwell.hardware.probe import Hardware, probe
+    from deepwell.moe.block import DeepwellMoE
     from deepwell.planner.plan import Plan
     from deepwell.planner.search.autoplan import autoplan
     from deepwell.precision.guard import GuardSettings

@@ -75,7 +75,11 @@ class ExpertActivation:
         """[S, F], each operation in the dtype of the rows."""
         if not self.gated:
             return _FUNCTIONS[self.function](rows_SG)
-        gate, up = (rows_SG[..., ::2], rows_SG[..., 1::2]) if self.interleaved else rows_SG.chunk(2, dim=-1)
+        halves = (rows_SG[..., ::2], rows_SG[..., 1::2]) if self.interleaved else rows_SG.chunk(2, dim=-1)
+        return self.gate(*halves)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The gated product of rows that are apart already."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
         if self.alpha is not None:
