@@ -23,11 +23,13 @@ LAYERS = (
     ("formats.spec",),
     (
         "graph.ir",
+        "graph.blocks",
         "graph.ops",
         "graph.op_json",
         "graph.table",
         "graph.configs",
         "graph.configs_hybrid",
+        "graph.config_writer",
         "graph.fusion",
         "precision",
         "hardware",

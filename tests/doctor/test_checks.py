@@ -10,7 +10,8 @@ import torch
 
 from deepwell.doctor import checks as doctor
 from deepwell.doctor.environment import environment_findings
-from deepwell.hardware.model import Gpu, Hardware, Host
+from deepwell.hardware.model import Hardware
+from deepwell.hardware.parts import Gpu, Host
 from deepwell.hardware.probe import probe
 
 

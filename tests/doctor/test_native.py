@@ -8,7 +8,8 @@ import pytest
 
 from deepwell.doctor import checks as doctor
 from deepwell.doctor import native as doctor_native
-from deepwell.hardware.model import Gpu, Hardware, Host
+from deepwell.hardware.model import Hardware
+from deepwell.hardware.parts import Gpu, Host
 from deepwell.kernels.cutlass import build as cb
 from deepwell.kernels.gemm import block_scaled, native_candidates
 from deepwell.kernels.tune.problem import Problem

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepwell.errors import ConfigError
-from deepwell.graph.configs import ir_from_config, published_config, published_models, published_name
+from deepwell.graph.configs import published_config, published_models, published_name
 from deepwell.graph.ir import IR
 from deepwell.graph.ops import Activation, Attention, Embedding, GroupedLinear, Linear, Norm, TopK
 
@@ -205,7 +205,7 @@ def test_gpt2_stores_fused_projections_inputs_first_and_ties_its_head() -> None:
 
 
 def test_qwen2_has_biases_on_qkv_alone() -> None:
-    ops = ops_of(ir_from_config({**TINY, "model_type": "qwen2"}), 0)
+    ops = ops_of(IR.from_config({**TINY, "model_type": "qwen2"}), 0)
     assert [ops[f"self_attn.{p}_proj"].bias for p in "qkvo"] == [True, True, True, False]
 
 
@@ -214,21 +214,21 @@ def test_every_second_layer_may_be_sparse() -> None:
         **TINY, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "decoder_sparse_step": 2, "num_hidden_layers": 6, "mlp_only_layers": [5],
     }  # fmt: skip
-    ir = ir_from_config(config)
+    ir = IR.from_config(config)
     # Layers count from 1 for the step, and layer 5 is dense by name.
     sparse = [any(isinstance(op, GroupedLinear) for op in ops_of(ir, i).values()) for i in range(6)]
     assert sparse == [False, True, False, True, False, False]
 
 
 def test_the_language_part_of_a_multimodal_config_is_read() -> None:
-    assert ir_from_config({"model_type": "llava", "text_config": TINY}) == ir_from_config(TINY)
+    assert IR.from_config({"model_type": "llava", "text_config": TINY}) == IR.from_config(TINY)
 
 
 def test_a_dtype_given_by_hand_wins() -> None:
-    assert ir_from_config({**TINY, "dtype": "bfloat16"}).dtype == "bf16"
-    assert ir_from_config({**TINY, "torch_dtype": "bfloat16"}).dtype == "bf16"
-    assert ir_from_config(TINY).dtype == "fp32"  # what transformers builds where the config is silent
-    assert ir_from_config({**TINY, "dtype": "bfloat16"}, dtype="fp16").dtype == "fp16"
+    assert IR.from_config({**TINY, "dtype": "bfloat16"}).dtype == "bf16"
+    assert IR.from_config({**TINY, "torch_dtype": "bfloat16"}).dtype == "bf16"
+    assert IR.from_config(TINY).dtype == "fp32"  # what transformers builds where the config is silent
+    assert IR.from_config({**TINY, "dtype": "bfloat16"}, dtype="fp16").dtype == "fp16"
 
 
 @settings(max_examples=40)
@@ -250,7 +250,7 @@ def test_any_llama_has_the_parameters_of_its_sizes(
         "num_attention_heads": q_heads, "num_key_value_heads": heads, "num_hidden_layers": layers,
         "tie_word_embeddings": tied,
     }  # fmt: skip
-    ir = ir_from_config(config)
+    ir = IR.from_config(config)
     layer = 2 * hidden * q_heads * dim + 2 * hidden * heads * dim + 3 * hidden * inner + 2 * hidden
     assert ir.num_params == layers * layer + hidden + (1 if tied else 2) * vocab * hidden
     assert IR.from_json(ir.to_json()) == ir
@@ -261,11 +261,11 @@ def test_any_llama_has_the_parameters_of_its_sizes(
 
 
 def test_an_unknown_model_type_is_read_as_a_llama_and_says_so() -> None:
-    ir = ir_from_config({**TINY, "model_type": "marvin"})
-    assert ir == ir_from_config(TINY)
+    ir = IR.from_config({**TINY, "model_type": "marvin"})
+    assert ir == IR.from_config(TINY)
     assert len(ir.notes) == 1 and "marvin" in ir.notes[0] and "Llama" in ir.notes[0]
     assert "marvin" in str(ir)
-    assert ir_from_config(TINY).notes == ()
+    assert IR.from_config(TINY).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -274,35 +274,35 @@ def test_an_unknown_model_type_is_read_as_a_llama_and_says_so() -> None:
 def test_a_missing_field_is_named(field: str) -> None:
     config = {key: value for key, value in TINY.items() if key != field}
     with pytest.raises(ConfigError, match=field):
-        ir_from_config(config)
+        IR.from_config(config)
 
 
 @pytest.mark.parametrize("value", ["64", 0, -3, 2.5, [64]])
 def test_a_field_of_the_wrong_kind_is_named_with_its_value(value: Any) -> None:
     with pytest.raises(ConfigError, match="intermediate_size"):
-        ir_from_config({**TINY, "intermediate_size": value})
+        IR.from_config({**TINY, "intermediate_size": value})
 
 
 def test_heads_must_divide_into_groups() -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads 3"):
-        ir_from_config({**TINY, "num_key_value_heads": 3})
+        IR.from_config({**TINY, "num_key_value_heads": 3})
 
 
 def test_layer_types_must_count_the_layers() -> None:
     with pytest.raises(ConfigError, match="2 entries for 3 layers"):
-        ir_from_config({**TINY, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]})
+        IR.from_config({**TINY, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]})
 
 
 @pytest.mark.parametrize("config", [None, "llama3-8b", 7])
 def test_a_config_that_is_no_dict_is_refused(config: Any) -> None:
     with pytest.raises(ConfigError, match="config"):
-        ir_from_config(config)
+        IR.from_config(config)
 
 
 @pytest.mark.parametrize("field", ["num_key_value_heads", "head_dim", "max_position_embeddings", "layer_types"])
 def test_an_optional_field_of_the_wrong_kind_is_named(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        str(ir_from_config({**TINY, field: -1 if field == "layer_types" else "x"}))
+        str(IR.from_config({**TINY, field: -1 if field == "layer_types" else "x"}))
 
 
 def test_an_unknown_published_name_offers_the_nearest() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from deepwell.errors import ConfigError
 from deepwell.graph.configs import published_config, published_models
-from deepwell.graph.fusion import FUSION_KINDS, FusionSite, fusion_sites
+from deepwell.graph.fusion import FUSION_KINDS, FusionSite
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import Activation, Add, Linear, Norm, Op
 
@@ -14,7 +14,7 @@ def published(name: str) -> IR:
 
 
 def found(ir: IR, kind: str) -> list[tuple[tuple[str, ...], int | None, int]]:
-    return [(site.ops, site.block, site.count) for site in fusion_sites(ir) if site.kind == kind]
+    return [(site.ops, site.block, site.count) for site in ir.fusion_sites() if site.kind == kind]
 
 
 def test_llama_has_the_sites_that_a_person_would_list() -> None:
@@ -75,12 +75,11 @@ def test_norms_of_heads_feed_no_linear_layer() -> None:
 @pytest.mark.parametrize("name", published_models())
 def test_sites_name_ops_of_their_block_and_count_its_layers(name: str) -> None:
     ir = published(name)
-    for site in fusion_sites(ir):
+    for site in ir.fusion_sites():
         assert site.kind in FUSION_KINDS
         group = ir.stem + ir.tail if site.block is None else ir.blocks[site.block].ops
         assert set(site.ops) <= {op.name for op in group} | {"@in"}
         assert 1 <= site.count <= (1 if site.block is None else ir.count(site.block))
-    assert ir.fusion_sites() == fusion_sites(ir)
 
 
 def one_block(*ops: Op) -> IR:
@@ -143,4 +142,4 @@ def test_a_site_round_trips_and_prints() -> None:
 
 
 def test_an_empty_model_has_no_sites() -> None:
-    assert fusion_sites(IR(name="M", dtype="bf16", stem=(), blocks=(), layers=(), tail=())) == ()
+    assert IR(name="M", dtype="bf16", stem=(), blocks=(), layers=(), tail=()).fusion_sites() == ()

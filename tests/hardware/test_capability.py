@@ -12,7 +12,7 @@ from deepwell.hardware.capability import (
     capability_of,
     fp8_row_results,
 )
-from deepwell.hardware.model import Gpu
+from deepwell.hardware.parts import Gpu
 
 # (compute capability, (Blackwell, Hopper, tcgen05), native, not native)
 TABLE = [

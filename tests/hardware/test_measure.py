@@ -10,7 +10,7 @@ from deepwell.errors import ConfigError
 from deepwell.hardware import gemms, measure
 from deepwell.hardware.cache import Measurement, cache_dir, measurement_path, read_measurement, write_measurement
 from deepwell.hardware.gemms import gemm_call
-from deepwell.hardware.model import Curve, GemmPoint, Gpu
+from deepwell.hardware.parts import Curve, GemmPoint, Gpu
 from deepwell.hardware.probe import probe
 
 # bf16 is left out: on a CPU with AMX its first use starts a child process (tests/hardware/test_host.py has that).

@@ -7,15 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.model import Curve, Fabric, GemmPoint, Gpu, Hardware, Link, Nic, Source
+from deepwell.hardware.model import Hardware
 from deepwell.hardware.names import machines
+from deepwell.hardware.parts import Curve, Fabric, GemmPoint, Gpu, Link, Nic, Origin
 from deepwell.hardware.probe import probe
 
 _text = st.text(max_size=12)
 _count = st.integers(1, 2**40)
 _speed = st.floats(0.001, 1e6, allow_nan=False)
 _maybe = st.none()
-_sources = st.builds(Source, figure=_text, tier=st.sampled_from(["spec", "table", "measured"]), text=_text)
+_sources = st.builds(Origin, figure=_text, tier=st.sampled_from(["spec", "table", "measured"]), text=_text)
 _points = st.builds(GemmPoint, m=_count, n=_count, k=_count, tflops=_speed)
 _curves = st.builds(
     Curve, format=_text, tier=st.just("measured"), source=_text, points=st.lists(_points, max_size=3).map(tuple)

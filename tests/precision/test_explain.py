@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from deepwell.errors import ConfigError
-from deepwell.graph.configs import ir_from_config, published_config, published_models
+from deepwell.graph.configs import published_config, published_models
 from deepwell.graph.ir import IR
 from deepwell.graph.ops import GEMM_KINDS
 from deepwell.precision import PrecisionPolicy
 from deepwell.precision.explain import Explanation
 from deepwell.precision.recipes import RECIPES
 
-LLAMA = ir_from_config(published_config("llama3-8b"))
+LLAMA = IR.from_config(published_config("llama3-8b"))
 
 
 def mixed() -> PrecisionPolicy:
@@ -36,14 +36,14 @@ def test_equal_layers_are_folded_and_named() -> None:
 
 def test_layers_that_differ_in_blocks_but_not_in_decisions_are_folded() -> None:
     # gpt-oss alternates windowed and full attention: two blocks, one table.
-    ir = ir_from_config(published_config("gpt-oss-120b"))
+    ir = IR.from_config(published_config("gpt-oss-120b"))
     span = PrecisionPolicy("mxfp8").explain(ir).spans[0]
     assert [group.where for group in span.groups] == ["layers 0-35 (36x)", "tail"]
 
 
 @pytest.mark.parametrize("model", published_models())
 def test_the_table_says_what_resolve_says(model: str) -> None:
-    ir = ir_from_config(published_config(model))
+    ir = IR.from_config(published_config(model))
     policy = PrecisionPolicy.recipe("nvfp4", forward_bf16_from=1000)
     for span in policy.explain(ir).spans:
         table = policy.resolve(ir, span.steps[0])
@@ -91,7 +91,7 @@ def test_shares_count_every_expert_where_the_rows_do_not_divide() -> None:
     sizes = {"num_local_experts": 3, "num_experts_per_tok": 1, "num_hidden_layers": 1, "vocab_size": 4096}
     policy = PrecisionPolicy()
     policy.set_layer_precision("experts", "mxfp8")
-    span = policy.explain(ir_from_config({**published_config("mixtral-8x7b"), **sizes})).spans[0]
+    span = policy.explain(IR.from_config({**published_config("mixtral-8x7b"), **sizes})).spans[0]
     experts, attention = 3 * 4096 * 14336, 2 * 4096 * 4096 + 2 * 4096 * 1024
     whole = experts + attention + 4096 * 3 + 4096 * 4096
     assert dict(span.shares)["mxfp8"] == pytest.approx(experts / whole)
@@ -129,7 +129,7 @@ def test_a_rule_that_decides_only_later_is_not_called_idle() -> None:
 
 def test_a_small_model_that_nvfp4_leaves_wholly_in_bf16_says_so() -> None:
     config = {**published_config("llama3-8b"), "num_hidden_layers": 3}
-    notes = PrecisionPolicy.recipe("nvfp4").explain(ir_from_config(config)).notes
+    notes = PrecisionPolicy.recipe("nvfp4").explain(IR.from_config(config)).notes
     assert "no GEMM of this model is in nvfp4 at any step" in notes
 
 
@@ -141,7 +141,7 @@ def test_what_a_policy_never_touches_is_said() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", published_models())
 def test_the_table_fits_the_page(recipe: str, model: str) -> None:
-    lines = str(PrecisionPolicy.recipe(recipe).explain(ir_from_config(published_config(model)))).splitlines()
+    lines = str(PrecisionPolicy.recipe(recipe).explain(IR.from_config(published_config(model)))).splitlines()
     assert max(map(len, lines)) <= 120
     assert all(line == line.rstrip() for line in lines)
 

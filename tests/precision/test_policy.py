@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepwell.errors import ConfigError
-from deepwell.graph.configs import ir_from_config, published_config
+from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import Linear
 from deepwell.precision import PrecisionPolicy
 from deepwell.precision.gemm_format import GEMMS
 
-LLAMA = ir_from_config(published_config("llama3-8b"))
-DEEPSEEK = ir_from_config(published_config("deepseek-v3"))
+LLAMA = IR.from_config(published_config("llama3-8b"))
+DEEPSEEK = IR.from_config(published_config("deepseek-v3"))
 
 
 def policy_of(*rules: tuple[Any, ...]) -> PrecisionPolicy:
@@ -451,7 +451,7 @@ def test_a_resolution_is_plain_data_on_request() -> None:
 
 
 def test_126_layers_resolve_in_a_moment() -> None:
-    ir = ir_from_config(published_config("llama3-405b"))
+    ir = IR.from_config(published_config("llama3-405b"))
     policy = PrecisionPolicy.recipe("nvfp4")
     for layer in range(0, 126, 6):
         policy.set_layer_precision(f"model.layers.{layer}.mlp", "mxfp8")

@@ -6,18 +6,19 @@ from typing import Any
 import pytest
 
 from deepwell.errors import ConfigError
-from deepwell.graph.configs import ir_from_config, published_config, published_models
+from deepwell.graph.configs import published_config, published_models
+from deepwell.graph.ir import IR
 from deepwell.precision import PrecisionPolicy
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.recipes import RECIPES
 
-LLAMA = ir_from_config(published_config("llama3-8b"))
+LLAMA = IR.from_config(published_config("llama3-8b"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", published_models())
 def test_head_and_router_stay_high_and_all_else_has_the_recipes_formats(recipe: str, model: str) -> None:
-    ir = ir_from_config(published_config(model))
+    ir = IR.from_config(published_config(model))
     table = PrecisionPolicy.recipe(recipe).resolve(ir)
     assert table.notes == ()
     for site in ir.sites():
@@ -41,7 +42,7 @@ def test_nvfp4_leaves_the_first_two_and_the_last_15_percent_of_blocks_in_bf16() 
     policy = PrecisionPolicy.recipe("nvfp4")
     assert layers_in(policy, LLAMA, "bf16") == [0, 1, 27, 28, 29, 30, 31]
     assert layers_in(policy, LLAMA, "nvfp4") == list(range(2, 27))
-    deepseek = ir_from_config(published_config("deepseek-v3"))
+    deepseek = IR.from_config(published_config("deepseek-v3"))
     assert layers_in(policy, deepseek, "bf16") == [0, 1, *range(51, 61)]
 
 

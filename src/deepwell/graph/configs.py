@@ -1,6 +1,6 @@
 """Hugging Face configs to IR without torch, and the published model shapes by name.
 
-`ir_from_config` writes down the decoder that transformers builds from the same config: the same module paths, the same
+`config_fields` writes down the decoder that transformers builds from the same config: the same module paths, the same
 ops in execution order, the same edges. Families differ in a few facts (`_FAMILIES`); everything else is read from the
 config. A model type that is not listed is read as a Llama-style decoder and the IR's notes say so.
 """
@@ -10,28 +10,25 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.ir import IR, Block, Layer
+from deepwell.graph.blocks import Block, Layer
+from deepwell.graph.config_writer import ConfigWriter, class_name, head_and_loss, in_order, need
+from deepwell.graph.configs_hybrid import hybrid_fields
 from deepwell.graph.ops import (
     BLOCK_INPUT,
     SEQ,
     TOKENS,
     Activation,
-    Add,
     Attention,
     Combine,
     Dispatch,
     Embedding,
     GroupedLinear,
-    Linear,
-    Loss,
-    Norm,
     Op,
-    Param,
     Rope,
     TopK,
 )
@@ -84,8 +81,8 @@ _FAMILIES = {
 }
 
 
-def ir_from_config(config: Mapping[str, Any], *, dtype: str | None = None) -> IR:
-    """The IR of a Hugging Face config dict; `dtype` ("bf16", "fp32") overrides the config's own."""
+def config_fields(config: Mapping[str, Any], dtype: str | None = None) -> dict[str, Any]:
+    """The fields of the IR of a Hugging Face config dict; `dtype` overrides the config's own."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"config is a {type(config).__name__}; pass the dict of a Hugging Face config.json")
     text = config.get("text_config")
@@ -97,9 +94,7 @@ def ir_from_config(config: Mapping[str, Any], *, dtype: str | None = None) -> IR
     if model_type == "gpt2":
         return _gpt2(config, dtype)
     if model_type == "nemotron_h":
-        from deepwell.graph.configs_hybrid import ir_from_hybrid_config
-
-        return ir_from_hybrid_config(config, dtype)
+        return hybrid_fields(config, dtype)
     notes: tuple[str, ...] = ()
     family = _FAMILIES.get(model_type)
     if family is None:
@@ -134,16 +129,6 @@ def _check_optional(config: Mapping[str, Any]) -> None:
     for name in _LISTS:
         if config.get(name) is not None and not isinstance(config[name], (list, tuple)):
             raise ConfigError(f"config field {name} is {config[name]!r}; it must be a list")
-
-
-def need(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if config.get(name) is not None:
-            value = config[name]
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"config field {name} is {value!r}; it must be a whole number of at least 1")
-            return value
-    raise ConfigError(f"config of model_type {config.get('model_type')!r} lacks {' / '.join(names)}")
 
 
 def _get(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
@@ -182,50 +167,6 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 # ---- writing the ops ----
-
-
-@dataclass(slots=True)
-class ConfigWriter:
-    """Collects the ops of one block in execution order."""
-
-    dtype: str
-    ops: list[Op] = field(default_factory=list)
-
-    def emit(self, op: Op) -> str:
-        self.ops.append(op)
-        return op.name
-
-    def param(self, name: str, *shape: int, tied_to: str | None = None) -> Param:
-        return Param(name=name, shape=shape, dtype=self.dtype, tied_to=tied_to)
-
-    def norm(self, name: str, source: str, width: int, *, per_token: int = 1, norm: str = "rms") -> str:
-        params = [self.param(f"{name}.weight", width)]
-        if norm == "layer":
-            params.append(self.param(f"{name}.bias", width))
-        rows = TOKENS.times(per_token)
-        return self.emit(
-            Norm(
-                name=name, role="norm", inputs=(source,), params=tuple(params), dtype=self.dtype,
-                norm=norm, width=width, rows=rows,
-            )
-        )  # fmt: skip
-
-    def linear(
-        self, name: str, place: str, source: str, k: int, n: int, *, bias: bool = False, conv1d: bool = False
-    ) -> str:
-        role, _, part = place.partition(".")
-        params = [self.param(f"{name}.weight", *((k, n) if conv1d else (n, k)))]
-        if bias:
-            params.append(self.param(f"{name}.bias", n))
-        return self.emit(
-            Linear(
-                name=name, role=role, part=part, inputs=(source,), params=tuple(params), dtype=self.dtype,
-                k=k, n=n, bias=bias,
-            )
-        )  # fmt: skip
-
-    def add(self, name: str, role: str, *sources: str, width: int) -> str:
-        return self.emit(Add(name=name, role=role, inputs=sources, dtype=self.dtype, width=width))
 
 
 def _gated_mlp(
@@ -374,13 +315,7 @@ def _moe(w: ConfigWriter, config: Mapping[str, Any], family: _Family, source: st
     return out
 
 
-def in_order(w: ConfigWriter, *names: str) -> tuple[str, ...]:
-    """Producers without repeats in the order they run, the block's input first: one spelling for one set of edges."""
-    position = {op.name: i for i, op in enumerate(w.ops)}
-    return tuple(sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1)))
-
-
-def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tuple[str, ...]) -> IR:
+def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tuple[str, ...]) -> dict[str, Any]:
     hidden, vocab = need(config, "hidden_size"), need(config, "vocab_size")
     num_layers = need(config, "num_hidden_layers")
     windows = _layer_windows(config, family, num_layers)
@@ -399,17 +334,16 @@ def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tupl
     normed = tail.norm("model.norm", BLOCK_INPUT, hidden, norm=family.norm)
     tied = "model.embed_tokens.weight" if config.get("tie_word_embeddings", family.tied) else None
     head_and_loss(tail, normed, hidden, vocab, tied)
-    return IR(
-        name=class_name(config),
-        dtype=dtype,
-        stem=tuple(stem.ops),
-        blocks=blocks,
-        layers=layers,
-        tail=tuple(tail.ops),
-        max_positions=_get(config, "max_position_embeddings"),
-        source="config",
-        notes=notes,
-    )
+    return {
+        "name": class_name(config),
+        "dtype": dtype,
+        "stem": tuple(stem.ops),
+        "blocks": blocks,
+        "layers": layers,
+        "tail": tuple(tail.ops),
+        "max_positions": _get(config, "max_position_embeddings"),
+        "notes": notes,
+    }
 
 
 def _decoder_block(
@@ -444,22 +378,7 @@ def _decoder_block(
     return tuple(w.ops)
 
 
-def head_and_loss(w: ConfigWriter, source: str, hidden: int, vocab: int, tied_to: str | None) -> None:
-    head = w.emit(
-        Linear(
-            name="lm_head", role="head", inputs=(source,), dtype=w.dtype, k=hidden, n=vocab,
-            params=(w.param("lm_head.weight", vocab, hidden, tied_to=tied_to),),
-        )
-    )  # fmt: skip
-    w.emit(Loss(name="loss", role="loss", inputs=(head,), dtype=w.dtype, vocab=vocab))
-
-
-def class_name(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    return names[0] if names else str(config.get("model_type") or "decoder")
-
-
-def _gpt2(config: Mapping[str, Any], dtype: str) -> IR:
+def _gpt2(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     hidden, vocab = need(config, "n_embd"), need(config, "vocab_size")
     heads, num_layers = need(config, "n_head"), need(config, "n_layer")
     positions = need(config, "n_positions", "n_ctx")
@@ -503,16 +422,15 @@ def _gpt2(config: Mapping[str, Any], dtype: str) -> IR:
     normed = tail.norm("transformer.ln_f", BLOCK_INPUT, hidden, norm="layer")
     tied = "transformer.wte.weight" if config.get("tie_word_embeddings", True) else None
     head_and_loss(tail, normed, hidden, vocab, tied)
-    return IR(
-        name=class_name(config),
-        dtype=dtype,
-        stem=tuple(stem.ops),
-        blocks=(Block(ops=tuple(w.ops)),),
-        layers=tuple(Layer(path=f"transformer.h.{i}", block=0) for i in range(num_layers)),
-        tail=tuple(tail.ops),
-        max_positions=positions,
-        source="config",
-    )
+    return {
+        "name": class_name(config),
+        "dtype": dtype,
+        "stem": tuple(stem.ops),
+        "blocks": (Block(ops=tuple(w.ops)),),
+        "layers": tuple(Layer(path=f"transformer.h.{i}", block=0) for i in range(num_layers)),
+        "tail": tuple(tail.ops),
+        "max_positions": positions,
+    }
 
 
 # ---- published models by name ----

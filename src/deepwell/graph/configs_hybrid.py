@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.configs import ConfigWriter, class_name, head_and_loss, in_order, need
-from deepwell.graph.ir import IR, Block, Layer
+from deepwell.graph.blocks import Block, Layer
+from deepwell.graph.config_writer import ConfigWriter, class_name, head_and_loss, in_order, need
 from deepwell.graph.ops import (
     BATCH,
     BLOCK_INPUT,
@@ -49,8 +49,8 @@ def hybrid_pattern(config: Mapping[str, Any]) -> str:
     return pattern
 
 
-def ir_from_hybrid_config(config: Mapping[str, Any], dtype: str) -> IR:
-    """The IR of a config of model_type nemotron_h."""
+def hybrid_fields(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The fields of the IR of a config of model_type nemotron_h."""
     pattern = hybrid_pattern(config)
     kinds = list(dict.fromkeys(pattern))
     hidden, vocab = need(config, "hidden_size"), need(config, "vocab_size")
@@ -64,17 +64,16 @@ def ir_from_hybrid_config(config: Mapping[str, Any], dtype: str) -> IR:
     normed = tail.norm("model.norm_f", BLOCK_INPUT, hidden)
     tied = "model.embeddings.weight" if config.get("tie_word_embeddings", False) else None
     head_and_loss(tail, normed, hidden, vocab, tied)
-    return IR(
-        name=class_name(config),
-        dtype=dtype,
-        stem=tuple(stem.ops),
-        blocks=tuple(Block(ops=_layer(config, kind, dtype)) for kind in kinds),
-        layers=tuple(Layer(path=f"model.layers.{i}", block=kinds.index(kind)) for i, kind in enumerate(pattern)),
-        tail=tuple(tail.ops),
-        max_positions=config.get("max_position_embeddings"),
-        source="config",
-        notes=("hybrid decoder: the scan is written as the products of its chunked form",),
-    )
+    return {
+        "name": class_name(config),
+        "dtype": dtype,
+        "stem": tuple(stem.ops),
+        "blocks": tuple(Block(ops=_layer(config, kind, dtype)) for kind in kinds),
+        "layers": tuple(Layer(path=f"model.layers.{i}", block=kinds.index(kind)) for i, kind in enumerate(pattern)),
+        "tail": tuple(tail.ops),
+        "max_positions": config.get("max_position_embeddings"),
+        "notes": ("hybrid decoder: the scan is written as the products of its chunked form",),
+    }
 
 
 def _layer(config: Mapping[str, Any], kind: str, dtype: str) -> tuple[Op, ...]:

@@ -6,12 +6,12 @@ measuring. Projections that a model stores fused already (GPT-2's `c_attn`) are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.ir import IR
+from deepwell.graph.blocks import Block, Layer
 from deepwell.graph.ops import BLOCK_INPUT, GEMM_KINDS, Activation, Add, Attention, Linear, Loss, Norm, Op
 
 # Kind -> what the fusion saves.
@@ -56,21 +56,18 @@ class FusionSite:
         return f"{self.kind}{place} ({self.count}x): {' + '.join(self.ops)}"
 
 
-def fusion_sites(ir: IR) -> tuple[FusionSite, ...]:
+def fusion_sites(
+    stem: tuple[Op, ...], blocks: Sequence[Block], layers: Sequence[Layer], tail: tuple[Op, ...]
+) -> tuple[FusionSite, ...]:
     """Every site of the model in execution order: stem, then each block once, then tail."""
-    sites: list[FusionSite] = []
-    before_layers = ir.stem[-1:]
-    sites += _sites_of(ir.stem, block=None, count=1, count_after_sum=0)
-    for index, block in enumerate(ir.blocks):
-        after_sum = 0
-        last: tuple[Op, ...] = before_layers
-        for layer in ir.layers:
-            if layer.block == index and _ends_in_sum(last):
-                after_sum += 1
-            last = ir.blocks[layer.block].ops[-1:]
-        sites += _sites_of(block.ops, block=index, count=ir.count(index), count_after_sum=after_sum)
-    before_tail = ir.blocks[ir.layers[-1].block].ops if ir.layers else ir.stem
-    sites += _sites_of(ir.tail, block=None, count=1, count_after_sum=int(_ends_in_sum(before_tail)))
+    sites = list(_sites_of(stem, block=None, count=1, count_after_sum=0))
+    # What each layer receives, and last the tail.
+    before = [stem, *(blocks[layer.block].ops for layer in layers)]
+    for index, block in enumerate(blocks):
+        received = [ops for layer, ops in zip(layers, before, strict=False) if layer.block == index]
+        after_sum = sum(map(_ends_in_sum, received))
+        sites += _sites_of(block.ops, block=index, count=len(received), count_after_sum=after_sum)
+    sites += _sites_of(tail, block=None, count=1, count_after_sum=int(_ends_in_sum(before[-1])))
     return tuple(sites)
 
 

@@ -13,49 +13,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.graph.blocks import Block, Layer
+from deepwell.graph.configs import config_fields
+from deepwell.graph.fusion import FusionSite, fusion_sites
 from deepwell.graph.op_json import op_from_dict, op_to_dict
-from deepwell.graph.ops import DTYPE_BYTES, Attention, GroupedLinear, Op, TopK, Workload
-
-if TYPE_CHECKING:
-    from deepwell.graph.fusion import FusionSite
+from deepwell.graph.ops import DTYPE_BYTES, GroupedLinear, Op, TopK, Workload
+from deepwell.graph.table import OpGroup, fusion_summary, layers_label, op_table, short_count, wrapped
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A repeated part of the model, stored once."""
-
-    ops: tuple[Op, ...]
-
-    @property
-    def label(self) -> str:
-        """What it is made of, e.g. "attention(window 128) + experts(128, top 4)"."""
-        words: list[str] = []
-        for op in self.ops:
-            if isinstance(op, Attention):
-                words.append(f"attention(window {op.window})" if op.window else "attention")
-            elif isinstance(op, TopK):
-                words.append(f"experts({op.experts}, top {op.top_k})")
-        for role in ("mixer", "shared_experts", "mlp"):
-            if any(op.role == role for op in self.ops):
-                words.append(role.replace("_", " "))
-        return " + ".join(dict.fromkeys(words)) or "other"
-
-    @property
-    def num_params(self) -> int:
-        return sum(op.num_params for op in self.ops)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One instance of a block: where it stands in the module tree and which block it is."""
-
-    path: str
-    block: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,10 +209,11 @@ class IR:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, dtype: str | None = None) -> IR:
-        """The IR of a Hugging Face config (the dict of its config.json), without torch or the model itself."""
-        from deepwell.graph.configs import ir_from_config
+        """The IR of a Hugging Face config (the dict of its config.json), without torch or the model itself.
 
-        return ir_from_config(config, dtype=dtype)
+        `dtype` ("bf16", "fp32") overrides the config's own.
+        """
+        return cls(source="config", **config_fields(config, dtype))
 
     def check(self) -> None:
         """Our own invariants: edges name ops that come before, layers name blocks, dtypes are known."""
@@ -269,14 +238,43 @@ class IR:
 
     def fusion_sites(self) -> tuple[FusionSite, ...]:
         """Where ops can be fused, each block's sites once with the number of layers that have them."""
-        from deepwell.graph.fusion import fusion_sites
-
-        return fusion_sites(self)
+        return fusion_sites(self.stem, self.blocks, self.layers, self.tail)
 
     def __str__(self) -> str:
-        from deepwell.graph.table import ir_table
+        """Every distinct block once with the layers it stands for; forward flops per token of a sequence."""
+        seq_len = min(4096, self.max_positions or 4096)
+        lines = [*_header(self, seq_len), "", *op_table(_groups(self), seq_len, self.flops(1, seq_len))]
+        ops = {None: self.stem + self.tail, **{index: block.ops for index, block in enumerate(self.blocks)}}
+        lines += ["", *fusion_summary(self.fusion_sites(), ops)]
+        if self.notes:
+            lines += ["", "notes", *(f"  - {note}" for note in self.notes)]
+        return wrapped(lines)
 
-        return ir_table(self)
+
+def _groups(ir: IR) -> list[OpGroup]:
+    groups = [OpGroup(title="stem", ops=ir.stem, count=1)]
+    for index, block in enumerate(ir.blocks):
+        where = [i for i, layer in enumerate(ir.layers) if layer.block == index]
+        if where:
+            groups.append(OpGroup(title=f"{layers_label(where)}: {block.label}", ops=block.ops, count=len(where)))
+    groups.append(OpGroup(title="tail", ops=ir.tail, count=1))
+    return [group for group in groups if group.ops]
+
+
+def _header(ir: IR, seq_len: int) -> list[str]:
+    total, active = ir.num_params, ir.active_params
+    size = f"{short_count(total)} parameters ({total:,})"
+    if active != total:
+        size += f", {short_count(active)} active per token ({active:,})"
+    facts = [ir.dtype, f"{ir.num_layers} layers"]
+    if ir.num_experts:
+        facts.append(f"{ir.num_experts} experts")
+    if ir.max_positions:
+        facts.append(f"up to {ir.max_positions:,} positions")
+    facts.append(f"read from {ir.source}")
+    per_token = ir.flops_per_token(seq_len)
+    speed = f"{per_token / 1e9:.2f} GFLOP" if per_token >= 1e7 else f"{per_token / 1e3:.1f} kFLOP"
+    return [f"{ir.name}: {size}", ", ".join(facts), f"forward {speed}/token at {seq_len:,} tokens"]
 
 
 # Field -> the kinds of JSON value that an IR has there.

@@ -1,17 +1,12 @@
-"""The IR as a table that a person wants to read: what `print(ir)` shows. Pure, no torch.
-
-Every distinct block is printed once with the layers it stands for. Flops are the forward's, per token of a sequence of
-the length that the header names, because attention's share depends on it.
-"""
+"""Tables of text: aligned columns, counts to read, and the ops of a model as `print(ir)` shows them. Pure, no torch."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deepwell.graph.fusion import FusionSite, fusion_sites
-from deepwell.graph.ir import IR
+from deepwell.graph.fusion import FusionSite
 from deepwell.graph.ops import (
     Activation,
     Attention,
@@ -86,7 +81,7 @@ def text_table(rows: Sequence[Sequence[str]], right: Iterable[int] = (), indent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Section:
+class OpGroup:
     """A group of ops with its heading: the stem, one block, or the tail."""
 
     title: str
@@ -94,75 +89,42 @@ class _Section:
     count: int
 
 
-def ir_table(ir: IR, seq_len: int | None = None) -> str:
-    """The whole IR as text, at most 120 columns wide. `seq_len` is the length that flops are shown for."""
-    if seq_len is None:
-        seq_len = min(4096, ir.max_positions or 4096)
-    work = Workload(seq_len=seq_len)
-    total = max(ir.flops(1, seq_len), 1)
-    sections = _sections(ir)
-    most = max((op.flops(work) for section in sections for op in section.ops), default=0) / work.tokens
+def op_table(groups: Sequence[OpGroup], seq_len: int, total: int) -> list[str]:
+    """The columns of every op, a heading before each group. Flops are the forward's, per token of a sequence of that
+    length, since attention's share depends on it; `total` are those of the whole model."""
+    work, total = Workload(seq_len=seq_len), max(total, 1)
+    most = max((op.flops(work) for group in groups for op in group.ops), default=0) / work.tokens
     unit, size = ("MFLOP", 1e6) if most >= 1e6 else ("kFLOP", 1e3)
-    tables = [[_row(op, section, work, total, size) for op in section.ops] for section in sections]
+    tables = [[_row(op, group, work, total, size) for op in group.ops] for group in groups]
     head = [f"{unit}/token" if name == "flops" else name for name in _COLUMNS]
     cells = _fit([head, *(row for table in tables for row in table)])
     lines = text_table(cells, right=[_COLUMNS.index(name) for name in _NUMERIC])
-    # The columns line up through all sections; the headings go between.
-    out = [*_header(ir, seq_len), "", lines.pop(0)]
-    for section, table in zip(sections, tables, strict=True):
-        out += [_heading(section, work, total), *lines[: len(table)]]
+    # The columns line up through all groups; the headings go between.
+    out = [lines.pop(0)]
+    for group, table in zip(groups, tables, strict=True):
+        out += [_heading(group, work, total), *lines[: len(table)]]
         del lines[: len(table)]
-    out += ["", *_fusion_summary(fusion_sites(ir), ir)]
-    if ir.notes:
-        out += ["", "notes", *(f"  - {note}" for note in ir.notes)]
-    return "\n".join(line for text in out for line in _wrap(text))
+    return out
 
 
-def _sections(ir: IR) -> list[_Section]:
-    sections = [_Section(title="stem", ops=ir.stem, count=1)]
-    for index, block in enumerate(ir.blocks):
-        where = [i for i, layer in enumerate(ir.layers) if layer.block == index]
-        if where:
-            title = f"{layers_label(where)}: {block.label}"
-            sections.append(_Section(title=title, ops=block.ops, count=len(where)))
-    sections.append(_Section(title="tail", ops=ir.tail, count=1))
-    return [section for section in sections if section.ops]
+def _heading(group: OpGroup, work: Workload, total: int) -> str:
+    params = sum(op.num_params for op in group.ops)
+    flops = sum(op.flops(work) for op in group.ops)
+    each = " each" if group.count > 1 else ""
+    share = f", {100 * flops * group.count / total:.1f}% of the flops" if flops else ""
+    return f"{group.title}  [{short_count(params)} parameters{each}{share}]"
 
 
-def _header(ir: IR, seq_len: int) -> list[str]:
-    total, active = ir.num_params, ir.active_params
-    size = f"{short_count(total)} parameters ({total:,})"
-    if active != total:
-        size += f", {short_count(active)} active per token ({active:,})"
-    facts = [ir.dtype, f"{ir.num_layers} layers"]
-    if ir.num_experts:
-        facts.append(f"{ir.num_experts} experts")
-    if ir.max_positions:
-        facts.append(f"up to {ir.max_positions:,} positions")
-    facts.append(f"read from {ir.source}")
-    per_token = ir.flops_per_token(seq_len)
-    speed = f"{per_token / 1e9:.2f} GFLOP" if per_token >= 1e7 else f"{per_token / 1e3:.1f} kFLOP"
-    return [f"{ir.name}: {size}", ", ".join(facts), f"forward {speed}/token at {seq_len:,} tokens"]
-
-
-def _heading(section: _Section, work: Workload, total: int) -> str:
-    params = sum(op.num_params for op in section.ops)
-    flops = sum(op.flops(work) for op in section.ops)
-    each = " each" if section.count > 1 else ""
-    share = f", {100 * flops * section.count / total:.1f}% of the flops" if flops else ""
-    return f"{section.title}  [{short_count(params)} parameters{each}{share}]"
-
-
-def _row(op: Op, section: _Section, work: Workload, total: int, unit: float) -> list[str]:
+def _row(op: Op, group: OpGroup, work: Workload, total: int, unit: float) -> list[str]:
     flops = op.flops(work)
     return [
         op.name,
         op.kind,
         _dimensions(op),
-        ", ".join(_short_names(op.inputs, section.ops)),
+        ", ".join(_short_names(op.inputs, group.ops)),
         short_count(op.num_params) if op.num_params else ("tied" if op.params else ""),
         f"{flops / work.tokens / unit:,.1f}" if flops else "",
-        f"{100 * flops * section.count / total:.1f}%" if flops else "",
+        f"{100 * flops * group.count / total:.1f}%" if flops else "",
     ]
 
 
@@ -226,20 +188,26 @@ def _cut(text: str, limit: int, *, from_left: bool) -> str:
     return "..." + text[3 - limit :] if from_left else text[: limit - 3] + "..."
 
 
-def _wrap(line: str) -> list[str]:
-    """Break an over-long heading or note at a blank; a table row is cut to fit before it comes here."""
-    if len(line) <= WIDTH:
-        return [line]
-    return textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+def wrapped(lines: Iterable[str]) -> str:
+    """The lines as text, over-long headings and notes broken at a blank; a table row is cut to fit before."""
+    out: list[str] = []
+    for line in lines:
+        fits = len(line) <= WIDTH
+        out += (
+            [line]
+            if fits
+            else textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        )
+    return "\n".join(out)
 
 
-def _fusion_summary(sites: Sequence[FusionSite], ir: IR) -> list[str]:
-    """One line per kind with its distinct sites; a site is named by its ops' own short names."""
+def fusion_summary(sites: Sequence[FusionSite], ops: Mapping[int | None, Iterable[Op]]) -> list[str]:
+    """One line per kind with its distinct sites; a site is named by its ops' own short names. `ops` are by block."""
     if not sites:
         return []
     groups: dict[str, dict[tuple[str, ...], int]] = {}
     for site in sites:
-        names = tuple(_short_names(site.ops, _siblings(ir, site)))
+        names = tuple(_short_names(site.ops, ops[site.block]))
         by_ops = groups.setdefault(site.kind, {})
         by_ops[names] = by_ops.get(names, 0) + site.count
     lines = []
@@ -249,7 +217,3 @@ def _fusion_summary(sites: Sequence[FusionSite], ir: IR) -> list[str]:
         for i, piece in enumerate(textwrap.wrap(found, WIDTH - 30)):
             lines.append([kind, f"{total}x", piece] if i == 0 else ["", "", piece])
     return ["fusion sites", *text_table(lines, right=[1])]
-
-
-def _siblings(ir: IR, site: FusionSite) -> tuple[Op, ...]:
-    return ir.stem + ir.tail if site.block is None else ir.blocks[site.block].ops

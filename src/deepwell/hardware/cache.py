@@ -17,7 +17,7 @@ from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.codec import decode, encode
-from deepwell.hardware.model import Curve, Gpu, Source
+from deepwell.hardware.parts import Curve, Gpu, Origin
 
 SCHEMA = 1
 
@@ -49,7 +49,7 @@ class Measurement:
             gpu = dataclasses.replace(
                 gpu,
                 copy_gb_per_s=self.copy_gb_per_s,
-                sources=(*kept, Source(figure="copy_gb_per_s", tier="measured", text=text)),
+                sources=(*kept, Origin(figure="copy_gb_per_s", tier="measured", text=text)),
             )
         tables = tuple(c for c in gpu.curves if c.tier != "measured")
         return dataclasses.replace(gpu, curves=self.curves + tables, unavailable=self.unavailable)

@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-from deepwell.hardware.model import Gpu, Host, Nic, Peak, Source
+from deepwell.hardware.parts import Gpu, Host, Nic, Origin, Peak
 
 # What a planner or a kernel asks for, out of the hundred flags that /proc/cpuinfo lists.
 _INTERESTING = (
@@ -77,10 +77,10 @@ def cpu_device(host: Host) -> Gpu:
         formula = f"derived: {cores} cores x {host.max_mhz:.0f} MHz x {lanes} fp32 lanes x 2, one FMA unit a core"
         peaks = (Peak(rate="fp32", tflops=cores * host.max_mhz * 1e6 * lanes * 2 / 1e12, source=formula),)
     sources = (
-        Source(figure="num_sms", tier="spec", text="cores this process may use"),
-        Source(figure="memory_bytes", tier="spec", text="memory of this computer or of its container"),
+        Origin(figure="num_sms", tier="spec", text="cores this process may use"),
+        Origin(figure="memory_bytes", tier="spec", text="memory of this computer or of its container"),
         # The count and speed of the memory channels cannot be read without privileges: one common channel stands in.
-        Source(
+        Origin(
             figure="memory_gb_per_s",
             tier="spec",
             text="derived: one DDR4-3200 channel, 3200e6 x 8 bytes; measure to know",

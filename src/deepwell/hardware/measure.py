@@ -16,7 +16,8 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.hardware.amx import bf16_fault
 from deepwell.hardware.cache import Measurement, read_measurement, write_measurement
 from deepwell.hardware.gemms import gemm_call
-from deepwell.hardware.model import Curve, GemmPoint, Gpu, Hardware
+from deepwell.hardware.model import Hardware
+from deepwell.hardware.parts import Curve, GemmPoint, Gpu
 
 Shape = tuple[int, int, int]  # m, n, k
 

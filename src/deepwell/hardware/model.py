@@ -1,270 +1,16 @@
-"""The values that describe a machine: Hardware, its Gpus, Fabric, Host, and where each figure comes from.
+"""A machine or a cluster, as a value, JSON and a table. Pure and frozen: no torch, no NVML, no files."""
 
-Pure and frozen: no torch, no NVML, no files. Units stand in the names: `_bytes`, `_gb_per_s` (1e9 bytes a second),
-`_tflops` (1e12 a second, dense), `_mhz`, `_w`. A figure that nobody knows is None, and `Hardware.notes` says why.
-
-Every figure has a tier: "spec" (datasheet, driver or a formula over them), "table" (measured by others and shipped
-here) or "measured" (on this very machine by `deepwell probe --measure`). Better tiers win.
-"""
-
-import dataclasses
 import json
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.capability import (
-    FORMATS,
-    PEAK_CLASS,
-    Capability,
-    canonical_format,
-    capability_of,
-    reason_not_native,
-)
+from deepwell.graph.table import text_table
+from deepwell.hardware.capability import FORMATS
 from deepwell.hardware.codec import decode, encode
+from deepwell.hardware.parts import Fabric, Figure, Gpu, Host, gib
 
-Tier = Literal["spec", "table", "measured"]
-_TIERS: tuple[Tier, ...] = ("measured", "table", "spec")  # best first
 SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Where the figure `figure` of a value comes from."""
-
-    figure: str
-    tier: Tier
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """One number with its tier and source: what a planner multiplies with and what a report prints."""
-
-    value: float
-    tier: Tier
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
-    """Dense tensor-core peak of one rate class: fp32, tf32, bf16, fp8, fp6 or fp4."""
-
-    rate: str
-    tflops: float
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GemmPoint:
-    """One measured GEMM, C[m, n] = A[m, k] B[k, n], at 2*m*n*k flops."""
-
-    m: int
-    n: int
-    k: int
-    tflops: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
-    """GEMM speed by shape in one format: the points, and who measured them when."""
-
-    format: str
-    tier: Tier
-    source: str
-    points: tuple[GemmPoint, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One device that can be planned for: an NVIDIA GPU (`kind="cuda"`) or, where there is none, the CPU."""
-
-    name: str
-    kind: Literal["cuda", "cpu"] = "cuda"
-    machine: str | None = None  # the named machine whose constants were used
-    index: int = 0
-    uuid: str | None = None
-    compute_capability: tuple[int, int] | None = None
-    num_sms: int | None = None  # of a CPU: its cores
-    memory_bytes: int | None = None
-    memory_gb_per_s: float | None = None
-    copy_gb_per_s: float | None = None  # achieved by a plain copy, bytes read plus bytes written
-    l2_bytes: int | None = None
-    sm_clock_mhz: int | None = None
-    max_sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
-    max_memory_clock_mhz: int | None = None
-    power_limit_w: float | None = None
-    driver: str | None = None
-    cuda_driver: str | None = None
-    mig_enabled: bool | None = None
-    pci_bus_id: str | None = None
-    numa_node: int | None = None
-    instruction_sets: tuple[str, ...] = ()
-    peaks: tuple[Peak, ...] = ()
-    curves: tuple[Curve, ...] = ()
-    unavailable: tuple[tuple[str, str], ...] = ()  # (format, reason) pairs that measuring found
-    sources: tuple[Source, ...] = ()
-
-    @property
-    def is_blackwell(self) -> bool:
-        return self.compute_capability is not None and self.compute_capability[0] in (10, 11, 12)
-
-    @property
-    def is_hopper(self) -> bool:
-        return self.compute_capability is not None and self.compute_capability[0] == 9
-
-    @property
-    def has_tcgen05(self) -> bool:
-        """Tensor memory and tcgen05.mma: data-centre Blackwell and Thor, not the 12.x cards."""
-        return self.compute_capability is not None and self.compute_capability[0] in (10, 11)
-
-    @property
-    def capability(self) -> Capability | None:
-        return None if self.compute_capability is None else capability_of(self.compute_capability)
-
-    @property
-    def native_formats(self) -> tuple[str, ...]:
-        """Formats its tensor cores multiply as stored. A CPU has fp32, and bf16 or fp16 if it has the instructions."""
-        if self.kind == "cpu":
-            has_bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(self.instruction_sets)
-            has_fp16 = {"avx512_fp16", "amx_fp16", "asimdhp"} & set(self.instruction_sets)
-            return ("fp32", *(("bf16",) if has_bf16 else ()), *(("fp16",) if has_fp16 else ()))
-        return () if self.capability is None else self.capability.native_formats
-
-    def supports(self, format_name: str) -> bool:
-        """True where `format_name` is native. Raises `ConfigError` for a name that is no format."""
-        return not self.why_not(format_name)
-
-    def why_not(self, format_name: str) -> str:
-        """Why `format_name` is not native here; empty where it is. Raises `ConfigError` for what is no format."""
-        exact = _known_format(format_name)
-        if exact in self.native_formats:
-            return ""
-        if self.kind == "cpu":
-            return f"a CPU runs {exact} by emulation only"
-        if self.compute_capability is None:
-            return "the compute capability is not known"
-        return reason_not_native(exact, self.compute_capability)
-
-    def peak_tflops(self, format_name: str) -> Figure | None:
-        """The dense peak in `format_name`, or None where the format is not native or nobody published one."""
-        exact = _known_format(format_name)
-        if exact not in self.native_formats:
-            return None
-        for peak in self.peaks:
-            if peak.rate == PEAK_CLASS[exact]:
-                return Figure(value=peak.tflops, tier="spec", source=peak.source)
-        return None
-
-    def gemm_tflops(self, format_name: str, m: int, n: int, k: int) -> Figure | None:
-        """The speed to expect of an (m, n, k) GEMM: from the best tier's curve, else the peak, else None.
-
-        Between points: weights 1/d^2 in log2 of the shape, so a point itself is returned exactly and nothing leaves the
-        range of the points. That range says nothing of launch time or of memory-bound shapes; a caller bounds those.
-        """
-        exact = _known_format(format_name)
-        for curve in self._curves_for(exact):
-            speed = _interpolate(curve.points, (m, n, k))
-            borrowed = "" if curve.format == exact else f"{curve.format} stands in, at the same peak rate; "
-            return Figure(value=speed, tier=curve.tier, source=borrowed + curve.source)
-        return self.peak_tflops(exact)
-
-    def _curves_for(self, exact: str) -> list[Curve]:
-        """Curves that tell of `exact`, best first: its own by tier, then one of its rate class, if it is native.
-
-        Without the loan a format nobody timed would be planned at its peak and beat its timed sibling (mxfp8 and fp8).
-        """
-        own = [c for tier in _TIERS for c in self.curves if (c.tier, c.format) == (tier, exact) and c.points]
-        if own or exact not in self.native_formats:
-            return own
-        return [
-            c for tier in _TIERS for c in self.curves if c.tier == tier and c.points and _same_rate(c.format, exact)
-        ]
-
-    def figure(self, name: str) -> Figure | None:
-        """The numeric field `name` with its tier and source, or None where it is not known."""
-        if name not in {f.name for f in dataclasses.fields(self)}:
-            raise ConfigError(f"name: a Gpu has no figure {name!r}")
-        return _figure(getattr(self, name), name, self.sources)
-
-    def __str__(self) -> str:
-        from deepwell.hardware.show import gpu_line
-
-        return gpu_line(self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Nic:
-    """One network port and its speed in one direction."""
-
-    name: str
-    kind: Literal["ethernet", "infiniband"]
-    gb_per_s: float | None = None
-    state: str = ""
-    numa_node: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """How GPUs `a` and `b` of one node reach each other: `nvlinks` bonded links, or the PCIe path between them."""
-
-    a: int
-    b: int
-    nvlinks: int = 0
-    path: str = "SYS"  # PIX, PXB, PHB, NODE, SYS as nvidia-smi names them
-
-    @property
-    def label(self) -> str:
-        return f"NV{self.nvlinks}" if self.nvlinks else self.path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fabric:
-    """NVLink inside a domain, PCIe to the host, NICs between nodes. Bandwidths are one direction, per GPU."""
-
-    nvlink_domain: int = 1  # GPUs that reach each other by NVLink; may span nodes (NVL72)
-    nvswitch: bool = False
-    nvlinks_per_gpu: int = 0
-    nvlink_gb_per_s: float | None = None
-    allreduce_gb_per_s: float | None = None  # bus bandwidth that NCCL's all-reduce reached inside the domain
-    pcie_gen: int | None = None
-    pcie_width: int | None = None
-    pcie_gb_per_s: float | None = None
-    nic_gb_per_s: float | None = None  # per GPU
-    links: tuple[Link, ...] = ()  # pairs of one node, a < b; empty where NVSwitch joins every pair
-    nics: tuple[Nic, ...] = ()
-    sources: tuple[Source, ...] = ()
-
-    def link(self, a: int, b: int) -> str:
-        """`X`, `NV18`, `PIX`, ...: how GPUs `a` and `b` of one node are joined; `?` where nobody knows."""
-        if a == b:
-            return "X"
-        for link in self.links:
-            if {link.a, link.b} == {a, b}:
-                return link.label
-        return f"NV{self.nvlinks_per_gpu}" if self.nvswitch and self.nvlinks_per_gpu else "?"
-
-    def figure(self, name: str) -> Figure | None:
-        """The numeric field `name` with its tier and source, or None where it is not known."""
-        if name not in {f.name for f in dataclasses.fields(self)}:
-            raise ConfigError(f"name: a Fabric has no figure {name!r}")
-        return _figure(getattr(self, name), name, self.sources)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """The computer around the GPUs of one node."""
-
-    cpu: str = ""
-    num_cores: int | None = None
-    num_threads: int | None = None
-    num_sockets: int | None = None
-    max_mhz: float | None = None
-    memory_bytes: int | None = None
-    instruction_sets: tuple[str, ...] = ()
-    os: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +22,7 @@ class Hardware:
 
     name: str
     gpus: tuple[Gpu, ...]
-    fabric: Fabric = Fabric()
+    fabric: Fabric = field(default_factory=Fabric)
     num_nodes: int = 1
     host: Host | None = None
     notes: tuple[str, ...] = ()
@@ -369,39 +115,119 @@ class Hardware:
         return cls.from_dict(data)
 
     def __str__(self) -> str:
-        from deepwell.hardware.show import hardware_table
-
-        return hardware_table(self)
+        return _text(self)
 
 
-def _same_rate(a: str, b: str) -> bool:
-    return a in PEAK_CLASS and PEAK_CLASS[a] == PEAK_CLASS[b]
+# ---- as text ----
 
 
-def _known_format(name: str) -> str:
-    exact = canonical_format(name)
-    if exact is None:
-        raise ConfigError(f"format: got {name!r}; accepted: {', '.join(FORMATS)}, fp8, fp4")
-    return exact
+def _text(hw: Hardware) -> str:
+    """The whole machine as text: heading, devices, speeds, formats, connections, notes."""
+    lines = [_heading(hw), "", *_devices(hw), "", *_speeds(hw), "", *_formats(hw)]
+    connections = _connections(hw)
+    if connections:
+        lines += ["", *connections]
+    if 1 < hw.gpus_per_node <= 16:
+        lines += ["", *_topology(hw)]
+    if hw.notes:
+        lines += ["", "notes", *(f"  - {note}" for note in hw.notes)]
+    return "\n".join(lines)
 
 
-def _figure(value: object, name: str, sources: tuple[Source, ...]) -> Figure | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    for source in sources:
-        if source.figure == name:
-            return Figure(value=value, tier=source.tier, source=source.text)
-    return Figure(value=value, tier="spec", source="given without a source")
+def _topology(hw: Hardware) -> list[str]:
+    """The matrix of how the GPUs of one node are joined, with each GPU's NUMA node."""
+    indices = range(hw.gpus_per_node)
+    rows = [["", *(f"GPU{i}" for i in indices), "NUMA"]]
+    for a in indices:
+        numa = hw.gpus[a].numa_node
+        rows.append([f"GPU{a}", *(hw.fabric.link(a, b) for b in indices), "?" if numa is None else str(numa)])
+    return text_table(rows, indent="")
 
 
-def _interpolate(points: tuple[GemmPoint, ...], shape: tuple[int, int, int]) -> float:
-    if min(shape) < 1:
-        raise ConfigError(f"m, n, k: got {shape}; each is at least 1")
-    total = weights = 0.0
-    for p in points:
-        distance = sum(math.log2(a / b) ** 2 for a, b in zip(shape, (p.m, p.n, p.k), strict=True))
-        if distance == 0:
-            return p.tflops
-        total += p.tflops / distance
-        weights += 1 / distance
-    return total / weights
+def _heading(hw: Hardware) -> str:
+    if hw.kind == "cpu":
+        return f"{hw.name}: no GPU, planning for the CPU"
+    nodes = f"{hw.num_nodes} node{'s' if hw.num_nodes > 1 else ''} of {hw.gpus_per_node}"
+    return (
+        f"{hw.name}: {hw.num_gpus} GPU{'s' if hw.num_gpus > 1 else ''} ({nodes}), {gib(hw.total_memory_bytes)} in all"
+    )
+
+
+def _devices(hw: Hardware) -> list[str]:
+    # Equal GPUs are one row: a node of eight is read at a glance.
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, gpu in enumerate(hw.gpus):
+        key = (gpu.name, gpu.compute_capability, gpu.memory_bytes, gpu.max_sm_clock_mhz, gpu.power_limit_w, gpu.driver)
+        groups.setdefault((*key, gpu.mig_enabled), []).append(i)
+    rows = [["device", "name", "arch", "cores" if hw.kind == "cpu" else "SMs", "memory", "clock", "power", "driver"]]
+    for members in groups.values():
+        gpu = hw.gpus[members[0]]
+        span = f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
+        clock = "?" if gpu.max_sm_clock_mhz is None else f"{gpu.max_sm_clock_mhz} MHz"
+        power = "?" if gpu.power_limit_w is None else f"{gpu.power_limit_w:.0f} W"
+        arch = "cpu" if gpu.kind == "cpu" else gpu.sm + (" MIG" if gpu.mig_enabled else "")
+        rows.append(
+            [span, gpu.name, arch, str(gpu.num_sms or "?"), gib(gpu.memory_bytes), clock, power, gpu.driver or "-"]
+        )
+    return text_table(rows, indent="")
+
+
+def _speeds(hw: Hardware) -> list[str]:
+    gpu = hw.gpus[0]
+    rows = [["figure", "value", "tier", "source"]]
+    for label, figure, unit in (
+        ("memory bandwidth", gpu.figure("memory_gb_per_s"), "GB/s"),
+        ("copy, read + write", gpu.figure("copy_gb_per_s"), "GB/s"),
+        *((f"{peak.rate} peak, dense", _peak(peak.tflops, peak.source), "TFLOP/s") for peak in gpu.peaks),
+    ):
+        if figure is not None:
+            rows.append([label, _number(figure.value, unit), figure.tier, _short(figure.source)])
+    for curve in (c for c in gpu.curves if c.points):
+        speeds = [p.tflops for p in curve.points]
+        high = _number(max(speeds), "TFLOP/s")
+        span = high if min(speeds) == max(speeds) else f"{_number(min(speeds), '')}-{high}"
+        shapes = f"{len(curve.points)} shape{'s' if len(curve.points) > 1 else ''}"
+        rows.append([f"{curve.format} GEMM, {shapes}", span, curve.tier, _short(curve.source)])
+    rows += [[f"{name} GEMM", "not available", "measured", _short(reason)] for name, reason in gpu.unavailable]
+    return text_table(rows, indent="") if len(rows) > 1 else ["no speeds known: run `deepwell probe --measure`"]
+
+
+def _peak(tflops: float, source: str) -> Figure:
+    return Figure(value=tflops, tier="spec", source=source)
+
+
+def _formats(hw: Hardware) -> list[str]:
+    native = ", ".join(hw.native_formats) or "none known"
+    others = ", ".join(f for f in FORMATS if f not in hw.native_formats)
+    lines = [f"native formats   {native}", f"not native       {others or 'none'}"]
+    capability = hw.gpus[0].capability
+    if capability is not None and capability.note:
+        lines.append(f"                 {capability.architecture}: {capability.note}")
+    return lines
+
+
+def _connections(hw: Hardware) -> list[str]:
+    fabric = hw.fabric
+    rows = [["connection", "per GPU, one direction", "tier", "source"]]
+    for label, name in (
+        (f"NVLink, domain of {hw.nvlink_domain}{', NVSwitch' if fabric.nvswitch else ''}", "nvlink_gb_per_s"),
+        ("all-reduce inside the domain, bus bandwidth", "allreduce_gb_per_s"),
+        (f"host link{f', PCIe {fabric.pcie_gen} x{fabric.pcie_width}' if fabric.pcie_gen else ''}", "pcie_gb_per_s"),
+        ("network", "nic_gb_per_s"),
+    ):
+        figure = fabric.figure(name)
+        if figure is not None and (hw.nvlink_domain > 1 or name in ("pcie_gb_per_s", "nic_gb_per_s")):
+            rows.append([label, _number(figure.value, "GB/s"), figure.tier, _short(figure.source)])
+    for nic in fabric.nics:
+        rows.append([f"{nic.name} ({nic.kind}{', ' + nic.state if nic.state else ''})",
+                     "?" if nic.gb_per_s is None else _number(nic.gb_per_s, "GB/s"), "spec", "/sys"])  # fmt: skip
+    return text_table(rows, indent="") if len(rows) > 1 else []
+
+
+def _number(value: float, unit: str) -> str:
+    text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def _short(source: str) -> str:
+    return source if len(source) <= 72 else source[:69] + "..."

@@ -13,7 +13,8 @@ from importlib import resources
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.codec import decode
-from deepwell.hardware.model import Curve, Fabric, Gpu, Hardware, Peak, Source, Tier
+from deepwell.hardware.model import Hardware
+from deepwell.hardware.parts import Curve, Fabric, Gpu, Origin, Peak, Tier
 
 GRAMMAR = (
     "accepted: GPU (one GPU), COUNTxGPU (so many GPUs), NODESxCOUNTxGPU (nodes of so many GPUs), RACK or RACK:COUNT "
@@ -94,8 +95,8 @@ class Machine:
     def gpu(self, index: int = 0) -> Gpu:
         """One GPU of this machine, with everything that is known of it."""
         values = {c.figure: _typed(c) for c in self.constants if c.figure in _GPU_FIGURES}
-        sources = [Source(figure=c.figure, tier=c.tier, text=c.source) for c in self.constants if c.figure in values]
-        sources.append(Source(figure="compute_capability", tier="spec", text=self.compute_capability_source))
+        sources = [Origin(figure=c.figure, tier=c.tier, text=c.source) for c in self.constants if c.figure in values]
+        sources.append(Origin(figure="compute_capability", tier="spec", text=self.compute_capability_source))
         return Gpu(
             name=self.name,
             machine=self.name,
@@ -110,7 +111,7 @@ class Machine:
     def fabric(self) -> Fabric:
         values = {c.figure: _typed(c) for c in self.constants if c.figure in _FABRIC_FIGURES}
         sources = tuple(
-            Source(figure=c.figure, tier=c.tier, text=c.source) for c in self.constants if c.figure in values
+            Origin(figure=c.figure, tier=c.tier, text=c.source) for c in self.constants if c.figure in values
         )
         # Boards of more than two GPUs at full NVLink rate are joined by NVSwitch; nothing else reaches a domain of 8.
         return Fabric(nvswitch=int(values.get("nvlink_domain", 1)) > 2, sources=sources, **values)  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from deepwell.hardware.host import numa_node
-from deepwell.hardware.model import Fabric, Gpu, Link, Peak, Source
 from deepwell.hardware.names import Machine, machine_of_device, machines
+from deepwell.hardware.parts import Fabric, Gpu, Link, Origin, Peak
 
 # fp32 lanes per SM (CUDA C++ Programming Guide, throughput of arithmetic instructions): NVML counts lanes, not SMs.
 _LANES_PER_SM = {(8, 0): 64}
@@ -146,8 +146,8 @@ class NvmlReader:
 
     def _with_speeds(self, gpu: Gpu, handle: Any) -> Gpu:
         """Adds bandwidth, peaks and curves: of the machine that the name stands for, else by formula from NVML."""
-        sources = [Source(figure=f, tier="spec", text="NVML") for f in ("memory_bytes", "num_sms", "power_limit_w")]
-        sources += [Source(figure=f"max_{unit}_clock_mhz", tier="spec", text="NVML") for unit in ("sm", "memory")]
+        sources = [Origin(figure=f, tier="spec", text="NVML") for f in ("memory_bytes", "num_sms", "power_limit_w")]
+        sources += [Origin(figure=f"max_{unit}_clock_mhz", tier="spec", text="NVML") for unit in ("sm", "memory")]
         machine = machine_of_device(gpu.name, gpu.memory_bytes)
         gpu = dataclasses.replace(gpu, machine=machine.name if machine else None)
         if gpu.mig_enabled:
@@ -163,7 +163,7 @@ class NvmlReader:
         if width and gpu.max_memory_clock_mhz:
             bandwidth = gpu.max_memory_clock_mhz * 1e6 * (width / 8) * 2 / 1e9
             text = f"derived: {gpu.max_memory_clock_mhz} MHz x {width} bit x 2 / 8"
-            sources.append(Source(figure="memory_gb_per_s", tier="spec", text=text))
+            sources.append(Origin(figure="memory_gb_per_s", tier="spec", text=text))
         return dataclasses.replace(gpu, memory_gb_per_s=bandwidth, peaks=scaled_peaks(gpu), sources=tuple(sources))
 
     def _fabric(self, handles: list[Any], gpus: list[Gpu]) -> Fabric:
@@ -181,11 +181,11 @@ class NvmlReader:
             known = machine.constant("nvlink_gb_per_s") if machine else None
             if known is not None and known.value < bandwidth:  # H800: the links are all there, but slower
                 bandwidth, text = known.value, known.source
-            sources.append(Source(figure="nvlink_gb_per_s", tier="spec", text=text))
+            sources.append(Origin(figure="nvlink_gb_per_s", tier="spec", text=text))
         pcie = self._pcie(handles[0]) if handles else {}
         if "pcie_gb_per_s" in pcie:
             sources.append(
-                Source(figure="pcie_gb_per_s", tier="spec", text="derived: generation and width that NVML reports")
+                Origin(figure="pcie_gb_per_s", tier="spec", text="derived: generation and width that NVML reports")
             )
         pairs = tuple(
             Link(a=a, b=b, nvlinks=links.get((a, b), 0), path=self._path(handles[a], handles[b]))
@@ -275,7 +275,7 @@ def largest_group(count: int, pairs: list[tuple[int, int]]) -> int:
     return max((group.count(g) for g in group), default=1)
 
 
-def _as_machine(gpu: Gpu, machine: Machine, sources: list[Source]) -> Gpu:
+def _as_machine(gpu: Gpu, machine: Machine, sources: list[Origin]) -> Gpu:
     model = machine.gpu()
     taken = {name: getattr(model, name) for name in ("memory_gb_per_s", "copy_gb_per_s", "l2_bytes")}
     taken |= {name: getattr(model, name) for name in ("num_sms",) if getattr(gpu, name) is None}

@@ -17,9 +17,10 @@ from typing import Any
 
 from deepwell.hardware.cache import read_measurement
 from deepwell.hardware.host import cpu_device, read_host, read_nics
-from deepwell.hardware.model import Fabric, Gpu, Hardware, Nic, Source
+from deepwell.hardware.model import Hardware
 from deepwell.hardware.names import machine_of_device, machines, named_hardware
 from deepwell.hardware.nvml import NvmlReader, NvmlReading, scaled_peaks
+from deepwell.hardware.parts import Fabric, Gpu, Nic, Origin
 
 __all__ = ["Fabric", "Gpu", "Hardware", "probe"]
 
@@ -123,7 +124,7 @@ def _torch_gpu(index: int, properties: Any) -> Gpu:
         num_sms=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         l2_bytes=getattr(properties, "L2_cache_size", None),
-        sources=tuple(Source(figure=f, tier="spec", text="torch") for f in ("num_sms", "memory_bytes", "l2_bytes")),
+        sources=tuple(Origin(figure=f, tier="spec", text="torch") for f in ("num_sms", "memory_bytes", "l2_bytes")),
     )
     machine = machine_of_device(gpu.name, gpu.memory_bytes)
     if machine is None:
@@ -151,14 +152,14 @@ def _with_network(fabric: Fabric, nics: tuple[Nic, ...], gpus: list[Gpu]) -> Fab
     if share is not None:
         ports = ", ".join(nic.name for nic in fast)
         sources.append(
-            Source(figure="nic_gb_per_s", tier="spec", text=f"derived: {ports} over {max(len(gpus), 1)} devices")
+            Origin(figure="nic_gb_per_s", tier="spec", text=f"derived: {ports} over {max(len(gpus), 1)} devices")
         )
     reduce = None
     machine = machines().get((gpus[0].machine or "").lower()) if gpus else None
     known = machine.constant("allreduce_gb_per_s") if machine is not None else None
     if known is not None and fabric.nvswitch and fabric.nvlink_domain > 1:
         reduce = known.value
-        sources.append(Source(figure="allreduce_gb_per_s", tier=known.tier, text=known.source))
+        sources.append(Origin(figure="allreduce_gb_per_s", tier=known.tier, text=known.source))
     return dataclasses.replace(fabric, nics=nics, nic_gb_per_s=share, allreduce_gb_per_s=reduce, sources=tuple(sources))
 
 

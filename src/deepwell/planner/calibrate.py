@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from deepwell.hardware.model import Curve, Gpu
+from deepwell.hardware.parts import Curve, Gpu
 from deepwell.planner.efficiency import GpuConstants, device, gemm_s
 
 # Curves -> the format that the planner prices by them; row scales are what Deepwell's FP8 has.

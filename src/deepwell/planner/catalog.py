@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from deepwell.hardware.codec import decode
-from deepwell.hardware.model import Gpu
+from deepwell.hardware.parts import Gpu
 from deepwell.planner.layout import Layout
 from deepwell.planner.shard import LocalGemm, Sizes, local_block
 from deepwell.planner.workload import Workload

@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.model import Gpu
+from deepwell.hardware.parts import Gpu
 from deepwell.planner.shard import HALF, LocalAttention, LocalGemm
 
 # Time between two kernels of one stream that the GPU cannot hide: drain, launch, fill.

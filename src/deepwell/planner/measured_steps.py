@@ -24,7 +24,7 @@ from deepwell.errors import ConfigError
 from deepwell.graph.ops import Attention, GroupedLinear, Linear
 from deepwell.hardware.cache import measurement_path, write_whole
 from deepwell.hardware.codec import decode, encode
-from deepwell.hardware.model import Gpu
+from deepwell.hardware.parts import Gpu
 from deepwell.planner.layout import Layout
 from deepwell.planner.workload import Workload
 

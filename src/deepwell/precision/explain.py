@@ -18,11 +18,10 @@ from deepwell.graph.ops import Workload
 from deepwell.graph.table import WIDTH, layers_label, text_table
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolver
-from deepwell.precision.rules import ALWAYS, Steps, steps_text
+from deepwell.precision.rules import ALWAYS, Rule, Steps, change_steps, steps_text
 
 if TYPE_CHECKING:
     from deepwell.graph.ir import IR, Site
-    from deepwell.precision.policy import PrecisionPolicy
 
 # Shares of flops between linear layers hardly depend on the length: only padding and rounding of expert rows would.
 _WORK = Workload(seq_len=4096)
@@ -165,10 +164,10 @@ def _cells(rows: list[Row]) -> list[list[str]]:
     return [[op, *(formats if i == 0 else ("", "", "")), why] for i, (op, why) in enumerate(lines)]
 
 
-def explain(policy: PrecisionPolicy, ir: IR, step: int | None = None) -> Explanation:
-    """Explain a policy at one step, or for every span of steps between its changes."""
-    resolver = Resolver(policy.rules, ir)
-    ends = [0, *policy.changes()] if step is None else [step]
+def explain(rules: Sequence[Rule], ir: IR, step: int | None = None) -> Explanation:
+    """Explain a policy's rules at one step, or for every span of steps between its changes."""
+    resolver = Resolver(rules, ir)
+    ends = [0, *change_steps(rules)] if step is None else [step]
     tables: dict[int, dict[str, dict[str, Decision]]] = {}
     before = None
     for start in ends:
@@ -181,7 +180,7 @@ def explain(policy: PrecisionPolicy, ir: IR, step: int | None = None) -> Explana
         Span(steps=(start, stop), groups=_groups(resolver, tables[start]), shares=_shares(resolver, tables[start]))
         for start, stop in zip(starts, stops, strict=True)
     )
-    notes = [*resolver.notes, *_notes_on_use(policy, resolver, spans, is_whole_run=step is None)]
+    notes = [*resolver.notes, *_notes_on_use(rules, resolver, spans, is_whole_run=step is None)]
     return Explanation(
         model=ir.name,
         num_layers=ir.num_layers,
@@ -272,16 +271,16 @@ def _formats_in_use(tables: Iterable[Mapping[str, Mapping[str, Decision]]]) -> t
 
 
 def _notes_on_use(
-    policy: PrecisionPolicy, resolver: Resolver, spans: tuple[Span, ...], *, is_whole_run: bool
+    rules: Sequence[Rule], resolver: Resolver, spans: tuple[Span, ...], *, is_whole_run: bool
 ) -> list[str]:
     """Rules that never decide, and a low default that reaches nothing."""
     notes = []
     if is_whole_run:
-        for index, rule in enumerate(policy.rules):
+        for index, rule in enumerate(rules):
             said = any(note.startswith(f"{rule.label}: ") for note in resolver.notes)
             if index not in resolver.deciding and not said:
                 notes.append(f"{rule.label}: decides nothing, for rules that win over it cover all it names")
-    asked = {rule.precision.format for rule in policy.rules if rule.precision.is_low}
+    asked = {rule.precision.format for rule in rules if rule.precision.is_low}
     used = {name for span in spans for name, _ in span.shares}
     if asked and resolver.sites and not asked & used:
         when = "at any step" if is_whole_run else "at this step"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from deepwell.errors import ConfigError
 from deepwell.precision.gemm_format import Precision, precision
 from deepwell.precision.resolve import BASE, BUILT_IN, Resolution, Resolver
-from deepwell.precision.rules import Rule, make_rule
+from deepwell.precision.rules import Rule, change_steps, make_rule
 
 if TYPE_CHECKING:
     from deepwell.graph.ir import IR
@@ -131,14 +131,13 @@ class PrecisionPolicy:
         """The same as a table to read, equal layers folded; without a step, for every span between changes."""
         from deepwell.precision.explain import explain
 
-        return explain(self, ir, step)
+        return explain(self.rules, ir, step)
 
     def changes(self, ir: IR | None = None) -> tuple[int, ...]:
         """Steps at which a rule begins or ends; with an IR, only those at which some GEMM's format changes."""
-        ends = {end for rule in self._rules for end in rule.steps if end}
-        steps = sorted(ends)
+        steps = change_steps(self._rules)
         if ir is None:
-            return tuple(steps)
+            return steps
         resolver = Resolver(self._rules, ir)
         before, found = _formats(resolver, 0), []
         for step in steps:

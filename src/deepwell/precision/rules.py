@@ -155,3 +155,8 @@ def read_steps(steps: Any) -> Steps:
 def steps_text(steps: Steps) -> str:
     start, stop = steps
     return f"{start}:{'' if stop is None else stop}"
+
+
+def change_steps(rules: Iterable[Rule]) -> tuple[int, ...]:
+    """Steps at which a rule begins or ends."""
+    return tuple(sorted({end for rule in rules for end in rule.steps if end}))

@@ -17,7 +17,7 @@ from deepwell.engine.dryrun.plan import engine_plan, given_plan, local_hardware
 from deepwell.engine.dryrun.risks import risks
 from deepwell.engine.dryrun.values import DryRun, Trial
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.hardware.model import Curve, GemmPoint
+from deepwell.hardware.parts import Curve, GemmPoint
 from deepwell.planner.calibrate import measured_constants
 from deepwell.planner.efficiency import device as planner_device
 from deepwell.planner.efficiency import gemm_s

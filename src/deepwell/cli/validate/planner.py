@@ -38,12 +38,7 @@ def planner_command(
     if json_out == "-":
         typer.echo(result.to_json())
         return
-    if as_markdown:
-        from deepwell.planner.published.table import validation_markdown
-
-        typer.echo(validation_markdown(result))
-    else:
-        typer.echo(str(result))
+    typer.echo(result.to_markdown() if as_markdown else str(result))
     if json_out is not None:
         try:
             Path(json_out).write_text(result.to_json() + "\n", encoding="utf-8")

@@ -17,8 +17,7 @@ from deepwell.engine.compile import check_plan
 from deepwell.engine.dryrun.plan import Prediction, engine_device, engine_keeps, optimizer_of, predict, shape_of
 from deepwell.engine.dryrun.risks import risks
 from deepwell.engine.dryrun.steps import run_trial
-from deepwell.engine.dryrun.text import size_text
-from deepwell.engine.dryrun.values import AxisOverlap, DryRun, FormatRow, How, Marked, RankBubble, Trial
+from deepwell.engine.dryrun.values import AxisOverlap, DryRun, FormatRow, How, Marked, RankBubble, Trial, size_text
 from deepwell.engine.engine import Engine
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError, DeepwellError, UnsupportedError

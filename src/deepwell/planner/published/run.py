@@ -14,11 +14,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import deepwell.planner.published.switches as software
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.planner.layout import Layout, Offload, Recompute, Schedule, Sharding
-from deepwell.planner.published import switches as software
 from deepwell.planner.published.cluster import hardware_of, is_nvidia
 from deepwell.planner.published.models import build_ir
 from deepwell.planner.published.record import Record, parse_records, read_records

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from deepwell.planner.published.validate import Validation
+Scores = Mapping[str, Any]  # what `validate.score` returns
 
 _COLUMNS = (
     ("source", 44), ("rows", 5), ("used", 5), ("n", 5), ("median", 7), ("mean", 7), ("bias", 7), ("<10%", 6),
@@ -18,7 +18,7 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f}%"
 
 
-def _cells(name: str, scores: dict[str, Any], *, cut: bool = True) -> list[str]:
+def _cells(name: str, scores: Scores, *, cut: bool = True) -> list[str]:
     step, memory, oom = scores["step_time"], scores["memory"], scores["oom"]
     regret, rank, rows = scores["regret"], scores["rank"], scores["rows"]
     tier = "" if scores["tiers"] == "A" else f" ({'+'.join(scores['tiers'])})"
@@ -40,19 +40,19 @@ def _line(cells: list[str]) -> str:
     return first[0].ljust(first[1]) + "".join(cell.rjust(width + 1) for cell, width in rest)
 
 
-def validation_markdown(validation: Validation) -> str:
+def scores_markdown(sources: Mapping[str, Scores], overall: Scores) -> str:
     """The same table as docs/planner.md holds it."""
     names = [name for name, _ in _COLUMNS]
-    rows = [_cells(name, scores, cut=False) for name, scores in validation.sources.items()]
-    rows.append(_cells("**overall (tier A)**", validation.overall, cut=False))
+    rows = [_cells(name, scores, cut=False) for name, scores in sources.items()]
+    rows.append(_cells("**overall (tier A)**", overall, cut=False))
     lines = [names, ["---", *("---:" for _ in names[1:])], *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def validation_table(validation: Validation) -> str:
-    overall = validation.overall
+def scores_table(sources: Mapping[str, Scores], overall: Scores, tier_a: Scores, tiers_ab: Scores) -> str:
+    """What `print(validation)` shows."""
     lines = [_line([name for name, _ in _COLUMNS])]
-    lines += [_line(_cells(name, scores)) for name, scores in validation.sources.items()]
+    lines += [_line(_cells(name, scores)) for name, scores in sources.items()]
     lines.append(_line(_cells("overall (tier A)", overall)))
     rows, smi, regret = overall["rows"], overall["memory_nvidia_smi"], overall["regret"]
     lines += [
@@ -64,16 +64,15 @@ def validation_table(validation: Validation) -> str:
         f"picks within 5% of the best: {_percent(regret['within_5pct'], 0)}, at random "
         f"{_percent(regret['random_within_5pct'], 0)}, by the rule {_percent(regret['rule_within_5pct'], 0)}",
     ]
-    lines += ["", *_by_tiers(validation)]
+    lines += ["", *_by_tiers(tier_a, tiers_ab)]
     if overall["not_used"]:
         lines.append("rows not used:")
         lines += [f"  {count:4d}  {reason}" for reason, count in overall["not_used"].items()]
     return "\n".join(lines)
 
 
-def _by_tiers(validation: Validation) -> list[str]:
+def _by_tiers(*both: Scores) -> list[str]:
     """What is asked of the planner on tier A alone and on A and B, side by side."""
-    both = (validation.tier_a, validation.tiers_ab)
     rows = (
         ("", [f"tier{'s' if len(scores['tiers']) > 1 else ''} {'+'.join(scores['tiers'])}" for scores in both]),
         ("step time, median / mean error", [_pair(scores["step_time"]) for scores in both]),
@@ -85,13 +84,13 @@ def _by_tiers(validation: Validation) -> list[str]:
     return [name.ljust(36) + "".join(cell.rjust(26) for cell in cells) for name, cells in rows]
 
 
-def _pair(step: dict[str, Any]) -> str:
+def _pair(step: Scores) -> str:
     return f"{_percent(step['median_abs_rel_err'])} / {_percent(step['mean_abs_rel_err'])} of {step['n']:,}"
 
 
-def _with_n(scores: dict[str, Any], name: str) -> str:
+def _with_n(scores: Scores, name: str) -> str:
     return f"{_percent(scores[name])} of {scores.get('n', scores.get('groups', 0)):,}"
 
 
-def _regrets(regret: dict[str, Any]) -> str:
+def _regrets(regret: Scores) -> str:
     return " / ".join(_percent(regret[name]) for name in ("mean", "rule_mean", "random_mean"))

@@ -30,6 +30,7 @@ from deepwell.planner.published.metrics import (
     summarize_regret,
     summarize_verdicts,
 )
+from deepwell.planner.published.table import scores_markdown, scores_table
 from deepwell.planner.stack import Stack
 from deepwell.planner.workload import Workload
 
@@ -261,9 +262,11 @@ class Validation:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        from deepwell.planner.published.table import validation_table
+        return scores_table(self.sources, self.overall, self.tier_a, self.tiers_ab)
 
-        return validation_table(self)
+    def to_markdown(self) -> str:
+        """The table of the sources as docs/planner.md holds it."""
+        return scores_markdown(self.sources, self.overall)
 
 
 def validate(
