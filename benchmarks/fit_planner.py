@@ -29,7 +29,8 @@ from scipy.optimize import least_squares
 from deepwell.errors import DeepwellError
 from deepwell.planner.comm import Network
 from deepwell.planner.efficiency import GpuConstants, constants_key, device, gpu_constants
-from deepwell.planner.estimate import Job, read_job, step_seconds
+from deepwell.planner.estimate import step_seconds
+from deepwell.planner.job import StepJob, read_job
 from deepwell.planner.published import RunRow, packaged_runs
 from deepwell.planner.published.run import recompute_candidates
 from deepwell.planner.rank_memory import rank_memory
@@ -59,7 +60,7 @@ class Point:
     """A row ready to be predicted with any constants."""
 
     run: RunRow
-    job: Job
+    job: StepJob
     gpu: str
     stack: str
     measured: float
@@ -84,9 +85,9 @@ def load(runs: Iterable[RunRow] | None = None) -> list[Point]:
     return points
 
 
-def _first_that_fits(run: RunRow) -> Job | None:
+def _first_that_fits(run: RunRow) -> StepJob | None:
     """The row with the least recomputation that fits, as validation reads a row that does not say."""
-    first: Job | None = None
+    first: StepJob | None = None
     for candidate in recompute_candidates(run):
         assert candidate.workload and candidate.layout and candidate.stack and candidate.hardware
         try:

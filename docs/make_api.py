@@ -37,10 +37,16 @@ def signature(value: Any) -> str:
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and item.name == "__init__":
                 return _call(item)
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item)]
+        body = [item for one in _own(value) for item in ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body]
+        fields = [item for item in body if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item)]
         return f"({', '.join(ast.unparse(item) for item in fields if not ast.unparse(item).startswith('_'))})"
     assert isinstance(node, ast.FunctionDef)
     return _call(node)
+
+
+def _own(value: type) -> list[type]:
+    """The class with those of its bases that are Deepwell's, the first base first."""
+    return [one for one in reversed(value.__mro__) if one.__module__.startswith("deepwell")]
 
 
 def _call(node: ast.FunctionDef) -> str:
@@ -52,8 +58,8 @@ def _call(node: ast.FunctionDef) -> str:
 
 
 def members(value: type) -> Iterator[tuple[str, str, str]]:
-    """(name, signature, what it is) of the methods and properties that a class defines and documents."""
-    for name, member in vars(value).items():
+    """(name, signature, what it is) of the methods and properties that a class and its bases define and document."""
+    for name, member in {name: member for one in _own(value) for name, member in vars(one).items()}.items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):

@@ -18,7 +18,7 @@ _PUBLIC = {
     "IR": "deepwell.graph.ir",
     "PrecisionPolicy": "deepwell.precision.policy",
     "autoplan": "deepwell.planner.search.autoplan",
-    "Plan": "deepwell.planner.plan",
+    "Plan": "deepwell.planner.search.autoplan",
     "compile": "deepwell.engine.compile",
     "optimize_for_blackwell": "deepwell.engine.compile",
     "Engine": "deepwell.engine.engine",
@@ -75,8 +75,7 @@ if TYPE_CHECKING:
     from deepwell.graph.ir import IR
     from deepwell.hardware.probe import Hardware, probe
     from deepwell.moe.block import DeepwellMoE
-    from deepwell.planner.plan import Plan
-    from deepwell.planner.search.autoplan import autoplan
+    from deepwell.planner.search.autoplan import Plan, autoplan
     from deepwell.precision.guard import GuardSettings
     from deepwell.precision.policy import PrecisionPolicy
     from deepwell.train.adamw.optimizer import AdamWDW

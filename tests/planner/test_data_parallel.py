@@ -9,13 +9,15 @@ from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
 from deepwell.planner.comm import Network, all_reduce_s, gather_s
-from deepwell.planner.data_parallel import Parts, data_parallel_s, shards, state_rules
+from deepwell.planner.data_parallel import data_parallel_s
 from deepwell.planner.efficiency import device
-from deepwell.planner.estimate import Job, estimate, read_job
+from deepwell.planner.estimate import estimate
+from deepwell.planner.job import StepJob, read_job
 from deepwell.planner.keeps import Keeps
 from deepwell.planner.layout import SHARDINGS, Layout, Overlap
 from deepwell.planner.rank_memory import rank_memory, rank_params
 from deepwell.planner.schedule.stages import stage_times
+from deepwell.planner.sharding import Parts, shards, state_rules
 from deepwell.planner.stack import get_stack
 from deepwell.planner.workload import Workload
 
@@ -26,7 +28,7 @@ PARAMS, ENDS, LAYER = 8_030_261_248, 2 * 128256 * 4096 + 4096, 218_112_000
 OPEN = Overlap(grad_reduce=False, param_gather=False)  # everything is waited for: seconds can be counted
 
 
-def job(layout: Layout, batch: int = 64, stack: Any = DEEPWELL) -> Job:
+def job(layout: Layout, batch: int = 64, stack: Any = DEEPWELL) -> StepJob:
     return read_job(Workload(ir=LLAMA, seq_len=4096, global_batch=batch), layout, stack)
 
 

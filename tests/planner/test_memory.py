@@ -9,8 +9,8 @@ from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
 from deepwell.kernels.head import linear_cross_entropy
-from deepwell.planner.estimate import read_job
 from deepwell.planner.estimate_values import StageMemory
+from deepwell.planner.job import read_job
 from deepwell.planner.keeps import Keeps, chunk_bytes, head_bytes
 from deepwell.planner.layout import Layout, Offload, Recompute
 from deepwell.planner.memory import in_flight, saved_bytes

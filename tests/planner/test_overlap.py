@@ -9,9 +9,10 @@ import pytest
 from deepwell.errors import UnsupportedError
 from deepwell.planner.estimate import estimate
 from deepwell.planner.layout import Layout, Overlap
-from deepwell.planner.overlap import OVERLAPS, effects, hides, in_use, switched
+from deepwell.planner.overlap import OVERLAPS, hides, in_use, switched
 from deepwell.planner.plan import Plan
 from deepwell.planner.search.autoplan import autoplan
+from deepwell.planner.search.sensitivity import overlap_effects
 from deepwell.planner.stack import get_stack
 
 
@@ -47,7 +48,7 @@ def test_only_communication_that_is_there_can_be_hidden() -> None:
 def test_hiding_that_pays_is_kept() -> None:
     plan = planned()
     assert plan.layout.overlap == Overlap()
-    assert all(one.other_s >= one.step_s for one in effects(plan) if one.is_on)
+    assert all(one.other_s >= one.step_s for one in overlap_effects(plan) if one.is_on)
 
 
 @pytest.mark.usefixtures("costly")
@@ -72,12 +73,12 @@ def test_what_the_user_says_of_overlap_wins_over_the_search() -> None:
 
 def test_explain_says_what_each_overlap_is_worth() -> None:
     plan = planned(tp=2, pp=2, sharding="zero1", stack="generic")
-    for one in effects(plan):
+    for one in overlap_effects(plan):
         layout = switched(plan.layout, one.name, not one.is_on)
         assert one.other_s == estimate(plan.workload, plan.hardware, layout, plan.stack).step_s
         assert f"  {one}" in plan.explain().splitlines()
-    assert {one.name for one in effects(plan)} == {"tp", "grad_reduce", "param_gather", "pp"}
-    waits = next(one for one in effects(plan) if one.name == "tp")
+    assert {one.name for one in overlap_effects(plan)} == {"tp", "grad_reduce", "param_gather", "pp"}
+    waits = next(one for one in overlap_effects(plan) if one.name == "tp")
     assert not waits.is_on and "hiding it would make the step" in str(waits) and "shorter" in str(waits)
 
 

@@ -244,7 +244,8 @@ class IR:
         """Every distinct block once with the layers it stands for; forward flops per token of a sequence."""
         seq_len = min(4096, self.max_positions or 4096)
         lines = [*_header(self, seq_len), "", *op_table(_groups(self), seq_len, self.flops(1, seq_len))]
-        ops = {None: self.stem + self.tail, **{index: block.ops for index, block in enumerate(self.blocks)}}
+        ops: dict[int | None, tuple[Op, ...]] = {None: self.stem + self.tail}
+        ops |= {index: block.ops for index, block in enumerate(self.blocks)}
         lines += ["", *fusion_summary(self.fusion_sites(), ops)]
         if self.notes:
             lines += ["", "notes", *(f"  - {note}" for note in self.notes)]

@@ -1,35 +1,14 @@
-"""Weights and gradients over data-parallel ranks: what a rank holds of them, how often they travel, for how long. Pure.
-
-    rules = state_rules(layout, stack)                     whole or sharded, gathered and reduced how often
-    data_parallel_s(job, net, ranks, f, b, trained)        seconds that a step waits for
-
-Deepwell's trainer runs on FSDP2 (switch `data_parallel: fsdp2`), where
-
-    ddp      everything whole; gradients reduced once, in the last micro-batch
-    zero1    weights gathered once a step; gradients whole until the last micro-batch, then reduced once
-    zero2    weights gathered once a step; gradients reduced in every micro-batch and kept as shards
-    zero3    weights gathered in every forward and again in every backward; gradients as under zero2
-    with pp  a stage keeps weights and gradients whole until its last backward and reduces after it, whatever the kind:
-             torch's pipeline stages are so
-
-Copies (HSDP) agree on their shards once a step. Embedding, final norm and head are FSDP2's root group.
-
-Other stacks keep what their names mean there: gradients under zero2 are shards that are reduced once a step.
-"""
+"""Seconds that a step waits for gradient reduction and weight gathering over data-parallel ranks. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from deepwell.planner.comm import Network, all_reduce_s, gather_s
-from deepwell.planner.layout import Layout
+from deepwell.planner.job import StepJob
 from deepwell.planner.overlap import hides
-from deepwell.planner.stack import Stack
-
-if TYPE_CHECKING:
-    from deepwell.planner.estimate import Job
+from deepwell.planner.sharding import REDUCE_BYTES, Parts, is_fsdp2, shards, state_rules
 
 # Share of overlapped gradient reduction and weight gathering that stays visible: the first and last buckets.
 _EXPOSED = 0.25
@@ -45,82 +24,8 @@ _BROADCAST_S = 2.7e-3
 # Stages of a rank that torch's interleaved schedules keep gathered; of more, each is gathered anew in every round.
 _ACTIVE_STAGES = 3
 
-REDUCE_BYTES = {"fp32": 4.0, "bf16": 2.0}
 
-
-class Parts(NamedTuple):
-    """One figure for each set of weights that has its own ranks."""
-
-    dense: float
-    expert: float
-    ends: float = 0.0  # embedding, final norm and head, where they are a group of their own (FSDP2's root)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateRules:
-    """How weights and gradients of one rank live during a step."""
-
-    whole_weights: bool  # all of them at once, not only the layers that run
-    keeps_shards: bool  # beside whole weights stand the shards that they were gathered from
-    whole_grads: bool
-    gathers_each: bool  # in every micro-batch, forward and backward; else once a step
-    reduces_each: bool  # in every micro-batch; else once a step
-    hides_reduce: bool  # reduction may run beside the backward
-
-
-def is_fsdp2(stack: Stack) -> bool:
-    """Whether the stack shards as Deepwell's trainer does."""
-    return stack.switch("data_parallel") == "fsdp2"
-
-
-def state_rules(layout: Layout, stack: Stack) -> StateRules:
-    """What a layout's sharding means on a stack."""
-    kind = layout.sharding
-    if not is_fsdp2(stack):
-        each = kind == "zero3"
-        return StateRules(
-            whole_weights=not each, keeps_shards=False, whole_grads=kind in ("ddp", "zero1"), gathers_each=each,
-            reduces_each=each and stack.switch("reduce_each", "on") == "on", hides_reduce=True,
-        )  # fmt: skip
-    is_piped = layout.pp > 1
-    return StateRules(
-        whole_weights=kind != "zero3" or is_piped,
-        keeps_shards=_is_sharded(layout),
-        whole_grads=kind in ("ddp", "zero1") or is_piped,
-        gathers_each=kind == "zero3",
-        reduces_each=kind in ("zero2", "zero3") and not is_piped,
-        hides_reduce=not is_piped,
-    )
-
-
-def _is_sharded(layout: Layout) -> bool:
-    """Whether FSDP2 is in the model: DDP proper is plain data parallelism alone, elsewhere `ddp` is shards of one."""
-    if layout.pp > 1:
-        return layout.dp * layout.cp > 1
-    return layout.tp * layout.cp * layout.ep > 1 or (layout.dp > 1 and layout.sharding != "ddp")
-
-
-def splits_ends(layout: Layout, stack: Stack) -> bool:
-    """Whether embedding, final norm and head are whole weights with their tokens split over tp, not tensor-parallel."""
-    return layout.tp > 1 and is_fsdp2(stack)
-
-
-def shards(layout: Layout, stack: Stack) -> Parts:
-    """Ranks over which each set of weights (its optimizer state, where weights are whole) is spread."""
-    copies = layout.dp_replicate
-    dense = 1 if layout.sharding == "ddp" else layout.dp * layout.cp // copies
-    if is_fsdp2(stack):
-        # Experts that are spread are groups of their own, without copies; the ends' tokens are split over tp as well.
-        expert = layout.expert_dp if layout.ep > 1 else dense
-        return Parts(dense, expert, 1 if layout.sharding == "ddp" else dense * layout.tp)
-    expert = layout.expert_dp // copies if layout.expert_dp % copies == 0 else layout.expert_dp
-    return Parts(dense, 1 if layout.sharding == "ddp" else max(1, expert), dense)
-
-
-# ---- seconds of a step ----
-
-
-def data_parallel_s(job: Job, net: Network, params: Parts, f: float, b: float, trained: float) -> float:
+def data_parallel_s(job: StepJob, net: Network, params: Parts, f: float, b: float, trained: float) -> float:
     """Seconds of gradient reduction and weight gathering that the step waits for, for a rank with these weights.
 
     `f` and `b` are the seconds of one micro-batch that they may run beside, `trained` the share of the weights that has
@@ -146,7 +51,7 @@ def data_parallel_s(job: Job, net: Network, params: Parts, f: float, b: float, t
     return _exposed(reduce, b, hides_grad) + _exposed(gather, f, hides_param)
 
 
-def _classic_s(job: Job, net: Network, params: Parts, grad: float, weight: float) -> tuple[float, float]:
+def _classic_s(job: StepJob, net: Network, params: Parts, grad: float, weight: float) -> tuple[float, float]:
     """One reduction and one gathering of everything, as stacks do whose ends are sharded like the layers."""
     layout, stack = job.layout, job.stack
     dense, expert = params.dense, params.expert
@@ -163,24 +68,24 @@ def _classic_s(job: Job, net: Network, params: Parts, grad: float, weight: float
     return inner + outer, gather
 
 
-class _Group(NamedTuple):
+class _ShardGroup(NamedTuple):
     params: float
     shard: int
     stride: int
     copies: int  # of the shards: HSDP, or all ranks under DDP
 
 
-def _groups(job: Job, params: Parts) -> Iterator[_Group]:
+def _groups(job: StepJob, params: Parts) -> Iterator[_ShardGroup]:
     """The layers, the experts and the ends with the ranks that they travel among."""
     layout = job.layout
     over = shards(layout, job.stack)
     ranks = layout.dp * layout.cp
-    yield _Group(params.dense, int(over.dense), layout.tp, ranks // int(over.dense))
-    yield _Group(params.expert, int(over.expert), layout.ep * layout.etp, layout.expert_dp // int(over.expert))
-    yield _Group(params.ends, int(over.ends), 1, ranks * layout.tp // int(over.ends))
+    yield _ShardGroup(params.dense, int(over.dense), layout.tp, ranks // int(over.dense))
+    yield _ShardGroup(params.expert, int(over.expert), layout.ep * layout.etp, layout.expert_dp // int(over.expert))
+    yield _ShardGroup(params.ends, int(over.ends), 1, ranks * layout.tp // int(over.ends))
 
 
-def _fsdp2_s(job: Job, net: Network, params: Parts, grad: float, weight: float, f: float, b: float) -> float:
+def _fsdp2_s(job: StepJob, net: Network, params: Parts, grad: float, weight: float, f: float, b: float) -> float:
     layout, stack, m = job.layout, job.stack, job.micro_batches
     rules = state_rules(layout, stack)
     groups = list(_groups(job, params))

@@ -12,27 +12,26 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
 from deepwell.planner.comm import Network
 from deepwell.planner.cost import optimizer_s
-from deepwell.planner.data_parallel import data_parallel_s, shards, splits_ends
+from deepwell.planner.data_parallel import data_parallel_s
 from deepwell.planner.efficiency import Device, GpuConstants, device
 from deepwell.planner.estimate_values import BANDS, GIB, PARTS, Estimate, StageMemory
+from deepwell.planner.job import StepJob, read_job
 from deepwell.planner.keeps import Keeps
 from deepwell.planner.layout import Layout
-from deepwell.planner.memory import BytesPerParam, saved_bytes
+from deepwell.planner.memory import saved_bytes
 from deepwell.planner.overlap import hides
 from deepwell.planner.rank_memory import rank_memory, rank_params, sharded, trained_share
 from deepwell.planner.schedule.actions import why_not
 from deepwell.planner.schedule.simulate import simulate as simulate_schedule
 from deepwell.planner.schedule.stages import StageTime, add_parts, message_s, pair_savings_s, stage_times
-from deepwell.planner.shard import LocalBlock, Sizes, local_block
+from deepwell.planner.sharding import shards
 from deepwell.planner.stack import Stack, deepwell_stack
-from deepwell.planner.workload import OPTIMIZERS, Workload
+from deepwell.planner.workload import Workload
 
 __all__ = ["GIB", "PARTS", "Estimate", "StageMemory", "estimate"]
 
@@ -43,43 +42,6 @@ STEP_S, STEP_S_PER_DOUBLING = 0.002, 0.008
 # Pinned copies reach about 85% of PCIe; generation 4 with 16 lanes where the machine does not say.
 _PCIE_GB_PER_S = 31.5
 _PCIE_SHARE = 0.85
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One virtual stage: how many layers of each variant, and whether the ends of the model are in it."""
-
-    counts: tuple[int, ...]  # by variant
-    recomputed: tuple[int, ...]  # of them, layers that recompute (block recomputation)
-    has_stem: bool
-    has_tail: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A workload on a layout with all switches read: what time and memory are computed from."""
-
-    workload: Workload
-    layout: Layout
-    stack: Stack
-    micro_batches: int
-    stages: tuple[Stage, ...]
-    blocks: tuple[LocalBlock, ...]  # by variant
-    stem: LocalBlock
-    tail: LocalBlock
-    per_param: BytesPerParam
-    kernel: str
-    dropout: bool
-    loss: str
-    # Answers found once for all ranks; not an argument, so that `replace` starts afresh.
-    known: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    def rank_stages(self, rank: int) -> list[int]:
-        """Virtual stages of a pipeline rank: looped, or folded in a V."""
-        pp, v = self.layout.pp, self.layout.virtual_stages
-        if self.layout.schedule in ("zbv", "dualpipev"):
-            return [rank, 2 * pp - 1 - rank]
-        return [rank + i * pp for i in range(v)]
 
 
 def estimate(
@@ -130,7 +92,7 @@ def _notes(workload: Workload) -> tuple[str, ...]:
     return ()
 
 
-def _ideal_s(job: Job, hw: Hardware) -> float:
+def _ideal_s(job: StepJob, hw: Hardware) -> float:
     """Seconds of the model's own flops at the dense peak of each one's format, for MFU by formats."""
     gpu, total = hw.gpus[0], 0.0
     bf16 = gpu.peak_tflops("bf16") or gpu.peak_tflops("fp32")
@@ -151,112 +113,10 @@ def _ideal_s(job: Job, hw: Hardware) -> float:
     return total * job.micro_batches / job.layout.pp
 
 
-# ---- reading the job ----
-
-
-def read_job(workload: Workload, layout: Layout, stack: Stack) -> Job:
-    """Shapes of every block on one rank, and the switches that the layout leaves to the stack."""
-    micro_batches = layout.accumulation(workload.global_batch)
-    _check(workload, layout)
-    dropout = stack.switch("dropout", "off") == "on"
-    load = 1.0 if workload.forced_balance else max(workload.imbalance, 1.0)
-    if workload.capacity_factor is not None:
-        load = min(load, workload.capacity_factor) if workload.capacity_factor >= 1 else workload.capacity_factor
-    sizes = Sizes(
-        micro_batch=layout.micro_batch, seq_len=workload.seq_len, tp=layout.tp, cp=layout.cp, ep=layout.ep,
-        etp=layout.etp, sequence_parallel=layout.sequence_parallel and layout.tp > 1, expert_load=load,
-        dropout=dropout, keeps_fp8=stack.switch("keeps_fp8", "on") == "on",
-        eager_norms=stack.switch("norms", "fused") == "unfused",
-        recomputes_pointwise=stack.switch("compile", "off") == "on",
-        keeps_inputs=stack.switch("keeps_inputs", "off") == "on",
-        gathers_inputs=stack.switch("sp_inputs", "sharded") == "gathered",
-        eager_gates=stack.switch("swiglu", "fused") == "unfused", kv_exchange=_kv_exchange(layout, stack),
-    )  # fmt: skip
-    ir = workload.ir
-    ends = tuple((op.name, workload.end_formats(op)) for op in (*ir.stem, *ir.tail) if op.kind == "linear")
-    end_sizes = sizes
-    if splits_ends(layout, stack):
-        end_sizes = replace(sizes, tp=1, cp=layout.cp * layout.tp, sequence_parallel=False)
-    return Job(
-        workload=workload,
-        layout=layout,
-        stack=stack,
-        micro_batches=micro_batches,
-        stages=_stages(workload, layout),
-        blocks=tuple(local_block(ir.blocks[v.block].ops, v.formats, sizes) for v in workload.variants()),
-        stem=local_block(ir.stem, ends, end_sizes),
-        tail=local_block(ir.tail, ends, end_sizes),
-        per_param=_per_param(workload, stack),
-        kernel=workload.attention_kernel or stack.switch("attention", "best"),
-        dropout=dropout,
-        loss=stack.switch("loss", "fused"),
-    )
-
-
-def _kv_exchange(layout: Layout, stack: Stack) -> str:
-    """What context parallelism makes of keys and values, where the engine keeps the result for the backward."""
-    if layout.cp == 1 or stack.switch("gathered_kv", "again") != "kept":
-        return ""
-    return {"allgather": "gathered", "ulysses": "repeated"}.get(layout.context_parallel_kind, "")
-
-
-def _check(workload: Workload, layout: Layout) -> None:
-    if workload.seq_len % layout.cp:
-        raise ConfigError(f"seq_len {workload.seq_len} is no multiple of cp {layout.cp}")
-    experts = workload.ir.num_experts
-    if experts and experts % layout.ep:
-        raise ConfigError(f"ep {layout.ep} does not divide the model's {experts} experts")
-    if layout.ep > 1 and not experts:
-        raise ConfigError(f"ep is {layout.ep}, but {workload.ir.name} has no experts")
-
-
-def _per_param(workload: Workload, stack: Stack) -> BytesPerParam:
-    state = OPTIMIZERS[workload.optimizer]
-    moments = state.moments
-    if stack.switch("latent_attention_moments") == "bf16" and workload.optimizer == "adamw":
-        # Megatron-Bridge's recipes of DeepSeek-V3 and Moonlight keep both moments in bf16 (precision-aware optimizer).
-        is_latent = any(op.part == "kv_b" for block in workload.ir.blocks for op in block.ops)
-        moments = 4.0 if is_latent else moments
-    total = stack.switch("state_bytes_per_param")
-    grad = {"fp32": 4.0, "bf16": 2.0, "both": 6.0}[stack.switch("grad_dtype", "fp32")]
-    if total:
-        grad = max(0.0, float(total) - 2.0 - state.master - moments)
-    return BytesPerParam(
-        weight=4.0 if workload.optimizer == "adamw_fp32" else 2.0,
-        grad=grad,
-        master=state.master,
-        moments=moments,
-    )
-
-
-def _stages(workload: Workload, layout: Layout) -> tuple[Stage, ...]:
-    variants = workload.variants()
-    variant_of = [0] * workload.ir.num_layers
-    for index, variant in enumerate(variants):
-        for layer in variant.layers:
-            variant_of[layer] = index
-    stages, start = [], 0
-    sizes = layout.layers_of_stages(workload.ir.num_layers)
-    chosen = layout.recompute
-    for number, size in enumerate(sizes):
-        counts, again = [0] * len(variants), [0] * len(variants)
-        for place, layer in enumerate(range(start, start + size)):
-            counts[variant_of[layer]] += 1
-            is_again = chosen.kind == "full" or (chosen.kind == "block" and place < (chosen.layers or 0))
-            again[variant_of[layer]] += is_again
-        stages.append(
-            Stage(
-                counts=tuple(counts), recomputed=tuple(again), has_stem=number == 0, has_tail=number == len(sizes) - 1
-            )
-        )
-        start += size
-    return tuple(stages)
-
-
 # ---- time ----
 
 
-def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate: bool = True) -> dict[str, float]:
+def step_seconds(job: StepJob, dev: Device, net: Network, hw: Hardware, *, simulate: bool = True) -> dict[str, float]:
     """Seconds of the step by part, as the busiest pipeline rank spends them."""
     layout, m = job.layout, job.micro_batches
     stages = stage_times(job, dev, net)
@@ -294,7 +154,7 @@ def step_seconds(job: Job, dev: Device, net: Network, hw: Hardware, *, simulate:
 
 
 def _pipeline(
-    job: Job, net: Network, stages: list[StageTime], work: list[float], simulate: bool
+    job: StepJob, net: Network, stages: list[StageTime], work: list[float], simulate: bool
 ) -> tuple[float, float, float]:
     """Seconds of the whole pipeline, those that messages add to the busiest rank, and those that its pairs hide."""
     layout, m = job.layout, job.micro_batches
@@ -323,12 +183,12 @@ def _pcie(hw: Hardware) -> float:
     return (hw.fabric.pcie_gb_per_s or _PCIE_GB_PER_S) * 1e9 * _PCIE_SHARE
 
 
-def _offload_s(job: Job, hw: Hardware, state_bytes: float) -> float:
+def _offload_s(job: StepJob, hw: Hardware, state_bytes: float) -> float:
     """Optimizer state in host memory crosses PCIe both ways in every step; nothing is left to hide it behind."""
     return 2 * job.layout.offload.optimizer * state_bytes / _pcie(hw)
 
 
-def _activation_offload_s(job: Job, hw: Hardware, stages: list[int], f: float, b: float) -> float:
+def _activation_offload_s(job: StepJob, hw: Hardware, stages: list[int], f: float, b: float) -> float:
     """Activations go to the host beside a micro-batch's forward: what does not fit beside it. They come back beside its
     backward, or, where the stack fetches a layer's when it needs them, before it."""
     share = job.layout.offload.activations

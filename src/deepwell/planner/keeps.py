@@ -8,15 +8,12 @@ head's weight waits, as the codes that it is made from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from deepwell.planner.job import StepJob
 from deepwell.planner.layout import Recompute
 from deepwell.planner.memory import backward_bytes, saved_bytes
 from deepwell.planner.shard import HALF, LocalBlock
 from deepwell.planner.stack import Stack
-
-if TYPE_CHECKING:
-    from deepwell.planner.estimate import Job
 
 # cuBLAS and cuDNN keep tens of megabytes inside torch's allocator on Hopper.
 LIBRARIES = 32 << 20
@@ -54,13 +51,13 @@ class Keeps:
 # ---- one layer ----
 
 
-def kept_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keeps) -> float:
+def kept_bytes(block: LocalBlock, recompute: Recompute, job: StepJob, keeps: Keeps) -> float:
     """What one layer holds of one micro-batch between its forward and its backward."""
     kept = sum(saved_bytes(block, recompute, job.kernel, job.dropout).values())
     return kept * keeps.element_bytes / HALF
 
 
-def working_bytes(block: LocalBlock, recompute: Recompute, job: Job, keeps: Keeps) -> float:
+def working_bytes(block: LocalBlock, recompute: Recompute, job: StepJob, keeps: Keeps) -> float:
     """The most that one layer's backward holds besides: gradients around the MLP's activation, and what it redoes."""
     scale = keeps.element_bytes / HALF
     downs = [gemm for gemm in block.gemms if gemm.part == "down"]
@@ -93,7 +90,7 @@ def chunk_bytes(width: int, fp8: bool) -> int:
     return min(1 << 30, (1 << 41) // width) if fp8 else 1 << 30
 
 
-def head_bytes(job: Job, keeps: Keeps, logits: float) -> Head:
+def head_bytes(job: StepJob, keeps: Keeps, logits: float) -> Head:
     """Head and loss of one micro-batch; `logits` is what they hold where they are not fused."""
     gemm = next((gemm for gemm in job.tail.gemms if gemm.role == "head"), None)
     size = keeps.element_bytes

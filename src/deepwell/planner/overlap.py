@@ -8,14 +8,10 @@ default may have no code for it; `overlap=` is where a user says that it has.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
 
 from deepwell.planner.layout import Layout, Overlap
 from deepwell.planner.stack import Stack
-
-if TYPE_CHECKING:
-    from deepwell.planner.plan import Plan
 
 OVERLAPS = tuple(one.name for one in fields(Overlap))
 WORDS = {
@@ -69,38 +65,3 @@ def may_switch_off(layout: Layout, stack: Stack, asked: Overlap | None) -> Itera
         is_open = asked is None or getattr(asked, name) is None
         if is_open and hides(layout, stack, name):
             yield name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
-    """One kind of communication in a plan: whether it is hidden, who decided, and the step if it were the other way."""
-
-    name: str
-    is_on: bool
-    decided_by: str
-    other_s: float
-    step_s: float
-
-    def __str__(self) -> str:
-        change = self.other_s / self.step_s - 1
-        words = "would change nothing" if abs(change) < 5e-5 else f"would make the step {abs(change):.2%} "
-        words += "" if abs(change) < 5e-5 else ("longer" if change > 0 else "shorter")
-        now, other = ("beside computation", "waiting for it") if self.is_on else ("waited for", "hiding it")
-        return f"{WORDS[self.name]}: {now} ({self.decided_by}); {other} {words}"
-
-
-def effects(plan: Plan) -> tuple[Effect, ...]:
-    """What each overlap of a plan gains or costs, by the same estimate that chose it."""
-    from deepwell.planner.estimate import estimate
-
-    found = []
-    asked = plan.limits.overlap
-    for name in in_use(plan.layout):
-        is_on = hides(plan.layout, plan.stack, name)
-        by = f"as {plan.stack.name} does"
-        if getattr(plan.layout.overlap, name) is not None:
-            is_asked = asked is not None and getattr(asked, name) is not None
-            by = "overlap= asks for it" if is_asked else "found faster by the search"
-        other = estimate(plan.workload, plan.hardware, switched(plan.layout, name, not is_on), plan.stack)
-        found.append(Effect(name=name, is_on=is_on, decided_by=by, other_s=other.step_s, step_s=plan.step_s))
-    return tuple(found)

@@ -8,252 +8,279 @@ A plan holds its whole problem (model, machine, formats), so a file of it can be
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from deepwell.errors import ConfigError
-from deepwell.hardware.codec import decode, encode
-from deepwell.hardware.model import Hardware
-from deepwell.planner.catalog import KernelChoice
-from deepwell.planner.estimate_values import Estimate, StageMemory
-from deepwell.planner.layout import Layout
-from deepwell.planner.search.constraints import Constraints, read_constraints
-from deepwell.planner.stack import Stack
-from deepwell.planner.workload import Workload
+from deepwell.graph.table import WIDTH, short_count, text_table
+from deepwell.planner.estimate_values import GIB, StageMemory
+from deepwell.planner.export.targets import export
+from deepwell.planner.plan_values import PlanValues
+from deepwell.planner.search.explore import WORDS
+from deepwell.planner.search.sensitivity import Sensitivity, overlap_effects, sensitivity
 
-if TYPE_CHECKING:
-    from deepwell.planner.search.sensitivity import Sensitivity
-    from deepwell.precision.explain import Explanation
-
-SCHEMA = 1
-COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
+_SHOWN_RANKS = 8
+_SHOWN_REJECTED = 12
+_SHOWN_CHANGES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A layout that fits and is slower (or, by the goal, worse) than the plan: its numbers and why not."""
-
-    layout: Layout
-    gpus: int
-    step_s: float
-    tokens_per_s_per_gpu: float
-    mfu_bf16: float
-    peak_gib: float
-    bubble: float  # share of the step
-    exposed: float  # share of the step that waits for communication
-    why_not: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """A family of layouts that is out, with the constraint that binds."""
-
-    family: str
-    kind: str  # "rule", "memory" or "slower"
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.family}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
-    """How much was looked at."""
-
-    families: int
-    layouts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(PlanValues):
     """The answer of `autoplan`. Equal plans solve the same problem the same way."""
 
-    model: str
-    goal: str
-    machine: str  # as it was named; `hardware` is the part of it that is used
-    machine_gpus: int
-    constraints: str
-    workload: Workload
-    hardware: Hardware
-    stack: Stack
-    layout: Layout
-    estimate: Estimate
-    kernels: tuple[KernelChoice, ...]
-    runners_up: tuple[Alternative, ...]
-    rejected: tuple[Rejected, ...]
-    searched: Searched
-    limit_gib: float | None
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    limits: Constraints = field(default=Constraints())  # what `constraints` says, as a value
-
-    # ---- figures ----
-
-    @property
-    def gpus(self) -> int:
-        return self.layout.gpus
-
-    @property
-    def step_s(self) -> float:
-        return self.estimate.step_s
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        return self.estimate.tokens_per_s_per_gpu
-
-    @property
-    def mfu(self) -> float:
-        """Model flops over the bf16 peak; `estimate.mfu_weighted` is over each format's own."""
-        return self.estimate.mfu_bf16
-
-    @property
-    def peak_gib(self) -> float:
-        return self.estimate.peak_gib
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """How many ways each axis splits: dp, tp, pp, cp, ep, etp, and dp_replicate, the copies inside dp."""
-        names = ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate")
-        return {name: getattr(self.layout, name) for name in names}
-
-    @property
-    def memory(self) -> tuple[StageMemory, ...]:
-        """Bytes of one GPU of every pipeline rank at its peak, by what they hold."""
-        return self.estimate.memory
-
-    @property
-    def precision(self) -> Explanation:
-        """The format of every GEMM of every layer at the first step, with the rule that decided."""
-        return self.workload.precision_policy.explain(self.workload.ir, 0)
-
-    @property
-    def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each stage in model order."""
-        return self.layout.layers_of_stages(self.workload.ir.num_layers)
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches that each rank runs in one step."""
-        return self.layout.accumulation(self.workload.global_batch)
-
-    @property
-    def exposed(self) -> dict[str, float]:
-        """Seconds of a step that wait for communication, by axis."""
-        return {axis: self.estimate.seconds.get(axis, 0.0) for axis in COMMUNICATION}
-
-    @property
-    def bubble(self) -> float:
-        """Share of the step in which the busiest pipeline rank has nothing to do."""
-        return self.estimate.seconds.get("bubble", 0.0) / self.estimate.step_s
-
-    @property
-    def gpu_seconds(self) -> float:
-        """What a step costs: GPUs times seconds."""
-        return self.gpus * self.step_s
-
-    # ---- words ----
-
     def __str__(self) -> str:
-        from deepwell.planner.plan_text import plan_table
-
-        return plan_table(self)
+        return _table(self)
 
     def explain(self) -> str:
         """Why this layout: what each degree buys, what one step of it would cost, what was rejected."""
-        from deepwell.planner.plan_text import explain
-
-        return explain(self)
+        return "\n".join(line.rstrip() for line in _explanation(self))
 
     def diff(self, other: Plan) -> str:
         """What differs between two plans, field by field."""
-        from deepwell.planner.plan_text import diff
-
-        return diff(self, other)
+        return _diff(self, other)
 
     def sensitivity(self) -> Sensitivity:
         """One step of each degree, less memory, a slower network: what happens to time and memory."""
-        from deepwell.planner.search.sensitivity import sensitivity
-
         return sensitivity(self)
 
     def export(self, target: str) -> str:
         """The plan in another engine's words: "megatron" (arguments), "torchtitan" (TOML) or "deepwell" (JSON)."""
-        from deepwell.planner.export.targets import export
-
         return export(self, target)
 
-    # ---- JSON ----
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "model": self.model,
-            "goal": self.goal,
-            "machine": self.machine,
-            "machine_gpus": self.machine_gpus,
-            "constraints": self.constraints,
-            "limits": self.limits.keywords(),
-            "layout": self.layout.to_dict(),
-            "stage_layers": list(self.stage_layers),
-            "accumulation": self.accumulation,
-            "estimate": self.estimate.to_dict(),
-            "exposed": self.exposed,
-            "bubble": self.bubble,
-            "limit_gib": self.limit_gib,
-            "kernels": [encode(choice) for choice in self.kernels],
-            "runners_up": [{**encode(one), "layout": one.layout.to_dict()} for one in self.runners_up],
-            "rejected": [encode(one) for one in self.rejected],
-            "searched": encode(self.searched),
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
-            "stack": self.stack.to_dict(),
-            "hardware": self.hardware.to_dict(),
-            "workload": self.workload.to_dict(),
-        }
+# ---- the table ----
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan behind `to_dict`. Raises ConfigError for anything else."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ConfigError(f"plan has schema {got!r}; this Deepwell reads schema {SCHEMA}")
-        try:
-            return cls(
-                layout=Layout.from_dict(data["layout"]),
-                estimate=Estimate.from_dict(data["estimate"]),
-                kernels=tuple(decode(KernelChoice, item, "plan.kernels") for item in data["kernels"]),
-                runners_up=tuple(decode(Alternative, item, "plan.runners_up") for item in data["runners_up"]),
-                rejected=tuple(decode(Rejected, item, "plan.rejected") for item in data["rejected"]),
-                searched=decode(Searched, data["searched"], "plan.searched"),
-                warnings=tuple(data["warnings"]),
-                notes=tuple(data["notes"]),
-                limits=_read_limits(data.get("limits", {})),
-                stack=Stack.from_dict(data["stack"]),
-                hardware=Hardware.from_dict(data["hardware"]),
-                workload=Workload.from_dict(data["workload"]),
-                **{
-                    name: data[name]
-                    for name in ("model", "goal", "machine", "machine_gpus", "constraints", "limit_gib")
-                },
+def _table(plan: Plan) -> str:
+    """Verdict, ranked layouts, memory, time, what was rejected."""
+    parts = [
+        _verdict(plan),
+        _ranked(plan),
+        _memory(plan),
+        _time(plan),
+        _kernels(plan),
+        _rejected(plan),
+        [*(f"warning: {w}" for w in plan.warnings), *(f"note: {n}" for n in plan.notes)],
+    ]
+    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
+
+
+def _verdict(plan: Plan) -> list[str]:
+    found, ir = plan.estimate, plan.workload.ir
+    limit = f" of {plan.limit_gib:.1f}" if plan.limit_gib is not None else ""
+    policy = plan.workload.policy if isinstance(plan.workload.policy, str) else plan.workload.main_format
+    unit = ("CPU" if plan.hardware.kind == "cpu" else "GPU") + ("" if plan.machine_gpus == 1 else "s")
+    used = (
+        f"{plan.gpus:,} of {plan.machine_gpus:,} {unit}" if plan.gpus != plan.machine_gpus else f"{plan.gpus:,} {unit}"
+    )
+    return [
+        f"plan for {plan.model} ({short_count(ir.num_params)} parameters, {ir.num_layers} layers) on {plan.machine}, "
+        f"{used}, {plan.goal}",
+        f"  {plan.workload.global_batch:,} x {plan.workload.seq_len:,} tokens per step, {policy}, "
+        f"{plan.workload.optimizer}, stack {plan.stack.name}",
+        f"  {plan.layout.describe()}, schedule {plan.layout.schedule}, {plan.accumulation} micro-batches"
+        + (f", layers {_layers(plan)}" if plan.layout.pp > 1 else ""),
+        f"  predicted step {found.step_s:.3f} s +-{found.error_band:.0%} ({found.tier} tier), "
+        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/{unit[:3]}, MFU {found.mfu_bf16:.1%} of the bf16 peak, "
+        f"{found.mfu_weighted:.1%} of the formats' own",
+        f"  peak {found.peak_gib:.1f}{limit} GiB on the fullest rank, bubble {plan.bubble:.1%}, exposed communication "
+        f"{sum(plan.exposed.values()) / plan.step_s:.1%}",
+    ]
+
+
+def _layers(plan: Plan) -> str:
+    """Stage sizes, runs folded: "4, 14 x 8, 6"."""
+    runs: list[list[int]] = []
+    for count in plan.stage_layers:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return ", ".join(str(count) if times == 1 else f"{times} x {count}" for count, times in runs)
+
+
+def _ranked(plan: Plan) -> list[str]:
+    found = plan.estimate
+    header = ("", "layout", "schedule", "step s", "tok/s/GPU", "MFU", "GiB", "bubble", "exposed", "why not")
+    exposed = sum(plan.exposed.values()) / plan.step_s
+    rows = [
+        (
+            "1", plan.layout.describe(), plan.layout.schedule, f"{found.step_s:.3f}",
+            f"{found.tokens_per_s_per_gpu:,.0f}", f"{found.mfu_bf16:.1%}", f"{found.peak_gib:.1f}",
+            f"{plan.bubble:.1%}", f"{exposed:.1%}", "the plan",
+        )
+    ]  # fmt: skip
+    for place, one in enumerate(plan.runners_up, start=2):
+        rows.append(
+            (
+                str(place), one.layout.describe(), one.layout.schedule, f"{one.step_s:.3f}",
+                f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu_bf16:.1%}", f"{one.peak_gib:.1f}",
+                f"{one.bubble:.1%}", f"{one.exposed:.1%}", one.why_not,
             )
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"not a plan: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"text: not JSON ({error}); pass what Plan.to_json returned") from error
-        return cls.from_dict(data)
+        )  # fmt: skip
+    return ["ranked", *text_table([header, *rows], right=range(3, 9))]
 
 
-def _read_limits(data: Any) -> Constraints:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"plan.limits: expected an object of constraints, got {type(data).__name__}")
-    return read_constraints(data)
+_MEMORY = (
+    ("weights", lambda s: s.params),
+    ("master", lambda s: s.master),
+    ("moments", lambda s: s.moments),
+    ("grads", lambda s: s.grads),
+    ("copies", lambda s: s.quantized_copies),
+    ("activations", lambda s: s.activation_bytes),
+    ("logits", lambda s: s.logits),
+    ("buffers", lambda s: s.comm_buffers + s.workspace),
+    ("context", lambda s: s.context),
+    ("margin", lambda s: s.fragmentation),
+    ("device", lambda s: s.device),
+)
+
+
+def _memory(plan: Plan) -> list[str]:
+    stages = plan.estimate.memory
+    shown = stages if len(stages) <= _SHOWN_RANKS else (*stages[: _SHOWN_RANKS - 1], stages[-1])
+    rows = [_memory_row(stage) for stage in shown]
+    left_out = f", {len(stages) - len(shown)} between not shown" if len(shown) < len(stages) else ""
+    header = ("rank", *(name for name, _ in _MEMORY))
+    unit = "one CPU" if plan.hardware.kind == "cpu" else "one GPU"
+    return [f"GiB of {unit} per pipeline rank{left_out}", *text_table([header, *rows], right=range(1, 12))]
+
+
+def _memory_row(stage: StageMemory) -> tuple[str, ...]:
+    return (str(stage.stage), *(f"{size(stage) / GIB:.1f}" for _, size in _MEMORY))
+
+
+def _time(plan: Plan) -> list[str]:
+    shown = [(name, s) for name, s in plan.estimate.breakdown if s > 0.0005 * plan.step_s]
+    words = [f"{name} {1000 * s:,.0f} ms ({s / plan.step_s:.1%})" for name, s in shown]
+    return ["time of a step", *_wrapped(", ".join(words))]
+
+
+def _kernels(plan: Plan) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for choice in plan.kernels:
+        names.setdefault(f"{choice.kernel} ({choice.format})", []).append(choice.layer.rpartition(".")[2])
+    lines = [f"{kernel}: {', '.join(dict.fromkeys(layers))}" for kernel, layers in names.items()]
+    return (
+        ["kernels (proposed; the registry measures on the device)", *(f"  {line}" for line in lines)] if lines else []
+    )
+
+
+def _rejected(plan: Plan) -> list[str]:
+    if not plan.rejected:
+        return []
+    shown = plan.rejected[:_SHOWN_REJECTED]
+    lines = ["rejected", *(f"  {one}" for one in shown)]
+    if len(plan.rejected) > len(shown):
+        lines.append(f"  and {len(plan.rejected) - len(shown)} more (plan.rejected)")
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+# ---- explain ----
+
+
+def _explanation(plan: Plan) -> Iterator[str]:
+    found = plan.estimate
+    yield (
+        f"{plan.layout.describe()} was chosen as the {plan.goal} of {plan.searched.layouts:,} layouts in "
+        f"{plan.searched.families:,} families (constraints: {plan.constraints})."
+    )
+    yield ""
+    yield "Where the time goes:"
+    for name, seconds in sorted(found.breakdown, key=lambda item: -item[1]):
+        if seconds > 0.005 * found.step_s:
+            yield f"  {seconds / found.step_s:6.1%}  {WORDS.get(name, name)}"
+    fullest = max(found.memory, key=lambda stage: stage.device)
+    yield ""
+    yield f"What fills the fullest GPU (pipeline rank {fullest.stage}, {fullest.device / GIB:.1f} GiB):"
+    for name, size in sorted(((n, s(fullest)) for n, s in _MEMORY[:-1]), key=lambda item: -item[1]):
+        if size > 0.01 * fullest.device:
+            yield f"  {size / GIB:6.1f}  {name}"
+    hidden = overlap_effects(plan)
+    if hidden:
+        yield ""
+        yield "What runs beside computation:"
+        yield from (f"  {one}" for one in hidden)
+    yield ""
+    yield "One step away from it:"
+    for change in plan.sensitivity().changes[:_SHOWN_CHANGES]:
+        time = "" if change.slower is None else f"step {change.slower:+.1%}, {change.peak_gib:.1f} GiB"
+        verdict = f" ({change.note})" if change.note else ""
+        yield f"  {change.what}: {time}{verdict}" if time else f"  {change.what}: {change.note}"
+    kinds = {"rule": "Not possible:", "memory": "Does not fit:", "slower": "Possible, but slower at best:"}
+    for kind, title in kinds.items():
+        mine = [one for one in plan.rejected if one.kind == kind]
+        if mine:
+            yield ""
+            yield title
+            yield from (f"  {one}" for one in mine[:_SHOWN_REJECTED])
+            if len(mine) > _SHOWN_REJECTED:
+                yield f"  and {len(mine) - _SHOWN_REJECTED} more"
+    if plan.warnings or plan.notes:
+        yield ""
+        yield from (*(f"warning: {w}" for w in plan.warnings), *(f"note: {n}" for n in plan.notes))
+
+
+# ---- diff ----
+
+
+def _diff(plan: Plan, other: Plan) -> str:
+    """A table of what differs: the request, the degrees, the predictions."""
+    rows = [(name, a, b) for name, a, b in _fields(plan, other) if a != b]
+    if not rows:
+        return "the plans are equal"
+    figures = _figures(plan, other)
+    return "\n".join(line.rstrip() for line in text_table([("", "this", "other"), *rows, *figures]))
+
+
+def _fields(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
+    def both(name: str, of: object) -> tuple[str, str, str]:
+        return name, str(of(plan)), str(of(other))  # type: ignore[operator]
+
+    yield both("model", lambda p: p.model)
+    yield both("machine", lambda p: p.machine)
+    yield both("goal", lambda p: p.goal)
+    yield both("constraints", lambda p: p.constraints)
+    yield both("sequence", lambda p: p.workload.seq_len)
+    yield both("global batch", lambda p: p.workload.global_batch)
+    yield both("precision", _precision)
+    yield both("optimizer", lambda p: p.workload.optimizer)
+    yield both("routing imbalance", lambda p: 1.0 if p.workload.forced_balance else p.workload.imbalance)
+    yield both("capacity factor", lambda p: p.workload.capacity_factor)
+    yield both("stack", lambda p: p.stack.name)
+    yield both("GPUs", lambda p: p.gpus)
+    for name in ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "sharding", "sequence_parallel", "schedule"):
+        yield both(name, lambda p, n=name: getattr(p.layout, n))
+    for name in (
+        "virtual_stages",
+        "micro_batch",
+        "recompute",
+        "offload",
+        "overlap",
+        "context_parallel_kind",
+        "cuda_graphs",
+    ):
+        yield both(name, lambda p, n=name: getattr(p.layout, n))
+    yield both("stage layers", _layers)
+    yield both("kernels", lambda p: ", ".join(dict.fromkeys(choice.kernel for choice in p.kernels)))
+    yield both("step s", lambda p: f"{p.step_s:.4f}")
+    yield both("peak GiB", lambda p: f"{p.peak_gib:.2f}")
+
+
+def _precision(plan: Plan) -> str:
+    """The recipe's name, or every rule of a policy that has its own."""
+    policy = plan.workload.policy
+    return policy if isinstance(policy, str) else "; ".join(map(str, policy.rules))
+
+
+def _figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
+    yield "tokens/s/GPU", f"{plan.tokens_per_s_per_gpu:,.0f}", f"{other.tokens_per_s_per_gpu:,.0f}"
+    yield "GPU-seconds per step", f"{plan.gpu_seconds:,.0f}", f"{other.gpu_seconds:,.0f}"
+    for name, seconds in plan.estimate.breakdown:
+        theirs = other.estimate.seconds.get(name, 0.0)
+        if max(seconds, theirs) > 0.01 * plan.step_s:
+            yield f"  {name} ms", f"{1000 * seconds:,.1f}", f"{1000 * theirs:,.1f}"

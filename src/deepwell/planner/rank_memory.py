@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from deepwell.planner.data_parallel import REDUCE_BYTES, Parts, StateRules, is_fsdp2, shards, state_rules
 from deepwell.planner.estimate_values import GIB, StageMemory
+from deepwell.planner.job import StageLayers, StepJob
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, working_bytes
 from deepwell.planner.layout import Recompute
 from deepwell.planner.memory import backward_bytes, in_flight, saved_bytes
 from deepwell.planner.schedule.actions import SPLIT_BACKWARD, V_SHAPED, why_not
 from deepwell.planner.schedule.simulate import peak_live
 from deepwell.planner.shard import HALF
-
-if TYPE_CHECKING:
-    from deepwell.planner.estimate import Job, Stage
+from deepwell.planner.sharding import REDUCE_BYTES, Parts, StateRules, is_fsdp2, shards, state_rules
 
 # CUDA context, cuBLAS and cuDNN handles; NCCL keeps buffers for each communicator of a rank.
 _CONTEXT = 0.9 * GIB
@@ -28,7 +26,7 @@ _WORKSPACE = 0.25 * GIB
 LOGIT_BYTES = {"fused": 2.0, "compiled": 6.0, "te": 8.0, "megatron": 14.0, "unfused": 14.0}
 
 
-def rank_memory(job: Job, rank: int, keeps: Keeps | None = None) -> StageMemory:
+def rank_memory(job: StepJob, rank: int, keeps: Keeps | None = None) -> StageMemory:
     """What one GPU of pipeline rank `rank` holds at its peak; with an engine's habits, at the moment they make one."""
     layout = job.layout
     stages = job.rank_stages(rank)
@@ -70,7 +68,7 @@ def rank_memory(job: Job, rank: int, keeps: Keeps | None = None) -> StageMemory:
     return found if keeps is None or not keeps.fuses_head else _at_its_peak(job, found, keeps)
 
 
-def _at_its_peak(job: Job, memory: StageMemory, keeps: Keeps) -> StageMemory:
+def _at_its_peak(job: StepJob, memory: StageMemory, keeps: Keeps) -> StageMemory:
     """The same where head and loss run in chunks and gradients come late: the fullest of a step's moments."""
     stages = job.rank_stages(memory.stage)
     head = head_bytes(job, keeps, memory.logits)
@@ -100,7 +98,7 @@ def _at_its_peak(job: Job, memory: StageMemory, keeps: Keeps) -> StageMemory:
     return replace(memory, activations=last, logits=0.0, workspace=working + LIBRARIES)
 
 
-def _working(job: Job, number: int, keeps: Keeps) -> float:
+def _working(job: StepJob, number: int, keeps: Keeps) -> float:
     stage = job.stages[number]
     if ("working", stage) not in job.known:
         sizes = [working_bytes(job.blocks[i], again, job, keeps) for i, again, _ in _counted(job, stage)]
@@ -108,7 +106,7 @@ def _working(job: Job, number: int, keeps: Keeps) -> float:
     return float(job.known["working", stage])
 
 
-def rank_params(job: Job, stages: list[int]) -> Parts:
+def rank_params(job: StepJob, stages: list[int]) -> Parts:
     """Parameters of one rank before sharding over data parallelism."""
     dense = expert = ends = 0.0
     for index in stages:
@@ -125,7 +123,7 @@ def sharded(params: Parts, over: Parts) -> float:
     return sum(count / ranks for count, ranks in zip(params, over, strict=True))
 
 
-def trained_share(job: Job) -> float:
+def trained_share(job: StepJob) -> float:
     """Share of the weights that have gradients and optimizer state: all, or LoRA's adapters, rank (k + n) of k n."""
     lora = job.workload.lora
     if lora is None:
@@ -138,7 +136,7 @@ def trained_share(job: Job) -> float:
     return min(1.0, adapters / max(whole, 1.0))
 
 
-def _activations(job: Job, rank: int) -> tuple[dict[str, float], float]:
+def _activations(job: StepJob, rank: int) -> tuple[dict[str, float], float]:
     """Bytes kept by kind at the rank's peak, and the backward's working set."""
     held = [_held(job, number) for number in job.rank_stages(rank)]
     sizes = [one.total for one in held]
@@ -150,7 +148,7 @@ def _activations(job: Job, rank: int) -> tuple[dict[str, float], float]:
     return total, max(one.transient for one in held)
 
 
-def on_device_share(job: Job, rank: int) -> float:
+def on_device_share(job: StepJob, rank: int) -> float:
     """The share of a rank's activations that is on the GPU. Two layers' stay: one runs while another's are copied."""
     away = job.layout.offload.activations
     if not away:
@@ -169,7 +167,7 @@ class _Held(NamedTuple):
     transient: float
 
 
-def _held(job: Job, number: int) -> _Held:
+def _held(job: StepJob, number: int) -> _Held:
     stage = job.stages[number]
     if ("held", stage) not in job.known:
         kept: dict[str, float] = {}
@@ -184,7 +182,7 @@ def _held(job: Job, number: int) -> _Held:
     return found
 
 
-def _counted(job: Job, stage: Stage) -> Iterator[tuple[int, Recompute, int]]:
+def _counted(job: StepJob, stage: StageLayers) -> Iterator[tuple[int, Recompute, int]]:
     """The stage's layers by block and by what they recompute."""
     chosen = job.layout.recompute
     light = Recompute() if chosen.kind == "block" else chosen
@@ -194,7 +192,7 @@ def _counted(job: Job, stage: Stage) -> Iterator[tuple[int, Recompute, int]]:
                 yield index, choice, layers
 
 
-def _live(job: Job, rank: int) -> tuple[tuple[float, ...], ...]:
+def _live(job: StepJob, rank: int) -> tuple[tuple[float, ...], ...]:
     """Micro-batches that each of the rank's stages holds in its heaviest moments."""
     layout, m = job.layout, job.micro_batches
     splits = layout.runs_as in SPLIT_BACKWARD or layout.runs_as in V_SHAPED
@@ -204,7 +202,7 @@ def _live(job: Job, rank: int) -> tuple[tuple[float, ...], ...]:
     return ((in_flight(layout, m, rank),) * layout.virtual_stages,)
 
 
-def _logits(job: Job) -> float:
+def _logits(job: StepJob) -> float:
     """Logits of one micro-batch on the last stage with the copies that the loss makes."""
     per = LOGIT_BYTES[job.loss]
     if job.stack.switch("logits", "sharded") == "gathered" and job.layout.tp > 1:
@@ -214,7 +212,7 @@ def _logits(job: Job) -> float:
     return per * max((one.forward for one in job.tail.passes if one.kind == "loss"), default=0.0)
 
 
-def _buffers(job: Job, rules: StateRules) -> float:
+def _buffers(job: StepJob, rules: StateRules) -> float:
     """Weights and gradients on their way: of two layers at a time, the one that runs and the one before or after."""
     largest = max((block.dense_params + block.expert_params for block in job.blocks), default=0.0)
     if not is_fsdp2(job.stack):

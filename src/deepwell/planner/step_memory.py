@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepwell.planner.estimate import Job, read_job
+from deepwell.planner.job import StepJob, read_job
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, kept_bytes, working_bytes
 from deepwell.planner.layout import Recompute
 from deepwell.planner.rank_memory import on_device_share, rank_memory
@@ -77,7 +77,7 @@ def memory_timeline(plan: Plan, keeps: Keeps | None = None) -> tuple[RankTimelin
 class _Player:
     """Plays the actions of one rank and notes its memory at each moment."""
 
-    def __init__(self, job: Job, keeps: Keeps, rank: int, timeline: Timeline) -> None:
+    def __init__(self, job: StepJob, keeps: Keeps, rank: int, timeline: Timeline) -> None:
         self.job, self.keeps, self.rank, self.timeline = job, keeps, rank, timeline
         self.memory, self.on_device = rank_memory(job, rank), on_device_share(job, rank)
         self.stages = job.rank_stages(rank)

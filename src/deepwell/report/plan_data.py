@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deepwell.planner.estimate_values import GIB
-from deepwell.planner.plan import COMMUNICATION, Plan
+from deepwell.planner.plan import Plan
+from deepwell.planner.plan_values import COMMUNICATION
 from deepwell.planner.schedule.simulate import Event, Timeline
 from deepwell.planner.schedule.trace import plan_timeline
 from deepwell.planner.search.explore import WORDS

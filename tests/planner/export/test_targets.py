@@ -13,8 +13,9 @@ import pytest
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.export import megatron as export_megatron
 from deepwell.planner.export import torchtitan as export_torchtitan
+from deepwell.planner.export.low_layers import low_layers
 from deepwell.planner.export.megatron import bridge_overrides, megatron_arguments, stage_string
-from deepwell.planner.export.targets import export, low_layers, published_names
+from deepwell.planner.export.targets import export, published_names
 from deepwell.planner.export.torchtitan import MODELS, torchtitan_config
 from deepwell.planner.layout import Offload
 from deepwell.planner.plan import Plan

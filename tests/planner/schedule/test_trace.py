@@ -9,7 +9,7 @@ import pytest
 
 from deepwell.planner.comm import Network
 from deepwell.planner.efficiency import device
-from deepwell.planner.estimate import read_job
+from deepwell.planner.job import read_job
 from deepwell.planner.plan import Plan
 from deepwell.planner.schedule.stages import message_s
 from deepwell.planner.schedule.stages import stage_times as priced_stages

@@ -26,7 +26,8 @@ from deepwell.graph.table import layers_label
 from deepwell.planner.estimate import estimate
 from deepwell.planner.estimate_values import GIB
 from deepwell.planner.layout import Overlap
-from deepwell.planner.plan import COMMUNICATION, Plan
+from deepwell.planner.plan import Plan
+from deepwell.planner.plan_values import COMMUNICATION
 from deepwell.planner.schedule.trace import plan_timeline
 from deepwell.planner.step_memory import Keeps, RankTimeline, memory_timeline
 

@@ -18,7 +18,8 @@ from deepwell.planner.calibrate import measured_constants
 from deepwell.planner.catalog import kernel_choices
 from deepwell.planner.estimate import STEP_S, estimate
 from deepwell.planner.layout import Layout, Recompute
-from deepwell.planner.plan import Plan, Searched
+from deepwell.planner.plan import Plan
+from deepwell.planner.plan_values import Searched
 from deepwell.planner.stack import Stack, deepwell_stack
 from deepwell.planner.step_memory import Keeps, memory_timeline
 from deepwell.planner.workload import Workload

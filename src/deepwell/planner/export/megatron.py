@@ -7,14 +7,11 @@ Names are those of `export_names.json`; values follow the two projects' own mean
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from deepwell.errors import UnsupportedError
 from deepwell.graph.ops import Activation, Attention, Embedding, GroupedLinear, Linear, Norm, Op, TopK
-from deepwell.planner.export.targets import low_layers
-
-if TYPE_CHECKING:
-    from deepwell.planner.plan import Plan
+from deepwell.planner.export.low_layers import low_layers
+from deepwell.planner.plan_values import PlanValues
 
 SCHEDULES = ("1f1b", "interleaved")
 _SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -36,13 +33,13 @@ _BRIDGE_PRECISION = {
 }
 
 
-def megatron_arguments(plan: Plan) -> list[str]:
+def megatron_arguments(plan: PlanValues) -> list[str]:
     """One argument with its value per entry, for `pretrain_gpt.py`; data, tokenizer, learning rate are the user's."""
     _check(plan)
     return [*_model(plan), *_parallel(plan), *_batch(plan), *_precision(plan), *_memory(plan), *_optimizer(plan)]
 
 
-def bridge_overrides(plan: Plan) -> list[str]:
+def bridge_overrides(plan: PlanValues) -> list[str]:
     """Overrides `section.name=value` for a Megatron-Bridge recipe of the same model."""
     _check(plan)
     if plan.workload.optimizer != "adamw":
@@ -94,7 +91,7 @@ def bridge_overrides(plan: Plan) -> list[str]:
     return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in pairs.items()]
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: PlanValues) -> None:
     layout = plan.layout
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
         raise UnsupportedError(
@@ -119,7 +116,7 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _check_overlap(plan: Plan) -> None:
+def _check_overlap(plan: PlanValues) -> None:
     """Gradient reduction and weight gathering are switches of both projects; the rest they tie to much else."""
     overlap, layout = plan.layout.overlap, plan.layout
     for name in ("tp", "ep", "pp"):
@@ -137,7 +134,7 @@ def _check_overlap(plan: Plan) -> None:
         )
 
 
-def _bridge_precision(plan: Plan) -> str:
+def _bridge_precision(plan: PlanValues) -> str:
     low = low_layers(plan)
     if low.has_bf16_ends:
         # A recipe is named by one word, and what it says of the ends overwrites the model's own settings.
@@ -151,7 +148,7 @@ def _bridge_precision(plan: Plan) -> str:
 # ---- the parts ----
 
 
-def _parallel(plan: Plan) -> Iterator[str]:
+def _parallel(plan: PlanValues) -> Iterator[str]:
     layout = plan.layout
     yield f"--tensor-model-parallel-size {layout.tp}"
     yield f"--pipeline-model-parallel-size {layout.pp}"
@@ -181,11 +178,11 @@ def _parallel(plan: Plan) -> Iterator[str]:
         yield f"--num-distributed-optimizer-instances {layout.dp_replicate}"
 
 
-def _is_uneven(plan: Plan) -> bool:
+def _is_uneven(plan: PlanValues) -> bool:
     return len(set(plan.stage_layers)) > 1
 
 
-def stage_string(plan: Plan) -> str:
+def stage_string(plan: PlanValues) -> str:
     """Layers of each stage as Megatron writes them: "Et*7|t*8|t*8|t*7L" (embedding, transformer layers, loss)."""
     stages = [f"t*{count}" for count in plan.stage_layers]
     stages[0] = "E" + stages[0]
@@ -193,14 +190,14 @@ def stage_string(plan: Plan) -> str:
     return "|".join(stages)
 
 
-def _batch(plan: Plan) -> Iterator[str]:
+def _batch(plan: PlanValues) -> Iterator[str]:
     yield f"--micro-batch-size {plan.layout.micro_batch}"
     yield f"--global-batch-size {plan.workload.global_batch}"
     yield f"--seq-length {plan.workload.seq_len}"
     yield f"--max-position-embeddings {max(plan.workload.ir.max_positions or 0, plan.workload.seq_len)}"
 
 
-def _precision(plan: Plan) -> Iterator[str]:
+def _precision(plan: PlanValues) -> Iterator[str]:
     yield "--bf16"
     low = low_layers(plan)
     words = _PRECISION[low.format]
@@ -211,7 +208,7 @@ def _precision(plan: Plan) -> Iterator[str]:
         yield f"--num-layers-at-end-in-bf16 {low.at_end}"
 
 
-def _recompute(plan: Plan) -> Iterator[tuple[str, str | int | tuple[str, ...]]]:
+def _recompute(plan: PlanValues) -> Iterator[tuple[str, str | int | tuple[str, ...]]]:
     recompute = plan.layout.recompute
     if recompute.kind == "full":
         yield from (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
@@ -223,7 +220,7 @@ def _recompute(plan: Plan) -> Iterator[tuple[str, str | int | tuple[str, ...]]]:
         yield "recompute_modules", recompute.modules or ("core_attn",)
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: PlanValues) -> Iterator[str]:
     for name, value in _recompute(plan):
         words = " ".join(value) if isinstance(value, tuple) else str(value)
         yield f"--{name.replace('_', '-')} {words}"
@@ -232,7 +229,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"--optimizer-offload-fraction {plan.layout.offload.optimizer:g}"
 
 
-def _optimizer(plan: Plan) -> Iterator[str]:
+def _optimizer(plan: PlanValues) -> Iterator[str]:
     moments = _MOMENTS[plan.workload.optimizer]
     if moments:
         yield "--use-precision-aware-optimizer"
@@ -249,7 +246,7 @@ def _first(ops: tuple[Op, ...], kind: type, **attributes: str) -> Op | None:
     )
 
 
-def _model(plan: Plan) -> Iterator[str]:
+def _model(plan: PlanValues) -> Iterator[str]:
     ir = plan.workload.ir
     ops = tuple(op for block in ir.blocks for op in block.ops)
     attention = _first(ops, Attention)
@@ -290,7 +287,7 @@ def _latent(ops: tuple[Op, ...], attention: Attention) -> Iterator[str]:
     yield f"--v-head-dim {attention.v_dim}"
 
 
-def _style(plan: Plan, ops: tuple[Op, ...]) -> Iterator[str]:
+def _style(plan: PlanValues, ops: tuple[Op, ...]) -> Iterator[str]:
     ir = plan.workload.ir
     norm, activation = _first(ops, Norm), _first(ops, Activation)
     if isinstance(norm, Norm) and norm.norm == "rms":
@@ -310,7 +307,7 @@ def _style(plan: Plan, ops: tuple[Op, ...]) -> Iterator[str]:
         yield "--untie-embeddings-and-output-weights"
 
 
-def _experts(plan: Plan, ops: tuple[Op, ...]) -> Iterator[str]:
+def _experts(plan: PlanValues, ops: tuple[Op, ...]) -> Iterator[str]:
     ir = plan.workload.ir
     grouped, topk = _first(ops, GroupedLinear, part="down"), _first(ops, TopK)
     if not isinstance(grouped, GroupedLinear) or not isinstance(topk, TopK):

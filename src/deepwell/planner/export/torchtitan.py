@@ -8,13 +8,11 @@ torchtitan builds models from its own registry; a model that is not there is ref
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from deepwell.errors import UnsupportedError
-from deepwell.planner.export.targets import low_layers
-
-if TYPE_CHECKING:
-    from deepwell.planner.plan import Plan
+from deepwell.planner.export.low_layers import low_layers
+from deepwell.planner.plan_values import PlanValues
 
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -52,7 +50,7 @@ MODELS = {
 }
 
 
-def torchtitan_config(plan: Plan) -> str:
+def torchtitan_config(plan: PlanValues) -> str:
     """The module's text. Raises UnsupportedError for what torchtitan cannot run."""
     known = MODELS.get(plan.model.lower())
     if known is None:
@@ -89,7 +87,7 @@ def torchtitan_config(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: PlanValues) -> None:
     layout = plan.layout
     if layout.sharding not in _RESHARD and layout.dp * layout.cp > 1 and layout.sharding != "ddp":
         raise UnsupportedError(
@@ -112,7 +110,7 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _converters(plan: Plan) -> list[str]:
+def _converters(plan: PlanValues) -> list[str]:
     low = low_layers(plan).format
     names = _CONVERTERS.get(low, ())
     is_moe = plan.workload.ir.num_experts > 0
@@ -123,7 +121,7 @@ def _converters(plan: Plan) -> list[str]:
     return [name for name in names if is_moe or "Experts" not in name]
 
 
-def _imports(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
+def _imports(plan: PlanValues, known: _Known, converters: list[str]) -> list[str]:
     lines = [f"from torchtitan.components.quantization import {', '.join(converters)}"] if converters else []
     lines.append("from torchtitan.config import ParallelismConfig")
     kind = plan.layout.recompute.kind
@@ -137,7 +135,7 @@ def _imports(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
     return lines
 
 
-def _model_lines(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
+def _model_lines(plan: PlanValues, known: _Known, converters: list[str]) -> list[str]:
     if not converters:
         return []
     compiled = 'config.compile.enable and "model" in config.compile.components'
@@ -154,7 +152,7 @@ def _model_lines(plan: Plan, known: _Known, converters: list[str]) -> list[str]:
     ]
 
 
-def _chosen(plan: Plan, converter: str) -> str:
+def _chosen(plan: PlanValues, converter: str) -> str:
     """Which linear layers a converter takes: head and router stay in bf16, and so do a recipe's ends.
 
     Without a list it would take every one. A name is matched anywhere in a module's path, so the dot behind tells
@@ -170,7 +168,7 @@ def _chosen(plan: Plan, converter: str) -> str:
     return f", fqns={json.dumps(['attention', 'feed_forward', 'shared_experts'])}"
 
 
-def _parallelism(plan: Plan) -> list[str]:
+def _parallelism(plan: PlanValues) -> list[str]:
     layout = plan.layout
     is_ddp = layout.sharding == "ddp"
     replicate = layout.dp if is_ddp else layout.dp_replicate
@@ -192,7 +190,7 @@ def _parallelism(plan: Plan) -> list[str]:
     return lines
 
 
-def _parts(plan: Plan) -> list[list[str]]:
+def _parts(plan: PlanValues) -> list[list[str]]:
     """The modules of every stage in torchtitan's names."""
     parts, start = [], 0
     for count in plan.stage_layers:
@@ -203,6 +201,6 @@ def _parts(plan: Plan) -> list[list[str]]:
     return parts
 
 
-def _checkpointing(plan: Plan) -> str:
+def _checkpointing(plan: PlanValues) -> str:
     kinds = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
     return kinds[plan.layout.recompute.kind]

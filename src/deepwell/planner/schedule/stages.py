@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from deepwell.planner.comm import Network, send_s
 from deepwell.planner.cost import OVERLAPPED, BlockTime, Pricing, price_block
 from deepwell.planner.efficiency import Device
+from deepwell.planner.job import StageLayers, StepJob
 from deepwell.planner.layout import Recompute
 from deepwell.planner.overlap import hides
 from deepwell.planner.schedule.actions import SPLIT_BACKWARD
-
-if TYPE_CHECKING:
-    from deepwell.planner.estimate import Job, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,7 @@ def add_parts(into: dict[str, float], seconds: dict[str, float], times: float = 
         into[part] = into.get(part, 0.0) + times * value
 
 
-def message_s(job: Job, net: Network) -> float:
+def message_s(job: StepJob, net: Network) -> float:
     """Seconds of the message that one stage sends the next for a micro-batch; nothing without a pipeline."""
     layout = job.layout
     if layout.pp == 1:
@@ -47,7 +44,7 @@ def message_s(job: Job, net: Network) -> float:
     return send_s(net, job.blocks[0].boundary_bytes / split, layout.tp * layout.cp * layout.dp)
 
 
-def pair_savings_s(job: Job, stages: list[StageTime]) -> list[float]:
+def pair_savings_s(job: StepJob, stages: list[StageTime]) -> list[float]:
     """Seconds that DualPipeV saves on each rank where a forward runs beside a backward: each exchanges tokens with its
     experts while the other computes (DeepSeek-V3 report, section 3.2.1), all but the share that any overlap leaves.
 
@@ -61,11 +58,11 @@ def pair_savings_s(job: Job, stages: list[StageTime]) -> list[float]:
     return [(1 - OVERLAPPED) * sum(exchanged[i] for i in job.rank_stages(rank)) / 2 for rank in range(layout.pp)]
 
 
-def _hides_experts(job: Job) -> bool:
+def _hides_experts(job: StepJob) -> bool:
     return hides(job.layout, job.stack, "ep")
 
 
-def _pricing(job: Job, dev: Device, net: Network, recompute: Recompute) -> Pricing:
+def _pricing(job: StepJob, dev: Device, net: Network, recompute: Recompute) -> Pricing:
     return Pricing(
         device=dev, network=net, stack=job.stack, layout=job.layout, kernel=job.kernel, recompute=recompute,
         fp8_scaling=job.stack.switch("fp8_scaling", "delayed"), dropout=job.dropout, loss=job.loss,
@@ -74,7 +71,7 @@ def _pricing(job: Job, dev: Device, net: Network, recompute: Recompute) -> Prici
     )  # fmt: skip
 
 
-def stage_times(job: Job, dev: Device, net: Network) -> list[StageTime]:
+def stage_times(job: StepJob, dev: Device, net: Network) -> list[StageTime]:
     """Every virtual stage in model order; equal ones are priced once."""
     chosen = job.layout.recompute
     light = Recompute() if chosen.kind == "block" else chosen
@@ -84,7 +81,7 @@ def stage_times(job: Job, dev: Device, net: Network) -> list[StageTime]:
         again = [price_block(block, _pricing(job, dev, net, chosen)) for block in job.blocks]
     ends = _pricing(job, dev, net, Recompute())
     stem, tail = price_block(job.stem, ends), price_block(job.tail, ends)
-    known: dict[Stage, StageTime] = {}
+    known: dict[StageLayers, StageTime] = {}
     found = []
     for stage in job.stages:
         if stage not in known:
@@ -93,7 +90,7 @@ def stage_times(job: Job, dev: Device, net: Network) -> list[StageTime]:
     return found
 
 
-def _split(job: Job, stage: StageTime) -> StageTime:
+def _split(job: StepJob, stage: StageTime) -> StageTime:
     """The stage under a schedule that splits the backward, where each half runs all of it (a compiled graph)."""
     is_split = job.layout.pp > 1 and job.layout.runs_as in SPLIT_BACKWARD
     if not is_split or job.stack.switch("split_backward", "halves") == "halves":
@@ -103,7 +100,7 @@ def _split(job: Job, stage: StageTime) -> StageTime:
 
 
 def _stage_time(
-    stage: Stage, plain: list[BlockTime], again: list[BlockTime], stem: BlockTime, tail: BlockTime
+    stage: StageLayers, plain: list[BlockTime], again: list[BlockTime], stem: BlockTime, tail: BlockTime
 ) -> StageTime:
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}

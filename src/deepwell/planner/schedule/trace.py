@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepwell.planner.comm import Network
 from deepwell.planner.efficiency import device
-from deepwell.planner.estimate import read_job
+from deepwell.planner.job import read_job
 from deepwell.planner.schedule.simulate import Event, Timeline, simulate
 from deepwell.planner.schedule.stages import message_s, pair_savings_s
 from deepwell.planner.schedule.stages import stage_times as priced_stages

@@ -17,28 +17,29 @@ from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import kernel_choices
-from deepwell.planner.estimate_values import PARTS
 from deepwell.planner.executable import is_executed_here, why_not_offload
 from deepwell.planner.layout import Layout, Offload, Overlap
 from deepwell.planner.measured_steps import read_ratio
 from deepwell.planner.overlap import OVERLAPS
 from deepwell.planner.overlap import WORDS as HIDDEN
-from deepwell.planner.plan import COMMUNICATION, Alternative, Plan, Rejected, Searched
+from deepwell.planner.plan import Plan
+from deepwell.planner.plan_values import Searched
 from deepwell.planner.search.constraints import OFFLOADS, Constraints, read_constraints
-from deepwell.planner.search.explore import WORDS, Bound, Explorer, Found, Progress, Scored
-from deepwell.planner.search.nofit import no_fit, over_text
+from deepwell.planner.search.explore import Explorer, Found, Progress, Scored
+from deepwell.planner.search.nofit import no_fit
 from deepwell.planner.search.precision_choice import choose_precision, is_choice
-from deepwell.planner.search.space import Refusal, Space, divisors, make_space
+from deepwell.planner.search.rejected import alternative, rejected_families
+from deepwell.planner.search.space import Space, divisors, make_space
 from deepwell.planner.stack import Stack, get_stack
 from deepwell.planner.validity import model_facts
 from deepwell.planner.workload import Workload
 from deepwell.precision.policy import PrecisionPolicy
 
+__all__ = ["Plan", "autoplan", "fewer_gpus"]
+
 GOALS = ("fastest", "smallest", "cheapest")
 ARCHITECTURES = {"blackwell": (10, 11, 12), "hopper": (9,), "ada": (8,), "ampere": (8,), "cpu": ()}
-COMPUTATION = "computation of the busiest rank"
 _MOE_KEYS = ("experts", "top_k", "capacity_factor", "imbalance")
-_MOST_SHOWN = 24  # rejected families of one kind; the rest is counted
 
 
 def autoplan(
@@ -307,7 +308,7 @@ def _plan(
     others = [s for s in found.ranked if s.layout != layout]
     stack, note = _measured(space, layout)
     notes += [note] if note else []
-    rejected = (*_refused(found.refused), *_missed(space, found.misses), *_slower(space, found.slower, best))
+    rejected = rejected_families(space, found, best)
     best = corrected(best, stack)
     return Plan(
         model=workload.ir.name,
@@ -385,91 +386,3 @@ def _warnings(space: Space, best: Scored) -> Iterator[str]:
     headroom = -best.over_gib
     if headroom < 0.03 * best.estimate.limit_gib:
         yield f"only {headroom:.1f} GiB are left on the fullest rank; max_memory= asks for more room"
-
-
-def alternative(scored: Scored, best: Scored) -> Alternative:
-    """A runner-up with what it loses against the best."""
-    found = scored.estimate
-    seconds = found.seconds
-    return Alternative(
-        layout=scored.layout,
-        gpus=scored.layout.gpus,
-        step_s=found.step_s,
-        tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
-        mfu_bf16=found.mfu_bf16,
-        peak_gib=found.peak_gib,
-        bubble=seconds.get("bubble", 0.0) / found.step_s,
-        exposed=sum(seconds.get(axis, 0.0) for axis in COMMUNICATION) / found.step_s,
-        why_not=_why_slower(scored, best),
-    )
-
-
-def _why_slower(scored: Scored, best: Scored) -> str:
-    losses = _losses(scored, best)
-    gap = scored.estimate.step_s / best.estimate.step_s - 1
-    return f"{gap:.1%} slower" + (f": {losses}" if losses else "")
-
-
-def _losses(scored: Scored, best: Scored, without: tuple[str, ...] = ()) -> str:
-    """The two parts of the step that lose most against the best, as shares of the best's step."""
-    mine, theirs = scored.estimate, best.estimate
-    parts = {_loss_word(name): 0.0 for name in PARTS}
-    for name, value in mine.breakdown:
-        if name in without:
-            continue
-        word = _loss_word(name)
-        parts[word] += (value - theirs.seconds.get(name, 0.0)) / theirs.step_s
-    worst = sorted(parts, key=lambda word: -parts[word])[:2]
-    return ", ".join(f"{word} +{parts[word]:.1%}" for word in worst if parts[word] > 0.0005)
-
-
-def _loss_word(name: str) -> str:
-    is_waiting = name in (*COMMUNICATION, "bubble", "recompute", "host", "optimizer", "straggler")
-    return WORDS[name] if is_waiting else COMPUTATION
-
-
-def _refused(refused: list[Refusal]) -> list[Rejected]:
-    """Refusals with the same reason in one line: "PP 128, 256: 126 layers"."""
-    merged: dict[tuple[str, str], list[str]] = {}
-    for one in refused:
-        degree, _, reason = one.reason.partition(": ")
-        axis, _, value = degree.partition(" ")
-        merged.setdefault((axis, reason), []).append(value)
-    out = []
-    for (axis, reason), values in merged.items():
-        shown = sorted(dict.fromkeys(values), key=lambda v: (not v.isdigit(), int(v) if v.isdigit() else 0, v))
-        text = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
-        out.append(Rejected(family=f"{axis} {text}", kind="rule", reason=reason))
-    return out
-
-
-def _missed(space: Space, misses: list[Scored]) -> list[Rejected]:
-    shown = [
-        Rejected(family=s.family.describe(), kind="memory", reason=over_text(space, s)) for s in misses[:_MOST_SHOWN]
-    ]
-    if len(misses) > _MOST_SHOWN:
-        reason = f"at least {misses[_MOST_SHOWN].over_gib:.1f} GiB over in their leanest form"
-        shown.append(Rejected(family=f"{len(misses) - _MOST_SHOWN} more families", kind="memory", reason=reason))
-    return shown
-
-
-def _slower(space: Space, slower: list[Bound], best: Scored) -> list[Rejected]:
-    def gap(bound: Bound) -> float:
-        return bound.seconds / best.estimate.step_s - 1
-
-    has_pairs = "dualpipev" in space.schedules
-
-    def why(bound: Bound) -> str:
-        # What the bound leaves out cannot be why it is slower: waiting, and exchanges that DualPipeV's pairs may hide.
-        hidden = ("ep",) if has_pairs and bound.family.pp > 1 else ()
-        losses = _losses(bound.scored, best, without=("bubble", "pp", "straggler", *hidden))
-        return f": {losses}" if losses else ""
-
-    shown = [
-        Rejected(family=b.family.describe(), kind="slower", reason=f"at best {gap(b):.0%} slower{why(b)}")
-        for b in slower[:_MOST_SHOWN]
-    ]
-    if len(slower) > _MOST_SHOWN:
-        reason = f"at best {gap(slower[_MOST_SHOWN]):.0%} slower"
-        shown.append(Rejected(family=f"{len(slower) - _MOST_SHOWN} more families", kind="slower", reason=reason))
-    return shown

@@ -84,7 +84,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class FamilyBound:
     """The least time that a family can take, and the layout that it was read from."""
 
     family: Family
@@ -99,7 +99,7 @@ class Found:
     ranked: list[Scored] = field(default_factory=list)  # simulated, the best of each family
     misses: list[Scored] = field(default_factory=list)  # the leanest of each family that does not fit, nearest first
     refused: list[Refusal] = field(default_factory=list)
-    slower: list[Bound] = field(default_factory=list)  # families that were not opened: even their bound is slower
+    slower: list[FamilyBound] = field(default_factory=list)  # families that were not opened: even their bound is slower
     num_families: int = 0
     num_layouts: int = 0
 
@@ -153,7 +153,7 @@ class Explorer:
                         return scored
         return None
 
-    def _bounds(self, todo: list[Family]) -> list[Bound]:
+    def _bounds(self, todo: list[Family]) -> list[FamilyBound]:
         bounds = []
         for i, family in enumerate(todo):
             self.progress("bounds", i, len(todo))
@@ -161,7 +161,7 @@ class Explorer:
             for batch in reversed(micro_batches(self.space, family)):
                 scored = self._fastest(family, batch)
                 if scored is not None:
-                    bounds.append(Bound(family=family, seconds=self._bound(family, batch, scored), scored=scored))
+                    bounds.append(FamilyBound(family=family, seconds=self._bound(family, batch, scored), scored=scored))
                     break
         bounds.sort(key=lambda b: (b.seconds, b.family))
         return bounds
@@ -182,7 +182,7 @@ class Explorer:
 
     # ---- opening a family ----
 
-    def _open(self, bounds: list[Bound], found: Found) -> list[Scored]:
+    def _open(self, bounds: list[FamilyBound], found: Found) -> list[Scored]:
         opened: list[Scored] = []
         for i, bound in enumerate(bounds):
             self.progress("layouts", i, len(bounds))

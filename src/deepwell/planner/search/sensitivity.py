@@ -1,4 +1,4 @@
-"""What a plan hangs on: one step of each degree, less memory, a slower network. Pure."""
+"""What a plan hangs on: one step of each degree, less memory, a slower network, another overlap. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepwell.errors import ConfigError, DeepwellError
 from deepwell.graph.table import text_table
@@ -15,11 +15,11 @@ from deepwell.hardware.model import Hardware
 from deepwell.planner.estimate import estimate
 from deepwell.planner.executable import why_not_executable
 from deepwell.planner.layout import SHARDINGS, Layout, Recompute
-from deepwell.planner.search.space import divisors
+from deepwell.planner.overlap import WORDS, hides, in_use, switched
+from deepwell.planner.plan_values import PlanValues
+from deepwell.planner.search.explore import Explorer
+from deepwell.planner.search.space import divisors, make_space
 from deepwell.planner.validity import REPLICATES_KV, model_facts, why_not_cp, why_not_ep, why_not_layout, why_not_tp
-
-if TYPE_CHECKING:
-    from deepwell.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,13 @@ class Sensitivity:
         return "\n".join(line.rstrip() for line in text_table([header, *rows], right=(1, 2)))
 
 
-def sensitivity(plan: Plan) -> Sensitivity:
+def sensitivity(plan: PlanValues) -> Sensitivity:
     """Every change that is one step away from the plan."""
     changes = [*_degrees(plan), *_machine(plan)]
     return Sensitivity(step_s=plan.step_s, peak_gib=plan.peak_gib, changes=tuple(changes))
 
 
-def _degrees(plan: Plan) -> Iterator[Change]:
+def _degrees(plan: PlanValues) -> Iterator[Change]:
     seen = {plan.layout}
     for what, layout in _neighbours(plan):
         if isinstance(layout, str):
@@ -76,7 +76,7 @@ def _degrees(plan: Plan) -> Iterator[Change]:
             yield _changed(plan, what, layout, plan.hardware)
 
 
-def _changed(plan: Plan, what: str, layout: Layout, hw: Hardware, kind: str = "degree") -> Change:
+def _changed(plan: PlanValues, what: str, layout: Layout, hw: Hardware, kind: str = "degree") -> Change:
     reason = _why_not(plan, layout)
     if reason:
         return Change(what=what, kind=kind, note=reason)
@@ -97,7 +97,7 @@ def _changed(plan: Plan, what: str, layout: Layout, hw: Hardware, kind: str = "d
     )
 
 
-def _why_not(plan: Plan, layout: Layout) -> str:
+def _why_not(plan: PlanValues, layout: Layout) -> str:
     facts, work = model_facts(plan.workload.ir), plan.workload
     replicates = plan.stack.name in REPLICATES_KV
     return (
@@ -109,7 +109,7 @@ def _why_not(plan: Plan, layout: Layout) -> str:
     )
 
 
-def _neighbours(plan: Plan) -> Iterator[tuple[str, Layout | str]]:
+def _neighbours(plan: PlanValues) -> Iterator[tuple[str, Layout | str]]:
     """The layouts one step away, each with what changed. Data parallelism takes up what a degree gives or needs."""
     layout = plan.layout
     for name in ("tp", "pp", "cp"):
@@ -185,7 +185,7 @@ def _safe(make: Callable[[], Layout]) -> Layout | str:
         return str(error)
 
 
-def _machine(plan: Plan) -> Iterator[Change]:
+def _machine(plan: PlanValues) -> Iterator[Change]:
     limit = plan.limit_gib
     if limit is not None:
         yield _less_memory(plan, limit)
@@ -200,7 +200,7 @@ def _machine(plan: Plan) -> Iterator[Change]:
             yield _changed(plan, f"{word} -20%", plan.layout, hw, "machine")
 
 
-def _less_memory(plan: Plan, limit: float) -> Change:
+def _less_memory(plan: PlanValues, limit: float) -> Change:
     """HBM -10%: the plan itself where it still fits, else a new search under the same constraints."""
     less = 0.9 * limit
     if plan.peak_gib <= less:
@@ -208,9 +208,6 @@ def _less_memory(plan: Plan, limit: float) -> Change:
             what="HBM -10%", kind="machine", step_s=plan.step_s, slower=0.0, peak_gib=plan.peak_gib, fits=True,
             note="the plan still fits",
         )  # fmt: skip
-    from deepwell.planner.search.explore import Explorer
-    from deepwell.planner.search.space import make_space
-
     try:
         space = make_space(plan.workload, plan.hardware, plan.stack, replace(plan.limits, max_memory=less))
         ranked = Explorer(space).run().ranked
@@ -222,8 +219,44 @@ def _less_memory(plan: Plan, limit: float) -> Change:
     return _instead(plan, ranked[0].layout, ranked[0].estimate.step_s, ranked[0].estimate.peak_gib)
 
 
-def _instead(plan: Plan, layout: Layout, step_s: float, peak_gib: float) -> Change:
+def _instead(plan: PlanValues, layout: Layout, step_s: float, peak_gib: float) -> Change:
     return Change(
         what="HBM -10%", kind="machine", step_s=step_s, slower=step_s / plan.step_s - 1, peak_gib=peak_gib, fits=True,
         note=f"the plan no longer fits; best then: {layout.describe()}",
     )  # fmt: skip
+
+
+# ---- communication beside computation ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapEffect:
+    """One kind of communication in a plan: whether it is hidden, who decided, and the step if it were the other way."""
+
+    name: str
+    is_on: bool
+    decided_by: str
+    other_s: float
+    step_s: float
+
+    def __str__(self) -> str:
+        change = self.other_s / self.step_s - 1
+        words = "would change nothing" if abs(change) < 5e-5 else f"would make the step {abs(change):.2%} "
+        words += "" if abs(change) < 5e-5 else ("longer" if change > 0 else "shorter")
+        now, other = ("beside computation", "waiting for it") if self.is_on else ("waited for", "hiding it")
+        return f"{WORDS[self.name]}: {now} ({self.decided_by}); {other} {words}"
+
+
+def overlap_effects(plan: PlanValues) -> tuple[OverlapEffect, ...]:
+    """What each overlap of a plan gains or costs, by the same estimate that chose it."""
+    found = []
+    asked = plan.limits.overlap
+    for name in in_use(plan.layout):
+        is_on = hides(plan.layout, plan.stack, name)
+        by = f"as {plan.stack.name} does"
+        if getattr(plan.layout.overlap, name) is not None:
+            is_asked = asked is not None and getattr(asked, name) is not None
+            by = "overlap= asks for it" if is_asked else "found faster by the search"
+        other = estimate(plan.workload, plan.hardware, switched(plan.layout, name, not is_on), plan.stack)
+        found.append(OverlapEffect(name=name, is_on=is_on, decided_by=by, other_s=other.step_s, step_s=plan.step_s))
+    return tuple(found)

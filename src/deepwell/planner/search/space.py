@@ -111,7 +111,7 @@ class Space:
         return (1 - RESERVE) * whole / (1 << 30) if asked is None else min(asked, whole / (1 << 30))
 
 
-# What an engine runs, where that is less than the planner knows: see export_megatron.py and export_torchtitan.py.
+# What an engine runs, where that is less than the planner knows: see `planner/export`.
 _ENGINES: dict[str, dict[str, tuple[Any, ...]]] = {
     "megatron": {"schedule": ("1f1b", "interleaved"), "sharding": ("ddp", "zero1")},
     "torchtitan": {
