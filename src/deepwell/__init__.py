@@ -21,7 +21,7 @@ _PUBLIC = {
     "Plan": "deepwell.planner.search.autoplan",
     "compile": "deepwell.engine.compile",
     "optimize_for_blackwell": "deepwell.engine.compile",
-    "Engine": "deepwell.engine.engine",
+    "Engine": "deepwell.engine.compile",
     "dryrun": "deepwell.engine.dryrun.dry_run",
     "DryRun": "deepwell.engine.dryrun.values",
     "Trainer": "deepwell.train.trainer",
@@ -57,10 +57,9 @@ if TYPE_CHECKING:
     from deepwell.artifacts.checkpoint import load, save
     from deepwell.artifacts.export.read import load_engine
     from deepwell.artifacts.export.write import export
-    from deepwell.engine.compile import compile, optimize_for_blackwell  # noqa: A004 - the public name
+    from deepwell.engine.compile import Engine, compile, optimize_for_blackwell  # noqa: A004 - the public name
     from deepwell.engine.dryrun.dry_run import dryrun
     from deepwell.engine.dryrun.values import DryRun
-    from deepwell.engine.engine import Engine
     from deepwell.errors import (
         CaptureError,
         CheckpointError,

@@ -36,6 +36,8 @@ from deepwell.precision.policy import PrecisionPolicy
 FALLBACKS = ("safe", "strict")
 NO_OVERRIDES = Overrides()
 
+__all__ = ["Engine", "compile", "optimize_for_blackwell"]
+
 
 def compile(  # noqa: A001 - the public name
     ir: IR | nn.Module,
