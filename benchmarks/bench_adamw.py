@@ -27,7 +27,7 @@ from deepwell.bench.environment import environment
 from deepwell.train.adamw import update as adamw
 from deepwell.train.adamw.slot import Slot
 from deepwell.train.adamw.tables import FusedAdamW
-from deepwell.train.adamw.update import Config, configs_for_moments
+from deepwell.train.adamw.update import UpdateConfig, configs_for_moments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
@@ -123,7 +123,7 @@ def group_table(device: str) -> Tensor:
     return torch.tensor([[3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0]], dtype=torch.float64, device=device)
 
 
-def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Config | None) -> FusedAdamW:
+def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: UpdateConfig | None) -> FusedAdamW:
     return FusedAdamW(
         slots,
         steps=torch.zeros(len(slots), dtype=torch.int64, device=device),
@@ -135,7 +135,7 @@ def make_optimizer(slots: list[Slot], variant: Variant, device: str, config: Con
     )
 
 
-def check(variant: Variant, config: Config | None) -> str:
+def check(variant: Variant, config: UpdateConfig | None) -> str:
     """Two steps on the GPU against two on the CPU, bit for bit (with a norm: its sum has another order).
 
     Returns what differs, or nothing.
@@ -178,7 +178,7 @@ def _to_gpu(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cuda()
 
 
-def check_all(pairs: list[tuple[Variant, Config]]) -> set[tuple[Variant, Config]]:
+def check_all(pairs: list[tuple[Variant, UpdateConfig]]) -> set[tuple[Variant, UpdateConfig]]:
     """Check every row's variant and config, many at a time: it is the compiler that takes the time, not the GPU.
 
     Returns those that are not right, and prints why.
@@ -281,7 +281,7 @@ def bench_torch(table: Table, label: str, shapes: list[Shape], dtypes: tuple[tor
 
 
 def bench_shapes(
-    table: Table, label: str, shapes: list[Shape], pairs: list[tuple[Variant, Config]], torch_ms: dict
+    table: Table, label: str, shapes: list[Shape], pairs: list[tuple[Variant, UpdateConfig]], torch_ms: dict
 ) -> None:
     """Every variant in each of its configs."""
     count = sum(torch.Size(shape).numel() for shape in shapes)
@@ -298,12 +298,12 @@ def bench_shapes(
         torch.cuda.empty_cache()
 
 
-def configs_of(variant: Variant, *, every: bool) -> tuple[Config, ...]:
+def configs_of(variant: Variant, *, every: bool) -> tuple[UpdateConfig, ...]:
     """All configs that suit a variant, or its default one."""
     return configs_for_moments(variant.moment)[: None if every else 1]
 
 
-def show(config: Config) -> str:
+def show(config: UpdateConfig) -> str:
     capped = f", {config.max_registers} regs" if config.max_registers else ""
     return f"{config.rows} x {config.tiles}, p{config.pieces}, {config.num_warps}{capped}"
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deepwell.bench.environment import environment
 from deepwell.kernels.gemm.cases import codes
-from deepwell.kernels.gemm.cublaslt import Product, fp8_gemm_ranked, mm_ranked, num_algorithms, product_of
+from deepwell.kernels.gemm.cublaslt import LtProduct, fp8_gemm_ranked, mm_ranked, num_algorithms, product_of
 from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.registry import Problem
 from deepwell.kernels.tune.timing import recorded, times_us
@@ -45,7 +45,7 @@ TORCH, ROWS = "torch", "rows"
 Laps = dict[str, Callable[[], object]]
 
 
-def layer_products(model: str, tokens: int, one_scale: bool) -> Iterator[tuple[str, Product, Laps, int]]:
+def layer_products(model: str, tokens: int, one_scale: bool) -> Iterator[tuple[str, LtProduct, Laps, int]]:
     for name, (n, k) in LAYERS[model].items():
         shapes = {"fwd": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}
         for role, (rows, width, depth) in shapes.items():
@@ -54,7 +54,7 @@ def layer_products(model: str, tokens: int, one_scale: bool) -> Iterator[tuple[s
             sizes = {"m": rows, "n": width, "k": depth}
             problem = Problem(op="fp8_gemm", **sizes, precision="fp8", one_scale=has_one, device="cuda")
             operands = [codes(problem, seed) for seed in range(COPIES)]
-            product = Product(
+            product = LtProduct(
                 **sizes,
                 scales="tensor" if has_one else "row",
                 fast=not is_wgrad,
@@ -74,7 +74,7 @@ def layer_products(model: str, tokens: int, one_scale: bool) -> Iterator[tuple[s
             yield f"{role} {name}", product, laps, COPIES
 
 
-def head_products() -> Iterator[tuple[str, Product, Laps, int]]:
+def head_products() -> Iterator[tuple[str, LtProduct, Laps, int]]:
     for width in (4096, 2048):
         x, w, z = (
             torch.randn(shape, device="cuda").bfloat16() for shape in ((CHUNK, width), (VOCAB, width), (CHUNK, VOCAB))
@@ -89,7 +89,7 @@ def head_products() -> Iterator[tuple[str, Product, Laps, int]]:
             yield f"{name} {width}", product, laps, 1
 
 
-def ranks(product: Product) -> Iterator[tuple[str, dict[str, int | bool]]]:
+def ranks(product: LtProduct) -> Iterator[tuple[str, dict[str, int | bool]]]:
     for is_static in (False, True):
         for rank in range(num_algorithms(replace(product, is_static=is_static))):
             yield f"{'static' * is_static}{rank}", {"rank": rank, "is_static": is_static}

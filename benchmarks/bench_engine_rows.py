@@ -51,7 +51,7 @@ def close(got: Tensor, ref: Tensor, name: str, limit: float = 0.05) -> None:
 def residual_norm(table: Table, t: int, d: int) -> None:
     x, r, dr, dy = (torch.randn(t, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     w = torch.randn(d, device="cuda", dtype=torch.bfloat16)
-    options = rms_norm.Options(write=False, fp8=E4M3)
+    options = rms_norm.NormOptions(write=False, fp8=E4M3)
 
     @torch.compile
     def apart(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def residual_norm(table: Table, t: int, d: int) -> None:
 def bias_act(table: Table, t: int, f: int) -> None:
     x, dh = (torch.randn(t, f, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     b = torch.randn(f, device="cuda", dtype=torch.bfloat16)
-    options = swiglu.Options(act="gelu_tanh", write=False, fp8=E4M3)
+    options = swiglu.GluOptions(act="gelu_tanh", write=False, fp8=E4M3)
 
     @torch.compile
     def forward(x: Tensor, b: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def bent_cross_entropy(table: Table, t: int, v: int) -> None:
         "cap": (None, {"soft_cap": 30.0}),
     }
     for name, (b, how) in variants.items():
-        options = cross_entropy.Options(gradient="new", **how)  # type: ignore[arg-type]
+        options = cross_entropy.LossOptions(gradient="new", **how)  # type: ignore[arg-type]
         z, _ = cross_entropy.logits_ref(logits, b, options)
         loss = cross_entropy.cross_entropy(logits, targets, bias_V=b, options=options).loss
         close(loss, F.cross_entropy(z, targets, reduction="none"), f"cross_entropy {name}", 1e-3)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.kernels.head.linear_cross_entropy import Head, chunk_bytes, linear_cross_entropy
+from deepwell.kernels.head.linear_cross_entropy import HeadOptions, chunk_bytes, linear_cross_entropy
 from deepwell.kernels.tune.timing import recorded, times_us
 
 MEBIBYTES = (1024, 512, 256, 128)
@@ -33,7 +33,7 @@ def held_bytes(run: partial[object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, head: Head) -> list[dict[str, object]]:
+def measure(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, head: HeadOptions) -> list[dict[str, object]]:
     device = x_TD.device
     row_bytes = w_VD.shape[0] * x_TD.element_size()
     runs = {
@@ -73,7 +73,7 @@ def main() -> None:
     x_TD = torch.randn(given.tokens, given.width, device="cuda").bfloat16()
     w_VD = (torch.randn(given.vocab, given.width, device="cuda") * given.width**-0.5).bfloat16()
     target_T = torch.randint(0, given.vocab, (given.tokens,), device="cuda")
-    rows = [row for fp8 in (False, True) for row in measure(x_TD, w_VD, target_T, Head(fp8=fp8))]
+    rows = [row for fp8 in (False, True) for row in measure(x_TD, w_VD, target_T, HeadOptions(fp8=fp8))]
     print(
         f"{given.tokens} tokens, width {given.width}, {given.vocab} words;"
         f" by default chunks of {chunk_bytes(given.width, False) >> 20} MiB, in FP8 of"

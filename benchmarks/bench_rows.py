@@ -175,7 +175,7 @@ def transpose_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Cas
 def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
     x, r, dy = (spread(t, d, device) for _ in range(3))
     w = torch.rand(d, device=device, dtype=torch.bfloat16) + 0.5
-    to_q = rms_norm.Options(write=False, fp8=E4M3)
+    to_q = rms_norm.NormOptions(write=False, fp8=E4M3)
     ref = rms_norm.norm_ref(x[:512], w, None, r[:512], to_q)
     for config in rms_norm.FORWARD_CONFIGS:
 
@@ -192,7 +192,7 @@ def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
                 forward().q[:512].float() * forward().scale[:512, None], ref.q.float() * ref.scale[:, None], 3e-3
             ),
         )
-    plain = rms_norm.Options()
+    plain = rms_norm.NormOptions()
     y = {"op": "rms_norm -> bf16", "shape": (t, d), "num_bytes": 4 * t * d}
     yield Case(**y, variant="deepwell", run=lambda: rms_norm.rms_norm(x, w, options=plain))
     yield Case(**y, variant="torch F.rms_norm", run=lambda: F.rms_norm(x, (d,), w, 1e-6))
@@ -200,7 +200,7 @@ def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
     if liger:
         yield Case(**y, variant="Liger", run=lambda: liger.rms_norm_forward(x, w, 1e-6, 0.0, "llama", None))
     total = rms_norm.rms_norm(x, w, residual_TD=r, options=plain)
-    both = rms_norm.Options(write=True, fp8=E4M3)
+    both = rms_norm.NormOptions(write=True, fp8=E4M3)
     want = rms_norm.norm_backward_ref(dy, total, w, r, both)
     for config in rms_norm.BACKWARD_CONFIGS:
 
@@ -231,7 +231,7 @@ def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
 def swiglu_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
     gate_up, dh = torch.randn(t, 2 * f, device=device, dtype=torch.bfloat16), spread(t, f, device)
     g, u = gate_up.chunk(2, dim=1)
-    to_q = swiglu.Options(write=False, fp8=E4M3)
+    to_q = swiglu.GluOptions(write=False, fp8=E4M3)
     ref = swiglu.swiglu_ref(g[:512], u[:512], to_q)
     for config in swiglu.FORWARD_CONFIGS:
 
@@ -257,7 +257,7 @@ def swiglu_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
         yield Case(**h, variant="Liger", run=lambda: liger.swiglu_forward(g, u))
     want = swiglu.swiglu_backward_ref(dh[:512], g[:512], u[:512], to_q)
     for recompute in (False, True):
-        options = swiglu.Options(write=False, fp8=E4M3, recompute_h=recompute)
+        options = swiglu.GluOptions(write=False, fp8=E4M3, recompute_h=recompute)
         for config in swiglu.BACKWARD_CONFIGS:
             if not config.tile and triton.next_power_of_2(f) // config.num_warps > 2048:
                 continue  # spills
@@ -381,7 +381,7 @@ def cross_entropy_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator
     targets = torch.randint(0, v, (t,), device=device)
     scale = torch.full((), 1 / t, device=device)
     for gradient, width in (("new", 6), ("fp8", 5)):
-        options = cross_entropy.Options(gradient=gradient)
+        options = cross_entropy.LossOptions(gradient=gradient)
         ref = cross_entropy.cross_entropy_ref(logits[:64], targets[:64], None, scale, options)
         for config in cross_entropy.CONFIGS:
 

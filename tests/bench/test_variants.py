@@ -72,9 +72,9 @@ def test_wbf16_leaves_weight_gradients_in_bf16() -> None:
 def test_emulated_rounds_exactly_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a GPU mxfp8 would be bound to FP8 rows: the word must win over the device.
     from deepwell.engine import compile as compile_module
-    from deepwell.engine.binding import Device
+    from deepwell.engine.binding import Target
 
-    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Target(kind="cuda", capability=(9, 0)))
     assert set(runs_as(engine_of("mxfp8_emulated"))) == {"mxfp8 as emulate:mxfp8 (emulated)", "bf16"}
 
 
@@ -103,9 +103,9 @@ def test_a_scaling_that_would_not_run_is_an_error_and_not_a_label(monkeypatch: p
 )
 def test_each_scaling_of_fp8_is_what_its_name_says_on_hopper(name, schemes, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepwell.engine import compile as compile_module
-    from deepwell.engine.binding import Device
+    from deepwell.engine.binding import Target
 
-    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Target(kind="cuda", capability=(9, 0)))
     monkeypatch.setattr(compile_module, "use_inductor", lambda _asked, _device: False)
     rows = [row for row in engine_of(name).bound.bindings if row.layer is not None]
     assert {row.scheme for row in rows} == schemes and {row.binding for row in rows} == {"native"}
@@ -113,10 +113,10 @@ def test_each_scaling_of_fp8_is_what_its_name_says_on_hopper(name, schemes, monk
 
 def test_a_scaling_that_this_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepwell.engine import compile as compile_module
-    from deepwell.engine.binding import Device
+    from deepwell.engine.binding import Target
     from deepwell.errors import UnsupportedError
 
-    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Device(kind="cuda", capability=(10, 0)))
+    monkeypatch.setattr(compile_module, "device_of", lambda _tensors: Target(kind="cuda", capability=(10, 0)))
     monkeypatch.setattr(compile_module, "use_inductor", lambda _asked, _device: False)
     with pytest.raises(UnsupportedError, match=r"fp8_1x128: .* would run as fp8_row: .*no products with 1x128 scales"):
         engine_of("fp8_1x128")

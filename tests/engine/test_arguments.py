@@ -8,7 +8,7 @@ from torch import nn
 
 import deepwell as dw
 from deepwell.engine.arguments import notes_on_hardware
-from deepwell.engine.binding import Device
+from deepwell.engine.binding import Target
 from deepwell.errors import ConfigError
 
 
@@ -48,8 +48,8 @@ def test_other_hardware_than_the_models_device_is_a_note(model, hw) -> None:
 
 
 def test_the_models_own_device_needs_no_note() -> None:
-    hopper, blackwell = Device(kind="cuda", capability=(9, 0)), Device(kind="cuda", capability=(10, 0))
-    assert notes_on_hardware(None, Device(kind="cpu")) == []
+    hopper, blackwell = Target(kind="cuda", capability=(9, 0)), Target(kind="cuda", capability=(10, 0))
+    assert notes_on_hardware(None, Target(kind="cpu")) == []
     assert notes_on_hardware("64x8xH100", hopper) == []  # how many there are is the plan's business
     assert "sm_100" in notes_on_hardware("H100", blackwell)[0]
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import deepwell as dw
-from deepwell.engine.binding import Device
+from deepwell.engine.binding import Target
 from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.errors import ConfigError
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def as_hopper(monkeypatch):
     """A CPU that is taken for Hopper: the FP8 ops run by their references."""
-    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
 
 

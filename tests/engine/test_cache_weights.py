@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import deepwell as dw
 from deepwell.engine import compile as compile_module
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Device
+from deepwell.engine.binding import Target
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.train.adamw.optimizer import AdamWDW
 
@@ -353,7 +353,7 @@ def test_hugging_face_checkpointing_reads_kept_codes(batch) -> None:
 @pytest.fixture
 def hopper(monkeypatch) -> None:
     """Bind as on a Hopper GPU, and run the references."""
-    monkeypatch.setattr(compile_module, "device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr(compile_module, "device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
 
 
 def _engine(model: nn.Module, **more: Any) -> Any:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import zoo_models
 
 import deepwell as dw
-from deepwell.engine.binding import GROUPED_FP8, Device, bind
+from deepwell.engine.binding import GROUPED_FP8, Target, bind
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.passes.experts import find_experts, rewrite_experts
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
@@ -21,7 +21,7 @@ from deepwell.precision.policy import PrecisionPolicy
 transformers = pytest.importorskip("transformers")
 
 FP8 = "|".join([FE.FP8_METHOD] * 3)
-HOPPER = Device(kind="cuda", capability=(9, 0))
+HOPPER = Target(kind="cuda", capability=(9, 0))
 # Grouped products in two layers (DeepSeek's first is dense), and blocks of which all of FP8 is one op.
 ARCHITECTURES = {
     "mixtral": (4, 2), "qwen3_moe": (4, 2), "olmoe": (4, 2), "deepseek_v3": (2, 1), "gpt_oss": (4, 0),
@@ -513,9 +513,9 @@ def bound(device, fmt="mxfp8", **kwargs):
     [
         (HOPPER, "mxfp8", ("substitute", "grouped_fp8")),
         (HOPPER, "nvfp4", ("emulated", "emulate:nvfp4")),
-        (Device(kind="cpu"), "fp8", ("emulated", "emulate:fp8")),
-        (Device(kind="cuda", capability=(8, 0)), "mxfp8", ("emulated", "emulate:mxfp8")),
-        (Device(kind="cuda", capability=(10, 0), unproven=(("grouped_fp8", "no"),)), "mxfp8", ("substitute", "bf16")),
+        (Target(kind="cpu"), "fp8", ("emulated", "emulate:fp8")),
+        (Target(kind="cuda", capability=(8, 0)), "mxfp8", ("emulated", "emulate:mxfp8")),
+        (Target(kind="cuda", capability=(10, 0), unproven=(("grouped_fp8", "no"),)), "mxfp8", ("substitute", "bf16")),
     ],
 )
 def test_experts_are_bound_by_what_the_device_has_proven(device, fmt, expected):
@@ -523,7 +523,7 @@ def test_experts_are_bound_by_what_the_device_has_proven(device, fmt, expected):
 
 
 def test_an_unproven_device_and_odd_sizes_are_reasons():
-    unproven = Device(kind="cuda", capability=(10, 0), unproven=(("grouped_fp8", "its wgrad is 3.0 dB"),))
+    unproven = Target(kind="cuda", capability=(10, 0), unproven=(("grouped_fp8", "its wgrad is 3.0 dB"),))
     _, rows = bound(unproven)
     assert any("its wgrad is 3.0 dB" in row.reason for row in rows if ".experts." in row.path)
     made, rows = bound(HOPPER, intermediate_size=36)

@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepwell as dw
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Device
+from deepwell.engine.binding import Target
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.head import autograd
 from deepwell.kernels.head import torch_ops as library_head
-from deepwell.kernels.head.linear_cross_entropy import Head, linear_cross_entropy
+from deepwell.kernels.head.linear_cross_entropy import HeadOptions, linear_cross_entropy
 from deepwell.kernels.head.scale_by_scalar import scale_by_ref
 from deepwell.kernels.norm import rms_norm
 
@@ -55,7 +55,7 @@ def _grads(run: Callable[..., Tensor], leaves: list[Tensor], y: Tensor, factor: 
 def test_the_gradient_of_one_is_the_kernels_own_bit_for_bit(device, way) -> None:
     leaves, y = _leaves(device)
     x, w, b = (t.detach() for t in leaves)
-    whole = linear_cross_entropy(x, w, y, bias_V=b, head=Head(fp8=True))
+    whole = linear_cross_entropy(x, w, y, bias_V=b, head=HeadOptions(fp8=True))
     for mine, theirs in zip(_grads(way(_loss), leaves, y, 1.0), whole[1:], strict=True):
         assert_bitwise_equal(mine, theirs)
 
@@ -74,7 +74,7 @@ def test_any_other_factor_is_rounded_once_with_dw(way, factor) -> None:
     # Bounds of exact sums: a GPU's own, shorter than fp32 among 128 terms, would hide the rounding that is meant.
     leaves, y = _leaves("cpu")
     x, w, b = (t.detach() for t in leaves)
-    codes = library_head.linear_cross_entropy_codes(x, w, y, bias_V=b, head=Head(fp8=True)).codes
+    codes = library_head.linear_cross_entropy_codes(x, w, y, bias_V=b, head=HeadOptions(fp8=True)).codes
     exact = (codes.qg_VT.double() * codes.g_scale) @ (codes.qx_DT.double() * codes.x_scale).T * factor
 
     def most(dw: Tensor) -> float:
@@ -196,7 +196,7 @@ def test_compiled_code_frees_the_codes_before_the_rest_of_the_backward(cxx_compi
 
 def test_a_models_scaled_loss_scales_the_gradient_of_its_fp8_head(monkeypatch) -> None:
     # A CPU that is taken for a GPU: there the head's products are FP8's own, not emulated ones.
-    hopper = Device(kind="cuda", capability=(9, 0))
+    hopper = Target(kind="cuda", capability=(9, 0))
     monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: hopper)
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
     model, (x, y) = Tiny(), torch.randint(0, V, (2, T))
@@ -216,7 +216,7 @@ def test_a_models_scaled_loss_scales_the_gradient_of_its_fp8_head(monkeypatch) -
 
 def test_a_head_in_parts_of_an_odd_vocabulary(monkeypatch) -> None:
     # The forward as the model has it, gradients in FP8, 61 words padded to whole lines.
-    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
     model, (x, y) = Tiny(), torch.randint(0, 61, (2, T))
     model.lm_head = nn.Linear(D, 61, bias=False)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import deepwell as dw
-from deepwell.engine.binding import Device, Fragile
+from deepwell.engine.binding import Fragile, Target
 from deepwell.engine.fragile import FragileReport, _together, check_fragile
 from deepwell.errors import ConfigError, UnsupportedError
 
@@ -275,7 +275,7 @@ def test_ordinary_experts_are_not_fragile(model_type, precision):
 
 def test_an_expert_in_fp8_is_judged_as_the_gpu_multiplies_it(monkeypatch):
     # A scale per row of the weight: the outlier spoils its own row alone, of 2^-30 of the others.
-    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
     model = _with_a_fragile_expert(_moe("mixtral"))
     engine = dw.compile(dw.capture(model), precision_policy=_policy(), measure=False)

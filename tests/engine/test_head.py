@@ -9,7 +9,7 @@ import zoo_models
 from torch import Tensor, nn
 
 import deepwell as dw
-from deepwell.engine.binding import Device
+from deepwell.engine.binding import Target
 from deepwell.engine.passes.cross_entropy import rewrite_cross_entropy
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.gemm import fp8 as gemm
@@ -110,10 +110,10 @@ def test_gradients_that_nobody_wants_are_not_computed(frozen, monkeypatch) -> No
     model.norm.requires_grad_(frozen != "body")
     model.head.weight.requires_grad_(frozen not in ("head",))
     model.head.bias.requires_grad_(frozen not in ("head", "bias"))
-    asked: list[kernels.Head] = []
+    asked: list[kernels.HeadOptions] = []
     plain = kernels.linear_cross_entropy
 
-    def watch(*args: Any, head: kernels.Head, **kwargs: Any) -> Any:
+    def watch(*args: Any, head: kernels.HeadOptions, **kwargs: Any) -> Any:
         asked.append(head)
         return plain(*args, head=head, **kwargs)
 
@@ -308,7 +308,7 @@ class Tiny(nn.Module):
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)], ids=str)
 def test_an_fp8_head_of_an_fp32_model_is_computed_and_the_report_says_how(capability, monkeypatch) -> None:
     # A CPU that is taken for the GPU, with the restriction that torch has there.
-    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=capability))
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Target(kind="cuda", capability=capability))
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
     monkeypatch.setattr(gemm, "_capability", lambda device: capability)
     product, written = kernels.fp8_gemm, []

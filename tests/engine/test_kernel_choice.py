@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import deepwell as dw
-from deepwell.engine.binding import Device, bind, with_gains
+from deepwell.engine.binding import Target, bind, with_gains
 from deepwell.engine.compile import measured_fallback, registry_for
 from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.choose_kernels import KernelRow
@@ -199,7 +199,7 @@ def test_stochastic_rounding_and_transforms_are_not_given_away(model):
 @pytest.fixture
 def _as_hopper(monkeypatch):
     """A CPU that is taken for Hopper: the FP8 ops run by their references."""
-    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
 
 
@@ -323,7 +323,7 @@ def test_cutlass_on_a_cpu_is_a_note_and_everything_runs(model):
 
 
 def test_measurement_is_for_fp8_gpus_and_strict_only_on_demand():
-    hopper, cpu = Device(kind="cuda", capability=(9, 0)), Device(kind="cpu")
+    hopper, cpu = Target(kind="cuda", capability=(9, 0)), Target(kind="cpu")
     assert measured_fallback(None, "safe", hopper) == "safe"
     assert measured_fallback(None, "strict", hopper) is None
     assert measured_fallback(True, "strict", hopper) == "strict"
@@ -342,7 +342,7 @@ def _as_if_on_a_gpu(monkeypatch):
         return found
 
     monkeypatch.setattr("deepwell.engine.passes.gain._sizes", of)
-    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr("deepwell.engine.compile.device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
     monkeypatch.setattr("deepwell.engine.compile.use_inductor", lambda asked, device: False)
     return sizes
 
@@ -441,7 +441,7 @@ def test_a_cpu_measures_nothing(model):
 
 def test_rows_without_a_gain_are_left_alone(model):
     ir = dw.capture(model)
-    bound = bind(ir, policy_of("mxfp8").resolve(ir), Device(kind="cpu"))
+    bound = bind(ir, policy_of("mxfp8").resolve(ir), Target(kind="cpu"))
     assert with_gains(bound.bindings, {}) == bound.bindings
 
 

@@ -9,14 +9,14 @@ from torch import nn
 
 import deepwell as dw
 from deepwell.engine import compile as compile_module
-from deepwell.engine.binding import Device, bind
+from deepwell.engine.binding import Target, bind
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.gemm.schemes import parse_scheme
 from deepwell.precision.gemm_format import precision
 
-B200 = Device(kind="cuda", capability=(10, 0))
+B200 = Target(kind="cuda", capability=(10, 0))
 # Whole blocks of 32, and sizes that are multiples of nothing.
 SHAPES = [(64, 96, 32), (37, 40, 24)]
 
@@ -44,13 +44,13 @@ def bound(policy, device):
 @pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0)])
 def test_block_scaled_formats_are_native_on_blackwell(fmt, capability):
-    made = bound(fmt, Device(kind="cuda", capability=capability))
+    made = bound(fmt, Target(kind="cuda", capability=capability))
     assert {(b.binding, b.scheme) for b in made.bindings} == {("native", f"{fmt}_native")}
     assert all("block-scaled tensor cores" in b.reason for b in made.bindings)
 
 
 def test_what_did_not_pass_its_self_check_is_not_bound_and_says_why():
-    device = Device(kind="cuda", capability=(10, 0), unproven=(("mxfp8", "vendor: 12 dB"), ("nvfp4", "triton: NaN")))
+    device = Target(kind="cuda", capability=(10, 0), unproven=(("mxfp8", "vendor: 12 dB"), ("nvfp4", "triton: NaN")))
     made = bound("mxfp8", device)
     assert {(b.binding, b.scheme) for b in made.bindings} == {("substitute", "fp8_row")}
     assert all("self-check" in b.reason and "12 dB" in b.reason for b in made.bindings)
@@ -60,16 +60,16 @@ def test_what_did_not_pass_its_self_check_is_not_bound_and_says_why():
 
 
 def test_hopper_and_a_cpu_are_bound_as_before():
-    assert {b.scheme for b in bound("mxfp8", Device(kind="cuda", capability=(9, 0))).bindings} == {"fp8_row"}
-    assert {b.scheme for b in bound("nvfp4", Device(kind="cuda", capability=(9, 0))).bindings} == {"emulate:nvfp4"}
-    assert {b.scheme for b in bound("mxfp8", Device(kind="cpu")).bindings} == {"emulate:mxfp8"}
+    assert {b.scheme for b in bound("mxfp8", Target(kind="cuda", capability=(9, 0))).bindings} == {"fp8_row"}
+    assert {b.scheme for b in bound("nvfp4", Target(kind="cuda", capability=(9, 0))).bindings} == {"emulate:nvfp4"}
+    assert {b.scheme for b in bound("mxfp8", Target(kind="cpu")).bindings} == {"emulate:mxfp8"}
 
 
 def test_strict_takes_native_formats_on_blackwell_and_refuses_unproven_ones():
     ir = dw.capture(Two())
     resolution = dw.PrecisionPolicy("nvfp4").resolve(ir)
     bind(ir, resolution, B200, fallback="strict")
-    unproven = Device(kind="cuda", capability=(10, 0), unproven=(("nvfp4", "wrong"),))
+    unproven = Target(kind="cuda", capability=(10, 0), unproven=(("nvfp4", "wrong"),))
     with pytest.raises(UnsupportedError, match="self-check"):
         bind(ir, resolution, unproven, fallback="strict")
 
@@ -181,7 +181,7 @@ def test_an_engine_bound_natively_trains_with_the_emulations_numbers(fmt, monkey
         return report, [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
     report, native = step(B200)
-    _, emulated = step(Device(kind="cpu"))
+    _, emulated = step(Target(kind="cpu"))
     assert f"{fmt}_native" in report and "native" in report
     for i, (got, wanted) in enumerate(zip(native, emulated, strict=True)):
         assert_bitwise_equal(got, wanted, f"tensor {i}")

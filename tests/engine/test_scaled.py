@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import deepwell as dw
 from deepwell.bench.llama import Llama, LlamaConfig
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Device, bind, with_gains
+from deepwell.engine.binding import Target, bind, with_gains
 from deepwell.engine.compile import unproven_formats
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.linear import find_linears
@@ -34,7 +34,7 @@ EMULATED = {
 }
 # (tokens, K, N): whole blocks; ends inside a block each way; fewer than a block, no whole lines; one token.
 SHAPES = [(256, 256, 384), (200, 144, 300), (37, 20, 36), (1, 130, 16)]
-HOPPER = Device(kind="cuda", capability=(9, 0))
+HOPPER = Target(kind="cuda", capability=(9, 0))
 
 
 def thrice(scheme: str) -> str:
@@ -231,7 +231,7 @@ class Two(nn.Module):
         return self.down(F.relu(self.up(x)))
 
 
-def bound(device: Device, hidden: int = 256, **options: str):
+def bound(device: Target, hidden: int = 256, **options: str):
     ir = dw.capture(Two(hidden))
     return bind(ir, dw.PrecisionPolicy.recipe("fp8", **options).resolve(ir), device)
 
@@ -242,7 +242,7 @@ def schemes_of(found) -> dict[str, set[tuple[str, str]]]:
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
 def test_tensor_scales_are_native_on_every_fp8_gpu(capability) -> None:
-    device = Device(kind="cuda", capability=capability)
+    device = Target(kind="cuda", capability=capability)
     alike = schemes_of(bound(device, scaling="tensor", gradients="e4m3"))
     assert set().union(*alike.values()) == {("native", TENSOR)}
     hybrid = schemes_of(bound(device, scaling="tensor", gradients="e5m2"))
@@ -260,13 +260,13 @@ def test_blocks_are_native_on_hopper_alone_and_rows_elsewhere_say_why() -> None:
     assert {(b.binding, b.scheme) for b in found.bindings} == {("native", BLOCKS)}
     assert all("per 1x128, of weights per 128x128" in b.reason for b in found.bindings)
     for capability in ((8, 9), (10, 0), (12, 0)):
-        other = bound(Device(kind="cuda", capability=capability), scaling="1x128")
+        other = bound(Target(kind="cuda", capability=capability), scaling="1x128")
         assert {(b.binding, b.scheme) for b in other.bindings} == {("substitute", "fp8_row")}
         assert all("has no products with 1x128 scales" in b.reason for b in other.bindings)
 
 
 def test_blocks_that_fail_their_self_check_are_rows_with_that_reason() -> None:
-    device = Device(kind="cuda", capability=(9, 0), unproven=(("fp8_1x128", "its wgrad is 3.0 dB"),))
+    device = Target(kind="cuda", capability=(9, 0), unproven=(("fp8_1x128", "its wgrad is 3.0 dB"),))
     found = bound(device, scaling="1x128")
     assert {(b.binding, b.scheme) for b in found.bindings} == {("substitute", "fp8_row")}
     assert all("self-check here (its wgrad is 3.0 dB)" in b.reason for b in found.bindings)
@@ -300,7 +300,7 @@ def test_sizes_that_are_filled_up_are_said() -> None:
 
 
 def test_a_cpu_emulates_them() -> None:
-    assert {b.scheme for b in bound(Device(kind="cpu"), scaling="1x128").bindings} == {"emulate:fp8,scaling=1x128"}
+    assert {b.scheme for b in bound(Target(kind="cpu"), scaling="1x128").bindings} == {"emulate:fp8,scaling=1x128"}
 
 
 # ---- models ----

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import deepwell as dw
 from deepwell.engine import shared_graphs
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.binding import Device
+from deepwell.engine.binding import Target
 from deepwell.engine.engine import Engine
 from deepwell.engine.passes import pipeline
 from deepwell.engine.torch_backend import forget_reports, last_report
@@ -362,7 +362,7 @@ def test_kept_codes_are_those_of_each_layers_own_weights() -> None:
 def test_an_engine_of_many_layers_with_kept_codes_is_not_stopped_by_dynamos_limit(monkeypatch) -> None:
     from deepwell.engine import compile as compile_module
 
-    monkeypatch.setattr(compile_module, "device_of", lambda tensors: Device(kind="cuda", capability=(9, 0)))
+    monkeypatch.setattr(compile_module, "device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
     monkeypatch.setitem(__import__("deepwell.engine.engine", fromlist=["_DYNAMO"])._DYNAMO, "recompile_limit", 1)
     model = Model()
     engine = engine_of(model, dw.PrecisionPolicy("mxfp8"), cache_weights=True, measure=False, inductor=False)

@@ -184,11 +184,11 @@ def test_the_modes_of_torch_compile_are_taken(mode) -> None:
 )
 def test_on_a_gpu_a_mode_may_mean_cuda_graphs(mode, recorded, monkeypatch) -> None:
     from deepwell.engine import torch_backend
-    from deepwell.engine.binding import Device
+    from deepwell.engine.binding import Target
 
     forget_reports()
     seen = []
-    monkeypatch.setattr(torch_backend, "device_of", lambda tensors: Device(kind="cuda", capability=(8, 0)))
+    monkeypatch.setattr(torch_backend, "device_of", lambda tensors: Target(kind="cuda", capability=(8, 0)))
     monkeypatch.setattr(torch_backend, "compile_graph", lambda graph, x, options: seen.append(options) or graph.forward)
     torch.compile(torch.nn.Linear(16, 16), backend="deepwell", mode=mode)(torch.randn(4, 16))
     assert [options.cuda_graphs for options in seen] == [recorded]

@@ -115,7 +115,7 @@ def test_norms_backward(left_out):
 
 @pytest.mark.parametrize("left_out", ["q scale grad factor", "q scale grad", "q scale grad b", "grad b", "q scale b"])
 def test_cross_entropy(left_out):
-    options = C.Options(gradient="none" if "grad" in left_out else "new")
+    options = C.LossOptions(gradient="none" if "grad" in left_out else "new")
     config = C.default_config(128256, options)
     how = {"SCALE": 1.0, "CAP": 0.0, "BLOCK": config.block, "THREADS": 32 * config.num_warps, "ASM": True}
     given = arguments(C._cross_entropy_kernel, left_out, target_ptr=I64, c_ptr=FP32, **how, **FP8)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from deepwell.engine.backend import BackendOptions
-from deepwell.engine.binding import Bound, Device, bind
+from deepwell.engine.binding import Bound, Target, bind
 from deepwell.engine.compile import compile as compile_engine
 from deepwell.engine.compile import device_of, use_inductor
 from deepwell.engine.engine import Engine
@@ -149,7 +149,7 @@ def _emulated(ir: IR, policy: PrecisionPolicy) -> Engine:
     policy.freeze()
     model = ir.require_module()
     resolution = policy.resolve(ir)
-    bound = bind(ir, resolution, Device(kind="emulation"))
+    bound = bind(ir, resolution, Target(kind="emulation"))
     options = BackendOptions(
         schemes=bound.schemes,
         use_inductor=use_inductor(None, device_of(list(model.parameters()))),

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from deepwell.engine.binding import Device
+from deepwell.engine.binding import Target
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError
 from deepwell.graph.capture import capture
@@ -65,7 +65,7 @@ def _recipe(argument: str, name: str) -> PrecisionPolicy:
         raise ConfigError(f"{argument} is {name!r}: {error}") from error
 
 
-def notes_on_hardware(hw: Hardware | str | None, device: Device) -> list[str]:
+def notes_on_hardware(hw: Hardware | str | None, device: Target) -> list[str]:
     """A note where `hw`, described or by its name, is another machine than the device that the model is on."""
     if isinstance(hw, str):
         try:

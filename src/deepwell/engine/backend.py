@@ -23,7 +23,7 @@ from deepwell.engine.passes.cache_weights import cache_weights, name_sources
 from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.engine.passes.cross_entropy import DeferredOutput
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
-from deepwell.engine.times.gemms import Product
+from deepwell.engine.times.gemms import LinearSizes
 from deepwell.engine.times.ops import OpCall
 from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
 from deepwell.kernels.gemm.fp8 import keep_one
@@ -58,7 +58,7 @@ class BackendOptions:
     kernels: dict[tuple[str, str, str, str], KernelRow] = field(default_factory=dict)
     calls: dict[OpCall, int] = field(default_factory=dict)  # of Deepwell's ops in the compiled graphs
     gains: dict[str, Gain] = field(default_factory=dict)  # by path, as last measured
-    products: dict[str, Product] = field(default_factory=dict)  # sizes of linears by path, as last compiled
+    products: dict[str, LinearSizes] = field(default_factory=dict)  # sizes of linears by path, as last compiled
     counts: dict[str, int] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
     left: dict[str, LeftAlone] = field(default_factory=dict)  # by path, linears with a scheme that a graph left as is

@@ -34,7 +34,7 @@ _BLOCK_SCALED = ("mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Target:
     """What binding needs to know of a device: its kind and, for a GPU, its compute capability."""
 
     kind: str  # "cuda" or "cpu"
@@ -81,7 +81,7 @@ class Bound:
     notes: tuple[str, ...] = ()
 
 
-def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "safe") -> Bound:
+def bind(ir: IR, resolution: Resolution, device: Target, *, fallback: str = "safe") -> Bound:
     """Bind every linear. `fallback="strict"` raises UnsupportedError where a format cannot be had as asked."""
     bindings: list[Binding] = []
     schemes: dict[str, str] = {}
@@ -100,7 +100,7 @@ def bind(ir: IR, resolution: Resolution, device: Device, *, fallback: str = "saf
     return Bound(bindings=tuple(bindings), schemes=schemes)
 
 
-def _head_in_bf16(site: Site, part: Binding, dtype: str, device: Device) -> Binding:
+def _head_in_bf16(site: Site, part: Binding, dtype: str, device: Target) -> Binding:
     """A head's GEMM, with a word where its results are coarser than the model: its loss reads them as they are."""
     is_rows = part.scheme == "fp8_row" and part.gemm != "wgrad"  # dW has one scale per tensor
     if site.op.role != "head" or not is_rows or canonical_format(dtype) in fp8_row_results(device.capability):
@@ -192,7 +192,7 @@ def without_fragile(bound: Bound, checked: Iterable[Fragile]) -> Bound:
     return replace(bound, bindings=tuple(rows), schemes=kept_schemes)
 
 
-def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:
+def _bind_gemm(site: Site, decision: Decision, device: Target) -> Binding:
     def bound(binding: str, scheme: str, reason: str) -> Binding:
         return Binding(
             path=site.path,
@@ -224,7 +224,7 @@ def _bind_gemm(site: Site, decision: Decision, device: Device) -> Binding:
     return bound("emulated", f"emulate:{decision.format}{options}", reason)
 
 
-def _fp8(op: Linear, decision: Decision, device: Device) -> tuple[str, str, str]:
+def _fp8(op: Linear, decision: Decision, device: Target) -> tuple[str, str, str]:
     """(binding, scheme, reason) of a linear's GEMM on a GPU with FP8 tensor cores: the scaling asked for, or rows."""
     is_fp8 = decision.format == "fp8"
     scaling = decision.precision.option("scaling") if is_fp8 else "row"
@@ -257,7 +257,7 @@ def _filled(op: Linear, unit: int) -> str:
     return f"; K={op.k}, N={op.n} padded to multiples of {unit}" if op.k % unit or op.n % unit else ""
 
 
-def _why_no_1x128(device: Device) -> str:
+def _why_no_1x128(device: Target) -> str:
     """Why a GPU does not multiply 1x128 blocks, "" where it does."""
     if FP8_1X128 not in capability_of(device.capability).native_formats:
         return f"; {device} has no products with 1x128 scales"
@@ -265,7 +265,7 @@ def _why_no_1x128(device: Device) -> str:
     return "" if failed is None else f"; no kernel for 1x128 scales passed its self-check here ({failed})"
 
 
-def _grouped_fp8(op: GroupedLinear, decision: Decision, device: Device) -> tuple[str, str, str]:
+def _grouped_fp8(op: GroupedLinear, decision: Decision, device: Target) -> tuple[str, str, str]:
     """(binding, scheme, reason) of a GEMM of experts on a GPU with FP8 tensor cores."""
     failed = dict(device.unproven).get(GROUPED_FP8)
     if failed is not None:

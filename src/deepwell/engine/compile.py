@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepwell.engine.arguments import captured, check_flags, check_sizes, notes_on_hardware, policy_of
 from deepwell.engine.backend import BackendOptions
-from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Device, bind
+from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Target, bind
 from deepwell.engine.engine import Engine
 from deepwell.engine.fragile import check_batch
 from deepwell.engine.overrides import Overrides
@@ -167,7 +167,7 @@ def recomputed_layers(plan: Plan | None, recompute: bool) -> tuple[int | None, l
     return None, [f"the plan recomputes {', '.join(others)}; the engine keeps them"] if others else []
 
 
-def use_cuda_graphs(asked: bool | None, device: Device) -> bool:
+def use_cuda_graphs(asked: bool | None, device: Target) -> bool:
     """Whether forward and backward are recorded and replayed: where asked to. Raises UnsupportedError off a GPU."""
     if asked and device.kind != "cuda":
         raise UnsupportedError(f"cuda_graphs=True needs a CUDA GPU; the model is on {device.kind}")
@@ -175,7 +175,7 @@ def use_cuda_graphs(asked: bool | None, device: Device) -> bool:
 
 
 def registry_for(
-    registry: KernelRegistry | None, use_cutlass: bool, device: Device
+    registry: KernelRegistry | None, use_cutlass: bool, device: Target
 ) -> tuple[KernelRegistry | None, list[str]]:
     """Who chooses kernels, None where nobody was asked to, and a note where CUTLASS was asked for and is not there."""
     if registry is not None and not isinstance(registry, KernelRegistry):
@@ -187,7 +187,7 @@ def registry_for(
     return chooser, [f"use_cutlass: other kernels run instead: {reason}"] if reason else []
 
 
-def measured_fallback(measure: bool | None, fallback: str, device: Device) -> str | None:
+def measured_fallback(measure: bool | None, fallback: str, device: Target) -> str | None:
     """What BackendOptions.measure is to be: only FP8 hardware is worth a measurement, and "strict" only on demand."""
     wanted = fallback == "safe" if measure is None else measure
     return fallback if wanted and device.has_fp8 else None
@@ -201,7 +201,7 @@ def check_fallback(fallback: str) -> str:
     return fallback
 
 
-def device_of(tensors: Sequence[Tensor]) -> Device:
+def device_of(tensors: Sequence[Tensor]) -> Target:
     """The one device that all tensors lie on. Raises ConfigError or UnsupportedError where nothing can run there."""
     devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
     kinds = {device.type for device in devices}
@@ -219,14 +219,14 @@ def device_of(tensors: Sequence[Tensor]) -> Device:
             reason := why_rejected("grouped_gemm", device)
         ):  # 3D: experts
             unproven += ((GROUPED_FP8, reason),)
-        return Device(kind="cuda", capability=capability, unproven=unproven)
+        return Target(kind="cuda", capability=capability, unproven=unproven)
     if device.type != "cpu":
         raise UnsupportedError(f"the model is on {device}; an engine runs on CUDA GPUs and on the CPU")
     if any(tensor.dtype is torch.bfloat16 for tensor in tensors):
         fault = _bf16_fault()
         if fault:
             raise UnsupportedError(f"bf16 on this CPU: {fault}")
-    return Device(kind="cpu")
+    return Target(kind="cpu")
 
 
 def unproven_formats(capability: tuple[int, int], device: torch.device) -> tuple[tuple[str, str], ...]:
@@ -245,7 +245,7 @@ def _bf16_fault() -> str:
     return bf16_fault(read_host().instruction_sets)
 
 
-def use_inductor(asked: bool | None, device: Device) -> bool:
+def use_inductor(asked: bool | None, device: Target) -> bool:
     """Whether Inductor compiles what no pass touches: on a GPU unless told otherwise. Raises UnsupportedError."""
     if asked and device.kind == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise UnsupportedError("inductor=True needs a C++ compiler on a CPU: install g++, or leave it out")

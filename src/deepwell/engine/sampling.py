@@ -70,7 +70,7 @@ def take_sample(
     whose rows are counted.
     """
     device = next(model.parameters()).device
-    probe = _Probe(schemes, number)
+    probe = _GemmSampler(schemes, number)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     experts = {path: parameters[path] for path in loads_of if path in parameters and parameters[path].dim() == 3}
     probe.asked = set(paths)
@@ -116,7 +116,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-class _Probe:
+class _GemmSampler:
     """Collects the figures of each GEMM while the model runs. What runs twice is judged by the worse."""
 
     def __init__(self, schemes: Mapping[str, str], number: int) -> None:

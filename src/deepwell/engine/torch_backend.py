@@ -21,7 +21,7 @@ from torch import fx
 
 from deepwell.engine.arguments import check_flags, policy_of
 from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
-from deepwell.engine.binding import Binding, Bound, Device, as_model_runs_them, bind, with_gains
+from deepwell.engine.binding import Binding, Bound, Target, as_model_runs_them, bind, with_gains
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
@@ -186,7 +186,7 @@ def forget_reports() -> None:
     _calls.clear()
 
 
-def _cuda_graphs(mode: str | None, device: Device) -> tuple[bool, list[str]]:
+def _cuda_graphs(mode: str | None, device: Target) -> tuple[bool, list[str]]:
     """Whether a mode means CUDA graphs on this device, and a note where it asks for them in vain."""
     if mode is not None and mode not in _MODES:
         raise ConfigError(f"mode is {mode!r}; backend='deepwell' takes {', '.join(_MODES)}")

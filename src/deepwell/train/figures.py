@@ -25,7 +25,7 @@ ENOUGH = 20  # steps before their median is worth keeping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class StepPrediction:
     """What a plan, or one made of what the engine does here, says of a step; None where nothing can be said."""
 
     step_s: float | None
@@ -36,13 +36,13 @@ class Prediction:
     plan: Plan
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Prediction:
+    def of_plan(cls, plan: Plan) -> StepPrediction:
         return cls._of(plan, plan.step_s, plan.estimate.tier)
 
     @classmethod
     def of_engine(
         cls, engine: Engine, batch: int, seq_len: int, micro_batches: int, optimizer: str | None
-    ) -> Prediction | None:
+    ) -> StepPrediction | None:
         """Of an engine that has no plan, on the one device it is on; None where its machine cannot be described."""
         try:
             found = predict(engine, batch, seq_len, micro_batches, optimizer)
@@ -51,7 +51,7 @@ class Prediction:
         return cls._of(found.plan, found.step_s, found.tier)
 
     @classmethod
-    def _of(cls, plan: Plan, step_s: float, tier: str) -> Prediction:
+    def _of(cls, plan: Plan, step_s: float, tier: str) -> StepPrediction:
         estimate = plan.estimate
         return cls(
             plan=plan,
@@ -66,7 +66,7 @@ class Prediction:
 class Figures:
     """Turns a step's seconds into what the log shows."""
 
-    def __init__(self, prediction: Prediction | None, world: int, device: torch.device) -> None:
+    def __init__(self, prediction: StepPrediction | None, world: int, device: torch.device) -> None:
         self.prediction, self.world, self.device = prediction, world, device
         self._seconds: deque[float] = deque(maxlen=1000)
         self._limit = None

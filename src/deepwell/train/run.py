@@ -15,7 +15,7 @@ from deepwell.engine.engine import Engine
 from deepwell.errors import DeepwellError
 from deepwell.precision.guard import GuardEvent, GuardStop
 from deepwell.train.elastic import HUNG, Watchdog, begin
-from deepwell.train.figures import Figures, Prediction
+from deepwell.train.figures import Figures, StepPrediction
 from deepwell.train.log import SCHEMA, Console, EventLog, Scalars, step_line
 from deepwell.train.readback import Finished
 from deepwell.train.settings import Every
@@ -49,7 +49,7 @@ class Callback:
         """No step follows."""
 
 
-class Run:
+class FitRun:
     """Writes down what a trainer does. Of several ranks the first writes; all of them count."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -73,7 +73,7 @@ class Run:
     def is_over(self) -> bool:
         return bool(self.reason)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> FitRun:
         trainer = self.trainer
         folder = trainer.run_dir if trainer.runner.is_main else None
         self.log = EventLog(folder)
@@ -212,12 +212,14 @@ class Run:
         trainer = self.trainer
         prediction = None
         if trainer.plan is not None:
-            prediction = Prediction.of_plan(trainer.plan)
+            prediction = StepPrediction.of_plan(trainer.plan)
         elif trainer.world.size == 1:
             sizes = trainer.sizes
             seq_len = max(1, tokens // sizes.global_batch)
             optimizer = optimizer_of(trainer.engine)
-            prediction = Prediction.of_engine(trainer.engine, sizes.micro_batch, seq_len, sizes.accumulation, optimizer)
+            prediction = StepPrediction.of_engine(
+                trainer.engine, sizes.micro_batch, seq_len, sizes.accumulation, optimizer
+            )
         self._figures = Figures(prediction, trainer.world.size, trainer.device)
         return self._figures
 

@@ -38,7 +38,7 @@ from deepwell.train.optimizers import LearningRate, MakeOptimizer, make_optimize
 from deepwell.train.parallel import parallelize
 from deepwell.train.random_state import random_state, seed_all, set_random_state
 from deepwell.train.readback import Readback
-from deepwell.train.run import CHECKPOINTS, Callback, Run
+from deepwell.train.run import CHECKPOINTS, Callback, FitRun
 from deepwell.train.settings import Every, TrainSettings
 from deepwell.train.sizes import batch_sizes, layout_for
 from deepwell.train.watch import Watch, guarded_step
@@ -56,7 +56,7 @@ class FitResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class TrainerOptions:
     """What of a trainer's arguments is neither a setting nor the engine's."""
 
     eval_data: Any = None
@@ -81,7 +81,7 @@ class Trainer:
         elastic: bool,
         run_dir: Path | None,
         resume: str | bool | Path,
-        options: Options,
+        options: TrainerOptions,
     ) -> None:
         self.engine, self.settings, self.elastic = engine, settings, elastic
         self.device = engine_device(engine)
@@ -162,7 +162,7 @@ class Trainer:
             raise ConfigError(f"engine is a {type(engine).__name__}; pass what dw.compile(...) returned")
         if dataloader is None:
             raise ConfigError("dataloader is None; pass a folder of tokens, a dataset, batches, or 'synthetic'")
-        options = Options(
+        options = TrainerOptions(
             eval_data=eval_dataloader, optimizer_options=optimizer_options, callbacks=tuple(callbacks), loss=loss,
             layout=layout, guard=guard, quiet=quiet,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class Trainer:
         last = min(self.settings.steps, stop_at or self.settings.steps)
         began = time.perf_counter()
         hang = Every.read("hang_after", self.settings.hang_after).seconds
-        with StopSignal() as stop, Run(self) as run, Watchdog(hang, run.hung) as watchdog:
+        with StopSignal() as stop, FitRun(self) as run, Watchdog(hang, run.hung) as watchdog:
             run.watchdog = watchdog
             run.begin()
             while self.step < last and not run.is_over:
@@ -196,7 +196,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         return FitResult(reason=run.reason, step=self.step, loss=self.last_loss, seconds=seconds, run_dir=self.run_dir)
 
-    def _train_step(self, run: Run, stop: StopSignal) -> None:
+    def _train_step(self, run: FitRun, stop: StopSignal) -> None:
         step = self.step
         self.engine.at_step(step)
         self.rate.factor = self.watch.lr_scale
@@ -258,13 +258,13 @@ class Trainer:
         for micro in range(self.sizes.accumulation):
             self.loader.prefetch(self.cursor, self.sizes.indices(self.runner.dp_rank, micro))
 
-    def _finished(self, run: Run, keep: int = 0) -> None:
+    def _finished(self, run: FitRun, keep: int = 0) -> None:
         for done in self.readback.pop(keep):
             run.finished(done)
 
     # ---- evaluating ----
 
-    def evaluate(self, run: Run | None = None) -> float:
+    def evaluate(self, run: FitRun | None = None) -> float:
         """The mean loss over `eval_batches` batches of the held-out data, the same ones every time."""
         if self.eval_loader is None:
             raise ConfigError("there is no held-out data: pass eval_dataloader")

@@ -10,7 +10,7 @@ from deepwell.engine.binding import Binding
 from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.report import EngineReport
-from deepwell.engine.times.gemms import Product, find_products, with_times
+from deepwell.engine.times.gemms import LinearSizes, find_products, with_times
 
 TOKENS = 2 * 16
 
@@ -75,9 +75,9 @@ def test_merged_linears_are_one_product(run_pass):
     weights = [torch.randn(48, 32) for _ in range(3)]
     found = run_pass(function, rewrite, torch.randn(4, 8, 32), *weights).found
     assert found == {
-        "q": Product(tokens=32, n=96, k=32),
-        "k": Product(tokens=32, n=96, k=32),
-        "o": Product(tokens=32, n=48, k=32),
+        "q": LinearSizes(tokens=32, n=96, k=32),
+        "k": LinearSizes(tokens=32, n=96, k=32),
+        "o": LinearSizes(tokens=32, n=48, k=32),
     }
 
 
@@ -99,7 +99,7 @@ def test_weights_stored_the_other_way_round_have_the_same_sizes(run_pass):
 
     inputs = (torch.randn(8, 32), torch.randn(32, 48), torch.randn(32, 48), torch.randn(48))
     found = run_pass(function, rewrite, *inputs).found
-    assert list(found.values()) == [Product(tokens=8, n=48, k=32)] * 2
+    assert list(found.values()) == [LinearSizes(tokens=8, n=48, k=32)] * 2
 
 
 def _binding(gemm, scheme):
@@ -115,7 +115,7 @@ def test_products_of_codes_take_the_time_of_the_kernel_that_runs_them():
     ]
     rows = [_binding(gemm, "fp8_row") for gemm in ("fwd", "dgrad", "wgrad")]
     options = {"device": "cpu", "dtype": torch.float32}
-    timed = with_times(rows, {"q": Product(tokens=64, n=64, k=64)}, kernels, **options)
+    timed = with_times(rows, {"q": LinearSizes(tokens=64, n=64, k=64)}, kernels, **options)
     assert [row.us for row in timed] == [10.0, 10.0, 20.0]
-    timed = with_times(rows[:1], {"q": Product(tokens=128, n=64, k=64)}, kernels, **options)
+    timed = with_times(rows[:1], {"q": LinearSizes(tokens=128, n=64, k=64)}, kernels, **options)
     assert [(row.us, row.shape) for row in timed] == [(None, "128x64x64")]

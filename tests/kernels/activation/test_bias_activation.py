@@ -10,7 +10,7 @@ from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.activation import bias_activation as B
 from deepwell.kernels.activation.functions import ACTIVATIONS
-from deepwell.kernels.activation.swiglu import Options
+from deepwell.kernels.activation.swiglu import GluOptions
 
 E4M3 = torch.float8_e4m3fn
 TORCH = {
@@ -45,7 +45,7 @@ def torch_values(act, x, b, dh, dtype):
 @pytest.mark.parametrize("shape", [(9, 300), (1, 128), (5, 40)], ids=str)
 def test_forward_and_gradients_are_no_worse_than_torch(device, act, shape):
     x, b, dh = make(*shape, device)
-    options = Options(act=act)
+    options = GluOptions(act=act)
     h = B.bias_activation(x, b, options=options).h
     grads = B.bias_activation_backward(dh, x, b, options=options)
     exact = torch_values(act, x, b, dh, torch.float64)
@@ -57,7 +57,7 @@ def test_forward_and_gradients_are_no_worse_than_torch(device, act, shape):
 def test_fp8_rows_are_the_quantized_results_bit_for_bit(device):
     x, b, dh = make(6, 200, device)
     dh[2] = 0
-    both, alone = Options(act="gelu", fp8=E4M3), Options(act="gelu", fp8=E4M3, write=False)
+    both, alone = GluOptions(act="gelu", fp8=E4M3), GluOptions(act="gelu", fp8=E4M3, write=False)
     made, grads = B.bias_activation(x, b, options=both), B.bias_activation_backward(dh, x, b, options=both)
     for q, scale, high in ((made.q, made.scale, made.h), (grads.q, grads.scale, grads.grad)):
         wanted = quantize(high, "fp8_e4m3_row_pow2")
@@ -72,7 +72,7 @@ def test_fp8_rows_are_the_quantized_results_bit_for_bit(device):
 @pytest.mark.parametrize("config", B.BACKWARD_CONFIGS, ids=str)
 def test_every_config_agrees(device, config):
     x, b, dh = make(7, 1100, device)
-    options = Options(act="gelu_tanh", fp8=E4M3)
+    options = GluOptions(act="gelu_tanh", fp8=E4M3)
     got = B.bias_activation_backward(dh, x, b, options=options, config=config)
     ref = B.bias_activation_backward(dh, x, b, options=options)
     assert_bitwise_equal(got.q, ref.q, "codes")
@@ -81,7 +81,7 @@ def test_every_config_agrees(device, config):
 
 def test_rows_too_wide_for_registers_take_steps(device):
     x, b, dh = make(3, B.MAX_COLUMNS + 8, device)
-    got = B.bias_activation_backward(dh, x, b, options=Options(act="gelu", fp8=E4M3, write=False))
+    got = B.bias_activation_backward(dh, x, b, options=GluOptions(act="gelu", fp8=E4M3, write=False))
     assert got.grad is None
     exact, own = (torch_values("gelu", x, b, dh, dtype) for dtype in (torch.float64, torch.bfloat16))
     assert_no_worse_than(got.db, own[2], exact[2])
@@ -92,10 +92,10 @@ def test_rows_too_wide_for_registers_take_steps(device):
 def test_a_nan_shows_in_its_row_and_its_column(device):
     x, b, dh = make(4, 140, device)
     x[2, 13] = float("nan")
-    options = Options(act="relu", fp8=E4M3)
+    options = GluOptions(act="relu", fp8=E4M3)
     assert B.bias_activation(x, b, options=options).scale.isnan().tolist() == [False, False, True, False]
     x[2, 13], dh[1, 7] = 0, float("nan")
-    grads = B.bias_activation_backward(dh, x, b, options=Options(act="gelu", fp8=E4M3))
+    grads = B.bias_activation_backward(dh, x, b, options=GluOptions(act="gelu", fp8=E4M3))
     assert grads.scale.isnan().tolist() == [False, True, False, False]
     assert grads.db.isnan().nonzero().flatten().tolist() == [7]
 
@@ -107,7 +107,7 @@ def test_strided_rows_and_no_rows_are_taken(device):
     ref = B.bias_activation_backward(dh, x, b)
     assert_bitwise_equal(B.bias_activation_backward(dh, wide[:, :96], b).grad, ref.grad, "grad")
     assert_bitwise_equal(B.bias_activation(wide[:, :96], b).h, B.bias_activation(x, b).h, "h")
-    none = B.bias_activation_backward(dh[:0], x[:0], b, options=Options(act="gelu", fp8=E4M3))
+    none = B.bias_activation_backward(dh[:0], x[:0], b, options=GluOptions(act="gelu", fp8=E4M3))
     assert (none.grad.shape, none.q.shape) == ((0, 96), (0, 96))
     assert not none.db.any()
 

@@ -52,7 +52,7 @@ def torch_values(act, g, u, dh, dtype):
 def test_forward_and_gradients_are_no_worse_than_torch(device, act, config, is_gated):
     g, u, dh = make(6, 300, device)
     u = u if is_gated else None
-    options = S.Options(act=act)
+    options = S.GluOptions(act=act)
     if is_gated:
         h = S.swiglu(torch.cat([g, u], dim=1), options=options, config=config).h
         grad = S.swiglu_backward(dh, torch.cat([g, u], dim=1), options=options, config=config).grad
@@ -73,7 +73,7 @@ def test_fp8_rows_are_the_quantized_results_bit_for_bit(device, config, dtype, p
     gate_up = torch.cat([g, u], dim=1)
     suffix = "_row" + ("_pow2" if pow2 else "")
     name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}{suffix}"
-    options = S.Options(fp8=dtype, pow2=pow2, recompute_h=True)
+    options = S.GluOptions(fp8=dtype, pow2=pow2, recompute_h=True)
     made = S.swiglu(gate_up, options=options, config=config)
     grads = S.swiglu_backward(dh, gate_up, options=options, config=config)
     # One scale serves a row's d gate and d up together; the h of backward is always E4M3, a forward operand.
@@ -91,7 +91,7 @@ def test_fp8_rows_are_the_quantized_results_bit_for_bit(device, config, dtype, p
 def test_codes_alone_are_those_written_beside_the_results(device, config):
     g, u, dh = make(4, 160, device)
     gate_up = torch.cat([g, u], dim=1)
-    alone, beside = S.Options(write=False, fp8=E4M3), S.Options(fp8=E4M3, recompute_h=True)
+    alone, beside = S.GluOptions(write=False, fp8=E4M3), S.GluOptions(fp8=E4M3, recompute_h=True)
     a, b = (S.swiglu(gate_up, options=options, config=config) for options in (alone, beside))
     assert a.h is None
     assert_bitwise_equal(a.q, b.q, "codes of h")
@@ -99,7 +99,7 @@ def test_codes_alone_are_those_written_beside_the_results(device, config):
     assert (c.grad, c.q_h) == (None, None)
     assert_bitwise_equal(c.q, d.q, "codes of the gradients")
     # As the engine's backward asks: both sets of rows, no gradient in high precision.
-    both = S.Options(write=False, fp8=E4M3, recompute_h=True)
+    both = S.GluOptions(write=False, fp8=E4M3, recompute_h=True)
     e = S.swiglu_backward(dh, gate_up, options=both, config=config)
     assert e.grad is None
     for name in ("q", "scale", "q_h", "scale_h"):
@@ -117,7 +117,7 @@ def test_gate_and_up_may_lie_apart(device):
 @pytest.mark.parametrize("config", dict.fromkeys((*S.FORWARD_CONFIGS, *S.BACKWARD_CONFIGS)), ids=str)
 def test_every_config_gives_the_same_bits(device, config):
     g, u, dh = make(3, 2300, device)
-    options = S.Options(fp8=E4M3, recompute_h=True)
+    options = S.GluOptions(fp8=E4M3, recompute_h=True)
     got = S.swiglu_backward(dh, g, u, options=options, config=config)
     ref = S.swiglu_backward(dh, g, u, options=options)
     for name in ("grad", "q", "scale", "q_h", "scale_h"):
@@ -130,7 +130,7 @@ def test_every_config_gives_the_same_bits(device, config):
 def test_a_nan_shows_in_its_row_alone(device, config):
     g, u, dh = make(4, 140, device)
     g[2, 139] = float("nan")
-    options = S.Options(fp8=E4M3, recompute_h=True)
+    options = S.GluOptions(fp8=E4M3, recompute_h=True)
     only_two = [False, False, True, False]
     assert S.swiglu(g, u, options=options, config=config).scale.isnan().tolist() == only_two
     grads = S.swiglu_backward(dh, g, u, options=options, config=config)
@@ -151,7 +151,7 @@ def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, config,
     )
     scaled_x, scaled_dh = ((a.float() * b[:, None]).to(a.dtype) for a, b in ((x, factors.gate_up), (dh, factors.dh)))
     forward, backward = (S.swiglu, S.swiglu_backward) if is_gated else (S.activation, S.activation_backward)
-    options = S.Options(fp8=E4M3, recompute_h=is_gated)
+    options = S.GluOptions(fp8=E4M3, recompute_h=is_gated)
     got = forward(x, factors=factors._replace(dh=None), options=options, config=config)
     got += backward(dh, x, factors=factors, options=options, config=config)
     wanted = forward(scaled_x, options=options, config=config)
@@ -166,7 +166,7 @@ def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, config,
 
 def test_no_tokens_give_empty_results(device):
     x = torch.empty(0, 64, device=device)
-    assert S.swiglu(x, options=S.Options(fp8=E4M3)).q.shape == (0, 32)
+    assert S.swiglu(x, options=S.GluOptions(fp8=E4M3)).q.shape == (0, 32)
     assert S.swiglu_backward(x[:, :32], x).grad.shape == (0, 64)
 
 
@@ -177,9 +177,9 @@ def test_no_tokens_give_empty_results(device):
         (lambda x: S.swiglu(x, x[:, :4]), "up_TF must have shape"),
         (lambda x: S.swiglu(x, x.half()), "up_TF has dtype"),
         (lambda x: S.swiglu_backward(x, x), "dh_TF must have shape"),
-        (lambda x: S.Options(act="mish"), "act must be one of"),
-        (lambda x: S.Options(write=False), "nothing would be written"),
-        (lambda x: S.Options(fp8=torch.int8), "fp8 must be"),
+        (lambda x: S.GluOptions(act="mish"), "act must be one of"),
+        (lambda x: S.GluOptions(write=False), "nothing would be written"),
+        (lambda x: S.GluOptions(fp8=torch.int8), "fp8 must be"),
     ],
 )
 def test_wrong_arguments_are_named(call, names):

@@ -52,7 +52,7 @@ def operands(m=20, n=24, k=64):
 def test_the_struct_is_the_headers_field_for_field(host):
     found = (ctypes.c_int64 * 64)()
     count = host.handle.dw_test_offsets(found)
-    mine = [getattr(cl._Gemm, name).offset for name, _ in cl._Gemm._fields_] + [ctypes.sizeof(cl._Gemm)]
+    mine = [getattr(cl._GemmCall, name).offset for name, _ in cl._GemmCall._fields_] + [ctypes.sizeof(cl._GemmCall)]
     assert list(found)[:count] == mine
 
 

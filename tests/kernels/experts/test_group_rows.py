@@ -34,7 +34,7 @@ CASES = [(5, 2, 1, ()), (37, 2, 4, (2,)), (3, 1, 9, (0, 8)), (0, 2, 4, ()), (150
 def test_the_layout_is_the_references(device, tokens, top_k, experts, empty):
     order, offs = routed(tokens, top_k, experts, device, empty)
     made = G.group_layout(offs, order, tokens * top_k)
-    for name, got, ref in zip(G.Layout._fields, made, G.group_layout_ref(offs, order, tokens * top_k), strict=True):
+    for name, got, ref in zip(G.RowGroups._fields, made, G.group_layout_ref(offs, order, tokens * top_k), strict=True):
         assert_bitwise_equal(got, ref.to(device), name)
 
 

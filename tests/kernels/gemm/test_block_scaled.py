@@ -27,7 +27,7 @@ SHAPES = [(16, 32, 64), (130, 144, 96), (5, 7, 40)]
 def operand(x, fmt):
     """An operand by the reference quantizers alone."""
     q = quantize(x, fmt)
-    return B.Operand(q.data, q.scale_swizzled(), q.global_scale)
+    return B.ScaledOperand(q.data, q.scale_swizzled(), q.global_scale)
 
 
 def pair(m, n, k, fmt):
@@ -132,7 +132,7 @@ def test_the_triton_kernel_is_the_reference(interpreted_dot, fmt, shape):
     if device == "cuda" and fmt == "nvfp4" and torch.cuda.get_device_capability()[0] < 10:
         pytest.skip("Triton 3.6 cannot compile NVFP4 products for Hopper")
     _, _, a, b = pair(*shape, fmt)
-    a, b = (B.Operand(*(None if t is None else t.to(device) for t in side)) for side in (a, b))
+    a, b = (B.ScaledOperand(*(None if t is None else t.to(device) for t in side)) for side in (a, b))
     wanted = B.block_scaled_gemm_ref(a, b, out_dtype=torch.float32)
     got = B.block_scaled_gemm(a, b, out_dtype=torch.float32, candidate="triton")
     # The same exact products, added in another order.

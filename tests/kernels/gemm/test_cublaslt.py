@@ -11,7 +11,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.gemm import cublaslt
 from deepwell.kernels.gemm.cases import codes
-from deepwell.kernels.gemm.cublaslt import Product, fp8_gemm_ranked, num_algorithms
+from deepwell.kernels.gemm.cublaslt import LtProduct, fp8_gemm_ranked, num_algorithms
 from deepwell.kernels.gemm.fp8 import fp8_gemm, fp8_gemm_ref
 from deepwell.kernels.registry import Problem
 
@@ -23,15 +23,15 @@ def _given(m: int, n: int, k: int, *, one_scale: bool, seed: int = 0, device: st
     return codes(problem, seed=seed)
 
 
-def _product(m: int, n: int, k: int, *, one_scale: bool, fast: bool, is_static: bool = False) -> Product:
+def _product(m: int, n: int, k: int, *, one_scale: bool, fast: bool, is_static: bool = False) -> LtProduct:
     scales = "tensor" if one_scale else "row"
-    return Product(m=m, n=n, k=k, scales=scales, fast=fast, is_static=is_static, device=0)
+    return LtProduct(m=m, n=n, k=k, scales=scales, fast=fast, is_static=is_static, device=0)
 
 
 def test_what_the_heuristic_writes_has_the_headers_size() -> None:
     # cublasLtMatmulHeuristicResult_t: eight words, a size, a status, a float, four integers. It is written by address.
-    assert ctypes.sizeof(cublaslt._Found) == 8 * 8 + 8 + 4 + 4 + 4 * 4
-    assert cublaslt._Found.workspace.offset == 64
+    assert ctypes.sizeof(cublaslt._FoundAlgorithm) == 8 * 8 + 8 + 4 + 4 + 4 * 4
+    assert cublaslt._FoundAlgorithm.workspace.offset == 64
 
 
 def test_operands_under_one_scale_are_of_one_element_and_another_problem() -> None:

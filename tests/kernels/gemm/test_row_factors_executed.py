@@ -63,7 +63,7 @@ def check(got, wanted):
 def test_a_norm_of_a_sum():
     x, r, w = make(5, 256), make(5, 256), make(256)
     r[0] = 0
-    options = N.Options(fp8=E4M3)
+    options = N.NormOptions(fp8=E4M3)
     got = N.rms_norm(x, w, residual_TD=r, factor_T=FACTORS, options=options)
     assert_bitwise_equal(got.total, (times(x, FACTORS).float() + r.float()).bfloat16())
     check(got, N.rms_norm(times(x, FACTORS), w, residual_TD=r, options=options))
@@ -73,7 +73,7 @@ def test_a_norm_of_a_sum():
 def test_the_gradient_of_a_norm():
     dy, x, w, dr = make(5, 256), make(5, 256), make(256), make(5, 256)
     rstd = torch.rand(5) + 0.5
-    options = N.Options(fp8=E4M3)
+    options = N.NormOptions(fp8=E4M3)
     got = N.rms_norm_backward(dy, x, w, rstd, d_residual_TD=dr, factor_T=FACTORS, options=options)
     check(got, N.rms_norm_backward(times(dy, FACTORS), x, w, rstd, d_residual_TD=dr, options=options))
 
@@ -81,7 +81,7 @@ def test_the_gradient_of_a_norm():
 @pytest.mark.usefixtures("executed")
 def test_swiglu_both_ways():
     gate_up, dh = make(5, 2 * 256), make(5, 256)
-    options = S.Options(fp8=E4M3, recompute_h=True)
+    options = S.GluOptions(fp8=E4M3, recompute_h=True)
     given, factors = times(gate_up, 1 / FACTORS), S.RowFactors(gate_up=FACTORS, dh=FACTORS.flip(0))
     scaled, scaled_dh = times(given, FACTORS), times(dh, FACTORS.flip(0))
     check(S.swiglu(given, factors=factors._replace(dh=None), options=options), S.swiglu(scaled, options=options))

@@ -7,15 +7,21 @@ import aot
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.gemm import triton_fp8 as gemm_triton
-from deepwell.kernels.gemm.triton_fp8 import CONFIGS, Config, default_config, fp8_gemm_epilogue_ref, fp8_gemm_triton
+from deepwell.kernels.gemm.triton_fp8 import (
+    CONFIGS,
+    Fp8GemmConfig,
+    default_config,
+    fp8_gemm_epilogue_ref,
+    fp8_gemm_triton,
+)
 from deepwell.kernels.quantize.fp8 import quantize_rows
 
 # Tensor cores' own accumulator has fewer bits than fp32; registers every 128 have almost all of them.
 FAST_DB, PROMOTED_DB = 40, 60
 # Small tiles, so that interpreted programs walk several tiles, groups and K steps.
-SMALL = Config(block_m=32, block_n=32, block_k=32, num_stages=2, num_warps=4, group_m=2)
+SMALL = Fp8GemmConfig(block_m=32, block_n=32, block_k=32, num_stages=2, num_warps=4, group_m=2)
 # The epilogue in two halves, and sums in fp32 registers.
-WIDE = Config(block_m=16, block_n=256, block_k=32, num_stages=2, num_warps=4, promote=True)
+WIDE = Fp8GemmConfig(block_m=16, block_n=256, block_k=32, num_stages=2, num_warps=4, promote=True)
 
 
 def _operands(m, n, k, device):

@@ -11,7 +11,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.kernels.head import cross_entropy as C
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALL = C.Config(block=1024, num_warps=4)
+SMALL = C.LossConfig(block=1024, num_warps=4)
 # One entry, fewer than a block, a whole block, several and a ragged end.
 VOCABULARIES = [1, 50, 1024, 3001]
 
@@ -41,7 +41,7 @@ def gradient(x, targets, scale, dtype):
 def test_loss_and_gradient_are_no_worse_than_torch(device, v):
     x, targets = make(6, v, device)
     scale = torch.tensor(0.125, device=device)
-    got = C.cross_entropy(x, targets, grad_scale=scale, options=C.Options(gradient="new"), config=SMALL)
+    got = C.cross_entropy(x, targets, grad_scale=scale, options=C.LossOptions(gradient="new"), config=SMALL)
     exact = gradient(x, targets, 0.125, torch.float64)
     # torch's loss at its best is fp32; its gradient at the logits' dtype.
     assert_no_worse_than(got.loss, gradient(x, targets, 0.125, torch.float32)[0], exact[0])
@@ -52,7 +52,7 @@ def test_a_loss_near_zero_keeps_its_digits(device):
     # The true loss is 1.1e-4; lse - x_target would carry the rounding of 16, about one percent of it.
     x = torch.zeros(1, 1000, device=device)
     x[0, 7] = 16.0
-    loss = C.cross_entropy(x, torch.tensor([7], device=device), options=C.Options(gradient="none")).loss
+    loss = C.cross_entropy(x, torch.tensor([7], device=device), options=C.LossOptions(gradient="none")).loss
     exact = torch.log1p(999 * torch.exp(torch.tensor(-16.0, dtype=torch.float64)))
     assert loss.item() == pytest.approx(exact.item(), rel=1e-3)  # 1 + 1.1e-4 itself is rounded by 6e-8
 
@@ -90,7 +90,7 @@ def test_logits_far_from_zero_keep_their_digits(device, far):
     # Their distance counts. A product of each with log2(e), rounded, would be off by more than a percent here.
     x = (torch.randn(4, 3001) * 5 + far).to(device)
     targets = torch.tensor([0, 7, 1500, 3000], device=device)
-    got = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=SMALL)
+    got = C.cross_entropy(x, targets, options=C.LossOptions(gradient="new"), config=SMALL)
     exact = gradient(x, targets, 1.0, torch.float64)
     single = gradient(x, targets, 1.0, torch.float32)
     assert_no_worse_than(got.loss, single[0], exact[0])
@@ -107,7 +107,7 @@ def test_fp8_rows_are_the_gradient_rounded_once(device, v, dtype, pow2):
     scale = torch.tensor(1 / 9, device=device)
     exact = gradient(x, targets, 1 / 9, torch.float64)[1]
     targets[4], exact[4] = -100, 0
-    options = C.Options(gradient="fp8", fp8=dtype, pow2=pow2)
+    options = C.LossOptions(gradient="fp8", fp8=dtype, pow2=pow2)
     got = C.cross_entropy(x, targets, grad_scale=scale, options=options, config=SMALL)
     assert_rows_of(got, exact, targets, dtype, pow2, cancelled=2e-7 / 9)
 
@@ -120,7 +120,7 @@ def test_fp8_rows_of_a_row_that_is_sure_of_its_target(device, pow2):
     x[:, 7] = 80.0
     x[1, :500] = -float("inf")
     x[1, 7] = 80.0
-    options = C.Options(gradient="fp8", fp8=E5M2, pow2=pow2)
+    options = C.LossOptions(gradient="fp8", fp8=E5M2, pow2=pow2)
     targets, scale = torch.tensor([7, 7], device=device), torch.tensor(8.0, device=device)
     got = C.cross_entropy(x, targets, grad_scale=scale, options=options, config=SMALL)
     made = got.q.double() * got.scale[:, None]
@@ -153,7 +153,7 @@ def test_bias_scale_and_cap_are_no_worse_than_torch(device, name, v):
     x, targets = make(6, v, device)
     bias = torch.randn(v, device=device).bfloat16() if has_bias else None
     scale = torch.tensor(0.125, device=device)
-    options = C.Options(gradient="new", **how)
+    options = C.LossOptions(gradient="new", **how)
     got = C.cross_entropy(x, targets, bias_V=bias, grad_scale=scale, options=options, config=SMALL)
     exact = bent_gradient(x, bias, targets, 0.125, how, torch.float64)
     assert_no_worse_than(got.loss, bent_gradient(x, bias, targets, 0.125, how, torch.float32)[0], exact[0])
@@ -170,11 +170,11 @@ def test_fp8_rows_of_bent_logits_are_the_quantized_gradient(device, name):
     targets[4], exact[4] = -100, 0
     scale = torch.tensor(1 / 9, device=device)
     arguments = {"bias_V": bias, "grad_scale": scale, "config": SMALL}
-    got = C.cross_entropy(x, targets, options=C.Options(gradient="fp8", **how), **arguments)
+    got = C.cross_entropy(x, targets, options=C.LossOptions(gradient="fp8", **how), **arguments)
     if "soft_cap" not in how:
         assert_rows_of(got, exact, targets, E4M3, True, cancelled=2e-7 / 9)
         return
-    high = C.cross_entropy(x, targets, options=C.Options(gradient="new", **how), **arguments).grad
+    high = C.cross_entropy(x, targets, options=C.LossOptions(gradient="new", **how), **arguments).grad
     wanted = quantize(high, "fp8_e4m3_row_pow2")
     assert_bitwise_equal(got.q, wanted.data, "codes")
     assert_bitwise_equal(got.scale, wanted.scales[:, 0], "scales")
@@ -184,7 +184,7 @@ def test_a_cap_keeps_small_and_large_logits_exact(device):
     # tanh of a small number is that number: its error must be relative to it, not to 1. A cap of inf is a mistake.
     x = torch.tensor([[1e-4, -1e-4, 40.0, -40.0, float("inf"), -float("inf")]], device=device)
     target = torch.tensor([0], device=device)
-    got = C.cross_entropy(x, target, options=C.Options(gradient="new", soft_cap=30.0))
+    got = C.cross_entropy(x, target, options=C.LossOptions(gradient="new", soft_cap=30.0))
     z = 30 * torch.tanh(x.double() / 30)
     exact = F.cross_entropy(z, target)
     assert got.loss.item() == pytest.approx(exact.item(), rel=1e-6)
@@ -197,14 +197,14 @@ def test_nan_shows_through_bias_and_cap(device):
     x, targets = make(3, 70, device)
     x[1, 5] = float("nan")
     bias = torch.zeros(70, device=device)
-    got = C.cross_entropy(x, targets, bias_V=bias, options=C.Options(gradient="new", soft_cap=30.0), config=SMALL)
+    got = C.cross_entropy(x, targets, bias_V=bias, options=C.LossOptions(gradient="new", soft_cap=30.0), config=SMALL)
     assert got.loss.isnan().tolist() == [False, True, False]
     assert got.grad.isnan().any(1).tolist() == [False, True, False]
 
 
 def test_in_place_writes_the_same_gradient_over_the_logits_and_over_nothing_else(device):
     x, targets = make(4, 100, device)
-    wanted = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=SMALL).grad
+    wanted = C.cross_entropy(x, targets, options=C.LossOptions(gradient="new"), config=SMALL).grad
     buffer = torch.full((4, 120), 5.0, dtype=torch.bfloat16, device=device)
     buffer[:, 8:108] = x
     got = C.cross_entropy(buffer[:, 8:108], targets, config=SMALL)
@@ -218,13 +218,13 @@ def test_ignored_rows_have_no_loss_and_no_gradient_even_where_their_logits_are_n
     x, targets = make(3, 70, device)
     targets[1] = 7
     x[1] = float("nan")
-    options = C.Options(gradient="new", ignore_index=7)
+    options = C.LossOptions(gradient="new", ignore_index=7)
     targets[0] = targets[2] = 3
     got = C.cross_entropy(x, targets, options=options, config=SMALL)
     assert got.loss[1] == 0
     assert not got.grad[1].any()
     assert got.grad[0].any()
-    fp8 = C.cross_entropy(x, targets, options=C.Options(gradient="fp8", ignore_index=7), config=SMALL)
+    fp8 = C.cross_entropy(x, targets, options=C.LossOptions(gradient="fp8", ignore_index=7), config=SMALL)
     assert fp8.scale[1] == 2.0**-126  # the scale of a row of zeros
     assert not fp8.q[1].float().any()
 
@@ -236,10 +236,10 @@ def test_nan_and_inf_and_targets_out_of_range_show_in_their_row_alone(device):
     targets[3], targets[4] = 90, -1
     x[5, (targets[5] + 1) % 90] = -float("inf")  # a masked entry is no error: its probability is 0
     bad = [False, True, True, True, True, False, False]
-    got = C.cross_entropy(x, targets, options=C.Options(gradient="fp8"), config=SMALL)
+    got = C.cross_entropy(x, targets, options=C.LossOptions(gradient="fp8"), config=SMALL)
     assert got.loss.isnan().tolist() == bad
     assert got.scale.isnan().tolist() == bad
-    high = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=SMALL).grad
+    high = C.cross_entropy(x, targets, options=C.LossOptions(gradient="new"), config=SMALL).grad
     assert high.isnan().any(1).tolist() == bad
     assert high[5, (targets[5] + 1) % 90] == 0
 
@@ -284,7 +284,7 @@ def test_a_factor_counts_as_if_the_logits_had_been_multiplied_by_it(device, name
     arguments = {
         "bias_V": torch.randn(v, device=device).bfloat16() if has_bias else None,
         "grad_scale": torch.tensor(1 / 9, device=device),
-        "options": C.Options(gradient=how, fp8=E5M2, **bend),
+        "options": C.LossOptions(gradient=how, fp8=E5M2, **bend),
         "config": SMALL,
     }
     got = C.cross_entropy(given, targets, factor_T=factor, **arguments)
@@ -298,7 +298,7 @@ def test_a_factor_counts_as_if_the_logits_had_been_multiplied_by_it(device, name
 def test_a_factor_that_is_no_power_of_two_keeps_the_digits(device):
     x, targets = make(6, 3001, device)
     factor = torch.tensor([0.3, 7.0, 1e-3, 1.1, 0.7, 3.3], device=device)
-    got = C.cross_entropy(x, targets, factor_T=factor, options=C.Options(gradient="new"), config=SMALL)
+    got = C.cross_entropy(x, targets, factor_T=factor, options=C.LossOptions(gradient="new"), config=SMALL)
     exact = gradient(x.double() * factor[:, None].double(), targets, 1.0, torch.float64)
     single = gradient(x.float() * factor[:, None], targets, 1.0, torch.float32)
     assert_no_worse_than(got.loss, single[0], exact[0])
@@ -312,7 +312,7 @@ def test_a_row_of_a_nan_factor_is_nan_unless_it_is_ignored(device):
     targets[2] = -100
     for bias in (None, torch.zeros(70, device=device)):
         for how in ("new", "fp8"):
-            options = C.Options(gradient=how, fp8=E5M2)
+            options = C.LossOptions(gradient=how, fp8=E5M2)
             got = C.cross_entropy(x, targets, bias_V=bias, factor_T=factor, options=options, config=SMALL)
             assert got.loss.isnan().tolist() == [False, True, False, False]
             made = got.grad if how == "new" else got.q.float() * got.scale[:, None]
@@ -323,7 +323,7 @@ def test_a_row_of_a_nan_factor_is_nan_unless_it_is_ignored(device):
 @pytest.mark.parametrize("config", C.CONFIGS, ids=str)
 def test_every_config_agrees(device, config):
     x, targets = make(2, 5000, device)
-    got = C.cross_entropy(x, targets, options=C.Options(gradient="new"), config=config)
+    got = C.cross_entropy(x, targets, options=C.LossOptions(gradient="new"), config=config)
     exact = gradient(x, targets, 1.0, torch.float64)
     assert_no_worse_than(got.loss, gradient(x, targets, 1.0, torch.float32)[0], exact[0])
     assert_no_worse_than(got.grad, gradient(x, targets, 1.0, torch.bfloat16)[1], exact[1])
@@ -331,7 +331,7 @@ def test_every_config_agrees(device, config):
 
 def test_int32_targets_and_fp32_logits_and_no_rows_are_taken(device):
     x, targets = make(4, 60, device)
-    a = C.cross_entropy(x.float(), targets.int(), options=C.Options(gradient="new"), config=SMALL)
+    a = C.cross_entropy(x.float(), targets.int(), options=C.LossOptions(gradient="new"), config=SMALL)
     torch.testing.assert_close(a.grad, gradient(x, targets, 1.0, torch.float32)[1])
     empty = C.cross_entropy(x[:0], targets[:0])
     assert (empty.loss.shape, empty.grad.shape) == ((0,), (0, 60))
@@ -348,9 +348,9 @@ def test_int32_targets_and_fp32_logits_and_no_rows_are_taken(device):
         (lambda x, y: C.cross_entropy(x, y, bias_V=torch.zeros(3)), "bias_V must have shape"),
         (lambda x, y: C.cross_entropy(x, y, factor_T=torch.ones(3)), "factor_T must have shape"),
         (lambda x, y: C.cross_entropy(x, y, factor_T=torch.ones(2).half()), "factor_T is torch.float16"),
-        (lambda x, y: C.Options(gradient="fp4"), "gradient must be one of"),
-        (lambda x, y: C.Options(logit_scale=float("inf")), "logit_scale is inf"),
-        (lambda x, y: C.Options(soft_cap=0.0), "soft_cap is 0.0"),
+        (lambda x, y: C.LossOptions(gradient="fp4"), "gradient must be one of"),
+        (lambda x, y: C.LossOptions(logit_scale=float("inf")), "logit_scale is inf"),
+        (lambda x, y: C.LossOptions(soft_cap=0.0), "soft_cap is 0.0"),
     ],
 )
 def test_wrong_arguments_are_named(call, names):
@@ -363,7 +363,7 @@ def test_wrong_arguments_are_named(call, names):
 
 def compiled(arch, bent, gradient, *, has_factor):
     """The kernel for a vocabulary of 128256, and its config."""
-    options = C.Options(gradient=gradient, soft_cap=30.0 if bent in ("cap", "all") else None)
+    options = C.LossOptions(gradient=gradient, soft_cap=30.0 if bent in ("cap", "all") else None)
     config = C.default_config(128256, options)
     is_fp8 = gradient == "fp8"
     arguments = {

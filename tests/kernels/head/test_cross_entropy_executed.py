@@ -49,7 +49,7 @@ def executed(monkeypatch):
     monkeypatch.setattr(C, "_cross_entropy_kernel", Executed(C._cross_entropy_kernel))
     monkeypatch.setattr(C, "on_device", lambda x: nullcontext())
     monkeypatch.setattr(C, "runs_ptx", lambda x, kernel: True)
-    return partial(C._launch, grad_scale=torch.tensor(0.125), config=C.Config(block=1024, num_warps=2))
+    return partial(C._launch, grad_scale=torch.tensor(0.125), config=C.LossConfig(block=1024, num_warps=2))
 
 
 # ---- tests ----
@@ -72,7 +72,7 @@ def _logits_and_factors():
 def test_codes_and_loss_are_those_of_logits_multiplied_beforehand(executed, bent):
     given, factor, targets = _logits_and_factors()
     bias = torch.randn(V).bfloat16() if bent == "bias" else None
-    options = C.Options(gradient="fp8", fp8=E5M2, logit_scale=0.7 if bent == "scale" else 1.0)
+    options = C.LossOptions(gradient="fp8", fp8=E5M2, logit_scale=0.7 if bent == "scale" else 1.0)
     multiplied = (given.float() * factor[:, None]).bfloat16()
     got = executed(given, targets, bias, factor, options=options)
     wanted = executed(multiplied, targets, bias, None, options=options)
@@ -92,9 +92,9 @@ def test_codes_and_loss_are_those_of_logits_multiplied_beforehand(executed, bent
 
 def test_the_gradient_is_that_of_logits_multiplied_beforehand(executed):
     given, factor, targets = _logits_and_factors()
-    got = executed(given, targets, None, factor, options=C.Options(gradient="new"))
+    got = executed(given, targets, None, factor, options=C.LossOptions(gradient="new"))
     wanted = executed(
-        (given.float() * factor[:, None]).bfloat16(), targets, None, None, options=C.Options(gradient="new")
+        (given.float() * factor[:, None]).bfloat16(), targets, None, None, options=C.LossOptions(gradient="new")
     )
     for name in ("loss", "grad"):
         mine, theirs = getattr(got, name), getattr(wanted, name)

@@ -13,7 +13,7 @@ from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.head import linear_cross_entropy as module
 from deepwell.kernels.head.linear_cross_entropy import (
-    Head,
+    HeadOptions,
     linear_cross_entropy,
     linear_cross_entropy_codes,
     linear_cross_entropy_loss,
@@ -45,7 +45,7 @@ def _torch(x, w, y, reduction):
 def test_loss_and_gradients_are_no_worse_than_torch(device, reduction, chunk):
     # One chunk, a ragged last one, one token each.
     x, w, y = _inputs(device)
-    *got, db = linear_cross_entropy(x, w, y, head=Head(reduction=reduction), chunk=chunk)
+    *got, db = linear_cross_entropy(x, w, y, head=HeadOptions(reduction=reduction), chunk=chunk)
     assert db is None
     exact = _torch(x.double(), w.double(), y, reduction)
     own = _torch(x, w, y, reduction)
@@ -67,9 +67,9 @@ def test_all_targets_ignored_and_no_tokens_are_torchs_nan(device):
     x, w, y = _inputs(device)
     ignored = torch.full_like(y, -100)
     assert linear_cross_entropy(x, w, ignored)[0].isnan()
-    loss, dx, dw, _ = linear_cross_entropy(x, w, ignored, head=Head(reduction="sum"))
+    loss, dx, dw, _ = linear_cross_entropy(x, w, ignored, head=HeadOptions(reduction="sum"))
     assert loss == 0 and not dx.any() and not dw.any()
-    loss, dx, dw, _ = linear_cross_entropy(x[:0], w, y[:0], head=Head(reduction="sum"))
+    loss, dx, dw, _ = linear_cross_entropy(x[:0], w, y[:0], head=HeadOptions(reduction="sum"))
     assert loss == 0 and dx.shape == (0, 32) and not dw.any()
 
 
@@ -78,21 +78,21 @@ def test_a_batch_without_targets_leaves_the_gradients_zero_as_torchs_does(device
     # Its mean is NaN; a loop that skips such a loss, or only logs it, must not find NaN in its weights afterwards.
     x, w, y = _inputs(device, t=32, d=32, v=48)
     b = torch.randn(48, device=device).bfloat16()
-    loss, dx, dw, db = linear_cross_entropy(x, w, torch.full_like(y, -100), bias_V=b, head=Head(fp8=fp8))
+    loss, dx, dw, db = linear_cross_entropy(x, w, torch.full_like(y, -100), bias_V=b, head=HeadOptions(fp8=fp8))
     assert loss.isnan() and not dx.any() and not dw.any() and not db.any()
 
 
 def test_another_ignore_index_counts(device):
     x, w, y = _inputs(device, dtype=torch.float32)
     y[y == -100] = 5
-    got = linear_cross_entropy(x, w, y, head=Head(ignore_index=5)).loss
+    got = linear_cross_entropy(x, w, y, head=HeadOptions(ignore_index=5)).loss
     torch.testing.assert_close(got, F.cross_entropy(x @ w.T, y, ignore_index=5), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_fp8_keeps_the_loss_and_the_gradients_direction(device, chunk):
     x, w, y = _inputs(device, t=32, d=64, v=96)
-    loss, dx, dw, _ = linear_cross_entropy(x, w, y, head=Head(fp8=True), chunk=chunk)
+    loss, dx, dw, _ = linear_cross_entropy(x, w, y, head=HeadOptions(fp8=True), chunk=chunk)
     ref, ref_dx, ref_dw, _ = linear_cross_entropy_ref(x, w, y)
     assert abs(loss - ref) < 5e-3 * ref
     for mine, theirs in ((dx, ref_dx), (dw, ref_dw)):
@@ -105,7 +105,7 @@ def test_an_odd_vocabulary_is_that_of_a_weight_padded_by_hand(device, how):
     x, w, y = _inputs(device, t=32, d=32, v=77)
     b = torch.randn(77, device=device).bfloat16()
     cap = 4.0 if how == "fp8, capped" else None
-    head = Head(fp8=how != "bf16", bf16_forward=how == "fp8, bf16 forward", soft_cap=cap)
+    head = HeadOptions(fp8=how != "bf16", bf16_forward=how == "fp8, bf16 forward", soft_cap=cap)
     got = linear_cross_entropy(x, w, y, bias_V=b, head=head, chunk=16)
     if cap is not None:  # a cap would lift -inf
         ref = linear_cross_entropy_ref(x, w, y, bias_V=b, head=head)
@@ -124,19 +124,21 @@ def test_an_odd_vocabulary_is_that_of_a_weight_padded_by_hand(device, how):
 
 def test_a_head_in_parts_has_the_bf16_loss_and_fp8_gradients(device):
     x, w, y = _inputs(device, t=32, d=64, v=96)
-    bf16, parts = (linear_cross_entropy(x, w, y, head=head) for head in (Head(), Head(fp8=True, bf16_forward=True)))
+    bf16, parts = (
+        linear_cross_entropy(x, w, y, head=head) for head in (HeadOptions(), HeadOptions(fp8=True, bf16_forward=True))
+    )
     assert_bitwise_equal(parts.loss, bf16.loss)
     for mine, theirs in ((parts.dx, bf16.dx), (parts.dw, bf16.dw)):
         assert 20 < sqnr_db(theirs, mine) < 45  # E5M2: they did run in FP8
-    assert_bitwise_equal(linear_cross_entropy_loss(x, w, y, head=Head(fp8=True, bf16_forward=True)), parts.loss)
+    assert_bitwise_equal(linear_cross_entropy_loss(x, w, y, head=HeadOptions(fp8=True, bf16_forward=True)), parts.loss)
 
 
 # A bias (Phi), a factor (Cohere, Granite), a soft cap (Gemma 2), all of them with a factor that turns the logits over.
 HEADS = {
-    "bias": (True, Head()),
-    "scale": (False, Head(logit_scale=0.25)),
-    "cap": (False, Head(soft_cap=4.0)),
-    "all": (True, Head(logit_scale=-1.5, soft_cap=5.0, reduction="sum")),
+    "bias": (True, HeadOptions()),
+    "scale": (False, HeadOptions(logit_scale=0.25)),
+    "cap": (False, HeadOptions(soft_cap=4.0)),
+    "all": (True, HeadOptions(logit_scale=-1.5, soft_cap=5.0, reduction="sum")),
 }
 
 
@@ -188,9 +190,9 @@ def test_fp8_takes_bias_scale_and_cap(device, name):
 def test_only_the_gradients_that_are_wanted_are_made(device, wanted, fp8):
     x, w, y = _inputs(device, t=32, d=32, v=48)
     b = torch.randn(48, device=device).bfloat16()
-    whole = linear_cross_entropy(x, w, y, bias_V=b, head=Head(fp8=fp8))
+    whole = linear_cross_entropy(x, w, y, bias_V=b, head=HeadOptions(fp8=fp8))
     only = {"dx": False, "dw": False, "db": False, wanted: True}
-    got = linear_cross_entropy(x, w, y, bias_V=b, head=Head(fp8=fp8, **only))
+    got = linear_cross_entropy(x, w, y, bias_V=b, head=HeadOptions(fp8=fp8, **only))
     for name, mine, theirs in zip(("loss", "dx", "dw", "db"), got, whole, strict=True):
         assert (mine is None) == (name not in ("loss", wanted))
         if mine is not None:
@@ -200,8 +202,8 @@ def test_only_the_gradients_that_are_wanted_are_made(device, wanted, fp8):
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_the_codes_of_an_fp8_head_make_its_weights_gradient(device, chunk):
     x, w, y = _inputs(device, t=32, d=64, v=96)
-    whole = linear_cross_entropy(x, w, y, head=Head(fp8=True), chunk=chunk)
-    loss, dx, codes, db = linear_cross_entropy_codes(x, w, y, head=Head(fp8=True), chunk=chunk)
+    whole = linear_cross_entropy(x, w, y, head=HeadOptions(fp8=True), chunk=chunk)
+    loss, dx, codes, db = linear_cross_entropy_codes(x, w, y, head=HeadOptions(fp8=True), chunk=chunk)
     assert db is None and torch.equal(loss, whole.loss) and torch.equal(dx, whole.dx)
     assert torch.equal(weight_gradient(codes, dtype=w.dtype), whole.dw)
     for grad in (1.0, -0.125, 1024.0):  # in a scale, not in dW: exact for powers of two
@@ -215,13 +217,13 @@ def test_the_codes_of_an_fp8_head_make_its_weights_gradient(device, chunk):
 def test_a_frozen_fp8_head_has_no_codes(device):
     x, w, y = _inputs(device, t=32, d=32, v=48)
     b = torch.randn(48, device=device).bfloat16()
-    made = linear_cross_entropy_codes(x, w, y, bias_V=b, head=Head(fp8=True, dw=False))
+    made = linear_cross_entropy_codes(x, w, y, bias_V=b, head=HeadOptions(fp8=True, dw=False))
     assert made.codes is None and made.dx is not None and made.db is not None
 
 
 def test_a_bf16_head_has_no_codes():
     with pytest.raises(ConfigError, match=r"head\.fp8 is False"):
-        linear_cross_entropy_codes(*_inputs("cpu"), head=Head())
+        linear_cross_entropy_codes(*_inputs("cpu"), head=HeadOptions())
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_a_bf16_head_has_no_codes():
 )
 def test_a_head_that_cannot_be_is_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        Head(**arguments)
+        HeadOptions(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_a_head_that_cannot_be_is_named(arguments, message):
         (lambda x, w, y: ((x, w[:, :8], y), {}), "equal width"),
         (lambda x, w, y: ((x, w, y[:3]), {}), r"target_T has shape \(3,\)"),
         (lambda x, w, y: ((x, w, y), {"bias_V": x[0]}), r"bias_V has shape \(32,\)"),
-        (lambda x, w, y: ((x[:5], w, y[:5]), {"head": Head(fp8=True)}), "fp8 takes multiples of 16"),
+        (lambda x, w, y: ((x[:5], w, y[:5]), {"head": HeadOptions(fp8=True)}), "fp8 takes multiples of 16"),
     ],
 )
 def test_wrong_arguments_are_named(device, arguments, message):
@@ -262,7 +264,7 @@ def test_fp8_keeps_the_gradient_of_improbable_words(device):
     w = torch.zeros(64, 16, dtype=torch.bfloat16, device=device)
     w[1:, 0] = -14
     y = torch.ones(16, dtype=torch.int64, device=device)
-    _, _, dw, _ = linear_cross_entropy(x, w, y, head=Head(fp8=True))
+    _, _, dw, _ = linear_cross_entropy(x, w, y, head=HeadOptions(fp8=True))
     ref = linear_cross_entropy_ref(x, w, y).dw
     assert ref[2:, 0].max() < 2**-20
     torch.testing.assert_close(dw[2:, 0], ref[2:, 0], rtol=0.13, atol=0)
@@ -289,7 +291,7 @@ class OfAda:
 def test_an_fp8_head_of_an_fp32_model_runs_where_row_products_are_bf16_alone(capability, dtype, monkeypatch):
     x, w, y = _inputs("cpu", t=48, dtype=dtype)
     b = torch.randn(80, dtype=dtype)
-    head = Head(fp8=True)
+    head = HeadOptions(fp8=True)
     exact = linear_cross_entropy_ref(x, w, y, bias_V=b)
     ada = OfAda()
     monkeypatch.setattr(gemm, "_capability", lambda device: capability)
@@ -338,7 +340,7 @@ def _before(device):
     ("name", "dtype"), [*((name, torch.bfloat16) for name in ("plain", *HEADS)), ("plain", torch.float32)]
 )
 def test_scales_left_to_the_reader_change_no_bit(device, name, dtype, monkeypatch):
-    has_bias, head = HEADS.get(name, (False, Head()))
+    has_bias, head = HEADS.get(name, (False, HeadOptions()))
     head = dataclasses.replace(head, fp8=True)
     x, w, y = _inputs(device, t=32, d=32, v=48, dtype=dtype)
     x[0] = 0
@@ -360,7 +362,7 @@ def test_rows_that_hold_inf_or_nan_are_nan_as_before(device, monkeypatch):
     x, w, y = _inputs(device, t=32, d=32, v=48)
     x[1, 3], x[2, 5], x[10, 7] = float("inf"), float("nan"), float("nan")
     assert y[10] == -100
-    head = Head(fp8=True, reduction="sum")
+    head = HeadOptions(fp8=True, reduction="sum")
     made = linear_cross_entropy_codes(x, w, y, head=head)
     broken = [row in (1, 2) for row in range(32)]
     assert made.dx.isnan().all(1).tolist() == made.dx.isnan().any(1).tolist() == broken
@@ -380,7 +382,7 @@ def test_gradients_below_bf16s_normal_numbers_are_off_by_a_step_at_most(monkeypa
     w[:, 0], w[:, 1] = 0, -torch.randn(64).abs()
     w[5, :2] = torch.tensor([1.0, 0.0])
     y = torch.full((16,), 5)
-    head = Head(fp8=True, reduction="sum")
+    head = HeadOptions(fp8=True, reduction="sum")
     got = linear_cross_entropy(x, w, y, head=head).dx[:, 2:]
     monkeypatch.setattr(module, "_product", _scaled_by_rows)
     before = linear_cross_entropy(x, w, y, head=head).dx[:, 2:]
@@ -413,15 +415,15 @@ def test_products_of_an_fp8_head_have_one_scale_and_one_chunk_of_logits_is_held(
     for name in ("fp8_gemm", "fastest_fp8_gemm"):
         monkeypatch.setattr(module, name, noting)
     monkeypatch.setattr(module, "_rows_of_a_chunk", lambda *_: 16)
-    linear_cross_entropy(x, w, y, head=Head(fp8=True))
-    linear_cross_entropy_loss(x, w, y, head=Head(fp8=True))
+    linear_cross_entropy(x, w, y, head=HeadOptions(fp8=True))
+    linear_cross_entropy_loss(x, w, y, head=HeadOptions(fp8=True))
     assert rows_scaled == [False] * 10 and len(logits) == 6  # logits of six chunks, dx of three, dW
 
 
 def test_an_fp16_head_has_the_scales_in_its_products(device):
     # Without them they would be beyond 65504: those of du in E5M2 nearly always.
     x, w, y = _inputs(device, t=32, d=64, v=96, dtype=torch.float16)
-    got = linear_cross_entropy(x, w * 4, y, head=Head(fp8=True), chunk=16)
+    got = linear_cross_entropy(x, w * 4, y, head=HeadOptions(fp8=True), chunk=16)
     ref = linear_cross_entropy_ref(x, w * 4, y)
     assert abs(got.loss - ref.loss) < 2e-2 * ref.loss
     for mine, theirs in zip(got[1:3], ref[1:3], strict=True):
@@ -430,9 +432,9 @@ def test_an_fp16_head_has_the_scales_in_its_products(device):
 
 def test_on_hopper_an_fp8_head_keeps_the_models_dtype(monkeypatch):
     x, w, y = _inputs("cpu", t=48, dtype=torch.float32)
-    before = linear_cross_entropy(x, w, y, head=Head(fp8=True))
+    before = linear_cross_entropy(x, w, y, head=HeadOptions(fp8=True))
     monkeypatch.setattr(gemm, "_capability", lambda device: (9, 0))
-    after = linear_cross_entropy(x, w, y, head=Head(fp8=True))
+    after = linear_cross_entropy(x, w, y, head=HeadOptions(fp8=True))
     assert all(torch.equal(mine, ref) for mine, ref in zip(after[:3], before[:3], strict=True))
 
 

@@ -69,7 +69,7 @@ def test_forward_and_gradients_are_no_worse_than_torch(device, shape, kind):
         made = L.layer_norm(x, w, b, residual_TD=r)
         grads = L.layer_norm_backward(dy, made.total, w, made.mean, made.rstd, d_residual_TD=dr)
     else:
-        options = N.Options(eps=1e-5, rounding=kind)
+        options = N.NormOptions(eps=1e-5, rounding=kind)
         made = N.rms_norm(x, w, residual_TD=r, options=options)
         grads = N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
     assert_bitwise_equal(made.total, total, "x + residual")
@@ -86,7 +86,7 @@ def test_fp8_rows_are_the_quantized_result_bit_for_bit(device, dtype, pow2):
     x, r, dy, dr, w, _ = make(7, 200, device)
     x[2] = 0
     r[2] = 0
-    options = N.Options(fp8=dtype, pow2=pow2)
+    options = N.NormOptions(fp8=dtype, pow2=pow2)
     name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else "")
     made = N.rms_norm(x, w, residual_TD=r, options=options)
     grads = N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
@@ -98,7 +98,7 @@ def test_fp8_rows_are_the_quantized_result_bit_for_bit(device, dtype, pow2):
 
 def test_codes_alone_are_those_written_beside_the_result(device):
     x, _, dy, _, w, _ = make(4, 130, device)
-    alone, beside = N.Options(write=False, fp8=E4M3), N.Options(fp8=E4M3)
+    alone, beside = N.NormOptions(write=False, fp8=E4M3), N.NormOptions(fp8=E4M3)
     a, b = N.rms_norm(x, w, options=alone), N.rms_norm(x, w, options=beside)
     assert a.y is None
     assert a.total is None
@@ -112,8 +112,8 @@ def test_codes_alone_are_those_written_beside_the_result(device):
 def test_every_forward_config_agrees(device, config):
     # fp32 sums in another order: rstd may differ in its last bits, y not beyond one rounding.
     x, r, _, _, w, _ = make(21, 333, device)
-    made = N.rms_norm(x, w, residual_TD=r, options=N.Options(fp8=E4M3), config=config)
-    ref = N.norm_ref(x, w, None, r, N.Options(fp8=E4M3))
+    made = N.rms_norm(x, w, residual_TD=r, options=N.NormOptions(fp8=E4M3), config=config)
+    ref = N.norm_ref(x, w, None, r, N.NormOptions(fp8=E4M3))
     assert_bitwise_equal(made.total, ref.total, "x + residual")
     torch.testing.assert_close(made.rstd, ref.rstd, rtol=1e-6, atol=0)
     assert_no_worse_than(made.y, ref.y, llama_norm(ref.total.double(), w.double(), 1e-6))
@@ -141,10 +141,10 @@ def test_the_weight_gradient_is_the_same_bits_every_time(device):
 def test_fp32_and_strided_rows_are_normalised(device):
     x, r, dy, dr, w, _ = make(6, 96, device, torch.float32)
     wide = torch.cat([x, x], dim=1)[:, 96:]
-    made, ref = N.rms_norm(wide, w, residual_TD=r), N.norm_ref(x, w, None, r, N.Options())
+    made, ref = N.rms_norm(wide, w, residual_TD=r), N.norm_ref(x, w, None, r, N.NormOptions())
     torch.testing.assert_close(made.y, ref.y)
     grads = N.rms_norm_backward(torch.cat([dy, dy], 1)[:, :96], made.total, w, made.rstd, d_residual_TD=dr)
-    wanted = N.norm_backward_ref(dy, ref, w, dr, N.Options())
+    wanted = N.norm_backward_ref(dy, ref, w, dr, N.NormOptions())
     torch.testing.assert_close(grads.dx, wanted.dx)
     torch.testing.assert_close(grads.dw, wanted.dw)
 
@@ -152,7 +152,7 @@ def test_fp32_and_strided_rows_are_normalised(device):
 def test_a_nan_stays_in_its_row_and_shows(device):
     x, _, dy, _, w, _ = make(4, 64, device)
     x[1, 5] = float("nan")
-    made = N.rms_norm(x, w, options=N.Options(fp8=E4M3))
+    made = N.rms_norm(x, w, options=N.NormOptions(fp8=E4M3))
     assert made.scale.isnan().tolist() == [False, True, False, False]
     assert made.y.isnan().any(1).tolist() == [False, True, False, False]
     assert N.rms_norm_backward(dy, x, w, made.rstd).dw.isnan().any()
@@ -165,7 +165,7 @@ def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, kind):
     x, r, dy, dr, w, b = make(5, 300, device)
     factor = torch.tensor([1.0, 2.0**-3, 2.0**4, 2.0**-20, 2.0**-1], device=device)
     scaled_x, scaled_dy = ((a.float() * factor[:, None]).to(a.dtype) for a in (x, dy))
-    options = N.Options(eps=1e-5, rounding="torch", fp8=E4M3)
+    options = N.NormOptions(eps=1e-5, rounding="torch", fp8=E4M3)
 
     def both(x, dy, factor):
         given = {"factor_T": factor, "options": options}
@@ -185,7 +185,7 @@ def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, kind):
 
 def test_no_tokens_give_empty_results_and_a_zero_weight_gradient(device):
     x, w = torch.empty(0, 64, device=device), torch.ones(64, device=device)
-    made = N.rms_norm(x, w, options=N.Options(fp8=E4M3))
+    made = N.rms_norm(x, w, options=N.NormOptions(fp8=E4M3))
     assert (made.y.shape, made.q.shape, made.rstd.shape) == ((0, 64), (0, 64), (0,))
     grads = N.rms_norm_backward(x, x, w, made.rstd)
     assert not grads.dw.any()
@@ -201,9 +201,9 @@ def test_no_tokens_give_empty_results_and_a_zero_weight_gradient(device):
         (lambda x, w: N.rms_norm(x, w, factor_T=w[:2]), ConfigError, "factor_T is for an x that a residual"),
         (lambda x, w: N.rms_norm(x, w, residual_TD=x, factor_T=w), ConfigError, "factor_T must have shape"),
         (lambda x, w: N.rms_norm(x, w, residual_TD=x, factor_T=w[:2].half()), ConfigError, "factor_T is torch.float16"),
-        (lambda x, w: N.Options(rounding="up"), ConfigError, "rounding must be one of"),
-        (lambda x, w: N.Options(write=False), ConfigError, "nothing would be written"),
-        (lambda x, w: N.rms_norm(x, w, options=N.Options(center=True)), ConfigError, "layer_norm"),
+        (lambda x, w: N.NormOptions(rounding="up"), ConfigError, "rounding must be one of"),
+        (lambda x, w: N.NormOptions(write=False), ConfigError, "nothing would be written"),
+        (lambda x, w: N.rms_norm(x, w, options=N.NormOptions(center=True)), ConfigError, "layer_norm"),
         (lambda x, w: N.rms_norm_backward(x, x[:1], w, w[:1]), ConfigError, "dy_TD must have shape"),
     ],
 )
@@ -299,7 +299,7 @@ def test_scales_of_rows_of_every_size_have_the_bits_of_a_division(device, dtype,
     dr = torch.zeros(len(sizes), 128, dtype=torch.bfloat16)
     dr[:, 77] = sizes.to(torch.int16).view(torch.bfloat16)
     dr, zero = dr.to(device), torch.zeros_like(dr, device=device)
-    options = N.Options(fp8=dtype, pow2=pow2)
+    options = N.NormOptions(fp8=dtype, pow2=pow2)
     # Gradients of 0 leave dx as the residual's.
     rstd = torch.ones(len(sizes), device=device)
     got = N.rms_norm_backward(zero, zero, zero[0], rstd, d_residual_TD=dr, options=options)

@@ -8,13 +8,13 @@ import torch
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.kernels.gemm import cublaslt
 from deepwell.kernels.gemm.cases import codes
-from deepwell.kernels.gemm.cublaslt import Product, mm_ranked, mm_ref
+from deepwell.kernels.gemm.cublaslt import LtProduct, mm_ranked, mm_ref
 from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.tune import choose, fastest, sources
 from deepwell.kernels.tune.fastest import fastest_fp8_gemm, fastest_mm
 from deepwell.kernels.tune.problem import Problem
 
-PRODUCT = Product(m=4096, n=4096, k=8192, scales="none", device=0)
+PRODUCT = LtProduct(m=4096, n=4096, k=8192, scales="none", device=0)
 
 
 @pytest.fixture(autouse=True)

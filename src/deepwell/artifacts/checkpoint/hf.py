@@ -23,7 +23,7 @@ from deepwell.artifacts.checkpoint.saver import save_checkpoint
 from deepwell.artifacts.checkpoint.shards import box_of, local_of
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import is_distributed
-from deepwell.artifacts.checkpoint.tensor_file import Slot, as_bytes, header
+from deepwell.artifacts.checkpoint.tensor_file import TensorSlot, as_bytes, header
 from deepwell.errors import CheckpointError, ConfigError
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -174,12 +174,12 @@ def _by_transformers(model: nn.Module, folder: Path, missing: list[str]) -> dict
     return dict(whole.state_dict())
 
 
-def _shards(reader: Reader, max_bytes: int) -> list[list[Slot]]:
+def _shards(reader: Reader, max_bytes: int) -> list[list[TensorSlot]]:
     """The tensors of each file, in the model's order."""
-    shards: list[list[Slot]] = [[]]
+    shards: list[list[TensorSlot]] = [[]]
     used = 0
     for name, entry in reader.model.items():
-        slot = Slot(key=name, dtype=entry.dtype, shape=entry.shape)
+        slot = TensorSlot(key=name, dtype=entry.dtype, shape=entry.shape)
         if shards[-1] and used + slot.nbytes > max_bytes:
             shards.append([])
             used = 0
@@ -188,7 +188,7 @@ def _shards(reader: Reader, max_bytes: int) -> list[list[Slot]]:
     return shards
 
 
-def _contents(reader: Reader, slots: list[Slot]) -> Iterator[bytes | memoryview]:
+def _contents(reader: Reader, slots: list[TensorSlot]) -> Iterator[bytes | memoryview]:
     yield header(slots)
     for slot in slots:
         entry = reader.model[slot.key]

@@ -19,7 +19,7 @@ from deepwell.errors import CheckpointError
 _MOST_OPEN, _MOST_HASHED = 64, 4  # files at a time
 
 
-class Entry:
+class StoredTensor:
     """A whole tensor of a checkpoint, as the index has it."""
 
     def __init__(self, name: str, stored: str, data: Mapping[str, Any], opened: Opened) -> None:
@@ -56,10 +56,10 @@ class Reader(AbstractContextManager["Reader"]):
             model, optimizer = index["model"].items(), index["optimizer"].items()
         except (KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path / 'index.json'} is not an index of tensors ({error!r})") from error
-        self.model = {name: Entry(name, name, data, self.opened) for name, data in model}
+        self.model = {name: StoredTensor(name, name, data, self.opened) for name, data in model}
         self.optimizer = {
             name: {
-                key: Entry(f"the optimizer's {key} of {name}", f"state.{name}.{key}", data, self.opened)
+                key: StoredTensor(f"the optimizer's {key} of {name}", f"state.{name}.{key}", data, self.opened)
                 for key, data in states.items()
             }
             for name, states in optimizer
@@ -82,7 +82,7 @@ class Reader(AbstractContextManager["Reader"]):
         """The name that a tensor is saved under: its own, or that of the tensor it was tied to."""
         return name if name in self.model else self.tied.get(name, name)
 
-    def read(self, entry: Entry, box: Box) -> Tensor:
+    def read(self, entry: StoredTensor, box: Box) -> Tensor:
         """A part of a tensor, on the host."""
         for file, part in entry.parts:
             if part == box:
@@ -101,7 +101,7 @@ class Reader(AbstractContextManager["Reader"]):
             )
         return out
 
-    def read_scales(self, entry: Entry, box: Box) -> Tensor | None:
+    def read_scales(self, entry: StoredTensor, box: Box) -> Tensor | None:
         """The scales of a part's blocks, where each of its blocks has one scale; None where blocks were cut elsewhere.
 
         Blocks follow a part's memory, so another split of the tensor has other blocks. Where the borders of parts are
@@ -117,7 +117,7 @@ class Reader(AbstractContextManager["Reader"]):
         same = (blocks.view(torch.int32) == first.view(torch.int32)) | is_padding
         return first.flatten().clone() if bool(same.all()) else None
 
-    def spread_scales(self, entry: Entry, box: Box) -> Tensor:
+    def spread_scales(self, entry: StoredTensor, box: Box) -> Tensor:
         """The scale of each element of a part."""
         out = torch.empty(box.sizes, dtype=entry.dtype)
         for file, part in entry.parts:
@@ -127,7 +127,7 @@ class Reader(AbstractContextManager["Reader"]):
                 out[shared[1]] = scales.repeat_interleave(entry.block)[: part.numel].view(part.sizes)[shared[0]]
         return out
 
-    def _tensor(self, file: str, entry: Entry, part: Box | None) -> Any:
+    def _tensor(self, file: str, entry: StoredTensor, part: Box | None) -> Any:
         """A stored tensor to take slices of. Raises CheckpointError naming the file if it is not as the index says."""
         path = self.opened.path / file
         try:

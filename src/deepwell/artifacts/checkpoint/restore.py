@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepwell.artifacts.checkpoint.pieces import group_name, named_tensors, names_of
-from deepwell.artifacts.checkpoint.reader import Entry, Reader, requantize
+from deepwell.artifacts.checkpoint.reader import Reader, StoredTensor, requantize
 from deepwell.artifacts.checkpoint.shards import box_of, is_dtensor, local_of
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import is_distributed
@@ -178,7 +178,7 @@ def _states(reader: Reader, parameter: Tensor, name: str, round_moments: bool) -
 
 
 def _moment(
-    reader: Reader, entry: Entry, scales: Entry, parameter: Tensor, name: str, round_moments: bool
+    reader: Reader, entry: StoredTensor, scales: StoredTensor, parameter: Tensor, name: str, round_moments: bool
 ) -> tuple[Tensor, Tensor]:
     """An FP8 moment and its scales; both belong to the shard, so they are plain tensors as adamw_dw keeps them."""
     box = box_of(parameter, name)

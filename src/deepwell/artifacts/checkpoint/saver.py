@@ -12,7 +12,7 @@ from deepwell.artifacts.checkpoint.pieces import contents_of, units_of
 from deepwell.artifacts.checkpoint.staging import Staging
 from deepwell.artifacts.checkpoint.state import SaveEvent, TrainState
 from deepwell.artifacts.checkpoint.team import Team, agree
-from deepwell.artifacts.checkpoint.writer import Job, check_healthy, failed_job, prepare, refused, run_job
+from deepwell.artifacts.checkpoint.writer import WriteJob, check_healthy, failed_job, prepare, refused, run_job
 from deepwell.errors import CheckpointError, DeepwellError
 
 TIMEOUT_S = 600.0
@@ -156,7 +156,7 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, state: TrainState, team: Team, reason: str) -> Job:
+    def _prepare(self, state: TrainState, team: Team, reason: str) -> WriteJob:
         # By step, not by number: a rank that missed a save is with the others again at the next.
         step = int(state.meta["step"])
         self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
@@ -168,7 +168,7 @@ class Saver:
                 reason = str(error)
         return failed_job(self.folder, step, team, save_id, reason)
 
-    def _run(self, job: Job) -> tuple[int, float, str]:
+    def _run(self, job: WriteJob) -> tuple[int, float, str]:
         """In the background: write, commit, delete what need not stay; bytes, when it ended, what did not work."""
         if job.error and job.team.world == 1:
             raise CheckpointError(job.error)

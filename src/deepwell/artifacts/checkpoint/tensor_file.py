@@ -38,7 +38,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class TensorSlot:
     """A tensor's place in a file. `offsets` is where it begins in the whole tensor that it is a part of."""
 
     key: str
@@ -58,12 +58,12 @@ def dtype_name(dtype: torch.dtype, key: str) -> str:
     return DTYPES[dtype]
 
 
-def in_file_order(slots: Iterable[Slot]) -> list[Slot]:
+def in_file_order(slots: Iterable[TensorSlot]) -> list[TensorSlot]:
     """Wide elements first: every tensor is aligned to its own element then."""
     return sorted(slots, key=lambda slot: (-slot.dtype.itemsize, slot.key))
 
 
-def header(slots: Iterable[Slot]) -> bytes:
+def header(slots: Iterable[TensorSlot]) -> bytes:
     """What stands before the tensors' bytes, for slots in the order in which those follow."""
     metadata = {"format": "pt"}
     entries: dict[str, object] = {}

@@ -33,7 +33,7 @@ from deepwell.artifacts.checkpoint.pretrained_config import config_files
 from deepwell.artifacts.checkpoint.staging import Staging
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import Team, wait_for
-from deepwell.artifacts.checkpoint.tensor_file import Slot, dtype_name, header, in_file_order
+from deepwell.artifacts.checkpoint.tensor_file import TensorSlot, dtype_name, header, in_file_order
 from deepwell.errors import CheckpointError, ConfigError, NumericsError
 
 _KINDS = ("model", "optimizer", "ranks")
@@ -52,7 +52,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WriteJob:
     """One rank's share of one save: everything that does not change while training goes on."""
 
     folder: Path
@@ -94,7 +94,7 @@ def refused(meta: dict[str, Any], healthy: bool) -> str:
     return ""
 
 
-def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: Staging) -> Job:
+def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: Staging) -> WriteJob:
     """Decide what this rank writes and begin to copy it to the host."""
     step = state.meta.get("step")
     folder_name(step)  # type: ignore[arg-type]  # raises for anything but a step
@@ -116,7 +116,7 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
     # In the model's order; what no rank has a part of still has a name and a shape.
     listed = [p for p in contents.pieces if id(p) in places or (not math.prod(p.box.whole) and p.file != "ranks")]
     staging.copy([piece.tensor for piece in ordered], [piece.changes for piece in ordered])
-    return Job(
+    return WriteJob(
         folder=folder,
         step=int(state.meta["step"]),
         save_id=save_id,
@@ -128,9 +128,9 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
     )
 
 
-def failed_job(folder: Path, step: int, team: Team, save_id: str, error: str) -> Job:
+def failed_job(folder: Path, step: int, team: Team, save_id: str, error: str) -> WriteJob:
     """The job of a rank that cannot take part: it tells the others."""
-    return Job(
+    return WriteJob(
         folder=folder,
         step=step,
         save_id=save_id,
@@ -143,7 +143,7 @@ def failed_job(folder: Path, step: int, team: Team, save_id: str, error: str) ->
     )
 
 
-def run_job(job: Job, staging: Staging, timeout_s: float) -> int:
+def run_job(job: WriteJob, staging: Staging, timeout_s: float) -> int:
     """Write a checkpoint together with the other ranks; returns its bytes. Raises CheckpointError if there is none."""
     done, has_reported = False, False
     try:
@@ -168,9 +168,9 @@ def run_job(job: Job, staging: Staging, timeout_s: float) -> int:
     return size
 
 
-def _slot(piece: Piece) -> Slot:
+def _slot(piece: Piece) -> TensorSlot:
     offsets = None if piece.block or piece.file == "ranks" else piece.box.offsets
-    return Slot(key=piece.stored, dtype=piece.tensor.dtype, shape=tuple(piece.tensor.shape), offsets=offsets)
+    return TensorSlot(key=piece.stored, dtype=piece.tensor.dtype, shape=tuple(piece.tensor.shape), offsets=offsets)
 
 
 def _entry(piece: Piece, file: str) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _entry(piece: Piece, file: str) -> dict[str, Any]:
     return {"kind": piece.file, "name": piece.name, "key": piece.key, "entry": entry}
 
 
-def _write_own(job: Job, staging: Staging) -> dict[str, Any]:
+def _write_own(job: WriteJob, staging: Staging) -> dict[str, Any]:
     """Write this rank's files; what it reports about them."""
     if job.error or job.contents is None:
         return {"error": job.error}
@@ -204,7 +204,7 @@ def _write_own(job: Job, staging: Staging) -> dict[str, Any]:
     }
 
 
-def _reports(job: Job, own: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+def _reports(job: WriteJob, own: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
     """The reports of all ranks, in order. Raises CheckpointError for a rank that failed or is silent."""
     paths = {rank: job.temporary / f"report-{rank:05d}.json" for rank in range(1, job.team.world)}
     found = {0: own}
@@ -226,7 +226,7 @@ def _reports(job: Job, own: dict[str, Any], timeout_s: float) -> list[dict[str, 
     return [found[rank] for rank in range(job.team.world)]
 
 
-def _commit(job: Job, reports: Sequence[dict[str, Any]]) -> int:
+def _commit(job: WriteJob, reports: Sequence[dict[str, Any]]) -> int:
     """Write index, state and manifest, then the marker, and give the folder its name."""
     temporary = job.temporary
     files = [FileRecord.from_dict(item) for report in reports for item in report["files"]]
@@ -261,7 +261,7 @@ def _commit(job: Job, reports: Sequence[dict[str, Any]]) -> int:
     return sum(record.size for record in files) + len(data)
 
 
-def _merge(job: Job, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merge(job: WriteJob, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The index of all ranks' tensors. Raises CheckpointError where parts are missing or do not fit."""
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
@@ -288,7 +288,7 @@ def _merge(job: Job, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "tied": tied, "values": values, "groups": groups}
 
 
-def _join(entries: dict[str, Any], name: str, entry: dict[str, Any], job: Job) -> None:
+def _join(entries: dict[str, Any], name: str, entry: dict[str, Any], job: WriteJob) -> None:
     known = entries.setdefault(name, entry)
     if known is entry:
         return
@@ -300,7 +300,7 @@ def _join(entries: dict[str, Any], name: str, entry: dict[str, Any], job: Job) -
     known["parts"] += entry["parts"]
 
 
-def _await_commit(job: Job, timeout_s: float) -> int:
+def _await_commit(job: WriteJob, timeout_s: float) -> int:
     """Wait until rank 0 has given the checkpoint its name; returns this rank's bytes."""
 
     def is_decided() -> bool:
@@ -319,7 +319,7 @@ def _await_commit(job: Job, timeout_s: float) -> int:
     return sum(len(file.header) + file.end - file.begin for file in job.files)
 
 
-def _give_up(job: Job, has_reported: bool) -> None:
+def _give_up(job: WriteJob, has_reported: bool) -> None:
     """Leave nothing behind; a rank other than 0 frees what it wrote and tells rank 0 if it can."""
     try:
         if job.team.is_main:

@@ -30,7 +30,7 @@ _SHARED_SCALE = ("fp8_row", "fp8_tensor")
 
 
 @dataclass(slots=True, kw_only=True)
-class Choice:
+class PackedWeights:
     """By parameter name: weights that are stored packed, and why others with a format are not."""
 
     packed: dict[str, Packed] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class Choice:
     is_checked: bool = False
 
 
-def choose_forms(engine: Engine, calls: Sequence[ExampleInputs]) -> Choice:
+def choose_forms(engine: Engine, calls: Sequence[ExampleInputs]) -> PackedWeights:
     """Pack what can be packed. `engine` runs the formats to be exported; its model is left as it was."""
-    model, choice = engine.model, Choice()
+    model, choice = engine.model, PackedWeights()
     if not engine.bound.schemes:
-        return Choice(is_checked=True)
+        return PackedWeights(is_checked=True)
     with evaluating(model):
         before = [run_call(engine, call) for call in calls]
         again = [run_call(engine, call) for call in calls]
@@ -150,7 +150,7 @@ def _products(engine: Engine) -> list[list[Site]]:
     return list(groups.values())
 
 
-def _pack_sites(engine: Engine, sites: list[Site], choice: Choice) -> None:
+def _pack_sites(engine: Engine, sites: list[Site], choice: PackedWeights) -> None:
     model = engine.model
     weights: list[Tensor] = []
     form: Form | None = None

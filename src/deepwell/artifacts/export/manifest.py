@@ -28,7 +28,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ExportedTensor:
     """One tensor of the model. `form` is None where it is stored in its own dtype; `reason` says why, if asked."""
 
     kind: str  # "parameter", "buffer" (in the state dict), "temporary" (a buffer that is not), "constant"
@@ -63,7 +63,7 @@ class Manifest:
     step: int
     options: EngineOptions
     pins: tuple[Pin, ...]
-    tensors: dict[str, Entry]
+    tensors: dict[str, ExportedTensor]
     tied: dict[str, str]
     is_checked: bool
     notes: tuple[str, ...]
@@ -124,7 +124,7 @@ def read_manifest(container: Container) -> Manifest:
             f"it was written as schema {schema} by Deepwell {str(made)[:20]}, this Deepwell reads up to {SCHEMA} "
             "(install a newer Deepwell)"
         )
-    read = _Reader(data, refuse)
+    read = _ManifestReader(data, refuse)
     options = EngineOptions.from_dict(data.get("options"))
     if options is None:
         refuse("the engine's options in its manifest are damaged")
@@ -152,7 +152,7 @@ def read_manifest(container: Container) -> Manifest:
     )
 
 
-class _Reader:
+class _ManifestReader:
     def __init__(self, data: Mapping[str, Any], refuse: Refuse) -> None:
         self._data, self._refuse = data, refuse
 
@@ -184,7 +184,7 @@ class _Reader:
         if not _NAME.fullmatch(name) or any(not part for part in name.split(".")):
             self._refuse(f"the tensor name {name[:80]!r} is none")
 
-    def entry(self, name: str, data: Any) -> Entry:
+    def entry(self, name: str, data: Any) -> ExportedTensor:
         self.check_name(name)
         shape: Any = data.get("shape") if isinstance(data, dict) else None
         is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
@@ -195,7 +195,7 @@ class _Reader:
         form = None
         if "format" in data:
             form = self._form(name, data, tuple(shape), dtype)
-        return Entry(
+        return ExportedTensor(
             kind=data["kind"],
             dtype=dtype,
             shape=tuple(shape),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepwell.artifacts.export.container import TENSORS, Container
 from deepwell.artifacts.export.graph.model import Call, GraphModel, Part
 from deepwell.artifacts.export.hf_model import build_hf, set_generation
-from deepwell.artifacts.export.manifest import Entry, Manifest, read_manifest
+from deepwell.artifacts.export.manifest import ExportedTensor, Manifest, read_manifest
 from deepwell.artifacts.export.plain_json import Refuse, read_json
 from deepwell.artifacts.export.same_engine import rebuilt
 from deepwell.artifacts.export.tensor_file import read_tensors
@@ -116,14 +116,14 @@ def _restored(manifest: Manifest, stored: dict[str, Tensor], device: torch.devic
     return found | {name: found[target] for name, target in manifest.tied.items()}
 
 
-def _keys(name: str, entry: Entry, stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def _keys(name: str, entry: ExportedTensor, stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     if entry.form is None:
         return [("", name)]
     kept = [part for part in ("kept_at", "kept") if f"{name}:{part}" in stored]
     return [(part, f"{name}:{part}") for part in (*expected(entry.form, entry.shape), *kept)]
 
 
-def _check_kept(name: str, entry: Entry, parts: Mapping[str, Tensor], refuse: Refuse) -> None:
+def _check_kept(name: str, entry: ExportedTensor, parts: Mapping[str, Tensor], refuse: Refuse) -> None:
     at, kept = parts.get("kept_at"), parts.get("kept")
     if at is None and kept is None:
         return

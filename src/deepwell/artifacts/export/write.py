@@ -15,7 +15,7 @@ from deepwell import __version__
 from deepwell.artifacts.export.artifact import Artifact, inspect
 from deepwell.artifacts.export.container import TENSORS, Writer, replaced_when_whole
 from deepwell.artifacts.export.forms import (
-    Choice,
+    PackedWeights,
     choose_forms,
     evaluating,
     example_calls,
@@ -27,7 +27,7 @@ from deepwell.artifacts.export.forms import (
 from deepwell.artifacts.export.graph.form import capture_call
 from deepwell.artifacts.export.hf_folder import export_hf
 from deepwell.artifacts.export.hf_model import generation_of, hf_form
-from deepwell.artifacts.export.manifest import Entry, Manifest
+from deepwell.artifacts.export.manifest import ExportedTensor, Manifest
 from deepwell.artifacts.export.plain_json import json_text
 from deepwell.artifacts.export.same_engine import EngineOptions, pins_of, rebuilt
 from deepwell.artifacts.export.tensor_file import is_storable, tensor_pieces
@@ -183,11 +183,11 @@ def _check_graphs(
 
 
 def collect(
-    model: nn.Module, choice: Choice, constants: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Entry], dict[str, str]]:
+    model: nn.Module, choice: PackedWeights, constants: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, ExportedTensor], dict[str, str]]:
     """(what goes into the tensor file, each tensor's entry, tied names)."""
     tensors: dict[str, Tensor] = {}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ExportedTensor] = {}
     tied: dict[str, str] = {}
     seen: dict[int, str] = {}
     stored = set(model.state_dict(keep_vars=True))
@@ -205,7 +205,7 @@ def collect(
             continue
         seen[id(tensor)] = name
         packed = choice.packed.get(name)
-        entries[name] = Entry(
+        entries[name] = ExportedTensor(
             kind=kind,
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
@@ -231,7 +231,7 @@ def _about(engine: Engine, form: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _notes(engine: Engine, choice: Choice) -> list[str]:
+def _notes(engine: Engine, choice: PackedWeights) -> list[str]:
     notes = []
     if choice.reasons:
         by_reason: dict[str, list[str]] = {}

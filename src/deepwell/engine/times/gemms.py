@@ -32,7 +32,7 @@ _NOT_MET = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class LinearSizes:
     """The sizes of a linear as it last ran; `n` of all linears that are one product."""
 
     tokens: int
@@ -45,9 +45,9 @@ class Product:
         return {"fwd": (t, n, k), "dgrad": (t, k, n), "wgrad": (n, k, t)}[gemm]
 
 
-def find_products(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]]) -> dict[str, Product]:
+def find_products(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]]) -> dict[str, LinearSizes]:
     """The linears of a graph by path, rewritten ones and others. `weights` maps placeholders to parameters' names."""
-    found: dict[str, Product] = {}
+    found: dict[str, LinearSizes] = {}
     for node in graph.nodes:
         if node.target is low_precision_linear:
             x, parts = node.args[0], [_placeholder(weight) for weight in node.args[1]]
@@ -61,7 +61,7 @@ def find_products(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]]) -> di
             continue
         k = size_of(value.shape[-1])
         n = sum(value_of(part).numel() for part in parts) // max(k, 1)
-        product = Product(tokens=math.prod(size_of(size) for size in value.shape[:-1]), n=n, k=k)
+        product = LinearSizes(tokens=math.prod(size_of(size) for size in value.shape[:-1]), n=n, k=k)
         found |= {name.removesuffix(".weight"): product for part in parts for name in weights[part.name]}
     return found
 
@@ -75,7 +75,7 @@ def _placeholder(weight: fx.Node) -> fx.Node:
 
 def with_times(
     bindings: Sequence[Binding],
-    products: Mapping[str, Product],
+    products: Mapping[str, LinearSizes],
     rows: Sequence[KernelRow],
     *,
     device: str,

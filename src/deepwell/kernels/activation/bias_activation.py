@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.activation.functions import act_and_slope, act_ref
-from deepwell.kernels.activation.swiglu import Activated, Options, activation_backward, forward
+from deepwell.kernels.activation.swiglu import Activated, GluOptions, activation_backward, forward
 from deepwell.kernels.checks import check_fp8, check_matrix, check_shape, check_vector
 from deepwell.kernels.device.fp8 import quantize_row
 from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, tl, triton
@@ -43,7 +43,7 @@ class BiasActivationGrads(NamedTuple):
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
 
-def bias_activation_backward_ref(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, options: Options) -> BiasActivationGrads:
+def bias_activation_backward_ref(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, options: GluOptions) -> BiasActivationGrads:
     """Reference for `bias_activation_backward`."""
     _, slope = act_ref(x_TF.float() + b_F.float(), options.act)
     exact = dh_TF.float() * slope
@@ -121,12 +121,12 @@ def _bias_activation_backward_kernel(
 
 
 def bias_activation(
-    x_TF: Tensor, b_F: Tensor, *, options: Options | None = None, config: RowConfig | None = None
+    x_TF: Tensor, b_F: Tensor, *, options: GluOptions | None = None, config: RowConfig | None = None
 ) -> Activated:
     """The activation of `x_TF + b_F`, GELU (tanh) unless `options` says otherwise."""
     check_matrix("x_TF", x_TF)
     check_vector("b_F", b_F, x_TF.shape[1], x_TF)
-    return forward(x_TF, None, options or Options(act="gelu_tanh"), config, bias_F=b_F)
+    return forward(x_TF, None, options or GluOptions(act="gelu_tanh"), config, bias_F=b_F)
 
 
 def bias_activation_backward(
@@ -134,11 +134,11 @@ def bias_activation_backward(
     x_TF: Tensor,
     b_F: Tensor,
     *,
-    options: Options | None = None,
+    options: GluOptions | None = None,
     config: BackwardConfig | None = None,
 ) -> BiasActivationGrads:
     """Gradients of `bias_activation` at x: of x, as values or FP8 rows, and of the bias."""
-    options = options or Options(act="gelu_tanh")
+    options = options or GluOptions(act="gelu_tanh")
     check_matrix("x_TF", x_TF)
     check_vector("b_F", b_F, x_TF.shape[1], x_TF)
     check_matrix("dh_TF", dh_TF)
@@ -183,7 +183,7 @@ def bias_activation_backward(
     return BiasActivationGrads(grad, q, scale, db)
 
 
-def _step_by_step(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, options: Options) -> BiasActivationGrads:
+def _step_by_step(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, options: GluOptions) -> BiasActivationGrads:
     """Rows too wide for registers: the sum, the activation's gradient and its columns' sums one after the other."""
     both = activation_backward(dh_TF, x_TF + b_F.to(x_TF.dtype), options=replace(options, write=True))
     assert both.grad is not None

@@ -62,7 +62,7 @@ class ActivationGrads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class GluOptions:
     """Which activation, and what is written: the result in the input's dtype, FP8 rows of it, or both."""
 
     act: str = "silu"
@@ -87,7 +87,7 @@ class Options:
 def swiglu_ref(
     g_TF: Tensor,
     u_TF: Tensor | None,
-    options: Options,
+    options: GluOptions,
     bias_F: Tensor | None = None,
     factors: RowFactors = RowFactors(),  # noqa: B008 (a tuple)
 ) -> Activated:
@@ -103,7 +103,7 @@ def swiglu_backward_ref(
     dh_TF: Tensor,
     g_TF: Tensor,
     u_TF: Tensor | None,
-    options: Options,
+    options: GluOptions,
     factors: RowFactors = RowFactors(),  # noqa: B008 (a tuple)
 ) -> ActivationGrads:
     """Reference for `swiglu_backward` and `activation_backward`."""
@@ -119,7 +119,7 @@ def swiglu_backward_ref(
     return ActivationGrads(grad if options.write else None, q, scale, q_h, scale_h)
 
 
-def _rows_of(y: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
+def _rows_of(y: Tensor, options: GluOptions) -> tuple[Tensor | None, Tensor | None]:
     if options.fp8 is None:
         return None, None
     return quantize_rows_ref(y, pow2=options.pow2, dtype=options.fp8)
@@ -407,27 +407,27 @@ def swiglu(
     up_TF: Tensor | None = None,
     *,
     factors: RowFactors | None = None,
-    options: Options | None = None,
+    options: GluOptions | None = None,
     config: RowConfig | None = None,
 ) -> Activated:
-    """act(gate) * up of `gate_up_T2F` (gate first), or of a gate and an up given apart. See `Options`, `RowFactors`.
+    """act(gate) * up of `gate_up_T2F` (gate first), or of a gate and an up given apart. See `GluOptions`, `RowFactors`.
 
     Raises ConfigError on a wrong argument.
     """
     g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
-    return forward(g, u, options or Options(), config, factors=factors)
+    return forward(g, u, options or GluOptions(), config, factors=factors)
 
 
 def activation(
     x_TF: Tensor,
     *,
     factors: RowFactors | None = None,
-    options: Options | None = None,
+    options: GluOptions | None = None,
     config: RowConfig | None = None,
 ) -> Activated:
     """The plain activation of `x_TF`, GELU (tanh) unless `options` says otherwise."""
     check_matrix("x_TF", x_TF)
-    return forward(x_TF, None, options or Options(act="gelu_tanh"), config, factors=factors)
+    return forward(x_TF, None, options or GluOptions(act="gelu_tanh"), config, factors=factors)
 
 
 def swiglu_backward(
@@ -436,12 +436,12 @@ def swiglu_backward(
     up_TF: Tensor | None = None,
     *,
     factors: RowFactors | None = None,
-    options: Options | None = None,
+    options: GluOptions | None = None,
     config: RowConfig | None = None,
 ) -> ActivationGrads:
     """Gradients of `swiglu`: [d gate, d up] side by side, T x 2F, with one FP8 scale for a whole row of it."""
     g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
-    return _backward(dh_TF, g, u, options or Options(), config, factors)
+    return _backward(dh_TF, g, u, options or GluOptions(), config, factors)
 
 
 def activation_backward(
@@ -449,12 +449,12 @@ def activation_backward(
     x_TF: Tensor,
     *,
     factors: RowFactors | None = None,
-    options: Options | None = None,
+    options: GluOptions | None = None,
     config: RowConfig | None = None,
 ) -> ActivationGrads:
     """Gradient of `activation` at x."""
     check_matrix("x_TF", x_TF)
-    return _backward(dy_TF, x_TF, None, options or Options(act="gelu_tanh"), config, factors)
+    return _backward(dy_TF, x_TF, None, options or GluOptions(act="gelu_tanh"), config, factors)
 
 
 def _split(name: str, gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -485,7 +485,7 @@ def _check_config(config: RowConfig, columns: int) -> RowConfig:
 def forward(
     g_TF: Tensor,
     u_TF: Tensor | None,
-    options: Options,
+    options: GluOptions,
     config: RowConfig | None,
     *,
     bias_F: Tensor | None = None,
@@ -527,7 +527,7 @@ def _backward(
     dh_TF: Tensor,
     g_TF: Tensor,
     u_TF: Tensor | None,
-    options: Options,
+    options: GluOptions,
     config: RowConfig | None,
     factors: RowFactors | None = None,
 ) -> ActivationGrads:

@@ -15,9 +15,9 @@ from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_o
 ops = torch.ops.deepwell
 
 
-def _rows(act: str) -> swiglu.Options:
+def _rows(act: str) -> swiglu.GluOptions:
     """FP8 rows instead of the result itself."""
-    return swiglu.Options(act=act, write=False, fp8=FP8)
+    return swiglu.GluOptions(act=act, write=False, fp8=FP8)
 
 
 def half(gate_up: Tensor, *how: Any) -> Tensor:
@@ -48,10 +48,12 @@ def _register_activation(
     count = operands.count("Tensor")
     schema = f"({operands}, str act{', ' + factors if factors else ''})"
 
-    def call(given: Sequence[Any], make: Callable[[str], swiglu.Options]) -> Any:
+    def call(given: Sequence[Any], make: Callable[[str], swiglu.GluOptions]) -> Any:
         return run(*map(dense, given[:count]), options=make(given[count]), **_factors(given[count + 1 :]))
 
-    register_op(f"{name}{schema} -> Tensor", lambda *given: call(given, lambda act: swiglu.Options(act=act))[0], like)
+    register_op(
+        f"{name}{schema} -> Tensor", lambda *given: call(given, lambda act: swiglu.GluOptions(act=act))[0], like
+    )
     register_op(
         f"{name}_quantize{schema} -> (Tensor, Tensor)",
         lambda *given: call(given, _rows)[1:3],
@@ -60,7 +62,7 @@ def _register_activation(
 
 
 def _swiglu_backward_recompute(dh: Tensor, gate_up: Tensor, act: str, *factors: Tensor | None) -> tuple[Any, ...]:
-    options = swiglu.Options(act=act, write=False, fp8=FP8, recompute_h=True)
+    options = swiglu.GluOptions(act=act, write=False, fp8=FP8, recompute_h=True)
     tensors = (dense(dh), dense(gate_up))
     return swiglu.swiglu_backward(*tensors, options=options, factors=swiglu.RowFactors(*factors))[1:]
 
@@ -77,27 +79,27 @@ register_op(
 )
 register_op(
     "swiglu_pair(Tensor gate, Tensor up, str act) -> Tensor",
-    lambda gate, up, act: swiglu.swiglu(dense(gate), dense(up), options=swiglu.Options(act=act)).h,
+    lambda gate, up, act: swiglu.swiglu(dense(gate), dense(up), options=swiglu.GluOptions(act=act)).h,
     _like_first,
 )
 register_op(
     "swiglu_pair_backward(Tensor dh, Tensor gate, Tensor up, str act) -> Tensor",
     lambda dh, gate, up, act: (
-        swiglu.swiglu_backward(dense(dh), dense(gate), dense(up), options=swiglu.Options(act=act)).grad
+        swiglu.swiglu_backward(dense(dh), dense(gate), dense(up), options=swiglu.GluOptions(act=act)).grad
     ),
     lambda dh, gate, up, act: gate.new_empty((gate.shape[0], 2 * gate.shape[1])),
 )
 
 
 def _bias_activation_grads(
-    dh: Tensor, x: Tensor, bias: Tensor, options: swiglu.Options
+    dh: Tensor, x: Tensor, bias: Tensor, options: swiglu.GluOptions
 ) -> bias_activation.BiasActivationGrads:
     return bias_activation.bias_activation_backward(dense(dh), dense(x), dense(bias), options=options)
 
 
 register_op(
     "bias_activation_backward(Tensor dh, Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
-    lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, swiglu.Options(act=act))[0::3],
+    lambda dh, x, bias, act: _bias_activation_grads(dh, x, bias, swiglu.GluOptions(act=act))[0::3],
     lambda dh, x, bias, act: (x.new_empty(x.shape), bias.new_empty(bias.shape)),
 )
 register_op(

@@ -37,7 +37,7 @@ _WORKSPACE_ALIGNMENT = 256
 _CUDA_ERROR = 9  # DW_CUDA_ERROR
 
 
-class _Gemm(ctypes.Structure):
+class _GemmCall(ctypes.Structure):
     """dw_gemm of csrc/deepwell_abi.h, field for field."""
 
     _fields_ = (
@@ -133,8 +133,8 @@ def _bind_family(handle: Any, family: str) -> tuple[str, ...]:
     except AttributeError:
         return ()
     name.argtypes, name.restype = (ctypes.c_int,), ctypes.c_char_p
-    workspace.argtypes, workspace.restype = (ctypes.POINTER(_Gemm),), ctypes.c_int64
-    run.argtypes, run.restype = (ctypes.POINTER(_Gemm),), ctypes.c_int
+    workspace.argtypes, workspace.restype = (ctypes.POINTER(_GemmCall),), ctypes.c_int64
+    run.argtypes, run.restype = (ctypes.POINTER(_GemmCall),), ctypes.c_int
     return tuple(name(i).decode() for i in range(count()))
 
 
@@ -306,7 +306,7 @@ def _check_aligned(name: str, scale: Tensor) -> None:
 
 def _problem(
     a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, out: Tensor | None, epilogue: Epilogue | None
-) -> tuple[_Gemm, Tensor]:
+) -> tuple[_GemmCall, Tensor]:
     """The struct of a checked problem, and the tensor that the result goes into."""
     epilogue = epilogue or Epilogue()
     packed = 2 if a_MK.dtype in _PACKED else 1
@@ -333,8 +333,8 @@ def _problem(
         alpha.numel() != 1 or alpha.dtype != torch.float32 or alpha.device != a_MK.device
     ):
         raise ConfigError(f"epilogue.alpha is {alpha.dtype} on {alpha.device}; it must be one fp32 number beside a_MK")
-    gemm = _Gemm(
-        size=ctypes.sizeof(_Gemm),
+    gemm = _GemmCall(
+        size=ctypes.sizeof(_GemmCall),
         type_a=_TYPES[a_MK.dtype],
         type_b=_TYPES[b_NK.dtype],
         activation=ACTIVATIONS[epilogue.activation],
@@ -377,7 +377,7 @@ def _num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _run(library: Library, family: str, gemm: _Gemm, config: int | str | None, out: Tensor) -> Tensor:
+def _run(library: Library, family: str, gemm: _GemmCall, config: int | str | None, out: Tensor) -> Tensor:
     gemm.config = library.config_index(family, config)
     if out.is_cuda:
         index = out.device.index
@@ -398,7 +398,7 @@ def _run(library: Library, family: str, gemm: _Gemm, config: int | str | None, o
     return out
 
 
-def _failed(library: Library, family: str, error: int, gemm: _Gemm) -> UnsupportedError:
+def _failed(library: Library, family: str, error: int, gemm: _GemmCall) -> UnsupportedError:
     words = library.handle.dw_error_string(error).decode()
     detail = library.handle.dw_last_cuda_error().decode() if error == _CUDA_ERROR else ""
     name = library.configs[family][gemm.config]

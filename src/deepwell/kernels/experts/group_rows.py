@@ -41,7 +41,7 @@ _ZERO_SCALE = 1.0 / ZERO_ROW_MULTIPLIER
 _FP8 = torch.float8_e4m3fn
 
 
-class Layout(NamedTuple):
+class RowGroups(NamedTuple):
     """Where rows go: `ends` [E] of the padded groups, `slot` [P] of each padded row, `place` [S] of each choice."""
 
     ends: Tensor
@@ -57,7 +57,7 @@ def padded_rows(choices: int, experts: int) -> int:
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
 
-def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Layout:
+def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGroups:
     """Reference for `group_layout`."""
     experts = offs_E.shape[0]
     rows = padded_rows(choices, experts)
@@ -74,7 +74,7 @@ def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> La
         ends.append(start)
     ends[-1] = rows
     made = (torch.tensor(ends, dtype=torch.int32), slot, place)
-    return Layout(*(part.to(offs_E.device) for part in made))
+    return RowGroups(*(part.to(offs_E.device) for part in made))
 
 
 def gather_rows_ref(x_TK: Tensor, scale_T: Tensor | None, slot_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ def _combine_kernel(
 # ---- public wrappers: check, allocate, launch ----
 
 
-def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Layout:
+def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGroups:
     """Where the rows of each expert go. `offs_E` (int32) are the ends of the groups in the sorted order `order_S`.
 
     Sorted choice s is choice `order_S[s]` of all (t * top_k + j), or s itself where None. Choices past the last end go
@@ -257,7 +257,7 @@ def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Layout
             BLOCK_P=_LAYOUT_BLOCK,
             num_warps=4,
         )
-    return Layout(ends, slot, place)
+    return RowGroups(ends, slot, place)
 
 
 def gather_rows(

@@ -44,7 +44,7 @@ _N_ALIGNMENT = 16
 _K_ALIGNMENT = 32
 
 
-class Operand(NamedTuple):
+class ScaledOperand(NamedTuple):
     """One side: codes (R, K), or packed E2M1 (R, K / 2) as uint8; scales in tile order; NVFP4's fp32 global scale."""
 
     data: Tensor
@@ -64,7 +64,7 @@ class Operand(NamedTuple):
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
 
-def dequantize_operand(x: Operand) -> Tensor:
+def dequantize_operand(x: ScaledOperand) -> Tensor:
     """The fp32 numbers (R, K) that an operand stands for, in the order of operations of `formats.dequantize`."""
     rows, length = x.data.shape[0], x.length
     values = decode(unpack_codes(x.data, _ELEMENTS[x.data.dtype], length), _ELEMENTS[x.data.dtype])
@@ -74,7 +74,7 @@ def dequantize_operand(x: Operand) -> Tensor:
     return values if x.global_scale is None else values * x.global_scale
 
 
-def block_scaled_gemm_ref(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
+def block_scaled_gemm_ref(a: ScaledOperand, b: ScaledOperand, *, out_dtype: torch.dtype) -> Tensor:
     """Reference for `block_scaled_gemm`: the fp32 product of the dequantized operands, rounded once."""
     return (dequantize_operand(a) @ dequantize_operand(b).T).to(out_dtype)
 
@@ -83,7 +83,7 @@ def block_scaled_gemm_ref(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class BlockConfig:
     """The tile of one program of the Triton kernel. Rows are whole scale tiles (128), K at least four blocks."""
 
     block_m: int
@@ -94,15 +94,15 @@ class Config:
 
 
 MX_CONFIGS = (
-    Config(block_m=128, block_n=256, block_k=128, num_stages=4),
-    Config(block_m=128, block_n=128, block_k=128, num_stages=5),
+    BlockConfig(block_m=128, block_n=256, block_k=128, num_stages=4),
+    BlockConfig(block_m=128, block_n=128, block_k=128, num_stages=5),
 )
 NV_CONFIGS = (
-    Config(block_m=128, block_n=256, block_k=256, num_stages=4),
-    Config(block_m=128, block_n=128, block_k=256, num_stages=5),
+    BlockConfig(block_m=128, block_n=256, block_k=256, num_stages=4),
+    BlockConfig(block_m=128, block_n=128, block_k=256, num_stages=5),
 )
 # Hopper multiplies in bf16: operands are widened into shared memory, so fewer and smaller tiles fit.
-HOPPER_CONFIG = Config(block_m=128, block_n=128, block_k=128, num_stages=2, num_warps=8)
+HOPPER_CONFIG = BlockConfig(block_m=128, block_n=128, block_k=128, num_stages=2, num_warps=8)
 
 
 # ---- kernel ----
@@ -162,7 +162,7 @@ def _block_scaled_kernel(
 # ---- candidates ----
 
 
-def _vendor(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+def _vendor(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype) -> Tensor:
     recipes, swizzles = _recipes(a)
     scale_a: Any = a.scale if a.global_scale is None else [a.scale, a.global_scale.reshape(1)]
     scale_b: Any = b.scale if b.global_scale is None else [b.scale, b.global_scale.reshape(1)]
@@ -179,7 +179,7 @@ def _vendor(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     )
 
 
-def _recipes(a: Operand) -> tuple[Any, Any]:
+def _recipes(a: ScaledOperand) -> tuple[Any, Any]:
     """scaled_mm's names for an operand's scales and for how they lie in memory."""
     kind, order = F.ScalingType, F.SwizzleType
     if a.global_scale is None:
@@ -191,7 +191,7 @@ def _for_torch(data: Tensor) -> Tensor:
     return data.view(torch.float4_e2m1fn_x2) if data.dtype == torch.uint8 else data
 
 
-def _cutlass(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+def _cutlass(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype) -> Tensor:
     if out_dtype != torch.bfloat16 or torch.float8_e5m2 in (a.data.dtype, b.data.dtype):
         raise UnsupportedError(f"the CUTLASS kernels multiply E4M3 or E2M1 and write bf16, not {out_dtype} or E5M2")
     alpha: Tensor | float = 1.0
@@ -202,7 +202,7 @@ def _cutlass(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     return cutlass_library.gemm_block_scaled(a.data, a.scale, b.data, b.scale, epilogue=epilogue)
 
 
-def _triton(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config | None = None) -> Tensor:
+def _triton(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype, config: BlockConfig | None = None) -> Tensor:
     if a.global_scale is not None and a.data.is_cuda and torch.cuda.get_device_capability(a.data.device)[0] < 10:
         # Not an error message but the end of the process: Triton 3.6's compiler crashes on it.
         raise UnsupportedError("Triton compiles NVFP4 products for Blackwell only")
@@ -237,7 +237,7 @@ def _triton(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config | Non
     return out
 
 
-def _default_config(a: Operand) -> Config:
+def _default_config(a: ScaledOperand) -> BlockConfig:
     if a.data.is_cuda and torch.cuda.get_device_capability(a.data.device)[0] < 10:
         return HOPPER_CONFIG
     return (NV_CONFIGS if a.data.dtype == torch.uint8 else MX_CONFIGS)[0]
@@ -249,7 +249,7 @@ def _descriptor(x: Tensor, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(x, block)
 
 
-def _scale_descriptor(x: Operand, rows: int, length: int) -> Any:
+def _scale_descriptor(x: ScaledOperand, rows: int, length: int) -> Any:
     """Tiles of 512 bytes as (1, row tiles, column tiles, 2, 256): the rank and inner size that TMA takes."""
     high, wide = layout.padded_shape(x.data.shape[0], -(-x.length // x.block))
     raw = x.scale.view(torch.uint8) if x.scale.dtype == torch.float8_e8m0fnu else x.scale
@@ -262,12 +262,12 @@ def _scale_descriptor(x: Operand, rows: int, length: int) -> Any:
 
 
 def block_scaled_gemm(
-    a: Operand,
-    b: Operand,
+    a: ScaledOperand,
+    b: ScaledOperand,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     candidate: str = "vendor",
-    config: Config | None = None,
+    config: BlockConfig | None = None,
 ) -> Tensor:
     """`a @ b.T` of two MXFP8 or two NVFP4 operands; CPU tensors go to the reference. `config` is Triton's.
 
@@ -298,7 +298,7 @@ def block_scaled_gemm(
     return out if out.shape[1] == n else out[:, :n].contiguous()
 
 
-def _filled(x: Operand, rows: int) -> Operand:
+def _filled(x: ScaledOperand, rows: int) -> ScaledOperand:
     """Zero codes up to whole lines along K and a multiple of `rows`; the scales' tiles are padded further already."""
     pack = 2 if x.data.dtype == torch.uint8 else 1
     right, below = -x.length % _K_ALIGNMENT // pack, -x.data.shape[0] % rows
@@ -308,7 +308,7 @@ def _filled(x: Operand, rows: int) -> Operand:
     return x._replace(data=data)
 
 
-def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
+def _check(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype) -> None:
     if out_dtype not in OUT_DTYPES:
         raise ConfigError(f"out_dtype is {out_dtype}; a product is written as {', '.join(map(str, OUT_DTYPES))}")
     for name, x in (("a", a), ("b", b)):

@@ -20,7 +20,7 @@ from deepwell.kernels.gemm.fp8 import fp8_gemm_ref
 from deepwell.kernels.gemm.triton_fp8 import activate_ref
 from deepwell.kernels.quantize.fp8 import quantize_rows
 from deepwell.kernels.tune.candidate import Candidate
-from deepwell.kernels.tune.choose import Setup
+from deepwell.kernels.tune.choose import TimingSetup
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.verify import FLOORS_DB, LOWEST_DB, Case, some_rows
 
@@ -251,10 +251,10 @@ def call_of(candidate: Candidate, problem: Problem, given: tuple[Any, ...]) -> C
     return partial(run_gemm, candidate, a, prepared(candidate, b), bias=bias, activation=problem.activation)
 
 
-def setup(problem: Problem) -> Setup:
+def setup(problem: Problem) -> TimingSetup:
     """What is timed: whole chains over operands that rotate."""
     inputs = rotating_inputs(problem)
-    return Setup(
+    return TimingSetup(
         inputs=inputs,
         call=lambda candidate, given: call_of(candidate, problem, given),
         case=lambda candidate: case_at(candidate, problem, inputs[0]),

@@ -43,7 +43,7 @@ class _Algorithm(ctypes.Structure):
     _fields_ = (("data", c_uint64 * 8),)
 
 
-class _Found(ctypes.Structure):
+class _FoundAlgorithm(ctypes.Structure):
     """An algorithm as the heuristic names it, and the workspace it needs."""
 
     _fields_ = (
@@ -103,13 +103,13 @@ class _Plan:
     n: int
     description: c_void_p
     layouts: tuple[c_void_p, c_void_p, c_void_p]
-    found: list[_Found]
+    found: list[_FoundAlgorithm]
     # The description holds the addresses of the scales from when they are set to when the product is launched.
     lock: Any = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class LtProduct:
     """What cuBLASLt is asked for. `scales` is "row", "tensor" or "none"; `along_k` says of A and B whether numbers of
     one sum lie side by side; `is_static`: without workspace."""
 
@@ -125,7 +125,7 @@ class Product:
 
 
 @lru_cache(maxsize=1024)
-def _plan(product: Product) -> _Plan:
+def _plan(product: LtProduct) -> _Plan:
     library = _library()
     m, n, k = product.m, product.n, product.k
     description = c_void_p()
@@ -164,11 +164,11 @@ def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
     return layout
 
 
-def _algorithms(description: c_void_p, layouts: tuple[c_void_p, ...], is_static: bool) -> list[_Found]:
+def _algorithms(description: c_void_p, layouts: tuple[c_void_p, ...], is_static: bool) -> list[_FoundAlgorithm]:
     library, a, b, d = _library(), *layouts
     preference, workspace = c_void_p(), c_size_t(0 if is_static else _WORKSPACE_BYTES)
     _call("MatmulPreferenceCreate", library.cublasLtMatmulPreferenceCreate(byref(preference)))
-    found, count = (_Found * MAX_ALGORITHMS)(), c_int()
+    found, count = (_FoundAlgorithm * MAX_ALGORITHMS)(), c_int()
     try:
         asked = (preference, _PREFER_WORKSPACE, byref(workspace), sizeof(workspace))
         _call("preference", library.cublasLtMatmulPreferenceSetAttribute(*asked))
@@ -182,7 +182,7 @@ def _algorithms(description: c_void_p, layouts: tuple[c_void_p, ...], is_static:
     return [] if status else [one for one in found[: count.value] if one.state == 0]
 
 
-def num_algorithms(product: Product) -> int:
+def num_algorithms(product: LtProduct) -> int:
     """How many algorithms the heuristic names for a product. Raises UnsupportedError where there is no cuBLASLt."""
     with torch.cuda.device(product.device):
         return len(_plan(product).found)
@@ -224,10 +224,12 @@ def fp8_gemm_ranked(
     return out
 
 
-def product_of_codes(a_MK: Any, scale_a: Any, b_NK: Any, scale_b: Any, *, fast: bool, device: torch.device) -> Product:
+def product_of_codes(
+    a_MK: Any, scale_a: Any, b_NK: Any, scale_b: Any, *, fast: bool, device: torch.device
+) -> LtProduct:
     """What a product of FP8 codes is to cuBLASLt, of tensors or of what has their shape and dtype."""
     has_rows = max(1 if scale is None else math.prod(scale.shape) for scale in (scale_a, scale_b)) > 1
-    return Product(
+    return LtProduct(
         m=a_MK.shape[0],
         n=b_NK.shape[0],
         k=a_MK.shape[1],
@@ -261,7 +263,7 @@ def mm_ranked(
     return out
 
 
-def product_of(a_MK: Tensor, b_KN: Tensor, out: Tensor, *, is_static: bool = False) -> Product | None:
+def product_of(a_MK: Tensor, b_KN: Tensor, out: Tensor, *, is_static: bool = False) -> LtProduct | None:
     """What a product in bf16 is to cuBLASLt, None where it is none for `mm_ranked`."""
     along_k = _along(a_MK, 1), _along(b_KN, 0)
     operands = (a_MK, b_KN, out)
@@ -270,7 +272,7 @@ def product_of(a_MK: Tensor, b_KN: Tensor, out: Tensor, *, is_static: bool = Fal
     if not fits or None in along_k or not out.is_contiguous() or any(size % 8 for size in sizes) or 0 in sizes:
         return None
     m, n, k = sizes
-    return Product(
+    return LtProduct(
         m=m,
         n=n,
         k=k,
@@ -290,7 +292,7 @@ def _along(x: Tensor, dim: int) -> bool | None:
 
 
 def _launch(
-    product: Product,
+    product: LtProduct,
     rank: int,
     operands: tuple[Tensor, Tensor],
     out: Tensor,
@@ -308,7 +310,7 @@ def _launch(
 
 def _run(
     plan: _Plan,
-    chosen: _Found,
+    chosen: _FoundAlgorithm,
     operands: tuple[Tensor, Tensor],
     out: Tensor,
     scales: tuple[Tensor, Tensor] | None,

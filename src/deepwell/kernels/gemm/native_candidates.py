@@ -20,7 +20,7 @@ from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.cutlass.library import why_unavailable
 from deepwell.kernels.gemm import block_scaled
-from deepwell.kernels.gemm.block_scaled import CANDIDATES, Operand, block_scaled_gemm, block_scaled_gemm_ref
+from deepwell.kernels.gemm.block_scaled import CANDIDATES, ScaledOperand, block_scaled_gemm, block_scaled_gemm_ref
 from deepwell.kernels.quantize import microscaled as quantize_mx
 from deepwell.kernels.quantize.microscaled import quantize_mxfp8, quantize_nvfp4
 from deepwell.kernels.tune.candidate import Candidate, Verdict
@@ -68,15 +68,15 @@ def native_chains(sources: Callable[..., str]) -> list[Candidate]:
 
 
 class _Weight(NamedTuple):
-    operand: Operand
+    operand: ScaledOperand
 
 
-def _rows(x: Tensor, fmt: str, *, square: bool) -> Operand:
+def _rows(x: Tensor, fmt: str, *, square: bool) -> ScaledOperand:
     if fmt == "mxfp8":
         made = quantize_mxfp8(x, columns=False)
         assert made.q_TK is not None and made.scale is not None
-        return Operand(made.q_TK, made.scale)
-    return Operand(*quantize_nvfp4(x, square=square))
+        return ScaledOperand(made.q_TK, made.scale)
+    return ScaledOperand(*quantize_nvfp4(x, square=square))
 
 
 def _prepare(b_KN: Tensor, *, fmt: str) -> _Weight:
@@ -138,7 +138,7 @@ def self_check(fmt: str, device: torch.device) -> tuple[Verdict, ...]:
     return tuple(found)
 
 
-def _product(a: Operand, b: Operand, out_dtype: torch.dtype, *, way: str) -> Tensor:
+def _product(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype, *, way: str) -> Tensor:
     return block_scaled_gemm(a, b, out_dtype=out_dtype, candidate=way)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.gemm import fp8 as gemm
-from deepwell.kernels.gemm.block_scaled import Operand, block_scaled_gemm
+from deepwell.kernels.gemm.block_scaled import ScaledOperand, block_scaled_gemm
 from deepwell.kernels.gemm.emulated import emulated_mm
 from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks
 from deepwell.kernels.gemm.native_candidates import native_kernel
@@ -75,7 +75,7 @@ def _block_scaled_gemm(
     global_b: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    left, right = Operand(a, scale_a, global_a), Operand(b, scale_b, global_b)
+    left, right = ScaledOperand(a, scale_a, global_a), ScaledOperand(b, scale_b, global_b)
     if not a.is_cuda:
         return block_scaled_gemm(left, right, out_dtype=dtype)
     fmt = "mxfp8" if global_a is None else "nvfp4"

@@ -62,7 +62,7 @@ def fp8_gemm_epilogue_ref(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Fp8GemmConfig:
     """One tile and how it is pipelined. `promote` adds up in fp32 registers after every step of K."""
 
     block_m: int
@@ -86,14 +86,14 @@ class Config:
 
 
 CONFIGS = (
-    Config(block_m=128, block_n=256, block_k=128, num_stages=3, num_warps=8),
-    Config(block_m=128, block_n=128, block_k=128, num_stages=4, num_warps=8),
-    Config(block_m=64, block_n=128, block_k=128, num_stages=4, num_warps=4),
-    Config(block_m=128, block_n=128, block_k=128, num_stages=4, num_warps=8, promote=True),
+    Fp8GemmConfig(block_m=128, block_n=256, block_k=128, num_stages=3, num_warps=8),
+    Fp8GemmConfig(block_m=128, block_n=128, block_k=128, num_stages=4, num_warps=8),
+    Fp8GemmConfig(block_m=64, block_n=128, block_k=128, num_stages=4, num_warps=4),
+    Fp8GemmConfig(block_m=128, block_n=128, block_k=128, num_stages=4, num_warps=8, promote=True),
 )
 
 
-def default_config(m: int, n: int) -> Config:
+def default_config(m: int, n: int) -> Fp8GemmConfig:
     """The tile for a shape nobody tuned: the large one where it fills the machine, small ones for few rows."""
     if m <= 64:
         return CONFIGS[2]
@@ -209,7 +209,7 @@ def fp8_gemm_triton(
     bias: Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    config: Config | None = None,
+    config: Fp8GemmConfig | None = None,
 ) -> Tensor:
     """`act(a @ b.T * scales + bias)` of FP8 codes; fp32 scales, one per tensor or per row of either operand.
 

@@ -52,7 +52,7 @@ class Losses(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class LossOptions:
     """Where the gradient goes: nowhere, over the logits, into a new tensor, or into FP8 rows."""
 
     gradient: str = "in_place"
@@ -76,7 +76,7 @@ class Options:
 
 
 def logits_ref(
-    logits_TV: Tensor, bias_V: Tensor | None, options: Options, factor_T: Tensor | None = None
+    logits_TV: Tensor, bias_V: Tensor | None, options: LossOptions, factor_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """The logits that the loss sees, in fp32, and their slope against those that were given, times their factors."""
     z = times_rows(logits_TV, factor_T)
@@ -94,7 +94,7 @@ def cross_entropy_ref(
     targets_T: Tensor,
     bias_V: Tensor | None,
     grad_scale: Tensor,
-    options: Options,
+    options: LossOptions,
     factor_T: Tensor | None = None,
 ) -> Losses:
     """Reference for `cross_entropy`."""
@@ -122,7 +122,7 @@ def cross_entropy_ref(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class LossConfig:
     """Logits of one step of the loop over a row, and the warps that share them."""
 
     block: int
@@ -132,18 +132,18 @@ class Config:
 # With 32 warps one row is under way on a multiprocessor: 132 rows of 256 KB stay in the 50 MB L2 of an H200 until their
 # second pass; with 16 warps twice as many do not.
 CONFIGS = (
-    Config(block=16384, num_warps=32),
-    Config(block=16384, num_warps=16),
-    Config(block=32768, num_warps=32),
-    Config(block=8192, num_warps=8),
-    Config(block=8192, num_warps=16),
-    Config(block=4096, num_warps=4),
-    Config(block=4096, num_warps=8),
-    Config(block=2048, num_warps=4),
+    LossConfig(block=16384, num_warps=32),
+    LossConfig(block=16384, num_warps=16),
+    LossConfig(block=32768, num_warps=32),
+    LossConfig(block=8192, num_warps=8),
+    LossConfig(block=8192, num_warps=16),
+    LossConfig(block=4096, num_warps=4),
+    LossConfig(block=4096, num_warps=8),
+    LossConfig(block=2048, num_warps=4),
 )
 
 
-def default_config(vocabulary: int, options: Options) -> Config:
+def default_config(vocabulary: int, options: LossOptions) -> LossConfig:
     """Large steps for large vocabularies. A soft cap takes more registers than 32 warps have.
 
     One H200, 2026-11-15, 4096 x 128256 to bf16 and to FP8 with 20 and 22 instructions a logit, 14 and 15 now:
@@ -366,9 +366,9 @@ def cross_entropy(
     bias_V: Tensor | None = None,
     factor_T: Tensor | None = None,
     grad_scale: Tensor | None = None,
-    options: Options | None = None,
+    options: LossOptions | None = None,
     q_out: Tensor | None = None,
-    config: Config | None = None,
+    config: LossConfig | None = None,
 ) -> Losses:
     """The loss of each row of a chunk of logits, in fp32, and its gradient times `grad_scale`.
 
@@ -378,7 +378,7 @@ def cross_entropy(
     written to `q_out` where it is given, which may be a slice of a larger buffer.
     With the default options the logits are overwritten by their gradient. Raises ConfigError on a wrong argument.
     """
-    options = options or Options()
+    options = options or LossOptions()
     check_matrix("logits_TV", logits_TV)
     t, v = logits_TV.shape
     check_vector("targets_T", targets_T, t, logits_TV)
@@ -418,8 +418,8 @@ def _launch(
     bias_V: Tensor | None,
     factor_T: Tensor | None,
     grad_scale: Tensor,
-    options: Options,
-    config: Config,
+    options: LossOptions,
+    config: LossConfig,
     *,
     q_out: Tensor | None = None,
 ) -> Losses:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.gemm.fp8 import ALIGNMENT, fp8_gemm, row_dtype
-from deepwell.kernels.head.cross_entropy import Options, cross_entropy, logits_ref
+from deepwell.kernels.head.cross_entropy import LossOptions, cross_entropy, logits_ref
 from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_weight
 from deepwell.kernels.quantize.transpose import transpose_codes
 from deepwell.kernels.tune.fastest import fastest_fp8_gemm, fastest_mm
@@ -58,7 +58,7 @@ FP8_CHUNK_BYTES_TIMES_WIDTH = 1 << 41
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
+class HeadOptions:
     """Which loss of which logits, and how it is computed. `dx`, `dw`, `db`: which gradients somebody wants."""
 
     ignore_index: int = -100
@@ -76,9 +76,9 @@ class Head:
             raise ConfigError(f"reduction is {self.reduction!r}; linear_cross_entropy takes mean or sum")
         self.loss("none")  # checks the scale and the cap
 
-    def loss(self, gradient: str) -> Options:
+    def loss(self, gradient: str) -> LossOptions:
         """The options of the loss of one chunk."""
-        return Options(
+        return LossOptions(
             gradient=gradient,
             fp8=GRADIENT_FORMAT,
             ignore_index=self.ignore_index,
@@ -118,10 +118,10 @@ class HeadCodes(NamedTuple):
 
 
 def linear_cross_entropy_ref(
-    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, *, bias_V: Tensor | None = None, head: Head | None = None
+    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, *, bias_V: Tensor | None = None, head: HeadOptions | None = None
 ) -> HeadLoss:
     """Reference for `linear_cross_entropy`, through autograd on fp32 logits."""
-    head = head or Head()
+    head = head or HeadOptions()
     given = [t if t is None else t.detach().float().requires_grad_() for t in (x_TD, w_VD, bias_V)]
     leaves = [t for t in given if t is not None]
     with torch.enable_grad():
@@ -145,14 +145,14 @@ def linear_cross_entropy(
     target_T: Tensor,
     *,
     bias_V: Tensor | None = None,
-    head: Head | None = None,
+    head: HeadOptions | None = None,
     chunk: int | None = None,
 ) -> HeadLoss:
     """Loss (fp32 scalar) and the gradients of x, W and the bias for a loss gradient of 1.
 
     Raises ConfigError on shapes that do not fit, or sizes FP8 cannot take.
     """
-    head = head or Head()
+    head = head or HeadOptions()
     if head.fp8:
         loss, dx, codes, db = linear_cross_entropy_codes(x_TD, w_VD, target_T, bias_V=bias_V, head=head, chunk=chunk)
         dw = None if codes is None else weight_gradient(codes, dtype=w_VD.dtype)[: w_VD.shape[0]]
@@ -169,7 +169,7 @@ def linear_cross_entropy_codes(
     target_T: Tensor,
     *,
     bias_V: Tensor | None = None,
-    head: Head,
+    head: HeadOptions,
     chunk: int | None = None,
 ) -> HeadCodes:
     """`linear_cross_entropy` in FP8 without its last GEMM: `weight_gradient` makes dW of the codes.
@@ -196,10 +196,10 @@ def weight_gradient(codes: WeightCodes, grad: Tensor | None = None, *, dtype: to
 
 
 def linear_cross_entropy_loss(
-    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, *, bias_V: Tensor | None = None, head: Head | None = None
+    x_TD: Tensor, w_VD: Tensor, target_T: Tensor, *, bias_V: Tensor | None = None, head: HeadOptions | None = None
 ) -> Tensor:
     """The loss alone, for a forward that nobody differentiates: one GEMM a chunk instead of three."""
-    head = head or Head()
+    head = head or HeadOptions()
     factor = _factor(target_T, head)
     total = torch.zeros_like(factor)
     v, w_VD = w_VD.shape[0], _padded(w_VD)
@@ -223,11 +223,11 @@ def chunk_bytes(width: int, fp8: bool) -> int:
     return min(CHUNK_BYTES, FP8_CHUNK_BYTES_TIMES_WIDTH // width) if fp8 else CHUNK_BYTES
 
 
-def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor, head: Head) -> int:
+def _rows_of_a_chunk(x_TD: Tensor, w_VD: Tensor, head: HeadOptions) -> int:
     return max(ALIGNMENT, chunk_bytes(w_VD.shape[1], head.fp8) // (w_VD.shape[0] * x_TD.element_size()))
 
 
-def _rows_of_chunks(x_TD: Tensor, w_VD: Tensor, head: Head, chunk: int | None) -> int:
+def _rows_of_chunks(x_TD: Tensor, w_VD: Tensor, head: HeadOptions, chunk: int | None) -> int:
     """Rows of chunks of equal size, none larger than `chunk` or what may be held."""
     t = x_TD.shape[0]
     chunk = min(chunk or _rows_of_a_chunk(x_TD, w_VD, head), max(t, 1))
@@ -250,7 +250,7 @@ def _parts(t: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, t)) for start in range(0, t, chunk))
 
 
-def _factor(target_T: Tensor, head: Head) -> Tensor:
+def _factor(target_T: Tensor, head: HeadOptions) -> Tensor:
     """What the sum of the losses is multiplied with."""
     one = torch.ones((), dtype=torch.float32, device=target_T.device)
     return one / (target_T != head.ignore_index).sum() if head.reduction == "mean" else one
@@ -262,7 +262,7 @@ def _chunks(
     bias_V: Tensor | None,
     target_T: Tensor,
     factor: Tensor,
-    head: Head,
+    head: HeadOptions,
     chunk: int,
 ) -> HeadLoss:
     v, w_VD = w_VD.shape[0], _padded(w_VD)
@@ -298,7 +298,7 @@ def _chunks_fp8(
     bias_V: Tensor | None,
     target_T: Tensor,
     factor: Tensor,
-    head: Head,
+    head: HeadOptions,
     chunk: int,
 ) -> HeadCodes:
     t, v, w_VD = x_TD.shape[0], w_VD.shape[0], _padded(w_VD)

@@ -11,7 +11,7 @@ from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.head.embedding import embedding_backward
 from deepwell.kernels.head.linear_cross_entropy import (
     GRADIENT_FORMAT,
-    Head,
+    HeadOptions,
     WeightCodes,
     linear_cross_entropy,
     linear_cross_entropy_codes,
@@ -25,11 +25,11 @@ from deepwell.kernels.torch_library import FP8, dense, dense_or_none, register_o
 ops = torch.ops.deepwell
 
 
-def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Head:
+def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> HeadOptions:
     """The arguments after the tensors; a soft cap of 0 is none."""
     ignore_index, reduction, fp8, logit_scale, soft_cap, *rest = how
     dx, dw, db = needs
-    return Head(
+    return HeadOptions(
         ignore_index=ignore_index,
         reduction=reduction,
         fp8=fp8,
@@ -43,7 +43,7 @@ def _head(how: Sequence[Any], needs: Sequence[bool] = (True, True, True)) -> Hea
 
 
 def _of_any_length(
-    run: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, head: Head
+    run: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, head: HeadOptions
 ) -> Any:
     """What `run` gives of any number of tokens: FP8 gets rows that do not count, up to whole lines."""
     x, w, target = dense(x), dense(w), dense(target)

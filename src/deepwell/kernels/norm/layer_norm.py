@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from deepwell.kernels.norm.rms_norm import BackwardConfig, Normed, NormGrads, Options, norm, norm_backward
+from deepwell.kernels.norm.rms_norm import BackwardConfig, Normed, NormGrads, NormOptions, norm, norm_backward
 from deepwell.kernels.quantize.fp8 import RowConfig
 
-_DEFAULT = Options(eps=1e-5, rounding="torch", center=True)
+_DEFAULT = NormOptions(eps=1e-5, rounding="torch", center=True)
 
 
 def layer_norm(
@@ -25,7 +25,7 @@ def layer_norm(
     *,
     residual_TD: Tensor | None = None,
     factor_T: Tensor | None = None,
-    options: Options = _DEFAULT,
+    options: NormOptions = _DEFAULT,
     config: RowConfig | None = None,
 ) -> Normed:
     """Normalise the rows of `x_TD` (+ `residual_TD`) to mean 0 and variance 1, times w plus b.
@@ -46,7 +46,7 @@ def layer_norm_backward(
     *,
     d_residual_TD: Tensor | None = None,
     factor_T: Tensor | None = None,
-    options: Options = _DEFAULT,
+    options: NormOptions = _DEFAULT,
     config: BackwardConfig | None = None,
 ) -> NormGrads:
     """Gradients of `layer_norm`: dx (with `d_residual_TD` added), dw and db. `x_TD` is what was normalised.

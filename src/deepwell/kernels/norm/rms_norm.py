@@ -59,7 +59,7 @@ class NormGrads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class NormOptions:
     """What to compute and to write; the same for forward and backward of one norm."""
 
     eps: float = 1e-6
@@ -87,7 +87,7 @@ def norm_ref(
     w_D: Tensor,
     b_D: Tensor | None,
     residual_TD: Tensor | None,
-    options: Options,
+    options: NormOptions,
     factor_T: Tensor | None = None,
 ) -> Normed:
     """Reference for `rms_norm` and `layer_norm`."""
@@ -113,7 +113,7 @@ def norm_backward_ref(
     saved: Normed,
     w_D: Tensor,
     dr_TD: Tensor | None,
-    options: Options,
+    options: NormOptions,
     factor_T: Tensor | None = None,
 ) -> NormGrads:
     """Reference for the backward; `saved.total` is the input of the norm."""
@@ -135,7 +135,7 @@ def norm_backward_ref(
     return NormGrads(dx if options.write else None, q, scale, (dy * n).sum(0).to(w_D.dtype), db)
 
 
-def _rows_of(y: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
+def _rows_of(y: Tensor, options: NormOptions) -> tuple[Tensor | None, Tensor | None]:
     if options.fp8 is None:
         return None, None
     return quantize_rows_ref(y, pow2=options.pow2, dtype=options.fp8)
@@ -152,6 +152,11 @@ class BackwardConfig:
     programs_per_sm: int
     # Loads of the next rows that are under way while this one is computed (through shared memory); 1: none.
     num_stages: int = 1
+
+    @property
+    def max_registers(self) -> int:
+        """What a thread may have for all programs to be there at once: a second wave would run nearly alone."""
+        return min(255, 65536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
 FORWARD_CONFIGS = (
@@ -391,16 +396,16 @@ def rms_norm(
     *,
     residual_TD: Tensor | None = None,
     factor_T: Tensor | None = None,
-    options: Options | None = None,
+    options: NormOptions | None = None,
     config: RowConfig | None = None,
 ) -> Normed:
-    """Normalise the rows of `x_TD` (+ `residual_TD`, whose sum is returned as `total`). See `Options` for the rest.
+    """Normalise the rows of `x_TD` (+ `residual_TD`, whose sum is returned as `total`). See `NormOptions` for the rest.
 
     `factor_T` multiplies the rows of x before a residual is added.
 
     Raises ConfigError on a wrong argument, UnsupportedError on rows of more than 32768 columns.
     """
-    options = options or Options()
+    options = options or NormOptions()
     if options.center:
         raise ConfigError("options.center is for layer_norm; call that instead")
     return norm(x_TD, w_D, None, residual_TD, options, config, factor_T)
@@ -414,7 +419,7 @@ def rms_norm_backward(
     *,
     d_residual_TD: Tensor | None = None,
     factor_T: Tensor | None = None,
-    options: Options | None = None,
+    options: NormOptions | None = None,
     config: BackwardConfig | None = None,
 ) -> NormGrads:
     """Gradients of `rms_norm`: `x_TD` is what was normalised (`total` where there was a residual).
@@ -422,7 +427,7 @@ def rms_norm_backward(
     `d_residual_TD` is the gradient that reaches the residual stream past this norm; dx has it added, and is then the
     gradient of x and of the residual both. `factor_T` multiplies the rows of dy.
     """
-    options = options or Options()
+    options = options or NormOptions()
     if options.center:
         raise ConfigError("options.center is for layer_norm; call layer_norm_backward instead")
     saved = Normed(None, None, None, x_TD, rstd_T, None)
@@ -441,7 +446,7 @@ def norm(
     w_D: Tensor,
     b_D: Tensor | None,
     residual_TD: Tensor | None,
-    options: Options,
+    options: NormOptions,
     config: RowConfig | None,
     factor_T: Tensor | None = None,
 ) -> Normed:
@@ -502,7 +507,7 @@ def _layout(block: int, columns: int, num_warps: int) -> dict[str, int | bool]:
     return {"FULL": block == columns, "RUN": max(1, min(8, block // (32 * num_warps)))}
 
 
-def _allocate(x_TD: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _allocate(x_TD: Tensor, options: NormOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     y = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if options.write else None
     if options.fp8 is None:
         return y, None, None
@@ -515,7 +520,7 @@ def norm_backward(
     saved: Normed,
     w_D: Tensor,
     d_residual_TD: Tensor | None,
-    options: Options,
+    options: NormOptions,
     config: BackwardConfig | None,
     factor_T: Tensor | None = None,
 ) -> NormGrads:

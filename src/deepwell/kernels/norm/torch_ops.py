@@ -14,12 +14,12 @@ ops = torch.ops.deepwell
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
-    out = rms_norm.rms_norm(dense(x), dense(weight), options=rms_norm.Options(eps=eps, rounding=rounding))
+    out = rms_norm.rms_norm(dense(x), dense(weight), options=rms_norm.NormOptions(eps=eps, rounding=rounding))
     return out.y, out.rstd
 
 
 def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Any, ...]:
-    options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=FP8)
+    options = rms_norm.NormOptions(eps=eps, rounding=rounding, write=False, fp8=FP8)
     out = rms_norm.rms_norm(dense(x), dense(weight), options=options)
     return out.q, out.scale, out.rstd
 
@@ -27,7 +27,7 @@ def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str) -> 
 def _add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str, factor: Tensor | None = None
 ) -> tuple[Any, ...]:
-    options = rms_norm.Options(eps=eps, rounding=rounding)
+    options = rms_norm.NormOptions(eps=eps, rounding=rounding)
     tensors = (dense(x), dense(weight))
     out = rms_norm.rms_norm(*tensors, residual_TD=dense(residual), factor_T=factor, options=options)
     return out.y, out.total, out.rstd
@@ -36,7 +36,7 @@ def _add_rms_norm(
 def _add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: str, factor: Tensor | None = None
 ) -> tuple[Any, ...]:
-    options = rms_norm.Options(eps=eps, rounding=rounding, write=False, fp8=FP8)
+    options = rms_norm.NormOptions(eps=eps, rounding=rounding, write=False, fp8=FP8)
     tensors = (dense(x), dense(weight))
     out = rms_norm.rms_norm(*tensors, residual_TD=dense(residual), factor_T=factor, options=options)
     return out.q, out.scale, out.total, out.rstd
@@ -55,7 +55,7 @@ def _rms_norm_grads(
     """`how` is the rounding and, where there are any, the gradient that reaches x past the norm (dx has it added) and
     factors of dy's rows."""
     rounding, past, factor = (*how, None, None)[:3]
-    options = rms_norm.Options(rounding=rounding, **written)
+    options = rms_norm.NormOptions(rounding=rounding, **written)
     tensors = (dense(dy), dense(x), dense(weight), rstd)
     return not_none(
         rms_norm.rms_norm_backward(*tensors, d_residual_TD=dense_or_none(past), factor_T=factor, options=options)
@@ -110,13 +110,13 @@ register_op(
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
-    options = rms_norm.Options(eps=eps, rounding="torch")
+    options = rms_norm.NormOptions(eps=eps, rounding="torch")
     out = layer_norm.layer_norm(dense(x), dense(weight), dense_or_none(bias), options=options)
     return out.y, out.mean, out.rstd
 
 
 def _layer_norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Any, ...]:
-    options = rms_norm.Options(eps=eps, rounding="torch", write=False, fp8=FP8)
+    options = rms_norm.NormOptions(eps=eps, rounding="torch", write=False, fp8=FP8)
     out = layer_norm.layer_norm(dense(x), dense(weight), dense_or_none(bias), options=options)
     return out.q, out.scale, out.mean, out.rstd
 
@@ -124,7 +124,7 @@ def _layer_norm_quantize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 def _add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, factor: Tensor | None = None
 ) -> tuple[Any, ...]:
-    options = rms_norm.Options(eps=eps, rounding="torch")
+    options = rms_norm.NormOptions(eps=eps, rounding="torch")
     tensors = (dense(x), dense(weight), dense_or_none(bias))
     out = layer_norm.layer_norm(*tensors, residual_TD=dense(residual), factor_T=factor, options=options)
     return out.y, out.total, out.mean, out.rstd
@@ -133,7 +133,7 @@ def _add_layer_norm(
 def _add_layer_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, factor: Tensor | None = None
 ) -> tuple[Any, ...]:
-    options = rms_norm.Options(eps=eps, rounding="torch", write=False, fp8=FP8)
+    options = rms_norm.NormOptions(eps=eps, rounding="torch", write=False, fp8=FP8)
     tensors = (dense(x), dense(weight), dense_or_none(bias))
     out = layer_norm.layer_norm(*tensors, residual_TD=dense(residual), factor_T=factor, options=options)
     return out.q, out.scale, out.total, out.mean, out.rstd
@@ -144,7 +144,7 @@ def _layer_norm_grads(
 ) -> tuple[Any, ...]:
     """`how`: where there are any, the gradient that reaches x past the norm and factors of dy's rows."""
     past, factor = (*how, None, None)[:2]
-    options = rms_norm.Options(rounding="torch", **written)
+    options = rms_norm.NormOptions(rounding="torch", **written)
     tensors = (dense(dy), dense(x), dense(weight), mean, rstd)
     return not_none(
         layer_norm.layer_norm_backward(*tensors, d_residual_TD=dense_or_none(past), factor_T=factor, options=options)

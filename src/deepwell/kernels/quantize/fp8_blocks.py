@@ -81,16 +81,16 @@ def _whole(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class BlocksConfig:
     rows: int
     blocks: int
     num_warps: int
 
 
 CONFIGS = (
-    Config(rows=16, blocks=2, num_warps=4),
-    Config(rows=32, blocks=1, num_warps=4),
-    Config(rows=16, blocks=4, num_warps=8),
+    BlocksConfig(rows=16, blocks=2, num_warps=4),
+    BlocksConfig(rows=32, blocks=1, num_warps=4),
+    BlocksConfig(rows=16, blocks=4, num_warps=8),
 )
 # Warps for a tile of 128 x 128, the least that holds whole blocks both ways.
 SQUARE_WARPS = (8, 16)
@@ -227,7 +227,7 @@ def _quantize_tiles_kernel(
 # ---- public wrappers: check, allocate, launch ----
 
 
-def quantize_1x128(x_TK: Tensor, *, config: Config = CONFIGS[0]) -> tuple[Tensor, Tensor]:
+def quantize_1x128(x_TK: Tensor, *, config: BlocksConfig = CONFIGS[0]) -> tuple[Tensor, Tensor]:
     """Codes and scales `(q_TK, scale_TB)` of E4M3 with a power-of-two scale per 128 columns; K must be whole blocks."""
     check_matrix("x_TK", x_TK)
     t, k = x_TK.shape

@@ -80,7 +80,7 @@ class Codes:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Launch:
+class _GroupLaunch:
     """The tables of one launch: groups of one dtype and alignment."""
 
     members: list[int]
@@ -105,7 +105,7 @@ class CodesRefresh:
         self.config = config or CODES_CONFIGS[0]
         self._places: tuple[object, ...] = ()
         self._kinds: tuple[object, ...] = ()
-        self._launches: list[_Launch] = []
+        self._launches: list[_GroupLaunch] = []
 
     def refresh(self, weights: Sequence[Sequence[Tensor]]) -> None:
         """Make the codes of `weights`, one list for each group, where they are not those of its last call."""
@@ -144,7 +144,7 @@ class CodesRefresh:
 
     def _new_launch(
         self, members: list[int], dtype: torch.dtype, is_aligned: bool, weights: Sequence[Sequence[Tensor]]
-    ) -> _Launch:
+    ) -> _GroupLaunch:
         device = weights[0][0].device
         groups: list[tuple[int, ...]] = []
         slot_group: list[int] = []
@@ -162,7 +162,7 @@ class CodesRefresh:
                 tile_weight.append(torch.full((count,), first_weight, dtype=torch.int32))
                 tile_place.append(torch.arange(count, dtype=torch.int32))
                 first_weight += 1
-        return _Launch(
+        return _GroupLaunch(
             members=members,
             dtype=dtype,
             is_aligned=is_aligned,
@@ -179,7 +179,7 @@ class CodesRefresh:
         rows, columns = w.shape
         return -(-rows // self.config.rows) * -(-columns // (self.config.columns * self.config.tiles))
 
-    def _run(self, launch: _Launch) -> None:
+    def _run(self, launch: _GroupLaunch) -> None:
         config, kernel = self.config, weight_codes._refresh_kernel
         packing = config.packing if launch.is_aligned else "bytes"
         if packing == "asm" and is_interpreted(kernel):

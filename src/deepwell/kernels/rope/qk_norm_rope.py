@@ -27,7 +27,7 @@ from deepwell.kernels.checks import check_fp8, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import floats, product, rounded
 from deepwell.kernels.device.fp8 import row_scale
 from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
-from deepwell.kernels.norm.rms_norm import ROUNDINGS, mean_of
+from deepwell.kernels.norm.rms_norm import ROUNDINGS, BackwardConfig, mean_of
 from deepwell.kernels.rope.head_tiles import (
     heads_of,
     largest_of_groups,
@@ -80,7 +80,7 @@ class NormedHeadsGrads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QkNorm:
-    """Which norm: its eps, and what is rounded before the weight (`rms_norm.Options`)."""
+    """Which norm: its eps, and what is rounded before the weight (`rms_norm.NormOptions`)."""
 
     eps: float = 1e-6
     rounding: str = "llama"
@@ -139,23 +139,6 @@ class ForwardConfig:
     """Warps of a program, which has one token."""
 
     num_warps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardConfig:
-    """Programs stay on their multiprocessor and walk over tokens, so that dw is summed in registers.
-
-    With more than one stage the next tokens are on their way to shared memory meanwhile.
-    """
-
-    num_warps: int
-    programs_per_sm: int
-    num_stages: int = 1
-
-    @property
-    def max_registers(self) -> int:
-        """What a thread may have for all programs to be there at once: a second wave would run nearly alone."""
-        return min(255, 65536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
 FORWARD_CONFIGS = tuple(ForwardConfig(num_warps=n) for n in (2, 4, 1, 8))

@@ -47,7 +47,7 @@ _TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class TimingSetup:
     """A problem at its own size: sets of operands that take turns, a candidate's call on one of them, and the case
     that its call on the first must pass."""
 
@@ -94,7 +94,7 @@ def on_real_tensors() -> AbstractContextManager[object]:
 def choose(
     problem: Problem,
     candidates: Sequence[Candidate],
-    setup: Callable[[], Setup],
+    setup: Callable[[], TimingSetup],
     *,
     rules: Rules = RULES,
     rejected: Iterable[Verdict] = (),
@@ -279,7 +279,7 @@ class _Runner:
 
 
 def race(
-    problem: Problem, passed: Sequence[tuple[Candidate, Proof]], setup: Setup, rules: Rules = RULES
+    problem: Problem, passed: Sequence[tuple[Candidate, Proof]], setup: TimingSetup, rules: Rules = RULES
 ) -> list[Verdict]:
     """Every candidate's time at the problem's own shape; one that fails or is wrong there gets the reason instead.
 
@@ -308,7 +308,7 @@ def race(
 SLOWER = "slower in the first round"
 
 
-def _starter(candidate: Candidate, proof: Proof, setup: Setup) -> tuple[_Runner | None, str, Sequence[str]]:
+def _starter(candidate: Candidate, proof: Proof, setup: TimingSetup) -> tuple[_Runner | None, str, Sequence[str]]:
     """A runner that was right once at this shape, or None and the reason. What a failed one held is free again."""
     names: Sequence[str] = ()
     try:

@@ -24,11 +24,11 @@ from torch import Tensor
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.gemm import cublaslt
 from deepwell.kernels.gemm import fp8 as gemm
-from deepwell.kernels.gemm.cublaslt import Product
+from deepwell.kernels.gemm.cublaslt import LtProduct
 from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
-from deepwell.kernels.tune.choose import Rules, Setup, choose, known_choice
+from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
 from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
@@ -49,8 +49,8 @@ _MOST_LENGTHS = 4
 
 Run = Callable[[], Tensor]
 # The way that was chosen, by product; and how many lengths of M were timed in this process.
-_chosen: dict[Product, str] = {}
-_lengths: Counter[Product] = Counter()
+_chosen: dict[LtProduct, str] = {}
+_lengths: Counter[LtProduct] = Counter()
 
 
 def forget() -> None:
@@ -100,14 +100,14 @@ def _torch_mm(a_MK: Tensor, b_KN: Tensor, *, out: Tensor, accumulate: bool) -> T
     return out.addmm_(a_MK, b_KN) if accumulate else torch.mm(a_MK, b_KN, out=out)
 
 
-def _is_large(product: Product) -> bool:
+def _is_large(product: LtProduct) -> bool:
     return 2.0 * product.m * product.n * product.k >= LEAST_FLOPS
 
 
 # ---- choosing ----
 
 
-def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> Tensor:
+def _by_the_fastest(product: LtProduct, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> Tensor:
     way = _chosen.get(product)
     if way is None:
         way = _choose(product, by_torch, run, may_time=may_time and not torch.cuda.is_current_stream_capturing())
@@ -127,7 +127,7 @@ def _by_the_fastest(product: Product, by_torch: Run, run: Callable[..., Tensor],
         return by_torch()
 
 
-def _choose(product: Product, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> str | None:
+def _choose(product: LtProduct, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> str | None:
     """The fastest way that an earlier process found or this one finds; None where nothing may be timed now."""
     problem, candidates = _problem(product), _candidates(product, by_torch, run)
     known = known_choice(problem, candidates)
@@ -149,12 +149,12 @@ def _choose(product: Product, by_torch: Run, run: Callable[..., Tensor], *, may_
     return choice.kernel
 
 
-def way_of(product: Product) -> str:
+def way_of(product: LtProduct) -> str:
     """The algorithm that runs a product: torch's, or its rank and whether it is static."""
     return _chosen.get(product, TORCH)
 
 
-def _problem(product: Product) -> Problem:
+def _problem(product: LtProduct) -> Problem:
     types = "x".join(str(dtype).removeprefix("torch.") for dtype in product.types)
     transposed = "".join("t" if along else "n" for along in product.along_k)
     return Problem(
@@ -176,7 +176,7 @@ def _source_hash() -> str:
     return sources_hash(cublaslt, gemm, timing)[:8]
 
 
-def _candidates(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> list[Candidate]:
+def _candidates(product: LtProduct, by_torch: Run, run: Callable[..., Tensor]) -> list[Candidate]:
     """Torch's product and cuBLASLt's algorithms besides the one that torch takes, the first of those with workspace."""
     ways = [way for way in _ways(product) if way != "0"]
     runs: dict[str, Run] = {TORCH: by_torch, **{way: partial(run, **_ranked(way)) for way in ways}}
@@ -187,7 +187,7 @@ def _candidates(product: Product, by_torch: Run, run: Callable[..., Tensor]) -> 
     ]
 
 
-def _ways(product: Product) -> list[str]:
+def _ways(product: LtProduct) -> list[str]:
     try:
         counts = {label: cublaslt.num_algorithms(replace(product, is_static=bool(label))) for label in ("", "static")}
     except (UnsupportedError, RuntimeError, AttributeError) as error:
@@ -200,7 +200,7 @@ def _ranked(way: str) -> dict[str, int | bool]:
     return {"rank": int(way.removeprefix("static")), "is_static": way.startswith("static")}
 
 
-def _setup(product: Product, by_torch: Run) -> Setup:
+def _setup(product: LtProduct, by_torch: Run) -> TimingSetup:
     """The operands are those of the call. Algorithms are compared with torch's product, which they may overwrite."""
     first = by_torch()
     rows = some_rows(product.m, first.device)
@@ -213,4 +213,4 @@ def _setup(product: Product, by_torch: Run) -> Setup:
         shape=tuple(first.shape),
     )
     del first  # before another result stands beside it
-    return Setup(inputs=[()], call=lambda candidate, given: candidate.fn, case=lambda candidate: case)
+    return TimingSetup(inputs=[()], call=lambda candidate, given: candidate.fn, case=lambda candidate: case)

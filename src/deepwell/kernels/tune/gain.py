@@ -36,7 +36,7 @@ from deepwell.kernels.quantize.weights import partial_maxima, quantize_group
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 from deepwell.kernels.tune import fastest, timing
 from deepwell.kernels.tune.candidate import Candidate, Choice
-from deepwell.kernels.tune.choose import Rules, Setup, choose
+from deepwell.kernels.tune.choose import Rules, TimingSetup, choose
 from deepwell.kernels.tune.fastest import fastest_fp8_gemm
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import fingerprint_of, sources_hash
@@ -128,7 +128,7 @@ def sources() -> str:
 # ---- what is timed ----
 
 
-def _setup(problem: Problem) -> Setup:
+def _setup(problem: Problem) -> TimingSetup:
     """x, w and dy in bf16; for FP8 of whole 16-byte lines, as the engine fills them up. Rows of y are checked."""
     whole = {name: -(-getattr(problem, name) // ALIGNMENT) * ALIGNMENT for name in ("m", "n", "k")}
     filled = replace(problem, **whole)
@@ -147,7 +147,7 @@ def _setup(problem: Problem) -> Setup:
             shape=(x.shape[0], w.shape[0]),
         )
 
-    return Setup(inputs=[()], call=lambda candidate, _: candidate.fn(*given[candidate.precision]), case=case)
+    return TimingSetup(inputs=[()], call=lambda candidate, _: candidate.fn(*given[candidate.precision]), case=case)
 
 
 def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

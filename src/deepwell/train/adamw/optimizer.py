@@ -17,7 +17,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.adamw import update as adamw
 from deepwell.train.adamw.slot import Slot
 from deepwell.train.adamw.tables import FusedAdamW, is_dense
-from deepwell.train.adamw.update import Config
+from deepwell.train.adamw.update import UpdateConfig
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": adamw.FP8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -54,7 +54,7 @@ class AdamWDW(torch.optim.Optimizer):
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
         seed: int = 0,
-        config: Config | None = None,
+        config: UpdateConfig | None = None,
     ) -> None:
         defaults = {
             "lr": lr,

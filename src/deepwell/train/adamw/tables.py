@@ -22,7 +22,7 @@ from deepwell.train.adamw import scalars as adamw_scalars
 from deepwell.train.adamw import update as adamw
 from deepwell.train.adamw.scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
 from deepwell.train.adamw.slot import Slot
-from deepwell.train.adamw.update import Config, Noise, adamw_ref, configs_for_moments
+from deepwell.train.adamw.update import Noise, UpdateConfig, adamw_ref, configs_for_moments
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -70,7 +70,7 @@ class FusedAdamW:
         skip_nonfinite: bool = False,
         random_params: bool = True,
         random_moments: bool = True,
-        config: Config | None = None,
+        config: UpdateConfig | None = None,
     ) -> None:
         self.slots = tuple(slots)
         self.device = _check_slots(self.slots)
@@ -193,7 +193,7 @@ class FusedAdamW:
                 enable_fp_fusion=False,
             )
 
-    def config_of(self, kind: Kind) -> Config:
+    def config_of(self, kind: Kind) -> UpdateConfig:
         """The config of a kind's update."""
         return self._config or configs_for_moments(kind.moment)[0]
 

@@ -135,7 +135,7 @@ def _round_ref(x: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class UpdateConfig:
     rows: int  # of 128 elements in a tile
     tiles: int  # that one program works through, one after the other
     num_warps: int
@@ -148,21 +148,21 @@ class Config:
 # A limit that is never reached (56 of 64) lets the assembler load all four tensors before it computes; without one it
 # saves registers, 48, and half of the loads wait for the others (SASS for sm_90, ptxas of Triton 3.6).
 CONFIGS = (
-    Config(rows=8, tiles=1, num_warps=4, max_registers=64),
-    Config(rows=16, tiles=1, num_warps=8, max_registers=64),
-    Config(rows=8, tiles=1, num_warps=8),
-    Config(rows=16, tiles=1, num_warps=8),
-    Config(rows=32, tiles=1, num_warps=8),
-    Config(rows=16, tiles=4, num_warps=8),
+    UpdateConfig(rows=8, tiles=1, num_warps=4, max_registers=64),
+    UpdateConfig(rows=16, tiles=1, num_warps=8, max_registers=64),
+    UpdateConfig(rows=8, tiles=1, num_warps=8),
+    UpdateConfig(rows=16, tiles=1, num_warps=8),
+    UpdateConfig(rows=32, tiles=1, num_warps=8),
+    UpdateConfig(rows=16, tiles=4, num_warps=8),
     # For FP8 moments; none of these spills.
-    Config(rows=16, tiles=1, num_warps=4, pieces=2),
-    Config(rows=16, tiles=1, num_warps=4, pieces=2, max_registers=128),
-    Config(rows=32, tiles=1, num_warps=4, pieces=4),
-    Config(rows=32, tiles=1, num_warps=8, pieces=2, max_registers=128),
+    UpdateConfig(rows=16, tiles=1, num_warps=4, pieces=2),
+    UpdateConfig(rows=16, tiles=1, num_warps=4, pieces=2, max_registers=128),
+    UpdateConfig(rows=32, tiles=1, num_warps=4, pieces=4),
+    UpdateConfig(rows=32, tiles=1, num_warps=8, pieces=2, max_registers=128),
 )
 
 
-def configs_for_moments(moment: torch.dtype) -> tuple[Config, ...]:
+def configs_for_moments(moment: torch.dtype) -> tuple[UpdateConfig, ...]:
     """The configs for moments of a dtype, the default first."""
     return tuple(config for config in CONFIGS if (config.pieces > 1) == (moment == FP8))
 

@@ -131,7 +131,7 @@ class _Options:
     shard_tokens: int
 
 
-class _Writer:
+class _TokenWriter:
     """A folder that is being prepared."""
 
     def __init__(self, folder: Path, options: _Options) -> None:
@@ -273,7 +273,7 @@ def prepare_tokens(
                 return {**describe(folder), "resumed": 0, "wrote": 0, **_counts(folder)}
             _refuse_foreign(folder)
             _keep_tokenizer(tokenizer, folder)
-            writer = _Writer(folder, options)
+            writer = _TokenWriter(folder, options)
             try:
                 resumed = writer.start()
                 _write(writer, documents, tokens, advance or (lambda _: None), commit_chars)
@@ -286,7 +286,11 @@ def prepare_tokens(
 
 
 def _write(
-    writer: _Writer, documents: Documents, tokenizer: TextTokenizer, advance: Callable[[float], None], commit_chars: int
+    writer: _TokenWriter,
+    documents: Documents,
+    tokenizer: TextTokenizer,
+    advance: Callable[[float], None],
+    commit_chars: int,
 ) -> None:
     advance(documents.size_before(writer.place))
     chars = 0

@@ -23,7 +23,7 @@ _log = logging.getLogger("deepwell.train")
 _CHECKED = 16  # rows before the cursor that a resumed run compares
 
 
-class Source:
+class BatchSource:
     """An iterable, and how it is begun again. `again`: it can be; `stateful`: it says and takes where it is."""
 
     def __init__(self, data: Any, seed: int) -> None:
@@ -107,7 +107,7 @@ class StreamLoader(Loader):
     def __init__(self, data: Any, *, seq_len: int | None = None, seed: int = 0) -> None:
         super().__init__(workers=1)
         self.seq_len, self.seed = seq_len, seed
-        self._source = Source(data, seed)
+        self._source = BatchSource(data, seed)
         self._lock = threading.RLock()
         self._rows: deque[dict[str, Tensor]] = deque()
         self._first = 0  # number of the first row that is held

@@ -26,7 +26,7 @@ from deepwell.train.parallel.inside import prepare
 from deepwell.train.parallel.mesh import Meshes
 from deepwell.train.parallel.runner import Batch, DistributedRunner, clip, local, predictable, squares
 from deepwell.train.parallel.shard import ParallelSettings, fsdp_options, sum_gradients
-from deepwell.train.parallel.stages import Cut, Span, Stage, spans
+from deepwell.train.parallel.stages import Cut, StageModule, StageSpan, spans
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -84,7 +84,7 @@ class PipelineRunner(DistributedRunner):
         self._dtype = settings.mixed_precision.param_dtype or next(engine.model.parameters()).dtype
         self._tied_group = _group_of_ends(meshes) if self.cut.is_tied else None
         inner = prepare(engine, meshes, self.notes)
-        self.stages = [Stage(engine, feed, self.cut, span) for span in own]
+        self.stages = [StageModule(engine, feed, self.cut, span) for span in own]
         for stage in self.stages:
             shard_stage(stage, engine, meshes, settings, inner)
         self._schedules: dict[tuple[int, ...], Any] = {}
@@ -123,8 +123,8 @@ class PipelineRunner(DistributedRunner):
             )
         return self._schedules[key]
 
-    def _torch_stage(self, stage: Stage, rows: int, length: int) -> PipelineStage:
-        span: Span = stage.span
+    def _torch_stage(self, stage: StageModule, rows: int, length: int) -> PipelineStage:
+        span: StageSpan = stage.span
         hidden = torch.zeros(rows, length, self.cut.width, dtype=self._dtype, device=self.device, requires_grad=True)
         tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         loss = torch.zeros(1, device=self.device, requires_grad=True)
@@ -181,7 +181,11 @@ class PipelineRunner(DistributedRunner):
 
 
 def shard_stage(
-    stage: Stage, engine: Engine, meshes: Meshes, settings: ParallelSettings, inner: Sequence[tuple[str, DeviceMesh]]
+    stage: StageModule,
+    engine: Engine,
+    meshes: Meshes,
+    settings: ParallelSettings,
+    inner: Sequence[tuple[str, DeviceMesh]],
 ) -> None:
     """Shard the layers of a stage and the rest of it by FSDP2, where there is more than one rank to do so over.
 

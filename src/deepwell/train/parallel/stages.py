@@ -49,7 +49,7 @@ class Received(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class StageSpan:
     """The layers of one stage of `count`, by number."""
 
     index: int
@@ -65,12 +65,12 @@ class Span:
         return self.index == self.count - 1
 
 
-def spans(layout: Layout, num_layers: int) -> tuple[Span, ...]:
+def spans(layout: Layout, num_layers: int) -> tuple[StageSpan, ...]:
     """All stages of a layout, in the model's order. Stage i is rank i % pp's."""
     counts = layout.layers_of_stages(num_layers)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return tuple(
-        Span(index=i, count=len(counts), layers=range(end - count, end))
+        StageSpan(index=i, count=len(counts), layers=range(end - count, end))
         for i, (count, end) in enumerate(zip(counts, ends, strict=True))
     )
 
@@ -81,7 +81,7 @@ class Cut:
     Raises UnsupportedError where a model does more between its parts than to hand the hidden state on.
     """
 
-    def __init__(self, engine: Engine, keep: tuple[Span, ...]) -> None:
+    def __init__(self, engine: Engine, keep: tuple[StageSpan, ...]) -> None:
         ir, model = engine.ir, engine.model
         self.model = model
         self.base_path = find_glue(model, [layer.path for layer in ir.layers])
@@ -136,7 +136,7 @@ class Cut:
         return self.model.get_submodule(self.base_path)
 
     @contextmanager
-    def only(self, span: Span, x: Tensor) -> Iterator[None]:
+    def only(self, span: StageSpan, x: Tensor) -> Iterator[None]:
         """While the model runs one stage. `x` is what the stage before sent."""
         places: dict[tuple[str, ...], nn.Module] = {self._list_at: self._lists[span.index]}
         if not span.is_first:
@@ -150,13 +150,13 @@ class Cut:
         finally:
             self.received.__dict__["value"] = None
 
-    def parts(self, span: Span) -> list[nn.Module]:
+    def parts(self, span: StageSpan) -> list[nn.Module]:
         """The modules of a stage that hold parameters."""
         found = [self._lists[span.index][i] for i in span.layers]
         ends = [self._embedding] * span.is_first + self._ends * span.is_last
         return found + [self.model.get_submodule(".".join(path)) for path in ends]
 
-    def tied_weight(self, span: Span) -> nn.Parameter | None:
+    def tied_weight(self, span: StageSpan) -> nn.Parameter | None:
         """The weight of embedding or head, which both ends have a copy of; None on stages without one."""
         if not self.is_tied or not (span.is_first or span.is_last):
             return None
@@ -164,15 +164,15 @@ class Cut:
         return self.model.get_submodule(".".join(path)).weight
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """One stage as torch's schedules call it: hidden states in, hidden states out; the last one gives the loss, [1]."""
 
     engine: Engine
     feed: Feed
     cut: Cut
-    span: Span
+    span: StageSpan
 
-    def __init__(self, engine: Engine, feed: Feed, cut: Cut, span: Span) -> None:
+    def __init__(self, engine: Engine, feed: Feed, cut: Cut, span: StageSpan) -> None:
         super().__init__()
         self.__dict__["engine"], self.__dict__["feed"] = engine, feed
         self.__dict__["cut"], self.__dict__["span"] = cut, span

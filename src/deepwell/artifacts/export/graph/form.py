@@ -95,7 +95,7 @@ def _capture(
         raise UnsupportedError(f"the forward is {len(taken)} graphs, not one")
     module, values, outputs = taken[0]
     names = _names(model, fresh, values)
-    graph = _Writer(module, names, torch.device(next((v.device for v in values if isinstance(v, Tensor)), "cpu")))
+    graph = _GraphWriter(module, names, torch.device(next((v.device for v in values if isinstance(v, Tensor)), "cpu")))
     positions = {id(leaf): i for i, leaf in enumerate(call[0])}
     form = {
         "arguments": [
@@ -139,7 +139,7 @@ def _names(model: nn.Module, arguments: Mapping[str, Tensor], values: list[Any])
     return found
 
 
-class _Writer:
+class _GraphWriter:
     """Writes one FX graph down. Values are numbered: inputs, tensors, then nodes."""
 
     def __init__(self, module: fx.GraphModule, names: list[tuple[str, str]], device: torch.device) -> None:
@@ -312,7 +312,7 @@ def _tree(expr: Any, sizes: Mapping[str, Any]) -> Any:
     raise UnsupportedError(f"the forward decides by {expr} whether to go on")
 
 
-def _result(result: Any, outputs: list[Any], values: list[Any], graph: _Writer) -> Any:
+def _result(result: Any, outputs: list[Any], values: list[Any], graph: _GraphWriter) -> Any:
     """What the model returns, with the graph's outputs by number."""
     places = {id(output): number for number, output in enumerate(outputs) if isinstance(output, Tensor)}
 
