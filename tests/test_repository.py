@@ -18,7 +18,19 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 IS_FULL_RUN = os.environ.get("DEEPWELL_FULL_TESTS") == "1"
 
 # What single tests compare with and skip without, and the tools of `make lint`. On a GPU host they may be missing.
-ORACLES = ("ml_dtypes", "hypothesis", "nvmath", "transformers", "triton", "xdist", "ruff", "mypy")
+ORACLES = (
+    "ml_dtypes",
+    "hypothesis",
+    "nvmath",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "triton",
+    "xdist",
+    "ruff",
+    "mypy",
+)
 
 
 def tracked_files() -> list[Path]:
