@@ -140,6 +140,33 @@ def test_leaves_gradients_and_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class _Counting(nn.Module):
+    """BatchNorm writes into its buffers; `seen` is replaced, and `last` has no tensor before the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        self.last = x.detach().mean()
+        return self.second(self.norm(self.first(x))).square().mean()
+
+
+def test_leaves_buffers_as_they_were():
+    model = _Counting()
+    before, seen = {name: value.clone() for name, value in model.state_dict().items()}, model.seen
+    x = torch.randn(4, 32)
+    engine = dw.compile(dw.capture(model, x), precision_policy=_policy(), example_inputs=(x,))
+    engine.check_fragile((x,))
+    assert model.seen is seen and model.last is None
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 def test_without_a_loss_only_the_forward_is_checked():
     engine = dw.compile(dw.capture(_llama()), precision="mxfp8")
     found = engine.check_fragile({"input_ids": _batch()["input_ids"]})

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,9 +78,9 @@ def check_fragile(model: nn.Module, bound: Bound, batch: Any, *, floor_db: float
     """Run one batch through the model as it was written and check every linear and every expert that has a scheme.
 
     `batch` is a dict of keyword arguments, a tuple of arguments or one tensor. Gradients come from the model's loss
-    (`.loss` of its output, or an output of one number); without one only the forward is checked. Parameters' gradients
-    and random states stay as they were. `floor_db` replaces the formats' own floors. Raises ConfigError where the
-    model itself gives NaN or infinity, or the batch is none.
+    (`.loss` of its output, or an output of one number); without one only the forward is checked. Parameters' gradients,
+    buffers (BatchNorm's statistics among them) and random states stay as they were. `floor_db` replaces the formats'
+    own floors. Raises ConfigError where the model itself gives NaN or infinity, or the batch is none.
     """
     check_batch("batch", batch)
     probe = _Probe(floor_db=floor_db)
@@ -100,7 +101,7 @@ def check_fragile(model: nn.Module, bound: Bound, batch: Any, *, floor_db: float
     devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
     try:
         watch = GroupedCalls(experts, lambda call, y: probe.grouped(call, bound.schemes[call.path], y))
-        with torch.enable_grad(), torch.random.fork_rng(devices=devices), watch:
+        with torch.enable_grad(), torch.random.fork_rng(devices=devices), _buffers_kept(model), watch:
             _run(model, batch)
     finally:
         for handle in handles:
@@ -134,6 +135,29 @@ def _run(model: nn.Module, batch: Any) -> None:
         if not bool(loss.isfinite()):
             raise ConfigError(f"the loss of this batch is {float(loss)} in the model's own dtype; check another batch")
         torch.autograd.grad(loss, trained, allow_unused=True)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers that are written to or replaced within have their values and their places back after."""
+    places = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    values = {
+        buffer: buffer.detach().clone()
+        for _, buffers in places
+        for buffer in buffers.values()
+        if buffer is not None and not buffer.is_inference()
+    }
+    try:
+        yield
+    finally:
+        for module, buffers in places:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                # (BatchNorm's statistics move without their version.)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 class _Probe:

@@ -14,6 +14,7 @@ from deepwell.kernels import KernelRegistry
 from deepwell.kernels.cutlass_bindings import CutlassConfig, CutlassKernel, MicroscaleManager
 from deepwell.kernels.production_kernels import ProductionKernelManager
 from deepwell.kernels.tune import choose
+from deepwell.precision.gemm_format import POLICY_FORMATS
 
 ACTIVATIONS = {None: lambda x: x, "gelu": F.gelu, "silu": F.silu, "relu": F.relu}
 
@@ -43,10 +44,23 @@ def test_the_documents_call_multiplies_and_activates(manager, device, activation
     assert sqnr_db(ACTIVATIONS[activation](a @ b + bias), got) > floor
 
 
-@pytest.mark.parametrize(("precision", "floor"), [("bf16", 40), ("fp8", 27), ("mxfp8", 27), ("nvfp4", 14), ("fp4", 14)])
-def test_every_precision_runs_and_keeps_its_signal(manager, device, precision, floor):
-    a, b = (x.bfloat16() for x in operands(device))
-    assert sqnr_db(a.float() @ b.float(), manager.gemm(a, b, precision=precision)) > floor
+FLOORS = {"fp32": 40, "bf16": 40, "fp16": 40, "fp8": 27, "mxfp8": 27, "mxfp6": 20, "mxfp4": 14, "nvfp4": 14, "fp4": 14}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_precision_takes_every_dtype_and_keeps_its_signal(manager, device, dtype):
+    a, b = (x.to(dtype) for x in operands(device))
+    bias = torch.randn(64, device=device, dtype=dtype)
+    wanted = F.gelu(a.float() @ b.float() + bias.float())
+    assert set(POLICY_FORMATS) < set(FLOORS)
+    for precision, floor in FLOORS.items():
+        kernel = CutlassKernel().initialize(48, 64, 96, precision)
+        for got in (
+            manager.gemm(a, b, precision=precision, bias=bias, activation="gelu"),
+            kernel.gemm(a, b, bias=bias, activation="gelu"),
+        ):
+            assert got.dtype == dtype
+            assert sqnr_db(wanted, got) > floor, precision
 
 
 def test_on_a_cpu_a_format_is_exactly_what_it_says(manager):

@@ -20,6 +20,12 @@ from deepwell.kernels.tune.problem import Problem, problem_of
 from deepwell.kernels.tune.verify import FAILURES
 
 _log = logging.getLogger("deepwell.kernels")
+# Precisions that are a dtype: operands of another one are cast to it.
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16"), torch.float16),
+}
 
 
 def gemm(
@@ -34,10 +40,15 @@ def gemm(
 ) -> Tensor:
     """`act(a @ b + bias)` for a [..., K] and b [K, N], by the kernel that the registry chooses.
 
-    Raises ConfigError on a wrong argument, UnsupportedError where gradients are wanted or nobody computes it here, and
-    lack of memory as it comes: the kernel that met it stays in the race.
+    The result has a's dtype unless `out_dtype` is given. Raises ConfigError on a wrong argument, UnsupportedError where
+    gradients are wanted or nobody computes it here, and lack of memory as it comes: the kernel that met it stays in the
+    race.
     """
     _check(a, b, bias, activation)
+    dtype = _DTYPES.get(precision, a.dtype)
+    if dtype != a.dtype:
+        out_dtype = out_dtype or a.dtype
+        a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
     a_MK = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     shape = (*a.shape[:-1], b.shape[1])
     if 0 in (*a_MK.shape, b.shape[1]):

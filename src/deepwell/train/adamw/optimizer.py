@@ -8,21 +8,31 @@ step counts, clipping, skipped steps and a learning rate given as a tensor stay 
 """
 
 from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.train.adamw import moments as codec
 from deepwell.train.adamw import update as adamw
 from deepwell.train.adamw.slot import Slot
-from deepwell.train.adamw.tables import FusedAdamW, is_dense
+from deepwell.train.adamw.tables import FusedAdamW, flat, is_dense
 from deepwell.train.adamw.update import UpdateConfig
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": adamw.FP8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
 # What one set of parameters on a device must agree on; the rest may differ from group to group.
 _SHARED = ("clip_norm", "seed", "stochastic_rounding", "skip_nonfinite")
+# Options that decide what is kept of a parameter; with the shared ones, what the tables were made for.
+_KEPT = ("moments", "master_weights")
+# Options of torch.optim.AdamW that adamw_dw cannot follow, and why.
+_REFUSED = {
+    "amsgrad": "adamw_dw keeps no maximum of the second moment: use torch.optim.AdamW",
+    "differentiable": "the fused update records no gradient: use torch.optim.AdamW",
+}
 # State that must come back from a checkpoint in its own dtype; torch would cast it to the parameter's.
 _STATE = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales", "master")
 
@@ -35,8 +45,10 @@ class AdamWDW(torch.optim.Optimizer):
     is for whatever is kept in bf16 or FP8. `clip_norm` scales gradients to that global norm and, as `skip_nonfinite`
     alone does, skips a step whose norm is inf or NaN (`num_skipped` counts them); either reads the gradients once more.
     `lr` may be a tensor on the parameters' device. `moments` and `master_weights` may be set by group as well as lr,
-    betas, eps, weight_decay, maximize.
-    Raises ConfigError on a wrong value, UnsupportedError on sparse or complex parameters and gradients.
+    betas, eps, weight_decay, maximize. Groups and their options may be edited between steps.
+    `fused` and `foreach` choose among torch's implementations; here there is one, and they change nothing. A step can
+    always be captured in a CUDA graph, so `capturable` changes nothing either. Raises ConfigError on a wrong value, and
+    on `amsgrad` and `differentiable`; UnsupportedError on sparse or complex parameters and gradients.
     """
 
     def __init__(
@@ -46,8 +58,13 @@ class AdamWDW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         master_weights: str | None = None,
         moments: str | None = "bf16",
         stochastic_rounding: bool = True,
@@ -61,7 +78,12 @@ class AdamWDW(torch.optim.Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
             "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
             "master_weights": master_weights,
             "moments": moments,
             "stochastic_rounding": stochastic_rounding,
@@ -71,6 +93,7 @@ class AdamWDW(torch.optim.Optimizer):
         }
         self._config = config
         self._fused: dict[torch.device, _Device] = {}
+        self._made_for: tuple[object, ...] = ()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -78,7 +101,6 @@ class AdamWDW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         _check_group(f"param_groups[{number}]", self.param_groups[number], self.param_groups[0])
-        self._fused = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -87,8 +109,10 @@ class AdamWDW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._fused or any(device.is_stale() for device in self._fused.values()):
+        made_for = self._layout()
+        if made_for != self._made_for or any(device.is_stale(self.state) for device in self._fused.values()):
             self._prepare()
+            self._made_for = made_for
         for device in self._fused.values():
             device.step(self.param_groups)
         return loss
@@ -101,8 +125,7 @@ class AdamWDW(torch.optim.Optimizer):
     @property
     def clips_by_itself(self) -> bool:
         """Whether a step takes the gradients' norm, clips to it or skips by it: `clip_norm` or `skip_nonfinite`."""
-        first = self.param_groups[0]
-        return first["clip_norm"] is not None or bool(first["skip_nonfinite"])
+        return any(group["clip_norm"] is not None or group["skip_nonfinite"] for group in self.param_groups)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -111,8 +134,12 @@ class AdamWDW(torch.optim.Optimizer):
         return devices[0].fused.norm if devices and devices[0].fused.has_norm else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state bit for bit; torch would cast moments and master weights to the parameter's dtype."""
-        saved_groups = state_dict["param_groups"]
+        """Take over a state bit for bit; torch would cast moments and master weights to the parameter's dtype.
+
+        That of a torch.optim.AdamW can be loaded too: what its groups do not have stays as it is here, and the moments
+        are rounded to `moments` at the next step.
+        """
+        saved_groups, own_groups = state_dict["param_groups"], self.param_groups
         super().load_state_dict(state_dict)
         saved_ids = [i for group in saved_groups for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -121,50 +148,82 @@ class AdamWDW(torch.optim.Optimizer):
                 if key in _STATE and isinstance(value, Tensor):
                     local = value.detach().to(param.device)
                     self.state[param][key] = local.clone() if local.data_ptr() == value.data_ptr() else local
-        for number, group in enumerate(self.param_groups):
+        for number, (group, saved, own) in enumerate(zip(self.param_groups, saved_groups, own_groups, strict=True)):
+            group.update({key: own[key] for key in self.defaults if key not in saved})
             _check_group(f"param_groups[{number}]", group, self.param_groups[0])
-        self._fused = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        self._fused = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Tables hold addresses: they are made anew from the state.
-        return {**super().__getstate__(), "_fused": {}, "_config": self._config}
+        return {**super().__getstate__(), "_fused": {}, "_made_for": (), "_config": self._config}
+
+    def _layout(self) -> tuple[object, ...]:
+        """Which parameters are updated, group by group, and the options that the tables depend on."""
+        return tuple(
+            (*(id(p) for p in group["params"] if self._is_updated(p)), *(group[key] for key in (*_SHARED, *_KEPT)))
+            for group in self.param_groups
+        )
+
+    def _is_updated(self, param: Tensor) -> bool:
+        """Whether a parameter needs state: a frozen one, as LoRA leaves most, does not."""
+        return param.requires_grad or param.grad is not None or param in self.state
 
     def _prepare(self) -> None:
         """Make the state that is missing and the tables of each device."""
         members: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
         index = 0
         for number, group in enumerate(self.param_groups):
+            _check_group(f"param_groups[{number}]", group, self.param_groups[0])
             for param in group["params"]:
-                self._init_state(param, group)
-                members.setdefault(param.device, []).append((index, number, param))
+                if self._is_updated(param):
+                    self._fit_state(param, group)
+                    members.setdefault(param.device, []).append((index, number, param))
                 index += 1
-        first = self.param_groups[0]
-        if len(members) > 1 and (first["clip_norm"] is not None or first["skip_nonfinite"]):
+        if len(members) > 1 and self.clips_by_itself:
             where = ", ".join(map(str, members))
             raise UnsupportedError(f"clip_norm and skip_nonfinite need parameters on one device, got {where}")
-        self._fused = {device: _Device(self, device, found) for device, found in members.items()}
+        before, self._fused = self._fused, {}
+        for device, found in members.items():
+            made = self._fused[device] = _Device(self, device, found)
+            if device in before:
+                made.fused.num_skipped.copy_(before[device].fused.num_skipped)
 
-    def _init_state(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _fit_state(self, param: Tensor, group: dict[str, Any]) -> None:
+        """Make the parameter's state, or bring one that was loaded or made for other options to the group's."""
+        state, dtype = self.state[param], param.dtype if group["moments"] is None else MOMENTS[group["moments"]]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.int64, device=param.device)
+            for key in ("exp_avg", "exp_avg_sq"):
+                self._keep_moment(param, key, None, dtype)
+        for key in ("exp_avg", "exp_avg_sq"):
+            kept = _local(state[key])
+            if kept.dtype != dtype or kept.stride() != _local(param).stride():
+                self._keep_moment(param, key, _moment(kept, state.get(f"{key}_scales"), key), dtype)
+        if group["master_weights"] != "fp32" or param.dtype == torch.float32:
+            state.pop("master", None)
+        elif "master" not in state:
+            state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
+
+    def _keep_moment(self, param: Tensor, key: str, values: Tensor | None, dtype: torch.dtype) -> None:
+        """Store a moment in a dtype, zero where no values are given; FP8 with its scales."""
         state = self.state[param]
-        if state:
-            return
-        dtype = param.dtype if group["moments"] is None else MOMENTS[group["moments"]]
-        state["step"] = torch.zeros((), dtype=torch.int64, device=param.device)
-        state["exp_avg"] = _zeros(param, dtype)
-        state["exp_avg_sq"] = _zeros(param, dtype)
+        state[key], scales = _zeros(param, dtype), f"{key}_scales"
+        state.pop(scales, None)
         if dtype == adamw.FP8:
             num_blocks = -(-_local(param).numel() // adamw.BLOCK)
-            state["exp_avg_scales"] = torch.ones(num_blocks, dtype=torch.float32, device=param.device)
-            state["exp_avg_sq_scales"] = torch.ones(num_blocks, dtype=torch.float32, device=param.device)
-        if group["master_weights"] == "fp32" and param.dtype != torch.float32:
-            state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
+            state[scales] = torch.ones(num_blocks, dtype=torch.float32, device=param.device)
+            if values is not None:
+                laid_out = torch.empty_like(_local(param), dtype=torch.float32).copy_(values)
+                is_root = key == "exp_avg_sq"
+                x = flat(laid_out.sqrt() if is_root else laid_out)
+                codec.encode_ref(x, flat(state[key]), state[scales], None, is_root=is_root)
+        elif values is not None:
+            _local(state[key]).copy_(values)
 
     def _slot(self, param: Tensor, group: int, index: int) -> Slot:
         state = self.state[param]
@@ -177,7 +236,8 @@ class _Device:
 
     def __init__(self, owner: AdamWDW, device: torch.device, members: list[tuple[int, int, Tensor]]) -> None:
         self.params = [param for _, _, param in members]
-        steps = torch.stack([owner.state[param]["step"].to(device, torch.int64) for param in self.params])
+        counts = [torch.as_tensor(owner.state[param]["step"]) for param in self.params]
+        steps = torch.stack([count.to(device, torch.int64) for count in counts])
         for param, step in zip(self.params, steps.unbind(), strict=True):
             owner.state[param]["step"] = step  # a view: the device counts in the table
         first = owner.param_groups[0]
@@ -192,13 +252,19 @@ class _Device:
             config=owner._config,
         )
         self.is_sharded = any(_local(param) is not param for param in self.params)
+        self._states = [tuple(owner.state[param].values()) for param in self.params]
         self._groups = torch.zeros((len(owner.param_groups), 7), dtype=torch.float64, device=device)
         self._sent: list[list[float]] = []
 
-    def is_stale(self) -> bool:
-        """Whether a parameter lies elsewhere than when the tables were made (its .data was replaced)."""
-        slots = self.fused.slots
-        return any(_local(p).data_ptr() != slot.param.data_ptr() for p, slot in zip(self.params, slots, strict=True))
+    def is_stale(self, states: dict[Tensor, dict[str, Any]]) -> bool:
+        """Whether a parameter lies elsewhere than when the tables were made, or its state was replaced."""
+        for param, slot, known in zip(self.params, self.fused.slots, self._states, strict=True):
+            if _local(param).data_ptr() != slot.param.data_ptr():
+                return True
+            state = states.get(param, {})
+            if len(state) != len(known) or not all(map(is_, state.values(), known)):
+                return True
+        return False
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         grads = [_gradient(param, i) for i, param in enumerate(self.params)]
@@ -209,6 +275,8 @@ class _Device:
             )
         self._send(groups)
         self.fused.step(grads, self._groups)
+        # The kernels write by address. Whoever saved a parameter for a backward must see it, as of torch's own writes.
+        increment_version([p for p, grad in zip(self.params, grads, strict=True) if grad is not None])
 
     def _send(self, groups: list[dict[str, Any]]) -> None:
         """Bring the groups' scalars to the device where they changed; a tensor lr is copied there each time."""
@@ -237,6 +305,15 @@ def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != adamw.FP8:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     return torch.zeros_like(_local(param), dtype=torch.uint8, memory_format=torch.preserve_format).view(adamw.FP8)
+
+
+def _moment(kept: Tensor, scales: Tensor | None, key: str) -> Tensor:
+    """A stored moment as numbers: the FP8 codes of the second one are those of its root."""
+    if scales is None:
+        return kept
+    values = torch.empty_like(kept, dtype=torch.float32)
+    flat(values).copy_(flat(kept).float() * scales.repeat_interleave(adamw.BLOCK)[: kept.numel()])
+    return values.square() if key == "exp_avg_sq" else values
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -270,8 +347,13 @@ def _check_group(name: str, group: dict[str, Any], first: dict[str, Any]) -> Non
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"{name}: lr must hold one number, got shape {tuple(lr.shape)}")
-    betas = group["betas"]
-    if len(betas) != 2 or any(isinstance(beta, Tensor) or not 0.0 <= beta < 1.0 for beta in betas):
+    for key, why in _REFUSED.items():
+        if group[key]:
+            raise ConfigError(f"{name}: {key}={group[key]!r}; {why}")
+    if group["fused"] and group["foreach"]:
+        raise ConfigError(f"{name}: fused and foreach are both True; torch takes one of them, and here neither matters")
+    betas = group["betas"] = tuple(map(_number, group["betas"]))
+    if len(betas) != 2 or any(not 0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(f"{name}: betas must be two numbers in [0, 1), got {betas!r}")
     for key in ("lr", "eps", "weight_decay"):
         if not isinstance(group[key], Tensor) and not group[key] >= 0.0:
@@ -287,6 +369,10 @@ def _check_group(name: str, group: dict[str, Any], first: dict[str, Any]) -> Non
             raise ConfigError(f"{name}: {key}={group[key]!r} differs from {first[key]!r} of the first group; it is one")
     for i, param in enumerate(group["params"]):
         _check_param(f"{name}['params'][{i}]", param)
+
+
+def _number(value: float | Tensor) -> float:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _check_param(name: str, param: Tensor) -> None:
