@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepwell.bench.corpus import make_corpus
 from deepwell.bench.environment import environment
-from deepwell.bench.parity.run import Run, Setup
+from deepwell.bench.parity.run import PairSetup, ParityRun
 from deepwell.bench.variants import Variant
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.quantize import quantize
@@ -53,7 +53,7 @@ def rounded(x: Tensor, fmt: str) -> Tensor:
     return quantize(x.contiguous(), fmt).dequantize().float()
 
 
-def operands(run: Run) -> Operands:
+def operands(run: ParityRun) -> Operands:
     """x and dy of each linear of some layers, in one batch."""
     found: dict[tuple[int, str], dict[str, Tensor]] = {}
     hooks = []
@@ -102,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     corpus = make_corpus(None, megabytes=45.0, vocab=32768, tokenizer=arguments.tokenizer)
-    run = Run(Variant.parse("bf16"), 0, Setup(tokens=25_000_000), corpus, "cuda")
+    run = ParityRun(Variant.parse("bf16"), 0, PairSetup(tokens=25_000_000), corpus, "cuda")
     rows: list[dict[str, object]] = []
     done = 0
     for step in STEPS:

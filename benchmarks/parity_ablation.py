@@ -26,7 +26,7 @@ def train(arm: str, seed: int, setup: Any, corpus: Any, device: str) -> dict[str
     """The training loss of one run of an arm, in forty windows."""
     import torch
 
-    from deepwell.bench.parity.run import Run, _precise_products
+    from deepwell.bench.parity.run import ParityRun, _precise_products
     from deepwell.bench.variants import Variant
     from deepwell.precision.policy import PrecisionPolicy
 
@@ -44,7 +44,7 @@ def train(arm: str, seed: int, setup: Any, corpus: Any, device: str) -> dict[str
     variant = Ablated(**{key: getattr(Variant.parse(name), key) for key in Variant.__slots__})
     torch._dynamo.reset()
     started = time.perf_counter()
-    run = Run(variant, seed, setup, corpus, device, cuda_graphs=device == "cuda")
+    run = ParityRun(variant, seed, setup, corpus, device, cuda_graphs=device == "cuda")
     window = max(1, setup.steps // 40)
     with _precise_products(variant):
         for step in range(setup.steps):
@@ -129,11 +129,11 @@ def main() -> None:
 
     from deepwell.bench.corpus import make_corpus
     from deepwell.bench.environment import environment
-    from deepwell.bench.parity.run import Setup
+    from deepwell.bench.parity.run import PairSetup
 
     corpus = make_corpus(args.text, megabytes=args.megabytes, vocab=32768, tokenizer=args.tokenizer)
     print(corpus, flush=True)
-    setup = Setup(model=args.model, tokens=int(args.tokens), batch=args.batch, seq_len=args.seq_len, lr=args.lr)
+    setup = PairSetup(model=args.model, tokens=int(args.tokens), batch=args.batch, seq_len=args.seq_len, lr=args.lr)
 
     def save(results: list[dict[str, Any]]) -> None:
         if args.json:

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepwell.bench.faults.result import Check
-from deepwell.bench.faults.worker import VOCAB, Job, make_trainer
+from deepwell.bench.faults.result import FaultClaim
+from deepwell.bench.faults.worker import VOCAB, WorkerJob, make_trainer
 from deepwell.bench.progress import bar
 from deepwell.report.run.data import read_events
 from deepwell.train.run import Callback
@@ -62,7 +62,7 @@ class Sampler(Callback):
 
 def child(folder: Path, steps: int, every: int) -> None:
     """The process that trains, and is killed."""
-    job = Job(folder=str(folder), steps=steps, world=1, seed=0, save_every=25, hang_after_s=120.0)
+    job = WorkerJob(folder=str(folder), steps=steps, world=1, seed=0, save_every=25, hang_after_s=120.0)
     options = {"eval_every": 100, "eval_batches": 2, "eval_dataloader": f"synthetic:{VOCAB}"}
     with make_trainer(job, [Sampler(folder, every)], **options) as trainer:
         trainer.fit()
@@ -104,7 +104,7 @@ def trend(points: list[tuple[float, float]]) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
-def judged(folder: Path, steps: int, kills: int) -> tuple[list[Check], list[dict[str, Any]]]:
+def judged(folder: Path, steps: int, kills: int) -> tuple[list[FaultClaim], list[dict[str, Any]]]:
     """All checks, and the samples of the last process."""
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     last = [line for line in lines if line["pid"] == lines[-1]["pid"]]
@@ -117,19 +117,19 @@ def judged(folder: Path, steps: int, kills: int) -> tuple[list[Check], list[dict
         grows = 10_000 * trend([(line["step"], line[name]) for line in warm]) / size
         scale = 2**20 if unit else 1
         detail = f"{size / scale:,.0f} {unit}".strip() + f", {100 * grows:+.2f}% in 10,000 steps"
-        checks.append(Check(name=name, ok=grows <= _GROWTH, detail=detail))
+        checks.append(FaultClaim(name=name, ok=grows <= _GROWTH, detail=detail))
     for name in ("files", "threads"):
         first, end = (max(line[name] for line in part) for part in (warm[:third], warm[-third:]))
         checks.append(
-            Check(name=name, ok=end <= first, detail=f"at most {first} in the first third, {end} in the last")
+            FaultClaim(name=name, ok=end <= first, detail=f"at most {first} in the first third, {end} in the last")
         )
     events = read_events(folder)
     starts = len(Start.read_all(folder))
     done = events[-1].get("reason") == "done" and events[-1]["step"] == steps
     detail = f"{steps:,} steps, {starts - 1} restarts after {kills} kills; the last process did {lived:,}"
-    checks.append(Check(name="run", ok=done and starts == kills + 1, detail=detail))
+    checks.append(FaultClaim(name="run", ok=done and starts == kills + 1, detail=detail))
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    checks.append(Check(name="folder", ok=len(names) == 3, detail=f"{', '.join(names)}"))
+    checks.append(FaultClaim(name="folder", ok=len(names) == 3, detail=f"{', '.join(names)}"))
     return checks, warm
 
 

@@ -15,25 +15,25 @@ from safetensors.torch import save_file
 
 from deepwell.bench import variants
 from deepwell.bench.corpus import Corpus
-from deepwell.bench.parity.compare import Plan, Results, Verdict, run_plan
-from deepwell.bench.parity.run import Pace, Record, Run, Setup, _eval_steps, _order
+from deepwell.bench.parity.compare import ArmVerdict, Results, WantedRuns, run_plan
+from deepwell.bench.parity.run import Pace, PairSetup, ParityRun, RunRecord, _eval_steps, _order
 from deepwell.bench.variants import Variant, parse_variants
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.precision import PrecisionPolicy
 from warm import start_python
 
-SETUP = Setup(model="tiny", tokens=12 * 64, batch=2, seq_len=32, lr=3e-3, evals=2, eval_tokens=512)
+SETUP = PairSetup(model="tiny", tokens=12 * 64, batch=2, seq_len=32, lr=3e-3, evals=2, eval_tokens=512)
 
 
-def record(arm: str, seed: int, own: float, bf16: float | None = None) -> Record:
+def record(arm: str, seed: int, own: float, bf16: float | None = None) -> RunRecord:
     held = [{"step": SETUP.steps, "own": own, "bf16": own if bf16 is None else bf16, "tokens": 512}]
-    return Record(arm=arm, seed=seed, setup=SETUP, data="d", steps_done=SETUP.steps, losses=[(1, own)], held=held)
+    return RunRecord(arm=arm, seed=seed, setup=SETUP, data="d", steps_done=SETUP.steps, losses=[(1, own)], held=held)
 
 
 # ---- verdicts ----
 
 
-def verdicts(*records: Record) -> list[Verdict]:
+def verdicts(*records: RunRecord) -> list[ArmVerdict]:
     return Results(path=Path("none.json"), records=list(records), corpora={}).verdicts()
 
 
@@ -164,7 +164,7 @@ def test_the_last_step_is_evaluated_and_few_before_it() -> None:
 
 
 def test_a_pair_starts_from_the_same_weights_and_reads_the_same_tokens(corpus: Corpus) -> None:
-    first, second = (Run(Variant.parse(name), 3, SETUP, corpus, "cpu") for name in ("bf16", "fp8"))
+    first, second = (ParityRun(Variant.parse(name), 3, SETUP, corpus, "cpu") for name in ("bf16", "fp8"))
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
     for step in (0, 5, 11):
         assert torch.equal(first._batch(step)[0], second._batch(step)[0])
@@ -194,7 +194,7 @@ def policy_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def uninterrupted(corpus: Corpus, policy_file: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """bf16 and the policy, from the first to the last step in one go."""
-    plan = Plan(arms=parse_variants(policy_file), seeds=(0,), setup=SETUP, device="cpu")
+    plan = WantedRuns(arms=parse_variants(policy_file), seeds=(0,), setup=SETUP, device="cpu")
     results, left = run_plan(plan, corpus, tmp_path_factory.mktemp("whole"), Pace(log_every=1))
     assert left == 0
     return results
@@ -214,13 +214,13 @@ def test_training_lowers_the_loss_and_the_files_say_how(uninterrupted: Results) 
 def test_a_deadline_stops_after_a_checkpoint_and_the_next_call_goes_on_to_the_same_numbers(
     corpus: Corpus, tmp_path: Path, uninterrupted: Results
 ) -> None:
-    stopped = Run(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
+    stopped = ParityRun(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
     path = tmp_path / "bf16.safetensors"
     assert not stopped.train(Pace(log_every=2, deadline=time.perf_counter()), lambda run: run.save(path))
     assert stopped.record.steps_done == 1 and path.is_file()
     # The loss of step 1 is not in the curve yet: it must not be lost.
     assert stopped.record.losses == []
-    going_on = Run(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
+    going_on = ParityRun(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
     going_on.load(path)
     assert going_on.train(Pace(log_every=2), lambda run: run.save(path))
     whole = [loss for _, loss in curve(uninterrupted, "bf16")]
@@ -231,7 +231,7 @@ def test_a_deadline_stops_after_a_checkpoint_and_the_next_call_goes_on_to_the_sa
 
 
 def test_no_run_is_begun_after_the_deadline(corpus: Corpus, tmp_path: Path) -> None:
-    plan = Plan(arms=parse_variants("fp8"), seeds=(0, 1), setup=SETUP, device="cpu")
+    plan = WantedRuns(arms=parse_variants("fp8"), seeds=(0, 1), setup=SETUP, device="cpu")
     results, left = run_plan(plan, corpus, tmp_path, Pace(deadline=time.perf_counter() - 1))
     assert left == 4 and not results.records
 
@@ -243,16 +243,16 @@ def test_an_arm_that_the_device_lacks_is_found_before_bf16_is_trained(
         raise UnsupportedError(f"{variant.name} is not for this GPU")
 
     monkeypatch.setattr(variants, "_check_scaling", lacks)
-    plan = Plan(arms=parse_variants("fp8_1x128"), seeds=(0,), setup=SETUP, device="cpu")
+    plan = WantedRuns(arms=parse_variants("fp8_1x128"), seeds=(0,), setup=SETUP, device="cpu")
     with pytest.raises(UnsupportedError, match="fp8_1x128 is not for this GPU"):
         run_plan(plan, corpus, tmp_path, Pace())
     assert not (tmp_path / "parity.json").exists()
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> None:
-    run = Run(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
+    run = ParityRun(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
     run.save(tmp_path / "a.safetensors")
-    other = Run(Variant.parse("bf16"), 1, SETUP, corpus, "cpu")
+    other = ParityRun(Variant.parse("bf16"), 1, SETUP, corpus, "cpu")
     with pytest.raises(ConfigError, match="another run"):
         other.load(tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes(b"half a file")
@@ -261,9 +261,9 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(corpus: Corpus, tmp_
 
 
 @pytest.fixture(scope="module")
-def begun(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+def begun(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[ParityRun, Path]:
     """A run after one step, and its checkpoint."""
-    run = Run(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
+    run = ParityRun(Variant.parse("bf16"), 0, SETUP, corpus, "cpu")
     path = tmp_path_factory.mktemp("begun") / "whole.safetensors"
     assert not run.train(Pace(deadline=time.perf_counter()), lambda one: one.save(path))
     return run, path
@@ -286,7 +286,7 @@ def begun(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run
     ],
 )
 def test_a_checkpoint_that_lacks_something_is_refused_by_name(
-    begun: tuple[Run, Path], tmp_path: Path, damage: Callable[..., tuple[dict[str, torch.Tensor], dict[str, str]]]
+    begun: tuple[ParityRun, Path], tmp_path: Path, damage: Callable[..., tuple[dict[str, torch.Tensor], dict[str, str]]]
 ) -> None:
     run, whole = begun
     with safe_open(whole, framework="pt") as file:
@@ -312,12 +312,12 @@ def test_a_killed_run_goes_on_to_the_very_same_numbers(
         "import json, sys, torch\n"
         "from pathlib import Path\n"
         "from deepwell.bench.corpus import Corpus\n"
-        "from deepwell.bench.parity.compare import Plan, run_plan\n"
-        "from deepwell.bench.parity.run import Pace, Setup\n"
+        "from deepwell.bench.parity.compare import WantedRuns, run_plan\n"
+        "from deepwell.bench.parity.run import Pace, PairSetup\n"
         "from deepwell.bench.variants import parse_variants\n"
         "torch.set_num_threads(1)\n"
         "corpus, setup, out, arm = json.loads(sys.argv[1])\n"
-        "plan = Plan(arms=parse_variants(arm), seeds=(0,), setup=Setup(**setup), device='cpu')\n"
+        "plan = WantedRuns(arms=parse_variants(arm), seeds=(0,), setup=PairSetup(**setup), device='cpu')\n"
         "run_plan(plan, Corpus(**corpus), Path(out), Pace(log_every=1, checkpoint_every=2))\n"
     )
     process = start_python(code, json.dumps([asdict(corpus), asdict(SETUP), str(tmp_path), policy_file]))
@@ -332,7 +332,7 @@ def test_a_killed_run_goes_on_to_the_very_same_numbers(
         process.join()
     assert process.exitcode == -signal.SIGKILL
     (kept,) = (tmp_path / "checkpoints").glob(checkpoint)
-    plan = Plan(arms=parse_variants(policy_file), seeds=(0,), setup=SETUP, device="cpu")
+    plan = WantedRuns(arms=parse_variants(policy_file), seeds=(0,), setup=SETUP, device="cpu")
     lines: list[str] = []
     results, left = run_plan(plan, corpus, tmp_path, Pace(log_every=1), lines.append)
     assert left == 0 and not kept.exists()

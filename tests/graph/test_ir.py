@@ -22,15 +22,15 @@ from deepwell.graph.ops import (
     Attention,
     Extent,
     GroupedLinear,
+    InputSizes,
     Linear,
     Matmul,
     Norm,
-    Workload,
 )
 from deepwell.graph.table import layer_ranges, short_count
 
 EXTENTS = st.builds(Extent, st.integers(1, 10**6), st.integers(0, 3), st.integers(0, 3))
-WORKLOADS = st.builds(Workload, batch=st.integers(1, 64), seq_len=st.integers(1, 4096))
+WORKLOADS = st.builds(InputSizes, batch=st.integers(1, 64), seq_len=st.integers(1, 4096))
 
 
 def published(name: str, **changes: Any) -> IR:
@@ -41,12 +41,12 @@ def published(name: str, **changes: Any) -> IR:
 
 
 def test_an_extent_is_its_factor_times_powers_of_batch_and_length() -> None:
-    work = Workload(batch=3, seq_len=5)
+    work = InputSizes(batch=3, seq_len=5)
     assert [e.at(work) for e in (Extent(7), BATCH, SEQ, TOKENS, Extent(2, 1, 2))] == [7, 3, 5, 15, 2 * 3 * 25]
 
 
 @given(EXTENTS, st.integers(1, 1000), WORKLOADS)
-def test_multiplying_an_extent_multiplies_its_value(extent: Extent, factor: int, work: Workload) -> None:
+def test_multiplying_an_extent_multiplies_its_value(extent: Extent, factor: int, work: InputSizes) -> None:
     assert extent.times(factor).at(work) == factor * extent.at(work)
 
 
@@ -68,7 +68,7 @@ def test_a_text_that_is_no_extent_is_named(text: str) -> None:
 )
 def test_a_workload_refuses_sizes_that_are_no_counts(sizes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"seq_len|batch|tokens_per_expert"):
-        Workload(**sizes)
+        InputSizes(**sizes)
 
 
 # ---- costs of ops ----
@@ -76,7 +76,7 @@ def test_a_workload_refuses_sizes_that_are_no_counts(sizes: dict[str, Any]) -> N
 
 def test_a_linear_layer_has_three_gemms_of_equal_flops() -> None:
     op = Linear(name="x", role="mlp", k=16, n=48)
-    gemms = op.gemms(Workload(batch=2, seq_len=5))
+    gemms = op.gemms(InputSizes(batch=2, seq_len=5))
     assert [(g.step, g.m, g.n, g.k) for g in gemms] == [
         ("fwd", 10, 48, 16),
         ("dgrad", 10, 16, 48),
@@ -100,12 +100,12 @@ def test_attention_counts_the_pairs_that_the_causal_mask_leaves(q_len: int, past
         name="a", role="attention", q_heads=1, kv_heads=1, qk_dim=1, v_dim=1, window=window,
         q_len=Extent(q_len), kv_len=Extent(q_len + past),
     )  # fmt: skip
-    assert op.pairs(Workload(seq_len=1)) == brute_pairs(q_len, q_len + past, window)
+    assert op.pairs(InputSizes(seq_len=1)) == brute_pairs(q_len, q_len + past, window)
 
 
 def test_attention_without_a_mask_sees_the_full_square() -> None:
     op = Attention(name="a", role="attention", q_heads=4, kv_heads=2, qk_dim=8, v_dim=16, causal=False)
-    work = Workload(batch=3, seq_len=10)
+    work = InputSizes(batch=3, seq_len=10)
     assert op.pairs(work) == 100
     # Forward: scores over 8 and values over 16, for 3 sequences of 4 heads; backward is twice that.
     assert op.flops(work) == 2 * 3 * 4 * 100 * (8 + 16)
@@ -114,28 +114,28 @@ def test_attention_without_a_mask_sees_the_full_square() -> None:
 
 def test_experts_follow_the_tokens_they_are_given() -> None:
     op = GroupedLinear(name="e", role="experts", experts=4, k=8, n=16, rows=TOKENS.times(2))
-    even = Workload(batch=1, seq_len=7)
+    even = InputSizes(batch=1, seq_len=7)
     # 14 rows over 4 experts: the remainder goes to the first ones.
     assert op.expert_rows(even) == (4, 4, 3, 3)
     assert [(g.m, g.groups) for g in op.gemms(even) if g.step == "fwd"] == [(4, 2), (3, 2)]
-    given_rows = Workload(batch=1, seq_len=7, tokens_per_expert=(10, 0, 4, 0))
+    given_rows = InputSizes(batch=1, seq_len=7, tokens_per_expert=(10, 0, 4, 0))
     assert op.flops(given_rows) == op.flops(even) == 2 * 14 * 8 * 16
     # An expert without tokens has no GEMM and its weights are not read.
     assert [(g.m, g.groups) for g in op.gemms(given_rows) if g.step == "wgrad"] == [(16, 1), (16, 1)]
     with pytest.raises(ConfigError, match="2 entries; e has 4 experts"):
-        op.gemms(Workload(seq_len=7, tokens_per_expert=(7, 7)))
+        op.gemms(InputSizes(seq_len=7, tokens_per_expert=(7, 7)))
 
 
 def test_weights_of_idle_experts_are_not_read() -> None:
     ir = published("mixtral-8x7b")
     op = next(op for op in ir.blocks[0].ops if op.name == "mlp.experts.down_proj")
-    busy = op.weight_bytes(Workload(seq_len=8))
+    busy = op.weight_bytes(InputSizes(seq_len=8))
     assert busy == 8 * 14336 * 4096 * 2
-    assert op.weight_bytes(Workload(seq_len=8, tokens_per_expert=(16, 0, 0, 0, 0, 0, 0, 0))) == busy // 8
+    assert op.weight_bytes(InputSizes(seq_len=8, tokens_per_expert=(16, 0, 0, 0, 0, 0, 0, 0))) == busy // 8
 
 
 def test_bytes_count_each_input_weight_and_output_once() -> None:
-    work = Workload(batch=2, seq_len=4)
+    work = InputSizes(batch=2, seq_len=4)
     ops = {op.name: op for op in published("llama3-8b").blocks[0].ops}
     rows, bf16 = 8, 2
     assert ops["mlp.up_proj"].bytes_moved(work) == bf16 * (rows * 4096 + rows * 14336 + 4096 * 14336)
@@ -148,12 +148,12 @@ def test_bytes_count_each_input_weight_and_output_once() -> None:
 
 def test_an_embedding_reads_only_the_rows_it_looks_up() -> None:
     embedding = published("llama3-8b").stem[0]
-    assert embedding.bytes_moved(Workload(seq_len=4)) == 2 * (2 * 4 * 4096)
+    assert embedding.bytes_moved(InputSizes(seq_len=4)) == 2 * (2 * 4 * 4096)
 
 
 def test_a_product_of_activations_has_two_input_gradients_and_no_weight_gradient() -> None:
     op = Matmul(name="m", role="mixer", batch=BATCH, m=SEQ, n=Extent(8), k=Extent(16))
-    work = Workload(batch=2, seq_len=5)
+    work = InputSizes(batch=2, seq_len=5)
     assert [g.step for g in op.gemms(work)] == ["fwd", "dgrad", "dgrad"]
     assert op.train_flops(work) == 3 * op.flops(work) == 3 * 2 * 2 * 5 * 8 * 16
 

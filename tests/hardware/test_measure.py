@@ -92,7 +92,7 @@ def test_a_failing_gpu_ends_the_run_and_blames_no_format(cpu, monkeypatch):
 
 def test_a_format_the_gpu_lacks_is_not_even_tried():
     gpu = Gpu(name="any", compute_capability=(9, 0))
-    run = measure._Run(torch, gpu, torch.device("cpu"), 1024)
+    run = measure._MeasureRun(torch, gpu, torch.device("cpu"), 1024)
     run.one(measure._Job(format="nvfp4", shape=(128, 128, 128)), 0.01)
     assert "no block-scaled MMA" in run.unavailable["nvfp4"]
 

@@ -11,7 +11,7 @@ from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.names import named_hardware
 from deepwell.planner.efficiency import (
-    Device,
+    DeviceSpeed,
     GpuConstants,
     attention_s,
     constants_key,
@@ -19,7 +19,7 @@ from deepwell.planner.efficiency import (
     gemm_s,
     gpu_constants,
 )
-from deepwell.planner.shard import LocalAttention, LocalBlock, Sizes, local_block
+from deepwell.planner.shard import LocalAttention, LocalBlock, RankSizes, local_block
 from deepwell.planner.workload import Workload
 
 MODELS = ("llama3-8b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "gpt2")
@@ -32,7 +32,7 @@ def irs() -> dict[str, IR]:
     return {name: IR.from_config(config, dtype="bf16") for name, config in configs.items()}
 
 
-def blocks_of(ir: IR, sizes: Sizes) -> list[tuple[LocalBlock, int]]:
+def blocks_of(ir: IR, sizes: RankSizes) -> list[tuple[LocalBlock, int]]:
     """Every block on one rank with how often it occurs: layers, then stem and tail."""
     work = Workload(ir=ir, seq_len=sizes.seq_len, global_batch=1)
     found = [(local_block(ir.blocks[v.block].ops, v.formats, sizes), len(v.layers)) for v in work.variants()]
@@ -48,7 +48,7 @@ def test_ranks_together_compute_the_flops_of_the_ir(
     irs: dict[str, IR], model: str, tp: int, cp: int, ep: int, etp: int
 ) -> None:
     ir, seq = irs[model], 2048
-    sizes = Sizes(micro_batch=2, seq_len=seq, tp=tp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
+    sizes = RankSizes(micro_batch=2, seq_len=seq, tp=tp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
     flops = 0.0
     for block, count in blocks_of(ir, sizes):
         gemms = sum(g.flops for g in block.gemms)
@@ -64,7 +64,7 @@ def test_ranks_together_hold_the_parameters_of_the_ir(
     irs: dict[str, IR], model: str, tp: int, ep: int, etp: int
 ) -> None:
     ir = irs[model]
-    sizes = Sizes(micro_batch=1, seq_len=1024, tp=tp, ep=ep, etp=etp)
+    sizes = RankSizes(micro_batch=1, seq_len=1024, tp=tp, ep=ep, etp=etp)
     blocks = blocks_of(ir, sizes)
     dense = sum(block.dense_params * count for block, count in blocks)
     expert = sum(block.expert_params * count for block, count in blocks)
@@ -80,27 +80,27 @@ def test_ranks_together_hold_the_parameters_of_the_ir(
 
 def test_key_heads_fewer_than_ranks_are_repeated(irs: dict[str, IR]) -> None:
     # Llama-3 8B has 8 key heads: 16 ranks hold one each, twice.
-    sizes = Sizes(micro_batch=1, seq_len=1024, tp=16)
+    sizes = RankSizes(micro_batch=1, seq_len=1024, tp=16)
     block = blocks_of(irs["llama3-8b"], sizes)[0][0]
     assert {g.part: g.n for g in block.gemms if g.part in ("k", "v")} == {"k": 128, "v": 128}
     assert block.attention[0].kv_heads == 1
 
 
 def test_busy_experts_compute_more_rows(irs: dict[str, IR]) -> None:
-    even = blocks_of(irs["qwen3-30b-a3b"], Sizes(micro_batch=1, seq_len=1024, ep=8))[0][0]
-    busy = blocks_of(irs["qwen3-30b-a3b"], Sizes(micro_batch=1, seq_len=1024, ep=8, expert_load=1.5))[0][0]
+    even = blocks_of(irs["qwen3-30b-a3b"], RankSizes(micro_batch=1, seq_len=1024, ep=8))[0][0]
+    busy = blocks_of(irs["qwen3-30b-a3b"], RankSizes(micro_batch=1, seq_len=1024, ep=8, expert_load=1.5))[0][0]
     rows = [sum(g.m * g.groups for g in b.gemms if g.role == "experts") for b in (even, busy)]
     assert rows[1] == pytest.approx(1.5 * rows[0])
 
 
 @pytest.fixture(scope="module")
-def h200() -> Device:
+def h200() -> DeviceSpeed:
     return device(named_hardware("H200").gpus[0])
 
 
 # Measured on one H200 (hardware/machines/h200.json); a power-limited card moves by several percent from run to run.
 @pytest.mark.parametrize("fmt", ["bf16", "fp8"])
-def test_large_gemms_come_within_a_fifth_of_the_measured_ones(h200: Device, fmt: str) -> None:
+def test_large_gemms_come_within_a_fifth_of_the_measured_ones(h200: DeviceSpeed, fmt: str) -> None:
     gpu = named_hardware("H200").gpus[0]
     curve = next(c for c in gpu.curves if c.format == {"bf16": "bf16", "fp8": "fp8_tensor"}[fmt])
     for point in curve.points:
@@ -111,7 +111,7 @@ def test_large_gemms_come_within_a_fifth_of_the_measured_ones(h200: Device, fmt:
         assert speed == pytest.approx(point.tflops, rel=0.2), point
 
 
-def test_shallow_and_small_gemms_are_less_efficient(h200: Device) -> None:
+def test_shallow_and_small_gemms_are_less_efficient(h200: DeviceSpeed) -> None:
     def efficiency(m: int, n: int, k: int) -> float:
         return 2 * m * n * k / gemm_s(h200, "bf16", m, n, k) / h200.rate("bf16")
 
@@ -120,7 +120,7 @@ def test_shallow_and_small_gemms_are_less_efficient(h200: Device) -> None:
     assert efficiency(129, 4096, 4096) < efficiency(128, 4096, 4096)  # a ragged tile is computed whole
 
 
-def test_one_row_is_bound_by_reading_the_weight(h200: Device) -> None:
+def test_one_row_is_bound_by_reading_the_weight(h200: DeviceSpeed) -> None:
     seconds = gemm_s(h200, "bf16", 1, 16384, 16384)
     assert seconds >= 2 * 16384 * 16384 / h200.bytes_per_s
 

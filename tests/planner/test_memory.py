@@ -16,7 +16,7 @@ from deepwell.planner.layout import Layout, Offload, Recompute
 from deepwell.planner.memory import in_flight, saved_bytes
 from deepwell.planner.rank_memory import rank_memory
 from deepwell.planner.schedule.simulate import peak_live
-from deepwell.planner.shard import Sizes, local_block
+from deepwell.planner.shard import RankSizes, local_block
 from deepwell.planner.stack import get_stack
 from deepwell.planner.step_memory import memory_timeline
 from deepwell.planner.workload import Lora, Workload
@@ -36,7 +36,7 @@ def gpt() -> IR:
 
 
 def layer_bytes(ir: IR, tp: int, sequence_parallel: bool, recompute: Recompute, batch: int = 4) -> float:
-    sizes = Sizes(micro_batch=batch, seq_len=SEQ, tp=tp, sequence_parallel=sequence_parallel, dropout=True)
+    sizes = RankSizes(micro_batch=batch, seq_len=SEQ, tp=tp, sequence_parallel=sequence_parallel, dropout=True)
     block = local_block(ir.blocks[0].ops, (), sizes)
     return sum(saved_bytes(block, recompute, "fused_softmax", dropout=True).values())
 

@@ -10,8 +10,8 @@ from deepwell.precision.guard import (
     BITS,
     WHAT,
     Finding,
-    Gemm,
     Guard,
+    GuardedGemm,
     GuardEvent,
     GuardSettings,
     GuardStop,
@@ -31,14 +31,14 @@ class Run:
     def __init__(self, policy="nvfp4", **settings):
         self.guard = Guard(GuardSettings(**settings))
         keys = [(f"layers.{i}.{name}", gemm) for i in (0, 1) for name in ("up", "down") for gemm in BITS_OF_GEMMS]
-        self.gemms = {key: Gemm(now=policy, policy=policy, share=1.0) for key in keys}
+        self.gemms = {key: GuardedGemm(now=policy, policy=policy, share=1.0) for key in keys}
 
     def step(self, step, *findings, loss=1.0):
         events = self.guard.decide(step, findings, self.gemms, loss)
         for asked in changes(events, self.gemms).values():
             for key, name in asked.items():
                 policy = self.gemms[key].policy
-                self.gemms[key] = Gemm(now=name or policy, policy=policy, share=1.0)
+                self.gemms[key] = GuardedGemm(now=name or policy, policy=policy, share=1.0)
         return [(e.what, e.path, e.gemm, e.before, e.after) for e in events]
 
     def others(self, *keys):

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from deepwell.bench.faults import Setup, run_faults
+from deepwell.bench.faults import FaultSetup, run_faults
 from deepwell.bench.faults.checks import read_stream
-from deepwell.bench.faults.siege import Host
+from deepwell.bench.faults.siege import AgentHost
 from deepwell.errors import ConfigError, DeepwellError
 from deepwell.train.elastic import StopSignal, Watchdog, World
 from deepwell.train.settings import TrainSettings
@@ -156,7 +156,7 @@ def test_settings_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not World(size=2).note(elastic=True)
     for wrong in ({"kills": 0}, {"world": 0}, {"minutes": 0.0}):
         with pytest.raises(ConfigError):
-            Setup(**wrong)  # type: ignore[arg-type]
+            FaultSetup(**wrong)  # type: ignore[arg-type]
 
 
 # ---- the real thing ----
@@ -164,7 +164,7 @@ def test_settings_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @LINUX
 def test_a_run_that_is_killed_loses_nothing(tmp_path: Path) -> None:
-    result = run_faults(Setup(kills=3, steps_per_kill=10, save_every=3, minutes=5.0), tmp_path, print)
+    result = run_faults(FaultSetup(kills=3, steps_per_kill=10, save_every=3, minutes=5.0), tmp_path, print)
     assert result.ok, str(result)
     assert result.kills == 3 and result.starts >= 4 and len(result.recoveries) >= 3
     assert result.reasons.get("ended without a word", 0) >= 1 and result.reasons.get("stopped by SIGTERM") == 1
@@ -173,7 +173,7 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 class Nodes:
     """Agents of one job on this machine, and what the job has written."""
 
-    def __init__(self, folder: Path, host: Host) -> None:
+    def __init__(self, folder: Path, host: AgentHost) -> None:
         self.folder, self.host = folder, host
         (folder / "pids").mkdir(parents=True)
 
@@ -222,8 +222,8 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    with Host(tmp_path_factory.mktemp("host") / "host.log") as found:
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentHost]:
+    with AgentHost(tmp_path_factory.mktemp("host") / "host.log") as found:
         yield found
 
 
@@ -235,7 +235,7 @@ def _port() -> int:
 
 @pytest.mark.slow
 @LINUX
-def test_agents_go_and_come_back(tmp_path: Path, host: Host) -> None:
+def test_agents_go_and_come_back(tmp_path: Path, host: AgentHost) -> None:
     # 4 -> 2 -> 4 processes, then the agent that has the rendezvous dies too.
     job = Nodes(tmp_path / "run", host)
     where = {"nodes": (1, 2), "endpoint": f"127.0.0.1:{_port()}"}
@@ -282,7 +282,7 @@ def test_agents_go_and_come_back(tmp_path: Path, host: Host) -> None:
 @pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("how", ["stopped", "asleep"])
-def test_a_hung_rank_is_found_and_replaced(tmp_path: Path, host: Host, how: str) -> None:
+def test_a_hung_rank_is_found_and_replaced(tmp_path: Path, host: AgentHost, how: str) -> None:
     job = Nodes(tmp_path / "run", host)
     fails = {"fail_step": 9, "fail_rank": 1, "fail_how": "sleep"} if how == "asleep" else {}
     agent = job.start(world=2, hang_after_s=15.0, give_up_after=3, **fails)
@@ -305,7 +305,7 @@ def test_a_hung_rank_is_found_and_replaced(tmp_path: Path, host: Host, how: str)
 
 @pytest.mark.slow
 @LINUX
-def test_a_run_that_always_fails_gives_up_with_the_reason(tmp_path: Path, host: Host) -> None:
+def test_a_run_that_always_fails_gives_up_with_the_reason(tmp_path: Path, host: AgentHost) -> None:
     job = Nodes(tmp_path / "run", host)
     agent = job.start(world=2, fail_step=6, fail_rank=1, give_up_after=2)
     job.until(lambda: agent in host.ended, "giving up")

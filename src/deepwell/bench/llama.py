@@ -60,7 +60,7 @@ def rotate(x_BHSC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
     return x_BHSC * cos_SC + torch.cat((-second, first), dim=-1) * sin_SC
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
@@ -92,11 +92,11 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = LlamaAttention(config)
         self.mlp_norm = RMSNorm(config.width)
         self.mlp = MLP(config)
 
@@ -115,7 +115,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         cos_SC, sin_SC = rope_tables(config)

@@ -19,7 +19,7 @@ SELF_CHECK = "self-check"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class NativeLine:
     """One line for doctor."""
 
     name: str
@@ -28,13 +28,13 @@ class Finding:
     remedy: str = ""
 
 
-def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> Finding:
+def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> NativeLine:
     """The library for the GPU here; without one, what was built for others."""
     capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
     try:
         archs: Sequence[str] = [arch_of(capability)] if capability else ARCHS
     except UnsupportedError as error:
-        return Finding(name=LIBRARY, status="absent", detail=str(error))
+        return NativeLine(name=LIBRARY, status="absent", detail=str(error))
     found, missing = [], []
     for arch in archs:
         try:
@@ -43,32 +43,32 @@ def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> F
         except UnsupportedError as error:
             missing.append(str(error))
     if found:
-        return Finding(name=LIBRARY, status="ok", detail="; ".join(found))
+        return NativeLine(name=LIBRARY, status="ok", detail="; ".join(found))
     # A build that is there and broken is worth a look; one that was never made is not.
     damaged = [reason for reason in missing if not reason.startswith("no library was built")]
     if damaged:
-        return Finding(name=LIBRARY, status="warn", detail=damaged[0], remedy="build it again: deepwell build")
+        return NativeLine(name=LIBRARY, status="warn", detail=damaged[0], remedy="build it again: deepwell build")
     detail = "not built: kernels of torch and Triton are used; `deepwell build` adds CUTLASS"
-    return Finding(name=LIBRARY, status="absent", detail=detail)
+    return NativeLine(name=LIBRARY, status="absent", detail=detail)
 
 
-def sources_finding() -> Finding:
+def sources_finding() -> NativeLine:
     """Where the CUDA sources that the original documents name have gone."""
     moved = "; ".join(f"{old} is now {', '.join(new)}" for old, new in SOURCES.items())
-    return Finding(name="native sources", status="ok", detail=moved)
+    return NativeLine(name="native sources", status="ok", detail=moved)
 
 
 # fmt -> the verdicts on its quantizer and on each product
 Prove = Callable[[str], Sequence[Any]]
 
 
-def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[Finding]:
+def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[NativeLine]:
     """One line for each block-scaled format: which kernels are right on this GPU, which did not and why."""
     capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
     native = capability_of(capability).native_formats if capability else ()
     formats = [fmt for fmt in ("mxfp8", "nvfp4") if fmt in native]
     if not formats:
-        return [Finding(name=SELF_CHECK, status="absent", detail="no block-scaled tensor cores here to check")]
+        return [NativeLine(name=SELF_CHECK, status="absent", detail="no block-scaled tensor cores here to check")]
     if prove is None:
         prove = _on_device
     return [_judged(fmt, prove(fmt)) for fmt in formats]
@@ -82,13 +82,13 @@ def _on_device(fmt: str) -> Sequence[Any]:
     return self_check(fmt, torch.device("cuda", torch.cuda.current_device()))
 
 
-def _judged(fmt: str, verdicts: Sequence[Any]) -> Finding:
+def _judged(fmt: str, verdicts: Sequence[Any]) -> NativeLine:
     detail = "; ".join(f"{v.name} FAILED: {v.reason}" if v.reason else f"{v.name} passed{_figure(v)}" for v in verdicts)
     quantizer, *gemms = verdicts
     if not quantizer.reason and any(not v.reason for v in gemms):
-        return Finding(name=f"{SELF_CHECK} {fmt}", status="ok", detail=detail)
+        return NativeLine(name=f"{SELF_CHECK} {fmt}", status="ok", detail=detail)
     remedy = f"{fmt} is not bound natively here; training goes on with a substitute or by emulation"
-    return Finding(name=f"{SELF_CHECK} {fmt}", status="warn", detail=detail, remedy=remedy)
+    return NativeLine(name=f"{SELF_CHECK} {fmt}", status="warn", detail=detail, remedy=remedy)
 
 
 def _figure(verdict: Any) -> str:

@@ -20,7 +20,7 @@ from deepwell.graph.blocks import Block, Layer
 from deepwell.graph.configs import config_fields
 from deepwell.graph.fusion import FusionSite, fusion_sites
 from deepwell.graph.op_json import op_from_dict, op_to_dict
-from deepwell.graph.ops import DTYPE_BYTES, GroupedLinear, Op, TopK, Workload
+from deepwell.graph.ops import DTYPE_BYTES, GroupedLinear, InputSizes, Op, TopK
 from deepwell.graph.table import OpGroup, fusion_summary, layers_label, op_table, short_count, wrapped
 
 SCHEMA = 1
@@ -104,13 +104,13 @@ class IR:
 
     def workload(
         self, batch: int = 1, seq_len: int = 2048, tokens_per_expert: int | tuple[int, ...] | None = None
-    ) -> Workload:
+    ) -> InputSizes:
         """Sizes to ask for costs with; a single `tokens_per_expert` stands for every expert."""
         if isinstance(tokens_per_expert, int):
             tokens_per_expert = (tokens_per_expert,) * self.num_experts
         if tokens_per_expert is not None and not self.num_experts:
             raise ConfigError(f"tokens_per_expert is given but {self.name} has no experts")
-        return Workload(
+        return InputSizes(
             batch=batch,
             seq_len=seq_len,
             tokens_per_expert=None if tokens_per_expert is None else tuple(tokens_per_expert),
@@ -311,4 +311,4 @@ def _active(op: Op, siblings: tuple[Op, ...]) -> int:
     return op.num_params * top_k // op.experts
 
 
-__all__ = ["IR", "Block", "Layer", "Site", "Workload"]
+__all__ = ["IR", "Block", "InputSizes", "Layer", "Site"]

@@ -1,6 +1,6 @@
 """The one vocabulary of ops: what capture finds, the planner costs, the kernels run and the report shows.
 
-An op knows its weights, its GEMMs and its bytes as functions of a `Workload` (batch, sequence length, tokens per
+An op knows its weights, its GEMMs and its bytes as functions of `InputSizes` (batch, sequence length, tokens per
 expert), so one capture answers for every length. `flops` counts contractions only, two per multiply-add, as MFU does;
 pointwise ops are bound by memory and are costed by `bytes_moved`.
 """
@@ -31,7 +31,7 @@ class Extent:
     batch: int = 0
     seq: int = 0
 
-    def at(self, work: Workload) -> int:
+    def at(self, work: InputSizes) -> int:
         return self.factor * work.batch**self.batch * work.seq_len**self.seq
 
     def times(self, factor: int) -> Extent:
@@ -65,7 +65,7 @@ TOKENS = Extent(batch=1, seq=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class InputSizes:
     """The sizes that a capture leaves open. `tokens_per_expert` None means an even spread of top-k choices."""
 
     batch: int = 1
@@ -144,33 +144,33 @@ class Op(ABC):
     def shape(self) -> tuple[Extent | int, ...]:
         """Shape of the output, leading dimensions folded into rows."""
 
-    def gemms(self, work: Workload) -> tuple[Gemm, ...]:
+    def gemms(self, work: InputSizes) -> tuple[Gemm, ...]:
         """The matrix products of forward and backward; empty for pointwise ops."""
         return ()
 
-    def flops(self, work: Workload) -> int:
+    def flops(self, work: InputSizes) -> int:
         """Forward contraction flops."""
         return sum(g.flops for g in self.gemms(work) if g.step == "fwd")
 
-    def train_flops(self, work: Workload) -> int:
+    def train_flops(self, work: InputSizes) -> int:
         """Forward and backward contraction flops, without recomputation."""
         return sum(g.flops for g in self.gemms(work))
 
     @abstractmethod
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         """Activation elements that one forward reads."""
 
-    def elements_out(self, work: Workload) -> int:
+    def elements_out(self, work: InputSizes) -> int:
         count = 1
         for size in self.shape:
             count *= size.at(work) if isinstance(size, Extent) else size
         return count
 
-    def weight_bytes(self, work: Workload) -> int:
+    def weight_bytes(self, work: InputSizes) -> int:
         """Bytes of weights that one forward reads."""
         return sum(p.nbytes for p in self.params)
 
-    def bytes_moved(self, work: Workload) -> int:
+    def bytes_moved(self, work: InputSizes) -> int:
         """Bytes of one forward where every input and weight is read once and every output written once."""
         return (self.elements_in(work) + self.elements_out(work)) * DTYPE_BYTES[self.dtype] + self.weight_bytes(work)
 
@@ -189,7 +189,7 @@ class _RowOp(Op):
 
     rows: Extent = TOKENS
 
-    def rows_at(self, work: Workload) -> int:
+    def rows_at(self, work: InputSizes) -> int:
         if self.role == "experts" and work.tokens_per_expert is not None:
             return sum(work.tokens_per_expert)
         return self.rows.at(work)
@@ -205,10 +205,10 @@ class _VectorOp(_RowOp):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.rows, self.width)
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.rows_at(work) * self.width
 
-    def elements_out(self, work: Workload) -> int:
+    def elements_out(self, work: InputSizes) -> int:
         return self.rows_at(work) * self.width
 
 
@@ -219,7 +219,7 @@ class Embedding(_VectorOp):
     kind: ClassVar[str] = "embedding"
     vocab: int
 
-    def weight_bytes(self, work: Workload) -> int:
+    def weight_bytes(self, work: InputSizes) -> int:
         return 0
 
 
@@ -242,10 +242,10 @@ class Linear(_RowOp):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.rows, self.n)
 
-    def gemms(self, work: Workload) -> tuple[Gemm, ...]:
+    def gemms(self, work: InputSizes) -> tuple[Gemm, ...]:
         return _linear_gemms(self.rows_at(work), self.k, self.n)
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.rows_at(work) * self.k
 
 
@@ -263,7 +263,7 @@ class GroupedLinear(_RowOp):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.rows, self.n)
 
-    def expert_rows(self, work: Workload) -> tuple[int, ...]:
+    def expert_rows(self, work: InputSizes) -> tuple[int, ...]:
         """Rows of each expert; the even spread gives the remainder to the first ones."""
         if work.tokens_per_expert is not None:
             if len(work.tokens_per_expert) != self.experts:
@@ -275,7 +275,7 @@ class GroupedLinear(_RowOp):
         each, rest = divmod(self.rows.at(work), self.experts)
         return tuple(each + (e < rest) for e in range(self.experts))
 
-    def gemms(self, work: Workload) -> tuple[Gemm, ...]:
+    def gemms(self, work: InputSizes) -> tuple[Gemm, ...]:
         # One entry per distinct row count, so that the planner sees the true shapes and the flops stay exact.
         counts: dict[int, int] = {}
         for rows in self.expert_rows(work):
@@ -283,13 +283,13 @@ class GroupedLinear(_RowOp):
                 counts[rows] = counts.get(rows, 0) + 1
         return tuple(g for rows, groups in counts.items() for g in _linear_gemms(rows, self.k, self.n, groups))
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.rows_at(work) * self.k
 
-    def elements_out(self, work: Workload) -> int:
+    def elements_out(self, work: InputSizes) -> int:
         return self.rows_at(work) * self.n
 
-    def weight_bytes(self, work: Workload) -> int:
+    def weight_bytes(self, work: InputSizes) -> int:
         touched = sum(1 for rows in self.expert_rows(work) if rows)
         return sum(p.nbytes for p in self.params) * touched // self.experts
 
@@ -305,7 +305,7 @@ class Rope(_RowOp):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.rows, (self.q_heads + self.kv_heads) * self.rotary_dim)
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.elements_out(work)
 
 
@@ -333,7 +333,7 @@ class Attention(Op):
         )
         return (rows, self.q_heads * self.v_dim)
 
-    def pairs(self, work: Workload) -> int:
+    def pairs(self, work: InputSizes) -> int:
         """Query-key pairs that the mask leaves, for one sequence and head."""
         q_len, kv_len = self.q_len.at(work), self.kv_len.at(work)
         if not self.causal:
@@ -346,7 +346,7 @@ class Attention(Op):
         ramp = (2 * first + growing + 1) * growing // 2
         return ramp + (q_len - growing) * window
 
-    def gemms(self, work: Workload) -> tuple[Gemm, ...]:
+    def gemms(self, work: InputSizes) -> tuple[Gemm, ...]:
         # The masked square as two products over the pairs that are left: m*n is replaced by the pair count.
         heads = self.batch.at(work) * self.q_heads
         pairs = self.pairs(work)
@@ -362,7 +362,7 @@ class Attention(Op):
             Gemm(step="dgrad", **pv),
         )
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         q = self.q_len.at(work) * self.q_heads * self.qk_dim
         kv = self.kv_len.at(work) * self.kv_heads * (self.qk_dim + self.v_dim)
         return self.batch.at(work) * (q + kv)
@@ -376,7 +376,7 @@ class Activation(_VectorOp):
     function: str  # "silu", "gelu", "gelu_tanh", "relu", ...
     gated: bool = False
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.elements_out(work) * (2 if self.gated else 1)
 
 
@@ -386,7 +386,7 @@ class Add(_VectorOp):
 
     kind: ClassVar[str] = "add"
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return 2 * self.elements_out(work)
 
 
@@ -403,7 +403,7 @@ class TopK(_RowOp):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.rows, self.top_k)
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.rows_at(work) * self.experts
 
 
@@ -427,7 +427,7 @@ class Combine(Op):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.rows, self.width)
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         routed = self.rows.at(work) * self.top_k
         return (sum(work.tokens_per_expert) if work.tokens_per_expert is not None else routed) * self.width
 
@@ -446,7 +446,7 @@ class Matmul(Op):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.batch, self.m, self.n)
 
-    def gemms(self, work: Workload) -> tuple[Gemm, ...]:
+    def gemms(self, work: InputSizes) -> tuple[Gemm, ...]:
         m, n, k, groups = (e.at(work) for e in (self.m, self.n, self.k, self.batch))
         return (
             Gemm(step="fwd", m=m, n=n, k=k, groups=groups),
@@ -454,7 +454,7 @@ class Matmul(Op):
             Gemm(step="dgrad", m=k, n=n, k=m, groups=groups),
         )
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         m, n, k, groups = (e.at(work) for e in (self.m, self.n, self.k, self.batch))
         return groups * k * (m + n)
 
@@ -471,10 +471,10 @@ class Conv(_RowOp):
     def shape(self) -> tuple[Extent | int, ...]:
         return (self.rows, self.n)
 
-    def gemms(self, work: Workload) -> tuple[Gemm, ...]:
+    def gemms(self, work: InputSizes) -> tuple[Gemm, ...]:
         return _linear_gemms(self.rows_at(work), self.k, self.n)
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.elements_out(work)
 
 
@@ -489,7 +489,7 @@ class Loss(_RowOp):
     def shape(self) -> tuple[Extent | int, ...]:
         return (Extent(),)
 
-    def elements_in(self, work: Workload) -> int:
+    def elements_in(self, work: InputSizes) -> int:
         return self.rows_at(work) * self.vocab
 
 

@@ -32,7 +32,7 @@ def static_walk(model: nn.Module, example_inputs: Any = None, *, reasons: tuple[
     """The IR of `model` from its modules; `reasons` say why it was not traced and open the notes."""
     check_readable(model)
     run = _try_forward(model, example_inputs)
-    facts = read.ModelFacts(model, run.sizes)
+    facts = read.ModuleContext(model, run.sizes)
     walk = _Walk(model=model, dtype=model_dtype(model), parameters=Parameters(model), facts=facts, run=run)
     ir = walk.ir(reasons)
     if not any(ir.sites()):
@@ -57,7 +57,7 @@ def check_readable(model: nn.Module) -> None:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ModuleRun:
     """Which modules ran, in order, with the shape of the first tensor that went in; `stopped` says where it ended."""
 
     sizes: Sizes = field(default_factory=lambda: Sizes(None, None))
@@ -66,8 +66,8 @@ class _Run:
     stopped: str = ""
 
 
-def _try_forward(model: nn.Module, example_inputs: Any) -> _Run:
-    run = _Run()
+def _try_forward(model: nn.Module, example_inputs: Any) -> _ModuleRun:
+    run = _ModuleRun()
     try:
         inputs = resolve_inputs(model, example_inputs, DEFAULT_BATCH, None)
     except CaptureError:
@@ -104,8 +104,8 @@ class _Walk:
     model: nn.Module
     dtype: str
     parameters: Parameters
-    facts: read.ModelFacts
-    run: _Run
+    facts: read.ModuleContext
+    run: _ModuleRun
 
     def ir(self, reasons: tuple[str, ...]) -> IR:
         lists = layer_lists(self.model)

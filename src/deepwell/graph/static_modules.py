@@ -51,7 +51,7 @@ _FUNCTIONS = {
 }  # fmt: skip
 
 
-class ModelFacts:
+class ModuleContext:
     """What the readers of single modules must know about the whole model."""
 
     def __init__(self, model: nn.Module, sizes: Sizes) -> None:
@@ -149,7 +149,7 @@ def _part(name: str, table: Sequence[tuple[str, str]]) -> str:
 # ---- reading ----
 
 
-def read_module(facts: ModelFacts, path: str, module: nn.Module, shape: tuple[int, ...] | None) -> Found:
+def read_module(facts: ModuleContext, path: str, module: nn.Module, shape: tuple[int, ...] | None) -> Found:
     """The ops of one module, its children not included, in execution order."""
     own = [joined(path, name) for name in _own(module)]
     if isinstance(module, nn.MultiheadAttention):
@@ -176,7 +176,7 @@ def read_module(facts: ModelFacts, path: str, module: nn.Module, shape: tuple[in
 
 
 def _norm(
-    facts: ModelFacts, path: str, module: nn.Module, own: list[str], shape: tuple[int, ...] | None
+    facts: ModuleContext, path: str, module: nn.Module, own: list[str], shape: tuple[int, ...] | None
 ) -> tuple[Op, list[str]]:
     width = next(iter(_own(module).values())).numel()
     words = _name(module)
@@ -184,7 +184,7 @@ def _norm(
     return Norm(name=path, role="norm", norm=kind, width=width, rows=facts.rows(shape)), own
 
 
-def _linear(facts: ModelFacts, path: str, module: nn.Module, own: list[str], shape: tuple[int, ...] | None) -> Found:
+def _linear(facts: ModuleContext, path: str, module: nn.Module, own: list[str], shape: tuple[int, ...] | None) -> Found:
     n, k = _shape(module)
     if "conv1d" in _name(module):  # GPT-2 stores it the other way round
         n, k = k, n
@@ -200,7 +200,7 @@ def _linear(facts: ModelFacts, path: str, module: nn.Module, own: list[str], sha
     return found
 
 
-def _place(facts: ModelFacts, path: str, n: int) -> tuple[str, str]:
+def _place(facts: ModuleContext, path: str, n: int) -> tuple[str, str]:
     """Role and part of a linear by where it stands and what it is called."""
     last = path.rpartition(".")[2]
     if facts.attention_of(path) is not None:
@@ -220,7 +220,7 @@ def _place(facts: ModelFacts, path: str, n: int) -> tuple[str, str]:
     return "other", ""
 
 
-def _attention(facts: ModelFacts, path: str) -> Found:
+def _attention(facts: ModuleContext, path: str) -> Found:
     module = facts.modules[path]
     widths = {
         _part(name, _ATTENTION_PARTS): _shape(child) for name, child in module.named_children() if _is_linear(child)
@@ -250,7 +250,7 @@ def _attention(facts: ModelFacts, path: str) -> Found:
     return [*found, (op, [])]
 
 
-def _multihead(facts: ModelFacts, path: str, module: nn.MultiheadAttention, own: list[str]) -> Found:
+def _multihead(facts: ModuleContext, path: str, module: nn.MultiheadAttention, own: list[str]) -> Found:
     """torch's own attention: the projection in front is a parameter of the module, the one behind a child."""
     width, heads = module.embed_dim, module.num_heads
     projections: Found = []
@@ -269,7 +269,7 @@ def _multihead(facts: ModelFacts, path: str, module: nn.MultiheadAttention, own:
     return [*projections, (attention, [n for n in own if n not in taken])]
 
 
-def _experts(facts: ModelFacts, path: str, module: nn.Module, own: list[str]) -> Found:
+def _experts(facts: ModuleContext, path: str, module: nn.Module, own: list[str]) -> Found:
     stacks = _stacks(module)
     top_k = facts.top_k(path)
     rows = TOKENS.times(top_k)
@@ -321,12 +321,12 @@ def _function(module: nn.Module) -> str:
     return _FUNCTIONS.get(words, words)
 
 
-def _config_function(facts: ModelFacts) -> str:
+def _config_function(facts: ModuleContext) -> str:
     name = getattr(facts.config, "hidden_act", None)
     return _FUNCTIONS.get(str(name).replace("_", ""), str(name)) if isinstance(name, str) else "silu"
 
 
-def _activation(facts: ModelFacts, path: str, module: nn.Module) -> Found:
+def _activation(facts: ModuleContext, path: str, module: nn.Module) -> Found:
     """A function module: its width is that of the linear behind it."""
     holder = parent(path)
     if holder in facts.experts:

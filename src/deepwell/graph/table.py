@@ -13,6 +13,7 @@ from deepwell.graph.ops import (
     Conv,
     Embedding,
     GroupedLinear,
+    InputSizes,
     Linear,
     Matmul,
     Norm,
@@ -20,7 +21,6 @@ from deepwell.graph.ops import (
     Other,
     Rope,
     TopK,
-    Workload,
 )
 
 WIDTH = 120
@@ -92,7 +92,7 @@ class OpGroup:
 def op_table(groups: Sequence[OpGroup], seq_len: int, total: int) -> list[str]:
     """The columns of every op, a heading before each group. Flops are the forward's, per token of a sequence of that
     length, since attention's share depends on it; `total` are those of the whole model."""
-    work, total = Workload(seq_len=seq_len), max(total, 1)
+    work, total = InputSizes(seq_len=seq_len), max(total, 1)
     most = max((op.flops(work) for group in groups for op in group.ops), default=0) / work.tokens
     unit, size = ("MFLOP", 1e6) if most >= 1e6 else ("kFLOP", 1e3)
     tables = [[_row(op, group, work, total, size) for op in group.ops] for group in groups]
@@ -107,7 +107,7 @@ def op_table(groups: Sequence[OpGroup], seq_len: int, total: int) -> list[str]:
     return out
 
 
-def _heading(group: OpGroup, work: Workload, total: int) -> str:
+def _heading(group: OpGroup, work: InputSizes, total: int) -> str:
     params = sum(op.num_params for op in group.ops)
     flops = sum(op.flops(work) for op in group.ops)
     each = " each" if group.count > 1 else ""
@@ -115,7 +115,7 @@ def _heading(group: OpGroup, work: Workload, total: int) -> str:
     return f"{group.title}  [{short_count(params)} parameters{each}{share}]"
 
 
-def _row(op: Op, group: OpGroup, work: Workload, total: int, unit: float) -> list[str]:
+def _row(op: Op, group: OpGroup, work: InputSizes, total: int, unit: float) -> list[str]:
     flops = op.flops(work)
     return [
         op.name,

@@ -46,7 +46,7 @@ WAYS = ("dynamo", "eval", "export", "record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class FailedAttempt:
     """A way that failed: the error's class, the first line of its message, and the user's line where it happened."""
 
     way: str
@@ -61,7 +61,7 @@ class Attempt:
 class TraceError(CaptureError):
     """No way gave a graph; `attempts` holds the reason of each."""
 
-    def __init__(self, model_class: str, attempts: tuple[Attempt, ...]) -> None:
+    def __init__(self, model_class: str, attempts: tuple[FailedAttempt, ...]) -> None:
         reasons = "; ".join(str(attempt) for attempt in attempts)
         super().__init__(f"{model_class} could not be traced: {reasons}")
         self.attempts = attempts
@@ -103,7 +103,7 @@ class Traced:
     batch: int | None = None
     seq_len: int | None = None
     seconds: float = 0.0
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[FailedAttempt, ...] = ()
     outputs: Any = None
 
     @property
@@ -193,7 +193,7 @@ def _trace_call(
     model: nn.Module, inputs: ExampleInputs, deduplicate: bool | None, ways: tuple[str, ...], run: bool
 ) -> Traced:
     """The first way that works on one given call."""
-    attempts: list[Attempt] = []
+    attempts: list[FailedAttempt] = []
     for way in ways:
         if way == "eval" and not model.training and "dynamo" in ways:
             continue
@@ -269,7 +269,7 @@ def quiet() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Found:
+class _TracedGraph:
     graph_module: fx.GraphModule
     placeholders: tuple[Placeholder, ...]
     specialized: bool = False
@@ -280,7 +280,7 @@ class _GraphTaken(Exception):
     """Raised by the capturing backend once it has the graph: guards and code that nobody will run need not be made."""
 
 
-def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
+def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGraph:
     taken: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def backend(graph_module: fx.GraphModule, example_tensors: list[Any]) -> Callable[..., Any]:
@@ -312,7 +312,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
         node.meta.pop("grapharg", None)  # holds the user's tensors
     _tidy(module)
     _note_modules(module, model)
-    return _Found(module, placeholders, outputs=outputs)
+    return _TracedGraph(module, placeholders, outputs=outputs)
 
 
 @contextmanager
@@ -355,7 +355,7 @@ def dynamo_settings() -> dict[str, Any]:
     return {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
 
 
-def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
+def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGraph:
     said = io.StringIO()
     with redirect_stderr(said):  # a graph that is not finished is printed there; the error itself is in the notes
         program = torch.export.export(model, inputs.args, dict(inputs.kwargs), strict=False)
@@ -380,15 +380,15 @@ def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     _note_modules(module, model)
-    return _Found(module, tuple(placeholders), outputs=outputs)
+    return _TracedGraph(module, tuple(placeholders), outputs=outputs)
 
 
-def _by_record(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
+def _by_record(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGraph:
     recording = record(model, inputs)
     names = TensorNames(model, inputs)
     nodes = [node for node in recording.graph_module.graph.nodes if node.op == "placeholder"]
     placeholders = tuple(names.placeholder(node, value) for node, value in zip(nodes, recording.values, strict=True))
-    return _Found(
+    return _TracedGraph(
         recording.graph_module,
         placeholders,
         specialized=recording.reads_values,
@@ -396,7 +396,7 @@ def _by_record(model: nn.Module, inputs: ExampleInputs, run: bool) -> _Found:
     )
 
 
-_TRACERS: dict[str, Callable[[nn.Module, ExampleInputs, bool], _Found]] = {
+_TRACERS: dict[str, Callable[[nn.Module, ExampleInputs, bool], _TracedGraph]] = {
     "dynamo": _by_dynamo,
     "eval": _by_dynamo,
     "export": _by_export,
@@ -463,9 +463,9 @@ MODEL_ERRORS = (
 )
 
 
-def _attempt(way: str, error: BaseException) -> Attempt:
+def _attempt(way: str, error: BaseException) -> FailedAttempt:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return Attempt(
+    return FailedAttempt(
         way=way, error=type(error).__name__, reason=lines[0] if lines else "no message", where=_user_frame(error)
     )
 

@@ -75,7 +75,7 @@ def measure(
     is_cpu = gpu.kind == "cpu"
     shapes = tuple(shapes or (CPU_SHAPES if is_cpu else GPU_SHAPES))
     formats = tuple(formats or (CPU_FORMATS if is_cpu else GPU_FORMATS))
-    run = _Run(torch, gpu, device, copy_bytes or (_CPU_COPY_BYTES if is_cpu else _GPU_COPY_BYTES))
+    run = _MeasureRun(torch, gpu, device, copy_bytes or (_CPU_COPY_BYTES if is_cpu else _GPU_COPY_BYTES))
     jobs = [_Job(format="copy"), *(_Job(format=f, shape=s) for s in shapes for f in formats)]
     note = run.all(jobs, budget_s, progress)
     result = run.result(complete=not note)
@@ -104,7 +104,7 @@ def _same(a: Gpu, b: Gpu) -> bool:
     return (a.name, a.driver, a.mig_enabled) == (b.name, b.driver, b.mig_enabled)
 
 
-class _Run:
+class _MeasureRun:
     """One measuring run over one device: the jobs' results as they come in."""
 
     def __init__(self, torch: Any, gpu: Gpu, device: Any, copy_bytes: int) -> None:

@@ -16,7 +16,7 @@ from importlib import resources
 from deepwell.hardware.codec import decode
 from deepwell.hardware.parts import Gpu
 from deepwell.planner.layout import Layout
-from deepwell.planner.shard import LocalGemm, Sizes, local_block
+from deepwell.planner.shard import LocalGemm, RankSizes, local_block
 from deepwell.planner.workload import Workload
 
 DEFAULT_SMS = 132
@@ -99,7 +99,7 @@ def kernel_choices(
     workload: Workload, layout: Layout, gpu: Gpu, allowed: tuple[str, ...] | None = None
 ) -> tuple[KernelChoice, ...]:
     """One choice for every distinct linear layer of the model's blocks on one rank, of the `allowed` configurations."""
-    sizes = Sizes(
+    sizes = RankSizes(
         micro_batch=layout.micro_batch, seq_len=workload.seq_len, tp=layout.tp, cp=layout.cp, ep=layout.ep,
         etp=layout.etp, sequence_parallel=layout.sequence_parallel,
     )  # fmt: skip

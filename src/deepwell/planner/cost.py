@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from deepwell.planner.comm import Network, all_reduce_s, all_to_all_s, gather_s, send_s
-from deepwell.planner.efficiency import Device, attention_s, bytes_s, linear_s
+from deepwell.planner.efficiency import DeviceSpeed, attention_s, bytes_s, linear_s
 from deepwell.planner.layout import Layout, Recompute
 from deepwell.planner.shard import HALF, LocalAttention, LocalBlock, LocalGemm
 from deepwell.planner.stack import Stack
@@ -45,7 +45,7 @@ _COLLECTIVE_LAUNCHES = 4
 class Pricing:
     """Everything that turns shapes into seconds."""
 
-    device: Device
+    device: DeviceSpeed
     network: Network
     stack: Stack
     layout: Layout
@@ -302,6 +302,6 @@ def _recompute(
     return total
 
 
-def optimizer_s(dev: Device, params: float, state_bytes: float) -> float:
+def optimizer_s(dev: DeviceSpeed, params: float, state_bytes: float) -> float:
     """One AdamW step over this rank's shard: reads gradient and state, writes state and weight, and the norm before."""
     return params * (2 * state_bytes + 4 + 4 + HALF) / dev.bytes_per_s

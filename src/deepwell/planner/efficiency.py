@@ -70,7 +70,7 @@ class GpuConstants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceSpeed:
     """A GPU ready to be asked for seconds."""
 
     name: str
@@ -118,7 +118,7 @@ def gpu_constants(key: str) -> GpuConstants:
     return GpuConstants(**_table()["gpus"][key]["constants"])
 
 
-def device(gpu: Gpu, constants: GpuConstants | None = None) -> Device:
+def device(gpu: Gpu, constants: GpuConstants | None = None) -> DeviceSpeed:
     """The GPU with its constants. Raises ConfigError where its peak or bandwidth is not known."""
     key = constants_key(gpu)
     own = constants or gpu_constants(key)
@@ -132,7 +132,7 @@ def device(gpu: Gpu, constants: GpuConstants | None = None) -> Device:
         peak = known.get(_RATES[name]) if name in _RATES else base
         # A format that the tensor cores lack runs as its bf16 copy.
         rates[name] = peak * share[_CLASS[name]] if peak else base * own.gemm_bf16
-    return Device(
+    return DeviceSpeed(
         name=gpu.name,
         generation=gpu.compute_capability[0] if gpu.compute_capability else 0,
         sms=gpu.num_sms or (148 if (gpu.compute_capability or (0,))[0] >= 10 else 108),
@@ -173,7 +173,7 @@ def _work(m: float, n: float, k: float, groups: int, sms: int) -> tuple[float, f
     return best
 
 
-def gemm_s(dev: Device, fmt: str, m: float, n: float, k: float, groups: int = 1) -> float:
+def gemm_s(dev: DeviceSpeed, fmt: str, m: float, n: float, k: float, groups: int = 1) -> float:
     """Seconds of `groups` products [m, k] x [k, n] in one launch."""
     if m <= 0:
         return 0.0
@@ -184,7 +184,7 @@ def gemm_s(dev: Device, fmt: str, m: float, n: float, k: float, groups: int = 1)
     return max(busy, moved / dev.bytes_per_s) + KERNEL_S * max(1.0, groups / 4)
 
 
-def linear_s(dev: Device, gemm: LocalGemm) -> tuple[float, float, float]:
+def linear_s(dev: DeviceSpeed, gemm: LocalGemm) -> tuple[float, float, float]:
     """Seconds of one linear layer: forward, gradient of the input, gradient of the weight."""
     fwd, dgrad, wgrad = gemm.formats
     return (
@@ -203,7 +203,7 @@ def _depth(dim: float, generation: int) -> float:
     return (1 + softmax / 128) * dim / (dim + softmax)
 
 
-def attention_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool = False) -> tuple[float, float]:
+def attention_s(dev: DeviceSpeed, att: LocalAttention, kernel: str, dropout: bool = False) -> tuple[float, float]:
     """Seconds of attention, forward and backward, with the named kernel."""
     if kernel in UNFUSED_BYTES:
         return _unfused_s(dev, att, kernel, dropout)
@@ -222,7 +222,7 @@ def attention_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool = F
     )
 
 
-def _unfused_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool) -> tuple[float, float]:
+def _unfused_s(dev: DeviceSpeed, att: LocalAttention, kernel: str, dropout: bool) -> tuple[float, float]:
     groups = max(1, round(att.batch * att.heads))
     qk = gemm_s(dev, "bf16", att.q_len, att.kv_len, att.qk_dim, groups)
     pv = gemm_s(dev, "bf16", att.q_len, att.v_dim, att.kv_len, groups)
@@ -234,6 +234,6 @@ def _unfused_s(dev: Device, att: LocalAttention, kernel: str, dropout: bool) -> 
     )
 
 
-def bytes_s(dev: Device, nbytes: float) -> float:
+def bytes_s(dev: DeviceSpeed, nbytes: float) -> float:
     """Seconds of one memory-bound kernel."""
     return nbytes / dev.bytes_per_s + KERNEL_S if nbytes > 0 else 0.0

@@ -18,7 +18,7 @@ from deepwell.hardware.model import Hardware
 from deepwell.planner.comm import Network
 from deepwell.planner.cost import optimizer_s
 from deepwell.planner.data_parallel import data_parallel_s
-from deepwell.planner.efficiency import Device, GpuConstants, device
+from deepwell.planner.efficiency import DeviceSpeed, GpuConstants, device
 from deepwell.planner.estimate_values import BANDS, GIB, PARTS, Estimate, StageMemory
 from deepwell.planner.job import StepJob, read_job
 from deepwell.planner.keeps import Keeps
@@ -116,7 +116,9 @@ def _ideal_s(job: StepJob, hw: Hardware) -> float:
 # ---- time ----
 
 
-def step_seconds(job: StepJob, dev: Device, net: Network, hw: Hardware, *, simulate: bool = True) -> dict[str, float]:
+def step_seconds(
+    job: StepJob, dev: DeviceSpeed, net: Network, hw: Hardware, *, simulate: bool = True
+) -> dict[str, float]:
     """Seconds of the step by part, as the busiest pipeline rank spends them."""
     layout, m = job.layout, job.micro_batches
     stages = stage_times(job, dev, net)

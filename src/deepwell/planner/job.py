@@ -8,7 +8,7 @@ from typing import Any
 from deepwell.errors import ConfigError
 from deepwell.planner.layout import Layout
 from deepwell.planner.memory import BytesPerParam
-from deepwell.planner.shard import LocalBlock, Sizes, local_block
+from deepwell.planner.shard import LocalBlock, RankSizes, local_block
 from deepwell.planner.sharding import splits_ends
 from deepwell.planner.stack import Stack
 from deepwell.planner.workload import OPTIMIZERS, Workload
@@ -59,7 +59,7 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> StepJob:
     load = 1.0 if workload.forced_balance else max(workload.imbalance, 1.0)
     if workload.capacity_factor is not None:
         load = min(load, workload.capacity_factor) if workload.capacity_factor >= 1 else workload.capacity_factor
-    sizes = Sizes(
+    sizes = RankSizes(
         micro_batch=layout.micro_batch, seq_len=workload.seq_len, tp=layout.tp, cp=layout.cp, ep=layout.ep,
         etp=layout.etp, sequence_parallel=layout.sequence_parallel and layout.tp > 1, expert_load=load,
         dropout=dropout, keeps_fp8=stack.switch("keeps_fp8", "on") == "on",

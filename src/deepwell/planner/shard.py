@@ -23,6 +23,7 @@ from deepwell.graph.ops import (
     Dispatch,
     Embedding,
     GroupedLinear,
+    InputSizes,
     Linear,
     Loss,
     Matmul,
@@ -31,7 +32,6 @@ from deepwell.graph.ops import (
     Rope,
     TopK,
 )
-from deepwell.graph.ops import Workload as Sizing
 
 COLUMN_PARTS = {"q", "k", "v", "qkv", "q_b", "kv_b", "up", "gate", "gate_up", "in"}
 ROW_PARTS = {"o", "down", "out"}
@@ -41,7 +41,7 @@ HALF = 2  # bytes of a bf16 or fp16 element
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class RankSizes:
     """What the shapes of one rank depend on."""
 
     micro_batch: int
@@ -120,7 +120,7 @@ class LocalAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class MemoryPass:
     """A memory-bound op: bytes of its forward and backward."""
 
     kind: str  # norm, add, activation, rope, router, permute, embedding, loss, mixer
@@ -145,7 +145,7 @@ class LocalBlock:
 
     gemms: tuple[LocalGemm, ...]
     attention: tuple[LocalAttention, ...]
-    passes: tuple[Pass, ...]
+    passes: tuple[MemoryPass, ...]
     matmul_flops: float  # products of two activations that are no softmax attention
     saved: tuple[Saved, ...]
     input_bytes: float  # the hidden state that enters, as a rank keeps it for full recomputation
@@ -162,12 +162,12 @@ class LocalBlock:
 
 @dataclass(slots=True)
 class _Builder:
-    sizes: Sizes
+    sizes: RankSizes
     formats: dict[str, tuple[str, str, str]]
-    sizing: Sizing
+    sizing: InputSizes
     gemms: list[LocalGemm] = field(default_factory=list)
     attention: list[LocalAttention] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[MemoryPass] = field(default_factory=list)
     saved: dict[tuple[str, str], Saved] = field(default_factory=dict)
     elements: dict[str, float] = field(default_factory=dict)  # op -> local elements of its output
     quantized: set[str] = field(default_factory=set)
@@ -193,10 +193,10 @@ class _Builder:
             self.saved[key] = Saved(kind=kind, group=group, nbytes=size * bytes_per_element)
 
     def pass_over(self, kind: str, op: Op, forward: float, backward: float, is_eager: bool = False) -> None:
-        self.passes.append(Pass(kind=kind, role=op.role, forward=forward, backward=backward, is_eager=is_eager))
+        self.passes.append(MemoryPass(kind=kind, role=op.role, forward=forward, backward=backward, is_eager=is_eager))
 
 
-def expert_rows(sizes: Sizes, tokens: float, top_k: int) -> float:
+def expert_rows(sizes: RankSizes, tokens: float, top_k: int) -> float:
     """Rows that the experts of one rank compute: its share of the routed tokens, gathered over etp."""
     return tokens / sizes.tp * top_k * sizes.etp * sizes.expert_load
 
@@ -295,7 +295,7 @@ def _grouped(b: _Builder, op: GroupedLinear) -> None:
 
 def _attention(b: _Builder, op: Attention) -> None:
     s = b.sizes
-    whole = Sizing(batch=s.micro_batch, seq_len=s.seq_len)
+    whole = InputSizes(batch=s.micro_batch, seq_len=s.seq_len)
     heads, kv_heads = op.q_heads / s.tp, max(1.0, op.kv_heads / s.tp)
     # Kernels with learned sinks mask a window and do not skip what lies outside it.
     pairs = replace(op, window=None).pairs(whole) if op.params and op.window else op.pairs(whole)
@@ -414,9 +414,9 @@ def _add_op(b: _Builder, op: Op, kv_heads: int | None) -> None:
         _token_op(b, op)
 
 
-def _build(ops: Iterable[Op], formats: dict[str, tuple[str, str, str]], sizes: Sizes) -> LocalBlock:
+def _build(ops: Iterable[Op], formats: dict[str, tuple[str, str, str]], sizes: RankSizes) -> LocalBlock:
     local_seq = max(1, sizes.seq_len // sizes.cp)
-    b = _Builder(sizes=sizes, formats=formats, sizing=Sizing(batch=sizes.micro_batch, seq_len=local_seq))
+    b = _Builder(sizes=sizes, formats=formats, sizing=InputSizes(batch=sizes.micro_batch, seq_len=local_seq))
     ops = tuple(ops)
     kv_heads = next((op.kv_heads for op in ops if isinstance(op, Attention)), None)
     hidden = _hidden(ops)
@@ -465,10 +465,12 @@ class _Ops:
 
 
 @functools.lru_cache(maxsize=65536)
-def _cached(key: _Ops, formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: Sizes) -> LocalBlock:
+def _cached(key: _Ops, formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: RankSizes) -> LocalBlock:
     return _build(key.ops, dict(formats), sizes)
 
 
-def local_block(ops: tuple[Op, ...], formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: Sizes) -> LocalBlock:
+def local_block(
+    ops: tuple[Op, ...], formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: RankSizes
+) -> LocalBlock:
     """The block on one rank for one micro-batch; equal questions are answered once."""
     return _cached(_Ops(ops), formats, sizes)

@@ -45,7 +45,7 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class BlockVariant:
     """A block of the IR in one assignment of formats, with the layers that are it."""
 
     block: int
@@ -108,11 +108,11 @@ class Workload:
             self._resolved["flops"] = self.ir.train_flops(1, self.seq_len)
         return float(self._resolved["flops"])
 
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[BlockVariant, ...]:
         """The IR's blocks split by the formats that the policy gives them at step 0; equal layers together."""
         if "variants" not in self._resolved:
             self._resolved["variants"] = _variants(self.ir, self._policy_key())
-        found: tuple[Variant, ...] = self._resolved["variants"]
+        found: tuple[BlockVariant, ...] = self._resolved["variants"]
         return found
 
     def end_formats(self, op: Op) -> tuple[str, str, str]:
@@ -162,7 +162,7 @@ def _read_policy(key: str) -> PrecisionPolicy:
 
 # Keyed by identity of the (frozen, reused) IR: hashing hundreds of ops on each call would cost more than the answer.
 @functools.lru_cache(maxsize=512)
-def _resolve(key: str, holder: _Holder) -> tuple[tuple[Variant, ...], dict[str, tuple[str, str, str]]]:
+def _resolve(key: str, holder: _Holder) -> tuple[tuple[BlockVariant, ...], dict[str, tuple[str, str, str]]]:
     ir = holder.ir
     resolution = _read_policy(key).resolve(ir)
 
@@ -175,7 +175,7 @@ def _resolve(key: str, holder: _Holder) -> tuple[tuple[Variant, ...], dict[str, 
         ops = [op for op in ir.blocks[layer.block].ops if op.kind in GEMM_KINDS]
         formats = tuple((op.name, formats_of(f"{layer.path}.{op.name}")) for op in ops)
         groups.setdefault((layer.block, formats), []).append(index)
-    variants = tuple(Variant(block=b, formats=f, layers=tuple(where)) for (b, f), where in groups.items())
+    variants = tuple(BlockVariant(block=b, formats=f, layers=tuple(where)) for (b, f), where in groups.items())
     ends = {op.name: formats_of(op.name) for op in (*ir.stem, *ir.tail) if op.kind in GEMM_KINDS}
     return variants, ends
 
@@ -193,7 +193,7 @@ class _Holder:
         return id(self.ir)
 
 
-def _variants(ir: IR, key: str) -> tuple[Variant, ...]:
+def _variants(ir: IR, key: str) -> tuple[BlockVariant, ...]:
     return _resolve(key, _Holder(ir))[0]
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.ops import Workload
+from deepwell.graph.ops import InputSizes
 from deepwell.graph.table import WIDTH, layers_label, text_table
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolver
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepwell.graph.ir import IR, Site
 
 # Shares of flops between linear layers hardly depend on the length: only padding and rounding of expert rows would.
-_WORK = Workload(seq_len=4096)
+_WORK = InputSizes(seq_len=4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class StepSpan:
     """Steps between two changes."""
 
     steps: Steps
@@ -69,7 +69,7 @@ class Explanation:
 
     model: str
     num_layers: int
-    spans: tuple[Span, ...]
+    spans: tuple[StepSpan, ...]
     formats: tuple[str, ...]  # what each low-precision format in use means for each GEMM
     notes: tuple[str, ...]
 
@@ -81,7 +81,7 @@ class Explanation:
     def from_dict(cls, data: Mapping[str, Any]) -> Explanation:
         try:
             spans = tuple(
-                Span(
+                StepSpan(
                     steps=(span["steps"][0], span["steps"][1]),
                     groups=tuple(
                         Group(
@@ -122,7 +122,7 @@ class Explanation:
 _OP_WIDTH = 44  # the four projections of an attention on one line
 
 
-def _span_lines(span: Span) -> list[str]:
+def _span_lines(span: StepSpan) -> list[str]:
     """The table of one span, the groups' headings between its rows."""
     cells = [["linear layers", *GEMMS, "decided by"]]
     headings: dict[int, str] = {}
@@ -177,7 +177,7 @@ def explain(rules: Sequence[Rule], ir: IR, step: int | None = None) -> Explanati
     starts = list(tables)
     stops = [*starts[1:], None] if step is None else [step + 1]
     spans = tuple(
-        Span(steps=(start, stop), groups=_groups(resolver, tables[start]), shares=_shares(resolver, tables[start]))
+        StepSpan(steps=(start, stop), groups=_groups(resolver, tables[start]), shares=_shares(resolver, tables[start]))
         for start, stop in zip(starts, stops, strict=True)
     )
     notes = [*resolver.notes, *_notes_on_use(rules, resolver, spans, is_whole_run=step is None)]
@@ -271,7 +271,7 @@ def _formats_in_use(tables: Iterable[Mapping[str, Mapping[str, Decision]]]) -> t
 
 
 def _notes_on_use(
-    rules: Sequence[Rule], resolver: Resolver, spans: tuple[Span, ...], *, is_whole_run: bool
+    rules: Sequence[Rule], resolver: Resolver, spans: tuple[StepSpan, ...], *, is_whole_run: bool
 ) -> list[str]:
     """Rules that never decide, and a low default that reaches nothing."""
     notes = []

@@ -63,7 +63,7 @@ POLICY_FORMATS = tuple(_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
+class OperandFormat:
     """One side of a GEMM: its role, its storage format (a name of `deepwell.formats.spec`) and how it is rounded."""
 
     role: str  # "activation", "weight" or "gradient"
@@ -83,8 +83,8 @@ class GemmFormat:
     """Both operands of one GEMM."""
 
     gemm: str
-    lhs: Operand
-    rhs: Operand
+    lhs: OperandFormat
+    rhs: OperandFormat
 
     @property
     def k_alignment(self) -> int:
@@ -160,12 +160,14 @@ def _gemm_format(asked: Precision, gemm: str) -> GemmFormat:
     return GemmFormat(gemm=gemm, lhs=lhs, rhs=rhs)
 
 
-def _operand(asked: Precision, gemm: str, role: str) -> Operand:
+def _operand(asked: Precision, gemm: str, role: str) -> OperandFormat:
     storage = get_format(_storage(asked, role)).name
     options = _OPTIONS[asked.format]
     stochastic = role == "gradient" and "stochastic_rounding" in options and asked.option("stochastic_rounding") is True
     hadamard = gemm == "wgrad" and "hadamard" in options and asked.option("hadamard") is True
-    return Operand(role=role, format=storage, rounding="stochastic" if stochastic else "nearest", hadamard=hadamard)
+    return OperandFormat(
+        role=role, format=storage, rounding="stochastic" if stochastic else "nearest", hadamard=hadamard
+    )
 
 
 def _storage(asked: Precision, role: str) -> str:

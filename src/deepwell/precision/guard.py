@@ -158,7 +158,7 @@ class GuardStop(NumericsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
+class GuardedGemm:
     """A GEMM that the policy runs in low precision: its format now, the policy's, and its share of the flops."""
 
     now: str
@@ -265,7 +265,7 @@ class Guard:
     # ---- deciding ----
 
     def decide(
-        self, step: int, findings: Sequence[Finding], gemms: Mapping[Key, Gemm], loss: float | None = None
+        self, step: int, findings: Sequence[Finding], gemms: Mapping[Key, GuardedGemm], loss: float | None = None
     ) -> list[GuardEvent]:
         """The events of a step: what was found, and what is done about it.
 
@@ -305,7 +305,7 @@ class Guard:
                     events.append(GuardEvent(step=step, what="spike", reason=reason))
         return events
 
-    def _fall_back(self, step: int, findings: Sequence[Finding], gemms: Mapping[Key, Gemm]) -> list[GuardEvent]:
+    def _fall_back(self, step: int, findings: Sequence[Finding], gemms: Mapping[Key, GuardedGemm]) -> list[GuardEvent]:
         by_key: dict[Key, list[Finding]] = {}
         for f in findings:
             if f.is_format and (f.path, f.gemm) in gemms:
@@ -334,7 +334,7 @@ class Guard:
             history.quiet_until = step + self.settings.cool_down
         return events
 
-    def _recover(self, step: int, gemms: Mapping[Key, Gemm], fallen: set[Key]) -> list[GuardEvent]:
+    def _recover(self, step: int, gemms: Mapping[Key, GuardedGemm], fallen: set[Key]) -> list[GuardEvent]:
         wait = self.settings.recover_after
         events: list[GuardEvent] = []
         for key in sorted(self._gemms) if wait else ():
@@ -354,7 +354,9 @@ class Guard:
             )
         return events
 
-    def _check_budget(self, step: int, gemms: Mapping[Key, Gemm], events: Sequence[GuardEvent]) -> list[GuardEvent]:
+    def _check_budget(
+        self, step: int, gemms: Mapping[Key, GuardedGemm], events: Sequence[GuardEvent]
+    ) -> list[GuardEvent]:
         now = {(e.path, e.gemm): e.after for e in events if e.what in ("fallback", "recover")}
         fallen = sum(g.share for key, g in gemms.items() if BITS[now.get(key, g.now)] > BITS[g.policy])
         share = fallen / (sum(g.share for g in gemms.values()) or 1.0)
@@ -414,7 +416,7 @@ class Guard:
             raise ConfigError(f"not the guard's state: {type(error).__name__}: {error}") from error
 
 
-def changes(events: Sequence[GuardEvent], gemms: Mapping[Key, Gemm]) -> dict[str, dict[Key, str | None]]:
+def changes(events: Sequence[GuardEvent], gemms: Mapping[Key, GuardedGemm]) -> dict[str, dict[Key, str | None]]:
     """By reason, what `Engine.override` is to be told to carry the events out; None is the policy's own format."""
     found: dict[str, dict[Key, str | None]] = {}
     for e in events:

@@ -35,14 +35,14 @@ from deepwell.engine.fragile import floor_of
 from deepwell.engine.overrides import Overrides, formats_of
 from deepwell.engine.sampling import FIGURES, Sample, take_sample
 from deepwell.errors import ConfigError
-from deepwell.graph.ops import GroupedLinear, Linear, Workload
+from deepwell.graph.ops import GroupedLinear, InputSizes, Linear
 from deepwell.hardware.capability import capability_of
 from deepwell.kernels.gemm.schemes import parse_scheme
 from deepwell.precision.gemm_format import GEMMS, precision
 from deepwell.precision.guard import (
     Finding,
-    Gemm,
     Guard,
+    GuardedGemm,
     GuardEvent,
     GuardSettings,
     GuardStop,
@@ -108,7 +108,7 @@ class Watch:
         self._last_ok = True
         self._sample: tuple[Sample | None, float] = (None, 0.0)
         self._blame: tuple[tuple[str, ...], Tensor | None] = ((), None)
-        self._known: tuple[Any, dict[Key, Gemm]] = (None, {})
+        self._known: tuple[Any, dict[Key, GuardedGemm]] = (None, {})
         self._by_layer: tuple[Any, list[list[str]]] = (None, [])
         self._experts = [site.path for site in engine.ir.sites() if isinstance(site.op, GroupedLinear)]
         self.expert_loads: dict[str, list[int]] = {}  # of the step decided on last, where it had a sample
@@ -414,13 +414,13 @@ class Watch:
 
     # ---- the engine ----
 
-    def gemms(self) -> dict[Key, Gemm]:
+    def gemms(self) -> dict[Key, GuardedGemm]:
         """Every GEMM that the policy runs in low precision at this step, with its format now."""
         engine = self.engine
         if self._known[0] is engine.bound:
             return self._known[1]
         policy = engine.policy.resolve(engine.ir, engine.step)
-        work = Workload(batch=1, seq_len=4096)
+        work = InputSizes(batch=1, seq_len=4096)
         sizes = {
             site.path: float(site.op.rows_at(work) * site.op.k * site.op.n)
             for site in engine.ir.sites()
@@ -431,11 +431,11 @@ class Watch:
             asked = policy[row.path][row.gemm]
             if asked.precision.is_low:
                 now = "bf16" if row.scheme == "bf16" else row.format
-                found[row.path, row.gemm] = Gemm(now=now, policy=asked.format, share=sizes[row.path])
+                found[row.path, row.gemm] = GuardedGemm(now=now, policy=asked.format, share=sizes[row.path])
         self._known = (engine.bound, found)
         return found
 
-    def _carry_out(self, events: Sequence[GuardEvent], gemms: Mapping[Key, Gemm]) -> None:
+    def _carry_out(self, events: Sequence[GuardEvent], gemms: Mapping[Key, GuardedGemm]) -> None:
         overrides, engine = self.engine.overrides, self.engine
         known = engine.policy.resolve(engine.ir, engine.step) if events else None
         for reason, asked in changes(events, gemms).items():

@@ -3,7 +3,7 @@
 import pytest
 
 from deepwell.planner.published.metrics import (
-    Choice,
+    LayoutTimes,
     kendall,
     pick_by_rule,
     pick_fastest,
@@ -18,7 +18,7 @@ from deepwell.planner.published.metrics import (
 
 
 def choice(predicted, measured, *, fits=True, size=10.0, rule=0.0):
-    return Choice(predicted_s=predicted, predicted_bytes=size, fits=fits, measured_s=measured, rule_key=(rule,))
+    return LayoutTimes(predicted_s=predicted, predicted_bytes=size, fits=fits, measured_s=measured, rule_key=(rule,))
 
 
 def test_errors_are_summed_up_as_fractions():
@@ -83,7 +83,9 @@ def test_our_pick_is_the_fastest_that_is_predicted_to_fit():
 
 def test_a_pick_leaves_five_percent_of_the_memory_where_it_can():
     def sized(predicted, size):
-        return Choice(predicted_s=predicted, predicted_bytes=size, fits=True, measured_s=predicted, limit_bytes=100.0)
+        return LayoutTimes(
+            predicted_s=predicted, predicted_bytes=size, fits=True, measured_s=predicted, limit_bytes=100.0
+        )
 
     assert pick_fastest((sized(1.0, 96.0), sized(2.0, 94.0))).predicted_s == 2.0
     assert pick_fastest((sized(1.0, 96.0), sized(2.0, 97.0))).predicted_s == 1.0  # no room anywhere: what fits

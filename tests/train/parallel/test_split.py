@@ -50,7 +50,7 @@ def test_models_that_cannot_be_split_are_refused_by_name(name: str, message: str
         find_split(dw.capture(model), model, 2)
 
 
-class NamedHeads(llama.Attention):
+class NamedHeads(llama.LlamaAttention):
     """Attention that reshapes by its number of heads: half of the columns would make heads of half the width."""
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def test_a_model_that_names_its_heads_is_found_out() -> None:
         check_local(named, find_split(named.ir, model, 2), 2)
 
 
-class ByItself(llama.Layer):
+class ByItself(llama.LlamaLayer):
     """A layer whose linears read what no norm made."""
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class ByItself(llama.Layer):
         return x_BSD + self.mlp_norm(self.mlp(x_BSD))
 
 
-class Scaled(llama.Layer):
+class Scaled(llama.LlamaLayer):
     """A layer with a parameter that no linear and no norm has."""
 
     gain: nn.Parameter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepwell.artifacts.checkpoint import latest, list_checkpoints, verify
-from deepwell.bench.faults.result import KILLS, Check, Setup, Strike
+from deepwell.bench.faults.result import KILLS, FaultClaim, FaultSetup, Strike
 from deepwell.errors import CheckpointError
 from deepwell.report.run.data import read_events
 from deepwell.train.starts import Start
@@ -20,11 +20,11 @@ from deepwell.train.starts import Start
 Stream = dict[int, dict[int, int]]
 
 
-def check_all(setup: Setup, calm: Path, run: Path, strikes: Sequence[Strike], host: int) -> tuple[Check, ...]:
+def check_all(setup: FaultSetup, calm: Path, run: Path, strikes: Sequence[Strike], host: int) -> tuple[FaultClaim, ...]:
     """All checks; `host` is the process that must have no children left."""
     kills = sum(strike.kind in KILLS for strike in strikes)
     return (
-        Check(name="kills", ok=kills == setup.kills, detail=f"{kills} of {setup.kills}"),
+        FaultClaim(name="kills", ok=kills == setup.kills, detail=f"{kills} of {setup.kills}"),
         _finished(setup, run),
         _tokens(setup, calm, run),
         _weights(calm, run),
@@ -34,12 +34,12 @@ def check_all(setup: Setup, calm: Path, run: Path, strikes: Sequence[Strike], ho
     )
 
 
-def _finished(setup: Setup, run: Path) -> Check:
+def _finished(setup: FaultSetup, run: Path) -> FaultClaim:
     events = read_events(run)
     ends = [event for event in events if event["kind"] == "end"]
     last = ends[-1] if ends else {"reason": "nothing", "step": 0}
     ok = last["reason"] == "done" and last["step"] == setup.steps and events[-1]["kind"] == "end"
-    return Check(name="run finished", ok=ok, detail=f"{last['reason']} at step {last['step']} of {setup.steps}")
+    return FaultClaim(name="run finished", ok=ok, detail=f"{last['reason']} at step {last['step']} of {setup.steps}")
 
 
 def read_stream(folder: Path) -> tuple[Stream, int]:
@@ -63,26 +63,28 @@ def read_stream(folder: Path) -> tuple[Stream, int]:
     return stream, written
 
 
-def _tokens(setup: Setup, calm: Path, run: Path) -> Check:
+def _tokens(setup: FaultSetup, calm: Path, run: Path) -> FaultClaim:
     """The stream is the undisturbed one's; each sample is used once, each step is there once."""
     (expected, _), (found, written) = read_stream(calm), read_stream(run)
     wrong = [step for step in sorted(expected.keys() | found.keys()) if expected.get(step) != found.get(step)]
     if wrong:
-        return Check(name="token stream", ok=False, detail=f"{len(wrong)} steps differ, the first is {wrong[0]}")
+        return FaultClaim(name="token stream", ok=False, detail=f"{len(wrong)} steps differ, the first is {wrong[0]}")
     samples = [sample for step in sorted(found) for sample in sorted(found[step])]
     ok = sorted(found) == list(range(1, setup.steps + 1)) and samples == list(range(len(samples)))
     again = written // setup.world - setup.steps
     detail = f"{len(found)} steps, {len(samples)} samples, none skipped or repeated; {again} steps computed again"
-    return Check(name="token stream", ok=ok, detail=detail if ok else "steps or samples are missing or used twice")
+    return FaultClaim(name="token stream", ok=ok, detail=detail if ok else "steps or samples are missing or used twice")
 
 
-def _weights(calm: Path, run: Path) -> Check:
+def _weights(calm: Path, run: Path) -> FaultClaim:
     """Weights, optimizer and random states of the last checkpoint, as bytes."""
     expected, found = (_hashes(latest(folder / "checkpoints")) for folder in (calm, run))
     differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     ok = bool(expected) and not differ
     detail = f"{len(expected)} files of weights, optimizer and random states are equal, bit for bit"
-    return Check(name="final state", ok=ok, detail=detail if ok else f"differ: {', '.join(differ) or 'no checkpoint'}")
+    return FaultClaim(
+        name="final state", ok=ok, detail=detail if ok else f"differ: {', '.join(differ) or 'no checkpoint'}"
+    )
 
 
 def _hashes(path: Path | None) -> dict[str, str]:
@@ -92,7 +94,7 @@ def _hashes(path: Path | None) -> dict[str, str]:
     return {item["name"]: item["sha256"] for item in files if item["name"].endswith(".safetensors")}
 
 
-def _checkpoints(run: Path) -> Check:
+def _checkpoints(run: Path) -> FaultClaim:
     found, broken = list_checkpoints(run / "checkpoints"), []
     for path in found:
         try:
@@ -102,18 +104,18 @@ def _checkpoints(run: Path) -> Check:
     said = {event["path"] for event in read_events(run) if event["kind"] == "save" and event["committed"]}
     ok = bool(found) and not broken
     detail = f"{len(said)} were committed, all {len(found)} that are kept verify"
-    return Check(name="checkpoints", ok=ok, detail=detail if ok else "; ".join(broken) or "there are none")
+    return FaultClaim(name="checkpoints", ok=ok, detail=detail if ok else "; ".join(broken) or "there are none")
 
 
-def _leftovers(run: Path) -> Check:
+def _leftovers(run: Path) -> FaultClaim:
     """Nothing that a killed save left is there after the saves that followed it."""
     left = sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("."))
     left += [str(path.name) for path in (run / "checkpoints").glob("*/*.part")]
     detail = "nothing temporary is left" if not left else f"left: {', '.join(left[:5])}"
-    return Check(name="leftovers", ok=not left, detail=detail)
+    return FaultClaim(name="leftovers", ok=not left, detail=detail)
 
 
-def _processes(run: Path, host: int, patience_s: float = 10.0) -> Check:
+def _processes(run: Path, host: int, patience_s: float = 10.0) -> FaultClaim:
     """No process of the run is alive or a zombie."""
     ours = [int(path.name) for path in (run / "pids").iterdir()]
     deadline = time.monotonic() + patience_s
@@ -122,7 +124,7 @@ def _processes(run: Path, host: int, patience_s: float = 10.0) -> Check:
     strays = [pid for pid in ours if _is_of(pid, run)]
     ok = not left and not strays
     detail = f"{len(ours)} workers came and went, none is left" if ok else f"left: {sorted({*left, *strays})}"
-    return Check(name="processes", ok=ok, detail=detail)
+    return FaultClaim(name="processes", ok=ok, detail=detail)
 
 
 def _children(pid: int) -> list[int]:

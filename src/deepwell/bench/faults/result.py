@@ -22,7 +22,7 @@ KILLS = ("worker", "all", "agent", "start")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class FaultSetup:
     """What to do: so many SIGKILLs, and some SIGTERMs and hangs besides, while a tiny model trains."""
 
     kills: int = 100
@@ -59,7 +59,7 @@ class Setup:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Setup:
+    def from_dict(cls, data: Mapping[str, Any]) -> FaultSetup:
         return cls(**data)
 
 
@@ -74,7 +74,7 @@ class Strike:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class FaultClaim:
     """One claim and whether it held."""
 
     name: str
@@ -86,9 +86,9 @@ class Check:
 class Result:
     """What was done, what it cost, and what was checked at the end."""
 
-    setup: Setup
+    setup: FaultSetup
     strikes: tuple[Strike, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[FaultClaim, ...]
     starts: int
     recoveries: tuple[float, ...]  # seconds from the last step before to the end of the first one after
     lost_steps: int

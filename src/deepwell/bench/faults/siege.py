@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deepwell.bench.faults.checks import check_all, costs
-from deepwell.bench.faults.result import KILLS, Result, Setup, Strike
+from deepwell.bench.faults.result import KILLS, FaultSetup, Result, Strike
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError, DeepwellError
 from deepwell.hardware.amx import bf16_fault
@@ -30,21 +30,21 @@ _SHARES = {"agent": 0.12, "all": 0.06, "start": 0.12}
 _IN_WRITE = 0.5
 
 
-def run_faults(setup: Setup, folder: Path, say: Say = lambda _line: None) -> Result:
+def run_faults(setup: FaultSetup, folder: Path, say: Say = lambda _line: None) -> Result:
     """Train undisturbed, train under fire, compare. What was in `folder` of an earlier call is removed."""
     if not sys.platform.startswith("linux"):
         raise ConfigError("validate faults needs Linux: it reads /proc to find the processes to kill")
     for name in ("undisturbed", "disturbed"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name / "pids").mkdir(parents=True)
-    with Host(folder / "host.log") as host:
-        calm = Run(setup, folder / "undisturbed", host)
+    with AgentHost(folder / "host.log") as host:
+        calm = AgentRun(setup, folder / "undisturbed", host)
         began = time.monotonic()
         with bar("undisturbed", setup.steps) as advance:
             calm.finish(advance)
         undisturbed_s = time.monotonic() - began
         say(f"undisturbed: {setup.steps} steps in {undisturbed_s:.0f} s")
-        run = Run(setup, folder / "disturbed", host)
+        run = AgentRun(setup, folder / "disturbed", host)
         strikes = Siege(setup, run, say).fire()
         with bar("to the end", setup.steps) as advance:
             run.finish(advance)
@@ -53,14 +53,14 @@ def run_faults(setup: Setup, folder: Path, say: Say = lambda _line: None) -> Res
     return Result(setup=setup, strikes=tuple(strikes), checks=checks, undisturbed_s=undisturbed_s, **found)
 
 
-class Host:
+class AgentHost:
     """The process that agents are forked from, at the other end of two pipes."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self.ended: dict[int, int] = {}  # agents that ended, with their status
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> AgentHost:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if "ONEDNN_MAX_CPU_ISA" not in environment and bf16_fault(read_host().instruction_sets):
@@ -116,10 +116,10 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-class Run:
+class AgentRun:
     """One run, seen from outside: its agent, which is started again when it ends too early, and its events."""
 
-    def __init__(self, setup: Setup, folder: Path, host: Host) -> None:
+    def __init__(self, setup: FaultSetup, folder: Path, host: AgentHost) -> None:
         self.folder, self.host = folder, host
         self._job: dict[str, Any] = {
             "folder": str(folder), "steps": setup.steps, "world": setup.world, "seed": setup.seed,
@@ -194,7 +194,7 @@ class Run:
 class Siege:
     """Strikes a run at random moments that a seed decides, as far as a busy machine lets it."""
 
-    def __init__(self, setup: Setup, run: Run, say: Say) -> None:
+    def __init__(self, setup: FaultSetup, run: AgentRun, say: Say) -> None:
         self._setup, self._run, self._say = setup, run, say
         self._random = random.Random(setup.seed)
         self._last = 0.0

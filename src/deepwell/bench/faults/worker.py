@@ -24,7 +24,7 @@ VOCAB, WIDTH, SEQ_LEN = 64, 32, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WorkerJob:
     """What all processes of one run are told."""
 
     folder: str
@@ -90,7 +90,7 @@ class Tokens(Callback):
 class Fails(Callback):
     """Fails at one step of one rank, each time anew."""
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, job: WorkerJob, rank: int) -> None:
         self._step = job.fail_step if rank == job.fail_rank else 0
         self._how = job.fail_how
 
@@ -101,7 +101,7 @@ class Fails(Callback):
             time.sleep(1e6)
 
 
-def make_trainer(job: Job, callbacks: Sequence[Callback] = (), **changes: Any) -> Trainer:
+def make_trainer(job: WorkerJob, callbacks: Sequence[Callback] = (), **changes: Any) -> Trainer:
     """The trainer of a job, in this process."""
     torch.manual_seed(job.seed)
     engine = compile_engine(Tiny(), precision="bf16")
@@ -120,7 +120,7 @@ def work(fields: dict[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # those of the agent, which this process was forked from
     torch.set_num_threads(1)
-    job = Job(**fields)
+    job = WorkerJob(**fields)
     folder, rank = Path(job.folder), int(os.environ["RANK"])
     (folder / "pids" / str(os.getpid())).write_text(os.environ["RANK"], encoding="ascii")
     try:

@@ -26,7 +26,7 @@ from typing import Any
 
 from deepwell.bench.corpus import Corpus
 from deepwell.bench.environment import environment
-from deepwell.bench.parity.run import BASELINE, Pace, Record, Run, Setup
+from deepwell.bench.parity.run import BASELINE, Pace, PairSetup, ParityRun, RunRecord
 from deepwell.bench.variants import Variant
 from deepwell.errors import ConfigError
 
@@ -35,7 +35,7 @@ BOUND = 0.0025
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ArmVerdict:
     """What the pairs of one arm say. `spread` is None where one seed of bf16 is all there is."""
 
     arm: str
@@ -85,7 +85,7 @@ class Results:
     """The runs of one JSON file."""
 
     path: Path
-    records: list[Record]
+    records: list[RunRecord]
     corpora: dict[str, Any]
 
     @classmethod
@@ -99,7 +99,7 @@ class Results:
                 raise ConfigError(f"schema {data['schema']!r}, and this Deepwell reads {SCHEMA}")
             if not isinstance(data["corpora"], dict):
                 raise ConfigError("corpora is no object")
-            return cls(path=path, records=[Record.from_dict(run) for run in data["runs"]], corpora=data["corpora"])
+            return cls(path=path, records=[RunRecord.from_dict(run) for run in data["runs"]], corpora=data["corpora"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no parity result ({error}): give --out another folder") from error
 
@@ -114,10 +114,10 @@ class Results:
             raise ConfigError(f"--out: {folder} is no folder to write to ({error}): give another") from error
         return cls.read(folder / "parity.json")
 
-    def find(self, key: str) -> Record | None:
+    def find(self, key: str) -> RunRecord | None:
         return next((record for record in self.records if record.key == key), None)
 
-    def put(self, record: Record) -> None:
+    def put(self, record: RunRecord) -> None:
         """Add or replace a run and write the file, whole or not at all."""
         self.records = [*(old for old in self.records if old.key != record.key), record]
         text = json.dumps(self.to_dict(), indent=1)
@@ -126,7 +126,7 @@ class Results:
             file.write(text)
         Path(file.name).replace(self.path)
 
-    def verdicts(self, bound: float = BOUND) -> list[Verdict]:
+    def verdicts(self, bound: float = BOUND) -> list[ArmVerdict]:
         """One for each arm and setup that has finished pairs."""
         done = [record for record in self.records if record.is_done]
         base = {(_group(record), record.seed): record for record in done if record.arm == BASELINE}
@@ -139,7 +139,7 @@ class Results:
                     continue
                 pairs = [(runs[seed], base[group, seed]) for seed in sorted(runs)]
                 verdicts.append(
-                    Verdict(
+                    ArmVerdict(
                         arm=arm,
                         tokens=pairs[0][0].setup.tokens,
                         seeds=tuple(sorted(runs)),
@@ -160,12 +160,12 @@ class Results:
         }
 
 
-def _group(record: Record) -> str:
+def _group(record: RunRecord) -> str:
     """Equal for runs that may be compared: everything but arm and seed."""
     return json.dumps([asdict(record.setup), record.data], sort_keys=True)
 
 
-def _gap(run: Record, base: Record, evaluation: str) -> float:
+def _gap(run: RunRecord, base: RunRecord, evaluation: str) -> float:
     loss, of_base = run.final[evaluation], base.final[evaluation]
     return loss / of_base - 1 if _is_loss(of_base) else math.nan  # over an infinite loss everything would pass
 
@@ -174,18 +174,18 @@ def _is_loss(value: float) -> bool:
     return 0 < value < math.inf
 
 
-def _spread(records: Sequence[Record]) -> float | None:
+def _spread(records: Sequence[RunRecord]) -> float | None:
     losses = [record.final["own"] for record in records if _is_loss(record.final["own"])]
     return (max(losses) - min(losses)) / statistics.fmean(losses) if len(losses) > 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class WantedRuns:
     """Which runs are wanted: every arm beside bf16, for every seed."""
 
     arms: tuple[Variant, ...]
     seeds: tuple[int, ...]
-    setup: Setup
+    setup: PairSetup
     device: str
     cuda_graphs: bool = False  # changes no number, and is not for emulation
 
@@ -202,14 +202,14 @@ class Plan:
 
 
 def run_plan(
-    plan: Plan, corpus: Corpus, folder: Path, pace: Pace, say: Callable[[str], None] = lambda _line: None
+    plan: WantedRuns, corpus: Corpus, folder: Path, pace: Pace, say: Callable[[str], None] = lambda _line: None
 ) -> tuple[Results, int]:
     """Do what is not done yet; the results, and how many runs are left where the deadline came first."""
     results = Results.open(folder)
     results.corpora[corpus.fingerprint] = corpus.to_dict()
     wanted = plan.runs()
     # All of them first: a policy that cannot be read is an error before the first run, not after it.
-    keys = [Record.of(variant, seed, plan.setup, corpus).key for variant, seed in wanted]
+    keys = [RunRecord.of(variant, seed, plan.setup, corpus).key for variant, seed in wanted]
     for number, (variant, seed) in enumerate(wanted):
         earlier = results.find(keys[number])
         if earlier is not None and earlier.is_done:
@@ -229,15 +229,17 @@ def run_plan(
     return results, 0
 
 
-def _held(record: Record) -> str:
+def _held(record: RunRecord) -> str:
     return f"{record.final['own']:.4f} ({record.final['bf16']:.4f} in bf16)"
 
 
-def _run_one(plan: Plan, variant: Variant, seed: int, corpus: Corpus, folder: Path, pace: Pace) -> tuple[Record, bool]:
+def _run_one(
+    plan: WantedRuns, variant: Variant, seed: int, corpus: Corpus, folder: Path, pace: Pace
+) -> tuple[RunRecord, bool]:
     import torch
 
     torch._dynamo.reset()
-    run = Run(variant, seed, plan.setup, corpus, plan.device, cuda_graphs=plan.cuda_graphs)
+    run = ParityRun(variant, seed, plan.setup, corpus, plan.device, cuda_graphs=plan.cuda_graphs)
     for arm in plan.arms:
         # Of all of them before one is trained: an arm that this device lacks is not found out after hours of bf16.
         arm.engine_of(run.ir)

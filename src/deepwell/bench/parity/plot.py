@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepwell.bench.parity.compare import BASELINE, Results
-from deepwell.bench.parity.run import Record
+from deepwell.bench.parity.run import RunRecord
 from deepwell.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ def plot(results: Results, path: Path) -> Path:
     return path
 
 
-def _draw(axes: Any, record: Record, colours: dict[str, str], points: Sequence[tuple[float, float]]) -> None:
+def _draw(axes: Any, record: RunRecord, colours: dict[str, str], points: Sequence[tuple[float, float]]) -> None:
     scale = record.setup.batch * record.setup.seq_len / 1e6
     styles = ("-", "--", ":", "-.")
     axes.plot(
@@ -57,7 +57,7 @@ def _draw(axes: Any, record: Record, colours: dict[str, str], points: Sequence[t
     )
 
 
-def _gaps(record: Record, records: Sequence[Record]) -> list[tuple[float, float]]:
+def _gaps(record: RunRecord, records: Sequence[RunRecord]) -> list[tuple[float, float]]:
     """(step, gap in percent) of a run to bf16's with the same seed, setup and data, where both were evaluated."""
     if record.arm == BASELINE:
         return []

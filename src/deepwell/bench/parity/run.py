@@ -43,7 +43,7 @@ MAX_EPOCHS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class PairSetup:
     """What the runs of a pair have in common besides the seed."""
 
     model: str = "768-12l"
@@ -87,12 +87,12 @@ def _check_whole(name: str, value: Any, least: int) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class RunRecord:
     """What a run has to show so far; kept in its checkpoint and in the results."""
 
     arm: str
     seed: int
-    setup: Setup
+    setup: PairSetup
     data: str  # the corpus's fingerprint
     policy: dict[str, Any] = field(default_factory=dict)
     steps_done: int = 0
@@ -109,7 +109,7 @@ class Record:
         return json.dumps([self.arm, self.policy, self.seed, asdict(self.setup), self.data], sort_keys=True)
 
     @classmethod
-    def of(cls, variant: Variant, seed: int, setup: Setup, corpus: Corpus) -> Record:
+    def of(cls, variant: Variant, seed: int, setup: PairSetup, corpus: Corpus) -> RunRecord:
         """The record of a run that has not begun."""
         policy = variant.policy().to_dict()
         return cls(arm=variant.name, seed=seed, setup=setup, data=corpus.fingerprint, policy=policy)
@@ -126,12 +126,12 @@ class Record:
         return {**asdict(self), "done": self.is_done}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Record:
+    def from_dict(cls, data: Any) -> RunRecord:
         """The record that `to_dict` wrote, read back from JSON. Raises ConfigError where it is something else."""
         try:
             rest = {key: value for key, value in data.items() if key not in ("done", "setup")}
             rest["losses"] = [(int(step), float(loss)) for step, loss in data["losses"]]
-            record = cls(setup=Setup(**data["setup"]), **rest)
+            record = cls(setup=PairSetup(**data["setup"]), **rest)
             wrong = [name for name, kind in _KINDS.items() if not isinstance(getattr(record, name), kind)]
             if wrong or not 0 <= record.steps_done <= record.setup.steps:
                 raise ConfigError(f"wrong {', '.join(wrong) or 'steps_done'}")
@@ -169,14 +169,14 @@ class Pace:
             _check_whole(name, getattr(self, name), 1)
 
 
-class Run:
+class ParityRun:
     """A run in progress. `train` goes on until it is done or the deadline comes, whatever happened before."""
 
     def __init__(
-        self, variant: Variant, seed: int, setup: Setup, corpus: Corpus, device: str, *, cuda_graphs: bool = False
+        self, variant: Variant, seed: int, setup: PairSetup, corpus: Corpus, device: str, *, cuda_graphs: bool = False
     ) -> None:
         self.variant, self.setup, self.device = variant, setup, torch.device(device)
-        self.record = Record.of(variant, seed, setup, corpus)
+        self.record = RunRecord.of(variant, seed, setup, corpus)
         self.tokens, self.held = (_load_tokens(path, self.device) for path in (corpus.train, corpus.held))
         if len(self.held) <= setup.seq_len:
             raise ConfigError(
@@ -202,7 +202,7 @@ class Run:
         self._pending = torch.zeros((), device=self.device)
         self._num_pending = 0
 
-    def train(self, pace: Pace, save: Callable[[Run], None]) -> bool:
+    def train(self, pace: Pace, save: Callable[[ParityRun], None]) -> bool:
         """Train on; `save` is called at every checkpoint. Whether the run is done."""
         record, started, before = self.record, time.perf_counter(), self.record.seconds
         evals = _eval_steps(self.setup)
@@ -292,7 +292,7 @@ class Run:
             with safe_open(path, framework="pt") as file:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
-            record = Record.from_dict(json.loads(facts["record"]))
+            record = RunRecord.from_dict(json.loads(facts["record"]))
             num_pending = int(facts["num_pending"])
             if record.key == self.record.key:
                 self._check_tensors(tensors, record.steps_done)
@@ -346,7 +346,7 @@ def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
-def _build(setup: Setup, vocab: int, seed: int, device: torch.device) -> Llama:
+def _build(setup: PairSetup, vocab: int, seed: int, device: torch.device) -> Llama:
     """The model in bf16; weights are drawn in fp32 on the CPU, so that every device starts from the same."""
     config = MODELS[setup.model]
     sizes = {**asdict(config), "vocab": -(-vocab // 128) * 128, "max_positions": max(setup.seq_len, 128)}
@@ -354,7 +354,7 @@ def _build(setup: Setup, vocab: int, seed: int, device: torch.device) -> Llama:
     return Llama(LlamaConfig(**sizes)).init_weights(seed).to(device, torch.bfloat16)
 
 
-def _optimizer(model: Llama, lr: Tensor, setup: Setup) -> AdamWDW:
+def _optimizer(model: Llama, lr: Tensor, setup: PairSetup) -> AdamWDW:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": setup.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -379,7 +379,7 @@ def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tens
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def _order(num_tokens: int, setup: Setup, seed: int) -> Tensor:
+def _order(num_tokens: int, setup: PairSetup, seed: int) -> Tensor:
     """Where each sequence of the run begins: windows side by side, each epoch in an order of its own."""
     windows = (num_tokens - 1) // setup.seq_len
     needed = setup.steps * setup.batch
@@ -393,7 +393,7 @@ def _order(num_tokens: int, setup: Setup, seed: int) -> Tensor:
     return torch.cat([torch.randperm(windows, generator=one) for one in generators])[:needed] * setup.seq_len
 
 
-def _eval_steps(setup: Setup) -> set[int]:
+def _eval_steps(setup: PairSetup) -> set[int]:
     every = max(1, setup.steps // max(1, setup.evals))
     return {*range(every, setup.steps - every // 2, every), setup.steps}
 

@@ -97,12 +97,12 @@ def parity_command(
         return
 
     from deepwell.bench.devices import pick_device
-    from deepwell.bench.parity.compare import Plan, Results, Setup, run_plan
+    from deepwell.bench.parity.compare import PairSetup, Results, WantedRuns, run_plan
     from deepwell.bench.parity.run import Pace
 
     # Everything that can be wrong with the options and the folder comes before the text, which can take minutes.
     _check_numbers(tokens, bound, budget)
-    setup = Setup(
+    setup = PairSetup(
         model=model,
         tokens=int(tokens),
         batch=batch,
@@ -113,7 +113,7 @@ def parity_command(
         eval_tokens=eval_tokens,
     )
     where = pick_device(device)
-    plan = Plan(
+    plan = WantedRuns(
         arms=_arms(arms, say),
         seeds=_seeds(seeds),
         setup=setup,

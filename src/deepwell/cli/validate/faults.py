@@ -30,10 +30,10 @@ def faults_command(
     Status 1 where tokens were skipped or repeated, where the final state is not bit for bit that of the undisturbed
     run, where a checkpoint does not verify, or where files or processes are left behind.
     """
-    from deepwell.bench.faults import Setup, run_faults
+    from deepwell.bench.faults import FaultSetup, run_faults
     from deepwell.errors import ConfigError, DeepwellError
 
-    setup = Setup(kills=kills, world=world, seed=seed, minutes=minutes)
+    setup = FaultSetup(kills=kills, world=world, seed=seed, minutes=minutes)
     if json_out not in (None, "-") and not Path(json_out).absolute().parent.is_dir():
         raise ConfigError(f"--json: {Path(json_out).parent} is no folder")
 

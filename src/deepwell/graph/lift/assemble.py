@@ -16,7 +16,7 @@ from deepwell.graph.lift.norms import find_norms
 from deepwell.graph.lift.pointwise import find_activations, find_products, find_sums
 from deepwell.graph.lift.roles import assign_roles
 from deepwell.graph.lift.routing import find_experts, find_topk
-from deepwell.graph.lift.site import Finding, Site, joined
+from deepwell.graph.lift.site import LiftedSite, LiftState, joined
 from deepwell.graph.ops import BLOCK_INPUT, EARLIER, KINDS, Op, Param
 from deepwell.graph.parameters import Parameters, model_dtype, positions
 from deepwell.graph.preserve import written_class
@@ -31,9 +31,9 @@ def lift(model: nn.Module, traced: Traced) -> IR:
     return _Assembly(model, traced, found).ir()
 
 
-def find_sites(model: nn.Module, traced: Traced) -> Finding:
+def find_sites(model: nn.Module, traced: Traced) -> LiftState:
     """Every op of the vocabulary in the graph, with role and part; each finder takes what the ones before it left."""
-    found = Finding(model, traced, _sizes(traced))
+    found = LiftState(model, traced, _sizes(traced))
     find_contractions(found)
     find_norms(found)
     find_topk(found)
@@ -58,7 +58,7 @@ def _sizes(traced: Traced) -> Sizes:
 class _Assembly:
     """One pass from sites to ops: where each belongs, what it reads, what it is called, what it owns."""
 
-    def __init__(self, model: nn.Module, traced: Traced, found: Finding) -> None:
+    def __init__(self, model: nn.Module, traced: Traced, found: LiftState) -> None:
         self.model, self.traced, self.found = model, traced, found
         self.flow = found.flow
         self.places = Places(self.flow, traced.stubbed)
@@ -106,7 +106,7 @@ class _Assembly:
         module = self.model.get_submodule(path) if path else self.model
         reads = tuple(s for s in self.flow.sources[first] if s in self.found.live) if calls else ()
         is_new = bool(path) and path not in {s.name for s in self.found.sites}
-        site = Site(
+        site = LiftedSite(
             "other", first, path, path if is_new else joined(path, "parameters"),
             reads=reads, role="other", step=0.5, facts={"function": type(module).__name__, "names": names},
         )  # fmt: skip
@@ -129,17 +129,17 @@ class _Assembly:
 
     # ---- groups ----
 
-    def _layer_of(self, site: Site) -> str | None:
+    def _layer_of(self, site: LiftedSite) -> str | None:
         if site.kind == "other" and site.node.op == "output":
             return self.places.layer_of_path(site.facts["names"][0])
         return self.places.layer_of(site.node)
 
-    def _grouped(self) -> dict[str, list[Site]]:
+    def _grouped(self) -> dict[str, list[LiftedSite]]:
         """Sites by layer path; "" is the stem, "." the tail."""
-        groups: dict[str, list[Site]] = {"": [], **{path: [] for path in self.layers}, ".": []}
+        groups: dict[str, list[LiftedSite]] = {"": [], **{path: [] for path in self.layers}, ".": []}
         inner = [s for s in self.sites if self._layer_of(s) in groups]
         first = self.found.order(inner[0]) if inner else None
-        after: set[Site] = set(inner)
+        after: set[LiftedSite] = set(inner)
         for site in self.sites:
             layer = self._layer_of(site)
             if layer in groups and layer is not None:
@@ -153,10 +153,10 @@ class _Assembly:
                 groups[""].append(site)
         return groups
 
-    def _behind(self, site: Site) -> list[Site]:
+    def _behind(self, site: LiftedSite) -> list[LiftedSite]:
         return site.inputs if site.inputs is not None else self.found.sites_behind(self._reads(site))
 
-    def _reads(self, site: Site) -> list[fx.Node]:
+    def _reads(self, site: LiftedSite) -> list[fx.Node]:
         if site.reads is not None:
             return [r for r in site.reads if r not in self.flow.weights]
         return [
@@ -165,31 +165,31 @@ class _Assembly:
 
     # ---- edges ----
 
-    def _edges(self) -> dict[Site, tuple[str, ...]]:
+    def _edges(self) -> dict[LiftedSite, tuple[str, ...]]:
         producers = self._producers()
         group_of = {site: path for path, group in self.groups.items() for site in group}
         ran = [path for path, group in self.groups.items() if group]
         before = dict(zip(ran[1:], ran, strict=False))
-        handed: dict[str, Site] = {}
+        handed: dict[str, LiftedSite] = {}
         for path, previous in before.items():
             read = [
                 p
                 for s in self.groups[path]
                 for p in producers[s]
-                if isinstance(p, Site) and group_of.get(p) == previous
+                if isinstance(p, LiftedSite) and group_of.get(p) == previous
             ]
             if read:
                 handed[path] = max(read, key=self.found.order)
-        edges: dict[Site, tuple[str, ...]] = {}
+        edges: dict[LiftedSite, tuple[str, ...]] = {}
         self.names = self._names(group_of)
         for site in self.sites:
             path = group_of[site]
             marks: set[str] = set()
-            own: list[Site] = []
+            own: list[LiftedSite] = []
             for producer in producers[site]:
                 if producer == INPUT:
                     marks.add(BLOCK_INPUT if not before.get(path) else EARLIER)
-                elif isinstance(producer, Site) and group_of[producer] == path:
+                elif isinstance(producer, LiftedSite) and group_of[producer] == path:
                     own.append(producer)
                 else:
                     marks.add(BLOCK_INPUT if producer is handed.get(path) else EARLIER)
@@ -200,7 +200,7 @@ class _Assembly:
             )
         return edges
 
-    def _producers(self) -> dict[Site, set[Any]]:
+    def _producers(self) -> dict[LiftedSite, set[Any]]:
         """The nearest ops behind each site, its own input among them; only ops that run before it."""
         behind: dict[fx.Node, frozenset[Any]] = {}
         for node in self.flow.nodes:
@@ -213,7 +213,7 @@ class _Assembly:
                 behind[node] = frozenset((INPUT,)) if is_data else frozenset()
             else:
                 behind[node] = frozenset().union(*(behind[s] for s in self.flow.sources[node]))
-        result: dict[Site, set[Any]] = {}
+        result: dict[LiftedSite, set[Any]] = {}
         for site in self.sites:
             found: set[Any] = set(site.inputs) if site.inputs is not None else set()
             if site.inputs is None:
@@ -232,8 +232,8 @@ class _Assembly:
 
     # ---- names ----
 
-    def _names(self, group_of: dict[Site, str]) -> dict[Site, str]:
-        names: dict[Site, str] = {}
+    def _names(self, group_of: dict[LiftedSite, str]) -> dict[LiftedSite, str]:
+        names: dict[LiftedSite, str] = {}
         for path, group in self.groups.items():
             counts: dict[str, int] = {}
             taken: set[str] = set()
@@ -267,7 +267,7 @@ class _Assembly:
 
     # ---- ops ----
 
-    def _op(self, site: Site, layer: str) -> Op:
+    def _op(self, site: LiftedSite, layer: str) -> Op:
         facts = {
             k: v
             for k, v in site.facts.items()
@@ -286,11 +286,11 @@ class _Assembly:
             dtype=params[0].dtype if params else self.dtype, **facts,
         )  # fmt: skip
 
-    def _params(self, site: Site, layer: str) -> tuple[Param, ...]:
+    def _params(self, site: LiftedSite, layer: str) -> tuple[Param, ...]:
         names = self._parameter_names(site, layer)
         return tuple(self.parameters.param(name, layer, self._relative(name, layer)) for name in names)
 
-    def _parameter_names(self, site: Site, layer: str) -> list[str]:
+    def _parameter_names(self, site: LiftedSite, layer: str) -> list[str]:
         if site.kind == "other":
             return list(site.facts["names"])
         near = site.name if layer in ("", ".") else joined(layer, self.names[site])

@@ -10,7 +10,7 @@ from torch import fx
 from deepwell.graph.fx import argument
 from deepwell.graph.lift.flow import ARITHMETIC, FORMS
 from deepwell.graph.lift.masks import MaskFacts, read_mask
-from deepwell.graph.lift.site import Finding, Site, joined
+from deepwell.graph.lift.site import LiftedSite, LiftState, joined
 from deepwell.graph.ops import Extent
 
 _PRODUCTS = ("matmul", "baddbmm", "einsum", "addbmm")
@@ -28,7 +28,7 @@ class _Operands:
     seen: tuple[tuple[fx.Node, ...], ...] = ()  # q, k and v as the products find them, after in-place writes
 
 
-def find_attention(found: Finding) -> None:
+def find_attention(found: LiftState) -> None:
     flow = found.flow
     for node in flow.nodes:
         if flow.op(node) == "scaled_dot_product_attention" and found.is_free(node):
@@ -47,7 +47,7 @@ def find_attention(found: Finding) -> None:
             )
 
 
-def _fused(found: Finding, node: fx.Node) -> None:
+def _fused(found: LiftState, node: fx.Node) -> None:
     flow = found.flow
     q, k, v = (argument(node, name) for name in ("query", "key", "value"))
     mask, is_causal = argument(node, "attn_mask"), bool(argument(node, "is_causal", False))
@@ -58,7 +58,7 @@ def _fused(found: Finding, node: fx.Node) -> None:
     _add_attention(found, node, {node}, operands, facts, [])
 
 
-def _spelled_out(found: Finding, softmax: fx.Node) -> None:
+def _spelled_out(found: LiftState, softmax: fx.Node) -> None:
     """softmax(q k^T ...) v in single steps: the products on both sides of a softmax over keys."""
     flow = found.flow
 
@@ -91,14 +91,14 @@ def _spelled_out(found: Finding, softmax: fx.Node) -> None:
     _add_attention(found, last, inner | {first, softmax, last}, operands, facts, params)
 
 
-def _follows(found: Finding, value: fx.Node, softmax: fx.Node) -> bool:
+def _follows(found: LiftState, value: fx.Node, softmax: fx.Node) -> bool:
     """Does a value follow from the softmax without another product between?"""
     flow = found.flow
     behind = flow.back([value], lambda n: n is softmax or (flow.op(n) in _PRODUCTS and n is not value))
     return any(n is softmax for n in behind)
 
 
-def _operands(found: Finding, first: fx.Node, last: fx.Node, softmax: fx.Node) -> _Operands | None:
+def _operands(found: LiftState, first: fx.Node, last: fx.Node, softmax: fx.Node) -> _Operands | None:
     flow = found.flow
     left = [a for a in flow.tensor_args(first) if found.is_activation(a)][-2:]
     right = [a for a in flow.tensor_args(last) if found.is_activation(a)][-2:]
@@ -111,7 +111,7 @@ def _operands(found: Finding, first: fx.Node, last: fx.Node, softmax: fx.Node) -
 
 
 def _add_attention(
-    found: Finding,
+    found: LiftState,
     node: fx.Node,
     nodes: set[fx.Node],
     operands: _Operands,
@@ -141,7 +141,7 @@ def _add_attention(
         )
     window = mask.window or _window_of_module(found, path)
     found.add(
-        Site(
+        LiftedSite(
             "attention", node, path, joined(path, "attention"), nodes, (operands.q, operands.k, operands.v),
             params=params, role="attention",
             facts={
@@ -154,7 +154,7 @@ def _add_attention(
     )  # fmt: skip
 
 
-def _kv_heads(found: Finding, operands: _Operands, v: tuple[int, ...], heads: int) -> int:
+def _kv_heads(found: LiftState, operands: _Operands, v: tuple[int, ...], heads: int) -> int:
     """Value heads before they are repeated for the query heads: the least that the value's own chain holds."""
     flow = found.flow
     node, least = operands.v, flow.numel(operands.v)
@@ -172,7 +172,7 @@ def _kv_heads(found: Finding, operands: _Operands, v: tuple[int, ...], heads: in
     return max(1, least // per_head)
 
 
-def _window_of_module(found: Finding, path: str) -> int | None:
+def _window_of_module(found: LiftState, path: str) -> int | None:
     """A window that the attention module names itself: needed where the mask's values are not there (meta buffers)."""
     module = found.flow.module(path) if path else found.flow.model
     for name in ("sliding_window", "window_size", "attention_window"):
@@ -190,7 +190,7 @@ def _window_of_module(found: Finding, path: str) -> int | None:
 _JOINS = ("mul", "add", "sub", "cat", "stack")
 
 
-def find_rope(found: Finding) -> None:
+def find_rope(found: LiftState) -> None:
     """One site for each attention whose queries or keys are multiplied by tables of angles; others go by module."""
     tables = _angle_tables(found)
     turns = [n for n in found.flow.nodes if _is_turn(found, n, tables)]
@@ -214,7 +214,7 @@ def find_rope(found: Finding) -> None:
         _add_free_rope(found, path, nodes)
 
 
-def _angle_tables(found: Finding) -> set[fx.Node]:
+def _angle_tables(found: LiftState) -> set[fx.Node]:
     """Values without activations that hold sines or cosines: computed ones, and float tables along the sequence."""
     flow = found.flow
     tables: set[fx.Node] = set()
@@ -234,7 +234,7 @@ def _angle_tables(found: Finding) -> set[fx.Node]:
     return tables
 
 
-def _is_turn(found: Finding, node: fx.Node, tables: set[fx.Node]) -> bool:
+def _is_turn(found: LiftState, node: fx.Node, tables: set[fx.Node]) -> bool:
     flow = found.flow
     if flow.op(node) != "mul" or not found.is_free(node) or node not in found.live:
         return False
@@ -246,11 +246,11 @@ def _is_turn(found: Finding, node: fx.Node, tables: set[fx.Node]) -> bool:
     )
 
 
-def _turns_behind(found: Finding, operand: tuple[fx.Node, ...], turns: dict[fx.Node, None]) -> list[fx.Node]:
+def _turns_behind(found: LiftState, operand: tuple[fx.Node, ...], turns: dict[fx.Node, None]) -> list[fx.Node]:
     return [n for n in found.flow.back(operand, lambda n: not found.is_free(n)) if n in turns]
 
 
-def _rotated(found: Finding, turns: list[fx.Node]) -> tuple[set[fx.Node], int]:
+def _rotated(found: LiftState, turns: list[fx.Node]) -> tuple[set[fx.Node], int]:
     """What is made of rotated values alone (their sums, halves put together), and how many elements that is."""
     flow = found.flow
     region = set(turns)
@@ -266,7 +266,7 @@ def _rotated(found: Finding, turns: list[fx.Node]) -> tuple[set[fx.Node], int]:
     return region, size
 
 
-def _add_rope(found: Finding, attention: Site, q_side: list[fx.Node], k_side: list[fx.Node]) -> None:
+def _add_rope(found: LiftState, attention: LiftedSite, q_side: list[fx.Node], k_side: list[fx.Node]) -> None:
     facts = attention.facts
     q_region, q_size = _rotated(found, q_side)
     k_region, k_size = _rotated(found, k_side)
@@ -280,7 +280,7 @@ def _add_rope(found: Finding, attention: Site, q_side: list[fx.Node], k_side: li
     _rope_site(found, attention.path, q_region | k_region, q_size // per_head, k_size // per_head, rotary)
 
 
-def _add_free_rope(found: Finding, path: str, turns: list[fx.Node]) -> None:
+def _add_free_rope(found: LiftState, path: str, turns: list[fx.Node]) -> None:
     """Rotations that feed no softmax attention (linear attention, retention)."""
     region, size = _rotated(found, turns)
     shapes = [found.flow.shape(n) for n in region]
@@ -289,12 +289,12 @@ def _add_free_rope(found: Finding, path: str, turns: list[fx.Node]) -> None:
     _rope_site(found, path, region, max(1, size // (rotary * tokens)), 0, rotary)
 
 
-def _rope_site(found: Finding, path: str, nodes: set[fx.Node], q_heads: int, kv_heads: int, rotary: int) -> None:
+def _rope_site(found: LiftState, path: str, nodes: set[fx.Node], q_heads: int, kv_heads: int, rotary: int) -> None:
     flow = found.flow
     node = max((n for n in nodes if flow.op(n) in _JOINS), key=flow.index.__getitem__)
     reads: dict[Any, None] = {s: None for n in nodes for s in flow.sources[n] if s not in nodes and s in found.live}
     found.add(
-        Site(
+        LiftedSite(
             "rope", node, path, joined(path, "rope"), nodes, tuple(reads), role="attention",
             facts={"q_heads": q_heads, "kv_heads": kv_heads, "rotary_dim": rotary, "dims": ()},
         )

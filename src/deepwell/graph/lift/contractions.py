@@ -9,7 +9,7 @@ from torch import fx
 
 from deepwell.graph.fx import argument
 from deepwell.graph.lift.flow import FORMS
-from deepwell.graph.lift.site import Finding, Site, joined
+from deepwell.graph.lift.site import LiftedSite, LiftState, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Product:
     experts: int = 0
 
 
-def find_contractions(found: Finding) -> None:
+def find_contractions(found: LiftState) -> None:
     """Add a site for every product of an activation with parameters, every lookup, every convolution and the loss."""
     for node in found.flow.nodes:
         op = found.flow.op(node)
@@ -46,7 +46,7 @@ def find_contractions(found: Finding) -> None:
 # ---- products ----
 
 
-def _product(found: Finding, node: fx.Node, op: str) -> _Product | None:
+def _product(found: LiftState, node: fx.Node, op: str) -> _Product | None:
     flow = found.flow
     args = [a for a in node.args if isinstance(a, fx.Node)]
     if op == "linear":
@@ -67,7 +67,7 @@ def _product(found: Finding, node: fx.Node, op: str) -> _Product | None:
     return None
 
 
-def _either(found: Finding, left: fx.Node, right: fx.Node) -> _Product | None:
+def _either(found: LiftState, left: fx.Node, right: fx.Node) -> _Product | None:
     weights, shape = found.flow.weights, found.flow.shape
     if right in weights and left not in weights:
         return _right(found, left, right, None, transposed=False)
@@ -77,7 +77,7 @@ def _either(found: Finding, left: fx.Node, right: fx.Node) -> _Product | None:
     return None
 
 
-def _right(found: Finding, data: Any, weight: Any, bias: Any, *, transposed: bool) -> _Product | None:
+def _right(found: LiftState, data: Any, weight: Any, bias: Any, *, transposed: bool) -> _Product | None:
     flow = found.flow
     if not isinstance(weight, fx.Node) or weight not in flow.weights or data in flow.weights:
         return None
@@ -96,7 +96,7 @@ def _right(found: Finding, data: Any, weight: Any, bias: Any, *, transposed: boo
     return None
 
 
-def _einsum(found: Finding, node: fx.Node) -> _Product | None:
+def _einsum(found: LiftState, node: fx.Node) -> _Product | None:
     flow = found.flow
     equation, operands = node.args[0], list(node.args[1:])
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -126,7 +126,7 @@ def _einsum(found: Finding, node: fx.Node) -> _Product | None:
     return _Product(data, weight, None, rows, k, n, groups if groups > 1 else 0)
 
 
-def _grouped(found: Finding, node: fx.Node, args: list[fx.Node]) -> _Product | None:
+def _grouped(found: LiftState, node: fx.Node, args: list[fx.Node]) -> _Product | None:
     """grouped_mm and kin: rows of data in expert order times one weight per expert."""
     flow = found.flow
     weight = next((a for a in args if a in flow.weights and len(flow.shape(a)) == 3), None)
@@ -140,7 +140,7 @@ def _grouped(found: Finding, node: fx.Node, args: list[fx.Node]) -> _Product | N
     return _Product(data, weight, bias, data_shape[:-1], k, n, shape[0])
 
 
-def _add_product(found: Finding, node: fx.Node, product: _Product) -> None:
+def _add_product(found: LiftState, node: fx.Node, product: _Product) -> None:
     flow = found.flow
     path = flow.path(node)
     weights = _in_order(found, flow.weights[product.weight])
@@ -148,7 +148,7 @@ def _add_product(found: Finding, node: fx.Node, product: _Product) -> None:
     # A product that picks one expert's matrix out of a stack belongs to the whole stack.
     stack = _picked_expert(found, product.weight) if not product.experts else 0
     name = _product_name(found, weights[0], path)
-    site = Site(
+    site = LiftedSite(
         "grouped_linear" if product.experts or stack else "linear", node, path, name,
         reads=(product.data,), params=weights + biases,
         facts={"k": product.k, "n": product.n, "bias": bool(biases), "dims": product.rows},
@@ -161,17 +161,17 @@ def _add_product(found: Finding, node: fx.Node, product: _Product) -> None:
         _added_bias(found, site)
 
 
-def _product_name(found: Finding, weight: fx.Node, path: str) -> str:
+def _product_name(found: LiftState, weight: fx.Node, path: str) -> str:
     full = found.param_name(weight, path)
     owner, _, attribute = full.rpartition(".")
     return owner if attribute == "weight" and owner else full
 
 
-def _in_order(found: Finding, params: frozenset[fx.Node]) -> list[fx.Node]:
+def _in_order(found: LiftState, params: frozenset[fx.Node]) -> list[fx.Node]:
     return sorted(params, key=found.flow.index.__getitem__)
 
 
-def _picked_expert(found: Finding, weight: fx.Node) -> int:
+def _picked_expert(found: LiftState, weight: fx.Node) -> int:
     """How many matrices stand in the 3-D parameter that this matrix is an entry of; 0 if it is no entry."""
     flow = found.flow
     params = flow.weights[weight]
@@ -184,7 +184,7 @@ def _picked_expert(found: Finding, weight: fx.Node) -> int:
     return flow.shape(stacks[-1])[0] if stacks and len(flow.shape(weight)) == 2 else 0
 
 
-def _added_bias(found: Finding, site: Site) -> None:
+def _added_bias(found: LiftState, site: LiftedSite) -> None:
     """A parameter added right behind the product is its bias (Conv1D by hand, expert biases gathered by expert)."""
     flow = found.flow
     node = site.node
@@ -213,7 +213,7 @@ def _added_bias(found: Finding, site: Site) -> None:
             return
 
 
-def _gathered_parameter(found: Finding, node: fx.Node) -> fx.Node | None:
+def _gathered_parameter(found: LiftState, node: fx.Node) -> fx.Node | None:
     """The parameter that a value is, possibly reshaped or with rows picked by index."""
     flow = found.flow
     while node not in flow.weights:
@@ -230,7 +230,7 @@ def _gathered_parameter(found: Finding, node: fx.Node) -> fx.Node | None:
 # ---- lookups, convolutions, loss ----
 
 
-def _embedding(found: Finding, node: fx.Node) -> None:
+def _embedding(found: LiftState, node: fx.Node) -> None:
     flow = found.flow
     args = flow.tensor_args(node)
     table = next((a for a in args if a in flow.weights and len(flow.shape(a)) == 2), None)
@@ -241,14 +241,14 @@ def _embedding(found: Finding, node: fx.Node) -> None:
     weights = _in_order(found, flow.weights[table])
     vocab, width = flow.shape(table)
     found.add(
-        Site(
+        LiftedSite(
             "embedding", node, path, _product_name(found, weights[0], path), reads=(ids,), params=weights,
             facts={"vocab": vocab, "width": width, "dims": flow.shape(ids)}, role="embedding",
         )
     )  # fmt: skip
 
 
-def _conv(found: Finding, node: fx.Node) -> None:
+def _conv(found: LiftState, node: fx.Node) -> None:
     flow = found.flow
     weight, bias = argument(node, "weight"), argument(node, "bias")
     if weight not in flow.weights:
@@ -264,7 +264,7 @@ def _conv(found: Finding, node: fx.Node) -> None:
     biases = _in_order(found, flow.weights.get(bias, frozenset())) if isinstance(bias, fx.Node) else []
     channels = 1 if len(out) == len(shape) else 0  # unbatched input has no batch axis in front
     found.add(
-        Site(
+        LiftedSite(
             "conv", node, path, _product_name(found, weights[0], path), reads=(node.all_input_nodes[0],),
             params=weights + biases, role="other",
             facts={"k": k, "n": out[channels], "dims": out[:channels] + out[channels + 1 :], "slack": max(shape[2:])},
@@ -272,7 +272,7 @@ def _conv(found: Finding, node: fx.Node) -> None:
     )  # fmt: skip
 
 
-def _loss(found: Finding, node: fx.Node) -> None:
+def _loss(found: LiftState, node: fx.Node) -> None:
     flow = found.flow
     logits = argument(node, "input")
     shape = flow.shape(logits)
@@ -280,10 +280,10 @@ def _loss(found: Finding, node: fx.Node) -> None:
         return
     vocab = shape[1] if len(shape) > 1 else shape[0]
     dims = (shape[0], *shape[2:]) if len(shape) > 1 else ()
-    found.add(Site("loss", node, "", "loss", reads=(logits,), facts={"vocab": vocab, "dims": dims}, role="loss"))
+    found.add(LiftedSite("loss", node, "", "loss", reads=(logits,), facts={"vocab": vocab, "dims": dims}, role="loss"))
 
 
-def _fused_attention(found: Finding, node: fx.Node) -> None:
+def _fused_attention(found: LiftState, node: fx.Node) -> None:
     """F.multi_head_attention_forward: input projection, attention and output projection in one call."""
     flow = found.flow
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
@@ -295,13 +295,13 @@ def _fused_attention(found: Finding, node: fx.Node) -> None:
     path, nodes = flow.path(node), {node}
     is_self = query is key and key is value
     rows, kv_rows = flow.shape(query)[:-1], flow.shape(key)[:-1]
-    projections: list[Site] = []
+    projections: list[LiftedSite] = []
 
-    def linear(weight: fx.Node, bias: Any, part: str, reads: fx.Node, dims: tuple[int, ...], step: float) -> Site:
+    def linear(weight: fx.Node, bias: Any, part: str, reads: fx.Node, dims: tuple[int, ...], step: float) -> LiftedSite:
         n, k = flow.shape(weight)
         params = [weight, *([bias] if isinstance(bias, fx.Node) else [])]
         return found.add(
-            Site(
+            LiftedSite(
                 "linear", node, path, _product_name(found, weight, path), set(nodes), (reads,), params=params,
                 role="attention", part=part, step=step,
                 facts={"k": k, "n": n, "bias": len(params) > 1, "dims": dims},
@@ -320,7 +320,7 @@ def _fused_attention(found: Finding, node: fx.Node) -> None:
                 linear(separate[i], own_bias, part, source, rows if part == "q" else kv_rows, -0.5 + 0.1 * i)
             )
     attention = found.add(
-        Site(
+        LiftedSite(
             "attention", node, path, joined(path, "attention"), set(nodes), inputs=projections, role="attention",
             step=-0.1, params=[p for p in extra if isinstance(p, fx.Node)],
             facts={

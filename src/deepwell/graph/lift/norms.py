@@ -6,7 +6,7 @@ from torch import fx
 
 from deepwell.graph.fx import argument
 from deepwell.graph.lift.flow import FORMS
-from deepwell.graph.lift.site import Finding, Site, joined
+from deepwell.graph.lift.site import LiftedSite, LiftState, joined
 
 _CALLS = {
     "layer_norm": "layer", "native_layer_norm": "layer", "rms_norm": "rms", "group_norm": "group",
@@ -14,7 +14,7 @@ _CALLS = {
 }  # fmt: skip
 
 
-def find_norms(found: Finding) -> None:
+def find_norms(found: LiftState) -> None:
     for path, nodes in _norm_modules(found).items():
         for part in _calls_apart(found, nodes):
             _add_norm(found, path, part)
@@ -26,7 +26,7 @@ def find_norms(found: Finding) -> None:
             _by_hand(found, node)
 
 
-def _norm_modules(found: Finding) -> dict[str, set[fx.Node]]:
+def _norm_modules(found: LiftState) -> dict[str, set[fx.Node]]:
     """Nodes of each module that is a norm by its class: no parameters but vectors, no contraction inside."""
     groups: dict[str, set[fx.Node]] = {}
     verdicts: dict[str, str | None] = {}
@@ -43,7 +43,7 @@ def _norm_modules(found: Finding) -> dict[str, set[fx.Node]]:
     return {path: nodes for path, nodes in groups.items() if path not in taken}
 
 
-def _norm_path(found: Finding, path: str) -> str | None:
+def _norm_path(found: LiftState, path: str) -> str | None:
     if not path:
         return None
     module = found.flow.module(path)
@@ -54,7 +54,7 @@ def _norm_path(found: Finding, path: str) -> str | None:
     return path
 
 
-def _calls_apart(found: Finding, nodes: set[fx.Node]) -> list[set[fx.Node]]:
+def _calls_apart(found: LiftState, nodes: set[fx.Node]) -> list[set[fx.Node]]:
     """The nodes of a module split by call: calls share no values but weights."""
     flow = found.flow
     rest = {n for n in nodes if n not in flow.weights}
@@ -73,7 +73,7 @@ def _calls_apart(found: Finding, nodes: set[fx.Node]) -> list[set[fx.Node]]:
     return parts
 
 
-def _add_norm(found: Finding, path: str, nodes: set[fx.Node]) -> None:
+def _add_norm(found: LiftState, path: str, nodes: set[fx.Node]) -> None:
     flow = found.flow
     outward = [n for n in nodes if flow.is_float(n) and any(r not in nodes for r in flow.readers.get(n, ()))]
     if not outward or not any(flow.ops[n] not in FORMS for n in nodes):
@@ -91,7 +91,7 @@ def _add_norm(found: Finding, path: str, nodes: set[fx.Node]) -> None:
         width = shape[1] if len(shape) > 1 else shape[-1]
     is_module = bool(path) and "norm" in type(flow.module(path)).__name__.lower()
     found.add(
-        Site(
+        LiftedSite(
             "norm", node, path, path if is_module else joined(path, "norm"), nodes, tuple(reads), params=params,
             facts={"norm": kind, "width": width, "dims": _row_dims(shape, width, kind)}, role="norm",
         )
@@ -108,7 +108,7 @@ def _row_dims(shape: tuple[int, ...], width: int, kind: str) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _kind(found: Finding, nodes: set[fx.Node]) -> str:
+def _kind(found: LiftState, nodes: set[fx.Node]) -> str:
     flow = found.flow
     ops = {flow.op(n) for n in nodes}
     for call, kind in _CALLS.items():
@@ -128,7 +128,7 @@ def _kind(found: Finding, nodes: set[fx.Node]) -> str:
     return "rms"
 
 
-def _by_hand(found: Finding, node: fx.Node) -> None:
+def _by_hand(found: LiftState, node: fx.Node) -> None:
     """x * rsqrt(mean(x^2) + eps), x / sqrt(...) outside of norm modules, with the weight behind it."""
     flow = found.flow
     start = node if flow.op(node) == "rsqrt" else argument(node, "other")

@@ -6,7 +6,7 @@ from torch import fx
 
 from deepwell.graph.fx import argument, op_of, without_marks
 from deepwell.graph.lift.flow import FORMS
-from deepwell.graph.lift.site import Finding, Site, joined, parent
+from deepwell.graph.lift.site import LiftedSite, LiftState, joined, parent
 from deepwell.graph.ops import Extent
 
 _BENDS = {
@@ -21,7 +21,7 @@ _STRAIGHT = {
 _KEEPING = ("to", "dropout", "contiguous", "clone", "masked_fill")
 
 
-def find_activations(found: Finding) -> None:
+def find_activations(found: LiftState) -> None:
     """Elementwise functions of one value that bend it, with the product behind them where they gate another."""
     bases = _bases(found)
     flow = found.flow
@@ -40,11 +40,11 @@ def find_activations(found: Finding) -> None:
                 _add_activation(found, base, end, cone, bases)
 
 
-def _cone(found: Finding, end: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+def _cone(found: LiftState, end: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
     return {n for n in found.flow.back([end], lambda n: n not in inside) if n in inside}
 
 
-def _bases(found: Finding) -> dict[fx.Node, fx.Node]:
+def _bases(found: LiftState) -> dict[fx.Node, fx.Node]:
     """For each activation the value that it is an elementwise function of; itself where it is of several."""
     flow = found.flow
     bases: dict[fx.Node, fx.Node] = {}
@@ -71,7 +71,7 @@ def _bases(found: Finding) -> dict[fx.Node, fx.Node]:
     return bases
 
 
-def _applied(found: Finding, node: fx.Node) -> set[str]:
+def _applied(found: LiftState, node: fx.Node) -> set[str]:
     """The bending steps inside a custom autograd function whose result this node takes."""
     flow = found.flow
     sources = flow.sources[node]
@@ -84,17 +84,17 @@ def _op(node: fx.Node) -> str:
     return without_marks(op_of(node))
 
 
-def _body(found: Finding, call: fx.Node) -> list[fx.Node]:
+def _body(found: LiftState, call: fx.Node) -> list[fx.Node]:
     body = call.args[0]
     module = getattr(found.flow.traced.graph_module, str(body.target), None) if isinstance(body, fx.Node) else None
     return list(module.graph.nodes) if isinstance(module, fx.GraphModule) else []
 
 
-def _bends(found: Finding, node: fx.Node) -> bool:
+def _bends(found: LiftState, node: fx.Node) -> bool:
     return found.flow.op(node) in _BENDS or bool(_applied(found, node))
 
 
-def _outermost(found: Finding, ends: list[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+def _outermost(found: LiftState, ends: list[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
     """Ends that no other end follows from; casts of the input alone are no end."""
     behind: set[fx.Node] = set()
     for end in ends:
@@ -103,7 +103,7 @@ def _outermost(found: Finding, ends: list[fx.Node], inside: set[fx.Node]) -> lis
 
 
 def _add_activation(
-    found: Finding, base: fx.Node, end: fx.Node, cone: set[fx.Node], bases: dict[fx.Node, fx.Node]
+    found: LiftState, base: fx.Node, end: fx.Node, cone: set[fx.Node], bases: dict[fx.Node, fx.Node]
 ) -> None:
     flow = found.flow
     bend = min((n for n in cone if _bends(found, n)), key=flow.index.__getitem__)
@@ -119,7 +119,7 @@ def _add_activation(
     is_glu = any(flow.op(n) == "glu" for n in cone)
     path = _block_of(found, bend)
     dims, width = found.sizes.split(flow.shape(last))
-    site = Site(
+    site = LiftedSite(
         "activation", last, path, joined(path, "act"), nodes, params=params,
         facts={
             "function": _function(found, cone, gate is not None), "width": width,
@@ -129,7 +129,7 @@ def _add_activation(
     found.add(site)
 
 
-def _gated_by(found: Finding, end: fx.Node, base: fx.Node, bases: dict[fx.Node, fx.Node]) -> set[fx.Node] | None:
+def _gated_by(found: LiftState, end: fx.Node, base: fx.Node, bases: dict[fx.Node, fx.Node]) -> set[fx.Node] | None:
     """The nodes up to the product with another activation, if the function's value goes nowhere else."""
     flow = found.flow
     taken: set[fx.Node] = set()
@@ -151,7 +151,7 @@ def _gated_by(found: Finding, end: fx.Node, base: fx.Node, bases: dict[fx.Node, 
         node = reader
 
 
-def _block_of(found: Finding, node: fx.Node) -> str:
+def _block_of(found: LiftState, node: fx.Node) -> str:
     """The module that an activation stands in: the parent of a module that is nothing but the function."""
     path = found.flow.path(node)
     if not path:
@@ -162,7 +162,7 @@ def _block_of(found: Finding, node: fx.Node) -> str:
     return parent(path) if is_function and not has_sites else path
 
 
-def _function(found: Finding, cone: set[fx.Node], is_gate: bool) -> str:
+def _function(found: LiftState, cone: set[fx.Node], is_gate: bool) -> str:
     flow = found.flow
     for node in [n for n in cone if _applied(found, n)]:
         cone = cone | set(_body(found, flow.sources[node][0]))
@@ -189,7 +189,7 @@ def _function(found: Finding, cone: set[fx.Node], is_gate: bool) -> str:
     return "xielu" if {"expm1", "where"} <= ops else min(ops & _BENDS)
 
 
-def _is_square(found: Finding, cone: set[fx.Node]) -> bool:
+def _is_square(found: LiftState, cone: set[fx.Node]) -> bool:
     return any(
         found.flow.op(n) == "mul" and len(n.all_input_nodes) == 1 and len(found.flow.tensor_args(n)) == 2 for n in cone
     )
@@ -202,7 +202,7 @@ def _numbers(cone: set[fx.Node], wanted: float) -> bool:
 # ---- sums ----
 
 
-def find_sums(found: Finding) -> None:
+def find_sums(found: LiftState) -> None:
     """Sums of two hidden states that come from different ops."""
     flow = found.flow
     for node in flow.nodes:
@@ -218,32 +218,32 @@ def find_sums(found: Finding) -> None:
         path = flow.path(node)
         shape = flow.shape(node)
         found.add(
-            Site(
+            LiftedSite(
                 "add", node, path, joined(path, "add"), facts={"width": shape[-1], "dims": shape[:-1]}, role="residual"
             )
         )
 
 
-def _seen(found: Finding, node: fx.Node, term: fx.Node) -> fx.Node:
+def _seen(found: LiftState, node: fx.Node, term: fx.Node) -> fx.Node:
     """The value of `term` as `node` reads it, after in-place writes."""
     sources = found.flow.sources[node]
     return term if term in sources else sources[0]
 
 
-def _reads_input(found: Finding, term: fx.Node) -> bool:
+def _reads_input(found: LiftState, term: fx.Node) -> bool:
     return any(
         found.flow.placeholder(n) for n in found.flow.back([term], lambda n: not found.is_free(n)) if n in found.live
     )
 
 
-def _input_rows(found: Finding) -> set[tuple[int, ...]]:
+def _input_rows(found: LiftState) -> set[tuple[int, ...]]:
     """Leading axes of the model's inputs: a second sequence (a decoder's) has a length of its own."""
     flow = found.flow
     inputs = [n for n in flow.nodes if (p := flow.placeholder(n)) is not None and p.kind == "input"]
     return {flow.shape(n)[:-1] if flow.is_float(n) else flow.shape(n) for n in inputs}
 
 
-def _is_hidden(found: Finding, node: fx.Node, terms: list[fx.Node]) -> bool:
+def _is_hidden(found: LiftState, node: fx.Node, terms: list[fx.Node]) -> bool:
     flow = found.flow
     shape = flow.shape(node)
     if len(shape) < 2 or shape[-1] < 2:
@@ -261,7 +261,7 @@ def _is_hidden(found: Finding, node: fx.Node, terms: list[fx.Node]) -> bool:
 # ---- products of activations ----
 
 
-def find_products(found: Finding) -> None:
+def find_products(found: LiftState) -> None:
     """Matmuls of two activations outside of softmax attention; many equal ones of one module count as one."""
     flow = found.flow
     groups: dict[tuple[str, tuple[Extent, ...]], list[fx.Node]] = {}
@@ -280,7 +280,7 @@ def find_products(found: Finding) -> None:
             _add_matmul(found, path, extents, part)
 
 
-def _product_extents(found: Finding, node: fx.Node, operands: list[fx.Node]) -> tuple[Extent, ...] | None:
+def _product_extents(found: LiftState, node: fx.Node, operands: list[fx.Node]) -> tuple[Extent, ...] | None:
     flow, sizes = found.flow, found.sizes
     out, left = flow.shape(node), flow.shape(operands[0])
     if flow.op(node) == "einsum":
@@ -293,7 +293,7 @@ def _product_extents(found: Finding, node: fx.Node, operands: list[fx.Node]) -> 
     return (sizes.rows(out[:-2], is_data=len(out) > 2), sizes.size(out[-2]), sizes.size(out[-1]), sizes.size(left[-1]))
 
 
-def _add_matmul(found: Finding, path: str, extents: tuple[Extent, ...], nodes: list[fx.Node]) -> None:
+def _add_matmul(found: LiftState, path: str, extents: tuple[Extent, ...], nodes: list[fx.Node]) -> None:
     flow, seq = found.flow, found.sizes.seq
     batch, m, n, k = extents
     count = len(nodes)
@@ -302,7 +302,7 @@ def _add_matmul(found: Finding, path: str, extents: tuple[Extent, ...], nodes: l
     elif count > 1:
         batch = batch.times(count)
     found.add(
-        Site(
+        LiftedSite(
             "matmul", nodes[-1], path, joined(path, "matmul"), set(nodes),
             tuple({s: None for node in nodes for s in flow.sources[node] if s not in nodes}),
             facts={"batch": batch, "m": m, "n": n, "k": k},

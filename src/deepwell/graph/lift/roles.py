@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from deepwell.graph.lift.site import Finding, Site, parent
+from deepwell.graph.lift.site import LiftedSite, LiftState, parent
 
 # What stands between a projection and the op it serves.
 _BETWEEN = ("norm", "rope", "conv")
 
 
-def assign_roles(found: Finding) -> None:
+def assign_roles(found: LiftState) -> None:
     _attention(found)
     _head(found)
     mixers = _mixer_modules(found)
@@ -22,12 +22,12 @@ def assign_roles(found: Finding) -> None:
 # ---- attention ----
 
 
-def _attention(found: Finding) -> None:
+def _attention(found: LiftState) -> None:
     for site in found.of("attention"):
         operands = site.facts.pop("operands", None)
         if operands is None:
             continue
-        feeds: dict[Site, str] = {}
+        feeds: dict[LiftedSite, str] = {}
         for letter, operand in zip("qkv", operands.seen, strict=True):
             for source in found.sites_behind(operand, through=_BETWEEN):
                 if source.kind == "linear" and source.role == "other":
@@ -39,12 +39,12 @@ def _attention(found: Finding) -> None:
         _output(found, site)
 
 
-def _near(linear: Site, attention: Site) -> bool:
+def _near(linear: LiftedSite, attention: LiftedSite) -> bool:
     """Does the linear stand in the attention module or beside it (projections of a block that attends itself)?"""
     return linear.name.startswith(parent(attention.path))
 
 
-def _low_rank(found: Finding, attention: Site, parts: dict[Site, str]) -> None:
+def _low_rank(found: LiftState, attention: LiftedSite, parts: dict[LiftedSite, str]) -> None:
     """Chains of two linears: the first becomes `_a`, the second `_b`."""
     for second, letters in list(parts.items()):
         firsts = [
@@ -61,7 +61,7 @@ def _low_rank(found: Finding, attention: Site, parts: dict[Site, str]) -> None:
             parts[first] = "".join(x for x in "qkv" if x in served) + "_a"
 
 
-def _output(found: Finding, attention: Site) -> None:
+def _output(found: LiftState, attention: LiftedSite) -> None:
     ahead = [s for s in found.sites_ahead(attention, through=("norm", "activation")) if s.kind == "linear"]
     ahead = [s for s in ahead if s.role == "other" and _near(s, attention)]
     for linear in ahead[:1]:
@@ -78,7 +78,7 @@ def _output(found: Finding, attention: Site) -> None:
 # ---- mixers ----
 
 
-def _mixer_modules(found: Finding) -> set[str]:
+def _mixer_modules(found: LiftState) -> set[str]:
     """Modules that mix along the sequence without softmax: a convolution or parameters of their own beside linears."""
     attending = {site.path for site in found.of("attention")}
     linears = {parent(site.name) for site in found.of("linear")} | {
@@ -98,7 +98,7 @@ def _mixer_modules(found: Finding) -> set[str]:
     return found_mixers
 
 
-def _mixers(found: Finding, mixers: set[str]) -> None:
+def _mixers(found: LiftState, mixers: set[str]) -> None:
     for site in found.sites:
         if site.role == "other" and any(site.name == m or site.name.startswith(m + ".") for m in mixers):
             site.role = "mixer"
@@ -107,7 +107,7 @@ def _mixers(found: Finding, mixers: set[str]) -> None:
 # ---- feed forward ----
 
 
-def _feed_forward(found: Finding) -> None:
+def _feed_forward(found: LiftState) -> None:
     moe = [pair for pair in _moe_modules(found) if not _attends(found, pair[0])]
     attending = {site.path for site in found.of("attention")} - {""}
     for act in found.of("activation"):
@@ -121,7 +121,7 @@ def _feed_forward(found: Finding) -> None:
         _mlp_parts(found, act, bent, _mlp_role(act, moe))
 
 
-def _stands_between(found: Finding, act: Site) -> bool:
+def _stands_between(found: LiftState, act: LiftedSite) -> bool:
     """Has it linears without a role on both sides, as in a block that attends and feeds forward in one module?"""
     behind = found.sites_behind(
         [s for n in act.nodes for s in found.flow.sources[n] if s not in act.nodes], through=("norm",)
@@ -130,7 +130,7 @@ def _stands_between(found: Finding, act: Site) -> bool:
     return all(any(s.kind == "linear" and s.role == "other" for s in side) for side in (behind, ahead))
 
 
-def _moe_modules(found: Finding) -> list[tuple[str, str]]:
+def _moe_modules(found: LiftState) -> list[tuple[str, str]]:
     """(module that holds router and experts, experts module)."""
     modules: list[tuple[str, str]] = []
     for site in found.of("dispatch"):
@@ -145,7 +145,7 @@ def _moe_modules(found: Finding) -> list[tuple[str, str]]:
     return modules
 
 
-def _attends(found: Finding, holder: str) -> bool:
+def _attends(found: LiftState, holder: str) -> bool:
     """Does the module also hold attention? Then it is the whole layer and not its feed-forward part."""
     return any(site.path.startswith(holder + ".") or site.path == holder for site in found.of("attention"))
 
@@ -159,19 +159,19 @@ def _common(paths: list[str]) -> str:
     return ".".join(parts)
 
 
-def _mlp_role(act: Site, moe: list[tuple[str, str]]) -> str:
+def _mlp_role(act: LiftedSite, moe: list[tuple[str, str]]) -> str:
     if act.role == "experts":
         return "experts"
     beside = any(act.path == holder or act.path.startswith(holder + ".") for holder, _ in moe if holder)
     return "shared_experts" if beside else "mlp"
 
 
-def _mlp_parts(found: Finding, act: Site, bent: fx.Node, role: str) -> None:
+def _mlp_parts(found: LiftState, act: LiftedSite, bent: fx.Node, role: str) -> None:
     kinds = ("linear", "grouped_linear")
     allowed = ("other", role)
     through = ("norm", "dispatch")
 
-    def linears_behind(nodes: list[fx.Node]) -> list[Site]:
+    def linears_behind(nodes: list[fx.Node]) -> list[LiftedSite]:
         return [
             s
             for s in found.sites_behind(nodes, through=through)
@@ -201,7 +201,7 @@ def _mlp_parts(found: Finding, act: Site, bent: fx.Node, role: str) -> None:
 # ---- the rest ----
 
 
-def _head(found: Finding) -> None:
+def _head(found: LiftState) -> None:
     """The linear whose values are the loss's logits, or the model's output over the vocabulary."""
     vocabularies = {site.facts["vocab"] for site in found.of("embedding")}
     starts: list[fx.Node] = [read for site in found.of("loss") for read in site.reads or ()]
@@ -214,7 +214,7 @@ def _head(found: Finding) -> None:
             site.role, site.part = "head", ""
 
 
-def _leftovers(found: Finding) -> None:
+def _leftovers(found: LiftState) -> None:
     attending = {site.path for site in found.of("attention")} - {""}
     shared = {site.path: site.role for site in found.of("activation") if site.role in ("mlp", "shared_experts")}
     holders = {h for h in (parent(site.path) for site in found.of("combine")) if h and not _attends(found, h)}

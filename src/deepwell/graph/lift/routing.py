@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import fx
 
 from deepwell.graph.fx import argument
-from deepwell.graph.lift.site import Finding, Site, joined, parent
+from deepwell.graph.lift.site import LiftedSite, LiftState, joined, parent
 from deepwell.graph.ops import Extent
 
 
-def find_topk(found: Finding) -> None:
+def find_topk(found: LiftState) -> None:
     """The router's choice: the last top-k behind a linear, with its scores and the group limits in front of it."""
     flow = found.flow
     nodes = [n for n in flow.nodes if flow.op(n) == "topk" and found.is_free(n) and n in found.live]
@@ -23,7 +23,7 @@ def find_topk(found: Finding) -> None:
         inner = {n for n in flow.back([node], lambda n: not found.is_free(n)) if found.is_free(n) and n in found.live}
         inner |= {r for r in flow.readers.get(node, ()) if flow.op(r) == "getitem"}
         router = routers[-1]
-        site = Site(
+        site = LiftedSite(
             "topk", node, flow.path(node), joined(router.name, "topk"), inner, role="router", inputs=[router],
             facts={
                 "experts": shape[-1], "top_k": int(argument(node, "k")), "dims": shape[:-1],
@@ -35,14 +35,14 @@ def find_topk(found: Finding) -> None:
             linear.role, linear.part = "router", ""
 
 
-def _limits_another(found: Finding, node: fx.Node) -> bool:
+def _limits_another(found: LiftState, node: fx.Node) -> bool:
     """Does this top-k only choose groups for another one of the same module?"""
     flow = found.flow
     later = flow.forward([node], lambda r: not found.is_free(r))
     return any(flow.op(r) == "topk" and flow.path(r) == flow.path(node) for r in later)
 
 
-def _scoring(found: Finding, node: fx.Node, inner: set[fx.Node]) -> str:
+def _scoring(found: LiftState, node: fx.Node, inner: set[fx.Node]) -> str:
     ops = {found.flow.op(n) for n in inner}
     if "softmax" in ops:
         return "softmax"
@@ -53,11 +53,11 @@ def _scoring(found: Finding, node: fx.Node, inner: set[fx.Node]) -> str:
     return "sigmoid" if "sigmoid" in after and "softmax" not in after else "softmax"
 
 
-def find_experts(found: Finding) -> None:
+def find_experts(found: LiftState) -> None:
     """Dispatch before and combine after the grouped linears of each experts module that a router feeds."""
     _merge_picked(found)
     attending = {site.path for site in found.of("attention")}
-    groups: dict[str, list[Site]] = {}
+    groups: dict[str, list[LiftedSite]] = {}
     for site in found.of("grouped_linear"):
         groups.setdefault(parent(site.name), []).append(site)
     for path, sites in groups.items():
@@ -70,9 +70,9 @@ def find_experts(found: Finding) -> None:
         _surround(found, path, sorted(sites, key=found.order), topk)
 
 
-def _choice_behind(found: Finding, sites: list[Site]) -> Site | None:
+def _choice_behind(found: LiftState, sites: list[LiftedSite]) -> LiftedSite | None:
     """The nearest top-k that the group follows from."""
-    choices: list[Site] = []
+    choices: list[LiftedSite] = []
 
     def stop(node: fx.Node) -> bool:
         owner = found.owner.get(node)
@@ -89,9 +89,9 @@ def _choice_behind(found: Finding, sites: list[Site]) -> Site | None:
     return max(near, key=found.order) if near else None
 
 
-def _merge_picked(found: Finding) -> None:
+def _merge_picked(found: LiftState) -> None:
     """A loop over experts uses one matrix of the stack at a time: together they are one grouped linear."""
-    kept: dict[tuple[str, tuple[fx.Node, ...]], Site] = {}
+    kept: dict[tuple[str, tuple[fx.Node, ...]], LiftedSite] = {}
     for site in [s for s in found.of("grouped_linear") if s.facts["picked"]]:
         key = (parent(site.name), tuple(site.params))
         if key in kept:
@@ -109,7 +109,7 @@ def _merge_picked(found: Finding) -> None:
                 found.note(f"{site.name}: a loop over experts, counted with an even spread of the router's choices")
 
 
-def _surround(found: Finding, path: str, sites: list[Site], topk: Site | None) -> None:
+def _surround(found: LiftState, path: str, sites: list[LiftedSite], topk: LiftedSite | None) -> None:
     flow = found.flow
     inside = set(sites)
     firsts = [s for s in sites if not _follows(found, s, inside)]
@@ -122,7 +122,7 @@ def _surround(found: Finding, path: str, sites: list[Site], topk: Site | None) -
     }
     reads = {s: None for n in cone for s in flow.sources[n] if s not in cone} if cone else dict.fromkeys(data)
     rows = {"rows": first.facts["rows"]} if "rows" in first.facts else {"dims": first.facts["dims"]}
-    dispatch = Site(
+    dispatch = LiftedSite(
         "dispatch", first.node, path, joined(path, "dispatch"), cone, tuple(reads), role="experts", step=-0.5,
         facts={"width": first.facts["k"], **rows},
     )  # fmt: skip
@@ -140,7 +140,7 @@ def _surround(found: Finding, path: str, sites: list[Site], topk: Site | None) -
     region = {n for n in flow.back([end], lambda n: n not in after) if n in after and found.is_free(n)}
     shape = flow.shape(end)
     copies = first.facts["rows"] if "rows" in first.facts else found.sizes.rows(first.facts["dims"])
-    combine = Site(
+    combine = LiftedSite(
         "combine", end, path, joined(path, "combine"), region, role="experts",
         inputs=[*([topk] if topk else []), *lasts],
         facts={"top_k": topk.facts["top_k"] if topk else copies.factor, "width": shape[-1], "dims": shape[:-1]},
@@ -148,12 +148,12 @@ def _surround(found: Finding, path: str, sites: list[Site], topk: Site | None) -
     found.add(combine)
 
 
-def _follows(found: Finding, site: Site, group: set[Site]) -> bool:
+def _follows(found: LiftState, site: LiftedSite, group: set[LiftedSite]) -> bool:
     behind = found.sites_behind(site.reads or (), through=("activation", "dispatch"))
     return any(other in group and other is not site for other in behind)
 
 
-def _merge_activations(found: Finding, path: str, sites: list[Site]) -> None:
+def _merge_activations(found: LiftState, path: str, sites: list[LiftedSite]) -> None:
     """The activations of a loop over experts are one; those of a grouped product stand alone already."""
     inner = [s for s in found.of("activation") if _inside(s.path, path)]
     for site in inner:
@@ -174,7 +174,7 @@ def _inside(path: str, holder: str) -> bool:
     return path == holder or path.startswith(holder + ".")
 
 
-def _combine_end(found: Finding, path: str, lasts: list[Site]) -> fx.Node | None:
+def _combine_end(found: LiftState, path: str, lasts: list[LiftedSite]) -> fx.Node | None:
     """Where each token has one row again, with the casts and weights that follow inside the experts module."""
     flow = found.flow
     starts = [n for site in lasts for n in site.nodes]
@@ -198,7 +198,7 @@ def _combine_end(found: Finding, path: str, lasts: list[Site]) -> fx.Node | None
     return end
 
 
-def _is_per_token(found: Finding, node: fx.Node, lasts: list[Site]) -> bool:
+def _is_per_token(found: LiftState, node: fx.Node, lasts: list[LiftedSite]) -> bool:
     shape = found.flow.shape(node)
     tokens = (found.sizes.batch or 1) * (found.sizes.seq or 1)
     return bool(shape) and shape[-1] == lasts[0].facts["n"] and found.flow.numel(node) == tokens * shape[-1]

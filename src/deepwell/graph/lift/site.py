@@ -13,7 +13,7 @@ from deepwell.graph.trace import Traced
 
 
 @dataclass(slots=True, eq=False)
-class Site:
+class LiftedSite:
     """`node` gives the place in execution order; `nodes` belong to the op; `reads` are the values whose producers are
     its inputs (default: all that its nodes read from outside). `inputs` overrides that where dataflow says too much."""
 
@@ -23,7 +23,7 @@ class Site:
     name: str
     nodes: set[fx.Node] = field(default_factory=set)
     reads: tuple[fx.Node, ...] | None = None
-    inputs: list[Site] | None = None
+    inputs: list[LiftedSite] | None = None
     params: list[fx.Node] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     role: str = "other"
@@ -31,18 +31,18 @@ class Site:
     step: float = 0.0  # order among sites that share a node
 
 
-class Finding:
+class LiftState:
     """The sites found so far and which nodes they took; finders add to it in turn."""
 
     def __init__(self, model: nn.Module, traced: Traced, sizes: Sizes) -> None:
         self.flow = Flow(model, traced)
         self.sizes = sizes
-        self.sites: list[Site] = []
-        self.owner: dict[fx.Node, Site] = {}
+        self.sites: list[LiftedSite] = []
+        self.owner: dict[fx.Node, LiftedSite] = {}
         self.notes: list[str] = []
         self._live: set[fx.Node] | None = None
 
-    def add(self, site: Site, *, owns_node: bool = True) -> Site:
+    def add(self, site: LiftedSite, *, owns_node: bool = True) -> LiftedSite:
         self.sites.append(site)
         if owns_node:
             site.nodes.add(site.node)
@@ -61,14 +61,14 @@ class Finding:
             return (read,)
         return self.flow.seen(node, read) if read in node.all_input_nodes else ()
 
-    def take(self, site: Site, nodes: set[fx.Node]) -> None:
+    def take(self, site: LiftedSite, nodes: set[fx.Node]) -> None:
         """Let a site own more nodes: they are inside it and no other finder may use them."""
         for node in nodes:
             if node not in self.owner:
                 site.nodes.add(node)
                 self.owner[node] = site
 
-    def of(self, kind: str) -> list[Site]:
+    def of(self, kind: str) -> list[LiftedSite]:
         return [site for site in self.sites if site.kind == kind]
 
     def note(self, line: str) -> None:
@@ -78,7 +78,7 @@ class Finding:
     def is_free(self, node: fx.Node) -> bool:
         return node not in self.owner
 
-    def order(self, site: Site) -> tuple[float, float]:
+    def order(self, site: LiftedSite) -> tuple[float, float]:
         return (self.flow.index[site.node], site.step)
 
     # ---- activations ----
@@ -99,9 +99,9 @@ class Finding:
     def is_activation(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and node in self.live and self.flow.is_float(node)
 
-    def sites_behind(self, starts: Any, through: tuple[str, ...] = ()) -> list[Site]:
+    def sites_behind(self, starts: Any, through: tuple[str, ...] = ()) -> list[LiftedSite]:
         """The nearest sites behind values, not counting those of the kinds in `through`, in order."""
-        found: dict[Site, None] = {}
+        found: dict[LiftedSite, None] = {}
 
         def stop(node: fx.Node) -> bool:
             site = self.owner.get(node)
@@ -114,9 +114,9 @@ class Finding:
             pass
         return sorted(found, key=self.order)
 
-    def sites_ahead(self, site: Site, through: tuple[str, ...] = ()) -> list[Site]:
+    def sites_ahead(self, site: LiftedSite, through: tuple[str, ...] = ()) -> list[LiftedSite]:
         """The nearest sites that read this one, not counting those of the kinds in `through`, in order."""
-        found: dict[Site, None] = {}
+        found: dict[LiftedSite, None] = {}
 
         def stop(node: fx.Node) -> bool:
             reader = self.owner.get(node)

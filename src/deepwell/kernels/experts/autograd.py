@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepwell.kernels.experts.torch_ops import ops
 from deepwell.kernels.gemm.schemes import GemmScheme, LinearScheme, parse_scheme
-from deepwell.precision.gemm_format import Operand
+from deepwell.precision.gemm_format import OperandFormat
 
 FP8_METHOD = "grouped_fp8"
 # An operand that is multiplied as it is, in fp32.
@@ -147,7 +147,7 @@ def _operands(how: GemmScheme) -> tuple[str, str]:
     return _text(how.format.lhs), _text(how.format.rhs)
 
 
-def _text(side: Operand) -> str:
+def _text(side: OperandFormat) -> str:
     return f"{side.format},{side.rounding},{side.hadamard}"
 
 

@@ -135,7 +135,7 @@ ROOM = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LayoutTimes:
     """One layout of a group: what was predicted, and the measured step or None where it ran out of memory.
 
     `rule_key` orders choices for the rule of thumb, best first.
@@ -149,7 +149,7 @@ class Choice:
     rule_key: tuple[float, ...] = ()
 
 
-def _candidates(choices: Sequence[Choice]) -> list[Choice]:
+def _candidates(choices: Sequence[LayoutTimes]) -> list[LayoutTimes]:
     """Choices predicted to fit with room to spare, else those that fit at all, else the one nearest to fitting."""
     for fitting in (
         [choice for choice in choices if choice.fits and choice.predicted_bytes <= ROOM * choice.limit_bytes],
@@ -160,28 +160,28 @@ def _candidates(choices: Sequence[Choice]) -> list[Choice]:
     return [min(choices, key=lambda choice: choice.predicted_bytes)]
 
 
-def pick_fastest(choices: Sequence[Choice]) -> Choice:
+def pick_fastest(choices: Sequence[LayoutTimes]) -> LayoutTimes:
     """The choice that is predicted fastest among those predicted to fit; where none is, the one nearest to fitting."""
     return min(_candidates(choices), key=lambda choice: choice.predicted_s)
 
 
-def pick_by_rule(choices: Sequence[Choice]) -> Choice:
+def pick_by_rule(choices: Sequence[LayoutTimes]) -> LayoutTimes:
     """The rule of thumb's choice, given the same verdicts on memory as ours."""
     return min(_candidates(choices), key=lambda choice: choice.rule_key)
 
 
-def regret_of(choice: Choice, choices: Sequence[Choice]) -> float:
+def regret_of(choice: LayoutTimes, choices: Sequence[LayoutTimes]) -> float:
     """Measured time over the best measured, minus 1. A choice that ran out of memory costs what the slowest does."""
     times = [other.measured_s for other in choices if other.measured_s is not None]
     taken = max(times) if choice.measured_s is None else choice.measured_s
     return taken / min(times) - 1
 
 
-def _is_hit(choice: Choice, choices: Sequence[Choice]) -> bool:
+def _is_hit(choice: LayoutTimes, choices: Sequence[LayoutTimes]) -> bool:
     return choice.measured_s is not None and regret_of(choice, choices) <= 0.05
 
 
-def summarize_regret(groups: Sequence[Sequence[Choice]]) -> RegretSummary:
+def summarize_regret(groups: Sequence[Sequence[LayoutTimes]]) -> RegretSummary:
     """Regret over groups: our pick's, the expected one of a random pick, and the rule of thumb's."""
     ours = [(pick_fastest(group), group) for group in groups]
     rule = [(pick_by_rule(group), group) for group in groups]
@@ -200,7 +200,7 @@ def summarize_regret(groups: Sequence[Sequence[Choice]]) -> RegretSummary:
     }
 
 
-def summarize_ranks(groups: Sequence[Sequence[Choice]]) -> RankSummary:
+def summarize_ranks(groups: Sequence[Sequence[LayoutTimes]]) -> RankSummary:
     """Mean rank correlation of predicted and measured time, over groups with at least three measured layouts."""
     rho: list[float] = []
     tau: list[float] = []

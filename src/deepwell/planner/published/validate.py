@@ -24,7 +24,7 @@ from deepwell.planner.estimate import Estimate, estimate
 from deepwell.planner.layout import Layout
 from deepwell.planner.published import RunRow, recompute_candidates
 from deepwell.planner.published.metrics import (
-    Choice,
+    LayoutTimes,
     summarize_errors,
     summarize_ranks,
     summarize_regret,
@@ -155,7 +155,7 @@ def rule_key(layout: Layout, nvlink_domain: int) -> tuple[float, ...]:
     )
 
 
-def layout_groups(checked: Iterable[Checked]) -> dict[tuple[str, ...], tuple[Choice, ...]]:
+def layout_groups(checked: Iterable[Checked]) -> dict[tuple[str, ...], tuple[LayoutTimes, ...]]:
     """Groups of at least four distinct layouts of which at least one ran; repeated trials of a layout are averaged."""
     members: dict[tuple[str, ...], dict[Layout, list[Checked]]] = {}
     for one in checked:
@@ -169,11 +169,11 @@ def layout_groups(checked: Iterable[Checked]) -> dict[tuple[str, ...], tuple[Cho
     return groups
 
 
-def _choice(layout: Layout, trials: Sequence[Checked]) -> Choice:
+def _choice(layout: Layout, trials: Sequence[Checked]) -> LayoutTimes:
     first = trials[0]
     assert first.estimate is not None and first.run.hardware is not None
     times = [one.run.measured.ranking_s for one in trials if one.run.measured.ranking_s is not None]
-    return Choice(
+    return LayoutTimes(
         predicted_s=first.estimate.step_s,
         predicted_bytes=first.estimate.peak_gib * GIB,
         fits=first.estimate.fits,

@@ -187,7 +187,7 @@ class _Costs(NamedTuple):
     pair_saving: tuple[float, ...]  # by rank
 
 
-class _Run(NamedTuple):
+class _ActionTimes(NamedTuple):
     """Start of each action and the moment at which its result is there."""
 
     starts: list[float]
@@ -318,7 +318,7 @@ def _durations(
     return (*forward, *backward, *split, *weight)
 
 
-def _run(program: _Program, costs: _Costs, pp: int) -> _Run:
+def _run(program: _Program, costs: _Costs, pp: int) -> _ActionTimes:
     durations, p2p, send, saving = costs
     free = [0.0] * pp
     starts: list[float] = []
@@ -346,10 +346,10 @@ def _run(program: _Program, costs: _Costs, pp: int) -> _Run:
         starts.append(start)
         ends.append(end)
         free[rank] = end + send if send and sends else end
-    return _Run(starts, ends)
+    return _ActionTimes(starts, ends)
 
 
-def _spans(program: _Program, run: _Run) -> list[tuple[float, float]]:
+def _spans(program: _Program, run: _ActionTimes) -> list[tuple[float, float]]:
     """What each action takes of its rank's time; a pair's forward ends where its backward is drawn to begin."""
     return [
         (start, run.starts[i + 1] if step.need_too >= 0 else end)
@@ -408,7 +408,7 @@ def _steady_step(program: _Program, ends: list[float], rhythm: _Rhythm, repeats:
     return step
 
 
-def _timeline(schedule: str, pp: int, program: _Program, run: _Run, steady: _Steady | None) -> Timeline:
+def _timeline(schedule: str, pp: int, program: _Program, run: _ActionTimes, steady: _Steady | None) -> Timeline:
     """What was run, longer by the steady state that was not."""
     spans = _spans(program, run)
     busy, finish = [], []
@@ -447,7 +447,7 @@ class _Steady(NamedTuple):
     step: float
 
 
-def _carry_on(program: _Program, run: _Run, rhythm: _Rhythm, pp: int, missing: int) -> _Steady | None:
+def _carry_on(program: _Program, run: _ActionTimes, rhythm: _Rhythm, pp: int, missing: int) -> _Steady | None:
     """The steady state that brings `missing` microbatches more, or None where it is not reached yet."""
     for repeats in dict.fromkeys((1, max(1, pp // rhythm.microbatches))):
         size = repeats * rhythm.microbatches
@@ -458,7 +458,7 @@ def _carry_on(program: _Program, run: _Run, rhythm: _Rhythm, pp: int, missing: i
     return None
 
 
-def _events(program: _Program, run: _Run) -> tuple[Event, ...]:
+def _events(program: _Program, run: _ActionTimes) -> tuple[Event, ...]:
     spans = _spans(program, run)
     return tuple(
         Event(step.rank, action.kind, action.stage, action.microbatch, *span)

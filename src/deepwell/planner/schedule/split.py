@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from deepwell.graph.ops import GEMM_KINDS, Op
-from deepwell.graph.ops import Workload as Sizing
+from deepwell.graph.ops import GEMM_KINDS, InputSizes, Op
 from deepwell.planner.layout import Layout
 from deepwell.planner.schedule.actions import stage_rank
 from deepwell.planner.workload import Workload
@@ -23,7 +22,7 @@ def balanced_layers(workload: Workload, schedule: str, pp: int, virtual_stages: 
 
 def _ends_in_layers(workload: Workload) -> float:
     """What the tail (norm, head and loss) costs, counted in layers of the model."""
-    work = Sizing(batch=1, seq_len=workload.seq_len)
+    work = InputSizes(batch=1, seq_len=workload.seq_len)
     layers = [0.0]
     for variant in workload.variants():
         formats = dict(variant.formats)
@@ -35,7 +34,7 @@ def _ends_in_layers(workload: Workload) -> float:
     return tail / mean if mean else 0.0
 
 
-def _cost(op: Op, work: Sizing, fmt: str) -> float:
+def _cost(op: Op, work: InputSizes, fmt: str) -> float:
     return op.train_flops(work) * (_SPEED.get(fmt, 1.0) if op.kind in GEMM_KINDS else 1.0)
 
 

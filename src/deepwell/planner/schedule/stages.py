@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from deepwell.planner.comm import Network, send_s
 from deepwell.planner.cost import OVERLAPPED, BlockTime, Pricing, price_block
-from deepwell.planner.efficiency import Device
+from deepwell.planner.efficiency import DeviceSpeed
 from deepwell.planner.job import StageLayers, StepJob
 from deepwell.planner.layout import Recompute
 from deepwell.planner.overlap import hides
@@ -62,7 +62,7 @@ def _hides_experts(job: StepJob) -> bool:
     return hides(job.layout, job.stack, "ep")
 
 
-def _pricing(job: StepJob, dev: Device, net: Network, recompute: Recompute) -> Pricing:
+def _pricing(job: StepJob, dev: DeviceSpeed, net: Network, recompute: Recompute) -> Pricing:
     return Pricing(
         device=dev, network=net, stack=job.stack, layout=job.layout, kernel=job.kernel, recompute=recompute,
         fp8_scaling=job.stack.switch("fp8_scaling", "delayed"), dropout=job.dropout, loss=job.loss,
@@ -71,7 +71,7 @@ def _pricing(job: StepJob, dev: Device, net: Network, recompute: Recompute) -> P
     )  # fmt: skip
 
 
-def stage_times(job: StepJob, dev: Device, net: Network) -> list[StageTime]:
+def stage_times(job: StepJob, dev: DeviceSpeed, net: Network) -> list[StageTime]:
     """Every virtual stage in model order; equal ones are priced once."""
     chosen = job.layout.recompute
     light = Recompute() if chosen.kind == "block" else chosen

@@ -119,7 +119,7 @@ def step_of(event: Mapping[str, Any]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class RunStart:
     """One start of the run, until it ended or the next one began. Times are Unix seconds."""
 
     header: Event  # its `run` event; empty where the log has none
@@ -131,7 +131,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunHistory:
     """A run as its events tell it. `steps` and `lost` hold COLUMNS and `step`, `attempt`, `skipped`, `weight`.
 
     `weight` is the number of steps that a row stands for: 1 unless the run logged every n-th step only.
@@ -139,7 +139,7 @@ class Run:
 
     name: str
     path: str
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[RunStart, ...]
     steps: Columns  # those that count, in order
     lost: Columns  # those that a later attempt did again
     events: Mapping[str, tuple[Event, ...]]  # by kind; those of lost steps have "lost": True
@@ -158,14 +158,14 @@ class Run:
         return tuple(event for event in self.events.get(kind, ()) if not event.get("lost"))
 
 
-def read_run(run_dir: str | Path, name: str | None = None) -> Run:
+def read_run(run_dir: str | Path, name: str | None = None) -> RunHistory:
     """Read one run. Raises ConfigError if there is no record."""
     path = events_path(run_dir)
     folder = path.resolve().parent
     return run_of(iter_events(path), name=name or folder.name or str(folder), path=str(path.parent))
 
 
-def read_runs(run_dirs: Iterable[str | Path]) -> list[Run]:
+def read_runs(run_dirs: Iterable[str | Path]) -> list[RunHistory]:
     """Read several runs; equal names of folders get their parent's before them."""
     folders = [events_path(run_dir).resolve().parent for run_dir in run_dirs]
     names = [folder.name or str(folder) for folder in folders]
@@ -176,15 +176,15 @@ def read_runs(run_dirs: Iterable[str | Path]) -> list[Run]:
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
-def run_of(events: Iterable[Event], *, name: str = "run", path: str = "") -> Run:
+def run_of(events: Iterable[Event], *, name: str = "run", path: str = "") -> RunHistory:
     """The run that the events tell."""
-    reader = _Reader()
+    reader = _EventReader()
     for event in events:
         reader.take(event)
     return reader.run(name, path)
 
 
-class _Reader:
+class _EventReader:
     """Takes events in order. A segment is what lies between two goings back; only those of an attempt have a header."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class _Reader:
             borders[segment] = min(borders[segment + 1], first[segment + 1])
         return borders
 
-    def run(self, name: str, path: str) -> Run:
+    def run(self, name: str, path: str) -> RunHistory:
         borders = self._borders()
         table = np.asarray(self.rows, dtype=np.float64).reshape(len(self.rows), 3 + len(COLUMNS))
         columns: Columns = {"step": table[:, 0], "segment": table[:, 1], "skipped": table[:, 2] > 0}
@@ -260,7 +260,7 @@ class _Reader:
             kind: tuple({**e, "lost": True} if _is_lost(e, borders[segment]) else e for segment, e in found)
             for kind, found in self.listed.items()
         }
-        return Run(
+        return RunHistory(
             name=name,
             path=path,
             attempts=self._attempts(columns, starts),
@@ -287,7 +287,7 @@ class _Reader:
                 weights[at[0]] = max(1.0, steps[at[0]] - start)
         return weights
 
-    def _attempts(self, columns: Columns, starts: list[int]) -> tuple[Attempt, ...]:
+    def _attempts(self, columns: Columns, starts: list[int]) -> tuple[RunStart, ...]:
         headers = [event for _, event in self.headers] or [{}]
         found = []
         for i, header in enumerate(headers):
@@ -295,7 +295,7 @@ class _Reader:
             last_segment = starts[i + 1] if i + 1 < len(starts) else len(self.ended)
             began = float(header.get("t", self.times[0]))
             found.append(
-                Attempt(
+                RunStart(
                     header=header,
                     began=began,
                     ended=max(began, *self.ended[starts[i] : last_segment]),

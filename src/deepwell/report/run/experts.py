@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from deepwell.report.run.data import Event, Run, number, step_of
+from deepwell.report.run.data import Event, RunHistory, number, step_of
 from deepwell.report.run.series import picked, rounded, rounded_list
 
 MAX_FRAMES = 60
@@ -18,7 +18,7 @@ MAX_POINTS = 1200
 _Loads = dict[str, np.ndarray]  # tokens of each expert, by layer
 
 
-def expert_panel(run: Run, cells: int) -> dict[str, Any]:
+def expert_panel(run: RunHistory, cells: int) -> dict[str, Any]:
     """Loads are relative: 1 is the layer's mean. `cells` bounds the numbers of all frames together."""
     read = [(step, _loads(event), _dropped(event)) for event in run.kept("experts")
             if (step := step_of(event)) is not None]  # fmt: skip

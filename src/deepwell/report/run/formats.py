@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deepwell.report.run.data import Run, step_of
+from deepwell.report.run.data import RunHistory, step_of
 
 MAX_CHANGES = 300  # moments that are drawn
 MAX_GROUPS = 300  # rows that are drawn
 _Spans = list[tuple[int, str]]  # from this step on, fwd|dgrad|wgrad
 
 
-def precision_panel(run: Run) -> dict[str, Any]:
+def precision_panel(run: RunHistory) -> dict[str, Any]:
     """Rows of layers with one history; layers that differ only in their number share a row."""
     history = _history(run)
     if not history:
@@ -47,7 +47,7 @@ def precision_panel(run: Run) -> dict[str, Any]:
     }
 
 
-def _history(run: Run) -> dict[str, _Spans]:
+def _history(run: RunHistory) -> dict[str, _Spans]:
     """For each module the steps at which its formats changed. An event may name all modules or the changed ones."""
     events = [(step, event["formats"]) for event in run.kept("formats") if _is_map(event)
               and (step := step_of(event)) is not None]  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepwell.report.page import render_page
-from deepwell.report.run.data import Run
+from deepwell.report.run.data import RunHistory
 from deepwell.report.run.panels import page_data
 
 # Name, title, what it shows, whether it is half as wide as the page.
@@ -27,7 +27,7 @@ _PANELS = (
 )  # fmt: skip
 
 
-def run_page(runs: Sequence[Run], *, now: float | None = None, refresh_s: float | None = None) -> str:
+def run_page(runs: Sequence[RunHistory], *, now: float | None = None, refresh_s: float | None = None) -> str:
     """The whole page as text. `now` (Unix seconds) decides what is stale; `refresh_s` lets the page reload itself."""
     data = page_data(runs, now)
     compare = (("compare", "Compared runs", "Curves over each other, final figures, settings that differ.", False),)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepwell.report.run.data import SCHEMA, Run, number, step_of
+from deepwell.report.run.data import SCHEMA, RunHistory, number, step_of
 from deepwell.report.run.experts import expert_panel
 from deepwell.report.run.formats import precision_panel
 from deepwell.report.run.series import Points, picked, rounded, smoothed
@@ -27,7 +27,7 @@ _SERIES = ("grad_norm", "lr", "mfu", "mfu_weighted", "memory_gib", "memory_limit
            "ratio", "tflops", "goodput")  # fmt: skip
 
 
-def page_data(runs: Sequence[Run], now: float | None = None) -> dict[str, Any]:
+def page_data(runs: Sequence[RunHistory], now: float | None = None) -> dict[str, Any]:
     """Everything on the page; numbers are finite or None."""
     now = time.time() if now is None else now
     limit = max(MIN_POINTS, MAX_POINTS // len(runs))
@@ -35,7 +35,7 @@ def page_data(runs: Sequence[Run], now: float | None = None) -> dict[str, Any]:
     return {"as_of": rounded(now, 12), "runs": found, "compare": _compare(found) if len(found) > 1 else None}
 
 
-def _run(run: Run, now: float, limit: int, cells: int) -> dict[str, Any]:
+def _run(run: RunHistory, now: float, limit: int, cells: int) -> dict[str, Any]:
     series = _series(run, limit)
     clock = _Clock(run)
     return {
@@ -56,7 +56,7 @@ def _run(run: Run, now: float, limit: int, cells: int) -> dict[str, Any]:
 class _Clock:
     """Where an event stands on the page's three axes: step, tokens, seconds since the run began."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunHistory) -> None:
         self._run = run
         self._step = np.concatenate([[0.0], run.steps["step"]])
         self._tokens = np.concatenate([[0.0], tokens_seen(run)])
@@ -77,7 +77,7 @@ class _Clock:
 # ---- curves ----
 
 
-def _series(run: Run, limit: int) -> dict[str, Any]:
+def _series(run: RunHistory, limit: int) -> dict[str, Any]:
     steps = run.steps
     points = Points(steps["step"], tokens_seen(run), steps["t"] - run.began, limit)
     found: dict[str, Any] = {name: points.add(steps[name]) for name in _SERIES}
@@ -93,7 +93,7 @@ def _series(run: Run, limit: int) -> dict[str, Any]:
     return found
 
 
-def _loss(run: Run, series: Mapping[str, Any], clock: _Clock, limit: int) -> dict[str, Any]:
+def _loss(run: RunHistory, series: Mapping[str, Any], clock: _Clock, limit: int) -> dict[str, Any]:
     steps = run.steps
     bad = np.flatnonzero(~np.isfinite(steps["loss"]))
     evals = [
@@ -113,7 +113,7 @@ def _loss(run: Run, series: Mapping[str, Any], clock: _Clock, limit: int) -> dic
     }
 
 
-def _lost(run: Run, clock: _Clock, limit: int) -> list[list[float | None]]:
+def _lost(run: RunHistory, clock: _Clock, limit: int) -> list[list[float | None]]:
     """The losses of lost steps, a gap between those of different attempts."""
     lost = run.lost
     if not len(lost["step"]):
@@ -132,7 +132,7 @@ def _lost(run: Run, clock: _Clock, limit: int) -> list[list[float | None]]:
 # ---- events ----
 
 
-def _guard(run: Run, clock: _Clock) -> dict[str, Any]:
+def _guard(run: RunHistory, clock: _Clock) -> dict[str, Any]:
     events = run.events["guard"]
     counts = Counter(_text(event.get("what")) or "?" for event in events)
     marks: dict[str, list[list[float | None]]] = {}
@@ -156,7 +156,7 @@ def _guard(run: Run, clock: _Clock) -> dict[str, Any]:
     }
 
 
-def _checkpoints(run: Run, clock: _Clock) -> dict[str, Any]:
+def _checkpoints(run: RunHistory, clock: _Clock) -> dict[str, Any]:
     events = run.events["save"][-MAX_ROWS:]
     rows = [
         {
@@ -174,7 +174,7 @@ def _checkpoints(run: Run, clock: _Clock) -> dict[str, Any]:
     }
 
 
-def _goodput(run: Run, clock: _Clock) -> dict[str, Any]:
+def _goodput(run: RunHistory, clock: _Clock) -> dict[str, Any]:
     attempts = [
         {
             "began": rounded(attempt.began - run.began, 9), "ended": rounded(attempt.ended - run.began, 9),
@@ -207,7 +207,7 @@ def _goodput(run: Run, clock: _Clock) -> dict[str, Any]:
 # ---- words ----
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: RunHistory) -> dict[str, Any]:
     rows: dict[str, str] = {}
     for key, value in run.header.items():
         if key not in ("t", "kind", "schema"):
@@ -226,7 +226,7 @@ def _flatten(rows: dict[str, str], value: Any, names: tuple[str, ...]) -> None:
     rows[name if name not in rows else f"settings.{name}"] = text[:500]
 
 
-def _notes(run: Run) -> dict[str, list[str]]:
+def _notes(run: RunHistory) -> dict[str, list[str]]:
     warnings = []
     if run.damaged:
         shown = ", ".join(str(line) for line in run.damaged[:5]) + (" ..." if len(run.damaged) > 5 else "")
@@ -241,7 +241,7 @@ def _notes(run: Run) -> dict[str, list[str]]:
     return {"warnings": warnings, "notes": notes[-20:]}
 
 
-def _no_step(run: Run) -> str:
+def _no_step(run: RunHistory) -> str:
     waited = run.last - run.began
     return "No step was logged yet." + (f" The record is {duration(waited)} long." if waited > 0 else "")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deepwell.report.run.data import SCHEMA, Columns, Run, number, step_of
+from deepwell.report.run.data import SCHEMA, Columns, RunHistory, number, step_of
 from deepwell.report.run.series import rounded
 
 RECENT = 100  # steps behind the figures of "now"
@@ -20,7 +20,7 @@ _ENDED = {"done": "finished", "signal": "stopped", "error": "failed", "gave up":
 ACTIVE = ("starting", "running", "stale")
 
 
-def summary(run: Run, now: float | None = None) -> dict[str, Any]:
+def summary(run: RunHistory, now: float | None = None) -> dict[str, Any]:
     """The run's figures as JSON: numbers are finite or None; those of "now" are medians over the last steps."""
     now = time.time() if now is None else now
     steps, header, plan = run.steps, run.header, run.header.get("plan")
@@ -92,7 +92,7 @@ def duration(seconds: float) -> str:
     return ""
 
 
-def tokens_seen(run: Run) -> np.ndarray:
+def tokens_seen(run: RunHistory) -> np.ndarray:
     """Tokens of the stream after each step that counts, those before the log began included."""
     steps = run.steps
     per_step = np.where(np.isfinite(steps["tokens"]), steps["tokens"], _median(steps["tokens"]))
@@ -102,7 +102,7 @@ def tokens_seen(run: Run) -> np.ndarray:
         return np.cumsum(per_step * np.diff(steps["step"], prepend=0.0))
 
 
-def throughput(run: Run) -> np.ndarray:
+def throughput(run: RunHistory) -> np.ndarray:
     """Tokens/s/GPU of each step: as logged, or from tokens, seconds and GPUs."""
     steps = run.steps
     worlds = np.asarray([number(attempt.header.get("world")) for attempt in run.attempts])
@@ -111,14 +111,14 @@ def throughput(run: Run) -> np.ndarray:
     return np.where(np.isfinite(steps["tokens_per_s_per_gpu"]), steps["tokens_per_s_per_gpu"], own)
 
 
-def restarts(run: Run) -> int:
+def restarts(run: RunHistory) -> int:
     """How often the run began again, by whichever of its events says most."""
     generations = [number(attempt.header.get("generation")) for attempt in run.attempts]
     greatest = max((int(g) for g in generations if math.isfinite(g)), default=0)
     return max(len(run.attempts) - 1, greatest, len(run.events["restart"]))
 
 
-def time_shares(run: Run) -> dict[str, float]:
+def time_shares(run: RunHistory) -> dict[str, float]:
     """Where the wall time went, in seconds. The parts add up to the time between the first event and the last.
 
     A first step is counted as an ordinary one; what it and the way to it took beyond that is `starting`.
@@ -159,7 +159,7 @@ def time_shares(run: Run) -> dict[str, float]:
 # ---- parts ----
 
 
-def _state(run: Run, now: float) -> tuple[str, str]:
+def _state(run: RunHistory, now: float) -> tuple[str, str]:
     """One word for how the run stands, and the reason."""
     silence = max(0.0, now - run.last)
     if run.end is not None:
@@ -177,7 +177,7 @@ def _state(run: Run, now: float) -> tuple[str, str]:
     return ("running" if started else "starting"), said
 
 
-def _eta(run: Run, done: int, planned: int | None) -> float:
+def _eta(run: RunHistory, done: int, planned: int | None) -> float:
     """Seconds left at the pace of the last steps, pauses included."""
     rows = np.flatnonzero(run.steps["attempt"] == len(run.attempts) - 1)[-RECENT:]
     if planned is None or planned <= done or not len(rows):
@@ -187,7 +187,7 @@ def _eta(run: Run, done: int, planned: int | None) -> float:
     return float(pace * (planned - done))
 
 
-def _losses(run: Run) -> dict[str, Any]:
+def _losses(run: RunHistory) -> dict[str, Any]:
     loss = run.steps["loss"]
     good = loss[np.isfinite(loss) & ~run.steps["skipped"]]
     evals = [(number(event.get("loss")), step_of(event)) for event in run.kept("eval")]
@@ -203,7 +203,7 @@ def _losses(run: Run) -> dict[str, Any]:
     }
 
 
-def _saves(run: Run) -> dict[str, Any]:
+def _saves(run: RunHistory) -> dict[str, Any]:
     saves = run.events["save"]
     good = [step_of(event) for event in saves if event.get("committed") is not False]
     stalls = [stall for event in saves if math.isfinite(stall := number(event.get("stall_s")))]
