@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.engine.passes.attention import rewrite_attention
+from deepwell.engine.passes.attention.rewrite import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.fuse_quantize import fuse_quantize
 from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
@@ -19,6 +19,7 @@ from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.attention.autograd import windowed_attention
 
 FP8 = "fp8_row|fp8_row|fp8_row"
 
@@ -68,7 +69,7 @@ def test_a_causal_mask_is_dropped_for_is_causal(run_pass, mask, dynamic) -> None
     # Sizes may be symbols from the second shape on.
     inputs = _qkv()
     got = run_pass(_attend(MASKS[mask]), rewrite_attention, *inputs, dynamic=dynamic)
-    assert got.found == (1, 0)
+    assert got.found == (1, 0, 0)
     attention = next(node for node in got.graph.nodes if "attention" in str(node.target))
     assert attention.kwargs == {"is_causal": True} and len(attention.args) == 3
     torch.testing.assert_close(got.out, F.scaled_dot_product_attention(*inputs, is_causal=True))
@@ -91,16 +92,91 @@ def test_a_causal_mask_is_dropped_for_is_causal(run_pass, mask, dynamic) -> None
 def test_another_mask_stays(run_pass, mask, dynamic) -> None:
     inputs = _qkv()
     got = run_pass(_attend(mask), rewrite_attention, *inputs, dynamic=dynamic)
-    assert got.found == (0, 0)
+    assert got.found == (0, 0, 0)
     assert_bitwise_equal(got.out, _attend(mask)(*inputs))
 
 
 def test_a_window_longer_than_the_example_stays_where_the_size_is_open(run_pass) -> None:
     # At 12 tokens a window of 64 is a triangle; the same graph will run with 1000.
     inputs = _qkv()
-    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=True).found == (0, 0)
+    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=True).found == (0, 0, 0)
     torch._dynamo.reset()
-    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=False).found == (1, 0)
+    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=False).found == (1, 0, 0)
+
+
+OPEN_ENDED = {
+    "a float": lambda d, at: d < 16.0,
+    "a product": lambda d, at: d * 0.05 < 1,
+    "chunks": lambda d, at: (at >> 4)[:, None] == (at >> 4)[None],
+    "random": lambda d, at: torch.rand(d.shape) < 2,
+}
+
+
+@pytest.mark.parametrize("ok", OPEN_ENDED)
+def test_a_mask_that_is_causal_at_the_examples_size_alone_stays_where_the_size_is_open(run_pass, ok) -> None:
+    def mask(size: int) -> Tensor:
+        at = torch.arange(size)
+        d = at[:, None] - at[None]
+        return (d >= 0) & OPEN_ENDED[ok](d, at)
+
+    assert run_pass(_attend(mask), rewrite_attention, *_qkv(), dynamic=True).found == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda n: torch.ones(1, 1, dtype=torch.bool),  # one entry for all pairs: all open
+        lambda n: torch.ones(n, 1, dtype=torch.bool),
+        lambda n: torch.zeros(1, 1).triu(),
+        lambda n: _causal(n) & (torch.rand(n, n) < 0.9),  # another one at the next call
+        lambda n: _causal(n)[..., :, :].transpose(-1, -2),
+        lambda n: (torch.arange(n)[None, :] <= torch.arange(n)[:, None] + 1)[None],  # one key too many
+        lambda n: _causal(n).roll(1, -1),
+    ],
+    ids=["one entry", "a column", "one entry, upper", "random", "transposed", "shifted", "rolled"],
+)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "symbolic"])
+def test_what_is_nearly_causal_stays(run_pass, mask, dynamic) -> None:
+    torch.manual_seed(0)
+    inputs = _qkv()
+    assert run_pass(_attend(mask), rewrite_attention, *inputs, dynamic=dynamic).found == (0, 0, 0)
+
+
+def _of_differences(d: Tensor) -> Tensor:
+    return (d >= 0) & (d < 4)
+
+
+WINDOWS = {
+    "boolean": _window(4),
+    "differences": lambda n: _of_differences(torch.arange(n)[:, None] - torch.arange(n)),
+    "additive": lambda n: torch.zeros(1, 1, n, n).masked_fill(~_window(4)(n), float("-inf")),
+    "tril and triu": lambda n: torch.ones(n, n, dtype=torch.bool).tril().triu(-3),
+    "matrix": lambda n: _window(4)(n).flip(-1).flip(-1),  # known by its entries alone
+}
+
+
+@pytest.mark.parametrize("mask", WINDOWS)
+def test_a_causal_window_goes_to_its_kernel(run_pass, monkeypatch, mask) -> None:
+    # The kernel is a GPU's; the reference stands in for it here.
+    monkeypatch.setattr("deepwell.engine.passes.attention.rewrite.why_not_flash", lambda *operands: "")
+    inputs = _qkv(kv_heads=2)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=WINDOWS[mask](12), enable_gqa=True, scale=0.2)
+
+    got = run_pass(attention, rewrite_attention, *inputs)
+    assert got.found == (0, 0, 1)
+    assert "scaled_dot" not in str(got.graph) and got.graph.find_nodes(op="call_function", target=windowed_attention)
+    torch.testing.assert_close(got.out, attention(*inputs))
+
+
+def test_a_window_with_dropout_keeps_its_mask(run_pass, monkeypatch) -> None:
+    monkeypatch.setattr("deepwell.engine.passes.attention.rewrite.why_not_flash", lambda *operands: "")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, _window(4)(12), 0.5)
+
+    assert run_pass(attention, rewrite_attention, *_qkv()).found == (0, 0, 0)
 
 
 def test_a_padding_mask_from_outside_stays(run_pass) -> None:
@@ -108,7 +184,7 @@ def test_a_padding_mask_from_outside_stays(run_pass) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=_causal(q.shape[2]) & keep[:, None, None, :])
 
     inputs = (*_qkv(), torch.ones(2, 12, dtype=torch.bool))
-    assert run_pass(attention, rewrite_attention, *inputs).found == (0, 0)
+    assert run_pass(attention, rewrite_attention, *inputs).found == (0, 0, 0)
 
 
 def _written_afterwards(size: int) -> Tensor:
@@ -128,7 +204,7 @@ def test_a_mask_that_is_written_into_stays(run_pass, mask) -> None:
     # The write is no edge of the graph; looking at edges alone, the mask is a triangle.
     inputs = _qkv()
     got = run_pass(_attend(mask), rewrite_attention, *inputs)
-    assert got.found == (0, 0)
+    assert got.found == (0, 0, 0)
     assert_bitwise_equal(got.out, _attend(mask)(*inputs))
 
 
@@ -144,7 +220,7 @@ def test_repeated_key_value_heads_are_kept_once(run_pass, dynamic) -> None:
 
     inputs = _qkv(kv_heads=2)
     got = run_pass(attention, rewrite_attention, *inputs, dynamic=dynamic)
-    assert got.found == (0, 1)
+    assert got.found == (0, 1, 0)
     assert "expand" not in got.names()
     torch.testing.assert_close(got.out, attention(*inputs))
 
@@ -168,7 +244,7 @@ def test_heads_repeated_in_another_order_or_on_one_side_stay(run_pass) -> None:
     inputs = _qkv(kv_heads=2)
     for function in (tiled, key_only, swapped):
         got = run_pass(function, rewrite_attention, *inputs)
-        assert got.found == (0, 0)
+        assert got.found == (0, 0, 0)
         assert_bitwise_equal(got.out, function(*inputs))
 
 

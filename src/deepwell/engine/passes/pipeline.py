@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from deepwell.engine.binding import LeftAlone
-from deepwell.engine.passes.attention import rewrite_attention
+from deepwell.engine.passes.attention.rewrite import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.engine.passes.choose_kernels import choose_kernels, merge_rows
@@ -111,7 +111,7 @@ def swapped(name: str, function: Callable[..., Any]) -> tuple[Pass, ...]:
 
 def files() -> tuple[str, ...]:
     """The source of all passes: compiled code that is kept on disk belongs to it."""
-    return tuple(sorted(map(str, Path(__file__).parent.glob("*.py"))))
+    return tuple(sorted(map(str, Path(__file__).parent.rglob("*.py"))))
 
 
 # ---- passes that tell more than a count ----
@@ -214,7 +214,7 @@ def _of_tied(
 PASSES: tuple[Pass, ...] = (
     Pass("",                                      DYNAMO,   give_operands_by_position),
     Pass("",                                      DYNAMO,   _look, ("work",)),
-    Pass("causal_mask kv_heads",                  DYNAMO,   rewrite_attention, ("outer",)),
+    Pass("causal_mask kv_heads window",           DYNAMO,   rewrite_attention, ("outer",)),
     Pass("cross_entropy",                         DYNAMO,   _head, ("work",), when="fuse_head"),
     Pass("embedding",                             DYNAMO,   rewrite_embedding),
     Pass("gelu",                                  DYNAMO,   rewrite_gelu),

@@ -24,6 +24,7 @@ _ROOMS = {
     "block_scaled_gemm": "deepwell.kernels.gemm.native_candidates",
     "block_scaled_quantize": "deepwell.kernels.gemm.native_candidates",
     "fp8_gemm_blocks": "deepwell.kernels.gemm.fp8_blocks",
+    "attention": "deepwell.kernels.attention.flash",
     "grouped_gemm": "deepwell.kernels.experts.grouped_gemm",
 }
 
