@@ -10,7 +10,7 @@ from torch import nn
 import deepwell as dw
 from deepwell.engine.binding import Target, bind, with_gains
 from deepwell.engine.compile import measured_fallback, registry_for
-from deepwell.engine.passes import pipeline
+from deepwell.engine.passes import work
 from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.report import EngineReport
@@ -356,7 +356,7 @@ def test_a_layer_that_would_not_gain_stays_in_bf16_with_its_microseconds(model, 
         rows.append(fused)
         return Gain(n=n, k=k, tokens=tokens, fp8_us=10.0 if n == 128 else 90.0, bf16_us=30.0)
 
-    monkeypatch.setattr(pipeline, "would_gain", measured)
+    monkeypatch.setattr(work, "would_gain", measured)
     model = model.bfloat16()
     engine = dw.compile(model, precision_policy=policy_of("mxfp8"))
     engine(torch.randn(48, 64).bfloat16())
@@ -392,7 +392,7 @@ def test_rows_that_another_kernel_writes_are_not_measured(monkeypatch):
         return Gain(n=n, k=k, tokens=tokens, fp8_us=1.0, bf16_us=2.0)
 
     sizes = _as_if_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(pipeline, "would_gain", measured)
+    monkeypatch.setattr(work, "would_gain", measured)
     policy = dw.PrecisionPolicy("mxfp8")
     for path in ("q", "k", "up", "down", "o"):
         policy.set_layer_precision(f"path:{path}", "mxfp8")
@@ -406,7 +406,7 @@ def test_rows_that_another_kernel_writes_are_not_measured(monkeypatch):
 def test_strict_raises_where_safe_would_keep_bf16(model, monkeypatch):
     _as_if_on_a_gpu(monkeypatch)
     slow = Gain(n=1, k=1, tokens=1, fp8_us=2.0, bf16_us=1.0)
-    monkeypatch.setattr(pipeline, "would_gain", lambda *sizes: slow)
+    monkeypatch.setattr(work, "would_gain", lambda *sizes: slow)
     model = model.bfloat16()
     engine = dw.compile(model, precision_policy=policy_of("fp8", scaling="row"), fallback="strict", measure=True)
     with pytest.raises(Exception, match=r"0: fp8 would not gain: FP8 2 us, bf16 1 us") as raised:
@@ -425,7 +425,7 @@ def test_linears_of_one_input_are_measured_as_one_product(monkeypatch):
 
     sizes = _as_if_on_a_gpu(monkeypatch)
     fast = Gain(n=1, k=1, tokens=1, fp8_us=1.0, bf16_us=2.0)
-    monkeypatch.setattr(pipeline, "would_gain", lambda *sizes: fast)
+    monkeypatch.setattr(work, "would_gain", lambda *sizes: fast)
     policy = dw.PrecisionPolicy("mxfp8")
     for path in ("q", "k"):
         policy.set_layer_precision(f"path:{path}", "mxfp8")

@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.passes.attention.rewrite import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
-from deepwell.engine.passes.fuse_quantize import fuse_quantize
-from deepwell.engine.passes.fuse_recompute import fuse_recomputed_rows
+from deepwell.engine.passes.fuse_quantize import fuse_quantize, fuse_recomputed_rows
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.swiglu import rewrite_swiglu

@@ -288,20 +288,6 @@ def test_gradients_of_a_model_are_no_worse_than_eagers(model_type, batch) -> Non
     assert_no_worse_than(mine, own, _gradients(exact, exact, batch))
 
 
-@pytest.mark.parametrize(("length", "merged"), [(200, 2), (20, 0)], ids=["many tokens", "few tokens"])
-def test_plain_linears_are_merged_on_request_where_tokens_outnumber_their_width(length, merged) -> None:
-    # q, k, v are 192 wide together, gate and up too; two sequences. A copy of the weights has to be worth its bytes.
-    model = zoo_models.tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256).bfloat16()
-    ids = torch.randint(3, zoo_models.VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    options = BackendOptions(merge_plain=True, parameters=model.named_parameters)
-    mine = _gradients(model, _compiled(model, options), batch)
-    assert (options.counts["merged_plain_linear"], options.counts["rope_qkv"]) == (merged, merged // 2)
-    exact = zoo_models.tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
-    exact.load_state_dict(model.state_dict())
-    assert_no_worse_than(mine, _gradients(model, model, batch), _gradients(exact, exact, batch))
-
-
 def test_fp8_gradients_are_as_good_with_the_pass_as_without(batch, monkeypatch) -> None:
     model = zoo_models.tiny_model("llama").bfloat16()
     exact = zoo_models.tiny_model("llama")

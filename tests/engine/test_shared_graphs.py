@@ -15,7 +15,7 @@ from deepwell.engine import shared_graphs
 from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Target
 from deepwell.engine.engine import Engine
-from deepwell.engine.passes import pipeline
+from deepwell.engine.passes import work
 from deepwell.engine.torch_backend import forget_reports, last_report
 from deepwell.errors import CaptureError
 from deepwell.formats.metrics import assert_bitwise_equal
@@ -410,7 +410,7 @@ def test_measured_gains_are_told_of_every_layer(monkeypatch) -> None:
     def keep(sites: Any, measure: Any, *, strict: bool) -> Any:
         return [s for s in sites if s.path.endswith("up")], {s.path: gain for s in sites if s.path.endswith("down")}
 
-    monkeypatch.setattr(pipeline, "keep_gaining", keep)
+    monkeypatch.setattr(work, "keep_gaining", keep)
     options = options_of(model, schemes, measure="safe")
     compiled(model, options)(batch())
     assert options.rewritten == {f"layers.{i}.up" for i in range(LAYERS)}

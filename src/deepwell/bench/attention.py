@@ -70,7 +70,8 @@ def _with(backend: SDPBackend) -> Callable[..., Tensor]:
 
 def _through_the_engine() -> Callable[..., Tensor]:
     """What an engine makes of a model's causal attention."""
-    from deepwell.engine.backend import BackendOptions, compile_graph
+    from deepwell.engine.backend import compile_graph
+    from deepwell.engine.passes.work import BackendOptions
 
     options = BackendOptions(use_inductor=torch.cuda.is_available())
     return torch.compile(_sdpa, backend=lambda graph, example: compile_graph(graph, example, options))

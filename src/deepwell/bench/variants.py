@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from deepwell.engine.backend import BackendOptions
 from deepwell.engine.binding import Bound, Target, bind
 from deepwell.engine.compile import compile as compile_engine
 from deepwell.engine.compile import device_of, use_inductor
 from deepwell.engine.engine import Engine
+from deepwell.engine.passes.work import BackendOptions
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR

@@ -6,7 +6,7 @@ On a CPU, or without a C compiler, the rewritten graphs run eagerly (AOT eager).
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,97 +15,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition
 
-from deepwell.engine.binding import LeftAlone
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.nested_graphs import in_common, nested, separate
 from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.cache_weights import cache_weights, name_sources
-from deepwell.engine.passes.choose_kernels import KernelRow
 from deepwell.engine.passes.cross_entropy import DeferredOutput
+from deepwell.engine.passes.work import BackendOptions, Work, scheme_of
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
-from deepwell.engine.times.gemms import LinearSizes
-from deepwell.engine.times.ops import OpCall
-from deepwell.engine.weight_cache import KeptGroup, WeightCache, refreshing
+from deepwell.engine.weight_cache import KeptGroup, refreshing
 from deepwell.kernels.gemm.fp8 import keep_one
-from deepwell.kernels.registry import KernelRegistry
-from deepwell.kernels.tune.gain import Gain
-
-
-@dataclass(slots=True, kw_only=True)
-class BackendOptions:
-    """What the passes need to know, and what they did.
-
-    `schemes` maps module paths to the schemes of their linears. `parameters` gives the model's named parameters; where
-    it is None their names are read from Dynamo's sources.
-    """
-
-    schemes: Mapping[str, str] = field(default_factory=dict)
-    use_inductor: bool = False
-    fuse_head: bool = True
-    cuda_graphs: bool = (
-        False  # record forward and backward once and replay them: short kernels no longer wait for the host
-    )
-    rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
-    merge_plain: bool = False  # merge q, k, v and gate, up also in high precision: weights are copied in every step
-    row_factors: bool = True  # large FP8 products have one scale, their readers those of rows: passes/row_factors.py
-    recompute: str = "hidden"  # what of the FP8 copies the backward recomputes: passes/recompute.py (with Inductor)
-    cache_weights: bool = False  # keep the FP8 weights, 2 bytes each, and recompute them when weights change
-    weight_cache: WeightCache = field(default_factory=WeightCache)
-    registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
-    # Keep linears in bf16 where FP8 would not be faster ("safe"), or refuse to ("strict"); None measures nothing.
-    measure: str | None = None
-    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
-    kernels: dict[tuple[str, str, str, str], KernelRow] = field(default_factory=dict)
-    calls: dict[OpCall, int] = field(default_factory=dict)  # of Deepwell's ops in the compiled graphs
-    gains: dict[str, Gain] = field(default_factory=dict)  # by path, as last measured
-    products: dict[str, LinearSizes] = field(default_factory=dict)  # sizes of linears by path, as last compiled
-    counts: dict[str, int] = field(default_factory=dict)
-    rewritten: set[str] = field(default_factory=set)  # paths of linears that left bf16
-    left: dict[str, LeftAlone] = field(default_factory=dict)  # by path, linears with a scheme that a graph left as is
-    remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
-    graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
-    was_called: bool = False
-
-    def for_schemes(self, schemes: Mapping[str, str]) -> "BackendOptions":
-        """The same choices for other schemes, with nothing done yet."""
-        done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
-        return replace(self, schemes=schemes, products={}, left={}, was_called=False, **done)  # type: ignore[arg-type]
-
-    def for_one_graph(self) -> "BackendOptions":
-        """These options, with their own record of what happened by path; the rest is shared."""
-        return replace(self, gains={}, products={}, rewritten=set(), left={})
-
-    def add_paths(self, graph: "BackendOptions", paths: Mapping[str, str] | None = None) -> None:
-        """Take over what one graph recorded by path, for other paths where the graph runs for others."""
-
-        def path_of(path: str) -> str:
-            return path if paths is None else paths.get(path, path)
-
-        self.gains.update({path_of(path): gain for path, gain in graph.gains.items()})
-        self.products.update({path_of(path): product for path, product in graph.products.items()})
-        self.rewritten |= {path_of(path) for path in graph.rewritten}
-        self.left.update({path_of(path): why for path, why in graph.left.items()})
-
-    def unmet(self) -> list[str]:
-        """Paths with a scheme that no graph multiplied in it, those not counted that bf16 turned out faster for."""
-        stayed = {path for path, gain in self.gains.items() if not gain.gains}
-        return [path for path in self.schemes if path not in self.rewritten | stayed]
-
-    def left_at_times(self) -> dict[str, LeftAlone]:
-        """Those that one graph multiplies in their scheme and another as the model has them."""
-        return {path: left for path, left in self.left.items() if left.is_product and path in self.rewritten}
-
-    def note(self, name: str, count: int) -> None:
-        self.counts[name] = self.counts.get(name, 0) + count
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the backward computes something again: Inductor's partitioner does."""
-        return self.use_inductor and self.recompute != "nothing"
-
-    @property
-    def recomputes_copies(self) -> bool:
-        return self.use_inductor and self.recompute == "copies"
+from deepwell.kernels.tune.fastest import LEAST_FLOPS
 
 
 def compile_graph(
@@ -173,7 +92,7 @@ def _rewrite(
 ) -> list[DeferredOutput]:
     """Nested graphs first: they may ask how the outer one makes their masks, which `outer` tells."""
     _rewrite_nested(graph_module, weights, options)
-    work = pipeline.Work(options=options, weights=weights, outer=outer)
+    work = Work(options=options, weights=weights, outer=outer)
     pipeline.run(pipeline.DYNAMO, graph_module.graph, work)
     graph_module.recompile()
     return work.deferred
@@ -187,7 +106,7 @@ def _rewrite_nested(
     def kind_of(operand: fx.Node) -> object:
         names = weights.get(operand.name, ())
         # Kept codes belong to one weight.
-        return names if options.cache_weights or not names else pipeline.scheme_of(names, options.schemes)[1]
+        return names if options.cache_weights or not names else scheme_of(names, options.schemes)[1]
 
     separate(graph_module, kind_of)
     for body, calls in nested(graph_module):
@@ -248,7 +167,7 @@ def _name_from_source(node: fx.Node) -> str:
 def _eagerly(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> Callable[..., Any]:
-    work = pipeline.Work(options=options)
+    work = Work(options=options)
 
     def compiler(inner: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         pipeline.run(pipeline.COMPILED, inner.graph, work)
@@ -278,12 +197,12 @@ def _with_inductor(
             self.level = level
 
         def __call__(self, graph: fx.Graph) -> None:
-            pipeline.run(self.level, graph, pipeline.Work(options=options))
+            pipeline.run(self.level, graph, Work(options=options))
 
         def uuid(self) -> Any:
             if self.level == pipeline.COMPILED and options.registry is not None:
                 return None  # compiled code names kernels of this process: it is kept for no other
-            how = f"{self.level} {options.recompute} {options.row_factors} {pipeline.LEAST_FLOPS}"
+            how = f"{self.level} {options.recompute} {options.row_factors} {LEAST_FLOPS}"
             return get_hash_for_files(pipeline.files(), how)
 
     patches: dict[str, Any] = {

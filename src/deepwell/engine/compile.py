@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.engine.arguments import captured, check_flags, check_sizes, notes_on_hardware, policy_of
-from deepwell.engine.backend import BackendOptions
 from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Target, bind
 from deepwell.engine.engine import Engine
 from deepwell.engine.fragile import check_batch
 from deepwell.engine.overrides import Overrides
 from deepwell.engine.passes.recompute import WHAT
+from deepwell.engine.passes.work import BackendOptions
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR

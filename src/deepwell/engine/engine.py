@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.backend import compile_graph
 from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
 from deepwell.engine.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.generation import generate
 from deepwell.engine.kept_grads import KeptGrads
 from deepwell.engine.overrides import Key, Overrides
+from deepwell.engine.passes.work import BackendOptions
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.engine.regions import Regions, has_module, is_left_out, is_sharded
 from deepwell.engine.report import NOTHING_COMPILED, EngineReport

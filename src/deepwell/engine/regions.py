@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepwell.engine.backend import BackendOptions, compile_graph
+from deepwell.engine.backend import compile_graph
 from deepwell.engine.offload import HostMemory
+from deepwell.engine.passes.work import BackendOptions
 from deepwell.engine.recompute import LayerRecompute, again
 from deepwell.engine.shared_graphs import STANDS_IN_FOR
 from deepwell.errors import ConfigError, UnsupportedError

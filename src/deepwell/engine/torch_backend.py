@@ -20,9 +20,10 @@ import torch
 from torch import fx
 
 from deepwell.engine.arguments import check_flags, policy_of
-from deepwell.engine.backend import BackendOptions, compile_graph, parameter_names
+from deepwell.engine.backend import compile_graph, parameter_names
 from deepwell.engine.binding import Binding, Bound, Target, as_model_runs_them, bind, with_gains
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
+from deepwell.engine.passes.work import BackendOptions
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
 from deepwell.graph.fx import (

@@ -7,13 +7,10 @@ says which and why.
 
 # Shapes: M rows of the result, N columns, K contraction, B blocks of 32 along it.
 
-import hashlib
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +24,7 @@ from deepwell.kernels.checks import check_vector
 from deepwell.kernels.cutlass.library import (
     ACTIVATIONS,
     Epilogue,
-    Library,
     gemm_block_scaled,
-    gemm_rowwise,
     library_for,
 )
 from deepwell.precision.gemm_format import precision as parse_precision
@@ -296,39 +291,3 @@ class MicroscaleManager:
 def _check_block(block_size: int) -> None:
     if block_size != _MX_BLOCK:
         raise ConfigError(f"block_size is {block_size!r}; MXFP8 has one scale per {_MX_BLOCK} numbers")
-
-
-# ---- for the registry ----
-
-
-def rowwise_gemms(library: Library | None = None) -> list[tuple[str, Callable[..., Tensor], str]]:
-    """(name, function, hash of the library) of each FP8 configuration for this GPU; none without a library."""
-    given = library
-    try:
-        library = library or library_for()
-    except UnsupportedError:
-        return []
-    digest = hashlib.sha256(Path(library.path).read_bytes()).hexdigest()[:16]
-    return [
-        (f"cutlass:{name}", partial(_rowwise, config=name, library=given), digest)
-        for name in library.configs.get("fp8_rowwise", ())
-    ]
-
-
-def _rowwise(
-    a_MK: Tensor,
-    scale_a: Tensor,
-    b_NK: Tensor,
-    scale_b: Tensor,
-    *,
-    config: str,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    library: Library | None = None,
-) -> Tensor:
-    epilogue = Epilogue(bias=bias, activation=activation)
-    scales = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
-    return gemm_rowwise(a_MK, scales[0], b_NK, scales[1], epilogue=epilogue, config=config, library=library).to(
-        out_dtype
-    )

@@ -8,7 +8,7 @@ import torch
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize
-from deepwell.kernels import KernelRegistry, cutlass_bindings
+from deepwell.kernels import KernelRegistry
 from deepwell.kernels.cutlass import library as cutlass_library
 from deepwell.kernels.cutlass_bindings import CutlassConfig, CutlassKernel, MicroscaleManager
 from deepwell.kernels.gemm.candidates import register_library
@@ -137,18 +137,18 @@ def test_each_configuration_of_a_library_is_a_candidate(monkeypatch, tmp_path):
     configs = {"fp8_rowwise": ("128x256x128_fast", "128x128x128_exact"), "fp8_blockwise": ("a",)}
     library = SimpleNamespace(path=str(tmp_path / "kernels.so"), configs=configs)
     (tmp_path / "kernels.so").write_bytes(b"one build")
-    monkeypatch.setattr(cutlass_bindings, "library_for", lambda device=None: library)
-    first = cutlass_bindings.rowwise_gemms()
+    monkeypatch.setattr(cutlass_library, "library_for", lambda device=None: library)
+    first = cutlass_library.rowwise_gemms()
     assert [name for name, _, _ in first] == ["cutlass:128x256x128_fast", "cutlass:128x128x128_exact"]
     (tmp_path / "kernels.so").write_bytes(b"another build")
-    assert cutlass_bindings.rowwise_gemms()[0][2] != first[0][2]
+    assert cutlass_library.rowwise_gemms()[0][2] != first[0][2]
 
 
 def test_a_library_that_lies_elsewhere_can_compete(monkeypatch, tmp_path):
     configs = {"fp8_rowwise": ("128x256x128_fast", "128x128x128_exact")}
     library = SimpleNamespace(path=str(tmp_path / "kernels.so"), configs=configs)
     (tmp_path / "kernels.so").write_bytes(b"one build")
-    monkeypatch.setattr(cutlass_library, "load_library", lambda path: library)
+    monkeypatch.setattr("deepwell.kernels.gemm.candidates.load_library", lambda path: library)
     registry = KernelRegistry()
     register_library(registry, "kernels.so")
     assert [(c.name, c.op, c.fast) for c in registry.users()] == [
@@ -161,4 +161,4 @@ def test_a_library_that_lies_elsewhere_can_compete(monkeypatch, tmp_path):
 
 def test_without_a_library_there_are_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cutlass_bindings.rowwise_gemms() == []
+    assert cutlass_library.rowwise_gemms() == []

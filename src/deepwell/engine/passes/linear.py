@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from deepwell.engine.passes.edit import replace, runs_in_kernels
-from deepwell.graph.fx import Writes, linear_parts, op_of, value_of
+from deepwell.graph.fx import Writes, linear_parts, value_of
 from deepwell.kernels.gemm.linear import low_precision_linear, split_columns
 
 
@@ -75,51 +74,6 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
                 )
             replace(site.node, new)
     return len(sites), merged
-
-
-def merge_plain_linears(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]]) -> int:
-    """Merge the linears of one input that stay in high precision, where it should pay. Returns how many groups.
-
-    Their weights are laid side by side in every forward: a copy of N x K, recomputed in the backward. In return the
-    backward writes one gradient of the input instead of one for each linear and their sum, T x K each. That pays where
-    the tokens T outnumber the merged width N; with fewer, nothing is merged.
-    """
-    groups: dict[tuple[Any, bool], list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        parts = linear_parts(node) if op_of(node) == "linear" else None
-        if parts is None or not isinstance(parts[1], fx.Node) or parts[1].name not in weights:
-            continue
-        x, weight, bias, _ = parts
-        is_ready = bias is None or bias.op == "placeholder"
-        if is_ready and runs_in_kernels(x, weight) and value_of(weight).dim() == 2:
-            groups[x, bias is None].append(node)
-    writes = Writes(graph)
-    same = [group for (x, _), group in groups.items() if not writes.between(x, group[0], group[-1])]
-    worth = [group for group in same if len(group) > 1 and _pays(group)]
-    for group in worth:
-        _merge_plain(graph, group)
-    return len(worth)
-
-
-def _pays(group: list[fx.Node]) -> bool:
-    tokens = 1
-    for size in value_of(group[0]).shape[:-1]:
-        tokens *= size.node.hint if isinstance(size, torch.SymInt) else size
-    return tokens >= sum(int(value_of(node).shape[-1]) for node in group)
-
-
-def _merge_plain(graph: fx.Graph, group: list[fx.Node]) -> None:
-    widths = tuple(int(value_of(node).shape[-1]) for node in group)
-    with graph.inserting_before(group[0]):
-        operands = [found for node in group if (found := linear_parts(node)) is not None]
-        x, _, first_bias, _ = operands[0]
-        weight = graph.call_function(torch.cat, ([weight for _, weight, _, _ in operands],))
-        bias = None if first_bias is None else graph.call_function(torch.cat, ([bias for _, _, bias, _ in operands],))
-        packed = graph.call_function(F.linear, (x, weight, bias))
-        split = graph.call_function(split_columns, (packed, widths))
-        parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
-    for node, part in zip(group, parts, strict=True):
-        replace(node, part)
 
 
 def _input_of(site: LinearSite) -> Any:

@@ -4,7 +4,7 @@ A layer's normalised input, its MLP's hidden values and their FP8 rows follow fr
 any case (the residual stream, attention's output, gate and up). What of them to make again is a choice of WHAT:
 
     nothing   all are kept: 1 byte per element from the forward to the backward
-    hidden    the hidden values alone, the widest: their rows come with the gradients of gate and up (fuse_recompute.py)
+    hidden    the hidden values alone, the widest: their rows come with the gradients of gate and up (fuse_quantize.py)
     copies    the inputs of all linears: the least memory, for one more pass over the stream and attention's output
 
 AOTAutograd's partitioner is told by the same marks that activation checkpointing uses; what lies under checkpointing

@@ -14,10 +14,12 @@ accumulation does; `*_exact` and fp8_blockwise add partial sums in fp32. Referen
 # Shapes: M rows of the result, N columns, K contraction.
 
 import ctypes
+import hashlib
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.layout import padded_shape
 from deepwell.kernels.cutlass.build import arch_of, read_manifest
+from deepwell.kernels.tune.sources import sources_hash
 
 ABI_VERSION = 1
 FAMILIES = ("fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
@@ -404,3 +407,39 @@ def _failed(library: Library, family: str, error: int, gemm: _GemmCall) -> Unsup
     name = library.configs[family][gemm.config]
     shape = f"M={gemm.m}, N={gemm.n}, K={gemm.k}"
     return UnsupportedError(f"CUTLASS {family} ({name}) with {shape}: {words}" + (f": {detail}" if detail else ""))
+
+
+# ---- for the registry ----
+
+
+def rowwise_gemms(library: Library | None = None) -> list[tuple[str, Callable[..., Tensor], str]]:
+    """(name, function, hash of library and sources) of each FP8 configuration for this GPU; none without a library."""
+    given = library
+    try:
+        library = library or library_for()
+    except UnsupportedError:
+        return []
+    digest = sources_hash(sys.modules[__name__]) + hashlib.sha256(Path(library.path).read_bytes()).hexdigest()[:16]
+    return [
+        (f"cutlass:{name}", partial(_rowwise, config=name, library=given), digest)
+        for name in library.configs.get("fp8_rowwise", ())
+    ]
+
+
+def _rowwise(
+    a_MK: Tensor,
+    scale_a: Tensor,
+    b_NK: Tensor,
+    scale_b: Tensor,
+    *,
+    config: str,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    library: Library | None = None,
+) -> Tensor:
+    epilogue = Epilogue(bias=bias, activation=activation)
+    scales = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
+    return gemm_rowwise(a_MK, scales[0], b_NK, scales[1], epilogue=epilogue, config=config, library=library).to(
+        out_dtype
+    )

@@ -21,6 +21,7 @@ from torch import Tensor
 from deepwell.errors import UnsupportedError
 from deepwell.formats import quantize as formats_quantize
 from deepwell.formats.quantize import quantize
+from deepwell.kernels.cutlass.library import load_library, rowwise_gemms
 from deepwell.kernels.device.triton_support import triton
 from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm import native_candidates
@@ -307,7 +308,7 @@ def _chains() -> tuple[Candidate, ...]:
                 fingerprint=_sources(gemm_triton, quantizers) + config.name,
             )
         )
-    for name, multiply, digest in _cutlass_gemms():
+    for name, multiply, digest in rowwise_gemms():
         found.append(
             chain(
                 name,
@@ -372,7 +373,7 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
                 fingerprint=_sources(gemm_triton) + config.name,
             )
         )
-    for name, multiply, digest in _cutlass_gemms():
+    for name, multiply, digest in rowwise_gemms():
         found.append(
             of(
                 name,
@@ -389,9 +390,6 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
 
 def register_library(registry: KernelRegistry, path: str) -> None:
     """Let the configurations of a CUTLASS library compete that lies elsewhere than `deepwell build` puts it."""
-    from deepwell.kernels.cutlass.library import load_library
-    from deepwell.kernels.cutlass_bindings import rowwise_gemms
-
     for name, multiply, _ in rowwise_gemms(load_library(path)):
         how: dict[str, Any] = {"precision": "fp8", "trusted": True, "fast": not name.endswith("_exact")}
         registry.register(f"{name} (file)", multiply, op="fp8_gemm", **how)
@@ -405,14 +403,6 @@ def _has_triton() -> bool:
 
 def _has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
-
-
-def _cutlass_gemms() -> list[tuple[str, Callable[..., Tensor], str]]:
-    """(name, GEMM of rows, hash of library and bindings) for each configuration of the library built for this GPU."""
-    from deepwell.kernels import cutlass_bindings
-
-    found = cutlass_bindings.rowwise_gemms()
-    return [(name, multiply, sources_hash(cutlass_bindings) + digest) for name, multiply, digest in found]
 
 
 __all__ = ["EMULATED", "built_in", "emulated_gemm", "gemm_ref", "register_library"]
