@@ -8,7 +8,7 @@ A chain is: quantize both operands, multiply, bias, activation. Weights that man
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -117,14 +117,11 @@ def _finish(c_MN: Tensor, n: int, bias: Tensor | None, activation: str | None, o
 
 
 def _prepare_rows(b_KN: Tensor) -> _Codes:
-    codes, scale = quantize_rows(_rows_nk(b_KN))
-    return _Codes(codes, scale, b_KN.shape[1])
+    return _Codes(*quantize_rows(_rows_nk(b_KN)), b_KN.shape[1])
 
 
 def _prepare_tensor(b_KN: Tensor) -> _Codes:
-    codes, _, scale = quantize_weight(_rows_nk(b_KN), write="rows")
-    assert codes is not None
-    return _Codes(codes, scale, b_KN.shape[1])
+    return _Codes(*_quantize_tensor(_rows_nk(b_KN)), b_KN.shape[1])
 
 
 def _prepare_128x128(b_KN: Tensor) -> _Codes:
@@ -137,71 +134,47 @@ def _prepare_128x128(b_KN: Tensor) -> _Codes:
     return _Codes(made.data, scale.T, n)
 
 
-def _row_chain(a_MK: Tensor, b: _Codes, *, multiply: Callable[..., Tensor], **epilogue: Any) -> Tensor:
-    """Rows of a with their own scales, then `multiply`; bias and activation after it."""
-    out_dtype = epilogue.pop("out_dtype", None) or a_MK.dtype
-    codes, scale = quantize_rows(_fill(_dense(a_MK), ALIGNMENT, rows=False))
-    c_MN = multiply(codes, scale, b.codes, b.scale, out_dtype=_WRITTEN)
-    return _finish(c_MN, b.n, epilogue.get("bias"), epilogue.get("activation"), out_dtype)
-
-
-def _tensor_chain(
+def _chain(
     a_MK: Tensor,
     b: _Codes,
     *,
+    quantize_a: Callable[[Tensor], tuple[Tensor, Tensor]] = quantize_rows,
+    multiply: Callable[..., Tensor] = fp8_gemm,
+    multiple: int = ALIGNMENT,
+    fused: bool = False,
     bias: Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One scale for a: its largest magnitude first, then the codes."""
-    codes, _, scale = quantize_weight(_fill(_dense(a_MK), ALIGNMENT, rows=False), write="rows")
-    assert codes is not None
-    c_MN = fp8_gemm(codes, scale, b.codes, b.scale, out_dtype=_WRITTEN)
+    """Quantize a, `multiply`; bias and activation after it or, where they are `fused`, in the GEMM's own epilogue."""
+    codes, scale = quantize_a(_fill(_dense(a_MK), multiple, rows=False))
+    epilogue: dict[str, Any] = {}
+    if fused:
+        padded = None if bias is None else F.pad(bias.to(_WRITTEN), (0, b.codes.shape[0] - b.n))
+        epilogue, bias, activation = {"bias": padded, "activation": activation}, None, None
+    c_MN = multiply(codes, scale, b.codes, b.scale, out_dtype=_WRITTEN, **epilogue)
     return _finish(c_MN, b.n, bias, activation, out_dtype or a_MK.dtype)
 
 
-def _block_chain(
-    a_MK: Tensor,
-    b: _Codes,
-    *,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """1x128 scales for a, 128x128 for b, sums promoted to fp32 every 128."""
+def _quantize_tensor(a_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale for a: its largest magnitude first, then the codes."""
+    codes, _, scale = quantize_weight(a_MK, write="rows")
+    assert codes is not None
+    return codes, scale
+
+
+def _quantize_blocks(a_MK: Tensor) -> tuple[Tensor, Tensor]:
     if a_MK.shape[0] % 4:
         raise UnsupportedError(
             f"cuBLASLt reads 1x128 scales in lines of 16 bytes; M={a_MK.shape[0]} is no multiple of 4"
         )
-    kinds = F.ScalingType
-    codes, scale = quantize_blocks.quantize_1x128(_fill(_dense(a_MK), _BLOCK, rows=False))
-    c_MN = F.scaled_mm(
-        codes,
-        b.codes.T,
-        scale,
-        kinds.BlockWise1x128,
-        b.scale,
-        kinds.BlockWise128x128,
-        output_dtype=_WRITTEN,
-        use_fast_accum=False,
-    )
-    return _finish(c_MN, b.n, bias, activation, out_dtype or a_MK.dtype)
+    return quantize_blocks.quantize_1x128(a_MK)
 
 
-def _fused_chain(
-    a_MK: Tensor,
-    b: _Codes,
-    *,
-    multiply: Callable[..., Tensor],
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """As the row chain, with bias and activation in the GEMM's own epilogue."""
-    codes, scale = quantize_rows(_fill(_dense(a_MK), ALIGNMENT, rows=False))
-    filled = None if bias is None else F.pad(bias.to(_WRITTEN), (0, b.codes.shape[0] - b.n))
-    c_MN = multiply(codes, scale, b.codes, b.scale, bias=filled, activation=activation, out_dtype=_WRITTEN)
-    return _finish(c_MN, b.n, None, None, out_dtype or a_MK.dtype)
+def _multiply_blocks(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """1x128 scales for a, 128x128 for b, sums promoted to fp32 every 128."""
+    kinds = (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    return F.scaled_mm(a_MK, b_NK.T, scale_a, kinds[0], scale_b, kinds[1], output_dtype=out_dtype, use_fast_accum=False)
 
 
 def _dense(a_MK: Tensor) -> Tensor:
@@ -284,42 +257,17 @@ def _chains() -> tuple[Candidate, ...]:
     def chain(name: str, fn: Callable[..., Any], **how: Any) -> Candidate:
         return Candidate(name=name, op="gemm", fn=fn, **{"precision": "fp8", "fingerprint": sources, **how})
 
-    rows = partial(_row_chain, multiply=fp8_gemm)
     fp8 = {"origin": "vendor", "trusted": True, "fast": True, "refuses": _needs_fp8_gpu}
+    of_blocks = {"fast": False, "refuses": _needs_hopper_alone, "fingerprint": _sources(quantize_blocks)}
+    by_blocks = partial(_chain, quantize_a=_quantize_blocks, multiply=_multiply_blocks, multiple=_BLOCK)
+    by_tensor = partial(_chain, quantize_a=_quantize_tensor)
     found = [
-        chain("cublaslt_fp8_row", rows, prepare=_prepare_rows, **fp8),
-        chain("cublaslt_fp8_tensor", _tensor_chain, prepare=_prepare_tensor, **fp8),
-        chain(
-            "cublaslt_fp8_1x128",
-            _block_chain,
-            prepare=_prepare_128x128,
-            **{**fp8, "fast": False, "refuses": _needs_hopper_alone, "fingerprint": _sources(quantize_blocks)},
-        ),
+        chain("cublaslt_fp8_row", _chain, prepare=_prepare_rows, **fp8),
+        chain("cublaslt_fp8_tensor", by_tensor, prepare=_prepare_tensor, **fp8),
+        chain("cublaslt_fp8_1x128", by_blocks, prepare=_prepare_128x128, **{**fp8, **of_blocks}),
     ]
-    for config in CONFIGS if _has_triton() else ():
-        found.append(
-            chain(
-                f"triton_fp8_row:{config.name}",
-                partial(_fused_chain, multiply=partial(fp8_gemm_triton, config=config)),
-                prepare=_prepare_rows,
-                origin="triton",
-                fast=not config.promote,
-                refuses=_needs_hopper,
-                fingerprint=_sources(gemm_triton, quantizers) + config.name,
-            )
-        )
-    for name, multiply, digest in rowwise_gemms():
-        found.append(
-            chain(
-                name,
-                partial(_fused_chain, multiply=multiply),
-                prepare=_prepare_rows,
-                origin="cutlass",
-                fast=not name.endswith("_exact"),
-                refuses=_needs_hopper,
-                fingerprint=sources + digest,
-            )
-        )
+    for name, multiply, how in _own_gemms("triton_fp8_row", _sources(gemm_triton, quantizers), sources):
+        found.append(chain(name, partial(_chain, multiply=multiply, fused=True), prepare=_prepare_rows, **how))
     if _has_transformer_engine():
         found.append(
             chain(
@@ -362,30 +310,21 @@ def _fp8_gemms() -> tuple[Candidate, ...]:
         of("cublaslt_fast", partial(fastest.fastest_fp8_gemm, fast=True), fast=True, **vendor),
         of("cublaslt", partial(fastest.fastest_fp8_gemm, fast=False), **vendor),
     ]
-    for config in CONFIGS if _has_triton() else ():
-        found.append(
-            of(
-                f"triton:{config.name}",
-                partial(fp8_gemm_triton, config=config),
-                origin="triton",
-                fast=not config.promote,
-                refuses=_needs_hopper,
-                fingerprint=_sources(gemm_triton) + config.name,
-            )
-        )
-    for name, multiply, digest in rowwise_gemms():
-        found.append(
-            of(
-                name,
-                multiply,
-                origin="cutlass",
-                fast=not name.endswith("_exact"),
-                refuses=_needs_hopper,
-                fingerprint=_sources(gemm) + digest,
-            )
-        )
+    found += [of(name, fn, **how) for name, fn, how in _own_gemms("triton", _sources(gemm_triton), _sources(gemm))]
     found.append(of("fp8_gemm_ref", fp8_gemm_ref, origin="reference", trusted=True))
     return tuple(found)
+
+
+def _own_gemms(
+    prefix: str, of_triton: str, of_cutlass: str
+) -> Iterator[tuple[str, Callable[..., Tensor], dict[str, Any]]]:
+    """(name, GEMM of rows, the rest of a candidate) of each configuration of Triton and of CUTLASS that is here."""
+    for config in CONFIGS if _has_triton() else ():
+        how = {"origin": "triton", "fast": not config.promote, "fingerprint": of_triton + config.name}
+        yield f"{prefix}:{config.name}", partial(fp8_gemm_triton, config=config), {**how, "refuses": _needs_hopper}
+    for name, multiply, digest in rowwise_gemms():
+        how = {"origin": "cutlass", "fast": not name.endswith("_exact"), "fingerprint": of_cutlass + digest}
+        yield name, multiply, {**how, "refuses": _needs_hopper}
 
 
 def register_library(registry: KernelRegistry, path: str) -> None:
@@ -393,7 +332,7 @@ def register_library(registry: KernelRegistry, path: str) -> None:
     for name, multiply, _ in rowwise_gemms(load_library(path)):
         how: dict[str, Any] = {"precision": "fp8", "trusted": True, "fast": not name.endswith("_exact")}
         registry.register(f"{name} (file)", multiply, op="fp8_gemm", **how)
-        chain = partial(_fused_chain, multiply=multiply)
+        chain = partial(_chain, multiply=multiply, fused=True)
         registry.register(f"{name} (file)", chain, op="gemm", prepare=_prepare_rows, **how)
 
 
