@@ -71,6 +71,7 @@ def _on(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     _interpret_kernels(monkeypatch)
     monkeypatch.setattr(interpreter, "_convert_float", _convert_float)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_lang_tensor)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _create_dot)
     _patch_language_once(monkeypatch)
     with np.errstate(all="ignore"):
         yield "cpu"
@@ -147,3 +148,13 @@ def _convert_float(x: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_m
         return np.where(np.isnan(values), bits(0x7F), codes).reshape(x.shape)
     with np.errstate(over="ignore"):
         return values.astype(_NUMPY_TYPES[target.name]).view(bits).reshape(x.shape)
+
+
+def _create_dot(self: object, a: object, b: object, d: object, *how: object) -> object:
+    """Products in fp32 of what the operands' bits mean: Triton 3.6.0 multiplies the bits of bf16 as integers."""
+    left, right = (_values(x).astype(np.float32) for x in (a, b))
+    return interpreter.TensorHandle(np.matmul(left, right) + d.data, d.dtype.scalar)
+
+
+def _values(x: object) -> np.ndarray:
+    return np.ascontiguousarray(x.data).view(_NUMPY_TYPES[x.dtype.scalar.name])

@@ -314,6 +314,23 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(s.matrix(_routing(s)[1].shape[0], s.f).contiguous(),),
         *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K), _routing(s)[1], "silu"),
     ),
+    "combine_rows, weighted": lambda s: (
+        *(s.matrix(_routing(s)[1].shape[0], s.d).contiguous(), _routing(s)[2], TOP_K),
+        s.vector(s.t * TOP_K),
+    ),
+    "expert_product": lambda s: (s.tokens(s.d), None, _expert_weight(s), None, None, *_routing(s)[:2], TOP_K),
+    "expert_product, codes": lambda s: (*_grouped(s, wgrad=False)[:4], None, _routing(s)[0], None, 1),
+    "expert_up": lambda s: (
+        *(s.tokens(s.d), _expert_weight(s), torch.randn(EXPERTS, s.f), *_routing(s)[:2], TOP_K),
+        "silu,True,True,7.0,1.702,1.0",
+    ),
+    "expert_grads": lambda s: (
+        *(s.tokens(s.d), _expert_weight(s), torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16()),
+        *(s.vector(s.t * TOP_K), *_routing(s)[:2], TOP_K, "silu,True,False,None,None,0.0"),
+    ),
+    "expert_wgrad": lambda s: (
+        *(s.tokens(s.d), s.matrix(_routing(s)[1].shape[0], s.f), *_routing(s)[:2], TOP_K, "left"),
+    ),
     "grouped_gemm": lambda s: _grouped(s, wgrad=False),
     "grouped_wgrad": lambda s: _grouped(s, wgrad=True),
     "grouped_emulated": lambda s: (s.tokens(s.d), torch.randn(EXPERTS, s.f, s.d).bfloat16(), *_emulated(s)),

@@ -107,7 +107,11 @@ def test_sums_of_choices_are_the_references_for_every_config(device, config, top
     order, offs = routed(13, top_k, 5, device)
     place = G.group_layout(offs, order, 13 * top_k).place
     x = torch.randn(G.padded_rows(13 * top_k, 5), 200, device=device).bfloat16()
-    assert_bitwise_equal(G.combine_rows(x, place, top_k, config=config), G.combine_rows_ref(x, place, top_k), "sums")
+    # Weights that are powers of two: products are exact, whether or not they are fused with the sum.
+    weight = torch.exp2(torch.randint(-3, 1, (13 * top_k,), device=device).float())
+    for w in (None, weight):
+        got = G.combine_rows(x, place, top_k, w, config=config)
+        assert_bitwise_equal(got, G.combine_rows_ref(x, place, top_k, w), "sums")
 
 
 def test_sums_are_no_worse_than_torchs_and_keep_nan_where_it_is(device):
@@ -206,6 +210,7 @@ def test_sums_read_and_write_lines_of_sixteen_bytes(arch, top_k):
         "place_ptr": torch.int32,
         **dict.fromkeys(("T", "D", "stride_xp"), "i32"),
         "TOP_K": top_k,
+        "weight_ptr": torch.bfloat16 if arch == 90 else None,
         "ROWS": config.rows,
         "BLOCK": config.columns,
     }

@@ -183,10 +183,10 @@ class _FusedExperts(torch.autograd.Function):
         q_TD, x_scale = ops.quantize_rows(x_TD)
         q_gate_up, gate_up_scale = ops.quantize_experts(gate_up)
         q_down, down_scale = ops.quantize_experts(down)
-        rows = ops.gather_rows(q_TD, x_scale, slot, top_k)
-        gate_up_P2F = ops.grouped_gemm(*rows, q_gate_up, gate_up_scale, ends).to(x_TD.dtype)
+        gate_up_P2F = ops.expert_product(q_TD, x_scale, q_gate_up, gate_up_scale, None, ends, slot, top_k)
+        gate_up_P2F = gate_up_P2F.to(x_TD.dtype)
         hidden = ops.expert_swiglu(gate_up_P2F, weight_S, slot, act)
-        y_PD = ops.grouped_gemm(*hidden, q_down, down_scale, ends)
+        y_PD = ops.expert_product(*hidden, q_down, down_scale, None, ends, None, 1)
         ctx.top_k, ctx.act = top_k, act
         ctx.save_for_backward(
             q_TD, x_scale, gate_up, gate_up_scale, down, down_scale, gate_up_P2F, weight_S, ends, slot, place
@@ -210,7 +210,7 @@ class _FusedExperts(torch.autograd.Function):
             d_down = ops.grouped_wgrad(*sides, ends).to(down.dtype)
         if wants_x:
             transposed_gate_up = ops.quantize_experts_transposed(gate_up, gate_up_scale, dy_TD)
-            dx_PD = ops.grouped_gemm(q, scale, *transposed_gate_up, ends)
+            dx_PD = ops.expert_product(q, scale, *transposed_gate_up, None, ends, None, 1)
             dx = ops.combine_rows(dx_PD, place, ctx.top_k).to(dy_TD.dtype)
         if wants_gate_up:
             rows = ops.gather_rows(q_TD, x_scale, slot, ctx.top_k, dy_TD)

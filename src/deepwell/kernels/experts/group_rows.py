@@ -3,7 +3,7 @@
     layout    every expert gets max(16, its rows rounded up to 16) rows, the last one all that is left of P; padded row
               p holds slot[p] = t * top_k + j (choice j of token t) or -1; place[slot[p]] = p, -1 for dropped choices
     gather    q[p], scale[p] = FP8 row of x[slot[p] // top_k]; where slot[p] = -1: zeros with the smallest scale
-    combine   y[t] = sum_j x[place[t * top_k + j]]                          the transpose of gather
+    combine   y[t] = sum_j w[t, j] x[place[t * top_k + j]]                  without w the transpose of gather
 
 Grouped FP8 products want groups of whole 16-byte lines along the contraction of a wgrad, and no group without rows.
 P is known on the host (no waiting for counts): ceil(S / 16) * 16 + 16 E rows for S choices, under 1% more from 1600
@@ -88,9 +88,12 @@ def gather_rows_ref(x_TK: Tensor, scale_T: Tensor | None, slot_P: Tensor, top_k:
     return codes.to(torch.uint8).view(q_TK.dtype), torch.where(is_live, scale_T[token], _ZERO_SCALE)
 
 
-def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int) -> Tensor:
+def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor | None = None) -> Tensor:
     """Reference for `combine_rows`."""
-    rows = torch.where(place_S[:, None] >= 0, x_PD.float()[place_S.clamp(min=0).long()], 0.0)
+    rows = x_PD.float()[place_S.clamp(min=0).long()]
+    if weight_S is not None:
+        rows = rows * weight_S.float()[:, None]
+    rows = torch.where(place_S[:, None] >= 0, rows, 0.0)
     total = rows.new_zeros((place_S.shape[0] // top_k, x_PD.shape[1]))
     for part in rows.view(-1, top_k, x_PD.shape[1]).unbind(1):
         total = total + part
@@ -202,6 +205,7 @@ def _gather_kernel(
 def _combine_kernel(
     x_ptr,
     place_ptr,
+    weight_ptr,
     y_ptr,
     T,
     D,
@@ -217,7 +221,11 @@ def _combine_kernel(
     for j in tl.static_range(TOP_K):
         p = tl.load(place_ptr + t * TOP_K + j, mask=t < T, other=-1)
         row = x_ptr + tl.where(p >= 0, p, 0).to(tl.int64)[:, None] * stride_xp
-        total += tl.load(row + d, mask=inside & (p >= 0)[:, None], other=0.0).to(tl.float32)
+        part = tl.load(row + d, mask=inside & (p >= 0)[:, None], other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + t * TOP_K + j, mask=p >= 0, other=0.0).to(tl.float32)
+            part *= w[:, None]
+        total += part
     tl.store(y_ptr + t[:, None] * D + d, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -316,14 +324,21 @@ def default_gather_config(columns: int) -> CopyConfig:
     return GATHER_CONFIGS[1] if columns > 2048 else GATHER_CONFIGS[0]
 
 
-def combine_rows(x_PD: Tensor, place_S: Tensor, top_k: int, *, config: CopyConfig | None = None) -> Tensor:
-    """`y_TD`: each token's sum over the rows of its choices. Raises ConfigError on a wrong argument."""
+def combine_rows(
+    x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor | None = None, *, config: CopyConfig | None = None
+) -> Tensor:
+    """`y_TD`: each token's sum over the rows of its choices, weighted where weights are given.
+
+    Raises ConfigError on a wrong argument.
+    """
     check_matrix("x_PD", x_PD)
+    if weight_S is not None:
+        check_vector("weight_S", weight_S, place_S.shape[0], x_PD)
     _check_choices("place_S", place_S, x_PD)
     if top_k < 1 or place_S.shape[0] % top_k:
         raise ConfigError(f"top_k is {top_k}; it must divide the {place_S.shape[0]} choices of place_S")
     if not runs_kernel(x_PD, _combine_kernel):
-        return combine_rows_ref(x_PD, place_S, top_k)
+        return combine_rows_ref(x_PD, place_S, top_k, weight_S)
     t, d = place_S.shape[0] // top_k, x_PD.shape[1]
     y_TD = torch.empty((t, d), dtype=x_PD.dtype, device=x_PD.device)
     config = config or COMBINE_CONFIGS[0]
@@ -333,6 +348,7 @@ def combine_rows(x_PD: Tensor, place_S: Tensor, top_k: int, *, config: CopyConfi
             _combine_kernel[(triton.cdiv(t, config.rows), triton.cdiv(d, block))](
                 x_PD,
                 place_S,
+                weight_S,
                 y_TD,
                 t,
                 d,

@@ -14,95 +14,17 @@ The order of operations and the dtypes between them are those of Hugging Face's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deepwell.errors import ConfigError
+from deepwell.kernels.experts.activation import SWIGLU, ExpertActivation, parse_activation
 from deepwell.kernels.experts.autograd import grouped_linear
+
+__all__ = ["PLAIN_SCHEME", "SWIGLU", "Biases", "ExpertActivation", "experts_mlp_ref", "group_ends", "parse_activation"]
 
 PLAIN_SCHEME = "bf16|bf16|bf16"
 Biases = tuple[Tensor | None, Tensor | None]
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "relu2": lambda x: torch.square(F.relu(x)),
-}
 _LINE_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertActivation:
-    """What lies between an expert's two products.
-
-    gated:        act(gate) * (up + up_shift); else act(up)
-    interleaved:  columns are gate 0, up 0, gate 1, up 1 ...; else all gates first
-    limit:        gate at most this, up between minus this and this, before anything else
-    alpha:        the gate is `gate * sigmoid(alpha * gate)` instead of `function` (GPT-OSS: 1.702)
-    """
-
-    function: str = "silu"
-    gated: bool = True
-    interleaved: bool = False
-    limit: float | None = None
-    alpha: float | None = None
-    up_shift: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.function not in _FUNCTIONS:
-            raise ConfigError(f"activation {self.function!r} is not known; known: {', '.join(_FUNCTIONS)}")
-        for name in ("interleaved", "limit", "alpha", "up_shift"):
-            if not self.gated and getattr(self, name):
-                raise ConfigError(f"{name} is {getattr(self, name)} and the experts have no gate; leave it out")
-
-    def __str__(self) -> str:
-        """One word that a graph can hold; `parse_activation` reads it."""
-        fields = (self.function, self.gated, self.interleaved, self.limit, self.alpha, self.up_shift)
-        return ",".join(map(str, fields))
-
-    @property
-    def is_swiglu(self) -> bool:
-        """Whether it is `act(first half) * second half` and nothing else."""
-        return self == ExpertActivation(function=self.function)
-
-    def __call__(self, rows_SG: Tensor) -> Tensor:
-        """[S, F], each operation in the dtype of the rows."""
-        if not self.gated:
-            return _FUNCTIONS[self.function](rows_SG)
-        halves = (rows_SG[..., ::2], rows_SG[..., 1::2]) if self.interleaved else rows_SG.chunk(2, dim=-1)
-        return self.gate(*halves)
-
-    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The gated product of rows that are apart already."""
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-        if self.alpha is not None:
-            gated = gate * torch.sigmoid(gate * self.alpha)
-        else:
-            gated = _FUNCTIONS[self.function](gate)
-        return (up + self.up_shift) * gated if self.up_shift else gated * up
-
-
-SWIGLU = ExpertActivation()
-
-
-def parse_activation(text: str) -> ExpertActivation:
-    """The activation that `str()` wrote."""
-    function, gated, interleaved, limit, alpha, up_shift = text.split(",")
-    return ExpertActivation(
-        function=function,
-        gated=gated == "True",
-        interleaved=interleaved == "True",
-        limit=None if limit == "None" else float(limit),
-        alpha=None if alpha == "None" else float(alpha),
-        up_shift=float(up_shift),
-    )
 
 
 def experts_mlp_ref(

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.activation.torch_ops import half
+from deepwell.kernels.experts import stages
+from deepwell.kernels.experts.activation import parse_activation
 from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group_layout, padded_rows
 from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
+from deepwell.kernels.experts.row_products import Rows
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward
 from deepwell.kernels.quantize.torch_ops import rounded
-from deepwell.kernels.torch_library import FP8, fp8_rows_like, register_op
+from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
 
 ops = torch.ops.deepwell
 
@@ -45,9 +48,9 @@ register_op(
     _fake_gather,
 )
 register_op(
-    "combine_rows(Tensor x, Tensor place, int top_k) -> Tensor",
-    combine_rows,
-    lambda x, place, top_k: x.new_empty((place.shape[0] // top_k, x.shape[1])),
+    "combine_rows(Tensor x, Tensor place, int top_k, Tensor? weight=None) -> Tensor",
+    lambda x, place, top_k, weight=None: combine_rows(x, place, top_k, None if weight is None else weight.contiguous()),
+    lambda x, place, top_k, weight=None: x.new_empty((place.shape[0] // top_k, x.shape[1])),
 )
 
 # ---- weights ----
@@ -112,6 +115,83 @@ register_op(
     grouped_wgrad,
     lambda a, scale_a, b, scale_b, offs: a.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16),
 )
+
+# ---- stages of a block: products with what comes before and after them ----
+
+
+def _product(
+    a: Tensor,
+    scale_a: Tensor | None,
+    w: Tensor,
+    scale_w: Tensor | None,
+    bias: Tensor | None,
+    ends: Tensor,
+    slot: Tensor | None,
+    top_k: int,
+) -> Tensor:
+    scales = None if scale_a is None or scale_w is None else (scale_a, scale_w)
+    return stages.product(dense(a), w, Rows(ends, slot, top_k), scales=scales, bias_EN=bias)
+
+
+def _fake_product(
+    a: Tensor,
+    scale_a: Tensor | None,
+    w: Tensor,
+    scale_w: Tensor | None,
+    bias: Tensor | None,
+    ends: Tensor,
+    slot: Tensor | None,
+    top_k: int,
+) -> Tensor:
+    rows = a.shape[0] if slot is None else slot.shape[0]
+    return a.new_empty((rows, w.shape[1]), dtype=a.dtype if scale_a is None else torch.bfloat16)
+
+
+def _fake_up(
+    x: Tensor, w: Tensor, bias: Tensor | None, ends: Tensor, slot: Tensor, top_k: int, act: str
+) -> tuple[Tensor, Tensor]:
+    gated = parse_activation(act).gated
+    return x.new_empty((slot.shape[0], w.shape[1])), x.new_empty((slot.shape[0], w.shape[1] // (1 + gated)))
+
+
+def _fake_grads(
+    dy: Tensor, w: Tensor, gate_up: Tensor, weight: Tensor, ends: Tensor, slot: Tensor, top_k: int, act: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = slot.shape[0]
+    dw = gate_up.new_empty(rows, dtype=torch.float32)
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty((rows, w.shape[1])), dw
+
+
+register_op(
+    "expert_product(Tensor a, Tensor? scale_a, Tensor w, Tensor? scale_w, Tensor? bias, Tensor offs, Tensor? slot,"
+    " int top_k) -> Tensor",
+    _product,
+    _fake_product,
+)
+register_op(
+    "expert_up(Tensor x, Tensor w, Tensor? bias, Tensor offs, Tensor slot, int top_k, str act) -> (Tensor, Tensor)",
+    lambda x, w, bias, ends, slot, top_k, act: stages.up(
+        dense(x), w, Rows(ends, slot, top_k), parse_activation(act), bias_EG=bias
+    ),
+    _fake_up,
+)
+register_op(
+    "expert_grads(Tensor dy, Tensor w, Tensor gate_up, Tensor weight, Tensor offs, Tensor slot, int top_k, str act)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda dy, w, gate_up, weight, ends, slot, top_k, act: tuple(
+        stages.grads(dense(dy), w, gate_up, weight.contiguous(), Rows(ends, slot, top_k), parse_activation(act))
+    ),
+    _fake_grads,
+)
+register_op(
+    "expert_wgrad(Tensor left, Tensor right, Tensor offs, Tensor slot, int top_k, str gathers) -> Tensor",
+    lambda left, right, ends, slot, top_k, gathers: stages.wgrad(
+        dense(left), dense(right), Rows(ends, slot, top_k), gathers
+    ),
+    lambda left, right, ends, slot, top_k, gathers: left.new_empty((ends.shape[0], left.shape[1], right.shape[1])),
+)
+
+# ---- products that are emulated ----
 
 
 def _rounded(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:

@@ -1,0 +1,122 @@
+"""A block of experts in bf16 with its gradients, without a copy of the tokens by choice for the backward.
+
+    forward    gate and up of gathered rows with their activation; down; each token's weighted sum
+    backward   dh of gathered dy, from it gradients of gate and up, the weighted hidden rows and the router's gradient;
+               both weights' gradients over gathered rows; rows of dx and each token's sum
+
+Kept beside the inputs: the rows of gate and up, and integers. The hidden rows are recomputed; the experts' outputs are
+not needed: the router's gradient <dy, down h> is <dy down, h>. Nothing waits for the host, so that CUDA graphs can
+record both directions.
+"""
+
+# Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, D width of a token, F hidden width of an expert,
+# G = 2F where experts are gated, else F.
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepwell.kernels.experts.activation import ExpertActivation
+from deepwell.kernels.experts.row_products import expert_of_rows, is_kn
+from deepwell.kernels.experts.torch_ops import ops
+
+Routing = tuple[Tensor, Tensor, Tensor]
+
+
+def experts_chain(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    routing: Routing,
+    top_k: int,
+    how: ExpertActivation,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """`y[t] = sum_j w[t, j] (down[e] act(gate_up[e] x[t]) + bias)` over the experts e that token t chose.
+
+    `weights` are views [E, G, D] and [E, D, F]. `routing` holds the choices t * top_k + j sorted by expert, their
+    weights [S] in the order of tokens, and the ends of the experts' groups.
+    """
+    order, weight, offs = routing
+    return _Chain.apply(x, *weights, *biases, weight, order, offs, top_k, str(how))
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        bias_up: Tensor | None,
+        bias_down: Tensor | None,
+        weight_S: Tensor,
+        order: Tensor,
+        offs: Tensor,
+        top_k: int,
+        act: str,
+    ) -> Tensor:
+        ends, slot, place = ops.group_layout(offs, order, order.shape[0])
+        x_TD = x_TD.contiguous()
+        rows_PG, hidden_PF = ops.expert_up(x_TD, gate_up, bias_up, ends, slot, top_k, act)
+        y_PD = ops.expert_product(hidden_PF, None, down, None, bias_down, ends, None, 1)
+        ctx.top_k, ctx.act = top_k, act
+        ctx.dtypes = [None if bias is None else bias.dtype for bias in (bias_up, bias_down)]
+        ctx.save_for_backward(x_TD, gate_up, down, bias_down, rows_PG, weight_S, ends, slot, place)
+        return ops.combine_rows(y_PD, place, top_k, weight_S.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_TD, gate_up, down, bias_down, rows_PG, weight_S, ends, slot, place = ctx.saved_tensors
+        wants_x, wants_up, wants_down, wants_bias_up, wants_bias_down, wants_weight = ctx.needs_input_grad[:6]
+        top_k, dy_TD = ctx.top_k, grads[0].contiguous()
+        dx = d_up = d_down = d_bias_up = d_bias_down = d_weight = None
+        d_rows_PG, hidden_PF, dw_P = ops.expert_grads(
+            dy_TD, down.transpose(1, 2), rows_PG, weight_S.contiguous(), ends, slot, top_k, ctx.act
+        )
+        if wants_down:
+            d_down = _wgrad(down, dy_TD, hidden_PF, (ends, slot, top_k), "left")
+        del hidden_PF
+        if wants_up:
+            d_up = _wgrad(gate_up, d_rows_PG, x_TD, (ends, slot, top_k), "right")
+        if wants_x:
+            dx_PD = ops.expert_product(d_rows_PG, None, gate_up.transpose(1, 2), None, None, ends, None, 1)
+            dx = ops.combine_rows(dx_PD, place, top_k)
+        if wants_bias_up:
+            d_bias_up = _sums_by_expert(d_rows_PG, ends, slot).to(ctx.dtypes[0])
+        if wants_weight:
+            d_weight = torch.where(place >= 0, dw_P[place.clamp(min=0)], 0.0)
+        if bias_down is not None:
+            expert_S = expert_of_rows(ends, slot.shape[0])[place.clamp(min=0)]
+            if wants_bias_down:
+                d_bias_down = _bias_grad(dy_TD, weight_S, expert_S, place, ends.shape[0], top_k).to(ctx.dtypes[1])
+            if d_weight is not None:
+                by_expert_TE = dy_TD.float() @ bias_down.float().T
+                of_bias_S = by_expert_TE.gather(1, expert_S.view(-1, top_k)).flatten()
+                d_weight = d_weight + torch.where(place >= 0, of_bias_S, 0.0)
+        if d_weight is not None:
+            d_weight = d_weight.to(weight_S.dtype)
+        return dx, d_up, d_down, d_bias_up, d_bias_down, d_weight, None, None, None, None
+
+
+def _wgrad(weight: Tensor, left: Tensor, right: Tensor, rows: tuple[Tensor, Tensor, int], gathers: str) -> Tensor:
+    """The gradient of a weight [E, N, K], laid out as the weight is stored."""
+    if is_kn(weight):
+        other = "left" if gathers == "right" else "right"
+        return ops.expert_wgrad(right, left, *rows, other).transpose(1, 2)
+    return ops.expert_wgrad(left, right, *rows, gathers)
+
+
+def _sums_by_expert(rows_PG: Tensor, ends: Tensor, slot: Tensor) -> Tensor:
+    """[E, G], as a product: sums in fp32 whatever the rows are, and always in the same order."""
+    experts = torch.arange(ends.shape[0], device=ends.device)
+    belongs_EP = (expert_of_rows(ends, slot.shape[0])[None, :] == experts[:, None]) & (slot >= 0)[None, :]
+    return belongs_EP.to(rows_PG.dtype) @ rows_PG
+
+
+def _bias_grad(dy_TD: Tensor, weight_S: Tensor, expert_S: Tensor, place: Tensor, experts: int, top_k: int) -> Tensor:
+    """[E, D]: each expert's sum of the gradients that reached its choices, times their weights."""
+    live_S = torch.where(place >= 0, weight_S.float(), 0.0)
+    weight_TE = dy_TD.new_zeros((dy_TD.shape[0], experts), dtype=torch.float32)
+    weight_TE = weight_TE.scatter_add(1, expert_S.view(-1, top_k), live_S.view(-1, top_k))
+    return weight_TE.T @ dy_TD.float()

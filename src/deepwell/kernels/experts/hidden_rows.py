@@ -1,0 +1,130 @@
+"""The rows between an expert's two products, where a GEMM's epilogue does not make them.
+
+    hidden    h[p] = act(H[p])
+    grads     dH[p] = w[p] dh[p] act'(H[p]),  h'[p] = w[p] act(H[p]),  dw[p] = <dh[p], act(H[p])>
+
+Numerics: fp32 inside, rounded once; dw stays fp32.
+Cost: memory bound. Bytes per element of h in bf16, gated: forward 4 + 2, backward 6 + 6.
+"""
+
+# Shapes: P rows, F hidden width of an expert, G = 2F where experts are gated, else F, S choices.
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import ConfigError
+from deepwell.kernels.checks import check_matrix, check_vector
+from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
+from deepwell.kernels.experts.activation import (
+    ExpertActivation,
+    constants,
+    gated_hidden,
+    gated_slopes,
+    hidden_and_slopes_ref,
+    plain_hidden,
+)
+from deepwell.kernels.experts.row_products import HiddenGrads, weighted_grads_ref
+from deepwell.kernels.experts.swiglu import weights_of_rows
+
+_BLOCK, _WARPS = 1024, 4
+
+# ---- kernels: one program, one row ----
+
+
+@triton.jit
+def _hidden_kernel(
+    gu_ptr, h_ptr, F,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0).to(tl.int64)
+    for start in range(0, F, BLOCK):
+        f = start + tl.arange(0, BLOCK)
+        if GATED:
+            first = gu_ptr + p * 2 * F + (2 * f if INTERLEAVED else f)
+            gate = tl.load(first, mask=f < F, other=0.0).to(tl.float32)
+            up = tl.load(first + (1 if INTERLEAVED else F), mask=f < F, other=0.0).to(tl.float32)
+            h = gated_hidden(gate, up, ACT, ALPHA, LIMIT, SHIFT)
+        else:
+            h, _ = plain_hidden(tl.load(gu_ptr + p * F + f, mask=f < F, other=0.0).to(tl.float32), ACT, ALPHA)
+        tl.store(h_ptr + p * F + f, h.to(h_ptr.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def _grads_kernel(
+    dh_ptr, gu_ptr, weight_ptr, slot_ptr, dgu_ptr, h_ptr, dw_ptr, F,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = gu_ptr.dtype.element_ty
+    p = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + p)
+    w = tl.load(weight_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+    dw = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, F, BLOCK):
+        f = start + tl.arange(0, BLOCK)
+        dh = tl.load(dh_ptr + p * F + f, mask=f < F, other=0.0).to(tl.float32)
+        if GATED:
+            first = p * 2 * F + (2 * f if INTERLEAVED else f)
+            second = first + (1 if INTERLEAVED else F)
+            gate = tl.load(gu_ptr + first, mask=f < F, other=0.0).to(tl.float32)
+            up = tl.load(gu_ptr + second, mask=f < F, other=0.0).to(tl.float32)
+            h, slope_gate, slope_up = gated_slopes(gate, up, ACT, ALPHA, LIMIT, SHIFT)
+            tl.store(dgu_ptr + first, (dh * w * slope_gate).to(DTYPE), mask=f < F)
+            tl.store(dgu_ptr + second, (dh * w * slope_up).to(DTYPE), mask=f < F)
+        else:
+            rows = tl.load(gu_ptr + p * F + f, mask=f < F, other=0.0).to(tl.float32)
+            h, slope = plain_hidden(rows, ACT, ALPHA)
+            tl.store(dgu_ptr + p * F + f, (dh * w * slope).to(DTYPE), mask=f < F)
+        tl.store(h_ptr + p * F + f, (h * w).to(DTYPE), mask=f < F)
+        dw += dh * h
+    tl.store(dw_ptr + p, tl.sum(dw, axis=0))
+
+
+# ---- public wrappers: check, allocate, launch ----
+
+
+def hidden_rows(gate_up_PG: Tensor, how: ExpertActivation) -> Tensor:
+    """`h_PF`. Raises ConfigError on a wrong argument."""
+    f = _width(gate_up_PG, how)
+    if not runs_kernel(gate_up_PG, _hidden_kernel):
+        return hidden_and_slopes_ref(gate_up_PG, how)[0].to(gate_up_PG.dtype)
+    h_PF = gate_up_PG.new_empty((gate_up_PG.shape[0], f))
+    with on_device(gate_up_PG):
+        _hidden_kernel[(max(1, h_PF.shape[0]),)](
+            gate_up_PG, h_PF, f,
+            GATED=how.gated, INTERLEAVED=how.interleaved, **constants(how), BLOCK=_block(f), num_warps=_WARPS,
+        )  # fmt: skip
+    return h_PF
+
+
+def weighted_grads(
+    dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation
+) -> HiddenGrads:
+    """What follows from dh, with the router's weight of the choice that each row holds."""
+    f, p = _width(gate_up_PG, how), gate_up_PG.shape[0]
+    check_vector("slot_P", slot_P, p, gate_up_PG)
+    if dh_PF.shape != (p, f) or not dh_PF.is_contiguous():
+        raise ConfigError(f"dh_PF is {tuple(dh_PF.shape)}; it must be contiguous and {(p, f)}")
+    if not runs_kernel(gate_up_PG, _grads_kernel):
+        return weighted_grads_ref(dh_PF, gate_up_PG, weights_of_rows(weight_S, slot_P), how)
+    made = HiddenGrads(
+        torch.empty_like(gate_up_PG), gate_up_PG.new_empty((p, f)), dh_PF.new_empty(p, dtype=torch.float32)
+    )
+    with on_device(gate_up_PG):
+        _grads_kernel[(max(1, p),)](
+            dh_PF, gate_up_PG, weight_S, slot_P, *made, f,
+            GATED=how.gated, INTERLEAVED=how.interleaved, **constants(how), BLOCK=_block(f), num_warps=_WARPS,
+        )  # fmt: skip
+    return made
+
+
+def _block(f: int) -> int:
+    return min(_BLOCK, max(128, triton.next_power_of_2(f)))
+
+
+def _width(gate_up_PG: Tensor, how: ExpertActivation) -> int:
+    check_matrix("gate_up_PG", gate_up_PG)
+    if not gate_up_PG.is_contiguous() or gate_up_PG.shape[1] % (1 + how.gated):
+        raise ConfigError(f"gate_up_PG must be contiguous with columns for {how}, got {tuple(gate_up_PG.shape)}")
+    return gate_up_PG.shape[1] // (1 + how.gated)

@@ -1,0 +1,328 @@
+"""The stages of a block of experts, each by the fastest of its kernels: timed where a shape is first met, then kept.
+
+A stage is a whole chain: torch's way gathers the rows, multiplies them (`torch._grouped_mm`, `_scaled_grouped_mm`) and
+makes the activation in a kernel of its own; Deepwell's does all of it in one kernel, in one of several tiles. Torch's
+runs unless another is faster by more than its noise. Each tile's results are compared with torch's, at the call's own
+operands, before it is timed; while a CUDA graph is recorded nothing can be timed, and a shape that is new then is
+torch's. On a CPU the references run.
+"""
+
+# Shapes: as in `row_products`.
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from deepwell.errors import UnsupportedError
+from deepwell.formats.metrics import sqnr_db
+from deepwell.kernels.experts import grouped_gemm, hidden_rows, row_products, token_products
+from deepwell.kernels.experts.activation import ExpertActivation
+from deepwell.kernels.experts.group_rows import gather_rows
+from deepwell.kernels.experts.row_products import (
+    FP8_TILES,
+    GRADS_TILES,
+    PRODUCT_TILES,
+    UP_TILES,
+    HiddenGrads,
+    Rows,
+    expert_of_rows,
+)
+from deepwell.kernels.experts.token_products import WEIGHT_TILES
+from deepwell.kernels.tune import timing
+from deepwell.kernels.tune.candidate import Candidate
+from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
+from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
+from deepwell.kernels.tune.problem import Problem
+from deepwell.kernels.tune.sources import sources_hash
+from deepwell.kernels.tune.verify import Case, some_rows
+
+_log = logging.getLogger("deepwell.kernels")
+
+TORCH = "torch"
+# Below that a choice would drown in the noise of its measurement.
+LEAST_FLOPS = 1e11
+_RULES = Rules(default=TORCH, least_gain=0.02, leaders=2, budget_s=0.06, record=False)
+# Against torch's own kernels: the same sums in another order, rounded to bf16 once or (h of H) twice; FP8 sums in the
+# tensor cores' short accumulator.
+_FLOOR_DB, _FP8_FLOOR_DB = 40.0, 35.0
+
+Parts = tuple[Tensor, ...]
+Ways = Mapping[str, Callable[[], Parts]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStage:
+    """One stage at one size: rows, columns and contraction of its product, and what else tells it apart."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    details: str
+    precision: str
+    device: int
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            op=f"experts_{self.name}",
+            m=self.m,
+            n=self.n,
+            k=self.k,
+            precision=self.precision,
+            details=self.details,
+            device=f"cuda:{self.device}",
+        )
+
+
+# The way that was chosen for each bucket of sizes; and what `only` asks for.
+_chosen: dict[str, str] = {}
+_only: list[str] = []
+
+
+def forget() -> None:
+    """Drop what this process remembers, so that the files are read again."""
+    _chosen.clear()
+
+
+def chosen() -> dict[str, str]:
+    """The way of every stage that was chosen in this process."""
+    return dict(_chosen)
+
+
+@contextmanager
+def only(way: str) -> Iterator[None]:
+    """Run all stages one way, unmeasured: "torch", a tile's name, or "own" for each stage's first tile."""
+    _only.append(way)
+    try:
+        yield
+    finally:
+        _only.pop()
+
+
+# ---- the stages ----
+
+
+def up(
+    x: Tensor, w_EGD: Tensor, rows: Rows, how: ExpertActivation, *, bias_EG: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(gate_up_PG, hidden_PF)`."""
+    own = partial(row_products.up_product, x, w_EGD, rows, how, bias_EG=bias_EG)
+    if not x.is_cuda:
+        return own()
+    ways: dict[str, Callable[[], Parts]] = {TORCH: partial(_torch_up, x, w_EGD, rows, how, bias_EG)}
+    ways |= {tile.name: partial(own, tile=tile) for tile in UP_TILES}
+    return by_the_fastest(_stage("up", x, w_EGD, rows, f"{how}{' bias' * (bias_EG is not None)}"), ways, rows)  # type: ignore[return-value]
+
+
+def product(
+    a: Tensor,
+    w_ENK: Tensor,
+    rows: Rows,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    bias_EN: Tensor | None = None,
+) -> Tensor:
+    """`c_PN`."""
+    own = partial(row_products.row_product, a, w_ENK, rows, scales=scales, bias_EN=bias_EN)
+    if not a.is_cuda:
+        return own()
+    ways: dict[str, Callable[[], Parts]] = {TORCH: lambda: (_torch_product(a, w_ENK, rows, scales, bias_EN),)}
+    tiles = PRODUCT_TILES if scales is None else FP8_TILES
+    ways |= {tile.name: partial(_one, own, tile) for tile in tiles}
+    details = ("gathered " * (rows.slot is not None)) + "bias" * (bias_EN is not None)
+    return by_the_fastest(_stage("product", a, w_ENK, rows, details), ways, rows)[0]
+
+
+def grads(
+    dy: Tensor, w_EFD: Tensor, gate_up_PG: Tensor, weight_S: Tensor, rows: Rows, how: ExpertActivation
+) -> HiddenGrads:
+    """Gradients between the products."""
+    given = (dy, w_EFD, gate_up_PG, weight_S, rows, how)
+    if not dy.is_cuda:
+        return row_products.hidden_grads(*given)
+    ways: dict[str, Callable[[], Parts]] = {TORCH: partial(_torch_grads, *given)}
+    ways |= {tile.name: partial(row_products.hidden_grads, *given, tile=tile) for tile in GRADS_TILES}
+    return HiddenGrads(*by_the_fastest(_stage("grads", dy, w_EFD, rows, str(how)), ways, rows))
+
+
+def wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
+    """`dw_ENK`, summed over the rows of each expert."""
+    own = partial(token_products.token_product, left, right, rows, gathers)
+    if not left.is_cuda:
+        return own()
+    ways: dict[str, Callable[[], Parts]] = {TORCH: lambda: (_torch_wgrad(left, right, rows, gathers),)}
+    ways |= {tile.name: partial(_one, own, tile) for tile in WEIGHT_TILES}
+    assert rows.slot is not None
+    stage = ExpertStage(
+        name="wgrad",
+        m=rows.slot.shape[0],
+        n=left.shape[1],
+        k=right.shape[1],
+        details=f"{rows.ends.shape[0]} experts {gathers}",
+        precision=str(left.dtype).removeprefix("torch."),
+        device=left.device.index,
+    )
+    return by_the_fastest(stage, ways, rows)[0]
+
+
+def _one(own: Callable[..., Tensor], tile: object) -> Parts:
+    return (own(tile=tile),)
+
+
+# ---- torch's way ----
+
+
+def _torch_product(
+    a: Tensor, w_ENK: Tensor, rows: Rows, scales: tuple[Tensor, Tensor] | None, bias_EN: Tensor | None
+) -> Tensor:
+    if scales is None:
+        c_PN = torch._grouped_mm(rows.gathered(a), w_ENK.transpose(1, 2), offs=rows.ends)
+    else:
+        gathered = (a, scales[0]) if rows.slot is None else gather_rows(a, scales[0], rows.slot, rows.top_k)
+        c_PN = grouped_gemm.grouped_gemm(*gathered, w_ENK, scales[1], rows.ends)
+    return c_PN if bias_EN is None else c_PN.add_(bias_EN[expert_of_rows(rows.ends, c_PN.shape[0])])
+
+
+def _torch_up(x: Tensor, w_EGD: Tensor, rows: Rows, how: ExpertActivation, bias_EG: Tensor | None) -> Parts:
+    gate_up = _torch_product(x, w_EGD, rows, None, bias_EG)
+    return gate_up, hidden_rows.hidden_rows(gate_up, how)
+
+
+def _torch_grads(
+    dy: Tensor, w_EFD: Tensor, gate_up_PG: Tensor, weight_S: Tensor, rows: Rows, how: ExpertActivation
+) -> Parts:
+    assert rows.slot is not None
+    dh_PF = _torch_product(dy, w_EFD, rows, None, None)
+    return hidden_rows.weighted_grads(dh_PF, gate_up_PG, weight_S, rows.slot, how)
+
+
+def _torch_wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
+    if gathers == "left":
+        left = rows.gathered(left)
+    else:
+        right = rows.gathered(right)
+    return torch._grouped_mm(left.T, right, offs=rows.ends)
+
+
+# ---- choosing ----
+
+
+def _stage(name: str, a: Tensor, w_ENK: Tensor, rows: Rows, details: str) -> ExpertStage:
+    stored = "kn" if row_products.is_kn(w_ENK) else "nk"
+    return ExpertStage(
+        name=name,
+        m=rows.count(a),
+        n=w_ENK.shape[1],
+        k=w_ENK.shape[2],
+        details=f"{w_ENK.shape[0]} experts {stored} {details}".strip(),
+        precision=str(a.dtype).removeprefix("torch."),
+        device=a.device.index,
+    )
+
+
+def by_the_fastest(stage: ExpertStage, ways: Ways, rows: Rows) -> Parts:
+    """The results of the way that is fastest for a stage."""
+    if _only:
+        way = _only[-1]
+        return ways[next((name for name in ways if name != TORCH), TORCH) if way == "own" else way]()
+    is_large = 2.0 * stage.m * stage.n * stage.k >= LEAST_FLOPS
+    if not is_large or stage.precision not in ("bfloat16", "float8_e4m3fn"):
+        return ways[TORCH]()
+    problem = stage.problem
+    key = f"{problem.device} {problem.key}"
+    way_or_none = _chosen.get(key)
+    if way_or_none is None:
+        way_or_none = _choose(problem, ways, rows, may_time=not torch.cuda.is_current_stream_capturing())
+        if way_or_none is None:
+            return ways[TORCH]()
+        _chosen[key] = way_or_none
+    return ways[way_or_none]()
+
+
+def _choose(problem: Problem, ways: Ways, rows: Rows, *, may_time: bool) -> str | None:
+    """The fastest way that an earlier process found or this one finds; None where nothing may be timed now."""
+    candidates = [
+        Candidate(
+            name=name,
+            op=problem.op,
+            precision=problem.precision,
+            fn=run,
+            origin="vendor" if name == TORCH else "triton",
+            trusted=True,
+            fingerprint=_source_hash(),
+        )
+        for name, run in ways.items()
+    ]
+    known = known_choice(problem, candidates)
+    if known is not None or not may_time:
+        return known.kernel if known else None
+    try:
+        choice = choose(problem, candidates, partial(_setup, problem, ways, rows), rules=_RULES)
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        # For this process; the next one may have more memory.
+        _log.info("%s: not timed, %s", problem.key, skipped(error))
+        return TORCH
+    _log.info("%s", choice)
+    return choice.kernel
+
+
+def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
+    """The operands are those of the call; some rows of every part are compared with torch's before a way is timed."""
+    parts = [_flat(part) for part in ways[TORCH]()]
+    picked = [_picked(part, rows) for part in parts]
+    wanted = [part[where] for part, where in zip(parts, picked, strict=True)]
+    shape = tuple(parts[0].shape)
+    del parts  # before another result stands beside it
+    floor = _FLOOR_DB if problem.precision == "bfloat16" else _FP8_FLOOR_DB
+
+    def call(candidate: Candidate, given: tuple[object, ...]) -> Callable[[], Tensor]:
+        is_checked = candidate.name == TORCH
+
+        def run() -> Tensor:
+            nonlocal is_checked
+            got = [_flat(part) for part in candidate.fn()]
+            if not is_checked:
+                _compare(got, wanted, picked, floor)
+                is_checked = True
+            return got[0]
+
+        return run
+
+    case = Case(label=problem.size, operands=(), wanted=wanted[0].float(), floor_db=floor, rows=picked[0], shape=shape)
+    return TimingSetup(inputs=[()], call=call, case=lambda candidate: case)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """A weight's gradient as rows of all experts."""
+    return part.flatten(0, 1) if part.dim() == 3 else part
+
+
+def _picked(part: Tensor, rows: Rows) -> Tensor:
+    """Some rows of a part; of those that lie by choice, ones that hold a choice: the others are not read by anybody."""
+    if rows.slot is None or part.shape[0] != rows.slot.shape[0]:
+        return some_rows(part.shape[0], part.device)
+    live = (rows.slot >= 0).nonzero().flatten()
+    return live[some_rows(live.shape[0], part.device)]
+
+
+def _compare(got: Sequence[Tensor], wanted: Sequence[Tensor], picked: Sequence[Tensor], floor: float) -> None:
+    """Raise UnsupportedError where a part is not what torch's way gives."""
+    for i, (part, ref, where) in enumerate(zip(got, wanted, picked, strict=True)):
+        db = sqnr_db(ref, part[where])
+        if not db >= floor:
+            raise UnsupportedError(f"its result {i} has {db:.1f} dB against torch's, {floor:g} are needed")
+
+
+@lru_cache(maxsize=1)
+def _source_hash() -> str:
+    """Of the kernels, of torch's way and of how both are timed."""
+    return sources_hash(sys.modules[__name__], timing)[:8]

@@ -1,0 +1,221 @@
+"""Products over the experts' rows: every kernel against fp64, at unit scale, for any distribution of tokens."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import aot
+from deepwell.errors import ConfigError
+from deepwell.formats.metrics import sqnr_db
+from deepwell.kernels.experts import row_products as R
+from deepwell.kernels.experts import token_products as W
+from deepwell.kernels.experts.activation import ExpertActivation, hidden_and_slopes_ref
+from deepwell.kernels.experts.group_rows import group_layout
+from deepwell.kernels.experts.quantize_weights import quantize_experts
+from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+
+sys.path.append(str(Path(__file__).parent))
+import compiled
+
+GPT_OSS = ExpertActivation(interleaved=True, limit=0.9, alpha=1.702, up_shift=1.0)
+PLAIN = ExpertActivation(function="relu2", gated=False)
+HOW = {"swiglu": ExpertActivation(), "gpt_oss": GPT_OSS, "plain": PLAIN, "clamped": ExpertActivation(limit=0.7)}
+# Tiles that a CPU can interpret; on a GPU those that are launched there.
+SMALL = R.RowTile(block_m=16, block_n=64, block_k=32, num_stages=2, num_warps=4, group_m=2)
+SMALL_WEIGHT = W.WeightTile(block_n=32, block_k=64, block_t=32, num_stages=2, num_warps=4)
+# bf16 results of sums in fp32.
+FLOOR_DB = 45.0
+
+
+def tiles(device, of):
+    return of if device == "cuda" else (SMALL,)
+
+
+def routed(counts, *, top_k=2, dropped=0, device="cpu"):
+    """Rows of tokens that chose experts so often, in random order; the last choices are dropped ones."""
+    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)] + [torch.full((dropped,), len(counts))])
+    ids = ids[torch.randperm(len(ids))]
+    assert len(ids) % top_k == 0
+    order = torch.sort(ids, stable=True).indices
+    offs = torch.tensor(counts).cumsum(0).int()
+    ends, slot, place = (part.to(device) for part in group_layout(offs, order, len(ids)))
+    return R.Rows(ends, slot, top_k), place, len(ids) // top_k
+
+
+def unit(*shape, device="cpu"):
+    return torch.randn(shape).bfloat16().to(device)
+
+
+def weights(e, n, k, *, kn=False, device="cpu"):
+    """[E, N, K] whose products have unit scale, stored so or [E, K, N]."""
+    stored = (torch.randn((e, k, n) if kn else (e, n, k)) * k**-0.5).bfloat16().to(device)
+    return stored.transpose(1, 2) if kn else stored
+
+
+def close(got, wanted, floor=FLOOR_DB):
+    assert got.isfinite().all()
+    assert sqnr_db(wanted.cpu(), got.cpu()) > floor
+
+
+def on_cpu(rows):
+    return R.Rows(rows.ends.cpu(), rows.slot.cpu(), rows.top_k)
+
+
+def wide(*tensors):
+    return [tensor.cpu().double() for tensor in tensors]
+
+
+COUNTS = {"ragged": (19, 0, 34, 1), "all to one": (0, 40, 0), "one token": (1, 1), "no tokens": (0, 0)}
+
+
+@pytest.mark.parametrize("kn", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("spread", COUNTS)
+def test_product_of_gathered_rows(device, spread, kn):
+    torch.manual_seed(0)
+    rows, _, tokens = routed(COUNTS[spread], dropped=2 if spread == "ragged" else 0, device=device)
+    e, n, k = len(COUNTS[spread]), 72, 48
+    x, w, bias = unit(tokens, k, device=device), weights(e, n, k, kn=kn, device=device), unit(e, n, device=device)
+    for tile in tiles(device, R.PRODUCT_TILES):
+        for b in (None, bias):
+            got = R.row_product(x, w, rows, bias_EN=b, tile=tile)
+            wanted = R.row_product_ref(*wide(x, w), on_cpu(rows), bias_EN=None if b is None else b.cpu())
+            assert got.shape == (rows.slot.shape[0], n)
+            if wanted.any():
+                close(got, wanted)
+            else:
+                assert not got.any()
+
+
+def test_product_of_rows_as_they_lie_and_of_codes(device):
+    torch.manual_seed(0)
+    rows, _, tokens = routed((19, 0, 34, 1), device=device)
+    x, w = unit(tokens, 64), weights(4, 80, 64)
+    (q_x, s_x), (q_w, s_w) = quantize_rows_ref(x * 8), quantize_experts(w)
+    wanted = R.row_product_ref(q_x.double() * s_x[:, None], q_w.double() * s_w[..., None], on_cpu(rows))
+    codes = [part.to(device) for part in (q_x, q_w, s_x, s_w)]
+    for tile in tiles(device, R.FP8_TILES):
+        close(R.row_product(*codes[:2], rows, scales=tuple(codes[2:]), tile=tile), wanted, 40)
+    a, lying = unit(rows.slot.shape[0], 64, device=device), R.Rows(rows.ends)
+    for tile in tiles(device, R.PRODUCT_TILES):
+        close(
+            R.row_product(a, w.to(device), lying, tile=tile),
+            R.row_product_ref(*wide(a, w), R.Rows(rows.ends.cpu())),
+        )
+
+
+@pytest.mark.parametrize(("name", "kn"), [("swiglu", False), ("gpt_oss", True), ("plain", True), ("clamped", False)])
+def test_first_product_and_its_activation(device, name, kn):
+    torch.manual_seed(0)
+    how = HOW[name]
+    rows, _, tokens = routed((19, 0, 34, 1), dropped=2, device=device)
+    f, d = 72, 48
+    g = f * (1 + how.gated)
+    x, w, bias = unit(tokens, d, device=device), weights(4, g, d, kn=kn, device=device), unit(4, g, device=device)
+    for tile in tiles(device, R.UP_TILES):
+        gate_up, hidden = R.up_product(x, w, rows, how, bias_EG=bias if kn else None, tile=tile)
+        wanted = R.row_product_ref(*wide(x, w), on_cpu(rows), bias_EN=bias.cpu() if kn else None)
+        close(gate_up, wanted)
+        # h is that of the rounded rows.
+        close(hidden, hidden_and_slopes_ref(gate_up.cpu(), how)[0], 48)
+
+
+@pytest.mark.parametrize(("name", "kn"), [("swiglu", False), ("gpt_oss", True), ("plain", True), ("clamped", False)])
+def test_gradients_between_the_products(device, name, kn):
+    torch.manual_seed(0)
+    how = HOW[name]
+    rows, _, tokens = routed((19, 0, 34, 1), dropped=2, device=device)
+    f, d = 72, 48
+    dy, w = unit(tokens, d, device=device), weights(4, f, d, kn=kn, device=device)
+    gate_up = unit(rows.slot.shape[0], f * (1 + how.gated), device=device)
+    weight = torch.rand(tokens * 2).to(device)
+    weight_P = R.weights_of_rows(weight, rows.slot).cpu().double()
+    inner = gate_up.cpu().double().requires_grad_()
+    hidden = how(inner) * weight_P[:, None]
+    dh = R.row_product_ref(*wide(dy, w), on_cpu(rows))
+    (d_inner,) = torch.autograd.grad(hidden, inner, dh)
+    live = rows.slot.cpu() >= 0
+    for tile in tiles(device, R.GRADS_TILES):
+        got = R.hidden_grads(dy, w, gate_up, weight, rows, how, tile=tile)
+        close(got.d_gate_up_PG, d_inner)
+        close(got.hidden_PF, hidden)
+        close(got.dw_P[live.to(device)], (dh * how(inner)).sum(1)[live], 90)
+
+
+@pytest.mark.parametrize("gathers", ["left", "right"])
+@pytest.mark.parametrize("spread", COUNTS)
+def test_gradients_of_weights(device, spread, gathers):
+    torch.manual_seed(0)
+    rows, _, tokens = routed(COUNTS[spread], dropped=2 if spread == "ragged" else 0, device=device)
+    by_token, by_row = unit(tokens, 48, device=device), unit(rows.slot.shape[0], 72, device=device)
+    sides = (by_token, by_row) if gathers == "left" else (by_row, by_token)
+    for tile in W.WEIGHT_TILES if device == "cuda" else (SMALL_WEIGHT,):
+        got = W.token_product(*sides, rows, gathers, tile=tile)
+        wanted = W.token_product_ref(*wide(*sides), on_cpu(rows), gathers)
+        for e, count in enumerate(COUNTS[spread]):
+            if count:
+                close(got[e], wanted[e])
+            else:
+                assert not got[e].any()
+
+
+def test_a_nan_stays_in_its_expert(device):
+    torch.manual_seed(0)
+    rows, _, tokens = routed((19, 4, 7), device=device)
+    x, by_row = unit(tokens, 32, device=device), unit(rows.slot.shape[0], 32, device=device)
+    by_row[: int(rows.ends[0])] = float("nan")
+    tile = W.WEIGHT_TILES[0] if device == "cuda" else SMALL_WEIGHT
+    dw = W.token_product(by_row, x, rows, "right", tile=tile)
+    assert dw[0].isnan().any() and dw[1:].isfinite().all()
+    assert (
+        R.row_product(by_row, weights(3, 32, 32, device=device), R.Rows(rows.ends))[int(rows.ends[0]) :]
+        .isfinite()
+        .all()
+    )
+
+
+def test_wrong_arguments_are_named():
+    rows, _, _ = routed((3, 1))
+    with pytest.raises(ConfigError, match="K and E must agree"):
+        R.row_product(unit(2, 8), weights(2, 8, 16), rows)
+    with pytest.raises(ConfigError, match="bias_EN"):
+        R.row_product(unit(2, 16), weights(2, 8, 16), rows, bias_EN=unit(2, 9))
+    with pytest.raises(ConfigError, match="gathers"):
+        W.token_product(unit(2, 8), unit(48, 8), rows, "both")
+    with pytest.raises(ConfigError, match="48 rows"):
+        W.token_product(unit(2, 8), unit(7, 8), rows, "left")
+
+
+# ---- compiled for GPUs that are not here ----
+
+# Bytes: gate and up of one tile, side by side, need a few registers more than there are.
+SPILLS = {"grads gpt-oss 128x128x64-s3-w8": 28, "grads gpt-oss 64x128x64-s4-w4": 80}
+FORMS = {form.name: form for form in compiled.forms()}
+# What a step of Qwen3 runs first; the others take a minute.
+FIRST = [next(name for name in FORMS if name.startswith(kind)) for kind in ("up swiglu", "wgrad")]
+
+
+def names():
+    rest = [name for name in FORMS if name not in FIRST]
+    return [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_form_fits_hopper(name):
+    made = FORMS[name].compiled(90)
+    assert made.spill_bytes <= SPILLS.get(name, 0)
+    assert made.shared_bytes <= aot.MAX_SHARED_BYTES
+    if not name.startswith(("hidden", "table")):
+        assert made.count(r"wgmma\.mma_async") >= 4
+        assert made.count(r"cp\.async\.c[ag]") >= 12  # rows come by their addresses, some stages ahead
+        assert name.startswith("wgrad") or made.count(r"cp\.async\.bulk\.tensor") >= 3  # weights by TMA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_compiles_for_blackwell(name):
+    made = FORMS[name].compiled(100)
+    assert made.shared_bytes <= aot.MAX_SHARED_BYTES and made.tmem_columns <= 512
+    if not name.startswith(("hidden", "table")):
+        assert made.count(r"tcgen05\.mma") >= 1
