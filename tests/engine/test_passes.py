@@ -68,7 +68,7 @@ def test_a_causal_mask_is_dropped_for_is_causal(run_pass, mask, dynamic) -> None
     # Sizes may be symbols from the second shape on.
     inputs = _qkv()
     got = run_pass(_attend(MASKS[mask]), rewrite_attention, *inputs, dynamic=dynamic)
-    assert got.found == (1, 0, 0)
+    assert got.found == (1, 0, 0, 0)
     attention = next(node for node in got.graph.nodes if "attention" in str(node.target))
     assert attention.kwargs == {"is_causal": True} and len(attention.args) == 3
     torch.testing.assert_close(got.out, F.scaled_dot_product_attention(*inputs, is_causal=True))
@@ -91,16 +91,16 @@ def test_a_causal_mask_is_dropped_for_is_causal(run_pass, mask, dynamic) -> None
 def test_another_mask_stays(run_pass, mask, dynamic) -> None:
     inputs = _qkv()
     got = run_pass(_attend(mask), rewrite_attention, *inputs, dynamic=dynamic)
-    assert got.found == (0, 0, 0)
+    assert got.found == (0, 0, 0, 0)
     assert_bitwise_equal(got.out, _attend(mask)(*inputs))
 
 
 def test_a_window_longer_than_the_example_stays_where_the_size_is_open(run_pass) -> None:
     # At 12 tokens a window of 64 is a triangle; the same graph will run with 1000.
     inputs = _qkv()
-    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=True).found == (0, 0, 0)
+    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=True).found == (0, 0, 0, 0)
     torch._dynamo.reset()
-    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=False).found == (1, 0, 0)
+    assert run_pass(_attend(_window(64)), rewrite_attention, *inputs, dynamic=False).found == (1, 0, 0, 0)
 
 
 OPEN_ENDED = {
@@ -118,7 +118,7 @@ def test_a_mask_that_is_causal_at_the_examples_size_alone_stays_where_the_size_i
         d = at[:, None] - at[None]
         return (d >= 0) & OPEN_ENDED[ok](d, at)
 
-    assert run_pass(_attend(mask), rewrite_attention, *_qkv(), dynamic=True).found == (0, 0, 0)
+    assert run_pass(_attend(mask), rewrite_attention, *_qkv(), dynamic=True).found == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_mask_that_is_causal_at_the_examples_size_alone_stays_where_the_size_i
 def test_what_is_nearly_causal_stays(run_pass, mask, dynamic) -> None:
     torch.manual_seed(0)
     inputs = _qkv()
-    assert run_pass(_attend(mask), rewrite_attention, *inputs, dynamic=dynamic).found == (0, 0, 0)
+    assert run_pass(_attend(mask), rewrite_attention, *inputs, dynamic=dynamic).found == (0, 0, 0, 0)
 
 
 def _of_differences(d: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def test_a_causal_window_goes_to_its_kernel(run_pass, monkeypatch, mask) -> None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=WINDOWS[mask](12), enable_gqa=True, scale=0.2)
 
     got = run_pass(attention, rewrite_attention, *inputs)
-    assert got.found == (0, 0, 1)
+    assert got.found == (0, 0, 1, 0)
     assert "scaled_dot" not in str(got.graph) and got.graph.find_nodes(op="call_function", target=windowed_attention)
     torch.testing.assert_close(got.out, attention(*inputs))
 
@@ -175,7 +175,7 @@ def test_a_window_with_dropout_keeps_its_mask(run_pass, monkeypatch) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, _window(4)(12), 0.5)
 
-    assert run_pass(attention, rewrite_attention, *_qkv()).found == (0, 0, 0)
+    assert run_pass(attention, rewrite_attention, *_qkv()).found == (0, 0, 0, 0)
 
 
 def test_a_padding_mask_from_outside_stays(run_pass) -> None:
@@ -183,7 +183,7 @@ def test_a_padding_mask_from_outside_stays(run_pass) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=_causal(q.shape[2]) & keep[:, None, None, :])
 
     inputs = (*_qkv(), torch.ones(2, 12, dtype=torch.bool))
-    assert run_pass(attention, rewrite_attention, *inputs).found == (0, 0, 0)
+    assert run_pass(attention, rewrite_attention, *inputs).found == (0, 0, 0, 0)
 
 
 def _written_afterwards(size: int) -> Tensor:
@@ -203,7 +203,7 @@ def test_a_mask_that_is_written_into_stays(run_pass, mask) -> None:
     # The write is no edge of the graph; looking at edges alone, the mask is a triangle.
     inputs = _qkv()
     got = run_pass(_attend(mask), rewrite_attention, *inputs)
-    assert got.found == (0, 0, 0)
+    assert got.found == (0, 0, 0, 0)
     assert_bitwise_equal(got.out, _attend(mask)(*inputs))
 
 
@@ -219,7 +219,7 @@ def test_repeated_key_value_heads_are_kept_once(run_pass, dynamic) -> None:
 
     inputs = _qkv(kv_heads=2)
     got = run_pass(attention, rewrite_attention, *inputs, dynamic=dynamic)
-    assert got.found == (0, 1, 0)
+    assert got.found == (0, 1, 0, 0)
     assert "expand" not in got.names()
     torch.testing.assert_close(got.out, attention(*inputs))
 
@@ -243,8 +243,96 @@ def test_heads_repeated_in_another_order_or_on_one_side_stay(run_pass) -> None:
     inputs = _qkv(kv_heads=2)
     for function in (tiled, key_only, swapped):
         got = run_pass(function, rewrite_attention, *inputs)
-        assert got.found == (0, 0, 0)
+        assert got.found == (0, 0, 0, 0)
         assert_bitwise_equal(got.out, function(*inputs))
+
+
+def _written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+    scores = scores if mask is None else scores + mask
+    return F.dropout(scores.softmax(dim=-1, dtype=torch.float32), 0.0).to(q.dtype) @ v
+
+
+def _divided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(_additive(q.shape[2]) + (q @ k.mT) / 3, -1) @ v
+
+
+def _heads_repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _written(q, _repeated(k, 2), _repeated(v, 2), _additive(q.shape[2]))
+
+
+@pytest.mark.parametrize(
+    ("function", "kv_heads", "found"),
+    [
+        (_written, 4, (0, 0, 0, 1)),
+        (_divided, 4, (1, 0, 0, 1)),
+        (_heads_repeated, 2, (1, 1, 0, 1)),
+        (lambda q, k, v: _written(q, k, v, torch.arange(12.0) * -0.5 + torch.zeros(12, 1)), 4, (0, 0, 0, 1)),  # ALiBi
+    ],
+    ids=["no mask", "divided", "repeated", "alibi"],
+)
+def test_attention_that_is_written_out_holds_no_scores(run_pass, function, kv_heads, found) -> None:
+    inputs = _qkv(kv_heads=kv_heads)
+    got = run_pass(function, rewrite_attention, *inputs)
+    got.graph.eliminate_dead_code()
+    assert got.found == found and "softmax" not in str(got.graph)
+    torch.testing.assert_close(got.out, function(*inputs))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, v: ((q @ k.mT).softmax(-2)) @ v,  # over queries
+        lambda q, k, v: (p := (q @ k.mT).softmax(-1)) @ v + p.sum(),  # somebody reads the probabilities
+        lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v,
+        lambda q, k, v: (q @ k.mT).softmax(-1)[..., :-1] @ v[..., 1:, :],  # a key dropped, no sink
+        lambda q, k, v: (q @ k).softmax(-1) @ v,  # no transposed operand
+        lambda q, k, v: (3 / (q @ k.mT)).softmax(-1) @ v,
+        lambda q, k, v: torch.add(q @ k.mT, _additive(12), alpha=0.5).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT).masked_fill(~_causal(12), -1.0).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT).relu().softmax(-1) @ v,
+    ],
+    ids=["queries", "read", "dropout", "dropped", "plain", "inverse", "alpha", "weak", "relu"],
+)
+def test_what_only_looks_like_attention_stays(run_pass, function) -> None:
+    inputs = torch.randn(2, 4, 12, 12), torch.randn(2, 4, 12, 12), torch.randn(2, 4, 12, 12)
+    torch.manual_seed(1)
+    got = run_pass(function, rewrite_attention, *inputs)
+    assert got.found == (0, 0, 0, 0)
+
+
+def test_operands_written_before_the_last_product_stay(run_pass) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q * 1
+        probs = (q @ k.mT).softmax(-1)
+        q.zero_()
+        return probs @ v + q
+
+    inputs = _qkv()
+    got = run_pass(attention, rewrite_attention, *inputs)
+    assert got.found == (0, 0, 0, 0)
+    torch.testing.assert_close(got.out, attention(*inputs))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_attention_with_sinks_goes_to_its_kernel(run_pass, monkeypatch, window) -> None:
+    # As Hugging Face writes GPT-OSS, all keys or a window; the reference stands in for the GPU's kernel.
+    monkeypatch.setattr("deepwell.engine.passes.attention.written.why_not_flash", lambda *operands: "")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        k, v = _repeated(k, 2), _repeated(v, 2)
+        mask = torch.zeros(1, 1, 12, 12).masked_fill(~(_window(window) if window else _causal)(12), -torch.inf)
+        scores = torch.matmul(q, k.transpose(2, 3)) * 0.3 + mask
+        column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        logits = torch.cat([scores, column], dim=-1)
+        logits = logits - logits.max(dim=-1, keepdim=True).values
+        return F.dropout(F.softmax(logits, dim=-1)[..., :-1], p=0.0) @ v
+
+    inputs = (*_qkv(kv_heads=2), torch.randn(4))
+    got = run_pass(attention, rewrite_attention, *inputs)
+    got.graph.eliminate_dead_code()
+    assert got.found == (0, 1, 0, 1) and "softmax" not in str(got.graph)
+    torch.testing.assert_close(got.out, attention(*inputs))
 
 
 # ---- RMSNorm ----

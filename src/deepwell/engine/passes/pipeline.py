@@ -87,7 +87,7 @@ def files() -> tuple[str, ...]:
 PASSES: tuple[Pass, ...] = (
     Pass("",                                      DYNAMO,   give_operands_by_position),
     Pass("",                                      DYNAMO,   see_unmatched, ("work",)),
-    Pass("causal_mask kv_heads window",           DYNAMO,   rewrite_attention, ("outer",)),
+    Pass("causal_mask kv_heads window attention", DYNAMO,   rewrite_attention, ("outer",)),
     Pass("cross_entropy",                         DYNAMO,   rewrite_head, ("work",), when="fuse_head"),
     Pass("embedding",                             DYNAMO,   rewrite_embedding),
     Pass("gelu",                                  DYNAMO,   rewrite_gelu),

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from deepwell.engine.passes.attention.masks import MaskBand, band_of
+from deepwell.engine.passes.attention.written import rewrite_written
 from deepwell.engine.passes.edit import replace
 from deepwell.graph.fx import SHAPE_OPS, argument, has_index_tensor, op_of, value_of
 from deepwell.kernels.attention.autograd import windowed_attention
@@ -18,18 +19,21 @@ from deepwell.kernels.attention.flash import why_not_flash
 from deepwell.kernels.tune.choose import why_rejected
 
 
-def rewrite_attention(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = None) -> tuple[int, int, int]:
-    """Drop causal masks and repeated heads, take windows from masks. Returns how many of each.
+def rewrite_attention(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = None) -> tuple[int, int, int, int]:
+    """Drop causal masks and repeated heads, take windows from masks, fuse what is written out. Returns how many each.
 
     `outer` names the nodes of the surrounding graph that a nested graph's inputs are: a mask may be made there.
     """
     outer = outer or {}
+    written = rewrite_written(graph, outer)
     masks = heads = windows = 0
     bands: dict[fx.Node, MaskBand | None] = {}
     for node in list(graph.nodes):
-        if op_of(node) != "scaled_dot_product_attention":
+        if op_of(node) != "scaled_dot_product_attention" and node.target is not windowed_attention:
             continue
         heads += _keep_kv_heads(node)
+        if node.target is windowed_attention:
+            continue
         mask = argument(node, "attn_mask")
         if not isinstance(mask, fx.Node):
             continue
@@ -44,7 +48,7 @@ def rewrite_attention(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = Non
             masks += 1
         elif isinstance(size, int) and (window := bands[mask].window(size)) is not None:
             windows += _windowed(node, window)
-    return masks, heads, windows
+    return masks, heads, windows, written
 
 
 def _size(node: fx.Node, mask: fx.Node) -> Any:
@@ -88,7 +92,8 @@ def _keep_kv_heads(node: fx.Node) -> bool:
     if value_of(key).shape[1] != value_of(value).shape[1]:
         return False
     node.args = (node.args[0], key, value, *node.args[3:])
-    _set(node, enable_gqa=True)
+    if node.target is not windowed_attention:
+        _set(node, enable_gqa=True)
     return True
 
 

@@ -1,0 +1,180 @@
+"""Find attention that is written out, product by product, and give it to a kernel that holds no scores.
+
+    softmax(scale * q k^T + mask) v            becomes SDPA, whose mask the next pass reads
+    softmax([scale * q k^T + mask, sink]) v    the sink's column dropped before v (GPT-OSS): on a GPU, flash attention
+
+Between them may stand casts, a dropout that drops nothing, and a maximum that is taken off all logits of a row, which
+softmax does by itself. Scores that something else reads, or another softmax axis, leave it as it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx
+
+from deepwell.engine.passes.attention.masks import band_of
+from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.graph.fx import Writes, argument, op_of, value_of
+from deepwell.kernels.attention.autograd import windowed_attention
+from deepwell.kernels.attention.flash import NO_WINDOW, why_not_flash
+from deepwell.kernels.tune.choose import why_rejected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """The operands of one attention; `sinks` has an entry for each head."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    scale: float
+    mask: fx.Node | None = None
+    sinks: fx.Node | None = None
+
+
+def rewrite_written(graph: fx.Graph, outer: Mapping[str, fx.Node]) -> int:
+    """Replace attention that is written out. Returns how many."""
+    count = 0
+    for node in list(graph.nodes):
+        found = _match(node) if op_of(node) == "matmul" else None
+        if found is None:
+            continue
+        call = _as_sdpa(found) if found.sinks is None else _with_sinks(found, outer)
+        if call is not None:
+            with graph.inserting_before(node):
+                new = graph.call_function(*call)
+            replace(node, new)
+            count += 1
+    return count
+
+
+def _as_sdpa(found: _Written) -> tuple[Any, ...] | None:
+    mask = value_of(found.mask)
+    if found.mask is not None and (mask is None or mask.dim() < 2 or mask.dtype != value_of(found.query).dtype):
+        return None
+    if mask is not None and mask.requires_grad:  # a learned bias, which the fast kernels have no gradient of
+        return None
+    operands = (found.query, found.key, found.value)
+    return F.scaled_dot_product_attention, operands, {"attn_mask": found.mask, "scale": found.scale}
+
+
+def _with_sinks(found: _Written, outer: Mapping[str, fx.Node]) -> tuple[Any, ...] | None:
+    """Where the mask is causal or a causal window, and the kernel takes the operands."""
+    query, key, mask = value_of(found.query), value_of(found.key), found.mask
+    size = query.shape[2]
+    if mask is None or not isinstance(size, int) or value_of(mask).shape[-2:] != (size, key.shape[2]):
+        return None
+    band = band_of(outer.get(mask.name, mask) if mask.op == "placeholder" else mask)
+    if band is None or why_not_flash(query, key, value_of(found.value)):
+        return None
+    window = NO_WINDOW if band.is_causal(size) else band.window(size)
+    if window is None or (query.is_cuda and why_rejected("attention", query.device, "bf16")):
+        return None
+    return windowed_attention, (found.query, found.key, found.value, found.sinks, found.scale, window)
+
+
+def _match(node: fx.Node) -> _Written | None:
+    """The attention whose last product a node is."""
+    probs, value, sinks, mask = _before(node.args[0], node), node.args[1], None, None
+    has_sinks = op_of(probs) == "getitem" and probs.args[1] == (Ellipsis, slice(None, -1, None))
+    if has_sinks:
+        probs = _before(probs.args[0], probs)
+    if op_of(probs) != "softmax" or _axis(probs) != -1:
+        return None
+    logits = _without_maximum(probs.args[0], probs)
+    if has_sinks:
+        logits, sinks = _joined(logits)
+    if op_of(logits) == "add" and not logits.kwargs and all(isinstance(arg, fx.Node) for arg in logits.args):
+        logits, mask = _scores_and_mask(logits)
+    scale, product = _scaled(logits)
+    if op_of(product) != "matmul" or has_sinks != (sinks is not None):
+        return None
+    query, key = product.args[0], _untransposed(product.args[1])
+    if not runs_in_kernels(query, key, value) or any(value_of(n).dim() != 4 for n in (query, key, value)):
+        return None
+    # They are read where the last product stands.
+    writes = Writes(node.graph)
+    if any(writes.between(n, product, node) for n in (query, key, mask, sinks) if n is not None):
+        return None
+    return _Written(query=query, key=key, value=value, scale=scale, mask=mask, sinks=sinks)
+
+
+def _scaled(node: Any) -> tuple[float, Any]:
+    """(scale, product) of scores."""
+    number = next((arg for arg in getattr(node, "args", ()) if isinstance(arg, (int, float))), None)
+    if op_of(node) not in ("mul", "div") or number is None or node.kwargs:
+        return 1.0, node
+    if op_of(node) == "div":
+        return (1 / number, _before(node.args[0], node)) if node.args[1] is number and number else (1.0, None)
+    return float(number), _before(node.args[1] if node.args[0] is number else node.args[0], node)
+
+
+def _before(node: Any, reader: fx.Node) -> Any:
+    """What a node is, behind casts, copies and dropout without effect; None where another node reads it on the way."""
+    while isinstance(node, fx.Node) and set(node.users) == {reader}:
+        is_dropout = op_of(node) == "dropout" and not argument(node, "inplace", False)
+        if op_of(node) not in ("to", "contiguous") and not (is_dropout and _drops_nothing(node)):
+            return node
+        node, reader = node.args[0], node
+    return None
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    return argument(node, "p", 0.5) == 0 or argument(node, "training", True) is False
+
+
+def _axis(softmax: fx.Node) -> Any:
+    dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+    value = value_of(softmax)
+    return dim - value.dim() if isinstance(dim, int) and value is not None and dim >= 0 else dim
+
+
+def _without_maximum(node: Any, reader: fx.Node) -> Any:
+    """Logits less their row's maximum are the logits to a softmax."""
+    if op_of(node) != "sub" or node.kwargs or set(node.users) != {reader}:
+        return _before(node, reader)
+    logits, largest = node.args
+    maximum = largest.args[0] if op_of(largest) == "getitem" and largest.args[1] == 0 else None
+    is_max = op_of(maximum) == "max" and maximum.args[0] is logits and set(largest.users) == {node}
+    dims = (maximum.kwargs.get("dim", maximum.args[1] if len(maximum.args) > 1 else None),) if is_max else ()
+    if dims != (-1,) or not maximum.kwargs.get("keepdim", False) or set(maximum.users) != {largest}:
+        return None
+    return logits if set(logits.users) == {maximum, node} else None
+
+
+def _joined(node: Any) -> tuple[Any, Any]:
+    """(scores, sinks of the heads) of logits that are scores and a column of sinks; (None, None) for anything else."""
+    parts = node.args[0] if op_of(node) == "cat" and isinstance(node.args[0], (list, tuple)) else ()
+    dim = argument(node, "dim", 0) if parts else None
+    if len(parts) != 2 or dim not in (-1, 3):
+        return None, None
+    scores, column = _before(parts[0], node), parts[1]
+    # sinks.reshape(1, -1, 1, 1).expand(B, -1, S, -1)
+    shaped = column.args[0] if op_of(column) == "expand" else None
+    sinks = shaped.args[0] if op_of(shaped) in ("view", "reshape") else None
+    value, heads = value_of(sinks), value_of(parts[0]).shape[1]
+    if value is None or tuple(value.shape) != (heads,) or tuple(value_of(shaped).shape) != (1, heads, 1, 1):
+        return None, None
+    return scores, sinks
+
+
+def _scores_and_mask(node: fx.Node) -> tuple[Any, Any]:
+    """Of a sum, the scaled product and what is added to it."""
+    for scores, mask in (node.args, reversed(node.args)):
+        found = _before(scores, node)
+        if op_of(found) in ("mul", "div", "matmul"):
+            return found, mask
+    return None, None
+
+
+def _untransposed(node: Any) -> Any:
+    """k of `k.transpose(-1, -2)` or `k.mT`, which is [B, H, D, S] there."""
+    if op_of(node) != "transpose":
+        return None
+    axes = {argument(node, "dim0"), argument(node, "dim1")}
+    return node.args[0] if axes in ({2, 3}, {-1, -2}, {2, -1}, {3, -2}) else None
+
+
+__all__ = ["rewrite_written"]
