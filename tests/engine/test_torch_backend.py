@@ -198,3 +198,27 @@ def test_on_a_gpu_a_mode_may_mean_cuda_graphs(mode, recorded, monkeypatch) -> No
 def test_an_unknown_mode_is_named() -> None:
     with pytest.raises(BackendCompilerFailed, match=r"ConfigError: mode is 'fastest'; .*reduce-overhead"):
         torch.compile(torch.nn.Linear(16, 16), backend="deepwell", mode="fastest")(torch.randn(4, 16))
+
+
+def test_under_ddp_each_bucket_is_a_graph_and_gradients_are_the_same() -> None:
+    """torch splits the graph at DDP's buckets and runs the pieces on fake tensors before it runs them."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=8192)
+    ids = torch.randint(0, 8192, (2, 32), generator=torch.Generator().manual_seed(0))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    found = []
+    try:
+        for is_wrapped in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = transformers.LlamaForCausalLM(config)
+            called = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1) if is_wrapped else model
+            out = torch.compile(called, backend="deepwell", options={"precision": "mxfp8"})(input_ids=ids, labels=ids)
+            out.loss.backward()
+            assert out.logits._value is None  # the head is fused with the loss, in its bucket too
+            found.append([out.loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from deepwell.errors import NumericsError
 
@@ -103,4 +104,5 @@ def _is_asked_by_wrappers(logits: DeferredLogits) -> bool:
 def _state(weight: Tensor) -> tuple[int, int]:
     """What changes when a weight is written in place or its data is swapped."""
     version = 0 if weight.is_inference() else weight._version
-    return version, weight.data_ptr()
+    # torch's DDPOptimizer runs each bucket's compiled graph on fake tensors first, for the shapes.
+    return version, 0 if is_fake(weight) else weight.data_ptr()
