@@ -51,8 +51,7 @@ def tp2(**changes: Any) -> Layout:
         (Layout(dp=1, tp=8, sequence_parallel=True), "TP 8: 4 KV heads"),
         (Layout(dp=2, cp=2), "CP 2: kind ring is not executed, ulysses and allgather are"),
         (Layout(dp=1, cp=16, context_parallel_kind="ulysses"), "CP 16: 8 heads and 4 KV heads (ulysses)"),
-        (tp2(cp=2, context_parallel_kind="ulysses"), "TP with CP: tensor parallelism goes with data parallelism alone"),
-        (tp2(pp=2), "TP with PP"),
+        (tp2(cp=2, context_parallel_kind="ulysses"), "TP with CP: tensor parallelism goes with data and pipeline"),
         (tp2(ep=2), "TP with EP"),
         (tp2(), "TP 2: experts are not split"),
         (Layout(dp=1, cp=3, context_parallel_kind="allgather"), "CP 3: a sequence of 2,048 does not divide"),
@@ -122,6 +121,7 @@ def test_tensor_parallelism_leaves_whole_blocks_on_every_rank(policy: Any, width
 
 def test_tensor_parallelism_splits_plain_layers_and_their_tokens() -> None:
     assert why_not_executable(tp2(), work(), DEEPWELL) == ""
+    assert why_not_executable(tp2(pp=2), work(), DEEPWELL) == ""
     assert why_not_executable(tp2(), work(seq_len=1001), DEEPWELL) == "TP 2: a sequence of 1,001 does not divide"
     alone = tp2(sequence_parallel=False)
     assert why_not_executable(alone, work(), DEEPWELL) == "TP 2: only with sequence parallelism"
@@ -162,8 +162,8 @@ def test_degrees_that_leave_nothing_to_execute_say_why() -> None:
         autoplan(TINY, "8xH100", tp=2, sequence_parallel=False, **request)
     with pytest.raises(ConfigError, match=r"CP 16: 8 heads and 4 KV heads \(ulysses\)"):
         autoplan(TINY, "2x8xH100", cp=16, context_parallel_kind="ulysses", **request)
-    with pytest.raises(ConfigError, match="TP with PP: tensor parallelism goes with data parallelism alone"):
-        autoplan(TINY, "8xH100", tp=2, pp=2, **request)
+    with pytest.raises(ConfigError, match="TP with CP: tensor parallelism goes with data and pipeline parallelism"):
+        autoplan(TINY, "8xH100", tp=2, cp=2, **request)
     with pytest.raises(ConfigError, match="cuda_graphs on 8 GPUs: one process only"):
         autoplan(TINY, "8xH100", cuda_graphs=True, **request)
     with pytest.raises(ConfigError, match="offload optimizer: only where states are sharded"):

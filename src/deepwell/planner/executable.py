@@ -43,7 +43,7 @@ def why_not_executable(layout: Layout, workload: Workload, stack: Stack) -> str:
     facts = facts_of(workload)
     count = workload.global_batch // (layout.dp * layout.micro_batch)
     return (
-        why_not_together(layout.tp, layout.pp, layout.cp, layout.ep)
+        why_not_together(layout.tp, layout.cp, layout.ep)
         or (
             why_not_schedule(layout.runs_as) or why_not_count(layout.runs_as, layout.pp, count) if layout.pp > 1 else ""
         )
@@ -80,11 +80,11 @@ def why_not_count(schedule: str, pp: int, count: int) -> str:
     return f"PP {pp}: 1F1B with {count} micro-batches, one for each rank at least" if is_short else ""
 
 
-def why_not_together(tp: int, pp: int, cp: int, ep: int) -> str:
+def why_not_together(tp: int, cp: int, ep: int) -> str:
     if tp > 1:
-        for name, size in (("PP", pp), ("CP", cp), ("EP", ep)):
+        for name, size in (("CP", cp), ("EP", ep)):
             if size > 1:
-                return f"TP with {name}: tensor parallelism goes with data parallelism alone"
+                return f"TP with {name}: tensor parallelism goes with data and pipeline parallelism alone"
     return ""
 
 

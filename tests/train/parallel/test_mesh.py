@@ -79,7 +79,7 @@ def test_what_cannot_be_executed_is_refused() -> None:
     check_shardable(kept, Layout(dp=2, sharding="zero2"), usual)
     engine = dw.compile(model, precision="bf16")
     for layout, message in (
-        (Layout(dp=1, tp=2, pp=2), "tp 2 together with pp 2"),
+        (Layout(dp=2, tp=2, ep=2), "tp 2 together with ep 2"),
         (Layout(dp=1, tp=2, cp=2), "tp 2 together with cp 2"),
     ):
         with pytest.raises(UnsupportedError, match=message):

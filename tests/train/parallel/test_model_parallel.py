@@ -38,6 +38,13 @@ MATRIX = (
     ),
     Case(name="pp 2 x ddp 2", layout={**_PP, "dp": 2, "sharding": "ddp"}, accumulation=2),
     Case(name="pp 2 x fsdp 2 mxfp8", layout={**_PP, "dp": 2, "sharding": "zero2"}, accumulation=2, steps=20, **_LOW),
+    Case(name="pp 2 x tp 2", layout={**_PP, "tp": 2}, accumulation=2),
+    Case(
+        name="pp 2 x tp 2 interleaved tied", layout={**_TWICE, "tp": 2, "sharding": "zero3"}, model="tied:4",
+        accumulation=2, clip=0.5,
+    ),
+    Case(name="pp 2 x tp 2 mxfp8", layout={**_PP, "tp": 2}, accumulation=2, recompute=True, **_LOW),
+    Case(name="pp 2 x tp 2 plain", layout={**_PP, "tp": 2}, model="plain", accumulation=2, labels="all"),
     Case(name="pp 2 x cp 2", layout={**_PP, "cp": 2, "sharding": "zero2"}, accumulation=2),
     Case(name="pp 2 x ep 2", layout={**_PP, "dp": 2, "ep": 2, "sharding": "zero2"}, model="moe", accumulation=2),
     Case(name="cp 2 x fsdp 2", layout={"dp": 2, "cp": 2, "sharding": "zero3"}, accumulation=2, recompute=True),
@@ -74,10 +81,13 @@ def check(case: Case, here: Outcome, alone: Outcome) -> None:
 
 def check_passes(case: Case, here: Outcome, alone: Outcome) -> None:
     """Each rank has one graph for all its layers, of the passes that fire in a layer of the whole model."""
-    world, layers = Layout(**case.layout).gpus, int(case.model.partition(":")[2] or 2)
+    layout, layers = Layout(**case.layout), int(case.model.partition(":")[2] or 2)
+    world = layout.gpus
+    # The last stage's layers are given shift_labels too: on a rank that has other stages they are graphs of their own.
+    kinds = world + (world // layout.pp if layout.tp > 1 and layout.virtual_stages > 1 else 0)
     assert here.unmet == [], case.name
     for name in ("rope", "swiglu", "linear", "experts", "plain_experts"):
-        wanted = alone.passes.get(name, 0) * world // layers
+        wanted = alone.passes.get(name, 0) * kinds // layers
         found = here.passes.get(name, 0)
         assert found >= wanted if case.recompute else found == wanted, (case.name, name, found, wanted)
     heads = world // case.layout.get("pp", 1)

@@ -33,8 +33,6 @@ def test_schedules_that_split_the_backward_are_refused(schedule: str) -> None:
 def test_other_layouts_that_are_not_executed_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="gpipe has one stage a rank"):
         check_schedule(Layout(dp=1, pp=2, schedule="gpipe", virtual_stages=2))
-    with pytest.raises(UnsupportedError, match="pp 2 with tp 2"):
-        check_schedule(Layout(dp=1, pp=2, tp=2))
     check_schedule(Layout(dp=1, pp=2, virtual_stages=2))
 
 

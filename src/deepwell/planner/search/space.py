@@ -162,7 +162,7 @@ def families(space: Space) -> tuple[list[Family], list[Refusal]]:
                 if not _dp_works(space, dp, refuse):
                     continue
                 for ep, etp in _experts(space, tp, dp * cp * tp, refuse):
-                    reason = why_not_together(tp, pp, cp, ep) if space.is_executed_here else ""
+                    reason = why_not_together(tp, cp, ep) if space.is_executed_here else ""
                     if reason:
                         refuse(reason)
                     else:

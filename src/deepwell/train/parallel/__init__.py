@@ -57,21 +57,24 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
     meshes = make_meshes(layout, device.type)
     if settings.sync_weights:
         sync_weights(engine.model)
-    if layout.tp > 1:
-        from deepwell.train.parallel.tensor import TensorParallelRunner, split_layers
-
-        plan = split_layers(engine, meshes)
-        shard(engine, meshes, settings)
-        return TensorParallelRunner(engine, feed, device, meshes, plan)
     if layout.pp > 1:
         from deepwell.train.parallel.pipeline import PipelineRunner
 
         return PipelineRunner(engine, feed, device, meshes, settings)
+    if layout.tp > 1:
+        from deepwell.train.parallel.tensor import TensorParallelRunner, split_tokens, split_weights
+
+        notes: list[str] = []
+        split = split_weights(engine, meshes, notes)
+        engine.use_regions()
+        split_tokens(engine, meshes, split, [engine.ir.layers[0].path])
+        shard(engine, meshes, settings)
+        return TensorParallelRunner(engine, feed, device, meshes, notes)
     if layout.cp > 1 or layout.ep > 1:
         from deepwell.train.parallel.context import ContextRunner
         from deepwell.train.parallel.inside import prepare
 
-        notes: list[str] = []
+        notes = []
         shard(engine, meshes, settings, prepare(engine, meshes, notes))
         kind = ContextRunner if layout.cp > 1 else ShardedRunner
         runner = kind(engine, feed, device, meshes)

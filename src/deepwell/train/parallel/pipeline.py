@@ -27,6 +27,7 @@ from deepwell.train.parallel.mesh import Meshes
 from deepwell.train.parallel.runner import Batch, DistributedRunner, clip, local, predictable, squares
 from deepwell.train.parallel.shard import ParallelSettings, fsdp_options, sum_gradients
 from deepwell.train.parallel.stages import Cut, StageModule, StageSpan, spans
+from deepwell.train.parallel.tensor import split_labels, split_tokens, split_weights
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -45,8 +46,6 @@ def check_schedule(layout: Layout) -> None:
         )
     if name == "gpipe" and layout.virtual_stages > 1:
         raise UnsupportedError("schedule gpipe has one stage a rank; take interleaved for virtual_stages above 1")
-    if layout.tp > 1:
-        raise UnsupportedError(f"pp {layout.pp} with tp {layout.tp} is not executed; leave one of them at 1")
 
 
 def check_micro_batches(layout: Layout, count: int) -> None:
@@ -80,18 +79,23 @@ class PipelineRunner(DistributedRunner):
         self.pp_rank = meshes.ranks.get_local_rank("pp")
         self._spans = spans(layout, engine.ir.num_layers)
         own = tuple(span for span in self._spans if span.index % layout.pp == self.pp_rank)
-        self.cut = Cut(engine, own)
+        split = split_weights(engine, meshes, self.notes) if layout.tp > 1 else None
+        self.cut = Cut(engine, own, layout.tp)
         self._dtype = settings.mixed_precision.param_dtype or next(engine.model.parameters()).dtype
         self._tied_group = _group_of_ends(meshes) if self.cut.is_tied else None
         inner = prepare(engine, meshes, self.notes)
+        if split is not None:
+            split_tokens(engine, meshes, split, [engine.ir.layers[span.layers[0]].path for span in own])
         self.stages = [StageModule(engine, feed, self.cut, span) for span in own]
         for stage in self.stages:
             shard_stage(stage, engine, meshes, settings, inner)
         self._schedules: dict[tuple[int, ...], Any] = {}
 
     def part(self, batch: Batch) -> Batch:
-        cp = self.meshes.layout.cp
-        return batch if cp == 1 else split_context(batch, cp, self.mesh.get_local_rank("cp"))
+        layout = self.meshes.layout
+        if layout.tp > 1:
+            return split_labels(batch, layout.tp, self.mesh.get_local_rank("tp"))
+        return batch if layout.cp == 1 else split_context(batch, layout.cp, self.mesh.get_local_rank("cp"))
 
     def run(self, batches: Sequence[Batch], *, num_items: float) -> Tensor:
         check_micro_batches(self.meshes.layout, len(batches))
@@ -125,13 +129,18 @@ class PipelineRunner(DistributedRunner):
 
     def _torch_stage(self, stage: StageModule, rows: int, length: int) -> PipelineStage:
         span: StageSpan = stage.span
-        hidden = torch.zeros(rows, length, self.cut.width, dtype=self._dtype, device=self.device, requires_grad=True)
+        hidden = self._hidden(rows, length).requires_grad_()
         tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         loss = torch.zeros(1, device=self.device, requires_grad=True)
         return PipelineStage(
             stage, span.index, span.count, self.device, group=self.group,
             input_args=(tokens if span.is_first else hidden,), output_args=(loss if span.is_last else hidden,),
         )  # fmt: skip
+
+    def _hidden(self, rows: int, length: int) -> Tensor:
+        """Room for what a stage sends to the next: the ranks of tp send their tokens each."""
+        size = (rows, length // self.meshes.layout.tp, self.cut.width)
+        return torch.zeros(size, dtype=self._dtype, device=self.device)
 
     @torch.no_grad()
     def _add_tied(self) -> None:
@@ -160,7 +169,7 @@ class PipelineRunner(DistributedRunner):
             if span.index not in stages:
                 continue
             if not span.is_first:
-                x = torch.empty(rows, length, self.cut.width, dtype=self._dtype, device=self.device)
+                x = self._hidden(rows, length)
                 dist.recv(x, group=self.group, group_src=(span.index - 1) % pp)
             x = stages[span.index](x, **batch)
             if not span.is_last:
@@ -192,7 +201,7 @@ def shard_stage(
     The stage is FSDP2's root: torch's schedule then reduces gradients once, behind the last micro-batch.
     """
     layout = meshes.layout
-    if layout.dp * layout.cp == 1:
+    if layout.dp * layout.cp * layout.tp == 1:
         return
     how = fsdp_options(meshes, settings)
     inside = set(stage.modules())
@@ -203,7 +212,7 @@ def shard_stage(
         layer: nn.Module = engine.model.get_submodule(path)
         if layer in inside:
             fully_shard(layer, mesh=meshes.layers, **how)
-    fully_shard(stage, mesh=meshes.layers, **{**how, "reshard_after_forward": False})
+    fully_shard(stage, mesh=meshes.rest, **{**how, "reshard_after_forward": False})
     sum_gradients(stage)
     assert isinstance(stage, FSDPModule)
 

@@ -87,7 +87,7 @@ def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) 
             "cache_weights=True keeps the codes of whole weights on every rank, which zero3 is there to avoid; compile "
             "the engine without it, or take zero2"
         )
-    for name in ("pp", "cp", "ep", "etp"):
+    for name in ("cp", "ep", "etp"):
         if layout.tp > 1 and getattr(layout, name) > 1:
             raise UnsupportedError(
                 f"tp {layout.tp} together with {name} {getattr(layout, name)} is not executed; take one of them"

@@ -78,12 +78,15 @@ def spans(layout: Layout, num_layers: int) -> tuple[StageSpan, ...]:
 class Cut:
     """The places of a model at which it is cut. Takes from the model, in place, what `keep` stages do not need.
 
+    Where `tp` ranks split the tokens, a stage is sent its own. The model then sees them `tp` times, so that masks and
+    positions are those of the whole sequence, and the stage's first layer takes its part of that again.
+
     Raises UnsupportedError where a model does more between its parts than to hand the hidden state on.
     """
 
-    def __init__(self, engine: Engine, keep: tuple[StageSpan, ...]) -> None:
+    def __init__(self, engine: Engine, keep: tuple[StageSpan, ...], tp: int = 1) -> None:
         ir, model = engine.ir, engine.model
-        self.model = model
+        self.model, self._tp = model, tp
         self.base_path = find_glue(model, [layer.path for layer in ir.layers])
         self._list_at = _list_of_layers(ir, model)
         layers = dict(model.get_submodule(".".join(self._list_at)).named_children())
@@ -143,7 +146,7 @@ class Cut:
             places[self._embedding] = self.received
         if not span.is_last:
             places |= dict.fromkeys(self._ends, self._stand_ins["0"])
-        self.received.__dict__["value"] = x
+        self.received.__dict__["value"] = x if span.is_first or self._tp == 1 else x.repeat(1, self._tp, 1)
         try:
             with _instead(self.model, places):
                 yield

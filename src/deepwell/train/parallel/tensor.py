@@ -11,7 +11,7 @@ over data ranks. Whether a model's attention still finds its heads is asked of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from deepwell.engine.engine import Engine
+from deepwell.engine.regions import has_module
 from deepwell.errors import CaptureError, ConfigError, UnsupportedError
 from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR
@@ -29,6 +30,7 @@ from deepwell.graph.ops import Attention, GroupedLinear, Linear, Norm, Op
 from deepwell.graph.preserve import preserved
 from deepwell.train.feed import Feed, shifted
 from deepwell.train.parallel.mesh import Meshes
+from deepwell.train.parallel.runner import Batch
 from deepwell.train.parallel.shard import ShardedRunner
 
 _COLUMNS = {"q", "k", "v", "gate", "up"}
@@ -234,29 +236,35 @@ def _collective(run: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return hook
 
 
-def split_layers(engine: Engine, meshes: Meshes) -> list[str]:
-    """Split an engine's layers over tp, in place, and make them regions. Returns notes on what is not as on one."""
-    tp, model = meshes.layout.tp, engine.model
+def split_weights(engine: Engine, meshes: Meshes, notes: list[str]) -> Split:
+    """Leave each rank of tp its part of the layers' weights, as DTensors, in place. The model must be whole still.
+
+    What is not as on one device is added to `notes`. Call `split_tokens` when the layers are regions.
+    """
+    tp, model, mesh = meshes.layout.tp, engine.model, meshes.tp
     split = find_split(engine.ir, model, tp)
     check_local(engine, split, tp)
-    notes = notes_on_blocks(engine, split, tp)
-    mesh = meshes.tp
-    group = mesh.get_group()
+    notes += notes_on_blocks(engine, split, tp)
     for name in (*split.shards, *split.copies):
         _distribute(model, name, mesh, split.shards.get(name))
-    regions = engine.use_regions()
+    return split
+
+
+def split_tokens(engine: Engine, meshes: Meshes, split: Split, firsts: Sequence[str]) -> None:
+    """Put the collectives into the regions and split the tokens before the layers `firsts`, the first of each stage."""
+    tp, model, regions = meshes.layout.tp, engine.model, engine.regions
+    group = meshes.tp.get_group()
     regions.partial |= set(split.copies)
     regions.shares |= dict.fromkeys(split.row_biases, 1 / tp)
     # One function each for all layers: they share a graph.
     gather = _collective(lambda y: all_gather_tensor_autograd(y.contiguous(), _SEQUENCE, group))
     scatter = _collective(lambda y: reduce_scatter_tensor_autograd(y.contiguous(), "sum", _SEQUENCE, group))
-    for path in split.norms:
-        model.get_submodule(path).register_forward_hook(gather)
-    for path in split.rows:
-        model.get_submodule(path).register_forward_hook(scatter)
-    first = model.get_submodule(engine.ir.layers[0].path)
-    first.register_forward_pre_hook(_split_first(mesh.get_local_rank(), tp), with_kwargs=True)
-    return notes
+    for paths, hook in ((split.norms, gather), (split.rows, scatter)):
+        for path in (path for path in paths if has_module(model, path)):
+            model.get_submodule(path).register_forward_hook(hook)
+    for path in firsts:
+        hook = _split_first(meshes.tp.get_local_rank(), tp)
+        model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @torch.no_grad()
@@ -269,22 +277,25 @@ def _distribute(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) 
     model.get_submodule(path)._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
 
 
+def split_labels(batch: Batch, tp: int, rank: int) -> Batch:
+    """The part of a batch's labels that one of `tp` ranks predicts; every rank reads all tokens."""
+    labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch.get("labels", batch["input_ids"]))
+    if labels.shape[_SEQUENCE] % tp:
+        raise ConfigError(
+            f"the batch has {labels.shape[_SEQUENCE]} tokens a row, which tp {tp} does not divide; take another seq_len"
+        )
+    mine = labels.chunk(tp, _SEQUENCE)[rank].contiguous()
+    return {**{key: value for key, value in batch.items() if key != "labels"}, "shift_labels": mine}
+
+
 class TensorParallelRunner(ShardedRunner):
     """FSDP2 and tensor parallelism: the ranks of tp read the same samples, and predict parts of their tokens."""
 
     def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, notes: list[str]) -> None:
         super().__init__(engine, feed, device, meshes)
-        self._tp_rank, self._tp = meshes.tp.get_local_rank(), meshes.layout.tp
         self.notes += notes
         if feed.own_loss is not None:
             self.notes.append("tensor parallelism gives the loss function shift_labels of this rank's tokens")
 
-    def part(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch.get("labels", batch["input_ids"]))
-        if labels.shape[_SEQUENCE] % self._tp:
-            raise ConfigError(
-                f"the batch has {labels.shape[_SEQUENCE]} tokens a row, which tp {self._tp} does not divide; "
-                "take another seq_len"
-            )
-        mine = labels.chunk(self._tp, _SEQUENCE)[self._tp_rank].contiguous()
-        return {**{key: value for key, value in batch.items() if key != "labels"}, "shift_labels": mine}
+    def part(self, batch: Batch) -> Batch:
+        return split_labels(batch, self.meshes.layout.tp, self.meshes.tp.get_local_rank())
