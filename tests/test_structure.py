@@ -271,6 +271,9 @@ def test_no_error_is_caught_blindly(name: str) -> None:
 # ---- the house: small folders, no families of prefixes, no private names across modules ----
 
 MAX_FILES_IN_FOLDER = 25
+MAX_CYCLES, MAX_CYCLE = 4, 6  # imports in functions and for types included
+MAX_FAN_OUT = 31
+MAX_SHARED_CLASS_NAMES = 8
 
 
 def test_folders_stay_small_and_families_are_packages() -> None:
@@ -300,6 +303,46 @@ def test_no_private_name_is_imported_from_another_module() -> None:
         if re.match(r"_[^_]", alias.name) and f"{node.module}.{alias.name}" not in MODULES
     ]
     assert not problems, "\n".join(problems)
+
+
+def _imported(name: str) -> set[str]:
+    """The modules that one names anywhere, in functions and for types too, and the packages that it imports from."""
+    found = {i.module for i in all_imports(name)}
+    found |= {n.module for n in ast.walk(TREES[name]) if isinstance(n, ast.ImportFrom) and n.module and not n.level}
+    return (found & set(MODULES)) - {name, "deepwell"}
+
+
+def _cycles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen, todo = {start}, [start]
+        while todo:
+            todo += (new := edges[todo.pop()] - seen)
+            seen |= new
+        return seen
+
+    reach = {name: reached(name) for name in edges}
+    groups = {frozenset(n for n in reach[name] if name in reach[n]) for name in edges}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def test_cycles_of_lazy_imports_are_found() -> None:
+    assert _cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def test_modules_import_few_others_and_hardly_in_circles() -> None:
+    edges = {name: _imported(name) for name in MODULES}
+    cycles = _cycles(edges)
+    assert len(cycles) <= MAX_CYCLES and all(len(one) <= MAX_CYCLE for one in cycles), f"cycles: {cycles}"
+    wide = {name: len(found) for name, found in edges.items() if len(found) > MAX_FAN_OUT}
+    assert not wide, f"these import more than {MAX_FAN_OUT} modules: {wide}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    assert len(twice) <= MAX_SHARED_CLASS_NAMES, f"defined more than once: {twice}"
 
 
 def test_compiling_a_model_loads_no_optimizer() -> None:

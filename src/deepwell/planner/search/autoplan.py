@@ -6,7 +6,6 @@ those; `cheapest` the fewest GPU-seconds per step over all machine sizes that ho
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,17 +28,22 @@ from deepwell.planner.search.explore import Explorer, Found, Progress, Scored
 from deepwell.planner.search.nofit import no_fit
 from deepwell.planner.search.precision_choice import choose_precision, is_choice
 from deepwell.planner.search.rejected import alternative, rejected_families
+from deepwell.planner.search.request import (
+    arch_notes,
+    moe_settings,
+    read_machine,
+    read_model,
+    read_policy,
+    read_stack,
+)
 from deepwell.planner.search.space import Space, divisors, make_space
-from deepwell.planner.stack import Stack, get_stack
-from deepwell.planner.validity import model_facts
+from deepwell.planner.stack import Stack
 from deepwell.planner.workload import Workload
 from deepwell.precision.policy import PrecisionPolicy
 
 __all__ = ["Plan", "autoplan", "fewer_gpus"]
 
 GOALS = ("fastest", "smallest", "cheapest")
-ARCHITECTURES = {"blackwell": (10, 11, 12), "hopper": (9,), "ada": (8,), "ampere": (8,), "cpu": ()}
-_MOE_KEYS = ("experts", "top_k", "capacity_factor", "imbalance")
 
 
 def autoplan(
@@ -70,8 +74,8 @@ def autoplan(
     """
     if goal not in GOALS:
         raise ConfigError(f"goal: got {goal!r}; accepted: {', '.join(GOALS)}")
-    model = _model(ir)
-    machine = _machine(hw)
+    model = read_model(ir)
+    machine = read_machine(hw)
     if is_choice(precision):
 
         def plan_for(policy: str | PrecisionPolicy) -> Plan:
@@ -82,113 +86,19 @@ def autoplan(
 
         return choose_precision(plan_for, precision, machine, goal)
     notes: list[str] = []
-    policy, policy_note = _policy(cast(str | PrecisionPolicy | None, precision), machine)
+    policy, policy_note = read_policy(cast(str | PrecisionPolicy | None, precision), machine)
     notes += [policy_note] if policy_note else []
-    notes += _arch_notes(arch, machine)
-    capacity, moe_notes = _moe(model, moe)
+    notes += arch_notes(arch, machine)
+    capacity, moe_notes = moe_settings(model, moe)
     notes += moe_notes
     workload = Workload(
         ir=model, seq_len=seq_len, global_batch=global_batch, policy=policy, optimizer=optimizer, **capacity
     )
-    chosen_stack = replace(_stack(stack), measured=None)  # another plan's, if any; this one's is found below
+    chosen_stack = replace(read_stack(stack), measured=None)  # another plan's, if any; this one's is found below
     limits = read_constraints(constraints)
     with _progress_bar(progress) as report:
         space, found, best = _search(workload, machine, chosen_stack, limits, goal, report)
     return _plan(space, found, best, machine, goal, notes, limits)
-
-
-# ---- reading the request ----
-
-
-def _model(ir: IR | str | Mapping[str, Any]) -> IR:
-    if isinstance(ir, IR):
-        return ir
-    if isinstance(ir, str):
-        from deepwell.graph.configs import published_config, published_name
-
-        name = published_name(ir)
-        return replace(IR.from_config(published_config(name)), name=name)
-    if isinstance(ir, Mapping):
-        return IR.from_config(ir)
-    raise ConfigError(
-        f"ir: got {type(ir).__name__}; pass what dw.capture returned, a published model's name or a config dict"
-    )
-
-
-def _machine(hw: Hardware | str | None) -> Hardware:
-    if isinstance(hw, Hardware):
-        return hw
-    if hw is None or isinstance(hw, str):
-        from deepwell.hardware.probe import probe
-
-        return probe(hw)
-    raise ConfigError(f"hw: got {type(hw).__name__}; pass what dw.probe returned or a name such as '8x8xB200'")
-
-
-def _stack(stack: Stack | str | None) -> Stack:
-    if stack is not None and not isinstance(stack, (Stack, str)):
-        raise ConfigError(f"stack: got {stack!r}; the name of an engine, e.g. 'deepwell' or 'megatron', or a Stack")
-    return stack if isinstance(stack, Stack) else get_stack(stack or "deepwell")
-
-
-def _policy(precision: str | PrecisionPolicy | None, hw: Hardware) -> tuple[str | PrecisionPolicy, str]:
-    if isinstance(precision, PrecisionPolicy):
-        return precision.copy().freeze(), ""
-    if precision is not None:
-        PrecisionPolicy.recipe(precision)  # a name that is no recipe is refused here
-        return precision, ""
-    for name in ("mxfp8", "fp8"):
-        if hw.supports(name):
-            return name, f"precision was not given: {name}, the lowest that {hw.gpus[0].name} runs natively at 8 bits"
-    return "bf16", f"precision was not given: bf16, for {hw.gpus[0].name} runs no 8-bit format natively"
-
-
-def _arch_notes(arch: str | None, hw: Hardware) -> list[str]:
-    if arch is None:
-        return []
-    wanted = ARCHITECTURES.get(arch.lower()) if isinstance(arch, str) else None
-    if wanted is None:
-        raise ConfigError(f"arch: got {arch!r}; accepted: {', '.join(ARCHITECTURES)}")
-    capability = hw.gpus[0].compute_capability
-    is_it = hw.kind == "cpu" if arch.lower() == "cpu" else capability is not None and capability[0] in wanted
-    return (
-        [] if is_it else [f"arch {arch!r} was asked for; {hw.gpus[0].name} is not, and the plan is for what is there"]
-    )
-
-
-def _moe(ir: IR, moe: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    """Settings of the workload and notes. Raises ConfigError where the model's experts are others."""
-    if moe is None:
-        return {}, []
-    if not isinstance(moe, Mapping):
-        raise ConfigError(f"moe: got {moe!r}; a mapping with any of {', '.join(_MOE_KEYS)}")
-    unknown = sorted(set(moe) - set(_MOE_KEYS))
-    if unknown:
-        raise ConfigError(f"moe: no setting {unknown[0]!r}; accepted: {', '.join(_MOE_KEYS)}")
-    facts = model_facts(ir)
-    if not facts.is_moe:
-        return {}, [] if not moe else [f"moe={dict(moe)} changes nothing: {ir.name} has no experts"]
-    for key, have in (("experts", facts.experts), ("top_k", facts.top_k)):
-        if key in moe and set(have) != {moe[key]}:
-            raise ConfigError(f"moe: {key} is {moe[key]!r}; the MoE blocks of {ir.name} have {_listed(have)}")
-    settings: dict[str, Any] = {}
-    for key in ("capacity_factor", "imbalance"):
-        if moe.get(key) is not None:
-            value = moe[key]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ConfigError(f"moe: {key} is {value!r}; a number above 0")
-            settings[key] = float(value)
-    if "imbalance" in settings:
-        settings["forced_balance"] = False
-    capacity = settings.get("capacity_factor", 0.0)
-    if capacity >= settings.get("imbalance", 1.0):
-        return settings, [f"capacity_factor {capacity:g} drops nothing at an imbalance of "
-                          f"{settings.get('imbalance', 1.0):g}; moe's imbalance says what to expect"]  # fmt: skip
-    return settings, []
-
-
-def _listed(values: tuple[int, ...]) -> str:
-    return " and ".join(map(str, values))
 
 
 @contextmanager
