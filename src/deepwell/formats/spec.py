@@ -11,6 +11,7 @@ Sources: OCP Microscaling Formats v1.0 (MX elements, E8M0), OCP 8-bit Floating P
 """
 
 import difflib
+import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -49,8 +50,8 @@ def _floor_log2(value: float) -> int:
     return int(float(value).hex().split("p")[1])
 
 
-def _ieee(name: str, exponent_bits: int, mantissa_bits: int) -> ElementFormat:
-    """An element whose top exponent is kept for inf and NaN."""
+def _element(name: str, exponent_bits: int, mantissa_bits: int, largest: float | None = None) -> ElementFormat:
+    """An element whose top exponent is kept for inf and NaN, or, up to `largest`, holds ordinary numbers."""
     bias = 2 ** (exponent_bits - 1) - 1
     bits = 1 + exponent_bits + mantissa_bits
     return ElementFormat(
@@ -59,57 +60,28 @@ def _ieee(name: str, exponent_bits: int, mantissa_bits: int) -> ElementFormat:
         exponent_bits=exponent_bits,
         mantissa_bits=mantissa_bits,
         bias=bias,
-        max=(2 - 2.0**-mantissa_bits) * 2.0**bias,
+        max=largest or (2 - 2.0**-mantissa_bits) * 2.0**bias,
         min_normal=2.0 ** (1 - bias),
         min_subnormal=2.0 ** (1 - bias - mantissa_bits),
-        has_inf=True,
-        has_nan=True,
-        storage_bits=bits,
-    )
-
-
-def _finite(name: str, exponent_bits: int, mantissa_bits: int, largest: float, *, has_nan: bool) -> ElementFormat:
-    """An element without infinities, whose top exponent holds ordinary numbers."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    bits = 1 + exponent_bits + mantissa_bits
-    return ElementFormat(
-        name=name,
-        bits=bits,
-        exponent_bits=exponent_bits,
-        mantissa_bits=mantissa_bits,
-        bias=bias,
-        max=largest,
-        min_normal=2.0 ** (1 - bias),
-        min_subnormal=2.0 ** (1 - bias - mantissa_bits),
-        has_inf=False,
-        has_nan=has_nan,
+        has_inf=largest is None,
+        has_nan=bits >= 8,
         storage_bits=8 if bits == 6 else bits,
     )
 
 
-FP32 = _ieee("fp32", 8, 23)
-BF16 = _ieee("bf16", 8, 7)
-FP16 = _ieee("fp16", 5, 10)
-E5M2 = _ieee("e5m2", 5, 2)
-E4M3 = _finite("e4m3", 4, 3, 448.0, has_nan=True)
-E3M2 = _finite("e3m2", 3, 2, 28.0, has_nan=False)
-E2M3 = _finite("e2m3", 2, 3, 7.5, has_nan=False)
-E2M1 = _finite("e2m1", 2, 1, 6.0, has_nan=False)
+FP32 = _element("fp32", 8, 23)
+BF16 = _element("bf16", 8, 7)
+FP16 = _element("fp16", 5, 10)
+E5M2 = _element("e5m2", 5, 2)
+E4M3 = _element("e4m3", 4, 3, 448.0)
+E3M2 = _element("e3m2", 3, 2, 28.0)
+E2M3 = _element("e2m3", 2, 3, 7.5)
+E2M1 = _element("e2m1", 2, 1, 6.0)
 # The scale of the MX formats: a biased exponent and nothing else. Byte 0 is 2^-127 (there is no zero), byte 255 is NaN.
 E8M0 = ElementFormat(
-    name="e8m0",
-    bits=8,
-    exponent_bits=8,
-    mantissa_bits=0,
-    bias=127,
-    max=2.0**127,
-    min_normal=2.0**-127,
-    min_subnormal=2.0**-127,
-    has_inf=False,
-    has_nan=True,
-    is_signed=False,
-    storage_bits=8,
-)
+    name="e8m0", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, min_normal=2.0**-127,
+    min_subnormal=2.0**-127, has_inf=False, has_nan=True, is_signed=False, storage_bits=8,
+)  # fmt: skip
 
 ELEMENTS = {element.name: element for element in (FP32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1, E8M0)}
 
@@ -176,12 +148,12 @@ class Format:
         if not shape:
             raise ConfigError("shape is empty; a quantized tensor has at least one dimension")
         *lead, length = shape
-        rows = _product(tuple(lead))
+        rows = math.prod(lead)
         total = rows * -(-length * self.element.storage_bits // 8)
         scale_shape = self.scale_shape(tuple(lead), length)
         if scale_shape is not None:
             assert self.scale is not None
-            total += _product(scale_shape) * _SCALE_BITS[self.scale] // 8
+            total += math.prod(scale_shape) * _SCALE_BITS[self.scale] // 8
         return total + (4 if self.has_global_scale else 0)
 
     def to_dict(self) -> dict[str, object]:
@@ -216,29 +188,8 @@ class Format:
         )
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _plain(element: ElementFormat) -> Format:
-    per_16_bytes = 128 // element.bits
-    return Format(
-        name=element.name,
-        element=element,
-        scaling="none",
-        block=None,
-        scale=None,
-        has_global_scale=False,
-        k_alignment=per_16_bytes,
-        group_alignment=per_16_bytes,
-    )
-
-
 # cuBLASLt and CUTLASS take FP8 rows of whole 16 bytes; blockwise scales want whole blocks of 128.
-_FP8_GROUPS = {
+_FP8_GROUPS: dict[str, tuple[str, tuple[int, int] | None, int]] = {
     "tensor": ("tensor", None, 16),
     "row": ("row", None, 16),
     "1x128": ("block", (1, 128), 128),
@@ -246,56 +197,44 @@ _FP8_GROUPS = {
 }
 
 
-def _fp8(element: ElementFormat, group: str, scale: str) -> Format:
-    scaling, block, alignment = _FP8_GROUPS[group]
+def _format(
+    name: str, element: ElementFormat, group: tuple[str, tuple[int, int] | None, int], scale: str | None
+) -> Format:
+    scaling, block, alignment = group
+    is_nv = scale == "e4m3"
     return Format(
-        name=f"fp8_{element.name}_{group}" + ("_pow2" if scale == "pow2" else ""),
+        name=name,
         element=element,
         scaling=scaling,
         block=block,
         scale=scale,
-        has_global_scale=False,
+        has_global_scale=is_nv,
         k_alignment=alignment,
-        group_alignment=alignment,
+        group_alignment=128 if is_nv else alignment,
     )
 
 
-def _mx(name: str, element: ElementFormat) -> Format:
-    return Format(
-        name=name,
-        element=element,
-        scaling="block",
-        block=(1, 32),
-        scale="e8m0",
-        has_global_scale=False,
-        k_alignment=32,
-        group_alignment=32,
-    )
-
-
-def _nv(name: str, rows: int) -> Format:
-    return Format(
-        name=name,
-        element=E2M1,
-        scaling="block",
-        block=(rows, 16),
-        scale="e4m3",
-        has_global_scale=True,
-        k_alignment=32,  # 16 bytes of packed E2M1
-        group_alignment=128,
-    )
-
-
+_MX = {"mxfp8": E4M3, "mxfp8_e5m2": E5M2, "mxfp6": E3M2, "mxfp6_e2m3": E2M3, "mxfp4": E2M1}
 _ALL = (
-    *(_plain(element) for element in (FP32, BF16, FP16)),
-    *(_fp8(element, group, scale) for element in (E4M3, E5M2) for group in _FP8_GROUPS for scale in ("fp32", "pow2")),
-    _mx("mxfp8", E4M3),
-    _mx("mxfp8_e5m2", E5M2),
-    _mx("mxfp6", E3M2),
-    _mx("mxfp6_e2m3", E2M3),
-    _mx("mxfp4", E2M1),
-    _nv("nvfp4", 1),
-    _nv("nvfp4_16x16", 16),
+    *(_format(one.name, one, ("none", None, 128 // one.bits), None) for one in (FP32, BF16, FP16)),
+    *(
+        _format(f"fp8_{element.name}_{name}{'_pow2' if scale == 'pow2' else ''}", element, group, scale)
+        for element in (E4M3, E5M2)
+        for name, group in _FP8_GROUPS.items()
+        for scale in ("fp32", "pow2")
+    ),
+    *(
+        _format(name, element, ("block", (1, 32), 32), "e8m0")
+        for name, element in {
+            "mxfp8": E4M3,
+            "mxfp8_e5m2": E5M2,
+            "mxfp6": E3M2,
+            "mxfp6_e2m3": E2M3,
+            "mxfp4": E2M1,
+        }.items()
+    ),
+    # 32 is 16 bytes of packed E2M1.
+    *(_format(name, E2M1, ("block", (rows, 16), 32), "e4m3") for name, rows in {"nvfp4": 1, "nvfp4_16x16": 16}.items()),
 )
 
 FORMATS = {fmt.name: fmt for fmt in _ALL}

@@ -10,24 +10,12 @@ blackwell_functionality.md and the PTX ISA (tcgen05.mma for 10.x and 11.0, mma.s
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ComputeCapability = tuple[int, int]
 
 # Finest names first: what a GEMM can be asked to run in. `fp8` and `fp4` are aliases, resolved by `canonical_format`.
-FORMATS = (
-    "fp32",
-    "tf32",
-    "bf16",
-    "fp16",
-    "fp8_tensor",
-    "fp8_row",
-    "fp8_1x128",
-    "mxfp8",
-    "mxfp6",
-    "mxfp4",
-    "nvfp4",
-)
+FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
 ALIASES = {
     "fp8": "fp8_tensor",
     "fp8_128x128": "fp8_1x128",
@@ -40,19 +28,9 @@ ALIASES = {
 _DETAIL = re.compile(r"(?<=fp[468])(_e\dm\d|_pow2|_1x16|_16x16)|_pow2$")
 
 # Formats that share one tensor-core rate, and so one entry of a machine's table of peaks.
-PEAK_CLASS = {
-    "fp32": "fp32",
-    "tf32": "tf32",
-    "bf16": "bf16",
-    "fp16": "bf16",
-    "fp8_tensor": "fp8",
-    "fp8_row": "fp8",
-    "fp8_1x128": "fp8",
-    "mxfp8": "fp8",
-    "mxfp6": "fp6",
-    "mxfp4": "fp4",
-    "nvfp4": "fp4",
-}
+PEAK_CLASS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "bf16", "mxfp6": "fp6"}
+PEAK_CLASS |= dict.fromkeys(("fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8"), "fp8")
+PEAK_CLASS |= dict.fromkeys(("mxfp4", "nvfp4"), "fp4")
 
 _BASE = ("fp32", "tf32", "bf16", "fp16")
 _FP8 = ("fp8_tensor", "fp8_row")
@@ -69,6 +47,8 @@ class Capability:
     note: str = ""
 
 
+_BLACKWELL = Capability(architecture="Blackwell", native_formats=_BASE + _FP8 + _BLOCK_SCALED)
+_TCGEN05 = replace(_BLACKWELL, has_tcgen05=True)
 CAPABILITIES: dict[ComputeCapability, Capability] = {
     (8, 0): Capability(architecture="Ampere", native_formats=_BASE, note="no fp8"),
     (8, 6): Capability(architecture="Ampere", native_formats=_BASE, note="no fp8"),
@@ -78,40 +58,14 @@ CAPABILITIES: dict[ComputeCapability, Capability] = {
         native_formats=(*_BASE, *_FP8, "fp8_1x128"),
         note="fp8 by wgmma, TN operands only; no block-scaled MMA",
     ),
-    (10, 0): Capability(
-        architecture="Blackwell",
-        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
-        has_tcgen05=True,
-        note="tcgen05 block_scale; torch rejects fp8 1x128 here: use mxfp8",
+    (10, 0): replace(_TCGEN05, note="tcgen05 block_scale; torch rejects fp8 1x128 here: use mxfp8"),
+    (10, 1): replace(_TCGEN05, note="Thor; numbered 11.0 from CUDA 13 on"),
+    (10, 3): replace(_TCGEN05, architecture="Blackwell Ultra", note="as 10.0 with a higher fp4 rate"),
+    (11, 0): replace(_TCGEN05, note="Thor; numbered 10.1 before CUDA 13"),
+    (12, 0): replace(
+        _BLACKWELL, note="mma.sync block_scale, no tcgen05 and no tensor memory: sm_100 kernels do not run"
     ),
-    (10, 1): Capability(
-        architecture="Blackwell",
-        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
-        has_tcgen05=True,
-        note="Thor; numbered 11.0 from CUDA 13 on",
-    ),
-    (10, 3): Capability(
-        architecture="Blackwell Ultra",
-        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
-        has_tcgen05=True,
-        note="as 10.0 with a higher fp4 rate",
-    ),
-    (11, 0): Capability(
-        architecture="Blackwell",
-        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
-        has_tcgen05=True,
-        note="Thor; numbered 10.1 before CUDA 13",
-    ),
-    (12, 0): Capability(
-        architecture="Blackwell",
-        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
-        note="mma.sync block_scale, no tcgen05 and no tensor memory: sm_100 kernels do not run",
-    ),
-    (12, 1): Capability(
-        architecture="Blackwell",
-        native_formats=_BASE + _FP8 + _BLOCK_SCALED,
-        note="as 12.0 (GB10)",
-    ),
+    (12, 1): replace(_BLACKWELL, note="as 12.0 (GB10)"),
 }
 
 
@@ -135,13 +89,8 @@ def capability_of(compute_capability: ComputeCapability) -> Capability:
     older = [cc for cc in CAPABILITIES if cc[0] == major and cc[1] < minor]
     if older:
         base = max(older)
-        found = CAPABILITIES[base]
-        return Capability(
-            architecture=found.architecture,
-            native_formats=found.native_formats,
-            has_tcgen05=found.has_tcgen05,
-            note=f"{major}.{minor} is not in the table: taken as {base[0]}.{base[1]}",
-        )
+        note = f"{major}.{minor} is not in the table: taken as {base[0]}.{base[1]}"
+        return replace(CAPABILITIES[base], note=note)
     if major < 8:
         formats: tuple[str, ...] = ("fp32", "fp16") if major == 7 else ("fp32",)
         return Capability(architecture="before Ampere", native_formats=formats, note="too old for bf16 tensor cores")
@@ -170,16 +119,8 @@ def reason_not_native(format_name: str, compute_capability: ComputeCapability) -
     label = f"sm_{compute_capability[0]}{compute_capability[1]}"
     if format_name == "fp8_1x128" and compute_capability >= (10, 0):
         return f"{label}: 1x128 scales are Hopper's; mxfp8 is the native block format here"
-    if format_name.startswith("fp8"):
-        return (
-            f"{label} has no fp8 tensor cores (they came with 8.9)"
-            if compute_capability < (8, 9)
-            else f"{label}: {capability.note}"
-        )
-    if format_name in _BLOCK_SCALED:
-        return (
-            f"{label} has no block-scaled MMA (it came with 10.0)"
-            if compute_capability < (10, 0)
-            else f"{label}: {capability.note}"
-        )
+    if format_name.startswith("fp8") and compute_capability < (8, 9):
+        return f"{label} has no fp8 tensor cores (they came with 8.9)"
+    if format_name in _BLOCK_SCALED and compute_capability < (10, 0):
+        return f"{label} has no block-scaled MMA (it came with 10.0)"
     return f"{label}: {capability.note}"
