@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -37,16 +38,8 @@ def _eager(model: nn.Module) -> Callable[..., Any]:
     return model
 
 
-def _compiled(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model)
-
-
-def _autotuned(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, mode="max-autotune-no-cudagraphs")
-
-
-def _autotuned_graphs(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, mode="max-autotune")
+def _compiled(model: nn.Module, mode: str | None = None) -> Callable[..., Any]:
+    return torch.compile(model, mode=mode)
 
 
 def _torchao(recipe: str) -> Callable[[nn.Module], Callable[..., Any]]:
@@ -81,10 +74,6 @@ def _liger(model: nn.Module, how: Callable[[nn.Module], Callable[..., Any]] = _e
             elif isinstance(child, MLP):
                 child.__dict__["forward"] = _liger_mlp(child, silu_mul)
     return how(_LigerLlama(model, fused_loss))
-
-
-def _liger_compiled(model: nn.Module) -> Callable[..., Any]:
-    return _liger(model, _compiled)
 
 
 def _patched_apart(
@@ -149,8 +138,12 @@ PEERS = {
     for peer in (
         Peer(name="eager", about="PyTorch, not compiled", build=_eager),
         Peer(name="torch", about="torch.compile, default", build=_compiled),
-        Peer(name="torch-max", about="torch.compile, max-autotune without CUDA graphs", build=_autotuned),
-        Peer(name="torch-max-cg", about="torch.compile, max-autotune", build=_autotuned_graphs),
+        Peer(
+            name="torch-max",
+            about="torch.compile, max-autotune without CUDA graphs",
+            build=partial(_compiled, mode="max-autotune-no-cudagraphs"),
+        ),
+        Peer(name="torch-max-cg", about="torch.compile, max-autotune", build=partial(_compiled, mode="max-autotune")),
         Peer(name="torchao", about="torchao tensorwise, compiled", build=_torchao("tensorwise"), uses_fp8=True),
         Peer(name="torchao-row", about="torchao rowwise, compiled", build=_torchao("rowwise"), uses_fp8=True),
         Peer(
@@ -160,7 +153,11 @@ PEERS = {
             uses_fp8=True,
         ),
         Peer(name="liger", about="Liger kernels, not compiled", build=_liger),
-        Peer(name="liger-compiled", about="Liger kernels, the rest by torch.compile", build=_liger_compiled),
+        Peer(
+            name="liger-compiled",
+            about="Liger kernels, the rest by torch.compile",
+            build=partial(_liger, how=_compiled),
+        ),
     )
 }
 

@@ -5,6 +5,7 @@ field without a default raises `ConfigError` that names the place, so a foreign 
 """
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -23,6 +24,14 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return [encode(item) for item in value]
     return value
+
+
+def read_json(text: str, name: str) -> Any:
+    """The data of a JSON text that `name`.to_json wrote. Raises ConfigError where it is no JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"text: not JSON ({error}); pass what {name}.to_json returned") from error
 
 
 def _is_default(field: dataclasses.Field[Any], item: object) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 from deepwell.errors import ConfigError
 from deepwell.graph.table import text_table
 from deepwell.hardware.capability import FORMATS
-from deepwell.hardware.codec import decode, encode
+from deepwell.hardware.codec import decode, encode, read_json
 from deepwell.hardware.parts import Fabric, Figure, Gpu, Host, gib
 
 SCHEMA = 1
@@ -108,11 +108,7 @@ class Hardware:
     @classmethod
     def from_json(cls, text: str) -> "Hardware":
         """The value behind `to_json`'s output. Raises `ConfigError` for anything else."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"text: not JSON ({error}); pass what Hardware.to_json returned") from error
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(text, "Hardware"))
 
     def __str__(self) -> str:
         return _text(self)
@@ -178,7 +174,10 @@ def _speeds(hw: Hardware) -> list[str]:
     for label, figure, unit in (
         ("memory bandwidth", gpu.figure("memory_gb_per_s"), "GB/s"),
         ("copy, read + write", gpu.figure("copy_gb_per_s"), "GB/s"),
-        *((f"{peak.rate} peak, dense", _peak(peak.tflops, peak.source), "TFLOP/s") for peak in gpu.peaks),
+        *(
+            (f"{peak.rate} peak, dense", Figure(value=peak.tflops, tier="spec", source=peak.source), "TFLOP/s")
+            for peak in gpu.peaks
+        ),
     ):
         if figure is not None:
             rows.append([label, _number(figure.value, unit), figure.tier, _short(figure.source)])
@@ -190,10 +189,6 @@ def _speeds(hw: Hardware) -> list[str]:
         rows.append([f"{curve.format} GEMM, {shapes}", span, curve.tier, _short(curve.source)])
     rows += [[f"{name} GEMM", "not available", "measured", _short(reason)] for name, reason in gpu.unavailable]
     return text_table(rows, indent="") if len(rows) > 1 else ["no speeds known: run `deepwell probe --measure`"]
-
-
-def _peak(tflops: float, source: str) -> Figure:
-    return Figure(value=tflops, tier="spec", source=source)
 
 
 def _formats(hw: Hardware) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.hardware.codec import read_json
 
 GIB = 1 << 30
 
@@ -147,10 +148,7 @@ class Estimate:
 
     @classmethod
     def from_json(cls, text: str) -> Estimate:
-        try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"text: not JSON ({error}); pass what Estimate.to_json returned") from error
+        return cls.from_dict(read_json(text, "Estimate"))
 
     def __str__(self) -> str:
         lines = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import decode, encode
+from deepwell.hardware.codec import decode, encode, read_json
 
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
@@ -181,7 +181,4 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"text: not JSON ({error}); pass what Layout.to_json returned") from error
+        return cls.from_dict(read_json(text, "Layout"))

@@ -22,6 +22,11 @@ from deepwell.planner.search.sensitivity import Sensitivity, overlap_effects, se
 _SHOWN_RANKS = 8
 _SHOWN_REJECTED = 12
 _SHOWN_CHANGES = 16
+# Of a layout, those that `diff` compares.
+_LAYOUT_FIELDS = (
+    "dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "sharding", "sequence_parallel", "schedule", "virtual_stages",
+    "micro_batch", "recompute", "offload", "overlap", "context_parallel_kind", "cuda_graphs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,17 +258,7 @@ def _fields(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
     yield both("capacity factor", lambda p: p.workload.capacity_factor)
     yield both("stack", lambda p: p.stack.name)
     yield both("GPUs", lambda p: p.gpus)
-    for name in ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "sharding", "sequence_parallel", "schedule"):
-        yield both(name, lambda p, n=name: getattr(p.layout, n))
-    for name in (
-        "virtual_stages",
-        "micro_batch",
-        "recompute",
-        "offload",
-        "overlap",
-        "context_parallel_kind",
-        "cuda_graphs",
-    ):
+    for name in _LAYOUT_FIELDS:
         yield both(name, lambda p, n=name: getattr(p.layout, n))
     yield both("stage layers", _layers)
     yield both("kernels", lambda p: ", ".join(dict.fromkeys(choice.kernel for choice in p.kernels)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import decode, encode
+from deepwell.hardware.codec import decode, encode, read_json
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import KernelChoice
 from deepwell.planner.estimate_values import Estimate, StageMemory
@@ -207,11 +207,7 @@ class PlanValues:
 
     @classmethod
     def from_json(cls: type[_Self], text: str) -> _Self:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"text: not JSON ({error}); pass what Plan.to_json returned") from error
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(text, "Plan"))
 
 
 def _read_limits(data: Any) -> Constraints:

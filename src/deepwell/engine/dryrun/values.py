@@ -11,7 +11,7 @@ from typing import Any, Literal
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
 from deepwell.graph.table import WIDTH, text_table
-from deepwell.hardware.codec import decode, encode
+from deepwell.hardware.codec import decode, encode, read_json
 from deepwell.planner.estimate_values import GIB
 from deepwell.planner.plan import Plan
 from deepwell.planner.step_memory import KINDS, Moment, RankTimeline
@@ -188,11 +188,7 @@ class DryRun(Findings):
 
     @classmethod
     def from_json(cls, text: str) -> DryRun:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"text: not JSON ({error}); pass what DryRun.to_json returned") from error
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(text, "DryRun"))
 
 
 # ---- as text ----

@@ -337,8 +337,6 @@ def _sharding(record: Record, stack: str, dp: int) -> tuple[Sharding, int]:
         return "zero3", max(1, dp * (record.count("tp") or 1) // 64)
     if kind.startswith("none") or "no zero" in kind or "zero-0" in kind:
         return "ddp", 1
-    if not kind and stack == "megatron-deepspeed":
-        return "zero1", 1
     return "zero1", 1
 
 

@@ -47,7 +47,8 @@ def no_fit(space: Space, found: Found) -> DeepwellError:
             "; ".join(dict.fromkeys(r.reason for r in found.refused)) or "no layout divides batch, GPUs and layers"
         )
         return ConfigError(
-            f"no layout of {space.hw.num_gpus} GPUs is possible with constraints {_given(space)}: {reasons}"
+            f"no layout of {space.hw.num_gpus} GPUs is possible with constraints {space.constraints.describe()}: "
+            f"{reasons}"
         )
     nearest = found.misses[0]
     limit = space.limit_gib or 0.0
@@ -59,10 +60,6 @@ def no_fit(space: Space, found: Found) -> DeepwellError:
     if remedies:
         message += ". It would fit with: " + "; or ".join(remedies)
     return PlanError(message)
-
-
-def _given(space: Space) -> str:
-    return space.constraints.describe()
 
 
 def _remedies(space: Space, nearest: Scored) -> list[str]:

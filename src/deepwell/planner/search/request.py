@@ -91,7 +91,9 @@ def moe_settings(ir: IR, moe: Mapping[str, Any] | None) -> tuple[dict[str, Any],
         return {}, [] if not moe else [f"moe={dict(moe)} changes nothing: {ir.name} has no experts"]
     for key, have in (("experts", facts.experts), ("top_k", facts.top_k)):
         if key in moe and set(have) != {moe[key]}:
-            raise ConfigError(f"moe: {key} is {moe[key]!r}; the MoE blocks of {ir.name} have {_listed(have)}")
+            raise ConfigError(
+                f"moe: {key} is {moe[key]!r}; the MoE blocks of {ir.name} have {' and '.join(map(str, have))}"
+            )
     settings: dict[str, Any] = {}
     for key in ("capacity_factor", "imbalance"):
         if moe.get(key) is not None:
@@ -106,7 +108,3 @@ def moe_settings(ir: IR, moe: Mapping[str, Any] | None) -> tuple[dict[str, Any],
         return settings, [f"capacity_factor {capacity:g} drops nothing at an imbalance of "
                           f"{settings.get('imbalance', 1.0):g}; moe's imbalance says what to expect"]  # fmt: skip
     return settings, []
-
-
-def _listed(values: tuple[int, ...]) -> str:
-    return " and ".join(map(str, values))
