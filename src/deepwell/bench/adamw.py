@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepwell.bench.attention import milliseconds
 from deepwell.bench.environment import environment
+from deepwell.bench.families import FamilyModel
 from deepwell.bench.models import RaceModel
 from deepwell.bench.progress import bar
 from deepwell.bench.ran import profile
@@ -21,15 +22,12 @@ from deepwell.train.adamw.optimizer import AdamWDW
 _BYTES = 2 + 2 * 2 + 2 * 2 * 2
 
 
-def shapes_of(model: RaceModel) -> list[tuple[int, ...]]:
+def shapes_of(model: RaceModel | FamilyModel) -> list[tuple[int, ...]]:
     """The parameters' shapes, without making them."""
-    with torch.device("meta"):
-        from deepwell.bench.llama import Llama
-
-        return [tuple(p.shape) for p in Llama(model.config).parameters()]
+    return [tuple(parameter.shape) for parameter in model.on_meta().parameters()]
 
 
-def run_adamw(model: RaceModel, device: str = "cuda", *, rounds: int = 10) -> dict[str, Any]:
+def run_adamw(model: RaceModel | FamilyModel, device: str = "cuda", *, rounds: int = 10) -> dict[str, Any]:
     """One step of each optimizer in turns, on parameters and gradients of its own."""
     rows: list[dict[str, Any]] = []
     steps: dict[str, Any] = {}

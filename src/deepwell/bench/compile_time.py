@@ -6,7 +6,6 @@ Run as a module it is that process: it makes one model and one entrant, takes a 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deepwell.bench.environment import environment
+from deepwell.bench.environment import child_environment, environment
 from deepwell.bench.peers import PEERS
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
@@ -45,8 +44,7 @@ def run_compile(model: str, entrants: list[str], device: str, *, timeout: float 
 def _in_process(model: str, entrant: str, device: str, folder: str, timeout: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "deepwell.bench.compile_time", model, entrant, device]
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "DEEPWELL_CACHE_DIR": "deepwell"}
-    env = {**os.environ, **{name: str(Path(folder) / place) for name, place in caches.items()}}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    env = child_environment({name: str(Path(folder) / place) for name, place in caches.items()})
     try:
         run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

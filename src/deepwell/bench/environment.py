@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ def environment() -> dict[str, Any]:
         facts["capability"] = list(torch.cuda.get_device_capability())
         facts["driver"] = _driver()
     return facts
+
+
+def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of a process that finds these very sources, installed or not."""
+    env = {**os.environ, **(more or {})}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return env
 
 
 def one_line(facts: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepwell.bench.families import PREFIX, WIDTHS, FamilyModel, family_model
 from deepwell.bench.llama import Llama, LlamaConfig
 from deepwell.errors import ConfigError
 
@@ -38,6 +39,20 @@ class RaceModel:
         kv = c.num_kv_heads * c.head_width
         layer = 2 * c.width**2 + 2 * c.width * kv + 3 * c.width * c.hidden + 2 * c.width
         return c.num_layers * layer + 2 * c.vocab * c.width + c.width
+
+    @property
+    def head(self) -> str:
+        """The path of the linear that makes logits."""
+        return "lm_head" if self.is_huggingface else "head"
+
+    def small(self, seq_len: int) -> RaceModel:
+        """The same model on one short sequence."""
+        return replace(self, batch=1, seq_len=min(seq_len, self.seq_len))
+
+    def on_meta(self) -> nn.Module:
+        """The model without memory; Hugging Face's has parameters of the same shapes."""
+        with torch.device("meta"):
+            return Llama(self.config)
 
     def resident_bytes(self) -> int:
         """bf16 weights and two bf16 moments: what stays between steps."""
@@ -118,8 +133,12 @@ MODELS = {
 }
 
 
-def race_model(name: str) -> RaceModel:
-    """The model of that name. Raises ConfigError where there is none."""
+def race_model(name: str, *, batch: int | None = None, seq_len: int | None = None) -> RaceModel | FamilyModel:
+    """The model of that name, on a batch of its own unless one is given. Raises ConfigError where there is none."""
+    if name.startswith(PREFIX):
+        return family_model(name, batch=batch, seq_len=seq_len)
     if name not in MODELS:
-        raise ConfigError(f"--model is {name!r}; the race has {', '.join(MODELS)}")
-    return MODELS[name]
+        families = f"{PREFIX}NAME[:layers], such as {', '.join(PREFIX + width for width in list(WIDTHS)[:3])}"
+        raise ConfigError(f"--model is {name!r}; the race has {', '.join(MODELS)} and {families}")
+    model = MODELS[name]
+    return replace(model, batch=batch or model.batch, seq_len=seq_len or model.seq_len)

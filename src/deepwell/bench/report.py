@@ -62,7 +62,13 @@ def step_table(result: dict[str, Any]) -> str:
         f"{result['model']}: {result['parameters'] / 1e9:.3f}e9 parameters, {result['tokens']:,} tokens a step, "
         f"forward + backward + AdamW; medians of {result['samples']} steps, {result['order']}"
     )
-    return _page(title, cells, result)
+    checked = [(row["name"], row["gradients"]) for row in rows if row.get("gradients")]
+    lines = [
+        f"{name}: gradients of one sequence of {found['tokens']} have cosine {found['cosine']:.5f} with eager's, "
+        f"the lowest {found['lowest cosine']:.5f} ({found['lowest of']})"
+        for name, found in checked
+    ]
+    return "\n".join([_page(title, cells, result), *lines])
 
 
 def kernel_table(result: dict[str, Any]) -> str:

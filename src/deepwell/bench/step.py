@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
+from deepwell.bench.families import FamilyModel
+from deepwell.bench.gradients import against_eager
 from deepwell.bench.models import RaceModel
 from deepwell.bench.peers import Peer
 from deepwell.bench.progress import bar
@@ -29,6 +31,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.adamw.optimizer import AdamWDW
 
 Entrant = Variant | Peer
+Model = RaceModel | FamilyModel
 OPTIMIZERS = ("auto", "torch", "dw")
 WARMUP = 3
 
@@ -44,6 +47,7 @@ class StepOptions:
     order: str = "auto"
     kernels: int = 40  # of the profile, the longest
     seed: int = 0
+    gradients: bool = False  # compare those of Deepwell's own with eager's, on one short sequence
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -76,13 +80,14 @@ class StepRow:
     claims: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # of the engine
+    gradients: dict[str, Any] | None = None  # against eager's
     note: str = ""
 
 
 class Trainee:
     """An entrant that is built and warm: `step` trains once more."""
 
-    def __init__(self, entrant: Entrant, model: RaceModel, options: StepOptions, *, warmup: int = WARMUP) -> None:
+    def __init__(self, entrant: Entrant, model: Model, options: StepOptions, *, warmup: int = WARMUP) -> None:
         self.entrant, self.model, self.device = entrant, model, options.device
         self.row = StepRow(model=model.name, name=entrant.name)
         self.times: list[float] = []
@@ -151,8 +156,7 @@ class Trainee:
         if isinstance(self.entrant, Peer):
             return peer_claims(self.entrant.uses_fp8)
         assert self.engine is not None
-        head = "lm_head" if self.model.is_huggingface else "head"
-        claims = engine_claims(self.engine.options.schemes, self.row.passes, head)
+        claims = engine_claims(self.engine.options.schemes, self.row.passes, self.model.head)
         if isinstance(self.optimizer, AdamWDW):
             claims.append(Claim(text="adamw_dw", pattern=r"_adamw\w*_kernel"))
         return claims
@@ -175,12 +179,12 @@ def _optimizer(net: torch.nn.Module, is_deepwell: bool, options: StepOptions) ->
     return torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
 
 
-def fits_together(model: RaceModel, entrants: int, free_bytes: int) -> bool:
+def fits_together(model: Model, entrants: int, free_bytes: int) -> bool:
     """Whether that many copies of weights and moments leave half of the memory for one step."""
     return entrants * model.resident_bytes() <= 0.5 * free_bytes
 
 
-def run_steps(model: RaceModel, entrants: Sequence[Entrant], options: StepOptions) -> dict[str, Any]:
+def run_steps(model: Model, entrants: Sequence[Entrant], options: StepOptions) -> dict[str, Any]:
     """Measure all entrants; the table as JSON: environment, options, rows in the order of the entrants."""
     if not entrants:
         raise ConfigError("no entrant: name some with --peers or --variants")
@@ -193,10 +197,15 @@ def run_steps(model: RaceModel, entrants: Sequence[Entrant], options: StepOption
         # All entrants share the model's code, and each compiles it for itself.
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=1024):
             rows = measure(model, entrants, options, advance)
+            if options.gradients:
+                _free(options)
+                _check_gradients(model, entrants, options, rows)
     return {
         "bench": "step",
         "environment": environment(),
         "model": model.name,
+        "device": options.device,
+        "batch": f"{model.batch} x {model.seq_len}",
         "tokens": model.tokens,
         "parameters": model.num_params,
         "order": "in turns" if turns else "one by one",
@@ -206,7 +215,7 @@ def run_steps(model: RaceModel, entrants: Sequence[Entrant], options: StepOption
 
 
 def _in_turns(
-    model: RaceModel, entrants: Sequence[Entrant], options: StepOptions, advance: Callable[[float], None]
+    model: Model, entrants: Sequence[Entrant], options: StepOptions, advance: Callable[[float], None]
 ) -> list[StepRow]:
     torch._dynamo.reset()
     rows: list[StepRow] = []
@@ -229,7 +238,7 @@ def _in_turns(
 
 
 def _one_by_one(
-    model: RaceModel, entrants: Sequence[Entrant], options: StepOptions, advance: Callable[[float], None]
+    model: Model, entrants: Sequence[Entrant], options: StepOptions, advance: Callable[[float], None]
 ) -> list[StepRow]:
     rows = []
     for entrant in entrants:
@@ -249,7 +258,18 @@ def _one_by_one(
     return rows
 
 
-def _build(entrant: Entrant, model: RaceModel, options: StepOptions) -> Trainee | StepRow:
+def _check_gradients(model: Model, entrants: Sequence[Entrant], options: StepOptions, rows: Sequence[StepRow]) -> None:
+    """Compare each engine's gradients with eager's, after the race: it must not touch what the race compiles."""
+    for entrant, row in zip(entrants, rows, strict=True):
+        if isinstance(entrant, Variant) and row.ms is not None:
+            torch._dynamo.reset()
+            found, wrong = against_eager(model, entrant, options.device)
+            row.gradients = found
+            row.problems += wrong
+            _free(options)
+
+
+def _build(entrant: Entrant, model: Model, options: StepOptions) -> Trainee | StepRow:
     """The entrant ready to run, or the row that says why it cannot."""
     try:
         return Trainee(entrant, model, options)

@@ -1,5 +1,6 @@
 """Ways to run a model through Deepwell, by name: a recipe or policy file and words for the options.
 
+default                                                                   dw.compile(model) without an option
 bf16   fp8   fp8_tensor   fp8_1x128   mxfp8   nvfp4   policy.json         the formats
 fp8_head   fp8_wbf16   fp8_tensor_e5m2   mxfp8_emulated                   which GEMMs, gradients, exact emulation
 fp8_cg   fp8_keep   fp8_nolce   fp8_exact   fp8_rowscales   policy.json:cg_nolce    how the engine compiles
@@ -41,6 +42,7 @@ WORDS = {
     "exact": "FP8 products by rows all summed in fp32, not the wgrads alone",
 }
 
+DEFAULT = "default"
 _RECOMPUTE = {"re": "copies", "hidden": "hidden", "keep": "nothing"}
 
 
@@ -56,6 +58,8 @@ class Variant:
     @classmethod
     def parse(cls, name: str) -> Variant:
         """The variant that a name means. Raises ConfigError where it means none."""
+        if name == DEFAULT:
+            return cls(name=name, base=name)
         head, colon, tail = name.partition(":")
         if head.endswith(".json"):
             if not Path(head).is_file():
@@ -66,7 +70,9 @@ class Variant:
         else:
             base, *words = name.split("_")
             if base not in RECIPES or colon:
-                raise ConfigError(f"variant {name!r} is not known: it begins with {', '.join(RECIPES)} or FILE.json")
+                raise ConfigError(
+                    f"variant {name!r} is not known: it is {DEFAULT} or begins with {', '.join(RECIPES)} or FILE.json"
+                )
         scaling = next((word for word in words if word in _SCALINGS), None)
         rest = [word for word in words if word != scaling]
         unknown = [word for word in rest if word not in WORDS]
@@ -86,7 +92,9 @@ class Variant:
         return replace(self, words=self.words - set(words))
 
     def policy(self) -> PrecisionPolicy:
-        """What the variant says of formats, as an open policy."""
+        """What the variant says of formats, as an open policy. Raises ConfigError for "default", which says nothing."""
+        if self.base == DEFAULT:
+            raise ConfigError(f"variant {self.name!r} is dw.compile(model) as it is and has no policy; name a recipe")
         if self.base.endswith(".json"):
             policy = PrecisionPolicy.from_json(Path(self.base).read_text(encoding="utf-8"))
         elif self.base == "fp8":
@@ -108,6 +116,8 @@ class Variant:
 
     def engine(self, model: nn.Module, example_inputs: Any) -> Engine:
         """The model's engine. Raises UnsupportedError where the scaling that the name says is not what would run."""
+        if self.base == DEFAULT:
+            return compile_engine(model)
         return self.engine_of(capture(model, example_inputs))
 
     def engine_of(self, ir: IR) -> Engine:

@@ -30,15 +30,28 @@ def options() -> None:
 @app.command("step")
 def step_command(
     model: Annotated[
-        str, typer.Option("--model", help="8b-4l, hf-8b-4l, 1b-16l, 768-12l, llama3-8b, tiny, hf-tiny.")
+        str,
+        typer.Option(
+            "--model",
+            help="8b-4l, hf-8b-4l, 1b-16l, 768-12l, llama3-8b, tiny, hf-tiny, or hf:NAME[:layers]: a width of "
+            "`bench models`, a config.json, a model type of transformers.",
+        ),
     ] = "8b-4l",
     peers: Annotated[
         str, typer.Option("--peers", help="eager, torch, torch-max, torchao, torchao-row, torchao-row-gw, liger, ...")
     ] = "torch",
     variants: Annotated[
-        str,
-        typer.Option("--variants", help="Deepwell's own: bf16, fp8, fp8_tensor, fp8_cg, fp8_cg_head, FILE.json, ..."),
-    ] = "bf16,fp8",
+        str | None,
+        typer.Option(
+            "--variants",
+            help="Deepwell's own: default (dw.compile without options; of hf:NAME), bf16, fp8, fp8_cg, FILE.json, ...",
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Sequences of a step, not the model's own.")] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens of a sequence.")] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Compare Deepwell's gradients with eager's on a short sequence.")
+    ] = False,
     rounds: Annotated[int, typer.Option("--rounds", help="Turns of each entrant.")] = 5,
     burst: Annotated[int, typer.Option("--burst", help="Timed steps of a turn.")] = 3,
     optimizer: Annotated[
@@ -56,14 +69,17 @@ def step_command(
 ) -> None:
     """Time whole training steps: forward, backward and AdamW."""
     from deepwell.bench.devices import pick_device
+    from deepwell.bench.families import PREFIX
     from deepwell.bench.models import race_model
     from deepwell.bench.peers import parse_peers
     from deepwell.bench.report import step_table
     from deepwell.bench.step import Entrant, StepOptions, run_steps
-    from deepwell.bench.variants import parse_variants
+    from deepwell.bench.variants import DEFAULT, parse_variants
 
     _check_file(json_file)
-    race = race_model(model).with_layers_checkpointed(checkpoint_layers)
+    race = race_model(model, batch=batch, seq_len=seq_len).with_layers_checkpointed(checkpoint_layers)
+    if variants is None:
+        variants = DEFAULT if model.startswith(PREFIX) else "bf16,fp8"
     entrants: list[Entrant] = [*parse_peers(peers), *parse_variants(variants)]
     how = StepOptions(
         device=pick_device(device),
@@ -71,8 +87,36 @@ def step_command(
         burst=1 if quick else burst,
         optimizer=optimizer,
         order="one by one" if one_by_one else "auto",
+        gradients=gradients,
     )
     _show(run_steps(race, entrants, how), step_table, json_file)
+
+
+@app.command("models")
+def models_command(
+    only: Annotated[
+        str, typer.Option("--only", help="Rows, such as gpt2-xl,mixtral:4; also whatever else hf:NAME takes.")
+    ] = "",
+    out: Annotated[Path, typer.Option("--out", help="The folder that keeps a JSON file of each row.")] = Path("models"),
+    resume: Annotated[bool, typer.Option("--resume", help="Do not run rows again that the folder holds.")] = False,
+    rounds: Annotated[int, typer.Option("--rounds", help="Turns of each entrant.")] = 5,
+    burst: Annotated[int, typer.Option("--burst", help="Timed steps of a turn.")] = 3,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds of one row at most.")] = 1800.0,
+    quick: Quick = False,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Race Hugging Face families at real widths: dw.compile(model) without options beside torch.compile."""
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.families import WIDTHS
+    from deepwell.bench.model_table import run_models
+    from deepwell.bench.report import kernel_table
+    from deepwell.bench.step import StepOptions
+
+    _check_file(json_file)
+    names = [name.strip() for name in only.split(",") if name.strip()] or list(WIDTHS)
+    how = StepOptions(device=pick_device(device), rounds=2 if quick else rounds, burst=1 if quick else burst)
+    _show(run_models(names, out, how, resume=resume, timeout=timeout), kernel_table, json_file)
 
 
 @app.command("gemm")
@@ -146,14 +190,14 @@ def compile_command(
     from deepwell.bench.models import race_model
     from deepwell.bench.peers import PEERS
     from deepwell.bench.report import kernel_table
-    from deepwell.bench.variants import Variant
+    from deepwell.bench.variants import DEFAULT, Variant
 
     _check_file(json_file)
     names = [name.strip() for name in entrants.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"--entrants is empty; it takes variants and peers, such as torch,fp8 ({', '.join(PEERS)})")
     for name in names:
-        if name not in PEERS:
+        if name not in (*PEERS, DEFAULT):
             Variant.parse(name).policy()  # a policy file is read here, not first in the process that compiles
     _show(run_compile(race_model(model).name, names, pick_device(device)), kernel_table, json_file)
 

@@ -1,0 +1,354 @@
+"""Hugging Face families with random weights as models of the race: `hf:NAME[:layers]`.
+
+NAME is one of the built-in widths below (the real model's sizes, fewer layers), a local config.json or the folder that
+holds one, or a model type of transformers, which then has the defaults of its config class. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepwell.errors import ConfigError
+
+PREFIX = "hf:"
+# Batch and length of a family that is not in the table.
+_BATCH, _SEQ_LEN = 2, 4096
+# Names of the number of layers in a config.json, first come first served.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Width:
+    """A built-in row: sizes of the real model, the layers that the race keeps of it, and the batch of one step."""
+
+    model_type: str
+    layers: int
+    batch: int
+    seq_len: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _llama_like(hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+# Without dropout, as models of today are trained, and so that losses can be compared.
+_GPT2_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_DEEPSEEK = _llama_like(
+    2048,
+    8192,
+    16,
+    16,
+    129280,
+    moe_intermediate_size=1024,
+    n_routed_experts=64,
+    num_experts_per_tok=8,
+    n_shared_experts=1,
+    n_group=8,
+    topk_group=4,
+    q_lora_rank=768,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    first_k_dense_replace=1,
+    tie_word_embeddings=False,
+)
+_GRANITE = _llama_like(
+    2048,
+    8192,
+    32,
+    8,
+    49155,
+    attention_multiplier=0.015625,
+    embedding_multiplier=12.0,
+    logits_scaling=8.0,
+    residual_multiplier=0.22,
+    tie_word_embeddings=True,
+)
+_GPT2 = {"n_embd": 1600, "n_head": 25, "vocab_size": 50257, **dict.fromkeys(_GPT2_DROPOUTS, 0.0)}
+_UNTIED = {"tie_word_embeddings": False}
+WIDTHS = {
+    "gpt2-xl": Width(model_type="gpt2", layers=8, batch=16, seq_len=1024, settings=_GPT2),
+    "llama3-8b": Width(
+        model_type="llama",
+        layers=4,
+        batch=2,
+        seq_len=8192,
+        settings=_llama_like(4096, 14336, 32, 8, 128256, max_position_embeddings=8192, **_UNTIED),
+    ),
+    "qwen3-8b": Width(
+        model_type="qwen3",
+        layers=4,
+        batch=2,
+        seq_len=8192,
+        settings=_llama_like(4096, 12288, 32, 8, 151936, head_dim=128, max_position_embeddings=40960, **_UNTIED),
+    ),
+    "qwen2.5-1.5b": Width(
+        model_type="qwen2",
+        layers=8,
+        batch=4,
+        seq_len=4096,
+        settings=_llama_like(1536, 8960, 12, 2, 151936, tie_word_embeddings=True),
+    ),
+    "mistral-7b": Width(
+        model_type="mistral",
+        layers=4,
+        batch=2,
+        seq_len=8192,
+        settings=_llama_like(4096, 14336, 32, 8, 32000, sliding_window=4096, **_UNTIED),
+    ),
+    "gemma2-9b": Width(
+        model_type="gemma2",
+        layers=4,
+        batch=1,
+        seq_len=8192,
+        settings=_llama_like(3584, 14336, 16, 8, 256000, head_dim=256, sliding_window=4096),
+    ),
+    "gemma3-4b": Width(
+        model_type="gemma3_text",
+        layers=6,
+        batch=2,
+        seq_len=4096,
+        settings=_llama_like(2560, 10240, 8, 4, 262208, head_dim=256, sliding_window=1024),
+    ),
+    "olmo2-7b": Width(
+        model_type="olmo2",
+        layers=4,
+        batch=4,
+        seq_len=4096,
+        settings=_llama_like(4096, 11008, 32, 32, 100352, max_position_embeddings=4096, **_UNTIED),
+    ),
+    "gpt-neox-6.9b": Width(
+        model_type="gpt_neox",
+        layers=4,
+        batch=8,
+        seq_len=2048,
+        settings={"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "vocab_size": 50432},
+    ),
+    "phi3-mini": Width(
+        model_type="phi3",
+        layers=4,
+        batch=4,
+        seq_len=4096,
+        settings=_llama_like(3072, 8192, 32, 32, 32064, max_position_embeddings=4096, **_UNTIED),
+    ),
+    "granite-2b": Width(model_type="granite", layers=8, batch=4, seq_len=4096, settings=_GRANITE),
+    "qwen3-30b-a3b": Width(
+        model_type="qwen3_moe",
+        layers=4,
+        batch=2,
+        seq_len=8192,
+        settings=_llama_like(
+            2048,
+            6144,
+            32,
+            4,
+            151936,
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            **_UNTIED,
+        ),
+    ),
+    "mixtral": Width(
+        model_type="mixtral",
+        layers=2,
+        batch=2,
+        seq_len=8192,
+        settings=_llama_like(4096, 14336, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2, **_UNTIED),
+    ),
+    "olmoe": Width(
+        model_type="olmoe",
+        layers=8,
+        batch=4,
+        seq_len=4096,
+        settings=_llama_like(2048, 1024, 16, 16, 50304, num_experts=64, num_experts_per_tok=8, **_UNTIED),
+    ),
+    "deepseek-v3-like": Width(model_type="deepseek_v3", layers=4, batch=2, seq_len=4096, settings=_DEEPSEEK),
+    "gpt-oss-20b": Width(
+        model_type="gpt_oss",
+        layers=4,
+        batch=2,
+        seq_len=4096,
+        settings=_llama_like(
+            2880,
+            2880,
+            64,
+            8,
+            201088,
+            head_dim=64,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            sliding_window=128,
+            **_UNTIED,
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyModel:
+    """A Hugging Face model and the batch that one step trains on; what the race asks of any model."""
+
+    name: str
+    settings: Any  # transformers' config
+    batch: int
+    seq_len: int
+    is_huggingface: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len
+
+    @cached_property
+    def num_params(self) -> int:
+        return sum(parameter.numel() for parameter in self.on_meta().parameters())
+
+    def resident_bytes(self) -> int:
+        """bf16 weights and two bf16 moments: what stays between steps."""
+        return 6 * self.num_params
+
+    @cached_property
+    def head(self) -> str:
+        """The path of the linear that makes logits."""
+        net = self.on_meta()
+        output = net.get_output_embeddings()
+        return next((path for path, module in net.named_modules() if module is output), "lm_head")
+
+    def with_layers_checkpointed(self, count: int) -> FamilyModel:
+        """Itself for a count of 0. Raises ConfigError for any other."""
+        if count:
+            raise ConfigError(f"--checkpoint-layers: {self.name} is Hugging Face's own model; leave it out")
+        return self
+
+    def small(self, seq_len: int) -> FamilyModel:
+        """The same model on one short sequence and without dropout, whose random numbers nobody shares."""
+        settings = deepcopy(self.settings)
+        for key, value in vars(settings).items():
+            if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+                setattr(settings, key, 0.0)
+        return replace(self, settings=settings, batch=1, seq_len=min(seq_len, self.seq_len))
+
+    def on_meta(self) -> Any:
+        """The model without memory."""
+        return self._build("meta")
+
+    def build(self, device: str) -> nn.Module:
+        """The model in bf16 on the device, the same weights for everybody who builds it."""
+        torch.manual_seed(0)
+        net: nn.Module = self._build(device)
+        return net
+
+    def _build(self, device: str) -> Any:
+        transformers = _transformers()
+        with torch.device(device):
+            try:
+                return transformers.AutoModelForCausalLM.from_config(self.settings, dtype=torch.bfloat16)
+            except ValueError as error:
+                kind = self.settings.model_type
+                raise ConfigError(f"--model {self.name}: {kind} is no causal language model: {error}") from error
+
+    def example(self, device: str) -> tuple[Tensor, Tensor]:
+        """Random tokens and the tokens after them."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.batch, self.seq_len + 1)
+        data = torch.randint(0, self.settings.get_text_config().vocab_size, shape, generator=generator).to(device)
+        return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+    def capture_inputs(self, example: tuple[Tensor, Tensor]) -> Any:
+        """The example as `dw.capture` takes it."""
+        return {"input_ids": example[0], "labels": example[0]}
+
+    def loss_of(self, step_fn: Callable[..., Any], example: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of one call."""
+        loss: Tensor = step_fn(input_ids=example[0], labels=example[0]).loss
+        return loss
+
+
+def family_model(name: str, *, batch: int | None = None, seq_len: int | None = None) -> FamilyModel:
+    """The model that `hf:NAME[:layers]` means. Raises ConfigError where it means none."""
+    wanted, layers = name.removeprefix(PREFIX), None
+    head, colon, tail = wanted.rpartition(":")
+    if colon and tail.isdigit():
+        wanted, layers = head, int(tail)
+    if layers == 0 or not wanted:
+        raise ConfigError(f"--model is {name!r}; it is hf:NAME or hf:NAME:layers, such as hf:llama3-8b:4")
+    for option, value in (("--batch", batch), ("--seq-len", seq_len)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} is {value}; it is at least 1")
+    width = WIDTHS.get(wanted.lower())
+    if width is not None:
+        settings = _settings(width.model_type, {**width.settings, **_context(width)}, layers or width.layers)
+        batch, seq_len = batch or width.batch, seq_len or width.seq_len
+    elif Path(wanted).exists():
+        settings = _from_file(Path(wanted), layers)
+        wanted = Path(wanted).parent.name if Path(wanted).is_file() else Path(wanted).name
+    else:
+        settings = _settings(wanted, {}, layers)
+    settings.use_cache = False
+    limit = getattr(settings.get_text_config(), "max_position_embeddings", None) or _SEQ_LEN
+    shown = f"{PREFIX}{wanted}" + (f":{layers}" if layers else "")
+    return FamilyModel(name=shown, settings=settings, batch=batch or _BATCH, seq_len=seq_len or min(_SEQ_LEN, limit))
+
+
+def _context(width: Width) -> dict[str, Any]:
+    """Positions up to the row's length at least, where the width does not say how many."""
+    key = "n_positions" if width.model_type == "gpt2" else "max_position_embeddings"
+    return {} if key in width.settings else {key: max(width.seq_len, 1024)}
+
+
+def _settings(model_type: str, values: Mapping[str, Any], layers: int | None) -> Any:
+    """The config of a model type. Sizes by layer follow from the number of layers, so it is there from the start."""
+    transformers = _transformers()
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"--model hf:{model_type} is no built-in width ({', '.join(WIDTHS)}), no file and no model type of "
+            f"transformers {transformers.__version__}"
+        )
+    kind = transformers.CONFIG_MAPPING[model_type]
+    number = {} if layers is None else {kind.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
+    return kind(**values, **number)
+
+
+def _from_file(path: Path, layers: int | None) -> Any:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        model_type = data.pop("model_type")
+    except (OSError, json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"--model: {path} is no config.json with a model_type: {error}") from error
+    if layers is not None:
+        key = next((key for key in _LAYERS if key in data), _LAYERS[0])
+        whole = data.pop(key, None)
+        # What is listed for each layer is cut along with them.
+        data = {k: v[:layers] if isinstance(v, list) and len(v) == whole else v for k, v in data.items()}
+    for unused in ("architectures", "transformers_version", "dtype", "torch_dtype", "auto_map"):
+        data.pop(unused, None)
+    return _settings(model_type, data, layers)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("the Hugging Face models need transformers: pip install transformers") from error
+    return transformers
