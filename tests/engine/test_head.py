@@ -337,3 +337,16 @@ def test_an_fp8_head_of_an_fp32_model_is_computed_and_the_report_says_how(capabi
     reasons = {row.gemm: row.reason for row in engine.report().bindings if row.path == "lm_head"}
     said = [gemm for gemm, reason in reasons.items() if "has no fp32 products with row scales" in reason]
     assert said == ([] if capability[0] == 9 else ["fwd", "dgrad"])
+
+
+@pytest.mark.parametrize("label", [24, -1])
+def test_a_label_outside_the_vocabulary_is_torchs_error(run_pass, label: int) -> None:
+    def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).view(-1, 24), y)
+
+    x, w, _, y = _head_inputs()
+    assert run_pass(loss, _fused, x, w, y.masked_fill(y == 0, -100)).found == (1, 0)
+    y[3] = label
+    for function in (loss, torch.compile(loss, backend=lambda module, _: _fused(module.graph) and module.forward)):
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+            function(x, w, y)

@@ -31,6 +31,8 @@ def compile_graph(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> Callable[..., Any]:
     """Rewrite one captured graph and compile what is left."""
+    if options.see is not None:
+        options.see(options, graph_module, example_inputs)
     options.graphs += 1
     graph, own = graph_module.graph, options.for_one_graph()
     deferred = rewrite(graph_module, example_inputs, own)

@@ -101,7 +101,7 @@ def compile(  # noqa: A001 - the public name
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
 
-    def bind_at(step: int, overrides: Overrides = NO_OVERRIDES) -> tuple[Bound, BackendOptions]:
+    def bind_at(ir: IR, step: int, overrides: Overrides = NO_OVERRIDES) -> tuple[Bound, BackendOptions]:
         resolution = overrides.applied(policy.resolve(ir, step))
         bound = overrides.explained(bind(ir, resolution, device, fallback=fallback), resolution)
         notes = (*elsewhere, *resolution.notes, *missing, *kept)
@@ -109,8 +109,8 @@ def compile(  # noqa: A001 - the public name
 
     if fallback == "strict":
         for step in policy.changes(ir):
-            bind_at(step)  # better now than after a thousand steps
-    bound, first = bind_at(0)
+            bind_at(ir, step)  # better now than after a thousand steps
+    bound, first = bind_at(ir, 0)
     engine = Engine(ir, bound, policy, options=first, device=str(device), bind_at=bind_at, plan=plan)
     if layers is not None:
         engine.recompute(LayerRecompute(ir, layers or None))

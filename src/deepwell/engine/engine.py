@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,13 +31,21 @@ from deepwell.engine.times.ops import measure_calls
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
+from deepwell.graph.lift.called import with_roles_of_call
 from deepwell.graph.ops import GroupedLinear
 from deepwell.planner.plan import Plan
 from deepwell.precision.gemm_format import Precision
 from deepwell.precision.policy import PrecisionPolicy
 
-# What a step's formats are bound to under these overrides, and the options to compile them with.
-BindAt = Callable[[int, Overrides], tuple[Bound, BackendOptions]]
+# What the linears' formats at a step are bound to under these overrides, and the options to compile them with.
+BindAt = Callable[[IR, int, Overrides], tuple[Bound, BackendOptions]]
+
+# Where the roles of linears come from, for the report.
+_PREVIEWS = {
+    False: "roles of linears (head, router ...) are those of the captured graph; the first call's graph decides",
+    True: "roles of linears (head, router ...) are read from names in the module tree; the first call's graph decides",
+}
+_ROLES_OF_CALL = "roles of linears (head, router ...) are those in the graphs of the calls so far"
 
 # Training, evaluation, each mixture of fixed and open sizes: a graph each. Past its limit Dynamo would quietly run the
 # model as it was written, in high precision; here that is an error.
@@ -114,6 +123,7 @@ class Engine(nn.Module):
         self.__dict__["_kept_grads"] = KeptGrads(model.parameters)
         self.__dict__["_bind_at"], self.__dict__["_phases"] = bind_at, {}
         self.__dict__["_changes"] = policy.changes(ir) if bind_at is not None else ()
+        self.__dict__["_is_stale"], self.__dict__["_roles"] = False, _PREVIEWS[ir.source == "static"]
         self._enter(0, bound, options)
 
     def at_step(self, step: int) -> Engine:
@@ -126,7 +136,7 @@ class Engine(nn.Module):
             raise ConfigError(f"step is {step!r}; it must be a whole number from 0 on")
         span = max((change for change in self._changes if change <= step), default=0)
         if span != self.step:
-            self._enter(span, *self._bind_at(span, self.overrides))
+            self._enter(span, *self._bind_at(self.ir, span, self.overrides))
         return self
 
     def override(self, changes: Mapping[Key, str | Precision | None], reason: str) -> Engine:
@@ -146,7 +156,7 @@ class Engine(nn.Module):
         foreign = [row.path for row in overrides.rows if row.path not in known]
         if foreign:
             raise ConfigError(f"overrides name {foreign[0]}, which is no linear layer of {self.ir.name}")
-        bound, options = self._bind_at(self.step, overrides)  # may raise where fallback="strict"
+        bound, options = self._bind_at(self.ir, self.step, overrides)  # may raise where fallback="strict"
         self.__dict__["overrides"] = overrides
         self._enter(self.step, bound, options)
         return self
@@ -158,7 +168,7 @@ class Engine(nn.Module):
         Each GEMM whose signal to noise is below the floor of its formats (`floor_db` replaces them) stays in bf16 from
         the next call on, with that reason in the report; `strict` raises UnsupportedError instead.
         """
-        bound = self.bound if self._bind_at is None else self._bind_at(self.step, self.overrides)[0]
+        bound = self.bound if self._bind_at is None else self._bind_at(self.ir, self.step, self.overrides)[0]
         with self._experts.applied():
             found = check_fragile(self.model, bound, batch, floor_db=floor_db)
         if strict and found.fragile:
@@ -181,10 +191,30 @@ class Engine(nn.Module):
             in_regions = self.regions is not None
             compiled = self.model if in_regions else torch.compile(self.model, backend=_backend(options))
             self._phases[key] = (options, compiled)
+            options.see = _seen_by(self)
         self.__dict__["step"], self.__dict__["bound"] = step, bound
         self.__dict__["options"], self.__dict__["_compiled"] = self._phases[key]
         if self.regions is not None:
             self.regions.enter(self.options)
+
+    def _see(self, options: BackendOptions, graph_module: Any, example_inputs: Sequence[Any]) -> None:
+        """Decide roles by what runs: a graph that shows others than the capture did is compiled for its own formats."""
+        if options is not self.options or self._bind_at is None:
+            return
+        ir = with_roles_of_call(self.ir, graph_module, example_inputs)
+        self.__dict__["_roles"] = _ROLES_OF_CALL
+        if ir is self.ir:
+            return
+        bound, _ = self._bind_at(ir, self.step, self.overrides)
+        bound = without_fragile(bound, self._fragile.values()) if self._fragile else bound
+        others = {path for path in options.rewritten if bound.schemes.get(path) != options.schemes.get(path)}
+        # A graph before this one multiplies some of them in formats of another role: all is compiled anew for the next
+        # call. So are the formats of other steps.
+        self.__dict__["_is_stale"] = self._is_stale or bool(others)
+        options.schemes = bound.schemes
+        self.__dict__["_phases"] = {tuple(sorted(bound.schemes.items())): (options, self._compiled)}
+        self.__dict__["ir"], self.__dict__["bound"] = ir, bound
+        self.__dict__["_changes"] = self.policy.changes(ir)
 
     def use_regions(self, inner: Sequence[str] = ()) -> Regions:
         """Compile each layer by itself from the first call on, and leave what is between them to Python.
@@ -221,8 +251,8 @@ class Engine(nn.Module):
                 own, parameters=lambda: model.named_parameters(remove_duplicate=False), weight_cache=WeightCache()
             )
 
-        def bind_at(step: int, overrides: Overrides) -> tuple[Bound, BackendOptions]:
-            bound, options = self._bind_at(step, overrides)
+        def bind_at(ir: IR, step: int, overrides: Overrides) -> tuple[Bound, BackendOptions]:
+            bound, options = self._bind_at(ir, step, overrides)
             return bound, of_copy(options)
 
         new = Engine(
@@ -278,6 +308,10 @@ class Engine(nn.Module):
         self._check_devices(args, kwargs)
         if not self.options.was_called:
             self._check_sharded()
+        if self._is_stale:
+            self.__dict__["_is_stale"] = False
+            self._phases.clear()
+            self._enter(self.step, *self._bind_at(self.ir, self.step, self.overrides))
         before = dict(counters["graph_break"])
         recomputed = self._recompute.applied() if self._recompute is not None else nullcontext()
         if self.options.cuda_graphs and torch.is_grad_enabled():
@@ -384,7 +418,7 @@ class Engine(nn.Module):
 
     def _notes(self) -> list[str]:
         """What did not go as the bindings say."""
-        notes = []
+        notes = [self._roles]
         if self._changes:
             steps = ", ".join(map(str, self._changes))
             notes.append(f"the policy changes at step {steps}; bound now is what it says of step {self.step}: at_step")
@@ -427,6 +461,18 @@ class Engine(nn.Module):
         except AttributeError:
             found = getattr(self.__dict__["model"], name)
             return functools.partial(generate, self) if name == "generate" else found
+
+
+def _seen_by(engine: Engine) -> Callable[[BackendOptions, Any, Sequence[Any]], None]:
+    """Show graphs to an engine that Dynamo, which keeps the options, must not keep alive."""
+    known = weakref.ref(engine)
+
+    def see(options: BackendOptions, graph_module: Any, example_inputs: Sequence[Any]) -> None:
+        engine = known()
+        if engine is not None:
+            engine._see(options, graph_module, example_inputs)
+
+    return see
 
 
 class EngineOfParts(Engine):

@@ -20,7 +20,7 @@ from deepwell.graph.blocks import Block, Layer
 from deepwell.graph.configs import config_fields
 from deepwell.graph.fusion import FusionSite, fusion_sites
 from deepwell.graph.op_json import op_from_dict, op_to_dict
-from deepwell.graph.ops import DTYPE_BYTES, GroupedLinear, InputSizes, Op, TopK
+from deepwell.graph.ops import DTYPE_BYTES, GEMM_KINDS, GroupedLinear, InputSizes, Op, TopK
 from deepwell.graph.table import OpGroup, fusion_summary, layers_label, op_table, short_count, wrapped
 
 SCHEMA = 1
@@ -154,6 +154,30 @@ class IR:
     def attach(self, module: Any) -> IR:
         """The same IR with a live module, e.g. after reading it from JSON."""
         return replace(self, module=module)
+
+    def with_roles(self, roles: Mapping[str, tuple[str, str]]) -> IR:
+        """The same IR with (role, part) of GEMMs by path, itself where it has them already.
+
+        Layers of one block are alike: what holds for a linear of one holds for all.
+        """
+
+        def changed(op: Op, *places: str) -> Op:
+            named = [f"{place}.{op.name}" if place else op.name for place in places]
+            found = next((roles[path] for path in named if path in roles), (op.role, op.part))
+            is_other = op.kind in GEMM_KINDS and found != (op.role, op.part)
+            return replace(op, role=found[0], part=found[1]) if is_other else op
+
+        places = [[layer.path for layer in self.layers if layer.block == i] for i in range(len(self.blocks))]
+        new = replace(
+            self,
+            stem=tuple(changed(op, "") for op in self.stem),
+            blocks=tuple(
+                Block(ops=tuple(changed(op, *paths) for op in block.ops))
+                for block, paths in zip(self.blocks, places, strict=True)
+            ),
+            tail=tuple(changed(op, "") for op in self.tail),
+        )
+        return self if new == self else new
 
     # ---- JSON ----
 

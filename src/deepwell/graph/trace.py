@@ -311,7 +311,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGra
     for node in nodes:
         node.meta.pop("grapharg", None)  # holds the user's tensors
     _tidy(module)
-    _note_modules(module, model)
+    note_modules(module, model)
     return _TracedGraph(module, placeholders, outputs=outputs)
 
 
@@ -379,7 +379,7 @@ def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGra
     for node in module.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
-    _note_modules(module, model)
+    note_modules(module, model)
     return _TracedGraph(module, tuple(placeholders), outputs=outputs)
 
 
@@ -425,7 +425,7 @@ class TensorNames:
         return Placeholder(node=node.name, kind=kind, names=tuple(names))
 
 
-def _note_modules(module: fx.GraphModule, model: nn.Module) -> None:
+def note_modules(module: fx.GraphModule, model: nn.Module) -> None:
     """Write path and class of each node's innermost module into its meta, alike for every way and torch version."""
     paths = {str(id(m)): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
     for node in module.graph.nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -58,6 +58,8 @@ class BackendOptions:
     # Keep linears in bf16 where FP8 would not be faster ("safe"), or refuse to ("strict"); None measures nothing.
     measure: str | None = None
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
+    # Sees each graph as Dynamo gives it, with its inputs, and may change `schemes` before the passes read them.
+    see: Callable[[BackendOptions, fx.GraphModule, Sequence[Any]], None] | None = None
     kernels: dict[tuple[str, str, str, str], KernelRow] = field(default_factory=dict)
     calls: dict[OpCall, int] = field(default_factory=dict)  # of Deepwell's ops in the compiled graphs
     gains: dict[str, Gain] = field(default_factory=dict)  # by path, as last measured

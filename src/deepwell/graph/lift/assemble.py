@@ -31,9 +31,9 @@ def lift(model: nn.Module, traced: Traced) -> IR:
     return _Assembly(model, traced, found).ir()
 
 
-def find_sites(model: nn.Module, traced: Traced) -> LiftState:
+def find_sites(model: nn.Module, traced: Traced, *, is_whole: bool = True) -> LiftState:
     """Every op of the vocabulary in the graph, with role and part; each finder takes what the ones before it left."""
-    found = LiftState(model, traced, _sizes(traced))
+    found = LiftState(model, traced, _sizes(traced), is_whole=is_whole)
     find_contractions(found)
     find_norms(found)
     find_topk(found)

@@ -42,6 +42,7 @@ class Flow:
         self.ops = {node: without_marks(op_of(node)) for node in self.graph.nodes}
         self._placeholders = traced.by_node()
         self._module_names = _names_of_modules(model)
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._stacks: dict[fx.Node, tuple[str, ...]] = {}
         self.sources: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
@@ -188,6 +189,13 @@ class Flow:
         placeholder = self.placeholder(node)
         assert placeholder is not None and placeholder.kind == "parameter"
         return placeholder.names
+
+    def parameter(self, node: fx.Node) -> nn.Parameter | None:
+        """The model's parameter behind a placeholder, None where the node is none."""
+        placeholder = self.placeholder(node)
+        if placeholder is None or placeholder.kind != "parameter":
+            return None
+        return self._parameters.get(placeholder.name)
 
     # ---- walking ----
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch import fx
+from torch import fx, nn
 
+from deepwell.graph.lift.layers import layer_lists
 from deepwell.graph.lift.site import LiftedSite, LiftState, parent
 
 # What stands between a projection and the op it serves.
@@ -202,15 +203,32 @@ def _mlp_parts(found: LiftState, act: LiftedSite, bent: fx.Node, role: str) -> N
 
 
 def _head(found: LiftState) -> None:
-    """The linear whose values are the loss's logits, or the model's output over the vocabulary."""
+    """The linear whose values are the loss's logits, or that stands last before the model's output.
+
+    The last linear of a part of a model is none: of a graph that does not hold the whole model, and of a module without
+    layers and embeddings (a block, an MLP). There the loss, a weight that is an embedding's, or the width tells.
+    """
+    tables = [m for m in found.flow.model.modules() if isinstance(m, nn.Embedding)]
     vocabularies = {site.facts["vocab"] for site in found.of("embedding")}
-    starts: list[fx.Node] = [read for site in found.of("loss") for read in site.reads or ()]
-    starts += list(found.flow.output.all_input_nodes)
-    for site in found.sites_behind(starts, through=("activation", "loss")):
-        last = site.kind == "linear" and site.role == "other"
-        if last and (
-            site.facts["n"] in vocabularies or any(site.facts["n"] == s.facts["vocab"] for s in found.of("loss"))
-        ):
+    if not found.is_whole and tables:
+        vocabularies.add(max(table.num_embeddings for table in tables))
+    looked_up = [found.flow.parameter(node) for site in found.of("embedding") for node in site.params]
+    embedded = {id(weight) for weight in (*(table.weight for table in tables), *looked_up) if weight is not None}
+    layers = [path for paths in layer_lists(found.flow.model) for path in paths]
+    is_model = found.is_whole and bool(layers or vocabularies)
+    losses = found.of("loss")
+    feeds_loss = set(
+        found.sites_behind([read for site in losses for read in site.reads or ()], through=("activation",))
+    )
+    last = feeds_loss | set(found.sites_behind(found.flow.output.all_input_nodes, through=("activation", "loss")))
+    for site in found.of("linear"):
+        if site.role != "other":
+            continue
+        n = site.facts["n"]
+        is_known = n in vocabularies or any(n == loss.facts["vocab"] for loss in losses)
+        is_outside = not any(site.name == path or site.name.startswith(f"{path}.") for path in layers)
+        is_tied = any(id(found.flow.parameter(node)) in embedded for node in site.params)
+        if is_tied or (site in feeds_loss and is_known) or (site in last and is_outside and (is_known or is_model)):
             site.role, site.part = "head", ""
 
 

@@ -34,9 +34,10 @@ class LiftedSite:
 class LiftState:
     """The sites found so far and which nodes they took; finders add to it in turn."""
 
-    def __init__(self, model: nn.Module, traced: Traced, sizes: Sizes) -> None:
+    def __init__(self, model: nn.Module, traced: Traced, sizes: Sizes, *, is_whole: bool = True) -> None:
         self.flow = Flow(model, traced)
         self.sizes = sizes
+        self.is_whole = is_whole  # whether the graph holds the whole model, and not a piece behind a graph break
         self.sites: list[LiftedSite] = []
         self.owner: dict[fx.Node, LiftedSite] = {}
         self.notes: list[str] = []

@@ -157,7 +157,7 @@ def linear_cross_entropy(
         loss, dx, codes, db = linear_cross_entropy_codes(x_TD, w_VD, target_T, bias_V=bias_V, head=head, chunk=chunk)
         dw = None if codes is None else weight_gradient(codes, dtype=w_VD.dtype)[: w_VD.shape[0]]
         return HeadLoss(loss, dx, dw, db)
-    _check(x_TD, w_VD, target_T, bias_V, head.fp8)
+    _check(x_TD, w_VD, target_T, bias_V, head)
     factor = _factor(target_T, head)
     out = _chunks(x_TD, w_VD, bias_V, target_T, factor, head, _rows_of_chunks(x_TD, w_VD, head, chunk))
     return out._replace(loss=out.loss.sum() * factor)
@@ -178,7 +178,7 @@ def linear_cross_entropy_codes(
     """
     if not head.fp8:
         raise ConfigError("head.fp8 is False; linear_cross_entropy_codes has no codes of a bf16 head")
-    _check(x_TD, w_VD, target_T, bias_V, head.fp8)
+    _check(x_TD, w_VD, target_T, bias_V, head)
     factor = _factor(target_T, head)
     out = _chunks_fp8(x_TD, w_VD, bias_V, target_T, factor, head, _rows_of_chunks(x_TD, w_VD, head, chunk))
     return out._replace(loss=out.loss.sum() * factor)
@@ -200,6 +200,7 @@ def linear_cross_entropy_loss(
 ) -> Tensor:
     """The loss alone, for a forward that nobody differentiates: one GEMM a chunk instead of three."""
     head = head or HeadOptions()
+    _check_labels(target_T, w_VD.shape[0], head.ignore_index)
     factor = _factor(target_T, head)
     total = torch.zeros_like(factor)
     v, w_VD = w_VD.shape[0], _padded(w_VD)
@@ -369,13 +370,22 @@ def _to_place(product_CD: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> No
         torch.mul(product_CD, factor_C.to(product_CD.dtype)[:, None], out=out_CD)
 
 
-def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, fp8: bool) -> None:
+def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, head: HeadOptions) -> None:
     if x_TD.dim() != 2 or w_VD.dim() != 2 or x_TD.shape[1] != w_VD.shape[1]:
         raise ConfigError(f"x_TD {tuple(x_TD.shape)} and w_VD {tuple(w_VD.shape)} must be matrices of equal width")
     if target_T.shape != x_TD.shape[:1]:
         raise ConfigError(f"target_T has shape {tuple(target_T.shape)}; x_TD has {x_TD.shape[0]} rows")
     if bias_V is not None and bias_V.shape != w_VD.shape[:1]:
         raise ConfigError(f"bias_V has shape {tuple(bias_V.shape)}; w_VD has {w_VD.shape[0]} rows")
-    if fp8 and any(size % ALIGNMENT for size in x_TD.shape):
+    if head.fp8 and any(size % ALIGNMENT for size in x_TD.shape):
         sizes = f"T={x_TD.shape[0]}, D={x_TD.shape[1]}"
         raise ConfigError(f"fp8 takes multiples of {ALIGNMENT}, got {sizes}; pad or leave the head in bf16")
+    _check_labels(target_T, w_VD.shape[0], head.ignore_index)
+
+
+def _check_labels(target_T: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raise torch's error on a label that is no word."""
+    if target_T.device.type == "cpu":  # a GPU would have to wait for the answer: there loss and gradients are NaN
+        is_outside = ((target_T < 0) | (target_T >= vocab)) & (target_T != ignore_index)
+        if bool(is_outside.any()):
+            raise IndexError(f"Target {int(target_T[is_outside][0])} is out of bounds.")  # torch's own words

@@ -149,7 +149,8 @@ def _subgraph(node: fx.Node) -> list[fx.Node] | None:
         stack.append((current, True))
         if not is_size:  # a size is known from its symbol, whatever tensor it was read from
             stack += [(parent, False) for parent in current.all_input_nodes]
-    return order
+    places = {each: place for place, each in enumerate(node.graph.nodes)}
+    return sorted(order, key=places.__getitem__)  # reads and writes of one tensor as the model has them
 
 
 def _is_written(order: list[fx.Node]) -> bool:

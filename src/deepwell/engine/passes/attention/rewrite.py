@@ -87,10 +87,13 @@ def _set(node: fx.Node, **kwargs: Any) -> None:
 def _keep_kv_heads(node: fx.Node) -> bool:
     """Undo repeat_kv on key and value where both were repeated alike."""
     key, value = (_unrepeated(node.args[i]) for i in (1, 2))
-    if key is None or value is None:
+    query = value_of(node.args[0])
+    if key is None or value is None or query is None or query.dim() != 4:
         return False
     if value_of(key).shape[1] != value_of(value).shape[1]:
         return False
+    if query.shape[1] != value_of(node.args[1]).shape[1]:
+        return False  # one head of queries for all of the keys'
     node.args = (node.args[0], key, value, *node.args[3:])
     if node.target is not windowed_attention:
         _set(node, enable_gqa=True)
@@ -111,7 +114,7 @@ def _unrepeated(node: Any) -> fx.Node | None:
         return None  # heads in another order
     source = grown.args[0]
     small, big = value_of(source), value_of(node)
-    if small is None or small.dim() != 4 or value_of(grown).shape[2] != 1:
-        return None
+    if small is None or small.dim() != 4 or value_of(grown).shape != (*small.shape[:2], 1, *small.shape[2:]):
+        return None  # some of the heads, or another axis
     same = small.shape[0] == big.shape[0] and small.shape[2:] == big.shape[2:]
     return source if same and big.shape[1] % small.shape[1] == 0 else None
