@@ -51,12 +51,7 @@ OPTIONS = (
     "num_layers",
 )
 # torch.compile's modes, and whether they ask for CUDA graphs.
-_MODES = {
-    "default": False,
-    "reduce-overhead": True,
-    "max-autotune": True,
-    "max-autotune-no-cudagraphs": False,
-}
+_MODES = {"default": False, "reduce-overhead": True, "max-autotune": True, "max-autotune-no-cudagraphs": False}
 _FLAGS = ("inductor", "fuse_head", "use_cutlass", "measure")
 # Ops between a router's product and its top-k: a cast, a score function, a bias, a view.
 _ROUTER_REACH = 6
@@ -206,10 +201,7 @@ def _num_layers(given: Any) -> int:
 
 
 def ir_of_graph(
-    graph: fx.Graph,
-    names: Mapping[str, tuple[str, ...]],
-    seen: dict[str, int] | None = None,
-    num_layers: int = 0,
+    graph: fx.Graph, names: Mapping[str, tuple[str, ...]], seen: dict[str, int] | None = None, num_layers: int = 0
 ) -> IR:
     """The linears of a graph as an IR: enough for a policy to decide, without edges and costs.
 

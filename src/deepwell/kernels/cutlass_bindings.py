@@ -21,12 +21,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.formats.spec import get_format
 from deepwell.formats.tensor import QuantizedTensor
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.cutlass.library import (
-    ACTIVATIONS,
-    Epilogue,
-    gemm_block_scaled,
-    library_for,
-)
+from deepwell.kernels.cutlass.library import ACTIVATIONS, Epilogue, gemm_block_scaled, library_for
 from deepwell.precision.gemm_format import precision as parse_precision
 
 _MX_BLOCK = 32

@@ -20,12 +20,7 @@ _NAMED = 4  # names in a message
 
 
 def load_checkpoint(
-    path: Path | str,
-    state: TrainState,
-    *,
-    verify: bool = True,
-    round_moments: bool = False,
-    process_group: Any = None,
+    path: Path | str, state: TrainState, *, verify: bool = True, round_moments: bool = False, process_group: Any = None
 ) -> dict[str, Any]:
     """Load weights and optimizer into the live ones, fill `state.rank_state` in place and return the saved meta.
 

@@ -34,7 +34,6 @@ _COMMENT_BYTES = len(_COMMENT) + 64
 _FULL = 0xFFFFFFFF  # a field whose number stands in the zip64 extra
 _PADDING_ID, _ZIP64_ID = 0xD935, 0x0001
 _DATE = (1980 - 1980) << 9 | 1 << 5 | 1  # the first day that a zip can name: a file says nothing of when it was made
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +185,7 @@ class Container:
         return self._view[found.offset : found.end]
 
     def sha256(self, name: str) -> str:
-        return _sha256(self.member(name))
+        return hashlib.sha256(self.member(name)).hexdigest()
 
     def check_hashes(self, wanted: Mapping[str, tuple[int, str]]) -> None:
         """Compare every member with what the manifest says of it."""
@@ -217,7 +216,7 @@ class Container:
             at = member.end
         if not members or members[-1].name != MANIFEST:
             self.refuse(f"{MANIFEST} is missing")
-        sha256 = _sha256(self._view[members[-1].offset : members[-1].end])
+        sha256 = hashlib.sha256(self._view[members[-1].offset : members[-1].end]).hexdigest()
         if self._view[at:] != _end_of_directory(members, sha256):
             if comment != _COMMENT + sha256.encode("ascii"):
                 self.refuse(f"{MANIFEST} does not match its hash: the file was changed or damaged")
@@ -288,10 +287,3 @@ class Container:
         if begin[:1] == b"\x80":
             self.refuse("this is a file of Python objects, which could run code; Deepwell loads none")
         self.refuse("this is no engine")
-
-
-def _sha256(view: memoryview | bytes) -> str:
-    digest = hashlib.sha256()
-    for at in range(0, len(view), _CHUNK):
-        digest.update(view[at : at + _CHUNK])
-    return digest.hexdigest()

@@ -12,17 +12,14 @@ import torch
 from deepwell.artifacts.export.container import MANIFEST, Container
 from deepwell.artifacts.export.plain_json import Refuse, read_json
 from deepwell.artifacts.export.same_engine import EngineOptions, Pin
+from deepwell.artifacts.export.tensor_file import DTYPES
 from deepwell.artifacts.export.weights import Form, expected
 from deepwell.formats.spec import FORMATS
 from deepwell.precision.gemm_format import GEMMS, POLICY_FORMATS
 
 SCHEMA = 1
 KIND = "deepwell.engine"
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
-                 "float8_e4m3fn", "float8_e5m2")
-}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _NAME = re.compile(r"[^\s\x00-\x1f\"'\\/]{1,500}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -69,8 +69,7 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
         for site in group:
             with graph.inserting_before(site.node):
                 new = graph.call_function(
-                    low_precision_linear,
-                    (_input_of(site), [_weight_nk(graph, site)], site.bias, site.scheme),
+                    low_precision_linear, (_input_of(site), [_weight_nk(graph, site)], site.bias, site.scheme)
                 )
             replace(site.node, new)
     return len(sites), merged

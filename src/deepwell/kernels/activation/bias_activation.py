@@ -130,12 +130,7 @@ def bias_activation(
 
 
 def bias_activation_backward(
-    dh_TF: Tensor,
-    x_TF: Tensor,
-    b_F: Tensor,
-    *,
-    options: GluOptions | None = None,
-    config: BackwardConfig | None = None,
+    dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, *, options: GluOptions | None = None, config: BackwardConfig | None = None
 ) -> BiasActivationGrads:
     """Gradients of `bias_activation` at x: of x, as values or FP8 rows, and of the bias."""
     options = options or GluOptions(act="gelu_tanh")

@@ -40,12 +40,7 @@ def philox_words_ref(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) 
     for _ in range(ROUNDS):
         # int64 products wrap, and a masked shift reads their upper word as if they were unsigned.
         high, low = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((low >> 32) & _MASK) ^ c1 ^ k0,
-            low & _MASK,
-            ((high >> 32) & _MASK) ^ c3 ^ k1,
-            high & _MASK,
-        )
+        c0, c1, c2, c3 = (((low >> 32) & _MASK) ^ c1 ^ k0, low & _MASK, ((high >> 32) & _MASK) ^ c3 ^ k1, high & _MASK)
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 

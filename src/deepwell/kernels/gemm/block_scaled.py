@@ -30,11 +30,7 @@ from deepwell.kernels.cutlass import library as cutlass_library
 from deepwell.kernels.device.triton_support import LAUNCH_ERRORS, on_device, runs_kernel, tl, triton
 from deepwell.kernels.tune.out_of_memory import is_shortage
 
-_ELEMENTS: dict[torch.dtype, ElementFormat] = {
-    torch.float8_e4m3fn: E4M3,
-    torch.float8_e5m2: E5M2,
-    torch.uint8: E2M1,
-}
+_ELEMENTS: dict[torch.dtype, ElementFormat] = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1}
 _BLOCKS = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
 CANDIDATES = ("vendor", "triton", "cutlass")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

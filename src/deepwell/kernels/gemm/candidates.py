@@ -283,12 +283,7 @@ def _chains() -> tuple[Candidate, ...]:
     for name in _DTYPES:
         found.append(
             chain(
-                f"torch_{name}",
-                _torch_gemm,
-                precision=name,
-                origin="vendor",
-                trusted=True,
-                refuses=_needs_dtype(name),
+                f"torch_{name}", _torch_gemm, precision=name, origin="vendor", trusted=True, refuses=_needs_dtype(name)
             )
         )
     for name in EMULATED:

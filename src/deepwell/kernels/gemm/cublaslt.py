@@ -158,8 +158,7 @@ def _describe(description: c_void_p, attribute: int, value: Any) -> None:
 def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
     layout = c_void_p()
     _call(
-        "MatrixLayoutCreate",
-        _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows),
+        "MatrixLayoutCreate", _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows)
     )
     return layout
 
@@ -241,13 +240,7 @@ def product_of_codes(
 
 
 def mm_ranked(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    *,
-    out: Tensor,
-    accumulate: bool = False,
-    rank: int = 0,
-    is_static: bool = False,
+    a_MK: Tensor, b_KN: Tensor, *, out: Tensor, accumulate: bool = False, rank: int = 0, is_static: bool = False
 ) -> Tensor:
     """`out = a @ b`, or `out += a @ b`, in bf16. Operands are matrices without gaps, as they are or transposed.
 

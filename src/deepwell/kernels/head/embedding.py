@@ -123,16 +123,7 @@ def _embedding_pieces_kernel(
 
 @triton.jit
 def _embedding_long_kernel(
-    sorted_ptr,
-    dw_ptr,
-    piece_ptr,
-    T,
-    D,
-    V,
-    padding_idx,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sorted_ptr, dw_ptr, piece_ptr, T, D, V, padding_idx, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     # One program: the run that begins in block k and goes on in block k + 1, if one does. There is a block k + 1.
     k = tl.program_id(0)

@@ -264,11 +264,7 @@ def _quantize_both_kernel(
 
 
 def quantize_rows(
-    x_TK: Tensor,
-    *,
-    pow2: bool = True,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    config: RowConfig | None = None,
+    x_TK: Tensor, *, pow2: bool = True, dtype: torch.dtype = torch.float8_e4m3fn, config: RowConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize each row of `x_TK` (fp32, bf16, fp16) with its own scale. Returns `(q_TK, scale_T)`, scales in fp32.
 

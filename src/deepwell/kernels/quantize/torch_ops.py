@@ -125,11 +125,7 @@ register_op(
     wgrad_operands,
     _fake_wgrad_operands,
 )
-register_op(
-    "round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor",
-    rounded,
-    _fake_round_to,
-)
+register_op("round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor", rounded, _fake_round_to)
 
 # ---- one scale per tensor ----
 

@@ -213,12 +213,7 @@ def _choice(problem: Problem, verdicts: Sequence[Verdict], how: str, rules: Rule
     if default and default.us and best.us and best.us >= (1.0 - rules.least_gain) * default.us:
         best = default
     return Choice(
-        problem=problem.key,
-        device=problem.device,
-        kernel=best.name,
-        us=best.us,
-        how=how,
-        verdicts=tuple(verdicts),
+        problem=problem.key, device=problem.device, kernel=best.name, us=best.us, how=how, verdicts=tuple(verdicts)
     )
 
 

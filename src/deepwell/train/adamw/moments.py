@@ -253,12 +253,7 @@ def encode_e4m3(x, encode, drop, noise, IS_ROOT: tl.constexpr, HAS_NOISE: tl.con
         drop = tl.broadcast_to(drop, x.shape)
         if IS_ROOT:
             code = tl.inline_asm_elementwise(
-                _ENCODE_ROOT,
-                "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [top, added, drop],
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=4,
+                _ENCODE_ROOT, "=r,r,r,r,r,r,r,r,r,r,r,r,r", [top, added, drop], dtype=tl.uint8, is_pure=True, pack=4
             )
         else:
             code = tl.inline_asm_elementwise(
