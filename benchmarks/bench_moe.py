@@ -1,11 +1,9 @@
-"""Times of MoE blocks, forward and backward, as Hugging Face runs them and as the engine does; and of its kernels.
+"""Times of the kernels of an FP8 block of experts that stand between its products, configs as rows.
 
-    PYTHONPATH=src python3 benchmarks/bench_moe.py [--json FILE] [--only qwen3|mixtral] [--no-eager] [--no-kernels]
+    PYTHONPATH=src python3 benchmarks/bench_moe.py [--json FILE] [--only qwen3|mixtral]
 
-The blocks of Qwen3-30B-A3B and Mixtral 8x7B (router, experts, sum), bf16 weights, random tokens: Hugging Face's eager
-loop, its grouped_mm, that compiled, Deepwell in bf16 and with FP8 experts. Correctness comes first: outputs and
-gradients against grouped_mm in eager mode. Then every kernel of the FP8 block at these shapes, configs as rows;
-"share" is of the copy bandwidth measured in the same run, TFLOP/s count 2 * rows * N * K of the rows that are routed.
+Blocks, their products and whole steps: `deepwell bench moe`. "share" is of the copy bandwidth measured in the same run,
+TFLOP/s count 2 * rows * N * K of the rows that are routed.
 """
 
 import argparse
@@ -17,21 +15,15 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import group_rows, grouped_gemm
 from deepwell.kernels.experts import quantize_weights as expert_weights
 from deepwell.kernels.experts import swiglu as expert_swiglu
 from deepwell.kernels.quantize.fp8 import quantize_rows
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 from deepwell.kernels.tune.choose import why_rejected
-
-FP8 = "grouped_fp8|grouped_fp8|grouped_fp8"
-# Of outputs and gradients in FP8 against bf16: two products in a row. Routing is the same: the router stays in bf16.
-FLOOR_DB = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +36,6 @@ class Shape:
     experts: int
     top_k: int
     hidden: int
-
-    @property
-    def flops(self) -> int:
-        """Of the experts, forward and backward."""
-        return 3 * 2 * self.tokens * self.top_k * 3 * self.hidden * self.width
 
 
 SHAPES = {
@@ -83,76 +70,6 @@ class Table:
             text += f" {row['gb_s']:8.0f} GB/s {row['share']:6.1%}"
         self.rows.append(row)
         print(text, flush=True)
-
-
-def block_of(shape: Shape) -> nn.Module:
-    """Hugging Face's block with weights of realistic size."""
-    if shape.experts == 8:
-        from transformers import MixtralConfig as Config
-        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
-
-        sizes = {"intermediate_size": shape.hidden, "num_local_experts": shape.experts}
-    else:
-        from transformers import Qwen3MoeConfig as Config
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
-
-        sizes = {"moe_intermediate_size": shape.hidden, "num_experts": shape.experts, "norm_topk_prob": True}
-    config = Config(hidden_size=shape.width, num_experts_per_tok=shape.top_k, **sizes)
-    config._experts_implementation = "grouped_mm"
-    with torch.device("cuda"):
-        block = Block(config).bfloat16()
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return block
-
-
-def deepwell(block: nn.Module, schemes: dict[str, str]) -> tuple[Callable[[Tensor], Tensor], BackendOptions]:
-    options = BackendOptions(schemes=schemes, use_inductor=True, parameters=block.named_parameters)
-
-    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-        return compile_graph(graph, inputs, options)
-
-    return torch.compile(block, backend=backend), options
-
-
-def step(run: Callable[[Tensor], Tensor], block: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """The output and the gradients of the input and of all parameters, by one forward and backward."""
-    y = run(x)
-    return [y, *torch.autograd.grad(y, [x, *block.parameters()], dy)]
-
-
-def bench_block(table: Table, shape: Shape, *, eager: bool) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    block = block_of(shape)
-    names = ["y", "x", *(name for name, _ in block.named_parameters())]
-    x = torch.randn(1, shape.tokens, shape.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn_like(x) * 1e-3
-    experts = {f"experts.{name}": FP8 for name in ("gate_up_proj", "down_proj")}
-    reference = step(block, block, x, dy)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {"grouped_mm": block, "grouped_mm + compile": torch.compile(block)}
-    ways["Deepwell bf16"], _ = deepwell(block, {})
-    ways["Deepwell fp8"], options = deepwell(block, experts)
-    for way, run in ways.items():
-        found = zip(names, reference, step(run, block, x, dy), strict=True)
-        least = {name: sqnr_db(ref.float(), got.float()) for name, ref, got in found}
-        floor = FLOOR_DB if "fp8" in way else FLOOR_DB + 10
-        wrong = {name: f"{db:.1f}" for name, db in least.items() if not db > floor and "gate.weight" not in name}
-        if wrong:
-            raise SystemExit(f"{shape.name}, {way}: dB against grouped_mm below {floor}: {wrong}")
-        print(f"{shape.name:30} {way:44} least {min(least.values()):.1f} dB", flush=True)
-    if options.counts.get("fused_experts") != 1:
-        raise SystemExit(f"{shape.name}: the FP8 block was not fused: {options.remarks or options.counts}")
-    del reference
-    for way, run in ways.items():
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
-        table.add(shape.name, way, lambda run=run: step(run, block, x, dy), flops=shape.flops)
-        table.rows[-1]["peak_gb"] = (torch.cuda.max_memory_allocated() - base) / 1e9
-        print(f"{'':30} {'peak beyond weights and input':44} {table.rows[-1]['peak_gb']:9.2f} GB", flush=True)
-    if eager:
-        block.experts.config._experts_implementation = "eager"
-        table.add(shape.name, "eager loop", lambda: step(block, block, x, dy), flops=shape.flops)
 
 
 def bench_kernels(table: Table, shape: Shape) -> None:
@@ -219,8 +136,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=SHAPES)
-    parser.add_argument("--no-eager", action="store_true", help="leave out the loop over experts, the slowest row")
-    parser.add_argument("--no-kernels", action="store_true", help="blocks alone; each kernel's configs take a minute")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
@@ -229,10 +144,7 @@ def main() -> None:
         raise SystemExit(f"grouped FP8 products fail their self-check here: {reason}")
     table = Table()
     for shape in (SHAPES[args.only],) if args.only else SHAPES.values():
-        bench_block(table, shape, eager=not args.no_eager)
-        torch.cuda.empty_cache()
-        if not args.no_kernels:
-            bench_kernels(table, shape)
+        bench_kernels(table, shape)
         torch.cuda.empty_cache()
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "rows": table.rows}, indent=1) + "\n")

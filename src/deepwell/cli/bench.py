@@ -177,6 +177,29 @@ def adamw_command(
     _show(run_adamw(race_model(model), pick_device(device), rounds=3 if quick else 10), kernel_table, json_file)
 
 
+@app.command("moe")
+def moe_command(
+    only: Annotated[
+        str, typer.Option("--only", help="Rows by block, way, kernels or step, such as qwen3-32k,deepwell-fp8.")
+    ] = "",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one row may take.")] = 300.0,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Time MoE blocks, their kernels and whole MoE steps beside their peers, each row in a process of its own."""
+    from deepwell.bench.devices import pick_device
+    from deepwell.bench.moe.race import run_moe
+    from deepwell.bench.report import kernel_table, write
+
+    _check_file(json_file)
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    keep = None if json_file in (None, "-") else (lambda result: write(result, Path(str(json_file))))
+    result = run_moe(pick_device(device, "--device cpu"), names, timeout_s=timeout, keep=keep)
+    if json_file != "-" and result["kernels"]:
+        typer.echo(kernel_table({**result, "title": "MoE: every kernel of each stage", "rows": result["kernels"]}))
+    _show(result, kernel_table, json_file)
+
+
 @app.command("compile")
 def compile_command(
     model: Annotated[str, typer.Option("--model")] = "8b-4l",

@@ -66,7 +66,7 @@ class ExpertStage:
     k: int
     details: str
     precision: str
-    device: int
+    device: str
 
     @property
     def problem(self) -> Problem:
@@ -77,7 +77,7 @@ class ExpertStage:
             k=self.k,
             precision=self.precision,
             details=self.details,
-            device=f"cuda:{self.device}",
+            device=self.device,
         )
 
 
@@ -167,7 +167,7 @@ def wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
         k=right.shape[1],
         details=f"{rows.ends.shape[0]} experts {gathers}",
         precision=str(left.dtype).removeprefix("torch."),
-        device=left.device.index,
+        device=str(left.device),
     )
     return by_the_fastest(stage, ways, rows)[0]
 
@@ -223,7 +223,7 @@ def _stage(name: str, a: Tensor, w_ENK: Tensor, rows: Rows, details: str) -> Exp
         k=w_ENK.shape[2],
         details=f"{w_ENK.shape[0]} experts {stored} {details}".strip(),
         precision=str(a.dtype).removeprefix("torch."),
-        device=a.device.index,
+        device=str(a.device),
     )
 
 

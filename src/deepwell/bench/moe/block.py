@@ -1,0 +1,197 @@
+"""One row of the MoE race in this process: a block is made, compared with Hugging Face's, timed and weighed.
+
+Run as a module it is the process of one row: it takes SHAPE WAY DEVICE and prints the row as JSON. Every way has the
+same router (softmax in fp32, the largest top_k, their sum 1) before its experts, so that rows differ by experts alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepwell.bench.moe.shapes import KERNELS, SHAPES, TINY, MoEShape
+from deepwell.errors import ConfigError
+from deepwell.formats.metrics import sqnr_db
+from deepwell.kernels.experts import stages
+from deepwell.kernels.experts.activation import ExpertActivation
+from deepwell.kernels.experts.mlp import experts_mlp
+from deepwell.kernels.tune.timing import times_us
+
+# Of outputs and gradients against Hugging Face's in bf16: the same products in another order, and two FP8 products.
+_FLOOR_DB = {"bf16": 30.0, "fp8": 18.0}
+_SKEW = 1.2
+_EXPERTS = {
+    "qwen3_moe": ("qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeConfig"),
+    "olmoe": ("olmoe.modeling_olmoe", "OlmoeExperts", "OlmoeConfig"),
+    "mixtral": ("mixtral.modeling_mixtral", "MixtralExperts", "MixtralConfig"),
+    "gpt_oss": ("gpt_oss.modeling_gpt_oss", "GptOssExperts", "GptOssConfig"),
+}
+GPT_OSS = ExpertActivation(interleaved=True, limit=7.0, alpha=1.702, up_shift=1.0)
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def experts_of(shape: MoEShape, device: str) -> nn.Module:
+    """Hugging Face's experts with products of unit scale."""
+    place, name, config_name = _EXPERTS[shape.family]
+    module = importlib.import_module(f"transformers.models.{place}")
+    config = getattr(importlib.import_module("transformers"), config_name)(
+        hidden_size=shape.width,
+        intermediate_size=shape.ffn,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.experts,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    with torch.device(device):
+        experts: nn.Module = getattr(module, name)(config).bfloat16()
+    for label, parameter in experts.named_parameters():
+        fan_in = shape.ffn if label.startswith("down") else shape.width
+        nn.init.normal_(parameter, std=0.1 if label.endswith("bias") else fan_in**-0.5)
+    experts.config = config
+    return experts
+
+
+def _deepwell(experts: Any, shape: MoEShape, precision: str) -> Experts:
+    is_kn = shape.family == "gpt_oss"
+    activation = GPT_OSS if is_kn else ExpertActivation()
+
+    def run(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        up, down = (w.transpose(1, 2) if is_kn else w for w in (experts.gate_up_proj, experts.down_proj))
+        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if is_kn else (None, None)
+        return experts_mlp(x, up, down, index, weight, biases=biases, activation=activation, precision=precision)
+
+    return run
+
+
+def _liger(experts: Any, shape: MoEShape) -> Experts:
+    if shape.family == "gpt_oss":
+        raise ConfigError("Liger's fused_moe has neither biases nor clamps")
+    try:
+        function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"not installed: {error.name}") from error
+    return lambda x, index, weight: function.apply(x, experts.gate_up_proj, experts.down_proj, index.int(), weight)
+
+
+@contextmanager
+def entered(way: str, experts: Any, shape: MoEShape) -> Iterator[tuple[Experts, bool]]:
+    """(the experts as a way runs them, whether torch.compile goes around the block)."""
+    with stages.only(stages.TORCH) if way == "deepwell-torch" else nullcontext():
+        if way in ("hf-grouped", "hf-eager"):
+            experts.config._experts_implementation = "grouped_mm" if way == "hf-grouped" else "eager"
+            yield experts, way == "hf-grouped"
+        elif way == "liger":
+            yield _liger(experts, shape), False
+        else:
+            yield _deepwell(experts, shape, "fp8" if way.endswith("fp8") else "bf16"), True
+
+
+def block_of(experts: Experts, gate: Tensor, top_k: int) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        weight, index = torch.softmax(F.linear(x, gate).float(), dim=-1).topk(top_k)
+        return experts(x, index, (weight / weight.sum(-1, keepdim=True)).to(x.dtype))
+
+    return run
+
+
+def row_of(shape: MoEShape, way: str, device: str, budget_s: float = 1.0) -> dict[str, Any]:
+    """The row of one way: milliseconds, TFLOP/s, memory, how near it is to Hugging Face's."""
+    experts = experts_of(shape, device)
+    gate = (torch.randn(shape.experts, shape.width) * shape.width**-0.5).to(device, torch.bfloat16).requires_grad_()
+    x = torch.randn(shape.tokens, shape.width).to(device, torch.bfloat16).requires_grad_()
+    dy = torch.randn(shape.tokens, shape.width).to(device, torch.bfloat16)
+    leaves = [x, gate, *experts.parameters()]
+
+    def step(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        y = run(x)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    wanted = step(block_of(experts, gate, shape.top_k))
+    row: dict[str, Any] = {"block": shape.name, "way": way}
+    with entered(way, experts, shape) as (run_experts, compiles):
+        run = block_of(run_experts, gate, shape.top_k)
+        # A CPU tries the command out: what a compiler makes of it is not the question.
+        run = torch.compile(run) if compiles and device == "cuda" else run
+        got = step(run)
+        # The router's own gradient is a difference of large numbers: FP8 leaves little of it.
+        pairs = [(ref, made) for i, (ref, made) in enumerate(zip(wanted, got, strict=True)) if i != 2]
+        row["dB"] = min(sqnr_db(ref, made) for ref, made in pairs)
+        del wanted, got, pairs
+        if not row["dB"] >= _FLOOR_DB["fp8" if way.endswith("fp8") else "bf16"]:
+            row["problems"] = [f"wrong: {row['dB']:.1f} dB against Hugging Face's"]
+        row |= _memory(run, step, x) if device == "cuda" else {}
+        row["forward ms"] = _milliseconds(lambda: run(x), device, budget_s)
+        row["ms"] = _milliseconds(lambda: step(run), device, budget_s)
+        row["TFLOP/s"] = 3e-9 * shape.flops / row["ms"]
+        row["zipf"] = _skewed(run_experts, shape, (x, dy, [x, *experts.parameters()]), budget_s)
+    if way.startswith("deepwell") and device == "cuda":
+        row["kernels"] = stages.chosen()
+    return row
+
+
+def _milliseconds(run: Callable[[], object], device: str, budget_s: float) -> float:
+    for _ in range(3 if device == "cuda" else 1):
+        run()
+    times = sorted(times_us(run, torch.device(device), budget_s if device == "cuda" else 0.02))
+    return 1e-3 * times[len(times) // 2]
+
+
+def _memory(run: Callable[[Tensor], Tensor], step: Callable[..., Any], x: Tensor) -> dict[str, float]:
+    """GB beyond weights and input: at the end of the forward, and at the most."""
+    gc.collect()
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = run(x)
+    kept = torch.cuda.memory_allocated() - base
+    del y
+    step(run)
+    return {"after forward GB": 1e-9 * kept, "peak GB": 1e-9 * (torch.cuda.max_memory_allocated() - base)}
+
+
+def _skewed(run: Experts, shape: MoEShape, given: tuple[Tensor, Tensor, list[Tensor]], budget_s: float) -> float:
+    """Time of the experts alone with choices by Zipf's law over that with even ones."""
+    x, dy, leaves = given
+    took = []
+    for exponent in (0.0, _SKEW):
+        torch.manual_seed(1)
+        likely = -exponent * torch.arange(1, shape.experts + 1).float().log()
+        index = (likely - torch.empty(shape.tokens, shape.experts).exponential_().log()).topk(shape.top_k).indices
+        weight = torch.full(index.shape, 1 / shape.top_k).to(x)
+        given_choices = partial(run, x, index.to(x.device), weight)
+        took.append(_milliseconds(partial(_backward, given_choices, leaves, dy), x.device.type, budget_s))
+    return took[1] / took[0]
+
+
+def _backward(run: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(run(), leaves, dy)
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 3:
+        raise ConfigError(f"a row of the MoE race takes SHAPE WAY DEVICE, got {arguments}")
+    name, way, device = arguments
+    shape = (SHAPES | TINY)[name]
+    if way == KERNELS:
+        from deepwell.bench.moe.kernels import rows_of
+
+        print(json.dumps(rows_of(shape, device)))
+    else:
+        print(json.dumps(row_of(shape, way, device)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""The MoE race: each row in a process of its own with a time limit, kept as soon as it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepwell.bench.environment import environment
+from deepwell.bench.moe.shapes import KERNELS, SHAPES, STEPS, TINY, WAYS
+from deepwell.bench.progress import bar
+from deepwell.errors import ConfigError
+
+_ROOT = Path(__file__).parents[3]
+
+
+def row_names(device: str, only: Sequence[str]) -> list[tuple[str, str]]:
+    """(block, way) of every row, or (model, "step"); `only` names blocks, ways, models, "kernels" or "steps".
+
+    Raises ConfigError on a name that means nothing.
+    """
+    shapes = SHAPES if device == "cuda" else TINY
+    rows = [(shape, way) for shape in shapes for way in (*WAYS, KERNELS)]
+    rows += [(model, "step") for model in STEPS] if device == "cuda" else []
+    known = {name for row in rows for name in row}
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(f"--only {', '.join(unknown)} is no row; rows are named by {', '.join(sorted(known))}")
+    if not only:
+        return rows
+    # Blocks and ways narrow each other.
+    blocks = {name for name in only if name in shapes or name in STEPS}
+    ways = set(only) - blocks
+    return [row for row in rows if (not blocks or row[0] in blocks) and (not ways or row[1] in ways)]
+
+
+def run_moe(
+    device: str,
+    only: Sequence[str] = (),
+    *,
+    timeout_s: float = 300.0,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """All rows. `keep` gets the result after each of them."""
+    title = "MoE: a block's forward and backward; memory beyond weights and input; steps as `deepwell bench step`"
+    result: dict[str, Any] = {"bench": "moe", "title": title, "environment": environment(), "rows": [], "kernels": []}
+    names = row_names(device, only)
+    with bar("moe", len(names)) as advance:
+        for block, way in names:
+            found = _step(block, timeout_s) if way == "step" else _in_process(block, way, device, timeout_s)
+            result["kernels" if way == KERNELS else "rows"] += found
+            _compare(result["rows"])
+            if keep is not None:
+                keep(result)
+            advance(1)
+    return result
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    """Write into each row how much faster it is than the first of its block."""
+    base: dict[str, float] = {}
+    for row in rows:
+        if row.get("ms"):
+            row["speed"] = base.setdefault(row["block"], row["ms"]) / row["ms"]
+
+
+def _in_process(block: str, way: str, device: str, timeout_s: float) -> list[dict[str, Any]]:
+    key = {"block": block, "way": way}
+    made = _last_line([sys.executable, "-m", "deepwell.bench.moe.block", block, way, device], timeout_s)
+    if isinstance(made, str):
+        # A peer may not be installed; ours must run.
+        return [{**key, "note": made} | ({"problems": [made]} if way.startswith(("deepwell", KERNELS)) else {})]
+    return [{"block": block, **row} for row in made] if isinstance(made, list) else [made]
+
+
+def _step(model: str, timeout_s: float) -> list[dict[str, Any]]:
+    """Rows of `deepwell bench step`: torch.compile, Deepwell as it comes, and in bf16."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "step.json"
+        command = [sys.executable, "-m", "deepwell", "bench", "step", "--model", model, "--peers", "torch"]
+        made = _last_line([*command, "--variants", "fp8,bf16", "--json", str(file)], timeout_s)
+        if not file.exists():
+            return [{"block": model, "way": "step", "note": made if isinstance(made, str) else "no result"}]
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    kept = ("ms", "peak_gb", "note", "problems")
+    return [
+        {"block": model, "way": row["name"], **{key: row[key] for key in kept if row.get(key) is not None}}
+        for row in rows
+    ]
+
+
+def _last_line(command: list[str], timeout_s: float) -> Any:
+    """The JSON of the last line that a command prints; in words why there is none."""
+    env = {**os.environ}
+    env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    try:
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not done after {timeout_s:.0f} s"
+    lines = run.stdout.strip().splitlines()
+    if run.returncode or not lines:
+        return f"failed: {(run.stderr.strip().splitlines() or ['no output'])[-1][:200]}"
+    try:
+        return json.loads(lines[-1])
+    except json.JSONDecodeError:
+        return lines[-1][:200]
