@@ -12,6 +12,7 @@ from torch import nn
 
 from deepwell.engine.binding import Target
 from deepwell.engine.engine import Engine
+from deepwell.engine.passes.recompute import WHAT
 from deepwell.errors import ConfigError
 from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR
@@ -100,3 +101,10 @@ def check_sizes(**sizes: Any) -> None:
     for name, value in sizes.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+def check_recompute(recompute: bool | str) -> bool:
+    """Whether whole layers are computed again. Raises ConfigError on a word that is not known."""
+    if not isinstance(recompute, bool) and recompute not in WHAT:
+        raise ConfigError(f"recompute is {recompute!r}; it takes True (whole layers), False, {', '.join(WHAT)}")
+    return recompute is True

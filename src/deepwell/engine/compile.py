@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepwell.engine.arguments import captured, check_flags, check_sizes, notes_on_hardware, policy_of
+from deepwell.engine.arguments import captured, check_flags, check_recompute, check_sizes, notes_on_hardware, policy_of
 from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Target, bind
 from deepwell.engine.engine import Engine
 from deepwell.engine.fragile import check_batch
 from deepwell.engine.overrides import Overrides
-from deepwell.engine.passes.recompute import WHAT
 from deepwell.engine.passes.work import BackendOptions
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.errors import ConfigError, UnsupportedError
@@ -144,13 +143,6 @@ def check_plan(plan: Plan, ir: IR) -> None:
             f"plan is of {plan.model} with {planned.num_layers} layers and {planned.num_params:,} parameters; "
             f"ir has {ir.num_layers} and {ir.num_params:,}: plan for this model"
         )
-
-
-def check_recompute(recompute: bool | str) -> bool:
-    """Whether whole layers are computed again. Raises ConfigError on a word that is not known."""
-    if not isinstance(recompute, bool) and recompute not in WHAT:
-        raise ConfigError(f"recompute is {recompute!r}; it takes True (whole layers), False, {', '.join(WHAT)}")
-    return recompute is True
 
 
 def recomputed_layers(plan: Plan | None, recompute: bool) -> tuple[int | None, list[str]]:
