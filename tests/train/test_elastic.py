@@ -21,6 +21,7 @@ from deepwell.errors import ConfigError, DeepwellError
 from deepwell.train.elastic import StopSignal, Watchdog, World
 from deepwell.train.settings import TrainSettings
 from deepwell.train.starts import FILE, Fence, Journal, Start, last_events, note_end, note_start
+from warm import run_python
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1950: Connection reset by peer"
@@ -137,7 +138,7 @@ def test_the_watchdog_dumps_and_ends_a_process_that_hangs(tmp_path: Path) -> Non
         "    for _ in range(5): dog.alive(); time.sleep(0.2)\n"
         "    print('alive', flush=True)\n    in_here()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = run_python(code, timeout=120)
     assert done.returncode == 75 and done.stdout.split() == ["alive", "told", "True"]
     assert "this rank hangs" in done.stderr and "in_here" in done.stderr
     with Watchdog(0.0) as off:

@@ -1,13 +1,13 @@
 """Checkpoints of several processes: any layout into any other, bit for bit, and no rank waits for a dead one."""
 
-import os
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+
+from warm import Done, run_python
 
 SCRIPT = Path(__file__).parent / "checkpoint_ranks.py"
 
@@ -17,24 +17,16 @@ def launch(world: int, folder: Path, *cases: str, timeout_s: float = 400) -> Non
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(world), str(port), str(folder), *cases],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    print(outputs[0][0])  # seconds of each case
-    failed = [f"rank {n}: {outputs[n][1][-2500:]}" for n, rank in enumerate(ranks) if rank.returncode]
+
+    def run(rank: int) -> Done:
+        return run_python(SCRIPT, str(rank), str(world), str(port), str(folder), *cases, timeout=timeout_s)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        done = list(pool.map(run, range(world)))
+    print(done[0].stdout)  # seconds of each case
+    failed = [f"rank {rank}: {one.stderr[-2500:]}" for rank, one in enumerate(done) if one.returncode]
     assert not failed, "\n".join(failed)
 
 

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -33,6 +31,7 @@ from deepwell.artifacts.checkpoint.staging import Staging
 from deepwell.artifacts.checkpoint.team import Team
 from deepwell.artifacts.checkpoint.writer import failed_job, prepare, run_job
 from deepwell.errors import CheckpointError, ConfigError
+from warm import run_python
 
 HERE = Path(__file__).parent
 
@@ -201,14 +200,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_killed_and_full_in_real_processes(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, str(HERE / "checkpoint_faults.py"), str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    run = run_python(HERE / "checkpoint_faults.py", str(tmp_path / "run"), timeout=120)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["killed"] > 30 and found["new"] > 0 and found["old"] > 15
