@@ -45,11 +45,17 @@ def test_the_command_keeps_each_row_and_fails_where_ours_does_not_run(tmp_path, 
         block, way = command[-3:-1]
         if way == "hf-grouped":
             return {"block": block, "way": way, "ms": 4.0}
-        return {"block": block, "way": way, "ms": 2.0} if way == "deepwell" else "failed: no memory"
+        return (
+            {"block": block, "way": way, "ms": 2.0, "chosen": {"up": "torch"}}
+            if way == "deepwell"
+            else "failed: no memory"
+        )
 
     monkeypatch.setattr(race, "_last_line", last_line)
     made = CliRunner().invoke(app, ["moe", "--device", "cpu", "--only", "tiny", "--json", str(file)])
-    rows = {row["way"]: row for row in json.loads(file.read_text())["rows"]}
+    result = json.loads(file.read_text())
+    rows = {row["way"]: row for row in result["rows"]}
+    assert result["chosen"] == {"tiny deepwell": {"up": "torch"}} and "chosen" not in rows["deepwell"]
     assert [len(rows) for rows in kept[:3]] == [0, 1, 2]
     assert rows["deepwell"]["speed"] == 2.0
     assert made.exit_code == 1 and rows["deepwell-fp8"]["problems"] == ["failed: no memory"]

@@ -48,10 +48,14 @@ def run_moe(
     """All rows. `keep` gets the result after each of them."""
     title = "MoE: a block's forward and backward; memory beyond weights and input; steps as `deepwell bench step`"
     result: dict[str, Any] = {"bench": "moe", "title": title, "environment": environment(), "rows": [], "kernels": []}
+    result["chosen"] = {}
     names = row_names(device, only)
     with bar("moe", len(names)) as advance:
         for block, way in names:
             found = _step(block, timeout_s) if way == "step" else _in_process(block, way, device, timeout_s)
+            for row in found:
+                if chosen := row.pop("chosen", None):
+                    result["chosen"][f"{block} {way}"] = chosen
             result["kernels" if way == KERNELS else "rows"] += found
             _compare(result["rows"])
             if keep is not None:
@@ -82,7 +86,8 @@ def _step(model: str, timeout_s: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "step.json"
         command = [sys.executable, "-m", "deepwell", "bench", "step", "--model", model, "--peers", "torch"]
-        made = _last_line([*command, "--variants", "fp8,bf16", "--json", str(file)], timeout_s)
+        # Three entrants, each of which compiles a model.
+        made = _last_line([*command, "--variants", "fp8,bf16", "--json", str(file)], 3 * timeout_s)
         if not file.exists():
             return [{"block": model, "way": "step", "note": made if isinstance(made, str) else "no result"}]
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
