@@ -109,14 +109,14 @@ def by_runner(
 ) -> Callable[[int], Any]:
     """Steps of a runner: of the whole graph, or of compiled regions under FSDP2 with one rank."""
     engine = compiled(model, device)
-    feed = Feed(engine.model)
+    feed = Feed(engine.deepwell.model)
     if sharding:
         if not dist.is_initialized():
             store = dist.HashStore()
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         meshes = make_meshes(Layout(dp=1, sharding=sharding), device)
-        engine.use_regions()
+        engine.deepwell.use_regions()
         shard(engine, meshes, ParallelSettings())
         runner: Runner = ShardedRunner(engine, feed, torch.device(device), meshes)
     else:

@@ -103,7 +103,7 @@ def race(entry: Entry, device: str, steps: int) -> dict[str, Any]:
 
 def _ways(engine: Any) -> dict[str, int]:
     found: dict[str, int] = {}
-    for row in engine.report().bindings:
+    for row in engine.deepwell.report().bindings:
         label = f"{row.format} as {row.scheme}"
         found[label] = found.get(label, 0) + 1
     return found

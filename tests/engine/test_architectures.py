@@ -52,7 +52,7 @@ def _step(engine: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, flo
         for p in engine.parameters():
             if p.grad is not None:
                 p.sub_(p.grad, alpha=0.05)
-        after = engine.model(**batch).loss
+        after = engine.deepwell.model(**batch).loss
     return loss.item(), after.item()
 
 

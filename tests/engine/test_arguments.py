@@ -124,7 +124,7 @@ def test_an_engine_is_not_compiled_again(model) -> None:
     with pytest.raises(ConfigError, match="holds an Engine at '1'"):
         dw.compile(nn.Sequential(nn.Linear(32, 32), engine))
     x = torch.randn(4, 32)
-    torch.testing.assert_close(dw.compile(engine.model, precision="bf16")(x), model(x))
+    torch.testing.assert_close(dw.compile(engine.deepwell.model, precision="bf16")(x), model(x))
 
 
 def test_a_model_whose_inputs_cannot_be_guessed_is_compiled_without_tracebacks() -> None:

@@ -17,7 +17,7 @@ from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.deferred import DeferredLogits
 from deepwell.engine.engine import Engine
 from deepwell.engine.report import EngineReport
-from deepwell.errors import ConfigError, NumericsError, UnsupportedError
+from deepwell.errors import CaptureError, ConfigError, NumericsError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 
 # fp32 sums in another order: a few last bits.
@@ -68,7 +68,7 @@ def test_copies_still_work() -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU()), torch.randn(4, 32)
     engine = dw.compile(model)
     shallow, deep = copy.copy(engine), copy.deepcopy(engine)
-    assert shallow.model is model and deep.model is not model
+    assert shallow.deepwell.model is model and deep.deepwell.model is not model
     assert_bitwise_equal(shallow(x), engine(x))
     assert_bitwise_equal(deep(x), engine(x))
     assert len(shallow) == len(deep) == 2
@@ -317,14 +317,12 @@ def test_several_shapes_share_one_graph(model) -> None:
 
 def test_too_many_graphs_are_an_error_not_a_slow_model(monkeypatch) -> None:
     # Past its limit Dynamo runs the model as it was written, in high precision, and says so in a log at best.
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    from deepwell.engine import engine as module
+    from deepwell.engine import backend as module
 
     engine, x = dw.compile(MLP(), precision="mxfp8"), torch.randn(4, 20)
     engine(x)
-    monkeypatch.setitem(module._DYNAMO, "recompile_limit", 1)
-    with pytest.raises(FailOnRecompileLimitHit), torch.no_grad():
+    monkeypatch.setattr(module, "MOST_GRAPHS", 1)
+    with pytest.raises(CaptureError, match="was compiled 1 times"), torch.no_grad():
         engine(x)
 
 
@@ -484,8 +482,8 @@ def test_deferred_logits_are_the_models(outputs) -> None:
         lambda t: t.data,
     ):
         got = function(logits)
-        assert type(got) is Tensor
-        assert_bitwise_equal(got, function(value))
+        assert type(got) is Tensor or got is logits  # as `cpu()` is on a CPU
+        assert_bitwise_equal(got.detach(), function(value))
 
 
 def test_gradients_flow_through_deferred_logits(model, batch) -> None:

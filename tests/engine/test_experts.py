@@ -7,7 +7,7 @@ import zoo_models
 
 import deepwell as dw
 from deepwell.engine.binding import GROUPED_FP8, Target, bind
-from deepwell.engine.experts_choice import GroupedExperts
+from deepwell.engine.calls.experts_choice import GroupedExperts
 from deepwell.engine.passes.experts import find_experts, rewrite_experts
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.formats.quantize import quantize

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import deepwell as dw
-from deepwell.engine.kept_grads import KeptGrads
+from deepwell.engine.calls.kept_grads import KeptGrads
 from deepwell.formats.metrics import assert_bitwise_equal
 
 

@@ -30,7 +30,7 @@ def steps(engine: Engine, device: str) -> tuple[list[Tensor], dict[str, int]]:
     found = []
     for _ in range(2):
         engine(tokens).float().square().mean().backward()
-        found += [parameter.grad.clone() for parameter in engine.model.parameters()]
+        found += [parameter.grad.clone() for parameter in engine.deepwell.model.parameters()]
     return found, dict(engine.report().passes)
 
 

@@ -176,7 +176,7 @@ def test_a_word_says_which_copies_the_backward_makes_again() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     for asked, word in ((False, "hidden"), ("copies", "copies"), ("hidden", "hidden"), ("nothing", "nothing")):
         engine = dw.compile(model, precision="bf16", recompute=asked)
-        assert engine.options.recompute == word and engine._recompute is None
+        assert engine.options.recompute == word and engine.deepwell.recomputed is None
     with pytest.raises(ConfigError, match=r"recompute is 'all'; it takes True \(whole layers\), False, nothing"):
         dw.compile(model, precision="bf16", recompute="all")
 

@@ -60,7 +60,7 @@ def test_regions_compute_what_one_graph_does(make: Any, recompute: bool) -> None
     assert (report.passes["cross_entropy"], report.passes["residual_norm"], report.passes["rms_norm"]) == (1, 1, 3)
     assert {b.binding for b in report.bindings} == {b.binding for b in before.bindings}
     # A capture of the model sees the model, not its regions.
-    assert dw.capture(engine.model) == engine.ir
+    assert dw.capture(engine.deepwell.model) == engine.ir
     assert _step(engine)[0] == loss
     assert regions.glue == ("model" if make is _hf else "")
 

@@ -211,10 +211,10 @@ def test_a_fragile_layer_stays_in_bf16_by_itself() -> None:
 
 def test_a_copy_of_an_engine_has_the_same_formats() -> None:
     engine = engine_of(Model(), alternating("mxfp8"))
-    assert_runs_as(engine, engine.model, engine.options.schemes, batch())
+    assert_runs_as(engine, engine.deepwell.model, engine.options.schemes, batch())
     other = copy.deepcopy(engine)
-    assert_runs_as(other, other.model, other.options.schemes, batch())
-    assert other.options.graphs == 2 and other.model is not engine.model
+    assert_runs_as(other, other.deepwell.model, other.options.schemes, batch())
+    assert other.options.graphs == 2 and other.deepwell.model is not engine.deepwell.model
 
 
 def test_new_parameters_have_the_formats_of_their_places() -> None:
@@ -394,7 +394,7 @@ def test_a_layer_that_did_not_run_is_still_named() -> None:
     model = Skips()
     engine = engine_of(model, alternating("mxfp8"))
     schemes = {f"layers.{i}.{name}": MXFP6 if i % 2 else MXFP8 for i in range(LAYERS) for name in ("up", "down")}
-    engine.__dict__["options"].schemes = schemes  # a capture leaves out what does not run
+    engine.deepwell.options.schemes = schemes  # a capture leaves out what does not run
     engine(batch())
     (note,) = [note for note in engine.report().notes if "not met" in note]
     assert note.endswith("layers.4.up, layers.4.down")

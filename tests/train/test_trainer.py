@@ -35,7 +35,7 @@ def test_it_trains_what_a_loop_by_hand_trains(make_trainer: Any) -> None:
     trainer = make_trainer(optimizer="sgd", clip_norm=0.5, weight_decay=0.0)
     hand = make_trainer(optimizer="sgd", folder="hand", clip_norm=0.5)
     trainer.fit()
-    model, schedule = hand.engine.model, hand.settings.learning_rate()
+    model, schedule = hand.engine.deepwell.model, hand.settings.learning_rate()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     losses = []
     for step in range(6):

@@ -83,7 +83,7 @@ def _spoil_model(model):
 
 
 def _spoil(engine):
-    _spoil_model(engine.model)
+    _spoil_model(engine.deepwell.model)
 
 
 def _train(engine, watch, steps, *, optimizer=None, before=None, after=None):
@@ -104,7 +104,7 @@ def _train(engine, watch, steps, *, optimizer=None, before=None, after=None):
         norm = torch.nn.utils.clip_grad_norm_(engine.parameters(), 1e9)
         ok = watch.after_backward(loss, norm)
         guarded_step(optimizer, ok)
-        engine.model.zero_grad(set_to_none=True)
+        engine.deepwell.model.zero_grad(set_to_none=True)
         losses.append(float(loss.detach()))
         events += [(step, event) for event in watch.end_step(step)]
     return events, losses
@@ -230,7 +230,7 @@ def _adam(engine):
 
 def test_nan_of_a_kernel_falls_back_at_once(monkeypatch, eager):
     engine = _engine()
-    real, target = sampling.low_precision_linear, engine.model.layers[0].down.weight
+    real, target = sampling.low_precision_linear, engine.deepwell.model.layers[0].down.weight
 
     def broken(x, weights, bias, scheme):
         y = real(x, weights, bias, scheme)
@@ -261,7 +261,7 @@ def test_nan_of_a_kernel_falls_back_at_once(monkeypatch, eager):
 def test_a_dead_layer_is_told_once_and_keeps_its_formats(eager):
     engine = _engine()
     with torch.no_grad():
-        engine.model.layers[0].down.weight.zero_()
+        engine.deepwell.model.layers[0].down.weight.zero_()
     watch = Watch(engine, GuardSettings(**SETTINGS))
     formats = watch.formats()
     events, _ = _train(engine, watch, range(9))
@@ -279,7 +279,7 @@ def test_overflow_of_the_models_own_dtype_is_no_matter_of_formats(eager):
     def before(step):
         if step == 2:
             with torch.no_grad():
-                engine.model.layers[1].up.weight.fill_(3e38)
+                engine.deepwell.model.layers[1].up.weight.fill_(3e38)
 
     with pytest.raises(GuardStop, match="3 steps in a row were not finite, the last one at step 4") as stop:
         _train(engine, watch, range(9), before=before)
@@ -303,7 +303,7 @@ def test_step_ranges_of_the_policy_switch_under_overrides_without_restart():
     high = dict.fromkeys((UP, DOWN), "bf16|bf16|bf16")  # the policy asks for more bits than the override
     eight = {UP: "mxfp8|mxfp8|mxfp8", DOWN: "mxfp8|mxfp8|bf16"}
     assert seen == {0: low, 5: low, 6: high, 7: high, 8: eight, 9: eight}
-    assert len(engine._phases) == 4 and all(o.graphs <= 1 for o, _ in engine._phases.values())
+    assert len(engine.deepwell._phases) == 4 and all(o.graphs <= 1 for o, _ in engine.deepwell._phases.values())
     # A check of fragile GEMMs keeps them, and a copy has them.
     engine.at_step(0).check_fragile(x, floor_db=0.0)
     assert Watch(engine).formats()[UP] == low[UP]
@@ -333,7 +333,7 @@ def test_wrong_overrides_are_named_and_change_nothing():
     foreign = {"path": "other", "gemm": "fwd", "format": "bf16", "reason": "r"}
     with pytest.raises(ConfigError, match="overrides name other"):
         engine.set_overrides(Overrides.from_dict({"schema": 1, "overrides": [foreign]}))
-    assert not engine.overrides and len(engine._phases) == 1
+    assert not engine.overrides and len(engine.deepwell._phases) == 1
 
 
 # ---- bad steps ----
@@ -361,7 +361,7 @@ def test_a_bad_step_leaves_weights_and_optimizer_as_they_were(poison, eager):
         def after(step, engine=engine, state=state, snapshot=snapshot):
             state[step] = snapshot()  # as they are before the update
             if step == 3:
-                engine.model.layers[0].up.weight.grad[1, 2] = poison
+                engine.deepwell.model.layers[0].up.weight.grad[1, 2] = poison
 
         events, _ = _train(engine, watch, range(5), optimizer=optimizer, after=after)
         assert [(s, e.what, e.path) for s, e in events] == [(3, "skip", "")]
@@ -412,7 +412,7 @@ def test_gradients_that_are_not_finite_again_are_traced_to_their_gemm(eager):
 
         def after(step, engine=engine, paths=paths):
             for path in paths if step in (2, 4, 6) else ():
-                engine.model.get_submodule(path).weight.grad[0] = math.nan
+                engine.deepwell.model.get_submodule(path).weight.grad[0] = math.nan
 
         events, _ = _train(engine, watch, range(8), after=after)
         fallen = [(s, "fallback", *key, "mxfp8", "bf16") for key in blamed for s in (6,)]
@@ -646,7 +646,7 @@ def _rank(rank, port, queue):
     def after(step):
         weights[step] = [p.detach().clone() for p in engine.parameters()]
         if step == 7 and rank == 1:
-            engine.model.layers[0].up.weight.grad[0, 0] = math.nan
+            engine.deepwell.model.layers[0].up.weight.grad[0, 0] = math.nan
 
     sgd = torch.optim.SGD([p for n, p in engine.named_parameters() if "1.up" not in n], lr=1e-3)
     events, _ = _train(engine, watch, range(9), before=before, after=after, optimizer=sgd)

@@ -141,8 +141,8 @@ class Trainee:
         row.tokens_per_s = self.model.tokens / row.ms * 1e3
         if self.engine is not None:
             # Once more: what the first steps measured may have kept linears in bf16.
-            row.runs_as, row.passes = runs_as(self.engine), dict(self.engine.options.counts)
-            row.notes = list(self.engine.report().notes)
+            row.runs_as, row.passes = runs_as(self.engine), dict(self.engine.deepwell.options.counts)
+            row.notes = list(self.engine.deepwell.report().notes)
         if options.device == "cuda":
             kernels, row.idle_ms = watch(self.step, steps=options.burst + 1)
             row.kernels = [(one.name[:120], one.count, round(one.ms, 3)) for one in kernels[: options.kernels]]
@@ -156,7 +156,7 @@ class Trainee:
         if isinstance(self.entrant, Peer):
             return peer_claims(self.entrant.uses_fp8)
         assert self.engine is not None
-        claims = engine_claims(self.engine.options.schemes, self.row.passes, self.model.head)
+        claims = engine_claims(self.engine.deepwell.options.schemes, self.row.passes, self.model.head)
         if isinstance(self.optimizer, AdamWDW):
             claims.append(Claim(text="adamw_dw", pattern=r"_adamw\w*_kernel"))
         return claims

@@ -128,19 +128,19 @@ class Variant:
         else:
             engine = compile_engine(ir, precision_policy=policy, cache_weights="cached" in self.words)
         if self.scaling:
-            _check_scaling(self, engine.bound)
+            _check_scaling(self, engine.deepwell.bound)
         # Read when the first call compiles; what no word speaks of stays as the engine has it.
         if "nolce" in self.words:
-            engine.options.fuse_head = False
+            engine.deepwell.options.fuse_head = False
         if "rowscales" in self.words:
-            engine.options.row_factors = False
+            engine.deepwell.options.row_factors = False
         if "cg" in self.words:
-            engine.options.cuda_graphs = True
+            engine.deepwell.options.cuda_graphs = True
         if "exact" in self.words:
-            exact = {path: _in_fp32(scheme) for path, scheme in engine.options.schemes.items()}
-            engine.options.schemes = exact
+            exact = {path: _in_fp32(scheme) for path, scheme in engine.deepwell.options.schemes.items()}
+            engine.deepwell.options.schemes = exact
         for word in self.words & set(_RECOMPUTE):
-            engine.options.recompute = _RECOMPUTE[word]
+            engine.deepwell.options.recompute = _RECOMPUTE[word]
         return engine
 
 
@@ -177,7 +177,7 @@ def _check_scaling(variant: Variant, bound: Bound) -> None:
 def runs_as(engine: Engine) -> dict[str, int]:
     """How many GEMMs run in which way, e.g. {"fp8 as fp8_row (native)": 84, "bf16": 3}; as far as is known by now."""
     found: dict[str, int] = {}
-    for row in engine.report().bindings:
+    for row in engine.deepwell.report().bindings:
         low = row.scheme != "bf16"
         label = f"{row.format} as {row.scheme} ({row.binding})" if low or row.binding != "native" else "bf16"
         found[label] = found.get(label, 0) + 1

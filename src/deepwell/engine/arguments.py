@@ -35,11 +35,11 @@ def captured(ir: IR | nn.Module) -> IR:
 
 def _check_no_engine(model: object) -> None:
     if isinstance(model, Engine):
-        raise ConfigError("ir is already an Engine; pass the model it was made of, engine.model, to compile it anew")
+        raise ConfigError("ir is already an Engine; engine.deepwell.model is the model, to compile it anew")
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, Engine):
             raise ConfigError(
-                f"ir holds an Engine at {path!r}; put its model there ({path}.model) and compile the whole"
+                f"ir holds an Engine at {path!r}; put its model there ({path}.deepwell.model) and compile the whole"
             )
 
 

@@ -14,8 +14,9 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition
+from torch._guards import CompileContext
 
-from deepwell.engine.deferred import DeferredLogits
+from deepwell.engine.deferred import defer
 from deepwell.engine.nested_graphs import in_common, nested, separate
 from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.cache_weights import cache_weights, name_sources
@@ -23,8 +24,12 @@ from deepwell.engine.passes.cross_entropy import DeferredOutput
 from deepwell.engine.passes.work import BackendOptions, Work, scheme_of
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
 from deepwell.engine.weight_cache import KeptGroup, refreshing
+from deepwell.errors import CaptureError
 from deepwell.kernels.gemm.fp8 import keep_one
 from deepwell.kernels.tune.fastest import LEAST_FLOPS
+
+# Training, evaluation, each mixture of fixed and open sizes: a graph each.
+MOST_GRAPHS = 64
 
 
 def compile_graph(
@@ -34,6 +39,7 @@ def compile_graph(
     if options.see is not None:
         options.see(options, graph_module, example_inputs)
     options.graphs += 1
+    _check_number(options)
     graph, own = graph_module.graph, options.for_one_graph()
     deferred = rewrite(graph_module, example_inputs, own)
     kept = keep_codes(graph_module, example_inputs, own) if options.cache_weights else []
@@ -48,6 +54,23 @@ def compile_graph(
         run = refreshing(run, kept, options.weight_cache)
     run = run_for(run, lambda met: options.add_paths(own, met))
     return _with_deferred_logits(run, deferred)
+
+
+def _check_number(options: BackendOptions) -> None:
+    """Raise CaptureError where one function was compiled too often.
+
+    Dynamo has such a limit too, but counts what other engines of the same class compiled, those that are gone included.
+    """
+    running = CompileContext.current_compile_id()
+    frame = None if running is None else running.frame_id
+    options.frames[frame] = count = options.frames.get(frame, 0) + 1
+    # Behind a graph break each layer has a graph of its own, for its own codes.
+    most = MOST_GRAPHS + (8 * len(options.schemes) if options.cache_weights else 0)
+    if count > most:
+        raise CaptureError(
+            f"one function of the model was compiled {most} times, each time for other inputs; pad them to a few "
+            "sizes, or keep what changes at every call out of Python numbers (TORCH_LOGS=recompiles says why)"
+        )
 
 
 def _guarded(
@@ -70,10 +93,14 @@ def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOu
 
     def wrapped(*inputs: Any) -> Any:
         outputs = list(run(*inputs))
-        for item in deferred:
+        for item in reversed(deferred):  # each has put its target behind the outputs
+            target = outputs.pop()
             bias = None if item.bias_input is None else inputs[item.bias_input]
-            hidden, weight = outputs[item.index], inputs[item.weight_input]
-            outputs[item.index] = DeferredLogits(hidden, weight, bias, item.steps)
+            operands = (outputs[item.indices[0]], inputs[item.weight_input], bias)
+            logits, loss = defer(operands, outputs[item.loss], target, item.factor(inputs), item.how)
+            for index in item.indices:
+                outputs[index] = logits
+            outputs[item.loss] = loss
         return tuple(outputs)
 
     return wrapped

@@ -97,7 +97,6 @@ def compile(  # noqa: A001 - the public name
         fuse_head=fuse_head,
         cache_weights=cache_weights,
         recompute=recompute if isinstance(recompute, str) else "hidden",
-        parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
 
     def bind_at(ir: IR, step: int, overrides: Overrides = NO_OVERRIDES) -> tuple[Bound, BackendOptions]:
@@ -112,9 +111,9 @@ def compile(  # noqa: A001 - the public name
     bound, first = bind_at(ir, 0)
     engine = Engine(ir, bound, policy, options=first, device=str(device), bind_at=bind_at, plan=plan)
     if layers is not None:
-        engine.recompute(LayerRecompute(ir, layers or None))
+        engine.deepwell.recompute(LayerRecompute(ir, layers or None))
     if example_inputs is not None:
-        engine.check_fragile(example_inputs, strict=fallback == "strict")
+        engine.deepwell.check_fragile(example_inputs, strict=fallback == "strict")
     return engine
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepwell.engine.calls.overlap import Overlap
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR
 
@@ -33,6 +34,7 @@ class LayerRecompute:
         self.paths = tuple(paths)
         modules = [model.get_submodule(path) for path in paths]
         self._wrapped: list[tuple[nn.Module, Forward]] = []
+        self.applied = Overlap(self._apply)  # while the engine calls the model
         if all(hasattr(module, "gradient_checkpointing") for module in modules):
             _tell_hugging_face(model, modules)
         else:
@@ -45,8 +47,7 @@ class LayerRecompute:
         return taken
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """While the engine calls the model."""
+    def _apply(self) -> Iterator[None]:
         for module, forward in self._wrapped:
             module.__dict__["forward"] = forward
         try:

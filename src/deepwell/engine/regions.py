@@ -14,6 +14,7 @@ residual norms there is one less in each layer.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from deepwell.engine.backend import compile_graph
+from deepwell.engine.calls.overlap import Overlap
 from deepwell.engine.offload import HostMemory
 from deepwell.engine.passes.work import BackendOptions
 from deepwell.engine.recompute import LayerRecompute, again
@@ -48,7 +50,8 @@ class Regions:
         self.model: nn.Module = ir.require_module()
         self.partial: set[str] = set()
         self.shares: dict[str, float] = {}
-        self._running, self._is_running = running, False
+        self._running, self._threads = running, threading.local()
+        self._without_cache = Overlap(self._switch_cache_off)
         self._options: BackendOptions | None = None
         self._backends: dict[int, Forward] = {}
         layers = [layer.path for layer in ir.layers if has_module(self.model, layer.path)]
@@ -116,7 +119,7 @@ class Regions:
                 compiled[key] = inner
             elif key not in compiled:
                 compiled[key] = torch.compile(inner, backend=self._backends[key], fullgraph=fullgraph)
-            if self._is_running:
+            if getattr(self._threads, "is_running", False):
                 return compiled[key](*args, **kwargs)
             # Computed again in the backward, or a part of the model that is called by itself.
             with self.running():
@@ -189,15 +192,22 @@ class Regions:
 
         A layer's place in the cache would be a constant of its graph: each layer would have one of its own.
         """
-        before, self._is_running = self._is_running, True
+        before = getattr(self._threads, "is_running", False)
+        self._threads.is_running = True
+        try:
+            with self._running(), self._without_cache():
+                yield
+        finally:
+            self._threads.is_running = before
+
+    @contextmanager
+    def _switch_cache_off(self) -> Iterator[None]:
         cached = [config for config in self._configs if config.use_cache] if self.model.training else []
         for config in cached:
             config.use_cache = False
         try:
-            with self._running():
-                yield
+            yield
         finally:
-            self._is_running = before
             for config in cached:
                 config.use_cache = True
 

@@ -304,7 +304,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGra
             torch._dynamo.reset()
     if len(taken) != 1:
         raise CaptureError(f"Dynamo gave {len(taken)} graphs for {type(model).__name__}, not one")
-    module, tensors = taken[0]
+    module, tensors = taken.pop()  # not to be held on to by the backend, which Dynamo keeps
     names = TensorNames(model, inputs)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     placeholders = tuple(names.placeholder(node, value) for node, value in zip(nodes, tensors, strict=True))

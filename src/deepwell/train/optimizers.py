@@ -72,7 +72,7 @@ def make_optimizer(
         return made
     name, given = optimizer.lower(), dict(options or {})
     if name in OPTIMIZERS:
-        keeps = KEPT[optimizer_of(engine, engine.plan)]
+        keeps = KEPT[optimizer_of(engine, engine.deepwell.plan)]
         betas = (settings.beta1, settings.beta2)
         own: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.eps, "seed": settings.seed, **keeps}
         if not is_sharded:

@@ -110,7 +110,7 @@ class FitRun:
         generation = 0 if self.start is None else self.start.generation
         if generation and (trainer.resumed_from is not None or not trainer.step):
             self._restarted(generation, cause)
-        plan = trainer.plan
+        plan, runtime = trainer.plan, trainer.engine.deepwell
         planned = None
         if plan is not None:
             planned = {
@@ -118,7 +118,7 @@ class FitRun:
             }  # fmt: skip
         self.log.write(
             "run", schema=SCHEMA, version=__version__, generation=generation, world=trainer.world.size,
-            device=trainer.engine.device_name, model=trainer.engine.ir.name, layout=str(trainer.layout), plan=planned,
+            device=runtime.device_name, model=runtime.ir.name, layout=str(trainer.layout), plan=planned,
             precision=precision_of(trainer.engine), seq_len=trainer.settings.seq_len,
             global_batch=trainer.sizes.global_batch, steps=trainer.settings.steps, start_step=trainer.step,
             settings=trainer.settings.to_dict(), host=platform.node(),
@@ -326,5 +326,5 @@ class FitRun:
 
 def precision_of(engine: Engine) -> str:
     """The format that most GEMMs of the engine's linears have."""
-    formats = [row.format for row in engine.bound.bindings]
-    return max(set(formats), key=formats.count) if formats else engine.ir.dtype
+    formats = [row.format for row in engine.deepwell.bound.bindings]
+    return max(set(formats), key=formats.count) if formats else engine.deepwell.ir.dtype

@@ -66,7 +66,7 @@ def layout_for(
     Raises ConfigError where a plan is of another number of processes and the run is not elastic, and PlanError where
     no layout of these processes is possible.
     """
-    plan = engine.plan
+    plan = engine.deepwell.plan
     if given is not None:
         layout = _given(given, world)
         if layout.gpus != world:

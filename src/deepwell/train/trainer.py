@@ -93,7 +93,7 @@ class Trainer:
         seed_all(settings.seed, self.world.rank)
         self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, options.layout)
         self.notes: list[str] = [self.world.note(elastic)]
-        feed = Feed(engine.model, options.loss)
+        feed = Feed(engine.deepwell.model, options.loss)
         self.runner = parallelize(engine, self.layout, feed=feed, device=self.device)
         self.notes += self.runner.notes
         self.loader = _loader(dataloader, settings, self.plan)
@@ -198,7 +198,7 @@ class Trainer:
 
     def _train_step(self, run: FitRun, stop: StopSignal) -> None:
         step = self.step
-        self.engine.at_step(step)
+        self.engine.deepwell.at_step(step)
         self.rate.factor = self.watch.lr_scale
         lr = self.rate.set(step)
         batches = self._batches()
@@ -302,7 +302,7 @@ class Trainer:
             "settings": self.settings.to_dict(),
             "plan": None if self.plan is None else self.plan.to_dict(),
             "layout": self.layout.to_dict(),
-            "policy": self.engine.policy.to_dict(),
+            "policy": self.engine.deepwell.policy.to_dict(),
             "precision": self.watch.state_dict(),
             "data": self.loader.fingerprint(),
             "data_state": self.loader.state_dict(self.cursor),
@@ -359,7 +359,7 @@ class Trainer:
             if given.exists() and not given.is_dir():
                 raise ConfigError(f"run_dir: {given} is a file; give a folder")
             return given
-        name = "".join(c if c.isalnum() else "-" for c in self.engine.ir.name.lower()).strip("-") or "model"
+        name = "".join(c if c.isalnum() else "-" for c in self.engine.deepwell.ir.name.lower()).strip("-") or "model"
         if not self.elastic:
             name += time.strftime("-%Y%m%d-%H%M%S")
         return Path(str(self.control.first(str(Path("runs") / name))))
@@ -395,9 +395,9 @@ def _loader(data: Any, settings: TrainSettings, plan: Plan | None) -> Loader:
 
 def model_facts(engine: Engine) -> dict[str, Any]:
     """What is needed to build the model again: of a Hugging Face one its class and config."""
-    model = engine.model
+    model = engine.deepwell.model
     config: Any = getattr(model, "config", None)
-    facts: dict[str, Any] = {"name": engine.ir.name, "class": type(model).__name__.removeprefix("FSDP")}
+    facts: dict[str, Any] = {"name": engine.deepwell.ir.name, "class": type(model).__name__.removeprefix("FSDP")}
     if hasattr(config, "to_dict") and hasattr(config, "model_type"):
         facts["config"] = json.loads(json.dumps(config.to_dict(), default=str))
     return facts

@@ -110,7 +110,7 @@ class Watch:
         self._blame: tuple[tuple[str, ...], Tensor | None] = ((), None)
         self._known: tuple[Any, dict[Key, GuardedGemm]] = (None, {})
         self._by_layer: tuple[Any, list[list[str]]] = (None, [])
-        self._experts = [site.path for site in engine.ir.sites() if isinstance(site.op, GroupedLinear)]
+        self._experts = [site.path for site in engine.deepwell.ir.sites() if isinstance(site.op, GroupedLinear)]
         self.expert_loads: dict[str, list[int]] = {}  # of the step decided on last, where it had a sample
 
     # ---- a step ----
@@ -129,7 +129,7 @@ class Watch:
         self._step, self._sample, self._blame = step, (None, 0.0), ((), None)
         if not (self.settings.enabled and self.settings.sample_every and run is not None and batches):
             return
-        schemes = self.engine.bound.schemes
+        schemes = self.engine.deepwell.bound.schemes
         is_due = self._wants_all or step >= self._next
         paths = self._due(step, schemes)
         if not paths and not (is_due and self._experts):
@@ -137,7 +137,12 @@ class Watch:
         self._wants_all = False
         batch, share = part_of(batches, self.settings.sample_tokens)
         sample = take_sample(
-            self.engine.model, schemes, paths, lambda: run(batch), number=self.num_samples, loads_of=self._experts
+            self.engine.deepwell.model,
+            schemes,
+            paths,
+            lambda: run(batch),
+            number=self.num_samples,
+            loads_of=self._experts,
         )
         self._sample = (sample, share / self.dp)
         self._next = max(self._next, step + self.interval(share))
@@ -145,7 +150,7 @@ class Watch:
         seconds = time.perf_counter() - now
         self.sample_seconds += seconds
         # 0 for the first one, which compiles kernels. On a CPU sizes alone decide: equal runs sample at the same steps.
-        self._last_cost = seconds / self._step_seconds if self.engine.device_type == "cuda" else 0.0
+        self._last_cost = seconds / self._step_seconds if self.engine.deepwell.device_type == "cuda" else 0.0
 
     def interval(self, share: float) -> int:
         """Steps between samples that have this share of a step's tokens."""
@@ -156,9 +161,9 @@ class Watch:
         """After the backward, before gradients are clipped: for some steps after a bad one, find where it begins."""
         if not self.settings.enabled or self._step >= self._alert_until:
             return
-        weights = dict(self.engine.model.named_parameters(remove_duplicate=False))
+        weights = dict(self.engine.deepwell.model.named_parameters(remove_duplicate=False))
         paths, norms = [], []
-        for path in self.engine.bound.schemes:
+        for path in self.engine.deepwell.bound.schemes:
             weight = weights.get(path, weights.get(f"{path}.weight"))
             if weight is not None and weight.grad is not None:
                 grad = weight.grad
@@ -198,7 +203,12 @@ class Watch:
             ready = torch.cuda.Event()
             ready.record()
         record = _Record(
-            values=host, ready=ready, blamed=blamed, sample=sample, share=share, schemes=self.engine.bound.schemes
+            values=host,
+            ready=ready,
+            blamed=blamed,
+            sample=sample,
+            share=share,
+            schemes=self.engine.deepwell.bound.schemes,
         )
         self._records.append(record)
         return values[:2].sum() == 0
@@ -262,14 +272,14 @@ class Watch:
 
     def formats(self) -> dict[str, str]:
         """What each linear layer runs in now, "fwd|dgrad|wgrad" by path."""
-        return formats_of(self.engine.bound)
+        return formats_of(self.engine.deepwell.bound)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: formats that were changed, histories, and whose turn it is."""
         return {
             "schema": SCHEMA,
             "guard": self.guard.state_dict(),
-            "overrides": self.engine.overrides.to_dict(),
+            "overrides": self.engine.deepwell.overrides.to_dict(),
             "wants_all": self._wants_all,
             "next": self._next,
             "cost": self._cost,
@@ -297,7 +307,7 @@ class Watch:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not the watch's state: {type(error).__name__}: {error}") from error
         self.guard.load_state_dict(guard)
-        self.engine.set_overrides(overrides)
+        self.engine.deepwell.set_overrides(overrides)
         self._records.clear()
         self._last_ok = True
 
@@ -307,7 +317,7 @@ class Watch:
         """Paths with a scheme, layer by layer."""
         if self._by_layer[0] is not schemes:
             found: dict[Any, list[str]] = {}
-            for site in self.engine.ir.sites():
+            for site in self.engine.deepwell.ir.sites():
                 if site.path in schemes:
                     found.setdefault(site.path if site.layer is None else site.layer, []).append(site.path)
             self._by_layer = (schemes, list(found.values()))
@@ -351,7 +361,7 @@ class Watch:
             return []
         # Before this linear gradients are finite and behind it they are not: its product, or that of one beside it.
         first = paths[bad[-1] + 1]
-        width = {site.path: getattr(site.op, "k", 0) for site in self.engine.ir.sites()}
+        width = {site.path: getattr(site.op, "k", 0) for site in self.engine.deepwell.ir.sites()}
         beside = [
             p
             for p in paths[bad[-1] + 1 :]
@@ -417,38 +427,38 @@ class Watch:
     def gemms(self) -> dict[Key, GuardedGemm]:
         """Every GEMM that the policy runs in low precision at this step, with its format now."""
         engine = self.engine
-        if self._known[0] is engine.bound:
+        if self._known[0] is engine.deepwell.bound:
             return self._known[1]
-        policy = engine.policy.resolve(engine.ir, engine.step)
+        policy = engine.deepwell.policy.resolve(engine.deepwell.ir, engine.deepwell.step)
         work = InputSizes(batch=1, seq_len=4096)
         sizes = {
             site.path: float(site.op.rows_at(work) * site.op.k * site.op.n)
-            for site in engine.ir.sites()
+            for site in engine.deepwell.ir.sites()
             if isinstance(site.op, (Linear, GroupedLinear))
         }
         found = {}
-        for row in engine.bound.bindings:
+        for row in engine.deepwell.bound.bindings:
             asked = policy[row.path][row.gemm]
             if asked.precision.is_low:
                 now = "bf16" if row.scheme == "bf16" else row.format
                 found[row.path, row.gemm] = GuardedGemm(now=now, policy=asked.format, share=sizes[row.path])
-        self._known = (engine.bound, found)
+        self._known = (engine.deepwell.bound, found)
         return found
 
     def _carry_out(self, events: Sequence[GuardEvent], gemms: Mapping[Key, GuardedGemm]) -> None:
-        overrides, engine = self.engine.overrides, self.engine
-        known = engine.policy.resolve(engine.ir, engine.step) if events else None
+        overrides, engine = self.engine.deepwell.overrides, self.engine
+        known = engine.deepwell.policy.resolve(engine.deepwell.ir, engine.deepwell.step) if events else None
         for reason, asked in changes(events, gemms).items():
             assert known is not None
             named = {key: None if name is None else precision(name) for key, name in asked.items()}
             overrides = overrides.changed(named, reason, known)
-        if overrides is not engine.overrides:
-            engine.set_overrides(overrides)
+        if overrides is not engine.deepwell.overrides:
+            engine.deepwell.set_overrides(overrides)
 
 
 def eight_bit_of(engine: Engine) -> str:
     """The ladder's middle rung on the engine's device: MXFP8 where it is native or emulated, else FP8."""
-    if engine.device_type != "cuda":
+    if engine.deepwell.device_type != "cuda":
         return "mxfp8"
     native = capability_of(torch.cuda.get_device_capability()).native_formats
     return "mxfp8" if "mxfp8" in native else "fp8"

@@ -198,9 +198,9 @@ def check_in_a_fresh_process(tmp_path: Path, cases: dict[str, Case]) -> dict[str
             if case.new_tokens:
                 answers["tokens"] = engine.generate(**call, max_new_tokens=case.new_tokens, do_sample=False)
         torch._dynamo.reset()  # or the sizes above would make open ones of the example's, which takes longer
-        before = {key: value.clone() for key, value in engine.model.state_dict().items()}
+        before = {key: value.clone() for key, value in engine.deepwell.model.state_dict().items()}
         written[name] = export(engine, tmp_path / f"{name}.engine", example_inputs=case.example)
-        after = engine.model.state_dict()
+        after = engine.deepwell.model.state_dict()
         assert all(torch.equal(value, after[key]) for key, value in before.items()), "exporting changed the model"
         safetensors.torch.save_file(answers, tmp_path / f"{name}.answers")
     wanted = json.dumps({name: case.new_tokens for name, case in cases.items()})
@@ -318,7 +318,7 @@ def test_what_has_no_form_is_refused_before_anything_is_written(tmp_path: Path) 
     with pytest.raises(ConfigError, match="engine or hf"):
         export(engine, tmp_path / "x.engine", format="onnx")
     with pytest.raises(ConfigError, match=r"dw\.compile"):
-        export(engine.model, tmp_path / "x.engine")  # type: ignore[arg-type]
+        export(engine.deepwell.model, tmp_path / "x.engine")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="folder"):
         export(engine, tmp_path)
     assert not list(tmp_path.iterdir())

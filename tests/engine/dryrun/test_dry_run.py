@@ -95,7 +95,7 @@ def race_plan(model: RaceModel, policy: Any, *, head: bool = False) -> Plan:
 
 def test_everything_of_the_users_is_bitwise_the_same_afterwards(engine: dw.Engine) -> None:
     # Weights, buffers, gradients, the optimizer's state, modes and all three random states, with a half-done step.
-    net = engine.model
+    net = engine.deepwell.model
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
     ids = torch.randint(0, 64, (2, 16))
     engine(input_ids=ids, labels=ids).backward()
@@ -126,12 +126,12 @@ def test_everything_of_the_users_is_bitwise_the_same_afterwards(engine: dw.Engin
 
 def test_weights_come_back_also_when_a_step_fails(engine: dw.Engine) -> None:
     # A wrong batch is the user's mistake; their weights must not pay for it.
-    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    before = {name: value.clone() for name, value in engine.deepwell.model.state_dict().items()}
     mode = engine.training
     bad = torch.full((2, 16), 64)  # one past the vocabulary
     with pytest.raises(IndexError):
         dw.dryrun(engine, batch={"input_ids": bad, "labels": bad}, steps=1)
-    assert all(torch.equal(before[name], value) for name, value in engine.model.state_dict().items())
+    assert all(torch.equal(before[name], value) for name, value in engine.deepwell.model.state_dict().items())
     assert engine.training == mode
     assert all(p.grad is None for p in engine.parameters())
 
@@ -181,7 +181,7 @@ def test_where_nothing_can_be_run_the_reason_is_said() -> None:
 
 def test_arguments_are_checked(engine: dw.Engine) -> None:
     with pytest.raises(ConfigError, match="engine is a Net"):
-        dw.dryrun(engine.model)
+        dw.dryrun(engine.deepwell.model)
     with pytest.raises(ConfigError, match="steps is 0"):
         dw.dryrun(engine, steps=0)
     with pytest.raises(ConfigError, match="plan is of"):
@@ -378,7 +378,7 @@ def test_the_engines_plan_says_what_the_engine_does() -> None:
     assert plan.workload.optimizer == "adamw_fp32"
     assert plan.workload.ir.module is None
     assert plan.estimate == estimate(plan.workload, plan.hardware, plan.layout, plan.stack)
-    again = dw.compile(dw.capture(engine.model), precision="bf16", recompute=True)
+    again = dw.compile(dw.capture(engine.deepwell.model), precision="bf16", recompute=True)
     assert engine_plan(again, 2, 32).layout.recompute.kind == "full"
 
 

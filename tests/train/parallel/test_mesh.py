@@ -62,7 +62,7 @@ def test_copies_and_contexts() -> None:
 
 def test_a_layout_of_another_world_is_refused() -> None:
     engine = dw.compile(make_model("plain"), precision="bf16")
-    feed, cpu = Feed(engine.model), torch.device("cpu")
+    feed, cpu = Feed(engine.deepwell.model), torch.device("cpu")
     assert type(parallelize(engine, Layout(dp=1), feed=feed, device=cpu)) is Runner
     with pytest.raises(ConfigError, match=r"is of 16 processes \(dp 1 x tp 2 x pp 1 x cp 8\) and 1 are running"):
         parallelize(engine, Layout(dp=1, tp=2, cp=8), feed=feed, device=cpu)

@@ -123,15 +123,11 @@ def state_of(target: Any) -> TrainState:
     if isinstance(target, TrainState):
         return target
     if isinstance(target, nn.Module):
-        policy, plan = target.__dict__.get("policy"), target.__dict__.get("plan")
-        if not isinstance(policy, PrecisionPolicy):
+        runtime: Any = target.__dict__.get("deepwell")  # of an engine
+        if not isinstance(getattr(runtime, "policy", None), PrecisionPolicy):
             return TrainState(model=target, meta={"step": 0})
-        meta = {
-            "step": int(target.__dict__["step"]),
-            "plan": plan and plan.to_dict(),
-            "policy": policy.to_dict(),
-        }  # an engine
-        return TrainState(model=target, meta=meta)
+        plan = runtime.plan and runtime.plan.to_dict()
+        return TrainState(model=target, meta={"step": runtime.step, "plan": plan, "policy": runtime.policy.to_dict()})
     train_state = getattr(target, "train_state", None)
     state = train_state() if callable(train_state) else None
     if not isinstance(state, TrainState):

@@ -40,18 +40,18 @@ class PackedWeights:
 
 def choose_forms(engine: Engine, calls: Sequence[ExampleInputs]) -> PackedWeights:
     """Pack what can be packed. `engine` runs the formats to be exported; its model is left as it was."""
-    model, choice = engine.model, PackedWeights()
-    if not engine.bound.schemes:
+    model, choice = engine.deepwell.model, PackedWeights()
+    if not engine.deepwell.bound.schemes:
         return PackedWeights(is_checked=True)
     with evaluating(model):
         before = [run_call(engine, call) for call in calls]
         again = [run_call(engine, call) for call in calls]
         if not all(map(same_tree, before, again)):
             choice.reasons = {
-                _parameter(model, p): "the forward is not deterministic here" for p in engine.bound.schemes
+                _parameter(model, p): "the forward is not deterministic here" for p in engine.deepwell.bound.schemes
             }
             return choice
-        met = engine.options.rewritten
+        met = engine.deepwell.options.rewritten
         for sites in _products(engine):
             _pack_sites(engine, [s for s in sites if s.path in met], choice)
             for site in sites:
@@ -137,10 +137,10 @@ def _plain(result: Any) -> Any:
 
 def _products(engine: Engine) -> list[list[Site]]:
     """Linears and experts with a scheme; those that are one product on this device together."""
-    products = engine.options.products
+    products = engine.deepwell.options.products
     groups: dict[Any, list[Site]] = {}
-    for site in engine.ir.sites():
-        scheme = engine.bound.schemes.get(site.path)
+    for site in engine.deepwell.ir.sites():
+        scheme = engine.deepwell.bound.schemes.get(site.path)
         if scheme is None or not isinstance(site.op, (Linear, GroupedLinear)):
             continue
         product = products.get(site.path)
@@ -151,7 +151,7 @@ def _products(engine: Engine) -> list[list[Site]]:
 
 
 def _pack_sites(engine: Engine, sites: list[Site], choice: PackedWeights) -> None:
-    model = engine.model
+    model = engine.deepwell.model
     weights: list[Tensor] = []
     form: Form | None = None
     names = [_parameter(model, site.path) for site in sites]
@@ -165,7 +165,7 @@ def _pack_sites(engine: Engine, sites: list[Site], choice: PackedWeights) -> Non
         weights.append(model.get_parameter(name))
     if form is None:
         return
-    product = engine.options.products.get(sites[0].path)
+    product = engine.deepwell.options.products.get(sites[0].path)
     total = sum(site.op.n for site in sites if isinstance(site.op, Linear))
     shares = _fwd(engine, sites[0]).method in _SHARED_SCALE
     if isinstance(sites[0].op, Linear) and product is not None and product.n != total and shares:
@@ -179,20 +179,20 @@ def _pack_sites(engine: Engine, sites: list[Site], choice: PackedWeights) -> Non
 
 
 def _fwd(engine: Engine, site: Site) -> GemmScheme:
-    return parse_scheme(engine.bound.schemes[site.path]).fwd
+    return parse_scheme(engine.deepwell.bound.schemes[site.path]).fwd
 
 
 def _form_of(engine: Engine, site: Site, name: str) -> Form | str:
     """The form of a weight, or why it has none."""
     how, op = _fwd(engine, site), site.op
     assert isinstance(op, (Linear, GroupedLinear))
-    parameters = dict(engine.model.named_parameters(remove_duplicate=False))
+    parameters = dict(engine.deepwell.model.named_parameters(remove_duplicate=False))
     weight = parameters.get(name)
     if weight is None:
         return "it is no parameter"
     if sum(other is weight for other in parameters.values()) > 1:
         return "it is tied to another parameter"
-    axis = _contracted(engine.model, site, weight)
+    axis = _contracted(engine.deepwell.model, site, weight)
     if axis is None:
         return "which of its axes is contracted is not known"
     by_expert = isinstance(op, GroupedLinear)
@@ -264,7 +264,7 @@ def _spoilt(
     """Weights that change the result where they are read back from their form, found by halving."""
 
     def search(names: list[str]) -> list[str]:
-        with _restored(engine.model, {name: packed[name] for name in names}):
+        with _restored(engine.deepwell.model, {name: packed[name] for name in names}):
             after = [run_call(engine, call) for call in calls]
         if all(map(same_tree, before, after)):
             return []

@@ -15,7 +15,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 
 def export_hf(engine: Engine, target: Path) -> Artifact:
     """Write what `from_pretrained` reads: the weights themselves, in their own dtype, nothing quantized."""
-    model = engine.model
+    model = engine.deepwell.model
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
         raise UnsupportedError(
             f"format 'hf' is for Hugging Face models, this is a {type(model).__name__}; format='engine' takes any model"
@@ -52,9 +52,9 @@ def _artifact(engine: Engine, model: nn.Module, target: Path) -> Artifact:
         bytes=sum(file.stat().st_size for file in files),
         sha256=hashlib.sha256((target / "config.json").read_bytes()).hexdigest(),
         model={
-            "name": engine.ir.name, "form": "transformers", "class": type(model).__name__,
-            "parameters": sum(p.numel() for p in model.parameters()), "layers": engine.ir.num_layers,
-            "dtype": engine.ir.dtype,
+            "name": engine.deepwell.ir.name, "form": "transformers", "class": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()), "layers": engine.deepwell.ir.num_layers,
+            "dtype": engine.deepwell.ir.dtype,
         },
         formats=formats,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def load_engine(path: str | os.PathLike[str], device: torch.device | str | None 
         engine = rebuilt(ir, policy, manifest.pins, manifest.options, step=manifest.step, is_cuda=where.type == "cuda")
     except ConfigError as error:
         refuse(f"its formats do not fit its model: {error}")
-    engine.__dict__["plan"] = plan
+    engine.deepwell.plan = plan
     return engine.eval()
 
 

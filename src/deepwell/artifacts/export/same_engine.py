@@ -46,7 +46,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, engine: Engine) -> EngineOptions:
-        own = engine.options
+        own = engine.deepwell.options
         return cls(
             inductor=own.use_inductor,
             cuda_graphs=own.cuda_graphs,
@@ -66,10 +66,10 @@ class EngineOptions:
 
 def pins_of(engine: Engine) -> tuple[Pin, ...]:
     """What the engine runs now that its policy does not say."""
-    resolution = engine.policy.resolve(engine.ir, engine.step)
-    slower = {path: gain.reason for path, gain in engine.options.gains.items() if not gain.gains}
+    resolution = engine.deepwell.policy.resolve(engine.deepwell.ir, engine.deepwell.step)
+    slower = {path: gain.reason for path, gain in engine.deepwell.options.gains.items() if not gain.gains}
     found = []
-    for row in engine.bound.bindings:
+    for row in engine.deepwell.bound.bindings:
         asked = resolution[row.path][row.gemm].precision
         runs = "bf16" if row.scheme == "bf16" or row.path in slower else row.format
         if asked.is_low and runs != asked.format:
@@ -95,4 +95,4 @@ def rebuilt(
         recompute=options.recompute,
         measure=False,
     )
-    return engine.at_step(step)
+    return engine.deepwell.at_step(step)

@@ -63,8 +63,8 @@ def export(
         raise ConfigError(f"path: {target} is a folder; an engine is one file, e.g. {target / 'model.engine'}")
     if not target.parent.is_dir():
         raise ConfigError(f"path: the folder {target.parent} is not there; make it first")
-    check_whole(engine.model)
-    with without_regions(engine.model):
+    check_whole(engine.deepwell.model)
+    with without_regions(engine.deepwell.model):
         return _export(engine, target, example_inputs)
 
 
@@ -75,21 +75,28 @@ def check_format(name: str) -> None:
 
 
 def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
-    calls = runnable(engine.model, example_calls(engine.model, example_inputs))
-    form, constants, notes = model_form(engine.model, calls)
+    calls = runnable(engine.deepwell.model, example_calls(engine.deepwell.model, example_inputs))
+    form, constants, notes = model_form(engine.deepwell.model, calls)
     options, pins = EngineOptions.of(engine), pins_of(engine)
-    reference = rebuilt(engine.ir, engine.policy, pins, options, step=engine.step, is_cuda=engine.device_type == "cuda")
+    reference = rebuilt(
+        engine.deepwell.ir,
+        engine.deepwell.policy,
+        pins,
+        options,
+        step=engine.deepwell.step,
+        is_cuda=engine.deepwell.device_type == "cuda",
+    )
     choice = choose_forms(reference, calls if reads_head(reference) else calls[:1])
     notes += _notes(engine, choice)
-    tensors, entries, tied = collect(engine.model, choice, constants)
+    tensors, entries, tied = collect(engine.deepwell.model, choice, constants)
     members: dict[str, bytes] = {
         "model.json": json_text(form),
-        "ir.json": json_text(engine.ir.to_dict()),
-        "policy.json": json_text(engine.policy.to_dict()),
+        "ir.json": json_text(engine.deepwell.ir.to_dict()),
+        "policy.json": json_text(engine.deepwell.policy.to_dict()),
     }
-    if engine.plan is not None:
-        members["plan.json"] = json_text(engine.plan.to_dict())
-    generation = generation_of(engine.model) if form["form"] == "transformers" else None
+    if engine.deepwell.plan is not None:
+        members["plan.json"] = json_text(engine.deepwell.plan.to_dict())
+    generation = generation_of(engine.deepwell.model) if form["form"] == "transformers" else None
     if generation is not None:
         members["generation.json"] = json_text(generation)
     with replaced_when_whole(target) as file:
@@ -100,8 +107,8 @@ def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
         manifest = Manifest(
             model=_about(engine, form),
             versions=_versions(),
-            device=engine.device_name,
-            step=engine.step,
+            device=engine.deepwell.device_name,
+            step=engine.deepwell.step,
             options=options,
             pins=pins,
             tensors=entries,
@@ -116,7 +123,9 @@ def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
 
 def reads_head(engine: Engine) -> bool:
     """Whether the head has a format: with targets it is multiplied by another op, which must agree as well."""
-    return any(site.op.role == "head" and site.path in engine.bound.schemes for site in engine.ir.sites())
+    return any(
+        site.op.role == "head" and site.path in engine.deepwell.bound.schemes for site in engine.deepwell.ir.sites()
+    )
 
 
 def check_whole(model: nn.Module) -> None:
@@ -222,12 +231,12 @@ def collect(
 
 def _about(engine: Engine, form: dict[str, Any]) -> dict[str, Any]:
     return {
-        "name": engine.ir.name,
+        "name": engine.deepwell.ir.name,
         "form": form["form"],
         "class": form.get("class", ""),
-        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
-        "layers": engine.ir.num_layers,
-        "dtype": engine.ir.dtype,
+        "parameters": sum(parameter.numel() for parameter in engine.deepwell.model.parameters()),
+        "layers": engine.deepwell.ir.num_layers,
+        "dtype": engine.deepwell.ir.dtype,
     }
 
 
@@ -240,7 +249,7 @@ def _notes(engine: Engine, choice: PackedWeights) -> list[str]:
         for reason, names in by_reason.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             notes.append(f"stored whole, because {reason}: {names[0]}{more}")
-    if engine.options.registry is not None:
+    if engine.deepwell.options.registry is not None:
         notes.append("kernels of a registry are not in the file: the loaded engine runs Deepwell's own")
     return notes
 

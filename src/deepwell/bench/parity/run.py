@@ -187,14 +187,16 @@ class ParityRun:
         self.model = _build(setup, corpus.vocab, seed, self.device)
         self.ir = ir = capture(self.model, self._batch(0))
         self.engine = variant.engine_of(ir)
-        self.engine.options.cuda_graphs = ("cg" in variant.words or cuda_graphs) and "emulated" not in variant.words
+        self.engine.deepwell.options.cuda_graphs = (
+            "cg" in variant.words or cuda_graphs
+        ) and "emulated" not in variant.words
         # Evaluation has graphs of its own: it must not disturb what is recorded for training.
         self.eval_own = variant.without("cg").engine_of(ir)
         self.eval_bf16 = Variant.parse(BASELINE).engine_of(ir)
-        self.eval_own.options.cuda_graphs = self.eval_bf16.options.cuda_graphs = False
+        self.eval_own.deepwell.options.cuda_graphs = self.eval_bf16.deepwell.options.cuda_graphs = False
         for engine in (self.engine, self.eval_own, self.eval_bf16):
             # Accuracy is the policy's: no linear may stay in bf16 because that was faster here and now.
-            engine.options.measure = None
+            engine.deepwell.options.measure = None
         self.rates = setup.learning_rates().to(self.device, torch.float32)
         self.lr = self.rates[0].clone()
         self.optimizer = _optimizer(self.model, self.lr, setup)
@@ -224,12 +226,12 @@ class ParityRun:
                     save(self)
                 if late:
                     break
-        record.passes = dict(self.engine.options.counts)
+        record.passes = dict(self.engine.deepwell.options.counts)
         return record.is_done
 
     def _step(self, number: int) -> None:
         self.lr.copy_(self.rates[number])
-        if self.engine.options.cuda_graphs:
+        if self.engine.deepwell.options.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         loss = self.engine(*self._batch(number))
         loss.backward()
@@ -252,7 +254,8 @@ class ParityRun:
     def _evaluate(self, tokens: int) -> None:
         """The held-out loss in the run's own precision and with the same weights in bf16."""
         bf16 = self._held_out(self.eval_bf16, tokens)
-        is_bf16 = not self.eval_own.bound.schemes and self.eval_own.options.fuse_head
+        runtime = self.eval_own.deepwell
+        is_bf16 = not runtime.bound.schemes and runtime.options.fuse_head
         own = bf16 if is_bf16 else self._held_out(self.eval_own, tokens)
         self.record.held.append({"step": self.record.steps_done, "own": own[0], "bf16": bf16[0], "tokens": own[1]})
 

@@ -50,9 +50,9 @@ def dryrun(
         raise ConfigError(f"engine is a {type(engine).__name__}; pass what dw.compile(...) returned")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigError(f"steps is {steps!r}; it must be a whole number of at least 1")
-    plan = plan if plan is not None else engine.plan
+    plan = plan if plan is not None else engine.deepwell.plan
     if plan is not None:
-        check_plan(plan, engine.ir)
+        check_plan(plan, engine.deepwell.ir)
     inputs = _inputs(engine, plan, batch)
     size, length = _shape(inputs, plan, engine)
     before = predict(engine, size, length, _micro_batches(plan), optimizer_of(engine, plan))
@@ -62,7 +62,9 @@ def dryrun(
     trial, why_not = _try(engine, inputs, before, steps, measure)
     notes += [f"no real steps: {why_not}"] if why_not else []
     keeps = engine_keeps(engine) if is_own else None
-    return _assembled(whole, keeps, engine.report(), trial, _Shown(is_own=is_own, before=before, notes=tuple(notes)))
+    return _assembled(
+        whole, keeps, engine.deepwell.report(), trial, _Shown(is_own=is_own, before=before, notes=tuple(notes))
+    )
 
 
 def simulated(plan: Plan) -> DryRun:
@@ -78,19 +80,19 @@ def simulated(plan: Plan) -> DryRun:
 
 def _inputs(engine: Engine, plan: Plan | None, batch: Any) -> ExampleInputs | None:
     """The call to train on; None where nothing was given and nothing can be guessed."""
-    size, length = shape_of(plan, engine.ir)
+    size, length = shape_of(plan, engine.deepwell.ir)
     if batch is not None:
-        return resolve_inputs(engine.model, batch, size, length)
+        return resolve_inputs(engine.deepwell.model, batch, size, length)
     if engine_device(engine).type == "meta":
         return None
     try:
-        return resolve_inputs(engine.model, None, size, length)
+        return resolve_inputs(engine.deepwell.model, None, size, length)
     except DeepwellError:
         return None  # _why_not says so; the simulation needs no batch
 
 
 def _shape(inputs: ExampleInputs | None, plan: Plan | None, engine: Engine) -> tuple[int, int]:
-    size, length = shape_of(plan, engine.ir)
+    size, length = shape_of(plan, engine.deepwell.ir)
     if inputs is None:
         return size, length
     return inputs.batch or size, inputs.seq_len or (1 if not inputs.guessed else length)

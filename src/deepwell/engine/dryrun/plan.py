@@ -89,7 +89,7 @@ def engine_device(engine: Engine) -> torch.device:
 
 def optimizer_of(engine: Engine, plan: Plan | None = None) -> str:
     """What the trial's adamw_dw keeps, in the planner's words: as planned, else moments in the parameters' dtype."""
-    if engine.ir.dtype != "bf16":
+    if engine.deepwell.ir.dtype != "bf16":
         return "adamw_fp32"
     planned = "" if plan is None else plan.workload.optimizer
     return planned if planned in OPTIMIZERS and planned != "adamw_fp32" else "adamw_pure_bf16"
@@ -97,28 +97,30 @@ def optimizer_of(engine: Engine, plan: Plan | None = None) -> str:
 
 def engine_keeps(engine: Engine) -> Keeps:
     """What this engine holds between forward and backward."""
-    options = engine.options
+    options = engine.deepwell.options
     return Keeps(
         remakes=options.recompute if options.use_inductor else "nothing",
         fuses_head=options.fuse_head,
         caches_weights=options.cache_weights,
-        element_bytes=float(DTYPE_BYTES[engine.ir.dtype]),
+        element_bytes=float(DTYPE_BYTES[engine.deepwell.ir.dtype]),
     )
 
 
 def engine_plan(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1, optimizer: str | None = None) -> Plan:
     """The step that the engine takes by itself: one device, `micro_batches` batches of this shape."""
-    layers = engine._recompute
+    layers = engine.deepwell.recomputed
     recompute = Recompute()
     if layers is not None:
         count = len(layers.paths)
-        recompute = Recompute(kind="full") if count == engine.ir.num_layers else Recompute(kind="block", layers=count)
+        recompute = (
+            Recompute(kind="full") if count == engine.deepwell.ir.num_layers else Recompute(kind="block", layers=count)
+        )
     workload = Workload(
-        ir=_without_module(engine.ir), seq_len=seq_len, global_batch=batch * micro_batches,
-        policy=engine.policy, optimizer=optimizer or optimizer_of(engine),
+        ir=_without_module(engine.deepwell.ir), seq_len=seq_len, global_batch=batch * micro_batches,
+        policy=engine.deepwell.policy, optimizer=optimizer or optimizer_of(engine),
     )  # fmt: skip
     layout = Layout(
-        dp=1, micro_batch=batch, sharding="ddp", recompute=recompute, cuda_graphs=engine.options.cuda_graphs
+        dp=1, micro_batch=batch, sharding="ddp", recompute=recompute, cuda_graphs=engine.deepwell.options.cuda_graphs
     )
     return given_plan(workload, local_hardware(engine_device(engine)), layout, deepwell_stack())
 

@@ -37,7 +37,7 @@ def run_trial(engine: Engine, inputs: ExampleInputs, before: Prediction, steps: 
 
     Raises UnsupportedError where the user's own hooks on parameters would see these steps.
     """
-    refuse_hooks(engine.model)
+    refuse_hooks(engine.deepwell.model)
     plan, micro_batches = before.plan, before.plan.accumulation
     trial = Trial(
         what=f"{plan.layout.micro_batch} x {plan.workload.seq_len:,} tokens, {micro_batches} micro-batch"
@@ -48,7 +48,7 @@ def run_trial(engine: Engine, inputs: ExampleInputs, before: Prediction, steps: 
         predicted_bytes=before.peak_bytes,
         tier=before.tier,
     )
-    with untouched(engine.model):
+    with untouched(engine.deepwell.model):
         try:
             return _measured(trial, engine, inputs, plan)
         except torch.OutOfMemoryError as error:
@@ -111,7 +111,7 @@ class _Stepper:
         self.optimizer = AdamWDW(trained, lr=_LR, **OPTIMIZERS[plan.workload.optimizer])  # type: ignore[arg-type]
 
     def __call__(self) -> Tensor:
-        if self.engine.options.cuda_graphs:
+        if self.engine.deepwell.options.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         for _ in range(self.micro_batches):
             loss = loss_of(self.engine(*self.inputs.args, **self.inputs.kwargs))
@@ -143,7 +143,7 @@ def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, plan: Plan) -
     others = 0
     if is_cuda:
         torch.cuda.synchronize(device)
-        others = torch.cuda.memory_allocated(device) - _resident(engine.model, inputs)
+        others = torch.cuda.memory_allocated(device) - _resident(engine.deepwell.model, inputs)
         torch.cuda.reset_peak_memory_stats(device)
     stepper = _Stepper(engine, inputs, plan)
     started = time.perf_counter()
@@ -151,14 +151,14 @@ def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, plan: Plan) -
     first = time.perf_counter() - started
     losses += [stepper().item() for _ in range(WARMUP - 1)]
     if is_cuda:
-        if not engine.options.cuda_graphs:
+        if not engine.deepwell.options.cuda_graphs:
             # Compiling is over: what it held for a moment is none of the step's. Recorded graphs allocate only once.
             torch.cuda.reset_peak_memory_stats(device)
         times = _time_on_gpu(stepper, trial.steps)
         peak, by = torch.cuda.max_memory_allocated(device) - others, "torch.cuda.max_memory_allocated"
     else:
         times = _time_on_cpu(stepper, trial.steps)
-        peak = _resident(engine.model, inputs) + stepper.state_bytes() + _cpu_growth(stepper)
+        peak = _resident(engine.deepwell.model, inputs) + stepper.state_bytes() + _cpu_growth(stepper)
         by = "weights and state, plus what torch's CPU allocator handed out in one profiled step"
     return replace(
         trial,

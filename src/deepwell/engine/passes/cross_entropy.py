@@ -5,14 +5,14 @@ Between them the logits may be cast, viewed, scaled by a number (Granite, Cohere
 head's input instead, and the engine hands out logits that are computed, by the same steps, when somebody looks at them.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from deepwell.engine.deferred import Step
+from deepwell.engine.deferred import HeadLoss, Step
 from deepwell.engine.passes.edit import erase_unread, replace, runs_in_kernels
 from deepwell.graph.fx import SHAPE_OPS, Writes, argument, op_of, value_of
 from deepwell.kernels.head.autograd import linear_cross_entropy
@@ -20,12 +20,23 @@ from deepwell.kernels.head.autograd import linear_cross_entropy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredOutput:
-    """Output `index` of the graph is a head's input now; its logits are the linear of that, then `steps`."""
+    """Outputs `indices` of the graph are a head's input now, in the place of its logits; one more is its target."""
 
-    index: int
+    indices: tuple[int, ...]
     weight_input: int  # which of the graph's inputs the weight is
     bias_input: int | None = None
-    steps: tuple[Step, ...] = ()
+    loss: int  # the output that the loss becomes
+    # ("mul" | "div", a number or None, which of the graph's inputs it is instead) on the way there
+    factors: tuple[tuple[str, float | None, int], ...] = ()
+    how: HeadLoss
+
+    def factor(self, inputs: Sequence[Any]) -> Any:
+        """What the cross entropy is multiplied by in a call with these inputs: a number or a tensor of one."""
+        found: Any = 1.0
+        for name, number, place in self.factors:
+            value = inputs[place] if number is None else number
+            found = found * value if name == "mul" else found / value
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +79,13 @@ def rewrite_cross_entropy(
         is_written = writes.between(x, head.linear, None if returned else loss)
         if weight.name in other_weights or is_written:
             continue
-        if returned is None or (returned and not all(p is None or p.op == "placeholder" for p in (weight, bias))):
+        if returned is None or len(returned) > 1:
             continue
-        for node in returned:
-            deferred += _return_head_input(graph, head, node)
+        if returned:
+            way = _way_out(loss)
+            if way is None or not all(p is None or p.op == "placeholder" for p in (weight, bias)):
+                continue
+            deferred.append(_return_head_input(graph, head, returned[0], way))
         _fuse(graph, head, weight.name in fp8_weights, fp8_weights.get(weight.name, False))
         heads.append(weight)
     erase_unread(graph)
@@ -201,23 +215,60 @@ def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool, bf16_forward: bool) -> Non
     replace(loss, new)
 
 
-def _return_head_input(graph: fx.Graph, head: _Head, node: fx.Node) -> Iterator[DeferredOutput]:
-    """Return the head's input in the place of a node of the path."""
+def _way_out(loss: fx.Node) -> tuple[int, tuple[tuple[str, Any], ...]] | None:
+    """Which output a loss becomes, and what it is multiplied by on the way; None where that is not so simple.
+
+    Terms may be added to it: they do not depend on the logits.
+    """
+    node, factors = loss, list[tuple[str, Any]]()
+    while len(node.users) == 1:
+        (user,) = node.users
+        name = op_of(user).removesuffix("_")
+        others = [arg for arg in user.args if arg is not node]
+        if user.op == "output":
+            found = [i for i, value in enumerate(user.args[0]) if value is node]
+            return (found[0], tuple(factors)) if len(found) == 1 else None
+        if name in ("add", "sub", "mul", "div") and (len(user.args) != 2 or len(others) != 1 or user.kwargs):
+            return None
+        if name in ("sub", "div") and user.args[0] is not node:
+            return None
+        if name in ("mul", "div"):
+            by = others[0]
+            while isinstance(by, fx.Node) and op_of(by) == "to":
+                by = by.args[0]
+            if isinstance(by, bool) or not (isinstance(by, (int, float)) or getattr(by, "op", "") == "placeholder"):
+                return None
+            factors.append((name, by))
+        elif name not in ("to", "add", "sub"):
+            return None
+        node = user
+    return None
+
+
+def _return_head_input(graph: fx.Graph, head: _Head, node: fx.Node, way: tuple[int, Any]) -> DeferredOutput:
+    """Return the head's input in the place of a node of the path, and behind all outputs the loss' target."""
     x, weight, bias = head.operands
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    steps = [_step(n) for n in head.path[1 : head.path.index(node) + 1]]
+    place = head.path.index(node) + 1
+    steps, later = ([step for n in part if (step := _step(n))] for part in (head.path[1:place], head.path[place:]))
     values = list(output.args[0])
-    found = [i for i, value in enumerate(values) if value is node]
+    found = tuple(i for i, value in enumerate(values) if value is node)
     for index in found:
         values[index] = x
-    output.args = (tuple(values),)
-    return (
-        DeferredOutput(
-            index=index,
-            weight_input=inputs.index(weight),
-            bias_input=None if bias is None else inputs.index(bias),
-            steps=tuple(step for step in steps if step is not None),
-        )
-        for index in found
+    output.args = ((*values, argument(head.loss, "target")),)
+    loss, by = way
+    factors = [(op, None, inputs.index(f)) if isinstance(f, fx.Node) else (op, float(f), -1) for op, f in by]
+    return DeferredOutput(
+        indices=found,
+        weight_input=inputs.index(weight),
+        bias_input=None if bias is None else inputs.index(bias),
+        loss=loss,
+        factors=tuple(factors),
+        how=HeadLoss(
+            steps=tuple(steps),
+            later=tuple(later),
+            ignore_index=argument(head.loss, "ignore_index", -100),
+            reduction=argument(head.loss, "reduction", "mean"),
+        ),
     )

@@ -69,12 +69,13 @@ class BackendOptions:
     left: dict[str, LeftAlone] = field(default_factory=dict)  # by path, linears with a scheme that a graph left as is
     remarks: dict[str, None] = field(default_factory=dict)  # what looked like a pass's business and was not; no value
     graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
+    frames: dict[int | None, int] = field(default_factory=dict)  # of them, how many of each function
     was_called: bool = False
 
     def for_schemes(self, schemes: Mapping[str, str]) -> BackendOptions:
         """The same choices for other schemes, with nothing done yet."""
         done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
-        return replace(self, schemes=schemes, products={}, left={}, was_called=False, **done)
+        return replace(self, schemes=schemes, products={}, left={}, frames={}, was_called=False, **done)
 
     def for_one_graph(self) -> BackendOptions:
         """These options, with their own record of what happened by path; the rest is shared."""

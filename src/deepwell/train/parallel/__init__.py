@@ -1,6 +1,6 @@
 """How a step runs on a layout: one process, data, tensor, pipeline, context and expert parallelism.
 
-runner = parallelize(engine, plan.layout, feed=Feed(engine.model), device=device)
+runner = parallelize(engine, plan.layout, feed=Feed(engine.deepwell.model), device=device)
 loss = runner.run(batches, num_items=n)          # forward and backward of this rank's micro-batches
 norm = runner.grad_norm(1.0)                     # over all ranks, and clipped
 """
@@ -48,7 +48,7 @@ def parallelize(
     if world > 1:
         runner = _spread(engine, layout, feed, device, settings or ParallelSettings())
     if layout.offload.activations:
-        (engine.regions or engine.use_regions()).offload()
+        (engine.deepwell.regions or engine.deepwell.use_regions()).offload()
     return runner
 
 
@@ -56,7 +56,7 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
     check_shardable(engine, layout, settings)
     meshes = make_meshes(layout, device.type)
     if settings.sync_weights:
-        sync_weights(engine.model)
+        sync_weights(engine.deepwell.model)
     if layout.pp > 1:
         from deepwell.train.parallel.pipeline import PipelineRunner
 
@@ -66,8 +66,8 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
 
         notes: list[str] = []
         split = split_weights(engine, meshes, notes)
-        engine.use_regions()
-        split_tokens(engine, meshes, split, [engine.ir.layers[0].path])
+        engine.deepwell.use_regions()
+        split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[0].path])
         shard(engine, meshes, settings)
         return TensorParallelRunner(engine, feed, device, meshes, notes)
     if layout.cp > 1 or layout.ep > 1:
@@ -80,8 +80,8 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
         runner = kind(engine, feed, device, meshes)
         runner.notes += notes
         return runner
-    if engine.ir.layers:
-        engine.use_regions()
+    if engine.deepwell.ir.layers:
+        engine.deepwell.use_regions()
     if layout.sharding == "ddp":
         return ReplicatedRunner(engine, feed, device, meshes, settings)
     shard(engine, meshes, settings)

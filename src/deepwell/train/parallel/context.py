@@ -53,23 +53,24 @@ def spread_attention(engine: Engine, meshes: Meshes) -> str:
 
     Call it before the engine's first call. Raises UnsupportedError where a model has no attention to replace.
     """
-    model, cp = engine.model, meshes.layout.cp
+    model, cp = engine.deepwell.model, meshes.layout.cp
     if not hasattr(model, "set_attn_implementation") or not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(
-            f"cp: {engine.ir.name} does not take its attention from Hugging Face's attention interface; leave cp at 1"
+            f"cp: {engine.deepwell.ir.name} does not take its attention from Hugging Face's attention interface; "
+            "leave cp at 1"
         )
     if getattr(getattr(model, "config", None), "attn_logit_softcapping", None) is not None:
-        raise UnsupportedError(f"cp: the attention of {engine.ir.name} caps its scores; leave cp at 1")
-    for op in (op for ops, _ in engine.ir.parts() for op in ops):
+        raise UnsupportedError(f"cp: the attention of {engine.deepwell.ir.name} caps its scores; leave cp at 1")
+    for op in (op for ops, _ in engine.deepwell.ir.parts() for op in ops):
         if op.role == "mixer":
-            raise UnsupportedError(f"cp: {engine.ir.name} mixes tokens by {op.name} as well; leave cp at 1")
+            raise UnsupportedError(f"cp: {engine.deepwell.ir.name} mixes tokens by {op.name} as well; leave cp at 1")
         if isinstance(op, Attention) and (not op.causal or op.params):
             what = "sinks" if op.params else "no causal mask"
-            raise UnsupportedError(f"cp: the attention of {engine.ir.name} has {what}; leave cp at 1")
+            raise UnsupportedError(f"cp: the attention of {engine.deepwell.ir.name} has {what}; leave cp at 1")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kind, note = choose_kind(engine.ir, meshes.layout.context_parallel_kind, cp)
+    kind, note = choose_kind(engine.deepwell.ir, meshes.layout.context_parallel_kind, cp)
     mesh = meshes.ranks["cp"]
     how: tuple[Any, int, int] = (mesh.get_group().group_name, cp, mesh.get_local_rank())
     name = f"deepwell_{kind}_{next(_NUMBERS)}"

@@ -86,11 +86,11 @@ def distribute_experts(engine: Engine, meshes: Meshes) -> tuple[str, ...]:
 
     Call it before `Engine.use_regions(inner=paths)`, and `connect_experts` after it.
     """
-    layout, model, mesh = meshes.layout, engine.model, meshes.experts["ep"]
+    layout, model, mesh = meshes.layout, engine.deepwell.model, meshes.experts["ep"]
     for name, value in (("etp", layout.etp), ("tp", layout.tp)):
         if value > 1:
             raise UnsupportedError(f"ep {layout.ep} with {name} {value} is not executed; leave {name} at 1")
-    paths = find_experts(engine.ir, model)
+    paths = find_experts(engine.deepwell.ir, model)
     for path in paths:
         module: Any = model.get_submodule(path)
         if module.num_experts % layout.ep:
@@ -113,7 +113,7 @@ def connect_experts(engine: Engine, paths: Sequence[str], meshes: Meshes) -> lis
     """Put the exchange around the experts' regions. Returns (path, mesh) of what FSDP2 is to make groups of."""
     mesh = meshes.experts
     for path in paths:
-        module: Any = engine.model.get_submodule(path)
+        module: Any = engine.deepwell.model.get_submodule(path)
         inner = module.forward
         forward = functools.wraps(inner)(_exchanging(inner, module.num_experts, mesh["ep"].get_group()))
         module.forward = torch._dynamo.disable(forward, reason=REASON)

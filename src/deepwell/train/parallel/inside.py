@@ -20,7 +20,7 @@ def prepare(engine: Engine, meshes: Meshes, notes: list[str]) -> list[tuple[str,
         note = spread_attention(engine, meshes)
         notes += [note] if note else []
     paths = distribute_experts(engine, meshes) if meshes.layout.ep > 1 else ()
-    engine.use_regions(paths)
+    engine.deepwell.use_regions(paths)
     return connect_experts(engine, paths, meshes) if paths else []
 
 

@@ -77,15 +77,15 @@ class PipelineRunner(DistributedRunner):
         check_schedule(layout)
         self.group = meshes.ranks["pp"].get_group()
         self.pp_rank = meshes.ranks.get_local_rank("pp")
-        self._spans = spans(layout, engine.ir.num_layers)
+        self._spans = spans(layout, engine.deepwell.ir.num_layers)
         own = tuple(span for span in self._spans if span.index % layout.pp == self.pp_rank)
         split = split_weights(engine, meshes, self.notes) if layout.tp > 1 else None
         self.cut = Cut(engine, own, layout.tp)
-        self._dtype = settings.mixed_precision.param_dtype or next(engine.model.parameters()).dtype
+        self._dtype = settings.mixed_precision.param_dtype or next(engine.deepwell.model.parameters()).dtype
         self._tied_group = _group_of_ends(meshes) if self.cut.is_tied else None
         inner = prepare(engine, meshes, self.notes)
         if split is not None:
-            split_tokens(engine, meshes, split, [engine.ir.layers[span.layers[0]].path for span in own])
+            split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[span.layers[0]].path for span in own])
         self.stages = [StageModule(engine, feed, self.cut, span) for span in own]
         for stage in self.stages:
             shard_stage(stage, engine, meshes, settings, inner)
@@ -206,10 +206,11 @@ def shard_stage(
     how = fsdp_options(meshes, settings)
     inside = set(stage.modules())
     for path, mesh in inner:
-        if engine.model.get_submodule(path) in inside:
-            fully_shard(engine.model.get_submodule(path), mesh=mesh, **how)
-    for path in engine.regions.layers:
-        layer: nn.Module = engine.model.get_submodule(path)
+        if engine.deepwell.model.get_submodule(path) in inside:
+            fully_shard(engine.deepwell.model.get_submodule(path), mesh=mesh, **how)
+    assert engine.deepwell.regions is not None, "stages are made of regions"
+    for path in engine.deepwell.regions.layers:
+        layer: nn.Module = engine.deepwell.model.get_submodule(path)
         if layer in inside:
             fully_shard(layer, mesh=meshes.layers, **how)
     fully_shard(stage, mesh=meshes.rest, **{**how, "reshard_after_forward": False})

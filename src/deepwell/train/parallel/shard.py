@@ -80,9 +80,9 @@ class ParallelSettings:
 
 def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) -> None:
     """Raise UnsupportedError where this engine cannot run in this layout."""
-    if engine.options.cuda_graphs:
+    if engine.deepwell.options.cuda_graphs:
         raise UnsupportedError("cuda_graphs=True goes with one process; compile the engine without it")
-    if engine.options.cache_weights and layout.sharding == "zero3":
+    if engine.deepwell.options.cache_weights and layout.sharding == "zero3":
         raise UnsupportedError(
             "cache_weights=True keeps the codes of whole weights on every rank, which zero3 is there to avoid; compile "
             "the engine without it, or take zero2"
@@ -140,7 +140,7 @@ class ShardedRunner(DistributedRunner):
 
     def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes) -> None:
         super().__init__(engine, feed, device, meshes)
-        self._groups = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
+        self._groups = [module for module in engine.deepwell.model.modules() if isinstance(module, FSDPModule)]
         self._zero = meshes.layout.sharding
 
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[object]:
@@ -161,8 +161,8 @@ def shard(engine: Engine, meshes: Meshes, settings: ParallelSettings, others: Se
 
     FSDP2's hooks are around a module's call, a region is inside of it.
     """
-    regions: Regions | None = engine.regions
-    layout, model = meshes.layout, engine.model
+    regions: Regions | None = engine.deepwell.regions
+    layout, model = meshes.layout, engine.deepwell.model
     how = fsdp_options(meshes, settings)
     for path, mesh in others:
         fully_shard(model.get_submodule(path), mesh=mesh, **how)

@@ -31,7 +31,7 @@ class Runner:
     @property
     def model(self) -> nn.Module:
         """What holds the parameters."""
-        return self.engine.model
+        return self.engine.deepwell.model
 
     @property
     def is_main(self) -> bool:
@@ -49,7 +49,7 @@ class Runner:
 
         Gradients are added to those that are there: those of the sum over all tokens, divided by `num_items`.
         """
-        if self.engine.options.cuda_graphs:
+        if self.engine.deepwell.options.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         total: Tensor | None = None
         for batch in batches:

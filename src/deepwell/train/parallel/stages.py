@@ -85,7 +85,7 @@ class Cut:
     """
 
     def __init__(self, engine: Engine, keep: tuple[StageSpan, ...], tp: int = 1) -> None:
-        ir, model = engine.ir, engine.model
+        ir, model = engine.deepwell.ir, engine.deepwell.model
         self.model, self._tp = model, tp
         self.base_path = find_glue(model, [layer.path for layer in ir.layers])
         self._list_at = _list_of_layers(ir, model)
@@ -189,12 +189,13 @@ class StageModule(nn.Module):
                 loss = self.feed(engine, batch).reshape(1)
                 return loss.clone() if share is None else loss * share
             others = {name: batch[name] for name in ("position_ids", "attention_mask") if name in batch}
-            with engine.regions.running():
+            assert engine.deepwell.regions is not None, "stages are made of regions"
+            with engine.deepwell.regions.running():
                 if cut.base_path:
                     out = hidden_of(cut.base_module(input_ids=batch["input_ids"], use_cache=False, **others))
                 else:
-                    out = hidden_of(engine.model(batch["input_ids"]))
-            engine.options.was_called = True
+                    out = hidden_of(engine.deepwell.model(batch["input_ids"]))
+            engine.deepwell.options.was_called = True
             return out.clone() if out is x else out
 
 

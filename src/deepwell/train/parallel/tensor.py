@@ -157,7 +157,7 @@ def check_local(engine: Engine, split: Split, tp: int) -> None:
 
     A model that reshapes by a number of heads it wrote down would make other heads of them, without an error.
     """
-    model, ir = engine.model, engine.ir
+    model, ir = engine.deepwell.model, engine.deepwell.ir
     with preserved(model, values=False):
         for name, dim in split.shards.items():
             path, _, key = name.rpartition(".")
@@ -188,9 +188,9 @@ def notes_on_blocks(engine: Engine, split: Split, tp: int) -> list[str]:
     cut: dict[int, list[str]] = {}
     for name, dim in split.shards.items():
         path, _, key = name.rpartition(".")
-        scheme = engine.bound.schemes.get(path, "")
+        scheme = engine.deepwell.bound.schemes.get(path, "")
         block = next((size for word, size in _BLOCKS if word in scheme), 1)
-        if key == "weight" and (engine.model.get_parameter(name).shape[dim] // tp) % block:
+        if key == "weight" and (engine.deepwell.model.get_parameter(name).shape[dim] // tp) % block:
             cut.setdefault(block, []).append(path)
     return [
         f"tp {tp} leaves {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''} a size that is no multiple of "
@@ -241,8 +241,8 @@ def split_weights(engine: Engine, meshes: Meshes, notes: list[str]) -> Split:
 
     What is not as on one device is added to `notes`. Call `split_tokens` when the layers are regions.
     """
-    tp, model, mesh = meshes.layout.tp, engine.model, meshes.tp
-    split = find_split(engine.ir, model, tp)
+    tp, model, mesh = meshes.layout.tp, engine.deepwell.model, meshes.tp
+    split = find_split(engine.deepwell.ir, model, tp)
     check_local(engine, split, tp)
     notes += notes_on_blocks(engine, split, tp)
     for name in (*split.shards, *split.copies):
@@ -252,8 +252,9 @@ def split_weights(engine: Engine, meshes: Meshes, notes: list[str]) -> Split:
 
 def split_tokens(engine: Engine, meshes: Meshes, split: Split, firsts: Sequence[str]) -> None:
     """Put the collectives into the regions and split the tokens before the layers `firsts`, the first of each stage."""
-    tp, model, regions = meshes.layout.tp, engine.model, engine.regions
+    tp, model, regions = meshes.layout.tp, engine.deepwell.model, engine.deepwell.regions
     group = meshes.tp.get_group()
+    assert regions is not None, "the layers are regions"
     regions.partial |= set(split.copies)
     regions.shares |= dict.fromkeys(split.row_biases, 1 / tp)
     # One function each for all layers: they share a graph.

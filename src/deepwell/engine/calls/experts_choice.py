@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from deepwell.engine.calls.overlap import Overlap
+
 GROUPED = "grouped_mm"
 # What the engine takes the place of; other choices are kernels that somebody asked for.
 _REPLACED = (None, "eager", "batched_mm")
@@ -24,10 +26,10 @@ class GroupedExperts:
     def __init__(self, model: nn.Module) -> None:
         found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if _chooses_experts(m)}
         self._configs = tuple(found.values())
+        self.applied = Overlap(self._apply)  # while the engine calls the model
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """While the engine calls the model."""
+    def _apply(self) -> Iterator[None]:
         before = [(config, config._experts_implementation) for config in self._configs]
         replaced = [(config, chosen) for config, chosen in before if chosen in _REPLACED]
         for config, _ in replaced:

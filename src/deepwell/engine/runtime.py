@@ -1,0 +1,443 @@
+"""What an engine is beside its model: formats and bindings, the compiled graphs, and the report of what ran."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+from deepwell.engine.backend import compile_graph
+from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
+from deepwell.engine.calls.experts_choice import GroupedExperts
+from deepwell.engine.calls.kept_grads import KeptGrads
+from deepwell.engine.fragile import FragileReport, check_fragile
+from deepwell.engine.live_parameters import LiveParameters
+from deepwell.engine.overrides import Key, Overrides
+from deepwell.engine.passes.work import BackendOptions
+from deepwell.engine.recompute import LayerRecompute
+from deepwell.engine.regions import Regions, has_module, is_left_out, is_sharded
+from deepwell.engine.report import NOTHING_COMPILED, EngineReport
+from deepwell.engine.times.gemms import with_times
+from deepwell.engine.times.ops import measure_calls
+from deepwell.errors import ConfigError, DeepwellError, UnsupportedError
+from deepwell.graph.ir import IR
+from deepwell.graph.lift.called import with_roles_of_call
+from deepwell.graph.ops import GroupedLinear
+from deepwell.planner.plan import Plan
+from deepwell.precision.gemm_format import Precision
+from deepwell.precision.policy import PrecisionPolicy
+
+# What the linears' formats at a step are bound to under these overrides, and the options to compile them with.
+BindAt = Callable[[IR, int, Overrides], tuple[Bound, BackendOptions]]
+
+# Where the roles of linears come from, for the report.
+_PREVIEWS = {
+    False: "roles of linears (head, router ...) are those of the captured graph; the first call's graph decides",
+    True: "roles of linears (head, router ...) are read from names in the module tree; the first call's graph decides",
+}
+_ROLES_OF_CALL = "roles of linears (head, router ...) are those in the graphs of the calls so far"
+
+# Past its limits Dynamo would quietly run the model as it was written, in high precision, and it counts what all
+# engines of a class compile: the backend has a limit of its own, which is an error.
+_DYNAMO = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "fail_on_recompile_limit_hit": True}
+# Under DistributedDataParallel Dynamo would cut the graph at its buckets, behind the engine's back. Compiled regions
+# give it the overlap that it does so for.
+_DYNAMO["optimize_ddp"] = False
+# Its name in torch 2.11 and later.
+_IGNORED_LOGGING = next(
+    name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(torch._dynamo.config, name)
+)
+
+
+def _tells_the_user_something(record: logging.LogRecord) -> bool:
+    """False where torch 2.11 says that it could not write our setting, a set of functions, into its own metrics."""
+    return "Unexpected exception logging" not in record.getMessage()
+
+
+logging.getLogger("torch._dynamo.metrics_context").addFilter(_tells_the_user_something)
+
+
+@contextmanager
+def _set(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """What torch's own `config.patch` does. Each of its patches leaves a context variable behind, for every call."""
+    before = {name: getattr(config, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+class Runtime:
+    """All that belongs to an engine and not to its model: `engine.deepwell`.
+
+    `model` is the model, `ir` what was captured of it, `policy` and `plan` what was asked for, `bound` what that is
+    bound to at `step`, `options` how it is compiled and what the passes did. `engine` is the engine itself.
+    """
+
+    def __init__(
+        self,
+        ir: IR,
+        bound: Bound,
+        policy: PrecisionPolicy,
+        *,
+        options: BackendOptions,
+        device: str,
+        bind_at: BindAt | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        self.model = model = ir.require_module()
+        self.engine: Any = None  # who is called, set by the engine itself; its `generate` is the other
+        self.generation: Any = None
+        self.ir, self.policy, self.plan = ir, policy, plan
+        self.live = LiveParameters(model)
+        self.device_name, self.device_type = device, _device_type(model)
+        self.breaks: dict[str, int] = {}
+        self.regions: Regions | None = None
+        self.recomputed: LayerRecompute | None = None
+        self.overrides = Overrides()
+        self.fragile: dict[object, Fragile] = {}
+        self._experts = GroupedExperts(model)
+        self._kept_grads = KeptGrads(model.parameters)
+        self.bind_at, self._phases = bind_at, dict[object, tuple[BackendOptions, Callable[..., Any]]]()
+        self._changes = policy.changes(ir) if bind_at is not None else ()
+        self._is_stale, self._roles = False, _PREVIEWS[ir.source == "static"]
+        # An outer torch.compile leaves a call of the engine to the engine.
+        self.run = torch._dynamo.disable(self._run, reason="deepwell: an engine compiles its model by itself")
+        self._enter(0, bound, options)
+
+    def at_step(self, step: int) -> Any:
+        """Bind what the policy says of a training step, and return the engine itself; call it before that step.
+
+        Between two steps at which the policy changes nothing happens. Where formats do change, the model is compiled
+        for them at the next call; formats that were bound before are there already.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"step is {step!r}; it must be a whole number from 0 on")
+        span = max((change for change in self._changes if change <= step), default=0)
+        if span != self.step:
+            assert self.bind_at is not None, "formats that change can be bound"
+            self._enter(span, *self.bind_at(self.ir, span, self.overrides))
+        return self.engine
+
+    def override(self, changes: Mapping[Key, str | Precision | None], reason: str) -> Any:
+        """Give single GEMMs of single layers another format from the next call on, and return the engine itself.
+
+        `changes` maps (module path, "fwd", "dgrad" or "wgrad") to the format that the GEMM has at least, or to None,
+        which takes an override back. The policy stands where it asks for more bits at a step. The report shows the
+        reason. Formats that were compiled before are not compiled again.
+        """
+        return self.set_overrides(self.overrides.changed(changes, reason, self.policy.resolve(self.ir, self.step)))
+
+    def set_overrides(self, overrides: Overrides) -> Any:
+        """Replace all overrides, as a resumed run does: `Overrides.from_dict` of `engine.overrides.to_dict()`."""
+        if self.bind_at is None:
+            raise UnsupportedError("this engine's formats cannot change; make it with dw.compile")
+        known = self.policy.resolve(self.ir, self.step)
+        foreign = [row.path for row in overrides.rows if row.path not in known]
+        if foreign:
+            raise ConfigError(f"overrides name {foreign[0]}, which is no linear layer of {self.ir.name}")
+        bound, options = self.bind_at(self.ir, self.step, overrides)  # may raise where fallback="strict"
+        self.overrides = overrides
+        self._enter(self.step, bound, options)
+        return self.engine
+
+    def check_fragile(self, batch: Any, *, strict: bool = False, floor_db: float | None = None) -> FragileReport:
+        """Keep in bf16 what the formats of this step would spoil, by one batch of the model as it was written.
+
+        `batch` is a dict of keyword arguments (with labels, so that there is a loss), a tuple of arguments or a tensor.
+        Each GEMM whose signal to noise is below the floor of its formats (`floor_db` replaces them) stays in bf16 from
+        the next call on, with that reason in the report; `strict` raises UnsupportedError instead.
+        """
+        bound = self.bound if self.bind_at is None else self.bind_at(self.ir, self.step, self.overrides)[0]
+        with self._experts.applied():
+            found = check_fragile(self.model, bound, batch, floor_db=floor_db)
+        if strict and found.fragile:
+            first = found.fragile[0]
+            more = f" and {len(found.fragile) - 1} more" if len(found.fragile) > 1 else ""
+            raise UnsupportedError(f"{first.path}: {first.scheme} is {first.reason}{more}; fallback='safe' keeps bf16")
+        keys: dict[object, Fragile] = {(row.path, row.gemm, row.scheme): row for row in found.rows}
+        self.fragile = {**self.fragile, **keys}
+        self._enter(self.step, bound, self.options)
+        return found
+
+    def _enter(self, step: int, bound: Bound, options: BackendOptions) -> None:
+        """Make the bindings of a span of steps the engine's own; equal schemes share one compiled model."""
+        if self.fragile:
+            bound = without_fragile(bound, self.fragile.values())
+            options = options.for_schemes(bound.schemes)
+        key = tuple(sorted(bound.schemes.items()))
+        if options.parameters is None:
+            options.parameters = self.live
+        if key not in self._phases:
+            in_regions = self.regions is not None
+            compiled = self.model if in_regions else torch.compile(self.model, backend=_backend(options))
+            self._phases[key] = (options, compiled)
+            options.see = _seen_by(self)
+        self.step, self.bound = step, bound
+        self.options, self._compiled = self._phases[key]
+        if self.regions is not None:
+            self.regions.enter(self.options)
+
+    def see(self, options: BackendOptions, graph_module: Any, example_inputs: Sequence[Any]) -> None:
+        """Decide roles by what runs: a graph that shows others than the capture did is compiled for its own formats."""
+        if options is not self.options or self.bind_at is None:
+            return
+        ir = with_roles_of_call(self.ir, graph_module, example_inputs)
+        self._roles = _ROLES_OF_CALL
+        if ir is self.ir:
+            return
+        bound, _ = self.bind_at(ir, self.step, self.overrides)
+        bound = without_fragile(bound, self.fragile.values()) if self.fragile else bound
+        others = {path for path in options.rewritten if bound.schemes.get(path) != options.schemes.get(path)}
+        # A graph before this one multiplies some of them in formats of another role: all is compiled anew for the next
+        # call. So are the formats of other steps.
+        self._is_stale = self._is_stale or bool(others)
+        options.schemes = bound.schemes
+        self._phases = {tuple(sorted(bound.schemes.items())): (options, self._compiled)}
+        self.ir, self.bound = ir, bound
+        self._changes = self.policy.changes(ir)
+
+    def use_regions(self, inner: Sequence[str] = ()) -> Regions:
+        """Compile each layer by itself from the first call on, and leave what is between them to Python.
+
+        For models under FSDP2, DDP, tensor, pipeline and expert parallelism, which work between layers; on one device
+        one graph of the whole model is faster. It replaces the forward of the model's own modules. `inner` are paths of
+        modules in layers that are regions of their own: see `engine/regions.py`.
+        """
+        if self.options.was_called:
+            raise ConfigError("use_regions: the engine was called already; call it before the first step")
+        if self.regions is not None:
+            raise ConfigError("use_regions: the engine has its regions already")
+        if self.options.cuda_graphs:
+            raise UnsupportedError(
+                "cuda_graphs=True records the whole model, and compiled regions have Python between them; leave one out"
+            )
+        regions = Regions(self.ir, self._running, inner)
+        self.regions = regions
+        if self.recomputed is not None:
+            regions.recompute(self.recomputed)
+        self._phases.clear()
+        self._enter(self.step, self.bound, self.options)
+        return regions
+
+    def recompute(self, layers: LayerRecompute) -> None:
+        """Compute these layers again in the backward instead of keeping what they hold."""
+        self.recomputed = layers
+        if self.regions is not None:
+            self.regions.recompute(layers)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_devices(args, kwargs)
+        if not self.options.was_called:
+            self._check_sharded()
+        if self._is_stale and self.bind_at is not None:
+            self._is_stale = False
+            self._phases.clear()
+            self._enter(self.step, *self.bind_at(self.ir, self.step, self.overrides))
+        before = dict(counters["graph_break"])
+        recomputed = self.recomputed.applied() if self.recomputed is not None else nullcontext()
+        if self.options.cuda_graphs and torch.is_grad_enabled():
+            self._kept_grads.keep()
+        running = self._running() if self.regions is None else self.regions.running()
+        try:
+            with running, recomputed:
+                out = self._compiled(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, DeepwellError):
+                raise error.inner_exception from error
+            raise
+        if self.regions is None:  # a region is one graph or an error, and between them Python is what is wanted
+            self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
+        if not self.options.was_called:
+            self.options.was_called = True
+            self._warn_of_eager_linears()
+        return out
+
+    def _warn_of_eager_linears(self) -> None:
+        """After the first call: a model that silently runs in high precision is not what its user asked for."""
+        left = self._unmet()
+        if not left or (not self.breaks and self.options.graphs):
+            return
+        reason = f"Dynamo broke the graph ({_first_line(next(iter(self.breaks)))})" if self.breaks else NOTHING_COMPILED
+        warnings.warn(
+            f"deepwell: of {len(self.options.schemes)} linears of {self.ir.name} with a format, {len(left)} run as "
+            f"they were written, in {self.ir.dtype}: {reason}. engine.deepwell.report() names them. Move what breaks "
+            "the graph out of the loop over the layers, or give each layer a module of its own",
+            stacklevel=2,
+        )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The settings that the engine's graphs are compiled and found again under."""
+        with _set(torch._dynamo.config, self._dynamo_settings()), self._experts.applied():
+            yield
+
+    def _check_sharded(self) -> None:
+        """Before the first call, once the user has had the chance to shard the model."""
+        if self.recomputed is not None and self.regions is None and is_sharded(self.model):
+            self.use_regions()  # Dynamo would run checkpointed layers with FSDP2's hooks as they were written
+
+    def _dynamo_settings(self) -> dict[str, Any]:
+        return {**_DYNAMO, _IGNORED_LOGGING: _chatter()}
+
+    def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ConfigError where the model was moved since, or an input lies elsewhere."""
+        now = _device_type(self.model)
+        if now != self.device_type:
+            raise ConfigError(
+                f"this engine was compiled for {self.device_type} and its model is on {now} now; "
+                "compile again, or move it back"
+            )
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.dim() and value.device.type != now:
+                label = f"argument {name}" if isinstance(name, int) else name
+                raise ConfigError(f"{label} is on {value.device} and the engine on {now}; call .to({now!r}) on it")
+
+    def report(self, *, measure: bool = False) -> EngineReport:
+        """Every GEMM's format, binding and reason, the kernels chosen, and how often each pass fired so far.
+
+        `measure` times every kernel of the compiled graphs, and every linear's GEMMs, at the shapes they have there;
+        that takes a few seconds.
+        """
+        kernels = [*self.options.kernels.values()]
+        bindings = with_gains(self.bound.bindings, self.options.gains)
+        bindings = as_model_runs_them(bindings, self._unmet(), self.options.left_at_times())
+        if measure:
+            kernels += measure_calls(self.options.calls)
+            parameter = next(self.model.parameters(), torch.empty(0))
+            device, products = str(parameter.device), self.options.products
+            bindings = with_times(bindings, products, kernels, device=device, dtype=parameter.dtype)
+        return EngineReport(
+            model=self.ir.name,
+            device=self.device_name,
+            bindings=bindings,
+            kernels=tuple(kernels),
+            passes=dict(self.options.counts),
+            graphs=self.options.graphs,
+            notes=(*self.ir.notes, *self.bound.notes, *self._notes()),
+            step=self.step,
+            plan="" if self.plan is None else str(self.plan.layout),
+        )
+
+    def _unmet(self) -> dict[str, LeftAlone]:
+        """By path, linears and experts with a format whose products were not met in what ran; empty before a call."""
+        if not self.options.was_called:
+            return {}
+        experts = {site.path for site in self.ir.sites() if isinstance(site.op, GroupedLinear)}
+        # A stage of a pipeline has a part of the model's layers, and not both ends.
+        layers, model = self.ir.layers, self.model
+        elsewhere = {
+            site.path
+            for site in self.ir.sites()
+            if (is_left_out(model, site.path) if site.layer is None else not has_module(model, layers[site.layer].path))
+        }
+        gone = {name.removesuffix(".weight") for name in self.live.gone()}
+        by_itself = "the model multiplies its experts by itself (one by one, or in a kernel of its own)"
+        nowhere = "no product with its weight was met in what was compiled"
+        known = self.options.left
+        found = {
+            path: LeftAlone(dtype=self.ir.dtype, reason=by_itself if path in experts else nowhere)
+            if path in experts or path not in known
+            else known[path]
+            for path in self.options.unmet()
+            if path in experts or path not in elsewhere
+        }
+        replaced = LeftAlone(dtype=self.ir.dtype, reason="the model has no such weight any more: it was replaced")
+        return found | {path: replaced for path in self.options.schemes if path in gone and path not in elsewhere}
+
+    def _notes(self) -> list[str]:
+        """What did not go as the bindings say."""
+        notes = [self._roles]
+        if self._changes:
+            steps = ", ".join(map(str, self._changes))
+            notes.append(f"the policy changes at step {steps}; bound now is what it says of step {self.step}: at_step")
+        if self.overrides:
+            notes.append(f"formats of {len(self.overrides)} GEMMs were changed at run time: engine.deepwell.overrides")
+        notes += self._experts.notes()
+        if self.recomputed is not None:
+            notes.append(f"computed again in the backward: {len(self.recomputed.paths)} of {self.ir.num_layers} layers")
+        if not self.options.use_inductor:
+            notes.append("what no pass touches runs eagerly (AOT eager); inductor=True compiles it")
+        kept = self.options.weight_cache
+        if self.options.cache_weights and self.options.graphs:
+            notes.append(
+                f"FP8 codes of {len(kept.groups)} groups of weights are kept between calls: "
+                f"{kept.num_bytes / 2**20:.1f} MiB"
+            )
+        if count := self.options.counts.get("bias_epilogue"):
+            notes.append(f"bias in the epilogue of {count} FP8 products: added in fp32, rounded once")
+        for reason in self.breaks:
+            notes.append(f"Dynamo broke the graph and each piece was compiled by itself: {_first_line(reason)}")
+        notes += self.options.remarks
+        if self.options.use_inductor and self.options.graphs and "fused_quantize" not in self.options.counts:
+            notes.append("compiled code came from Inductor's cache: what was fused in it was counted when it was made")
+        if added := self.live.added():
+            shown = ", ".join(added[:4]) + (f" and {len(added) - 4} more" if len(added) > 4 else "")
+            notes.append(f"weights that came after dw.compile have no format and run as they were written: {shown}")
+        registry = self.options.registry
+        for name, reason in registry.aside().items() if registry is not None else ():
+            notes.append(f"kernel {name} was rejected: {reason}")
+        if self.options.was_called and not self.options.graphs:
+            notes.append(f"{NOTHING_COMPILED}: Dynamo ran the model as it was written, in {self.ir.dtype}")
+        unmet: dict[str, list[str]] = {}
+        for path, left in self._unmet().items():
+            unmet.setdefault(f", in {left.dtype}" if left.dtype else "", []).append(path)
+        for dtype, paths in unmet.items():
+            shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+            notes.append(f"not met as a product with a parameter in what ran so far{dtype}: {shown}")
+        return notes
+
+
+def _seen_by(runtime: Runtime) -> Callable[[BackendOptions, Any, Sequence[Any]], None]:
+    """Show graphs to an engine that Dynamo, which keeps the options, must not keep alive."""
+    known = weakref.ref(runtime)
+
+    def see(options: BackendOptions, graph_module: Any, example_inputs: Sequence[Any]) -> None:
+        runtime = known()
+        if runtime is not None:
+            runtime.see(options, graph_module, example_inputs)
+
+    return see
+
+
+def _chatter() -> set[Any]:
+    """Logging that is no reason to break a graph: GPT-2 tells once, between its head and its loss, which loss it takes.
+
+    A `warning` that a model gives at every call still breaks it and is heard.
+    """
+    methods = ("debug", "info", "info_once", "warning_once")
+    return {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)}
+
+
+def _device_type(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return "cpu"
+    # Of a shard that FSDP2 keeps in host memory, where it is gathered.
+    mesh = getattr(parameter, "device_mesh", None)
+    return parameter.device.type if mesh is None else str(mesh.device_type)
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), text)
+
+
+def _backend(options: BackendOptions) -> Callable[..., Any]:
+    def deepwell(graph_module: Any, example_inputs: Any) -> Callable[..., Any]:
+        return compile_graph(graph_module, example_inputs, options)
+
+    return deepwell
+
+
+__all__ = ["BindAt", "Runtime"]

@@ -1,0 +1,178 @@
+"""Calls of an engine: from threads, inside torch.compile, of many engines of one class, and of a model that changed."""
+
+import copy
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepwell as dw
+from deepwell.formats.metrics import assert_bitwise_equal
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int = 2, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_threads_share_an_engine_that_recomputes_layers() -> None:
+    x = torch.randn(8, 32)
+    engine = dw.compile(dw.capture(Layers(), x), recompute=True)
+    ref, errors = engine(x).detach(), []
+
+    def run() -> None:
+        try:
+            for _ in range(40):
+                assert torch.equal(engine(x), ref)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not any("forward" in vars(layer) for layer in engine.layers)  # by itself the model is as it was
+
+
+def test_a_compiled_engine_and_one_in_a_compiled_model_run_their_formats() -> None:
+    x = torch.randn(4, 32)
+    engine = dw.compile(dw.capture(nn.Sequential(nn.Linear(32, 32)), x), precision="mxfp8")
+    ref = engine(x)
+    assert_bitwise_equal(torch.compile(engine, backend="aot_eager")(x), ref)
+    assert_bitwise_equal(torch.compile(nn.Sequential(engine, nn.ReLU()), backend="aot_eager")(x), ref.relu())
+    assert engine.deepwell.options.graphs == 1
+
+
+def test_engines_of_one_class_do_not_count_against_each_other_and_leave_no_weights_behind(monkeypatch) -> None:
+    from deepwell.engine import backend
+
+    monkeypatch.setattr(backend, "MOST_GRAPHS", 2)
+    x, weights = torch.randn(4, 32), []
+    for _ in range(4):
+        engine = dw.compile(dw.capture(Layers(1), x), precision="mxfp8")
+        engine(x)
+        weights.append(weakref.ref(engine.layers[0][0].weight))
+        del engine
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * 4
+
+
+class Adapter(nn.Module):
+    """Around a linear, as LoRA puts it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_linears_keep_their_formats_when_adapters_are_put_around_them() -> None:
+    x = torch.randn(8, 32)
+    model = Layers()
+    engine = dw.compile(dw.capture(model, x), precision_policy=dw.PrecisionPolicy("mxfp8"))
+    engine(x)
+    for layer in model.layers:
+        layer[0] = Adapter(layer[0])
+    before = engine.deepwell.options.counts["linear"]
+    out = engine(x)
+    assert engine.deepwell.options.counts["linear"] - before == 2
+    assert not torch.equal(out, model(x))  # not what the model computes in fp32
+    report = engine.report()
+    assert all(row.binding != "as the model has it" for row in report.bindings)
+    assert any("came after dw.compile" in note and "layers.0.0.down.weight" in note for note in report.notes)
+    # A copy of the wrapped model knows them, too.
+    deep = copy.deepcopy(engine)
+    assert_bitwise_equal(deep(x), out)
+    assert deep.deepwell.options.counts["linear"] == 2
+
+
+def test_a_linear_that_was_replaced_is_reported_as_it_runs() -> None:
+    x = torch.randn(8, 32)
+    model = Layers()
+    engine = dw.compile(dw.capture(model, x), precision_policy=dw.PrecisionPolicy("mxfp8"))
+    engine(x)
+    model.layers[1] = nn.Identity()
+    engine(x)
+    rows = {row.path: row for row in engine.report().bindings}
+    assert "replaced" in rows["layers.1.0"].reason and "replaced" not in rows["layers.0.0"].reason
+
+
+class Broken(nn.Module):
+    """A break in the loop over the layers: Dynamo runs the whole function as it was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_a_model_that_a_graph_break_leaves_in_high_precision_is_a_warning_at_the_first_call() -> None:
+    x = torch.randn(4, 32)
+    policy = dw.PrecisionPolicy("mxfp8")
+    engine = dw.compile(dw.capture(Broken(), x), precision_policy=policy)
+    with pytest.warns(UserWarning, match="of 3 linears of Broken with a format, 3 run as they were written, in fp32"):
+        engine(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(x)
+        dw.compile(dw.capture(Layers(), x), precision_policy=policy)(x)
+
+
+def test_threads_generate_with_the_engine_and_call_the_model_as_it_is() -> None:
+    class Counter(nn.Module):
+        """Its own `generate`: feeds what it computed back to itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).tanh()
+
+        def generate(self, x: Tensor, steps: int) -> Tensor:
+            for _ in range(steps):
+                x = self(x)
+            return x
+
+    model, x = Counter(), torch.randn(4, 32)
+    engine = dw.compile(dw.capture(model, x), precision_policy=dw.PrecisionPolicy("mxfp8"))
+    ours, plain = engine(engine(x)), model(x)
+    assert not torch.equal(engine(x), plain)
+    wrong: list[str] = []
+
+    def generate() -> None:
+        for _ in range(20):
+            if not torch.equal(engine.generate(x, steps=2), ours):
+                wrong.append("generated")
+
+    def call() -> None:
+        for _ in range(60):
+            if not torch.equal(model(x), plain):
+                wrong.append("called")
+
+    threads = [threading.Thread(target=target) for target in (generate, generate, call)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and "forward" not in vars(model)
