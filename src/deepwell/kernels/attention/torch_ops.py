@@ -1,5 +1,7 @@
 """Attention in a window as torch ops, with the shapes that tracing needs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def _attention(
     return _laid_out(out)[0], lse.float()
 
 
-def _attention_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+def _attention_backward(*operands: Any) -> tuple[Tensor, ...]:
     return _laid_out(*attention_backward(*operands))
 
 

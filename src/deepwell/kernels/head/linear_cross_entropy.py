@@ -333,16 +333,16 @@ def _chunks_fp8(
             q_out=None if q_out is None else q_out[:, :v],
         )
         del z_CV  # before the next chunk's logits are made
-        assert grads.q is not None and grads.scale is not None
-        grads = grads if q_out is None else grads._replace(q=q_out)
+        q_CV, scale_C = grads.q if q_out is None else q_out, grads.scale
+        assert q_CV is not None and scale_C is not None
         loss_T[part] = grads.loss
         if dx_TD is not None:
-            product, factor_C = _product(grads.q, grads.scale, qw_DV, w_scale, dtype=x_TD.dtype, fast=False)
+            product, factor_C = _product(q_CV, scale_C, qw_DV, w_scale, dtype=x_TD.dtype, fast=False)
             _to_place(product, factor_C, dx_TD[part])
             del product
         if qg_VT is not None:
-            transpose_codes(grads.q, grads.scale, scale=g_scale, out=qg_VT[:, part])
-        del grads
+            transpose_codes(q_CV, scale_C, scale=g_scale, out=qg_VT[:, part])
+        del grads, q_CV
     codes = db_V = None
     if qg_VT is not None and head.dw:
         codes = WeightCodes(qg_VT, g_scale, *transpose_codes(qx_TD, x_scale))

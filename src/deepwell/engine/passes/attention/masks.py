@@ -176,7 +176,7 @@ def _computed(order: list[fx.Node]) -> Tensor:
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_function":
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
 
 
