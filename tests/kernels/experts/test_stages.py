@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from deepwell.kernels.experts import stages
+from deepwell.kernels.experts import stages, tiles_proof
 from deepwell.kernels.experts.row_products import Rows
 
 STAGE = stages.ExpertStage(name="up", m=64, n=8, k=8, details="", precision="bfloat16", device="cpu")
@@ -38,6 +38,13 @@ class Ways:
         if name != "torch":
             dw[8:], wide[8:] = 7.0, 7.0  # of rows without a choice
         return wide, dw
+
+
+def test_tiles_that_fail_their_proof_never_compete(monkeypatch):
+    right = tiles_proof.row_product
+    monkeypatch.setattr(tiles_proof, "row_product", lambda *given, **how: 1.1 * right(*given, **how))
+    ways = Ways(torch=4, tile=1)
+    assert chosen(ways) == "torch" and ways.calls == {"torch": 1, "tile": 0}
 
 
 def chosen(ways):

@@ -2,7 +2,8 @@
 
 A stage is a whole chain: torch's way gathers the rows, multiplies them (`torch._grouped_mm`, `_scaled_grouped_mm`) and
 makes the activation in a kernel of its own; Deepwell's does all of it in one kernel, in one of several tiles. Torch's
-runs unless another is faster by more than its noise. Each tile's results are compared with torch's, at the call's own
+runs unless another is faster by more than its noise. Before any tile competes, all are tried in a process of their own
+(`tiles_proof`). Each tile's results are compared with torch's, at the call's own
 operands, before it is timed; while a CUDA graph is recorded nothing can be timed, and a shape that is new then is
 torch's. On a CPU the references run.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from deepwell.errors import UnsupportedError
 from deepwell.formats.metrics import sqnr_db
-from deepwell.kernels.experts import grouped_gemm, hidden_rows, row_products, token_products
+from deepwell.kernels.experts import grouped_gemm, hidden_rows, row_products, tiles_proof, token_products
 from deepwell.kernels.experts.activation import ExpertActivation
 from deepwell.kernels.experts.group_rows import gather_rows
 from deepwell.kernels.experts.row_products import (
@@ -36,7 +37,7 @@ from deepwell.kernels.experts.row_products import (
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
-from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
+from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice, on_real_tensors, proof_of
 from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
@@ -89,6 +90,7 @@ _only: list[str] = []
 def forget() -> None:
     """Drop what this process remembers, so that the files are read again."""
     _chosen.clear()
+    _are_proven.cache_clear()
 
 
 def chosen() -> dict[str, str]:
@@ -263,6 +265,8 @@ def _choose(problem: Problem, ways: Ways, rows: Rows, *, may_time: bool) -> str 
     known = known_choice(problem, candidates)
     if known is not None or not may_time:
         return known.kernel if known else None
+    if not _are_proven(problem.device):
+        return TORCH
     try:
         choice = choose(problem, candidates, partial(_setup, problem, ways, rows), rules=_RULES)
     except RuntimeError as error:
@@ -273,6 +277,15 @@ def _choose(problem: Problem, ways: Ways, rows: Rows, *, may_time: bool) -> str 
         return TORCH
     _log.info("%s", choice)
     return choice.kernel
+
+
+@lru_cache(maxsize=64)
+def _are_proven(device: str) -> bool:
+    """Whether the tiles are right on a device; where they are not, the log says why."""
+    (tiles,) = tiles_proof.built_in(tiles_proof.OP)
+    with on_real_tensors():
+        # Some forty kernels are compiled.
+        return proof_of(tiles, Problem(op=tiles_proof.OP, precision="bf16", device=device), 600.0).is_passed
 
 
 def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:

@@ -26,6 +26,7 @@ _ROOMS = {
     "fp8_gemm_blocks": "deepwell.kernels.gemm.fp8_blocks",
     "attention": "deepwell.kernels.attention.flash",
     "grouped_gemm": "deepwell.kernels.experts.grouped_gemm",
+    "experts_tiles": "deepwell.kernels.experts.tiles_proof",
 }
 
 
