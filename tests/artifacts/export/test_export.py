@@ -7,8 +7,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from deepwell.bench.llama import Llama
 from deepwell.bench.llama import LlamaConfig as BenchConfig
 from deepwell.errors import CaptureError, CheckpointError, ConfigError, UnsupportedError
 from deepwell.formats.quantize import quantize
+from warm import run_python
 
 transformers = pytest.importorskip("transformers")
 
@@ -204,10 +203,7 @@ def check_in_a_fresh_process(tmp_path: Path, cases: dict[str, Case]) -> dict[str
         assert all(torch.equal(value, after[key]) for key, value in before.items()), "exporting changed the model"
         safetensors.torch.save_file(answers, tmp_path / f"{name}.answers")
     wanted = json.dumps({name: case.new_tokens for name, case in cases.items()})
-    run = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path), wanted],
-        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600,
-    )  # fmt: skip
+    run = run_python(FRESH, str(tmp_path), wanted, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     answers = json.loads(run.stdout.splitlines()[-1])
     for name, (same, tokens, schemes) in answers.items():
