@@ -201,6 +201,10 @@ def test_on_one_gpu_activations_move_to_the_host_and_states_do_not() -> None:
     # As on other stacks (tests/planner/search/test_constraints.py), but for the states, which are not sharded here.
     found = autoplan(TINY, "1xH100", seq_len=1 << 21, global_batch=1, recompute="none", precision="bf16")
     assert found.layout.offload == Offload(activations=1.0)
+    asked = autoplan(TINY, "1xH100", seq_len=2048, global_batch=8, offload="activations")
+    assert asked.layout.offload == Offload(activations=1.0) and asked.layout.recompute == Recompute()
+    with pytest.raises(ConfigError, match="no layout"):
+        autoplan(TINY, "1xH100", seq_len=2048, global_batch=8, offload="activations", recompute="full")
     layouts = [found.layout, *(one.layout for one in found.runners_up)]
     assert not any(why_not_executable(layout, found.workload, found.stack) for layout in layouts)
 

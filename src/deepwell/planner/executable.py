@@ -198,11 +198,15 @@ def why_not_in_host_memory(layout: Layout) -> str:
     is_sharded = layout.tp > 1 or (layout.dp * layout.cp > 1 and layout.sharding != "ddp")
     if layout.offload.optimizer and not is_sharded:
         return "offload optimizer: only where states are sharded (zero1, 2 or 3 over several GPUs)"
-    if layout.offload.activations and layout.recompute.kind in ("full", "block"):
-        return f"offload activations with recompute {layout.recompute}: such layers keep their input alone, on the GPU"
     if layout.offload.activations and layout.cuda_graphs:
         return "offload activations with cuda_graphs: copies to the host run between layers"
-    return why_not_offload(layout.offload)
+    return why_not_away(layout.offload, layout.recompute) or why_not_offload(layout.offload)
+
+
+def why_not_away(offload: Offload, recompute: Recompute) -> str:
+    if offload.activations and recompute.kind in ("full", "block"):
+        return f"offload activations with recompute {recompute}: such layers keep their input alone, on the GPU"
+    return ""
 
 
 def why_not_graphs(cuda_graphs: bool, gpus: int) -> str:

@@ -18,6 +18,7 @@ from deepwell.planner.executable import (
     check_constraints,
     facts_of,
     is_executed_here,
+    why_not_away,
     why_not_context,
     why_not_count,
     why_not_etp,
@@ -384,6 +385,14 @@ def _replicas(space: Space, family: Family) -> list[int]:
 
 def recomputes(space: Space, stages: int = 1) -> list[Recompute]:
     """Least work first, for a model in so many stages. The best is refined to the layer (`block`)."""
+    found = _allowed_recomputes(space, stages)
+    if not space.is_executed_here:
+        return found
+    offload = OFFLOADS[space.constraints.offload or "none"]
+    return [r for r in found if not why_not_away(offload, r)] or found
+
+
+def _allowed_recomputes(space: Space, stages: int) -> list[Recompute]:
     allowed = space.constraints.allowed("recompute")
     ladder = _block_ladder(space, stages) if space.is_executed_here else _module_ladder(space)
     if allowed is None:
