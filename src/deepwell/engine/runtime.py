@@ -160,7 +160,7 @@ class Runtime:
         the next call on, with that reason in the report; `strict` raises UnsupportedError instead.
         """
         bound = self.bound if self.bind_at is None else self.bind_at(self.ir, self.step, self.overrides)[0]
-        with self._experts.applied():
+        with self._experts.as_products():
             found = check_fragile(self.model, bound, batch, floor_db=floor_db)
         if strict and found.fragile:
             first = found.fragile[0]

@@ -21,6 +21,7 @@ from deepwell.engine.grouped_calls import GroupedCall, GroupedCalls
 from deepwell.formats.quantize import quantize
 from deepwell.formats.spec import ElementFormat, Format, get_format
 from deepwell.kernels.experts.autograd import grouped_linear
+from deepwell.kernels.experts.spelled_out import spelled_out
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.gemm.schemes import STEPS, GemmScheme, parse_scheme
 
@@ -90,6 +91,7 @@ def take_sample(
             torch.random.fork_rng(devices=devices),
             _kept(model),
             GroupedCalls(experts, probe.grouped),
+            spelled_out(),
             torch.compiler.set_stance("force_eager"),
         ):
             loss = forward()

@@ -41,6 +41,7 @@ from deepwell.graph.preserve import (
     written_class,
 )
 from deepwell.graph.record import record
+from deepwell.kernels.experts.spelled_out import spelled_out
 
 WAYS = ("dynamo", "eval", "export", "record")
 
@@ -200,7 +201,7 @@ def _trace_call(
         for wanted in (deduplicate, False) if deduplicate is not False else (False,):
             stubbed: dict[str, str] = {}
             try:
-                with preserved(model, values=run or way == "record"), torch.enable_grad(), quiet():
+                with preserved(model, values=run or way == "record"), spelled_out(), torch.enable_grad(), quiet():
                     choose_traceable_implementations(model)
                     see_whole(model)
                     if way == "eval":

@@ -62,8 +62,6 @@ class DeepwellMoE(nn.Module):
         mask = None if token_mask is None else token_mask.reshape(-1).bool()
         routing = self.gate(x_TH, mask)
         y_TH = self._routed(x_TH, routing, mask, max(1, sequences))
-        if self.shared_experts is not None:
-            y_TH = y_TH + self._shared(x_TH)
         return y_TH.view(hidden_states.shape)
 
     def _routed(self, x_TH: Tensor, routing: Routing, mask: Tensor | None, sequences: int) -> Tensor:
@@ -73,19 +71,31 @@ class DeepwellMoE(nn.Module):
         if config.round_to and self.training and tokens:
             rows = round_rows(routing, config.round_to, mask)
             weight = self.gate.settle(routing, rows.weight, none, mask, sequences)
-            return self._by_rows(x_TH, rows._replace(weight=weight))
+            return self._with_shared(x_TH, self._by_rows(x_TH, rows._replace(weight=weight)))
         capacity = config.capacity(tokens)
         if not capacity:
             weight = self.gate.settle(routing, routing.weight_TK, none, mask, sequences)
-            return self.experts(x_TH, index, weight)
+            return self._by_choices(x_TH, index, weight)
         rank = rank_in_expert(index, routing.weight_TK, config.drop, config.experts)
         stays = (index >= 0) & (rank < capacity)
         dropped = ((index >= 0) & ~stays).sum()
         weight = self.gate.settle(routing, routing.weight_TK, dropped, mask, sequences)
         index = torch.where(stays, index, -1)
         if not config.pad_to_capacity:
-            return self.experts(x_TH, index, weight)
-        return self._by_rows(x_TH, pad_to_capacity(index, weight, rank, config.experts, capacity))
+            return self._by_choices(x_TH, index, weight)
+        rows = pad_to_capacity(index, weight, rank, config.experts, capacity)
+        return self._with_shared(x_TH, self._by_rows(x_TH, rows))
+
+    def _by_choices(self, x_TH: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """The experts as they are; where tokens travel to them, the shared ones compute in the meantime."""
+        exchange: Any = self.experts.forward
+        if self.shared_experts is None or torch.compiler.is_compiling() or not hasattr(exchange, "run"):
+            return self._with_shared(x_TH, self.experts(x_TH, index, weight))
+        y_TH, shared = exchange.run(x_TH, index, weight, lambda: self._shared(x_TH))
+        return y_TH + shared
+
+    def _with_shared(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
+        return y_TH if self.shared_experts is None else y_TH + self._shared(x_TH)
 
     def _by_rows(self, x_TH: Tensor, rows: ExpertRows) -> Tensor:
         """Rows that are laid out already: one expert each, added up by token."""

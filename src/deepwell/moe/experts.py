@@ -45,6 +45,9 @@ class DeepwellExperts(nn.Module):
         biases = (None, None)
         if self.has_bias:
             biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias)
+        if hasattr(w_down, "to_local"):  # spread over ranks
+            w_gate_up, w_down = w_gate_up.to_local(), w_down.to_local()
+            biases = tuple(None if bias is None else bias.to_local() for bias in biases)
         return experts_mlp(
             hidden_states, w_gate_up, w_down, top_k_index, top_k_weights, biases=biases,
             activation=self.moe_config.activation, precision=self.moe_config.precision,

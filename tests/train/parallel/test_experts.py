@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from cases import make_model
 
 import deepwell as dw
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.train.parallel.experts import _at_least, find_experts
+from deepwell.train.parallel.experts import find_experts
 
 
 def test_experts_are_found_by_what_they_are() -> None:
@@ -31,10 +30,3 @@ def test_models_without_experts_of_the_interface_are_refused() -> None:
         del layer.mlp.experts.has_gate
     with pytest.raises(UnsupportedError, match=r"Qwen3MoeExperts at model\.layers\.0.* not of Hugging Face's experts"):
         find_experts(ir, model)
-
-
-def test_a_rank_that_no_token_comes_to_has_rows() -> None:
-    rows = torch.zeros(0, 4, requires_grad=True)
-    assert _at_least(rows).shape == (2, 4)
-    assert _at_least(torch.ones(1, dtype=torch.int64)).tolist() == [1, 0]
-    assert _at_least(torch.ones(3, 4)).shape == (3, 4)

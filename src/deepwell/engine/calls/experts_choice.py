@@ -1,4 +1,4 @@
-"""Let Hugging Face's experts run as grouped products while the engine calls the model.
+"""Let Hugging Face's experts run as one function, or as grouped products, while the engine calls the model.
 
 Each expert by itself in a Python loop breaks the graph at every block, and a copy of an expert's weights for every
 token fills the memory. The setting is the model's config's, and is put back after the call: called by itself, the model
@@ -11,49 +11,58 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepwell.engine.calls.overlap import Overlap
+from deepwell.kernels.experts.mlp import run_experts
+from deepwell.kernels.experts.spelled_out import spelled_out
+from deepwell.moe.hugging_face import NAME, chooses_experts, read_activations, register
 
 GROUPED = "grouped_mm"
 # What the engine takes the place of; other choices are kernels that somebody asked for.
-_REPLACED = (None, "eager", "batched_mm")
+_REPLACED = (None, "eager", "batched_mm", GROUPED, NAME)
 
 
 class GroupedExperts:
     """The configs of a model that say how experts run, and what each says."""
 
     def __init__(self, model: nn.Module) -> None:
-        found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if _chooses_experts(m)}
+        found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if chooses_experts(m)}
         self._configs = tuple(found.values())
         self.applied = Overlap(self._apply)  # while the engine calls the model
+        self._unknown = [path for path, how in read_activations(model).items() if how is None]
+        if found:
+            register()
+        torch._dynamo.allow_in_graph(run_experts)  # one node, whose precision the pass on experts decides
 
     @contextmanager
     def _apply(self) -> Iterator[None]:
         before = [(config, config._experts_implementation) for config in self._configs]
         replaced = [(config, chosen) for config, chosen in before if chosen in _REPLACED]
         for config, _ in replaced:
-            config._experts_implementation_internal = GROUPED
+            config._experts_implementation_internal = NAME
         try:
             yield
         finally:
             for config, chosen in replaced:
                 config._experts_implementation_internal = chosen
 
+    @contextmanager
+    def as_products(self) -> Iterator[None]:
+        """While the model runs as it was written and its single products are looked at."""
+        with self.applied(), spelled_out():
+            yield
+
     def notes(self) -> list[str]:
         """A line for each choice of the user's that the engine replaces or keeps."""
         notes = []
         for chosen in dict.fromkeys(config._experts_implementation for config in self._configs):
-            if chosen in _REPLACED:
-                notes.append(f"experts run as {GROUPED!r} in the engine; the model's own setting, {chosen!r}, is kept")
-            elif chosen != GROUPED:
-                notes.append(
-                    f"experts run as the model's setting says, {chosen!r}, in its dtype; {GROUPED!r} has formats"
-                )
+            if chosen in _REPLACED and chosen != NAME:
+                notes.append(f"experts run as {NAME!r} in the engine; the model's own setting, {chosen!r}, is kept")
+            elif chosen not in _REPLACED:
+                notes.append(f"experts run as the model's setting says, {chosen!r}, in its dtype; {NAME!r} has formats")
+        if self._unknown:
+            more = f" and {len(self._unknown) - 1} more" if len(self._unknown) > 1 else ""
+            notes.append(f"{self._unknown[0]}{more}: the gate is none that {NAME!r} knows; it runs as {GROUPED!r}")
         return notes
-
-
-def _chooses_experts(module: Any) -> bool:
-    """Whether a module's forward asks its config which of Hugging Face's implementations of experts to run."""
-    has_flags = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
-    return has_flags and hasattr(getattr(module, "config", None), "_experts_implementation_internal")

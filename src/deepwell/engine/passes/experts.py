@@ -10,6 +10,9 @@ FP8 and everything between the tokens and their sum is what Hugging Face's group
     sum over top_k of y in the order of tokens; rows of no expert masked to zero on the way
 
 the whole block becomes one `fused_experts`.
+
+Experts that are one call already (`run_experts`: DeepwellMoE's, and Hugging Face's as the engine runs them) get their
+precision as an argument.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +35,8 @@ from deepwell.graph.fx import (
 )
 from deepwell.kernels.activation.autograd import swiglu_packed
 from deepwell.kernels.experts.autograd import FP8_METHOD, batched_linear, fused_experts, grouped_linear
+from deepwell.kernels.experts.mlp import is_fused_in_fp8, run_experts
+from deepwell.kernels.experts.reference import parse_activation
 
 _FP8 = "|".join([FP8_METHOD] * 3)
 _PLAIN = "bf16|bf16|bf16"
@@ -116,6 +121,47 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
                 new = graph.call_function(grouped_linear, grouped)
         replace(site.node, new)
     return blocks, list(dict.fromkeys(reasons.values()))
+
+
+def rewrite_calls(
+    graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]
+) -> tuple[list[str], int, list[str]]:
+    """Give experts that are one call the schemes of their weights.
+
+    Returns their paths, how many calls are fused from end to end, and why other FP8 ones run product by product.
+    """
+    paths: list[str] = []
+    fused, reasons = 0, {}
+    for node in [node for node in graph.nodes if node.target is run_experts]:
+        x, gate_up, down, *_, biases, activation, _ = node.args
+        stored = [_stored(weight) for weight in (gate_up, down)]
+        names = [weights.get(weight.name, ()) for weight in stored]
+        found = [next((n for n in own if n in schemes), None) for own in names]
+        if not all(found) or not runs_in_kernels(x, *stored):
+            continue
+        how = [schemes[path] for path in found if path is not None]
+        paths += [path for path in found if path is not None]
+        node.args = (*node.args[:-1], ";".join(how))
+        if how == [_FP8, _FP8]:
+            given = (value_of(gate_up), value_of(down), biases)
+            is_fused = is_fused_in_fp8(*given, parse_activation(activation))
+            fused += is_fused
+            if not is_fused:
+                reasons[_why_apart(*given, activation)] = None
+    return paths, fused, list(reasons)
+
+
+def _stored(weight: fx.Node) -> fx.Node:
+    """The parameter of which a call has a transposed view."""
+    return weight.args[0] if op_of(weight) == "transpose" else weight
+
+
+def _why_apart(gate_up: Any, down: Any, biases: Any, activation: str) -> str:
+    if any(bias is not None for bias in biases):
+        return "they have biases"
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        return "their weights are stored [E, K, N]"
+    return f"their activation is not act(first half) * second half: {activation}"
 
 
 def rewrite_fallback(graph: fx.Graph) -> int:

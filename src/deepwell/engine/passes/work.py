@@ -12,7 +12,7 @@ from torch import fx
 from deepwell.engine.binding import LeftAlone
 from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
-from deepwell.engine.passes.experts import find_experts, rewrite_experts
+from deepwell.engine.passes.experts import find_experts, rewrite_calls, rewrite_experts
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.row_factors import leave_row_scales
@@ -182,9 +182,11 @@ def rewrite_all_experts(graph: fx.Graph, work: Work) -> tuple[int, int]:
     options = work.options
     sites = find_experts(graph, work.weights, options.schemes)
     fused, reasons = rewrite_experts(graph, sites)
-    options.remarks |= {f"experts run product by product, padded for each: {reason}": None for reason in reasons}
-    options.rewritten |= {site.path for site in sites}
-    return len(sites), fused
+    paths, fused_calls, others = rewrite_calls(graph, work.weights, options.schemes)
+    why = dict.fromkeys((*reasons, *others))
+    options.remarks |= {f"experts run product by product, padded for each: {reason}": None for reason in why}
+    options.rewritten |= {*(site.path for site in sites), *paths}
+    return len(sites) + len(paths), fused + fused_calls
 
 
 def move_row_scales(graph: fx.Graph, work: Work) -> int | None:

@@ -23,7 +23,7 @@ from deepwell.precision.gemm_format import OperandFormat
 
 FP8_METHOD = "grouped_fp8"
 # An operand that is multiplied as it is, in fp32.
-_AS_IS = "fp32,nearest,False"
+AS_IS = "fp32,nearest,False"
 
 # ---- one grouped linear ----
 
@@ -140,7 +140,7 @@ def _torch_takes(*operands: Tensor) -> bool:
 
 def _operands(how: GemmScheme) -> tuple[str, str]:
     if how.method == "bf16":
-        return _AS_IS, _AS_IS
+        return AS_IS, AS_IS
     assert how.method == "emulate" and how.format is not None
     # The transform cancels in the product only where both sides have it.
     assert how.format.lhs.hadamard == how.format.rhs.hadamard

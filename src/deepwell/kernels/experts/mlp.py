@@ -10,6 +10,7 @@ from deepwell.kernels.experts.activation import SWIGLU, ExpertActivation, parse_
 from deepwell.kernels.experts.autograd import FP8_METHOD, fused_experts
 from deepwell.kernels.experts.chain import experts_chain
 from deepwell.kernels.experts.reference import PLAIN_SCHEME, Biases, experts_mlp_ref, group_ends
+from deepwell.kernels.experts.spelled_out import is_spelled_out
 
 FP8_SCHEME = "|".join([FP8_METHOD] * 3)
 _SHORT = {"bf16": PLAIN_SCHEME, "fp8": FP8_SCHEME}
@@ -35,6 +36,8 @@ def experts_mlp(
     """
     _check(x_TH, w_gate_up, w_down, top_index, top_weight, activation)
     given = (x_TH, w_gate_up, w_down, top_index, top_weight)
+    if is_spelled_out():
+        return experts_mlp_ref(*given, biases=biases, activation=activation)
     return run_experts(*given, biases, str(activation), precision)
 
 

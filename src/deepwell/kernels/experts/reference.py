@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.experts.activation import SWIGLU, ExpertActivation, parse_activation
-from deepwell.kernels.experts.autograd import grouped_linear
+from deepwell.kernels.experts.autograd import AS_IS, grouped_linear
+from deepwell.kernels.experts.spelled_out import is_spelled_out
+from deepwell.kernels.experts.torch_ops import ops
 
 __all__ = ["PLAIN_SCHEME", "SWIGLU", "Biases", "ExpertActivation", "experts_mlp_ref", "group_ends", "parse_activation"]
 
@@ -69,6 +71,8 @@ def group_ends(sorted_index: Tensor, experts: int) -> Tensor:
 
 
 def _product(x_SK: Tensor, w_ENK: Tensor, offs: Tensor, scheme: str) -> Tensor:
+    if scheme == PLAIN_SCHEME and is_spelled_out() and torch.compiler.is_compiling() and x_SK.dtype != torch.bfloat16:
+        return ops.grouped_emulated(x_SK, w_ENK, offs, AS_IS, AS_IS)  # a plain product for who reads the graph
     if scheme != PLAIN_SCHEME or not _torch_has_it(x_SK, w_ENK):
         is_kn = w_ENK.stride(1) == 1 and w_ENK.stride(2) != 1
         stored = w_ENK.transpose(1, 2) if is_kn else w_ENK
