@@ -3,12 +3,17 @@
     python benchmarks/zoo.py                         all of them, two at a time
     python benchmarks/zoo.py --only llama,gpt2       some of them
     python benchmarks/zoo.py --json zoo.json         the table as JSON too
+    python benchmarks/zoo.py --experts               how the experts of the MoE models among them run in an engine
 
 A model counts as `graph` when one graph came back, the weight of every Linear and Conv1D that the eager forward calls
 is an input of it, and running it gives what the model gives eagerly (1e-5 in fp32, the same attention and experts
 implementation on both sides, dropout on with the same random numbers unless the graph is of evaluation mode). `static`
 means that no way gave a graph: capture then walks the modules instead. `error` is everything else: a wrong output, a
 missing weight, a crash, a timeout. Each model runs in a process of its own.
+
+`--experts` compiles nothing. It builds each model and reads its experts as the engine does: `fused` where all of FP8 is
+one op, `one function` where `experts_mlp` runs them with grouped GEMMs inside, `grouped` where their gate is none that
+is known, `product by product` where they are not of Hugging Face's experts interface.
 """
 
 import argparse
@@ -166,6 +171,56 @@ def work(model_type: str, answer: Connection) -> None:
     answer.close()
 
 
+# ---- how experts run ----
+
+
+def examine_experts(model_type: str) -> Row | None:
+    """How the engine runs a model's experts and why not better; None where it has none."""
+    from deepwell.kernels.experts.mlp import is_fused_in_fp8
+    from deepwell.moe.hugging_face import activation_of, chooses_experts
+
+    model = load_zoo_models().tiny_model(model_type)
+    ways: dict[str, str] = {}
+    for module in model.modules():
+        has_weights = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if chooses_experts(module):
+            how = activation_of(module)
+            names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+            weights = [getattr(module, name).transpose(1, 2) if module.is_transposed else getattr(module, name)
+                       for name in names] if how else []  # fmt: skip
+            biases = (torch_ones(), torch_ones()) if module.has_bias else (None, None)
+            if how is None:
+                ways["grouped"] = "its gate is none that is known"
+            elif is_fused_in_fp8(*weights, biases, how):
+                ways["fused"] = str(how)
+            else:
+                why = ["biases"] * module.has_bias + ["weights stored [E, K, N]"] * module.is_transposed
+                ways["one function"] = ", ".join(why) or f"activation {how}"
+        elif has_weights and "expert" in type(module).__name__.lower():
+            ways["product by product"] = f"{type(module).__name__} is not of the experts interface"
+    if not ways:
+        return None
+    order = ("product by product", "grouped", "one function", "fused")
+    worst = next(way for way in order if way in ways)
+    return Row(model_type=model_type, model_class=type(model).__name__, status=worst, notes=ways[worst])
+
+
+def torch_ones() -> Any:
+    import torch
+
+    return torch.ones(1)
+
+
+def count_experts(model_types: list[str]) -> int:
+    """Print a row for each model with experts, and how many run which way."""
+    rows = [row for row in map(examine_experts, model_types) if row is not None]
+    for row in rows:
+        print(f"{row.model_type:24} {row.status:20} {row.notes}")
+    counts = Counter(row.status for row in rows)
+    print(f"{len(rows)} models with experts: {', '.join(f'{count} {way}' for way, count in counts.most_common())}")
+    return 0
+
+
 # ---- all of them ----
 
 
@@ -252,9 +307,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows here as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one model")
+    parser.add_argument("--experts", action="store_true", help="how experts run in an engine; compiles nothing")
     options = parser.parse_args()
     known = list(load_zoo_models().model_types())
     chosen = options.only.split(",") if options.only else known
+    if options.experts:
+        return count_experts(chosen)
 
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

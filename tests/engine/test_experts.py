@@ -458,7 +458,7 @@ def test_the_setting_is_put_back_where_the_model_raises(batch):
     model = zoo_models.tiny_model("mixtral")
     model.set_experts_implementation("eager")
     with pytest.raises(ZeroDivisionError), GroupedExperts(model).applied():
-        assert model.config._experts_implementation == "grouped_mm"
+        assert model.config._experts_implementation == "deepwell"
         raise ZeroDivisionError
     assert model.config._experts_implementation == "eager"
 

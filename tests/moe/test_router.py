@@ -8,7 +8,7 @@ from deepwell import ConfigError, DeepwellMoE
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
 from deepwell.moe.losses import balance_loss, count_choices, z_loss
 from deepwell.moe.router import router_logits, sinkhorn
-from deepwell.moe.statistics import end_micro_batch, end_step, set_loss_scale
+from deepwell.moe.statistics import Routers, end_step
 
 transformers = pytest.importorskip("transformers")
 H, FFN, E, K, T = 32, 24, 8, 2, 20
@@ -195,7 +195,7 @@ def test_injected_gradients_are_those_of_the_losses_themselves():
     x = torch.randn(2, 10, H)
     ours = block(router={"balance_loss": 0.3, "z_loss": 0.05})
     plain = block()
-    set_loss_scale(ours, 0.25)
+    Routers(ours).set_loss_scale(0.25)
     (0.25 * ours(x).square().sum()).backward()
     routing = plain.gate(x.view(-1, H))
     loss = 0.3 * balance_loss(routing.scores_TE, routing.index_TK) + 0.05 * z_loss(routing.logits_TE)
@@ -212,7 +212,7 @@ def run_steps(module, batches, how):
     for x in batches:
         y = checkpoint(module, x, use_reentrant=how == "reentrant") if how in ("reentrant", "saved") else module(x)
         y.square().sum().backward()
-        end_micro_batch(module)
+        Routers(module).end_micro_batch()
     return module
 
 
@@ -239,7 +239,7 @@ def test_the_global_loss_over_micro_batches_is_that_of_all_their_tokens():
     values = []
     for part in x.split(10):
         ours(part).sum().backward()
-        end_micro_batch(ours)
+        Routers(ours).end_micro_batch()
     scores = ours.gate(x)
     share = count_choices(scores.index_TK, E)[0] / (K * 40)
     wanted = E * (share * scores.scores_TE[-10:].mean(0)).sum()  # of the last micro-batch: load over all so far

@@ -6,6 +6,7 @@ is wanted there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.probe import probe
+from deepwell.moe.block import DeepwellMoE
 from deepwell.planner.plan import Plan
 from deepwell.precision.policy import PrecisionPolicy
 
@@ -108,3 +110,19 @@ def check_recompute(recompute: bool | str) -> bool:
     if not isinstance(recompute, bool) and recompute not in WHAT:
         raise ConfigError(f"recompute is {recompute!r}; it takes True (whole layers), False, {', '.join(WHAT)}")
     return recompute is True
+
+
+def limit_experts(model: nn.Module, plan: Plan | None) -> list[str]:
+    """Give blocks of experts the capacity that a plan reckons with, where they have none; a note says so."""
+    factor = None if plan is None else plan.workload.capacity_factor
+    if factor is None:
+        return []
+    blocks = [module for module in model.modules() if isinstance(module, DeepwellMoE)]
+    for block in blocks:
+        if block.config.capacity_factor is None:
+            block.config = replace(block.config, capacity_factor=factor)
+    if not blocks:
+        return [f"the plan has capacity_factor {factor:g}; only DeepwellMoE drops tokens, and the model has none"]
+    found = sorted({block.config.capacity_factor or 0.0 for block in blocks})
+    shown = ", ".join(f"{each:g}" for each in found)
+    return [f"capacity_factor {shown} of {len(blocks)} blocks of experts: what is above is dropped"]

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepwell.engine.arguments import captured, check_flags, check_recompute, check_sizes, notes_on_hardware, policy_of
+from deepwell.engine.arguments import (
+    captured,
+    check_flags,
+    check_recompute,
+    check_sizes,
+    limit_experts,
+    notes_on_hardware,
+    policy_of,
+)
 from deepwell.engine.binding import FP8_1X128, GROUPED_FP8, Bound, Target, bind
 from deepwell.engine.engine import Engine
 from deepwell.engine.fragile import check_batch
@@ -89,6 +97,7 @@ def compile(  # noqa: A001 - the public name
     registry, missing = registry_for(kernel_registry, use_cutlass, device)
     elsewhere = notes_on_hardware(hw, device)
     layers, kept = recomputed_layers(plan, check_recompute(recompute))
+    kept = [*kept, *limit_experts(model, plan)]
     options = BackendOptions(
         registry=registry,
         measure=measured_fallback(measure, fallback, device),

@@ -96,7 +96,7 @@ class _Trip(NamedTuple):
     sent: list[int]
     received: list[int]
     token: Tensor
-    index: Tensor
+    choices: Tensor
     is_there: Tensor
 
 
@@ -123,7 +123,7 @@ class ExpertExchange:
         works: list[Callable[[], Any]] = []
         rows = _StartedExchange.apply(x_TH[trip.token], splits, self._group, self._is_fp8(), works)
         made = None if meanwhile is None else meanwhile()
-        index = _all_to_all(trip.index, *splits, self._group)[0]
+        index = _all_to_all(trip.choices, *splits, self._group)[0]
         weight = Exchange.apply(weight_TK[trip.token] * trip.is_there, *splits, self._group)
         for wait in works:
             wait()
@@ -198,4 +198,4 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, *, is_fp8: Callable[[], 
     """
     shard_experts(module, mesh)
     holder: Any = module
-    module.forward = ExpertExchange(module.forward, holder.num_experts, mesh.get_group(), is_fp8)  # type: ignore[method-assign]
+    module.forward = ExpertExchange(module.forward, holder.num_experts, mesh.get_group(), is_fp8)

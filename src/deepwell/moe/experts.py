@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,13 @@ from deepwell.moe.config import MoEConfig
 class DeepwellExperts(nn.Module):
     """`gate_up_proj` [E, 2F, H] (or `up_proj` [E, F, H]) and `down_proj` [E, H, F]; both transposed as GPT-OSS has them
     where the config says so. Hugging Face's experts have the same names, attributes and arguments."""
+
+    gate_up_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter
+    up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -38,11 +47,11 @@ class DeepwellExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [T, H], their choices and weights [T, K]: tokens."""
-        w_gate_up = self.gate_up_proj if self.has_gate else self.up_proj
-        w_down = self.down_proj
+        w_gate_up: Any = self.gate_up_proj if self.has_gate else self.up_proj
+        w_down: Any = self.down_proj
         if self.is_transposed:
             w_gate_up, w_down = w_gate_up.transpose(1, 2), w_down.transpose(1, 2)
-        biases = (None, None)
+        biases: Any = (None, None)
         if self.has_bias:
             biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias)
         if hasattr(w_down, "to_local"):  # spread over ranks

@@ -77,8 +77,6 @@ def _read(module: Any) -> ExpertActivation | None:
     shapes = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
     if not callable(function) or any(not isinstance(weight, Tensor) or weight.dim() != 3 for weight in shapes):
         return None
-    if module.has_gate and not isinstance(getattr(module, "act_fn", nn.Identity()), nn.Module):
-        return None
     numbers = torch.linspace(-12, 12, 97)
     rows = numbers[torch.randperm(97, generator=torch.Generator().manual_seed(0))].expand(2, 97).clone()
     rows[1] = numbers.flip(0)

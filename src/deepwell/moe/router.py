@@ -37,6 +37,11 @@ class Router(nn.Module):
     multiplied by before its backward.
     """
 
+    load: Tensor
+    seen: Tensor
+    loss_scale: Tensor
+    e_score_correction_bias: Tensor
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config

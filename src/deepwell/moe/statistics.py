@@ -1,7 +1,7 @@
 """The load of a model's experts over a step, and what is done with it at the step's end.
 
 Routers count in the backward (losses.py): once for each micro-batch, whatever is recomputed. `end_step` adds the counts
-up over ranks, moves the biases of routers that balance by them, and begins anew.
+up over ranks, moves the biases of routers that balance by them, and begins anew. The trainer calls all of this.
 """
 
 from __future__ import annotations
@@ -47,47 +47,57 @@ class StepLoads:
         return {path: _load_of(row.tolist()) for path, row in self._rows.items()}
 
 
-def routers(model: nn.Module) -> dict[str, Router]:
-    """The model's routers by their paths."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, Router)}
+class Routers:
+    """A model's routers by their paths: what is done to all of them around micro-batches and steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.by_path = {path: module for path, module in model.named_modules() if isinstance(module, Router)}
+
+    def set_group(self, group: Any) -> None:
+        """The ranks whose tokens are one batch to the losses of global scope."""
+        for router in self.by_path.values():
+            router.group = None if group is None else group.group_name
+
+    def set_loss_scale(self, scale: float) -> None:
+        """What the model's loss is multiplied by before its backward, so that the routers' losses are too."""
+        for router in self.by_path.values():
+            router.loss_scale.fill_(scale)
+
+    @torch.no_grad()
+    def end_micro_batch(self) -> None:
+        """Keep what was counted for losses of global scope; needed between micro-batches only where there are some."""
+        for router in self.by_path.values():
+            if router.load.grad is not None and "global" in router.config.router.balance_loss:
+                router.seen.copy_(router.load.grad)
+
+    @torch.no_grad()
+    def end_step(self, group: Any = None) -> StepLoads:
+        """Call once an optimizer step: adds loads up over the ranks of `group`, moves biases, forgets the counts.
+
+        `group` are the ranks that saw other tokens; None: this one alone. A router that met no token on this rank
+        counts nothing, and the others' counts reach it.
+        """
+        loads = [router.load for router in self.by_path.values()]
+        if not loads or (group is None and all(load.grad is None for load in loads)):
+            return StepLoads({})
+        counted = [torch.zeros_like(load) if load.grad is None else load.grad for load in loads]
+        flat = torch.cat(counted)
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+        rows = dict(zip(self.by_path, flat.split([count.numel() for count in counted]), strict=True))
+        for path, router in self.by_path.items():
+            how = router.config.router
+            if how.bias_rate:
+                counts_E = rows[path][: router.config.experts]
+                router.e_score_correction_bias += how.bias_rate * (counts_E.mean() - counts_E).sign()
+            router.load.grad = None
+            router.seen.zero_()
+        return StepLoads(rows)
 
 
-def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """What the model's loss is multiplied by before its backward, so that the routers' losses are too."""
-    for router in routers(model).values():
-        router.loss_scale.fill_(scale)
-
-
-@torch.no_grad()
-def end_micro_batch(model: nn.Module) -> None:
-    """Keep what was counted for the losses of global scope; needed between micro-batches only where there are some."""
-    for router in routers(model).values():
-        if router.load.grad is not None and "global" in router.config.router.balance_loss:
-            router.seen.copy_(router.load.grad)
-
-
-@torch.no_grad()
 def end_step(model: nn.Module, group: Any = None) -> StepLoads:
-    """Call once an optimizer step: adds loads up over the ranks of `group`, moves biases, forgets the counts.
-
-    `group` are the ranks that saw other tokens; None: this one alone.
-    """
-    found = {path: router for path, router in routers(model).items() if router.load.grad is not None}
-    if not found:
-        return StepLoads({})
-    counts = [router.load.grad for router in found.values()]
-    flat = torch.cat([count for count in counts if count is not None])
-    if group is not None:
-        dist.all_reduce(flat, group=group)
-    rows = dict(zip(found, flat.split([router.load.numel() for router in found.values()]), strict=True))
-    for path, router in found.items():
-        how = router.config.router
-        if how.bias_rate:
-            counts_E = rows[path][: router.config.experts]
-            router.e_score_correction_bias += how.bias_rate * (counts_E.mean() - counts_E).sign()
-        router.load.grad = None
-        router.seen.zero_()
-    return StepLoads(rows)
+    """`Routers(model).end_step(group)`, for a training loop of one's own."""
+    return Routers(model).end_step(group)
 
 
 def _load_of(row: list[float]) -> ExpertLoad:

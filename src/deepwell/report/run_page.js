@@ -335,10 +335,11 @@
     host.append(make("h3", {}, "Imbalance and dropped tokens"));
     const series = [line("fullest expert of the worst layer", p.worst, COLOURS[4]), line("fullest expert, mean of the layers", p.typical, COLOURS[0])];
     if (p.dropped.length) series.push(line("dropped tokens", p.dropped, COLOURS[1], { yAxisIndex: 1 }));
+    if (p.entropy.length) series.push(line("entropy of the routers", p.entropy, COLOURS[2], { yAxisIndex: 1 }));
     draw(host, 260, {
       grid: { left: 8, right: 8, top: isNarrow() ? 58 : 48, bottom: 26, containLabel: true }, legend: keys(series), tooltip: tooltip({ trigger: "axis", valueFormatter: digits(3) }),
       xAxis: axis({ type: "value", min: "dataMin", max: "dataMax", name: "step", nameLocation: "middle", nameGap: 26, axisLabel: { color: css("--soft"), formatter: (x) => number(x), hideOverlap: true }, splitLine: { show: false } }),
-      yAxis: [yAxis("x the mean", { min: 1 }), yAxis(p.dropped.length ? "dropped" : "", { position: "right", min: 0, splitLine: { show: false }, ...shares })], series,
+      yAxis: [yAxis("x the mean", { min: 1 }), yAxis(p.dropped.length || p.entropy.length ? "share" : "", { position: "right", min: 0, splitLine: { show: false }, ...shares })], series,
     });
     host.append(make("p", { class: "legend" }, p.dropped.length ? number(p.dropped_total) + " of " + number(p.routed_total) + " routed tokens in these events were dropped." : "How many tokens were dropped was not logged."));
   };

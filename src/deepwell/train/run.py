@@ -192,8 +192,7 @@ class FitRun:
         )  # fmt: skip
         if done.step % trainer.settings.log_every == 0 or skipped or events:
             self.console.say(step_line(event, trainer.settings.steps))
-        if trainer.watch.expert_loads:
-            self.log.write("experts", step=done.step, layers=trainer.watch.expert_loads)
+        self._experts(done)
         for found in events:
             self.log.write("guard", **found.to_dict())
             self.console.say(f"guard: {found}")
@@ -206,6 +205,23 @@ class FitRun:
             raise stop
         for callback in trainer.callbacks:
             callback.on_step(trainer, event)
+
+    def _experts(self, done: Finished) -> None:
+        """The load of experts: what the routers of DeepwellMoE counted, of others what a sample saw."""
+        trainer = self.trainer
+        is_due = done.step % trainer.settings.log_every == 0
+        loads = done.facts["loads"].read() if is_due and "loads" in done.facts else {}
+        of = {f"{path.rpartition('.')[0]}.experts".removeprefix("."): load for path, load in loads.items()}
+        layers = {**trainer.watch.expert_loads, **{path: list(load.tokens_per_expert) for path, load in of.items()}}
+        if not layers:
+            return
+        counted = {
+            "dropped": {path: load.dropped for path, load in of.items()},
+            "entropy": {path: round(load.entropy, 5) for path, load in of.items()},
+            "balance_loss": {path: round(load.balance_loss, 5) for path, load in of.items()},
+            "z_loss": {path: round(load.z_loss, 5) for path, load in of.items()},
+        }
+        self.log.write("experts", step=done.step, layers=layers, **(counted if of else {}))
 
     def _make_figures(self, tokens: int) -> Figures:
         """What is predicted of a step, once its size is known."""

@@ -215,9 +215,10 @@ class Trainer:
         self.watch.begin_step(step + 1, batches, None if self.layout.pp > 1 else self.runner.sample)
         loss = self.runner.run(batches, num_items=num_items)
         norm = self._update(loss)
+        loads = self.runner.end_step()
         self.step, self.cursor, self.tokens = step + 1, self.cursor + self.sizes.global_batch, self.tokens + num_tokens
         self._prefetch()
-        self.readback.push(step + 1, [loss, norm], lr=lr, tokens=num_tokens)
+        self.readback.push(step + 1, [loss, norm], lr=lr, tokens=num_tokens, loads=loads)
         self._finished(run, keep=0 if self.device.type == "cpu" else 1)
         if run.evaluation_is_due(step + 1):
             self._finished(run)

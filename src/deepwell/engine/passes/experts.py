@@ -131,7 +131,8 @@ def rewrite_calls(
     Returns their paths, how many calls are fused from end to end, and why other FP8 ones run product by product.
     """
     paths: list[str] = []
-    fused, reasons = 0, {}
+    reasons: dict[str, None] = {}
+    fused = 0
     for node in [node for node in graph.nodes if node.target is run_experts]:
         x, gate_up, down, *_, biases, activation, _ = node.args
         stored = [_stored(weight) for weight in (gate_up, down)]

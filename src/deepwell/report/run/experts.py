@@ -20,9 +20,10 @@ _Loads = dict[str, np.ndarray]  # tokens of each expert, by layer
 
 def expert_panel(run: RunHistory, cells: int) -> dict[str, Any]:
     """Loads are relative: 1 is the layer's mean. `cells` bounds the numbers of all frames together."""
-    read = [(step, _loads(event), _dropped(event)) for event in run.kept("experts")
+    read = [(step, _loads(event), _dropped(event), _entropy(event)) for event in run.kept("experts")
             if (step := step_of(event)) is not None]  # fmt: skip
-    found = [(step, loads, dropped) for step, loads, dropped in read if loads]
+    found = [(step, loads, dropped) for step, loads, dropped, _ in read if loads]
+    entropy = [(step, value) for step, loads, _, value in read if loads]
     if not found:
         why = "No `experts` event was logged: the model has no experts, or their load was not recorded."
         return {"why": why, "frames": []}
@@ -39,6 +40,7 @@ def expert_panel(run: RunHistory, cells: int) -> dict[str, Any]:
             for part in (found[low:high] for low, high in itertools.pairwise(edges))
         ],
         **_curves(found),
+        "entropy": _points(entropy) if any(np.isfinite(value) for _, value in entropy) else [],
     }
 
 
@@ -58,6 +60,18 @@ def _dropped(event: Event) -> float:
     drops = event.get("dropped")
     found = [number(n) for n in drops.values()] if isinstance(drops, dict) else []
     return sum(n for n in found if np.isfinite(n)) if found else np.nan
+
+
+def _entropy(event: Event) -> float:
+    """The mean over layers of the routers' entropy, as a share of its maximum; NaN where the event does not say."""
+    values = event.get("entropy")
+    found = [number(n) for n in values.values()] if isinstance(values, dict) else []
+    return float(np.mean(found)) if found else np.nan
+
+
+def _points(found: Sequence[tuple[int, float]]) -> list[list[float | None]]:
+    values = np.asarray([value for _, value in found])
+    return [[found[i][0], rounded(values[i])] for i in picked(values, MAX_POINTS)]
 
 
 def _frame(parts: Sequence[_Loads], layers: Sequence[str]) -> list[list[float | None]]:
@@ -82,7 +96,7 @@ def _curves(found: Sequence[tuple[int, _Loads, float]]) -> dict[str, Any]:
         shares = dropped / routed
 
     def points(values: np.ndarray) -> list[list[float | None]]:
-        return [[steps[i], rounded(values[i])] for i in picked(values, MAX_POINTS)]
+        return _points(list(zip(steps, values, strict=True)))
 
     return {
         "worst": points(np.asarray([max(own, default=np.nan) for own in ratios])),

@@ -89,11 +89,11 @@ def _travels_in_fp8(engine: Engine, path: str) -> Callable[[], bool]:
 
     Scales are powers of two: rounding a second time, as the first GEMM does, changes nothing.
     """
-    config = getattr(engine.model.get_submodule(path), "moe_config", None)
+    config = getattr(engine.deepwell.model.get_submodule(path), "moe_config", None)
     firsts = (f"{path}.gate_up_proj", f"{path}.up_proj")
 
     def is_fp8() -> bool:
-        schemes = engine.bound.schemes
+        schemes = engine.deepwell.bound.schemes
         return getattr(config, "dispatch", "") == "fp8" or any(schemes.get(first) == FP8_SCHEME for first in firsts)
 
     return is_fp8

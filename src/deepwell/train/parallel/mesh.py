@@ -77,6 +77,11 @@ class Meshes:
         layout = self.layout
         return self._view("experts", ("pp", "edp", "ep", "etp"), (layout.pp, layout.expert_dp, layout.ep, layout.etp))
 
+    @property
+    def tokens(self) -> DeviceMesh:
+        """The ranks of a stage that read other tokens."""
+        return self._view("data", ("pp", "data", "tp"), (self.layout.pp, -1, self.layout.tp))["data"]
+
     def _layers_view(self) -> DeviceMesh:
         layout = self.layout
         copies = layout.dp * layout.cp if layout.sharding == "ddp" else layout.dp_replicate

@@ -105,6 +105,7 @@ class PipelineRunner(DistributedRunner):
         schedule = self._schedule(len(batches), whole["input_ids"].shape)
         losses: list[Tensor] = []
         given = (whole["input_ids"],) if self.stages[0].span.is_first else ()
+        self.routers.set_loss_scale(sum(items for _, items in found) / num_items / len(batches))
         # The schedule asks for a target where there is a loss; the last stage has made it already.
         with torch.enable_grad():
             schedule.step(*given, target=shares, losses=losses, return_outputs=False, share=shares, **whole)

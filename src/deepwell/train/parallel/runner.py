@@ -41,6 +41,11 @@ class DistributedRunner(Runner):
     # Gradients are summed over ranks as they are; where they are averaged, the loss is scaled up by as much.
     averages_over = 1
 
+    @property
+    def token_group(self) -> dist.ProcessGroup | None:
+        mesh = self.meshes.tokens
+        return mesh.get_group() if mesh.size() > 1 else None
+
     def part(self, batch: Batch) -> Batch:
         """What this rank reads of its samples."""
         return batch
@@ -58,9 +63,11 @@ class DistributedRunner(Runner):
         for index, batch in enumerate(batches):
             part, items = predictable(self.part(batch))
             share = items / num_items
+            self.routers.set_loss_scale(share * self.averages_over)
             with self.micro_batch(index, len(batches)):
                 loss = self.feed(self.called, to_device(part, self.device))
                 (loss * (share * self.averages_over)).backward()
+            self.routers.end_micro_batch()
             total += loss.detach().float() * share
         return self.all_reduce(total)
 

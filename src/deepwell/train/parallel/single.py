@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.engine.engine import Engine
+from deepwell.moe.statistics import Routers, StepLoads
 from deepwell.train.feed import Feed, count_items, to_device
 
 
@@ -41,6 +43,22 @@ class Runner:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()
 
+    @functools.cached_property
+    def routers(self) -> Routers:
+        """The routers of DeepwellMoE in the model, with the ranks that read other tokens."""
+        found = Routers(self.model)
+        found.set_group(self.token_group if found.by_path else None)
+        return found
+
+    @property
+    def token_group(self) -> Any:
+        """The process group of the ranks that read other tokens; None where this is the only one."""
+        return None
+
+    def end_step(self) -> StepLoads:
+        """After an optimizer step: the load of experts, over all ranks, on the device."""
+        return self.routers.end_step(self.token_group if self.routers.by_path else None)
+
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
 
@@ -56,9 +74,11 @@ class Runner:
             share = count_items(batch) / num_items
             if not share:
                 continue  # nothing is predicted: the mean of nothing would be NaN
+            self.routers.set_loss_scale(share)
             loss = self.feed(self.engine, to_device(batch, self.device))
             loss = loss if share == 1.0 else loss * share
             loss.backward()
+            self.routers.end_micro_batch()
             total = loss.detach() if total is None else total + loss.detach()
         return torch.zeros((), device=self.device) if total is None else total.float()
 
