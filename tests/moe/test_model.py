@@ -54,17 +54,18 @@ class Model(nn.Module):
 
 def test_capture_sees_the_routers_and_the_experts() -> None:
     ir = dw.capture(Model(shared_ffn=16), torch.zeros(2, 16, dtype=torch.long))
-    (block,) = ir.blocks  # both layers are alike
-    ops = {type(op): op for op in block.ops if isinstance(op, (TopK, Dispatch, Combine))}
-    assert (ops[TopK].experts, ops[TopK].top_k) == (E, K)
-    assert ops[Combine].top_k == K and Dispatch in ops
-    grouped = [op for op in block.ops if isinstance(op, GroupedLinear)]
-    assert [(op.experts, op.k, op.n) for op in grouped] == [(E, H, 2 * FFN), (E, FFN, H)]
-    assert [op.name for op in grouped] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    # 32 tokens, each at two experts: what the block multiplies.
     work = ir.workload(2, 16)
-    assert sum(op.flops(work) for op in grouped) == 2 * 32 * K * (2 * FFN * H + FFN * H)
-    assert any(op.role == "shared_experts" for op in block.ops)
+    assert ir.num_layers == 2
+    for block in ir.blocks:
+        ops = {type(op): op for op in block.ops if isinstance(op, (TopK, Dispatch, Combine))}
+        assert (ops[TopK].experts, ops[TopK].top_k) == (E, K)
+        assert ops[Combine].top_k == K and Dispatch in ops
+        grouped = [op for op in block.ops if isinstance(op, GroupedLinear)]
+        assert [(op.experts, op.k, op.n) for op in grouped] == [(E, H, 2 * FFN), (E, FFN, H)]
+        assert [op.name for op in grouped] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        # 32 tokens, each at two experts: what the block multiplies.
+        assert sum(op.flops(work) for op in grouped) == 2 * 32 * K * (2 * FFN * H + FFN * H)
+        assert any(op.role == "shared_experts" for op in block.ops)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
