@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import deepwell  # noqa: E402
 import deepwell.kernels  # noqa: E402
+from deepwell.engine.runtime import Runtime  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
 HEAD = """# API
@@ -26,6 +27,8 @@ Every public name, from its own docstring. `python docs/make_api.py` writes this
 def names() -> list[tuple[str, Any]]:
     """(name as users write it, object), in the order in which the package lists them."""
     found = [(f"deepwell.{name}", getattr(deepwell, name)) for name in deepwell.__all__ if not name.startswith("_")]
+    place = [name for name, _ in found].index("deepwell.Engine") + 1
+    found.insert(place, ("deepwell.Engine.deepwell", Runtime))
     kernels = [name for name in deepwell.kernels.__all__ if not name.startswith("_")]
     return found + [(f"deepwell.kernels.{name}", getattr(deepwell.kernels, name)) for name in kernels]
 
