@@ -50,17 +50,19 @@ def _run(stage: str, tile: int, how: str, ends: Tensor, slot: Tensor, *given: An
     """The results of one tile of a stage, rows that hold a choice, side by side; on a CPU those of the reference."""
     rows, live = Rows(ends, slot, _TOP_K), slot >= 0
     if stage == "up":
-        parts = up_product(*given, rows, parse_activation(how), tile=UP_TILES[tile])
+        parts = up_product(given[0], given[1], rows, parse_activation(how), tile=UP_TILES[tile])
         return torch.cat(parts, 1)[live].float()
     if stage == "grads":
-        d_rows, hidden, dw = hidden_grads(*given, rows, parse_activation(how), tile=GRADS_TILES[tile])
+        dy, down, gate_up, weight = given
+        made = hidden_grads(dy, down, gate_up, weight, rows, parse_activation(how), tile=GRADS_TILES[tile])
+        d_rows, hidden, dw = made
         return torch.cat([d_rows.float(), hidden.float(), dw[:, None] * dw.shape[0] ** -0.5], 1)[live]
     if stage == "product":
-        return row_product(*given, rows, tile=PRODUCT_TILES[tile])[live].float()
+        return row_product(given[0], given[1], rows, tile=PRODUCT_TILES[tile])[live].float()
     if stage == "codes":
         a, scale, w, scale_w = given
         return row_product(a, w, rows, scales=(scale, scale_w), tile=FP8_TILES[tile])[live].float()
-    return token_product(*given, rows, stage, tile=WEIGHT_TILES[tile]).flatten(0, 1).float()
+    return token_product(given[0], given[1], rows, stage, tile=WEIGHT_TILES[tile]).flatten(0, 1).float()
 
 
 @lru_cache(maxsize=1)
