@@ -32,7 +32,6 @@ def make_trainer(folder, steps, model):
         logging_steps=1,
         report_to=[],
         label_names=["labels"],
-        remove_unused_columns=False,
         use_cpu=True,
         seed=3,
     )
