@@ -68,3 +68,11 @@ def _fixed_seed() -> None:
     """Seed torch before each test, so that its numbers do not depend on which tests ran before it."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _passes_on_cpu() -> None:
+    """A CPU stands for a GPU in tests: its engines rewrite graphs in bf16 too, where by default they would not."""
+    import deepwell.engine.compile as compiling
+
+    compiling.PLAIN_ON_CPU = False

@@ -4,6 +4,8 @@ All passes on Dynamo's graph run on a small function, which must then give eager
 names; the rest comes from a seeded generator of spellings, in both dtypes, with fixed and with open sizes.
 """
 
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -176,3 +178,215 @@ def test_some_of_the_heads_repeated_are_not_all() -> None:
 
 def test_one_head_of_queries_for_all_repeated_ones_stays() -> None:
     check(lambda q, k, v: F.scaled_dot_product_attention(q[:, :1], grown(k, 2), grown(v, 2)), qkv(kv_heads=2))
+
+
+# ---- generated spellings ----
+
+
+def _rms_norm(r: random.Random) -> Case:
+    power = r.choice([lambda x: x.pow(2), lambda x: x * x, torch.square, lambda x: x**2, lambda x: x.pow(3).abs()])
+    mean = r.choice(
+        [
+            lambda x: x.mean(-1, keepdim=True),
+            lambda x: x.mean(dim=(-1,), keepdim=True),
+            lambda x: torch.mean(x, 2, True),
+            lambda x: x.mean(1, keepdim=True),
+            lambda x: x.mean((1, 2), keepdim=True),
+            lambda x: x.sum(-1, keepdim=True) / 7,
+        ]
+    )
+    eps = r.choice([1e-6, 1e-2, 1, torch.tensor(1e-3)])
+    shift = r.choice(
+        [lambda m: m + eps, lambda m: eps + m, lambda m: torch.add(m, eps, alpha=3), lambda m: m - eps, torch.abs]
+    )
+    root = r.choice([torch.rsqrt, lambda m: 1 / torch.sqrt(m), lambda m: m**-0.5, lambda m: 2 / m.sqrt(), torch.sqrt])
+    gain = r.choice([lambda y, w: w * y, lambda y, w: y * (1 + w), lambda y, w: y.mul_(w), lambda y, w: y * w[:, None]])
+    cast = r.choice([lambda x: x, lambda x: x.float(), lambda x: x.double(), lambda x: x.to(torch.bfloat16)])
+    both = r.random() < 0.3
+
+    def norm(x: Tensor, w: Tensor) -> Any:
+        h = cast(x)
+        factor = root(shift(mean(power(h))))
+        y = gain((h * factor).to(x.dtype), w)
+        return (y, factor) if both else y
+
+    return norm, [_numbers(2, 8, 8), _numbers(8)]
+
+
+def _activation(r: random.Random) -> Case:
+    half, cubic, width = r.choice([0.5, 0.5, 0.25]), r.choice([0.044715, 0.044715, 0.0447]), math.sqrt(2 / math.pi)
+    width = r.choice([width, width, 0.8])
+    bend = r.choice(
+        [
+            lambda x: half * x * (1 + torch.tanh(width * (x + cubic * x.pow(3)))),
+            lambda x: half * x * (1.0 + torch.tanh(x * width * (1.0 + cubic * x * x))),
+            lambda x: x * half * (1 + torch.erf(x / math.sqrt(2))),
+            lambda x: x * half * (1 + torch.erf(x * 0.7071)),
+            lambda x: x * torch.sigmoid(x),
+            lambda x: x * torch.sigmoid(1.702 * x),
+            lambda x: x * torch.sigmoid(x).to(torch.bool),
+            lambda x: x * torch.sigmoid(x).round().long(),
+            F.silu,
+            lambda x: F.silu(x, inplace=True),
+            lambda x: F.gelu(x, approximate="tanh"),
+            lambda x: F.relu(x).square(),
+        ]
+    )
+    join = r.choice(
+        [
+            lambda a, b: bend(a) * b,
+            lambda a, b: b * bend(a),
+            lambda a, b: bend(a).mul_(b),
+            lambda a, b: bend(a) * b[:, :1],
+            lambda a, b: bend(a) * b.detach(),
+            lambda a, b: torch.add(bend(a), b, alpha=2),
+        ]
+    )
+    split = r.choice(
+        [
+            lambda x: x.chunk(2, -1),
+            lambda x: x.chunk(2, 1),
+            lambda x: (x[..., ::2], x[..., 1::2]),
+            lambda x: x.split([4, 4], 2)[::-1],
+        ]
+    )
+    return (lambda x, w: join(*split(F.linear(x, w)))), [_numbers(2, 8, 8), _numbers(8, 8)]
+
+
+def _rope(r: random.Random) -> Case:
+    def halves(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((-b, a), -1)
+
+    turn = r.choice(
+        [
+            halves,
+            lambda x: -halves(x),
+            lambda x: torch.cat((-x[..., 4:], x[..., :4]), dim=-1),
+            lambda x: torch.cat((-x[..., 5:], x[..., :5]), dim=-1),
+            lambda x: torch.cat((x[..., 4:], x[..., :4]), dim=-1),
+            lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
+            lambda x: x.roll(4, -1),
+        ]
+    )
+    spread = r.choice([lambda c: c, lambda c: c[None, None], lambda c: c.unsqueeze(1), lambda c: c[:, None, :1]])
+    join = r.choice(
+        [
+            lambda x, c, s: x * c + turn(x) * s,
+            lambda x, c, s: x * c - turn(x) * s,
+            lambda x, c, s: torch.add(x * c, turn(x) * s, alpha=0.5),
+            lambda x, c, s: (x * c).add_(turn(x) * s),
+            lambda x, c, s: turn(x) * s + x * c,
+            lambda x, c, s: x * c + turn(x) * c,
+        ]
+    )
+    return (lambda x, c, s: join(x, spread(c), spread(s))), [_numbers(2, 4, 8, 8), _numbers(8, 8), _numbers(8, 8)]
+
+
+def _loss(r: random.Random) -> Case:
+    how: dict[str, Any] = {}
+    if r.random() < 0.6:
+        how |= r.choice(
+            [
+                {"reduction": "sum"}, {"reduction": "none"}, {"size_average": False}, {"reduce": False},
+                {"ignore_index": 3}, {"ignore_index": -1}, {"label_smoothing": 0.1}, {"weight": torch.arange(24.0)},
+            ]
+        )  # fmt: skip
+    step = r.choice(
+        [
+            lambda z: z, lambda z: z * 2, lambda z: z / 3, lambda z: 3 / (z.abs() + 1), lambda z: 5 * torch.tanh(z / 5),
+            lambda z: 5 * torch.tanh(z / 4), lambda z: torch.tanh(torch.tanh(z)), lambda z: z.bfloat16().float(),
+            lambda z: z + 1, lambda z: z.to(torch.int32).to(torch.float32) + z, lambda z: torch.mul(z, z),
+            lambda z: z.clamp(-1, 1), lambda z: z * torch.tensor(2.0), lambda z: z.flip(-1), lambda z: z.double(),
+        ]
+    )  # fmt: skip
+    both = r.random() < 0.3
+    in_rows = r.random() < 0.8
+
+    def loss(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+        z = step(F.linear(x, w, b))
+        made = F.cross_entropy(z.flatten(0, 1), y.flatten(), **how) if in_rows else F.cross_entropy(z.mT, y, **how)
+        return (made, z.sum(-1)) if both else made
+
+    labels = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(r.randrange(99)))
+    return loss, [_numbers(2, 8, 8), _numbers(24, 8), _numbers(24), labels]
+
+
+def _lookup(r: random.Random) -> Case:
+    how = r.choice([{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+    table = r.choice([lambda w: w, lambda w: w * 2, lambda w: w.t().contiguous().t(), lambda w: w[:20]])
+    call = r.choice([lambda i, w: F.embedding(i, w, **how), lambda i, w: torch.embedding(w, i, 2), lambda i, w: w[i]])
+    index = torch.randint(0, 20, (2, 8), generator=torch.Generator().manual_seed(r.randrange(99)))
+    return (lambda i, w: call(i, table(w)) * 2), [index, _numbers(24, 8)]
+
+
+def _residual(r: random.Random) -> Case:
+    add = r.choice(
+        [
+            lambda a, b: a + b,
+            lambda a, b: torch.add(a, b, alpha=0.5),
+            lambda a, b: a.add_(b),
+            lambda a, b: a + b[:1],
+            lambda a, b: a - b,
+            lambda a, b: a + 2 * b,
+            lambda a, b: (a + b).to(torch.bfloat16).float(),
+        ]
+    )
+    norm = r.choice(
+        [
+            lambda x, w: F.rms_norm(x, (8,), w, 1e-5),
+            lambda x, w: F.rms_norm(x, (8,), None),
+            lambda x, w: F.rms_norm(x, (8, 8)),
+            lambda x, w: F.layer_norm(x, (8,), w),
+            lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+        ]
+    )
+    after = r.choice([lambda h, y: h + y, lambda h, y: y, lambda h, y: h.mul_(2) + y, lambda h, y: (h, y)])
+
+    def block(a: Tensor, b: Tensor, w: Tensor, v: Tensor) -> Any:
+        h = add(a, b)
+        return after(h, F.linear(norm(h, w), v))
+
+    return block, [_numbers(2, 8, 8), _numbers(2, 8, 8), _numbers(8), _numbers(8, 8)]
+
+
+FAMILIES = {
+    "rms norm": _rms_norm,
+    "activation": _activation,
+    "rope": _rope,
+    "loss": _loss,
+    "lookup": _lookup,
+    "residual": _residual,
+}
+
+
+def _numbers(*shape: int) -> Tensor:
+    seed = math.prod(shape) * len(shape)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def _try(family: str, seed: int) -> None:
+    """One spelling: where eager takes it, the rewritten graph gives the same."""
+    r = random.Random(f"{family} {seed}")
+    function, inputs = FAMILIES[family](r)
+    frozen = r.randrange(len(inputs)) if r.random() < 0.2 else None
+    inputs = [x.detach() if i == frozen else x for i, x in enumerate(inputs)]
+    try:
+        outcome(function, inputs)
+    except (RuntimeError, IndexError):
+        return  # no model writes that
+    check(function, inputs, dynamic=r.random() < 0.2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spellings_compute_what_they_say(family: str) -> None:
+    for seed in range(6):
+        _try(family, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_spellings_compute_what_they_say(family: str, part: int) -> None:
+    for seed in range(100 + 30 * part, 130 + 30 * part):
+        _try(family, seed)

@@ -42,6 +42,9 @@ from deepwell.precision.policy import PrecisionPolicy
 
 FALLBACKS = ("safe", "strict")
 NO_OVERRIDES = Overrides()
+# Without low precision and Inductor there is nothing to gain on a CPU: fusions there are plain torch, and graphs that
+# run node by node cost more than the model's own Python. `inductor=False` asks for the passes all the same.
+PLAIN_ON_CPU = True
 
 __all__ = ["Engine", "compile", "optimize_for_blackwell"]
 
@@ -69,7 +72,8 @@ def compile(  # noqa: A001 - the public name
     `precision` names a recipe ("mxfp8" where nothing is said), `precision_policy` replaces it; a `plan` brings its own
     policy and says which layers are recomputed. `fallback="strict"` raises UnsupportedError where a format is not
     native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no pass touches; by
-    default on a GPU only. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels
+    default on a GPU only. On a CPU, where nothing leaves the model's dtype and `inductor` is not given, the model runs
+    as it was written. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels
     are shorter than their launches; off by default. `recompute=True` keeps each layer's input alone and computes the
     layer again in the backward; a word says which FP8 copies the backward recomputes: "hidden" (an MLP's hidden
     values; as with False), "copies" (of all inputs of linears: less memory), "nothing". `fuse_head` computes head and
@@ -106,6 +110,7 @@ def compile(  # noqa: A001 - the public name
         fuse_head=fuse_head,
         cache_weights=cache_weights,
         recompute=recompute if isinstance(recompute, str) else "hidden",
+        plain_as_written=PLAIN_ON_CPU and device.kind == "cpu" and inductor is None and registry is None and not plan,
     )
 
     def bind_at(ir: IR, step: int, overrides: Overrides = NO_OVERRIDES) -> tuple[Bound, BackendOptions]:

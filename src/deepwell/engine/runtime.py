@@ -180,8 +180,8 @@ class Runtime:
         if options.parameters is None:
             options.parameters = self.live
         if key not in self._phases:
-            in_regions = self.regions is not None
-            compiled = self.model if in_regions else torch.compile(self.model, backend=_backend(options))
+            is_eager = self.regions is not None or options.is_as_written
+            compiled = self.model if is_eager else torch.compile(self.model, backend=_backend(options))
             self._phases[key] = (options, compiled)
             options.see = _seen_by(self)
         self.step, self.bound = step, bound
@@ -250,6 +250,8 @@ class Runtime:
         if self.options.cuda_graphs and torch.is_grad_enabled():
             self._kept_grads.keep()
         running = self._running() if self.regions is None else self.regions.running()
+        if self.regions is None and self.options.is_as_written:
+            running = nullcontext()
         try:
             with running, recomputed:
                 out = self._compiled(*args, **kwargs)
@@ -367,7 +369,7 @@ class Runtime:
         notes += self._experts.notes()
         if self.recomputed is not None:
             notes.append(f"computed again in the backward: {len(self.recomputed.paths)} of {self.ir.num_layers} layers")
-        if not self.options.use_inductor:
+        if not self.options.use_inductor and not self.options.is_as_written:
             notes.append("what no pass touches runs eagerly (AOT eager); inductor=True compiles it")
         kept = self.options.weight_cache
         if self.options.cache_weights and self.options.graphs:
@@ -388,7 +390,9 @@ class Runtime:
         registry = self.options.registry
         for name, reason in registry.aside().items() if registry is not None else ():
             notes.append(f"kernel {name} was rejected: {reason}")
-        if self.options.was_called and not self.options.graphs:
+        if self.options.is_as_written and self.regions is None:
+            notes.append(f"{NOTHING_COMPILED}: all is in {self.ir.dtype}, which a CPU runs fastest as it was written")
+        elif self.options.was_called and not self.options.graphs:
             notes.append(f"{NOTHING_COMPILED}: Dynamo ran the model as it was written, in {self.ir.dtype}")
         unmet: dict[str, list[str]] = {}
         for path, left in self._unmet().items():

@@ -100,7 +100,7 @@ def engine_keeps(engine: Engine) -> Keeps:
     options = engine.deepwell.options
     return Keeps(
         remakes=options.recompute if options.use_inductor else "nothing",
-        fuses_head=options.fuse_head,
+        fuses_head=options.fuse_head and not options.is_as_written,
         caches_weights=options.cache_weights,
         element_bytes=float(DTYPE_BYTES[engine.deepwell.ir.dtype]),
     )

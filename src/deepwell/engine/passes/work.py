@@ -45,6 +45,7 @@ class BackendOptions:
 
     schemes: Mapping[str, str] = field(default_factory=dict)
     use_inductor: bool = False
+    plain_as_written: bool = False  # a model without schemes is not compiled at all
     fuse_head: bool = True
     cuda_graphs: bool = (
         False  # record forward and backward once and replay them: short kernels no longer wait for the host
@@ -103,6 +104,11 @@ class BackendOptions:
 
     def note(self, name: str, count: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether there is nothing to compile."""
+        return self.plain_as_written and not self.schemes
 
     @property
     def recomputes(self) -> bool:
