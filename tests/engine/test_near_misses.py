@@ -180,6 +180,45 @@ def test_one_head_of_queries_for_all_repeated_ones_stays() -> None:
     check(lambda q, k, v: F.scaled_dot_product_attention(q[:, :1], grown(k, 2), grown(v, 2)), qkv(kv_heads=2))
 
 
+# ---- casts that round, numbers that are open ----
+
+
+def test_a_norm_of_rounded_rows_is_not_that_of_the_rows() -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        h = x.to(torch.bfloat16).float()
+        return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    assert "rms_norm" not in check(norm, [_numbers(2, 8, 8), _numbers(8)])
+
+
+def test_a_norm_of_whole_numbers_is_that_of_the_numbers() -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        whole = (9 * x).to(torch.int32).float()
+        return w * (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    check(norm, [_numbers(2, 8, 8), _numbers(8)])
+
+
+def test_a_loss_of_rounded_logits_is_not_that_of_the_logits() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        counts = check(
+            lambda x, w, dtype=dtype: F.cross_entropy(F.linear(x, w).to(dtype).float(), torch.arange(8)),
+            [_numbers(8, 8), _numbers(24, 8)],
+        )
+        assert "cross_entropy" not in counts
+
+
+def test_a_padding_index_that_is_an_open_number_is_left_to_torch() -> None:
+    index = torch.arange(6).view(2, 3)
+    for look_up in (F.embedding, lambda i, w, at: torch.embedding(w, i, at)):
+        run, _ = rewritten(look_up, dynamic=True)
+        for at in (2, 4):
+            leaf = _numbers(24, 8)
+            run(index, leaf, at).sum().backward()
+            assert leaf.grad is not None and leaf.grad[at].eq(0).all() and leaf.grad[1].eq(1).all()
+        torch._dynamo.reset()
+
+
 # ---- generated spellings ----
 
 

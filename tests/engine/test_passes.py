@@ -402,16 +402,10 @@ def _norm_with_alpha(x: Tensor, w: Tensor) -> Tensor:
     return w * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 0.5, alpha=2.0))).to(x.dtype)
 
 
-def _norm_of_whole_numbers(x: Tensor, w: Tensor) -> Tensor:
-    whole = (9 * x).to(torch.int32).float()
-    return w * (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
 @pytest.mark.parametrize(
     "norm",
     [
         _norm_read_inside, _norm_of_columns, _norm_of_cubes, _norm_of_another, _norm_without_weight, _norm_with_alpha,
-        _norm_of_whole_numbers,
     ],
 )  # fmt: skip
 def test_what_is_no_rms_norm_is_left_alone(run_pass, norm) -> None:

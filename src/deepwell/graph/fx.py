@@ -168,7 +168,8 @@ def arguments(node: fx.Node) -> dict[str, Any]:
         given |= _SPECIAL[name][2]
     if name == "getattr" and node.args[1] == "mT":
         given = {"input": node.args[0], "dim0": -2, "dim1": -1}
-    if op == "embedding" and _is_weight_first(node) and (given.get("padding_idx") or 0) < 0:
+    padding = given.get("padding_idx")  # a node where the number is open, as a compiled function's may be
+    if op == "embedding" and _is_weight_first(node) and isinstance(padding, int) and padding < 0:
         given["padding_idx"] = None  # there any negative index means none, elsewhere it counts from the end
     return given
 
@@ -293,6 +294,20 @@ def multiplies(node: fx.Node, factor: fx.Node) -> bool:
 def skip_casts(node: Any) -> Any:
     """What was cast, the node itself where it is no cast."""
     while op_of(node) == "to" and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def is_widened(node: Any) -> bool:
+    """Whether a node is a cast to float32 that keeps every number: what reads it may read what was cast."""
+    before, after = (value_of(node.args[0]), value_of(node)) if op_of(node) == "to" else (None, None)
+    wide = (torch.bfloat16, torch.float16, torch.float32)
+    return before is not None and after is not None and after.dtype is torch.float32 and before.dtype in wide
+
+
+def skip_widening(node: Any) -> Any:
+    """What was cast to float32, the node itself where it is another: a cast to bf16 rounds, and is computed."""
+    while is_widened(node):
         node = node.args[0]
     return node
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from deepwell.engine.deferred import HeadLoss, Step
 from deepwell.engine.passes.edit import erase_unread, replace, runs_in_kernels
-from deepwell.graph.fx import SHAPE_OPS, Writes, argument, op_of, value_of
+from deepwell.graph.fx import SHAPE_OPS, Writes, argument, is_widened, op_of, value_of
 from deepwell.kernels.head.autograd import linear_cross_entropy
 
 
@@ -148,7 +148,9 @@ def _step(node: fx.Node) -> Step | None:
     """What a node does to the logits, as something that can be done again; None where it is no such step."""
     name = op_of(node)
     if name == "to" and value_of(node) is not None:
-        return "to", value_of(node).dtype
+        before, dtype = value_of(node.args[0]), value_of(node).dtype
+        is_exact = is_widened(node) or (before is not None and before.dtype == dtype)
+        return ("to", dtype) if is_exact else None  # one that rounds is computed as it is written
     if name == "contiguous":
         return "contiguous", None
     if name == "tanh":

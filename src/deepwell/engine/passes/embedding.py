@@ -43,6 +43,8 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     is_plain = given.get("max_norm") is None and not given.get("scale_grad_by_freq") and not given.get("sparse")
     if not is_plain or not _learns(weight) or value_of(index) is None or value_of(index).dtype not in _INDICES:
         return None
+    if isinstance(padding_idx, fx.Node):
+        return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += int(value_of(weight).shape[0])
     return index, weight, NO_PADDING if padding_idx is None else max(padding_idx, NO_PADDING)

@@ -21,7 +21,7 @@ from deepwell.graph.fx import (
     only_user,
     op_of,
     other_operand,
-    skip_casts,
+    skip_widening,
     value_of,
 )
 from deepwell.kernels.norm.autograd import rms_norm
@@ -71,7 +71,7 @@ def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
     x32, eps, square = found
     if other_operand(scaled, rsqrt) is not x32:
         return False
-    x = skip_casts(x32)
+    x = skip_widening(x32)
     last = only_user(scaled)
     if last is None or not runs_in_kernels(x):
         return False
@@ -83,8 +83,8 @@ def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
         if product is None or not multiplies(product, last) or not _is_weight(other_operand(product, last), x):
             return False
         return _finish(graph, product, x, other_operand(product, last), eps, "llama")
-    if multiplies(last, scaled) and _is_weight(skip_casts(other_operand(last, scaled)), x):
-        weight = skip_casts(other_operand(last, scaled))
+    if multiplies(last, scaled) and _is_weight(skip_widening(other_operand(last, scaled)), x):
+        weight = skip_widening(other_operand(last, scaled))
         cast = only_user(last)
         if cast is not None and op_of(cast) == "to" and _same_dtype(cast, x):
             return _finish(graph, cast, x, weight, eps, "torch")

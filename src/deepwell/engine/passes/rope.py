@@ -25,7 +25,7 @@ from deepwell.graph.fx import (
     only_user,
     op_of,
     other_operand,
-    skip_casts,
+    skip_widening,
     value_of,
 )
 from deepwell.kernels.gemm.linear import split_columns
@@ -166,7 +166,7 @@ def _site(total: fx.Node, source: fx.Node, cos: Any, sin: Any, convention: str) 
 
 def _without_casts(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Last and first value where a rotation is computed in float32 between casts: those belong to it."""
-    low, cast = skip_casts(x), only_user(last)
+    low, cast = skip_widening(x), only_user(last)
     is_cast = cast is not None and op_of(cast) == "to"
     if is_cast and value_of(cast).dtype == value_of(low).dtype != value_of(last).dtype:
         return cast, low
