@@ -6,7 +6,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -249,7 +249,7 @@ class Runtime:
         recomputed = self.recomputed.applied() if self.recomputed is not None else nullcontext()
         if self.options.cuda_graphs and torch.is_grad_enabled():
             self._kept_grads.keep()
-        running = self._running() if self.regions is None else self.regions.running()
+        running: AbstractContextManager[None] = self._running() if self.regions is None else self.regions.running()
         if self.regions is None and self.options.is_as_written:
             running = nullcontext()
         try:
