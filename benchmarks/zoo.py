@@ -176,6 +176,8 @@ def work(model_type: str, answer: Connection) -> None:
 
 def examine_experts(model_type: str) -> Row | None:
     """How the engine runs a model's experts and why not better; None where it has none."""
+    import torch
+
     from deepwell.kernels.experts.mlp import is_fused_in_fp8
     from deepwell.moe.hugging_face import activation_of, chooses_experts
 
@@ -188,7 +190,7 @@ def examine_experts(model_type: str) -> Row | None:
             names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
             weights = [getattr(module, name).transpose(1, 2) if module.is_transposed else getattr(module, name)
                        for name in names] if how else []  # fmt: skip
-            biases = (torch_ones(), torch_ones()) if module.has_bias else (None, None)
+            biases = (torch.ones(1), torch.ones(1)) if module.has_bias else (None, None)
             if how is None:
                 ways["grouped"] = "its gate is none that is known"
             elif is_fused_in_fp8(*weights, biases, how):
@@ -203,12 +205,6 @@ def examine_experts(model_type: str) -> Row | None:
     order = ("product by product", "grouped", "one function", "fused")
     worst = next(way for way in order if way in ways)
     return Row(model_type=model_type, model_class=type(model).__name__, status=worst, notes=ways[worst])
-
-
-def torch_ones() -> Any:
-    import torch
-
-    return torch.ones(1)
 
 
 def count_experts(model_types: list[str]) -> int:

@@ -399,8 +399,8 @@ def saver(rank: int, world: int, folder: Path) -> None:
     saves = Saver(run, timeout_s=1.5)
     began = time.monotonic()
     if rank == world - 1:
-        # When the others are writing: before that they are in the collective of a Saver's first save, and gloo fails
-        # them there for a rank that is gone, even if its part has arrived.
+        # When the others are writing: before that they may be in the collective of a Saver's first save, which can fail
+        # for a rank that is gone.
         def dies(path: Path, chunks: Any) -> Any:
             while not all((path.parent / f"model-{r:05d}.safetensors").exists() for r in range(world - 1)):
                 time.sleep(0.01)
