@@ -315,6 +315,8 @@ def test_a_killed_run_goes_on_to_the_very_same_numbers(
         "from deepwell.bench.parity.compare import WantedRuns, run_plan\n"
         "from deepwell.bench.parity.run import Pace, PairSetup\n"
         "from deepwell.bench.variants import parse_variants\n"
+        "import deepwell.engine.compile as compiling\n"
+        "compiling.PLAIN_ON_CPU = False\n"  # as in the tests' own process
         "torch.set_num_threads(1)\n"
         "corpus, setup, out, arm = json.loads(sys.argv[1])\n"
         "plan = WantedRuns(arms=parse_variants(arm), seeds=(0,), setup=PairSetup(**setup), device='cpu')\n"

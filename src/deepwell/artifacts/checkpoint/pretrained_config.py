@@ -23,9 +23,9 @@ def config_files(model: nn.Module) -> dict[str, bytes]:
 
 
 def model_of(model: nn.Module) -> nn.Module:
-    """The model behind an engine, which holds it beside its modules; any other module is itself."""
-    inner = model.__dict__.get("model")
-    return inner if isinstance(inner, nn.Module) else model
+    """The model behind an engine; any other module is itself."""
+    found: nn.Module = getattr(model.__dict__.get("deepwell"), "model", model)
+    return found
 
 
 def _as_dict(config: Any) -> dict[str, Any] | None:
