@@ -363,7 +363,7 @@ def test_an_engine_of_many_layers_with_kept_codes_is_not_stopped_by_dynamos_limi
     from deepwell.engine import compile as compile_module
 
     monkeypatch.setattr(compile_module, "device_of", lambda tensors: Target(kind="cuda", capability=(9, 0)))
-    monkeypatch.setitem(__import__("deepwell.engine.engine", fromlist=["_DYNAMO"])._DYNAMO, "recompile_limit", 1)
+    monkeypatch.setattr("deepwell.engine.backend.MOST_GRAPHS", 1)
     model = Model()
     engine = engine_of(model, dw.PrecisionPolicy("mxfp8"), cache_weights=True, measure=False, inductor=False)
     assert set(engine.options.schemes.values()) == {FP8}
