@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 FP8 = "fp8_row|fp8_row|fp8_row"
 KV = {"num_key_value_heads": 2}
+EAGER = {"attn_implementation": "eager"}
 # How often each pass fires, at the least; what is not named need not.
 EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
     "llama": (KV, {
@@ -30,29 +31,34 @@ EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
     }),
     "gemma3_text": (KV, {"rms_norm": 13, "residual_norm": 4, "merged_linear": 4, "qk_norm_rope": 2, "swiglu": 2}),
     "qwen3_moe": (KV, {"rms_norm": 9, "qk_norm_rope": 2}),
-    "qwen2": (KV, {"kv_heads": 2, "rms_norm": 5, "residual_norm": 4, "merged_linear": 4, "rope": 4, "swiglu": 2}),
+    "qwen2": (KV | EAGER, {
+        "attention": 2, "causal_mask": 2, "kv_heads": 2, "rms_norm": 5, "residual_norm": 4, "merged_linear": 4,
+        "rope": 4, "swiglu": 2,
+    }),
     "gemma2": ({}, {"kv_heads": 2, "cross_entropy": 1, "rms_norm": 9, "residual_norm": 4, "swiglu": 2}),
     "gpt2": ({}, {
         "causal_mask": 2, "cross_entropy": 1, "embedding": 2, "gelu": 2, "layer_norm": 4, "activation": 2,
         "bias_activation": 2, "residual_norm": 3, "linear": 8, "fused_quantize": 8,
     }),
-    "gpt_neox": ({}, {
-        "causal_mask": 2, "cross_entropy": 1, "embedding": 1, "layer_norm": 4, "activation": 2, "bias_activation": 2,
-        "linear": 8, "residual_norm": 1, "fused_quantize": 8,
+    "gpt_neox": (EAGER, {
+        "attention": 2, "causal_mask": 2, "cross_entropy": 1, "embedding": 1, "layer_norm": 4, "activation": 2,
+        "bias_activation": 2, "linear": 8, "residual_norm": 1, "fused_quantize": 8,
     }),
     "opt": ({}, {
         "causal_mask": 2, "cross_entropy": 1, "embedding": 2, "layer_norm": 4, "activation": 2, "bias_activation": 2,
         "linear": 12, "residual_norm": 4, "merged_linear": 2, "fused_quantize": 8,
     }),
     # Attention and MLP read one norm: fc1 is merged with q, k, v, and its bias with theirs.
-    "phi": ({}, {
-        "cross_entropy": 1, "gelu": 2, "layer_norm": 2, "activation": 2, "merged_linear": 2, "linear": 12, "rope": 4,
+    "phi": (EAGER, {
+        "attention": 2, "cross_entropy": 1, "gelu": 2, "layer_norm": 2, "activation": 2, "merged_linear": 2,
+        "linear": 12, "rope": 4,
     }),
     "gptj": ({}, {"cross_entropy": 1, "gelu": 2, "layer_norm": 2, "activation": 2, "bias_activation": 2, "linear": 12}),
 }  # fmt: skip
 # Passes that work on Inductor's joint graph alone, which these tests do not make; and experts, whose schemes are the
-# binding's affair: tests/engine/test_experts.py counts them on Mixtral, Qwen3-MoE, OLMoE and GPT-OSS.
-ELSEWHERE = {"recomputed", "experts", "fused_experts", "looped_experts", "plain_experts"}
+# binding's affair: tests/engine/test_experts.py counts them on Mixtral, Qwen3-MoE, OLMoE and GPT-OSS. Windows have a
+# GPU's kernel: tests/engine/test_passes.py.
+ELSEWHERE = {"recomputed", "window", "experts", "fused_experts", "looped_experts", "plain_experts"}
 
 
 @cache

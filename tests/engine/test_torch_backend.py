@@ -62,7 +62,9 @@ def test_it_trains_and_agrees_with_the_engine(model_type, batch) -> None:
     # bf16: in fp32 the experts' products fall back to an op that Dynamo cannot trace.
     model = zoo_models.tiny_model(model_type).bfloat16()
     if model_type == "qwen3_moe":
-        model.set_experts_implementation("deepwell")  # the engine does so by itself, and looks at gates before it traces
+        model.set_experts_implementation(
+            "deepwell"
+        )  # the engine does so by itself, and looks at gates before it traces
         model(**batch)
     compiled = torch.compile(model, backend="deepwell", options={"precision": "mxfp8"})
     loss = compiled(**batch).loss
