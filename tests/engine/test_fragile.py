@@ -79,7 +79,7 @@ def test_the_engine_then_computes_as_if_the_policy_had_said_so():
     for each in (engine, told):
         loss = each(**batch).loss
         loss.backward()
-        losses.append((float(loss.detach()), each.model.get_submodule(Q_PROJ).weight.grad.clone()))
+        losses.append((float(loss.detach()), each.get_submodule(Q_PROJ).weight.grad.clone()))
     assert losses[0][0] == losses[1][0]
     assert torch.equal(losses[0][1], losses[1][1])
     assert (Q_PROJ, "fwd") in told_rows

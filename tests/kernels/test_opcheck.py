@@ -128,6 +128,16 @@ def _head_grads(s: Sizes, needs: list[bool], dtype: torch.dtype) -> tuple[Any, .
     return *made[2:], torch.tensor(0.5), dx, db, operands[1].shape[0], dtype
 
 
+def _attention(s: Sizes, window: int) -> tuple[Any, ...]:
+    q, k, v = (s.heads(2, s.t, heads, 8).transpose(1, 2) for heads in (4, 2, 2))
+    return q, k, v, s.vector(4), 0.3, window
+
+
+def _attention_grads(s: Sizes) -> tuple[Any, ...]:
+    given = _attention(s, 5)
+    return s.heads(2, s.t, 4, 8).transpose(1, 2), *given[:3], *ops.attention(*given), *given[4:]
+
+
 def _routing(s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """(ends, slot, place) of tokens that each chose two of four experts, one of which nobody chose."""
     choices = torch.arange(s.t * TOP_K) * 7 % 3
@@ -244,6 +254,9 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "layer_norm_backward, alone": lambda s: _layer_grads(s)[:-1],
     "layer_norm_backward_quantize": _layer_grads,
     "layer_norm_backward_beside": _layer_grads,
+    "attention": lambda s: _attention(s, -1),
+    "attention, windowed": lambda s: _attention(s, 5),
+    "attention_backward": _attention_grads,
     "swiglu": lambda s: (s.tokens(2 * s.f), "silu"),
     "swiglu, with factors": lambda s: (s.tokens(2 * s.f), "silu", torch.rand(s.t)),
     "swiglu_quantize": lambda s: (s.tokens(2 * s.f), "gelu_tanh"),
