@@ -124,11 +124,11 @@ def test_interruptions_anywhere_leave_no_trace(
 _CHILD = """
 import sys, time
 from deepwell.train.data import prepare
-slow = prepare._Writer.add
+slow = prepare._TokenWriter.add
 def add(self, *rest):
     time.sleep(0.004)
     slow(self, *rest)
-prepare._Writer.add = add
+prepare._TokenWriter.add = add
 prepare.prepare_tokens([sys.argv[1]], sys.argv[2], val_fraction=0.1, shard_tokens=3000, commit_chars=300)
 """
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import deepwell.engine.compile as compiling
 from warm import CONTEXT
 
 Case = Any
@@ -59,6 +60,7 @@ def _wait(processes: list[Any], folder: Path, end: float) -> None:
 
 def _serve(run: Run, cases: list[Case], rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
+    compiling.PLAIN_ON_CPU = False  # as in the tests' own process
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), CUDA_VISIBLE_DEVICES="")
     case: Case = None

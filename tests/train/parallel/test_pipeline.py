@@ -59,7 +59,7 @@ def test_stages_one_after_another_are_the_model(name: str) -> None:
     x, names = tokens, {}
     for span in stages:
         part = make_model(name).eval()
-        cut = Cut(SimpleNamespace(ir=ir, model=part), (span,))  # nothing is compiled
+        cut = Cut(SimpleNamespace(deepwell=SimpleNamespace(ir=ir, model=part)), (span,))  # nothing is compiled
         assert cut.is_tied == name.startswith("tied")
         names |= dict(part.named_parameters())
         with torch.no_grad(), cut.only(span, x):
@@ -74,7 +74,7 @@ def test_models_that_do_more_than_hand_on_are_refused() -> None:
     first = spans(Layout(dp=1, pp=2), 2)[:1]
     for name, why in (("gpt2", r"pp: GPT2LMHeadModel has transformer\.wpe"), ("gemma2", None)):
         model = make_model(name)
-        engine = SimpleNamespace(ir=dw.capture(model), model=model)
+        engine = SimpleNamespace(deepwell=SimpleNamespace(ir=dw.capture(model), model=model))
         if why is None:  # its embedding scales by itself: nothing is between
             Cut(engine, first)
             continue
@@ -95,6 +95,7 @@ def test_models_that_do_more_than_hand_on_are_refused() -> None:
             return self.head(x)
 
     scaled = Scaled()
-    engine = SimpleNamespace(ir=dw.capture(scaled, torch.zeros(1, 16, dtype=torch.int64)), model=scaled)
+    ir = dw.capture(scaled, torch.zeros(1, 16, dtype=torch.int64))
+    engine = SimpleNamespace(deepwell=SimpleNamespace(ir=ir, model=scaled))
     with pytest.raises(UnsupportedError, match="pp: Scaled does more between its embedding"):
         Cut(engine, first)

@@ -43,19 +43,8 @@ def experts_chain(
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        bias_up: Tensor | None,
-        bias_down: Tensor | None,
-        weight_S: Tensor,
-        order: Tensor,
-        offs: Tensor,
-        top_k: int,
-        act: str,
-    ) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, *operands: Any) -> Tensor:
+        gate_up, down, bias_up, bias_down, weight_S, order, offs, top_k, act = operands
         ends, slot, place = ops.group_layout(offs, order, order.shape[0])
         x_TD = x_TD.contiguous()
         rows_PG, hidden_PF = ops.expert_up(x_TD, gate_up, bias_up, ends, slot, top_k, act)
