@@ -55,11 +55,11 @@ def _compare(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, Any
             cosines[name] = _cosine(parts), parts[1].item()
             sums += parts
     # One that is all but zero is all rounding.
-    told = {name: cosine for name, (cosine, square) in cosines.items() if square > 1e-8 * sums[1].item()}
-    lowest = min(told, key=lambda name: told[name] if not math.isnan(told[name]) else -2.0, default="")
+    judged = {name: cosine for name, (cosine, square) in cosines.items() if square > 1e-8 * sums[1].item()}
+    lowest = min(judged, key=lambda name: judged[name] if not math.isnan(judged[name]) else -2.0, default="")
     return {
         "cosine": _cosine(sums),
-        "lowest cosine": told.get(lowest, math.nan),
+        "lowest cosine": judged.get(lowest, math.nan),
         "lowest of": lowest,
         "missing": sorted(wanted.keys() - got.keys()),
     }

@@ -94,7 +94,7 @@ class BackendOptions:
         self.left.update({path_of(path): why for path, why in graph.left.items()})
 
     def unmet(self) -> list[str]:
-        """Paths with a scheme that no graph multiplied in it, those not counted that bf16 turned out faster for."""
+        """Paths with a scheme that no graph multiplied in it, but for those that bf16 was faster for."""
         stayed = {path for path, gain in self.gains.items() if not gain.gains}
         return [path for path in self.schemes if path not in self.rewritten | stayed]
 
