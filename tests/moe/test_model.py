@@ -85,7 +85,7 @@ def test_the_engine_runs_the_block_as_one_node_in_the_policys_formats(
     assert (passes["experts"], passes["fused_experts"]) == ((4, 2) if precision == "mxfp8" else (0, 0))
     floor = 12 if precision == "mxfp8" else 35
     for name, parameter in plain.named_parameters():
-        # Tokens that a router sends elsewhere, since its input was rounded, are most of the error of its own gradient.
+        # A router's own gradient has less: 7 dB in mxfp8. Tokens that rounded inputs send elsewhere may be why.
         if precision == "bf16" or not name.endswith("gate.weight"):
             assert sqnr_db(parameter.grad, model.get_parameter(name).grad) > floor, name
 
