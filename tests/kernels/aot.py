@@ -78,8 +78,13 @@ def compile_kernel(
     options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
     options |= {} if max_registers is None else {"maxnreg": max_registers}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return measured(made, arch)
+
+
+def measured(made: triton.compiler.CompiledKernel, arch: int) -> Compiled:
+    """What can be read off a compiled kernel; the assembler runs once more for it."""
     split = reductions_over_split_lanes(made.asm["ttgir"])
-    assert not split, f"{kernel.fn.__name__} is wrong on a GPU: Triton mixes lanes in {split}"
+    assert not split, f"{made.name} is wrong on a GPU: Triton mixes lanes in {split}"
     ptx = made.asm["ptx"]
     registers, spill_bytes, stack_bytes = _assemble(ptx, arch)
     return Compiled(

@@ -1,139 +1,152 @@
-"""Every configuration of the experts' products that may be launched, compiled for a GPU that is not here.
+"""Every kernel of the experts' products as its wrapper launches it, compiled for a GPU that is not here.
 
-PYTHONPATH=src:tests/kernels python tests/kernels/experts/compiled.py [ARCH]
+PYTHONPATH=src:tests/kernels python tests/kernels/experts/compiled.py [ARCH [WORD OF A NAME]]
 
 prints registers, spills and shared memory.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
+from torch import Tensor
 
 import aot
 from deepwell.kernels.experts import hidden_rows as H
 from deepwell.kernels.experts import row_products as R
 from deepwell.kernels.experts import token_products as W
-from deepwell.kernels.experts.activation import ExpertActivation, constants
+from deepwell.kernels.experts.activation import ExpertActivation
+from deepwell.kernels.experts.group_rows import group_layout_ref
+from launches import on_absent_gpu
 
-BF16, FP32, I32, E4M3 = torch.bfloat16, torch.float32, torch.int32, torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 SWIGLU = ExpertActivation()
 GPT_OSS = ExpertActivation(interleaved=True, limit=7.0, alpha=1.702, up_shift=1.0)
 RELU2 = ExpertActivation(function="relu2", gated=False)
+_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One kernel with all of its arguments."""
+    """One call of a wrapper, and the kernel of it that is meant."""
 
     name: str
-    kernel: Any
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int | None = None
+    kernel: str
+    call: Callable[[], object]
 
     def compiled(self, arch: int) -> aot.Compiled:
-        return aot.compile_kernel(
-            self.kernel, self.arguments, arch=arch, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+        with on_absent_gpu(arch) as launches:
+            self.call()
+        return aot.measured(next(launch.made for launch in launches if launch.name == self.kernel), arch)
 
 
-def _rows(tile: R.RowTile, *, kn: bool, whole: bool) -> dict[str, Any]:
-    return {
-        **dict.fromkeys(("table_ptr", "ends_ptr"), I32),
-        "K": "i32",
-        "PROGRAMS": "i32:any",
-        "TOP_K": 8,
-        "W_KN": kn,
-        "WHOLE_K": whole,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
-        "PERSISTENT": tile.persistent,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The experts of one model: activation, widths of a token and of an expert, experts, choices of a token."""
+
+    name: str
+    how: ExpertActivation
+    d: int
+    f: int
+    experts: int
+    top_k: int
+    kn: bool = False  # weights stored [E, K, N], with biases
 
 
-def _weight(tile: R.RowTile, kn: bool, dtype: str = "bf16", halves: int = 1) -> str:
-    n = tile.block_n * halves
-    return f"tensordesc<{dtype}{[tile.block_k, n] if kn else [n, tile.block_k]}>"
+MODELS = (
+    Model(name="qwen3", how=SWIGLU, d=2048, f=768, experts=128, top_k=8),
+    Model(name="mixtral", how=SWIGLU, d=4096, f=14336, experts=8, top_k=2),
+    Model(name="gpt-oss", how=GPT_OSS, d=2880, f=2880, experts=32, top_k=4, kn=True),
+    # Widths that tiles do not divide, one choice, one expert: integers that are 1 are constants.
+    Model(name="ragged", how=GPT_OSS, d=192, f=160, experts=4, top_k=2, kn=True),
+    Model(name="relu2", how=RELU2, d=2048, f=1024, experts=1, top_k=1),
+)
 
 
-def _form(name: str, kernel: Any, tile: Any, arguments: dict[str, Any]) -> Form:
-    full = f"{name} {tile.name}"
-    return Form(name=full, kernel=kernel, arguments=arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+class _Operands:
+    """Of one model, with few tokens: memory that nobody reads is not taken."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        g = model.f * (1 + model.how.gated)
+        choices = _TOKENS * model.top_k
+        ends = torch.full((model.experts,), choices, dtype=torch.int32)
+        ends, slot, _ = group_layout_ref(ends, torch.arange(choices), choices)
+        self.rows, self.lying = R.Rows(ends, slot, model.top_k), R.Rows(ends)
+        p = slot.shape[0]
+        self.x, self.wide, self.hidden = bf16(_TOKENS, model.d), bf16(p, g), bf16(p, model.f)
+        self.up, self.down = self.weight(g, model.d), self.weight(model.d, model.f)
+        self.bias_up, self.bias_down = (bf16(model.experts, n) if model.kn else None for n in (g, model.d))
+        self.weight_S = torch.empty(choices)
+
+    def weight(self, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        e, kn = self.model.experts, self.model.kn and dtype is torch.bfloat16
+        return torch.empty((e, k, n), dtype=dtype).transpose(1, 2) if kn else torch.empty((e, n, k), dtype=dtype)
 
 
-def products() -> Iterator[Form]:
-    """With and without a gather, weights stored both ways, a bias, widths that tiles do not divide; and of codes."""
+def bf16(*sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.bfloat16)
+
+
+def products(model: Model) -> Iterator[Form]:
+    """Down, dX, and up in FP8."""
+    o = _Operands(model)
     for tile in R.PRODUCT_TILES:
-        for kn in (False, True):
-            common = {"a_ptr": BF16, "c_ptr": BF16, "N": "i32", "stride_a": "i32", **_rows(tile, kn=kn, whole=not kn)}
-            common |= {"w_desc": _weight(tile, kn), "scale_a_ptr": None, "scale_w_ptr": None}
-            down = {**common, "slot_ptr": None, "bias_ptr": BF16 if kn else None}
-            yield _form(f"product {'kn' if kn else 'nk'}", R._row_product_kernel, tile, down)
+        down = partial(R.row_product, o.hidden, o.down, o.lying, bias_EN=o.bias_down, tile=tile)
+        yield Form(name=f"down {model.name} {tile.name}", kernel="_row_product_kernel", call=down)
+        dx = partial(R.row_product, o.wide, o.up.transpose(1, 2), o.lying, tile=tile)
+        yield Form(name=f"dX {model.name} {tile.name}", kernel="_row_product_kernel", call=dx)
+    codes, w = torch.empty((_TOKENS, model.d), dtype=E4M3), o.weight(o.wide.shape[1], model.d, E4M3)
+    scales = torch.empty(_TOKENS), torch.empty(w.shape[:2])
     for tile in R.FP8_TILES:
-        common = {"a_ptr": E4M3, "c_ptr": BF16, "N": "i32", "stride_a": "i32", **_rows(tile, kn=False, whole=True)}
-        common |= {"w_desc": _weight(tile, False, "fp8e4nv"), "scale_a_ptr": FP32, "scale_w_ptr": FP32}
-        yield _form("gathered codes", R._row_product_kernel, tile, {**common, "slot_ptr": I32, "bias_ptr": None})
+        up = partial(R.row_product, codes, w, o.rows, scales=scales, bias_EN=o.bias_up, tile=tile)
+        yield Form(name=f"FP8 up {model.name} {tile.name}", kernel="_row_product_kernel", call=up)
 
 
-def up_and_grads() -> Iterator[Form]:
-    """SwiGLU with weights as Hugging Face's Qwen3 has them, GPT-OSS with its own, and experts without a gate."""
-    for label, how, kn in (("swiglu", SWIGLU, False), ("gpt-oss", GPT_OSS, True), ("relu2", RELU2, False)):
-        spec = {"GATED": how.gated, "INTERLEAVED": how.interleaved, **constants(how), "slot_ptr": I32, "F": "i32"}
-        for tile in R.UP_TILES:
-            common = {**_rows(tile, kn=kn, whole=not kn), **spec, "stride_a": "i32"}
-            common |= {"a_ptr": BF16, "bias_ptr": BF16 if kn else None, "h_ptr": BF16, "out_ptr": BF16}
-            common |= {"w_desc": _weight(tile, kn, halves=1 + how.interleaved)}
-            yield _form(f"up {label}", R._up_kernel, tile, common)
-        for tile in R.GRADS_TILES:
-            # The down projection [E, D, F] read along D: stored the other way round.
-            common = {**_rows(tile, kn=not kn, whole=not kn), **spec, "P": "i32", "stride_dy": "i32"}
-            common |= {"dy_ptr": BF16, "dgu_ptr": BF16, "hidden_ptr": BF16, "weight_ptr": FP32, "dw_ptr": FP32}
-            block = [tile.block_m, tile.block_n // 4 * (1 + how.interleaved)]
-            common |= {"w_desc": _weight(tile, not kn), "gu_desc": f"tensordesc<bf16{block}>"}
-            yield _form(f"grads {label}", R._grads_kernel, tile, common)
+def up_and_grads(model: Model) -> Iterator[Form]:
+    o = _Operands(model)
+    for tile in R.UP_TILES:
+        up = partial(R.up_product, o.x, o.up, o.rows, model.how, bias_EG=o.bias_up, tile=tile)
+        yield Form(name=f"up {model.name} {tile.name}", kernel="_up_kernel", call=up)
+    for tile in R.GRADS_TILES:
+        given = (o.x, o.down.transpose(1, 2), o.wide, o.weight_S, o.rows, model.how)
+        dh = partial(R.hidden_grads, *given, tile=tile)
+        yield Form(name=f"dH {model.name} {tile.name}", kernel="_grads_kernel", call=dh)
 
 
-def weight_grads() -> Iterator[Form]:
+def weight_grads(model: Model) -> Iterator[Form]:
+    o = _Operands(model)
     for tile in W.WEIGHT_TILES:
-        arguments = {
-            **dict.fromkeys(("left_ptr", "right_ptr", "out_ptr"), BF16),
-            **dict.fromkeys(("slot_ptr", "ends_ptr"), I32),
-            **dict.fromkeys(("N", "K", "stride_left", "stride_right"), "i32"),
-            **dict.fromkeys(("E", "PROGRAMS"), "i32:any"),
-            "TOP_K": 8,
-            "GATHERS_LEFT": True,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "BLOCK_T": tile.block_t,
-        }
-        yield _form("wgrad", W._token_product_kernel, tile, arguments)
+        for label, given in (("dW2", (o.x, o.hidden, o.rows, "left")), ("dW1", (o.wide, o.x, o.rows, "right"))):
+            call = partial(W.token_product, *given, tile=tile)
+            yield Form(name=f"{label} {model.name} {tile.name}", kernel="_token_product_kernel", call=call)
 
 
-def row_kernels() -> Iterator[Form]:
-    for label, how in (("swiglu", SWIGLU), ("gpt-oss", GPT_OSS), ("relu2", RELU2)):
-        spec = {"GATED": how.gated, "INTERLEAVED": how.interleaved, **constants(how), "F": "i32", "BLOCK": 1024}
-        hidden = {"gu_ptr": BF16, "h_ptr": BF16, **spec}
-        yield Form(name=f"hidden {label}", kernel=H._hidden_kernel, arguments=hidden, num_warps=4)
-        grads = {**hidden, "dh_ptr": BF16, "weight_ptr": FP32, "slot_ptr": I32, "dgu_ptr": BF16, "dw_ptr": FP32}
-        yield Form(name=f"hidden grads {label}", kernel=H._grads_kernel, arguments=grads, num_warps=4)
-    table = {"ends_ptr": I32, "table_ptr": I32, "TILES": "i32:any", "E": "i32:any"}
-    table |= {"BLOCK_M": 128, "BLOCK_E": 128, "BLOCK_T": R._TABLE_BLOCK}
-    yield Form(name="table of tiles", kernel=R._table_kernel, arguments=table, num_warps=4)
+def row_kernels(model: Model) -> Iterator[Form]:
+    o = _Operands(model)
+    hidden = partial(H.hidden_rows, o.wide, model.how)
+    yield Form(name=f"hidden {model.name}", kernel="_hidden_kernel", call=hidden)
+    assert o.rows.slot is not None
+    grads = partial(H.weighted_grads, o.hidden, o.wide, o.weight_S, o.rows.slot, model.how)
+    yield Form(name=f"hidden grads {model.name}", kernel="_grads_kernel", call=grads)
+    down = partial(R.row_product, o.hidden, o.down, o.lying)
+    yield Form(name=f"table of tiles {model.name}", kernel="_table_kernel", call=down)
 
 
 def forms() -> list[Form]:
-    return [*products(), *up_and_grads(), *weight_grads(), *row_kernels()]
+    kinds = (products, up_and_grads, weight_grads, row_kernels)
+    return [form for model in MODELS for kind in kinds for form in kind(model)]
 
 
 def main() -> None:
     arch = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    words = sys.argv[2:]
     print(f"{'sm_' + str(arch):44} registers  spills   shared   wgmma cp.async  TMA")
     for form in forms():
+        if not all(word in form.name.split() for word in words):
+            continue
         made = form.compiled(arch)
         counts = [made.count(p) for p in (r"wgmma\.mma|tcgen05\.mma", r"cp\.async\.c[ag]", r"cp\.async\.bulk\.tensor")]
         print(

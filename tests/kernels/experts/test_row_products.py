@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import aot
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import row_products as R
@@ -190,10 +189,11 @@ def test_wrong_arguments_are_named():
 # ---- compiled for GPUs that are not here ----
 
 # Bytes: gate and up of one tile, side by side, need a few registers more than there are.
-SPILLS = {"grads gpt-oss 128x128x64-s3-w8": 28, "grads gpt-oss 64x128x64-s4-w4": 80}
+SPILLS = {"FP8 up 128x256x128-s3-w8-each": 16, "dH 128x128x64-s3-w8-each": 8, "dH 64x128x64-s4-w4": 48}
 FORMS = {form.name: form for form in compiled.forms()}
-# What a step of Qwen3 runs first; the others take a minute.
-FIRST = [next(name for name in FORMS if name.startswith(kind)) for kind in ("up swiglu", "wgrad")]
+# One of each kernel, weights stored both ways; the others take minutes.
+KINDS = ("up qwen3", "up ragged", "dX ragged", "dH qwen3", "dW1 qwen3", "FP8 up qwen3")
+FIRST = [next(name for name in FORMS if name.startswith(kind)) for kind in KINDS]
 
 
 def names():
@@ -201,21 +201,25 @@ def names():
     return [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
 
 
+def spills_of(name):
+    kind, _, tile = name.partition(" gpt-oss " if "gpt-oss" in name else " ragged ")
+    return SPILLS.get(f"{kind} {tile}", 0)
+
+
 @pytest.mark.parametrize("name", names())
-def test_every_form_fits_hopper(name):
-    made = FORMS[name].compiled(90)
-    assert made.spill_bytes <= SPILLS.get(name, 0)
-    assert made.shared_bytes <= aot.MAX_SHARED_BYTES
+def test_every_launch_fits_hopper(name):
+    made = FORMS[name].compiled(90)  # raises where shared memory is short
+    assert made.spill_bytes <= spills_of(name)
     if not name.startswith(("hidden", "table")):
         assert made.count(r"wgmma\.mma_async") >= 4
         assert made.count(r"cp\.async\.c[ag]") >= 12  # rows come by their addresses, some stages ahead
-        assert name.startswith("wgrad") or made.count(r"cp\.async\.bulk\.tensor") >= 3  # weights by TMA
+        assert name.startswith("dW") or made.count(r"cp\.async\.bulk\.tensor") >= 3  # weights by TMA
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_compiles_for_blackwell(name):
+def test_every_launch_compiles_for_blackwell(name):
     made = FORMS[name].compiled(100)
-    assert made.shared_bytes <= aot.MAX_SHARED_BYTES and made.tmem_columns <= 512
+    assert made.tmem_columns <= 512
     if not name.startswith(("hidden", "table")):
         assert made.count(r"tcgen05\.mma") >= 1

@@ -16,6 +16,8 @@ Cost: 2*P*N*K flops. Nothing of P rows is written but the results: no gathered c
     the down projection are needed neither by `grads` nor by the router's gradient.
 """
 
+# ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
+
 # Shapes: T tokens, S choices, P padded rows, E experts, N and K the widths of a product, F hidden width of an expert,
 # G = 2F where experts are gated, else F, D width of a token.
 
@@ -223,7 +225,8 @@ def _a_tile(a_rows, live, k, K, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr):
     ks = k + tl.arange(0, BLOCK_K)
     if WHOLE_K:
         return tl.load(a_rows + ks[None, :], mask=live[:, None], other=0.0)
-    return tl.load(a_rows + ks[None, :], mask=live[:, None] & (ks < K)[None, :], other=0.0)
+    else:
+        return tl.load(a_rows + ks[None, :], mask=live[:, None] & (ks < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -231,7 +234,8 @@ def _w_tile(w_desc, e, n, k, N, K, W_KN: tl.constexpr):
     """[BLOCK_K, BLOCK_N] of an expert's weight, stored [N, K] or [K, N]."""
     if W_KN:
         return w_desc.load([e * K + k, n])
-    return w_desc.load([e * N + n, k]).T
+    else:
+        return w_desc.load([e * N + n, k]).T
 
 
 @triton.jit
