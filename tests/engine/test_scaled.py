@@ -490,7 +490,6 @@ def test_an_engine_trains_on_a_gpu_as_the_policy_says(scheme, cuda_graphs, batch
     policy = gpu_policy(scheme)
     engine = dw.compile(model, precision_policy=policy, fallback="strict", measure=False, cuda_graphs=cuda_graphs)
     for _ in range(4):
-        torch.compiler.cudagraph_mark_step_begin()
         model.zero_grad(set_to_none=True)
         loss = engine(**inputs).loss
         loss.backward()

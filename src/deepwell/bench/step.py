@@ -33,7 +33,7 @@ from deepwell.train.adamw.optimizer import AdamWDW
 Entrant = Variant | Peer
 Model = RaceModel | FamilyModel
 OPTIMIZERS = ("auto", "torch", "dw")
-WARMUP = 3
+WARMUP, SETTLING = 3, 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +110,15 @@ class Trainee:
         self.optimizer = _optimizer(net, isinstance(entrant, Variant), options)
         self.row.losses = [self.step().item() for _ in range(warmup)]
         self.row.first_steps_s = time.perf_counter() - started
+        for _ in range(SETTLING):  # until it is known whether CUDA graphs are replayed
+            if self.engine is None or self.engine.deepwell.is_settled:
+                break
+            self.step()
         if is_cuda:
             torch.cuda.synchronize()
             self.row.peak_gb = (torch.cuda.max_memory_allocated() - before) / 1e9
 
     def step(self) -> Tensor:
-        if isinstance(self.entrant, Variant) and "cg" in self.entrant.words:
-            torch.compiler.cudagraph_mark_step_begin()
         loss = self.model.loss_of(self.call, self.example)
         loss.backward()
         self.optimizer.step()

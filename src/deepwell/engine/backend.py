@@ -214,9 +214,10 @@ def _eagerly(
 def _with_inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+    from deepwell.engine.calls.replay import Replay, compiling
     from deepwell.engine.inductor_ops import register_ops
 
     register_ops()
@@ -238,6 +239,20 @@ def _with_inductor(
         "post_grad_custom_pre_pass": Level(pipeline.COMPILED),
         "joint_custom_pre_pass": Level(pipeline.JOINT),
     }
-    if options.cuda_graphs:
-        patches["triton.cudagraphs"] = True
-    return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+    if options.cuda_graphs is False or not any(_is_on_gpu(value) for value in example_inputs):
+        return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+    replay = Replay("always" if options.cuda_graphs else "measured")
+    options.replays.append(replay)
+
+    def inner_compile(*given: Any, **how: Any) -> Any:
+        with compiling(replay):  # of a backward that is compiled when it is first needed
+            return compile_fx_inner(*given, **how)
+
+    patches |= {"triton.cudagraphs": True, "graph_partition": False}
+    with compiling(replay):
+        run: Any = compile_fx(graph_module, list(example_inputs), inner_compile, config_patches=patches)
+    return lambda *inputs: replay.outputs(run(*inputs))
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda

@@ -73,11 +73,12 @@ def compile(  # noqa: A001 - the public name
     policy and says which layers are recomputed. `fallback="strict"` raises UnsupportedError where a format is not
     native here; "safe" binds the nearest and says so in `engine.report()`. `inductor` compiles what no pass touches; by
     default on a GPU only. On a CPU, where nothing leaves the model's dtype and `inductor` is not given, the model runs
-    as it was written. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels
-    are shorter than their launches; off by default. `recompute=True` keeps each layer's input alone and computes the
-    layer again in the backward; a word says which FP8 copies the backward recomputes: "hidden" (an MLP's hidden
-    values; as with False), "copies" (of all inputs of linears: less memory), "nothing". `fuse_head` computes head and
-    loss together and the logits only where they are looked at.
+    as it was written. `cuda_graphs` records forward and backward once and replays them, for steps whose kernels are
+    shorter than their launches; by default where the first calls show that the GPU waits for the host.
+    `recompute=True` keeps each layer's input alone and computes the layer again in the backward; a word says which FP8
+    copies the backward recomputes: "hidden" (an MLP's hidden values; as with False), "copies" (of all inputs of
+    linears: less memory), "nothing". `fuse_head` computes head and loss together and the logits only where they are
+    looked at.
     `cache_weights` keeps the FP8 weights, 2 bytes for each, and recomputes them only where a weight changed:
     once for a step, however many micro-batches it has.
     `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
@@ -172,11 +173,14 @@ def recomputed_layers(plan: Plan | None, recompute: bool) -> tuple[int | None, l
     return None, [f"the plan recomputes {', '.join(others)}; the engine keeps them"] if others else []
 
 
-def use_cuda_graphs(asked: bool | None, device: Target) -> bool:
-    """Whether forward and backward are recorded and replayed: where asked to. Raises UnsupportedError off a GPU."""
+def use_cuda_graphs(asked: bool | None, device: Target) -> bool | None:
+    """Whether forward and backward are recorded and replayed; None: the engine measures whether that is faster.
+
+    Raises UnsupportedError off a GPU.
+    """
     if asked and device.kind != "cuda":
         raise UnsupportedError(f"cuda_graphs=True needs a CUDA GPU; the model is on {device.kind}")
-    return bool(asked)
+    return asked if device.kind == "cuda" else False
 
 
 def registry_for(

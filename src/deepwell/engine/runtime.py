@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 from deepwell.engine.backend import compile_graph
 from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
 from deepwell.engine.calls.experts_choice import GroupedExperts
-from deepwell.engine.calls.kept_grads import KeptGrads
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.live_parameters import LiveParameters
 from deepwell.engine.overrides import Key, Overrides
@@ -108,7 +107,6 @@ class Runtime:
         self.overrides = Overrides()
         self.fragile: dict[object, Fragile] = {}
         self._experts = GroupedExperts(model)
-        self._kept_grads = KeptGrads(model.parameters)
         self.bind_at, self._phases = bind_at, dict[object, tuple[BackendOptions, Callable[..., Any]]]()
         self._changes = policy.changes(ir) if bind_at is not None else ()
         self._is_stale, self._roles = False, _PREVIEWS[ir.source == "static"]
@@ -180,6 +178,8 @@ class Runtime:
         if options.parameters is None:
             options.parameters = self.live
         if key not in self._phases:
+            if self.regions is not None:
+                options.cuda_graphs = False  # between layers Python works
             is_eager = self.regions is not None or options.is_as_written
             compiled = self.model if is_eager else torch.compile(self.model, backend=_backend(options))
             self._phases[key] = (options, compiled)
@@ -247,8 +247,6 @@ class Runtime:
             self._enter(self.step, *self.bind_at(self.ir, self.step, self.overrides))
         before = dict(counters["graph_break"])
         recomputed = self.recomputed.applied() if self.recomputed is not None else nullcontext()
-        if self.options.cuda_graphs and torch.is_grad_enabled():
-            self._kept_grads.keep()
         running: AbstractContextManager[None] = self._running() if self.regions is None else self.regions.running()
         if self.regions is None and self.options.is_as_written:
             running = nullcontext()
@@ -265,6 +263,16 @@ class Runtime:
             self.options.was_called = True
             self._warn_of_eager_linears()
         return out
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all graphs so far run as they will: those that may be replayed take some ten calls to show it."""
+        return self.options.was_called and all(replay.is_settled for replay in self.options.replays)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether forward and backward are CUDA graphs by now."""
+        return any(replay.state == "replayed" for replay in self.options.replays)
 
     def _warn_of_eager_linears(self) -> None:
         """After the first call: a model that silently runs in high precision is not what its user asked for."""
@@ -377,6 +385,9 @@ class Runtime:
                 f"FP8 codes of {len(kept.groups)} groups of weights are kept between calls: "
                 f"{kept.num_bytes / 2**20:.1f} MiB"
             )
+        for replay in self.options.replays:
+            if replay.state == "replayed" and replay.why:
+                notes.append(f"forward and backward are replayed from CUDA graphs: {replay.why}")
         if count := self.options.counts.get("bias_epilogue"):
             notes.append(f"bias in the epilogue of {count} FP8 products: added in fp32, rounded once")
         for reason in self.breaks:

@@ -49,7 +49,7 @@ class EngineOptions:
         own = engine.deepwell.options
         return cls(
             inductor=own.use_inductor,
-            cuda_graphs=own.cuda_graphs,
+            cuda_graphs=bool(own.cuda_graphs),
             fuse_head=own.fuse_head,
             cache_weights=own.cache_weights,
             recompute=own.recompute if own.recompute in _RECOMPUTE else "hidden",

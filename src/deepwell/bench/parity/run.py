@@ -231,11 +231,8 @@ class ParityRun:
 
     def _step(self, number: int) -> None:
         self.lr.copy_(self.rates[number])
-        if self.engine.deepwell.options.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
         loss = self.engine(*self._batch(number))
         loss.backward()
-        # Added at once: recorded graphs write the next loss to the same place.
         self._pending += loss.detach()
         self._num_pending += 1
         self.optimizer.step()

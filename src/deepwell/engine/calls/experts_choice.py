@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from deepwell.engine.calls.overlap import Overlap
+from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.mlp import run_experts
 from deepwell.kernels.experts.spelled_out import spelled_out
 from deepwell.moe.hugging_face import NAME, chooses_experts, read_activations, register
@@ -65,4 +66,5 @@ class GroupedExperts:
         if self._unknown:
             more = f" and {len(self._unknown) - 1} more" if len(self._unknown) > 1 else ""
             notes.append(f"{self._unknown[0]}{more}: the gate is none that {NAME!r} knows; it runs as {GROUPED!r}")
+        notes += [f"kernel of experts {name} was rejected: {reason}" for name, reason in stages.rejected().items()]
         return notes

@@ -120,7 +120,11 @@ def engine_plan(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1
         policy=engine.deepwell.policy, optimizer=optimizer or optimizer_of(engine),
     )  # fmt: skip
     layout = Layout(
-        dp=1, micro_batch=batch, sharding="ddp", recompute=recompute, cuda_graphs=engine.deepwell.options.cuda_graphs
+        dp=1,
+        micro_batch=batch,
+        sharding="ddp",
+        recompute=recompute,
+        cuda_graphs=engine.deepwell.options.cuda_graphs is not False,
     )
     return given_plan(workload, local_hardware(engine_device(engine)), layout, deepwell_stack())
 

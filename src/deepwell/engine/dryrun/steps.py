@@ -27,8 +27,10 @@ from deepwell.graph.example_inputs import ExampleInputs
 from deepwell.planner.plan import Plan
 from deepwell.train.adamw.optimizer import AdamWDW
 
-# Steps before those that count: the first compiles, the second meets every kernel warm, the third records CUDA graphs.
+# Steps before those that count: the first compiles, the others meet every kernel warm.
 WARMUP = 3
+# Steps at most until it is known whether CUDA graphs are replayed.
+SETTLING = 12
 _LR = 1e-5
 
 
@@ -111,8 +113,6 @@ class _Stepper:
         self.optimizer = AdamWDW(trained, lr=_LR, **OPTIMIZERS[plan.workload.optimizer])  # type: ignore[arg-type]
 
     def __call__(self) -> Tensor:
-        if self.engine.deepwell.options.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
         for _ in range(self.micro_batches):
             loss = loss_of(self.engine(*self.inputs.args, **self.inputs.kwargs))
             loss.backward()
@@ -150,8 +150,12 @@ def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, plan: Plan) -
     losses = [stepper().item()]
     first = time.perf_counter() - started
     losses += [stepper().item() for _ in range(WARMUP - 1)]
+    for _ in range(SETTLING):
+        if engine.deepwell.is_settled:
+            break
+        losses.append(stepper().item())
     if is_cuda:
-        if not engine.deepwell.options.cuda_graphs:
+        if not engine.deepwell.is_replayed:
             # Compiling is over: what it held for a moment is none of the step's. Recorded graphs allocate only once.
             torch.cuda.reset_peak_memory_stats(device)
         times = _time_on_gpu(stepper, trial.steps)

@@ -47,9 +47,10 @@ class BackendOptions:
     use_inductor: bool = False
     plain_as_written: bool = False  # a model without schemes is not compiled at all
     fuse_head: bool = True
-    cuda_graphs: bool = (
-        False  # record forward and backward once and replay them: short kernels no longer wait for the host
-    )
+    # Record forward and backward once and replay them: short kernels no longer wait for the host (calls/replay.py).
+    # None: where a few calls show that the host is the limit.
+    cuda_graphs: bool | None = False
+    replays: list[Any] = field(default_factory=list)  # a `Replay` for each graph that may be recorded
     rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
     row_factors: bool = True  # large FP8 products have one scale, their readers those of rows: passes/row_factors.py
     recompute: str = "hidden"  # what of the FP8 copies the backward recomputes: passes/recompute.py (with Inductor)
@@ -76,7 +77,7 @@ class BackendOptions:
     def for_schemes(self, schemes: Mapping[str, str]) -> BackendOptions:
         """The same choices for other schemes, with nothing done yet."""
         done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
-        return replace(self, schemes=schemes, products={}, left={}, frames={}, was_called=False, **done)
+        return replace(self, schemes=schemes, products={}, left={}, frames={}, replays=[], was_called=False, **done)
 
     def for_one_graph(self) -> BackendOptions:
         """These options, with their own record of what happened by path; the rest is shared."""

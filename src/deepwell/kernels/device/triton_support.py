@@ -5,8 +5,12 @@ the kernel, CPU tensors to the plain-torch reference, unless Triton's interprete
 """
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -106,3 +110,35 @@ def _capability(index: int) -> tuple[int, int]:
 def num_sms(x: Tensor) -> int:
     """Streaming multiprocessors of x's GPU, for kernels whose programs stay and loop; 2 where interpreted."""
     return _num_sms(x.device.index) if x.is_cuda else 2
+
+
+# ---- compiled before they are launched ----
+
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`; within `compile_ahead` its call compiles the kernel and launches nothing."""
+    if _only_compiles.get() and not is_interpreted(kernel):
+        return partial(kernel.warmup, grid=grid)
+    return kernel[grid]  # type: ignore[no-any-return]
+
+
+def compile_ahead(calls: Sequence[Callable[[], object]]) -> None:
+    """Compile the kernels that `calls` would `launch`, as many at a time as there are cores.
+
+    Results of the calls mean nothing. What raises here raises again when it is launched, and is not reported twice.
+    """
+    if isinstance(triton, _Absent) or not hasattr(triton, "AsyncCompileMode") or len(calls) < 2:
+        return
+    token = _only_compiles.set(True)
+    try:
+        with (
+            ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as pool,
+            triton.AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            for call in calls:
+                with suppress(Exception):
+                    call()
+    finally:
+        _only_compiles.reset(token)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import launch, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
     constants,
@@ -428,7 +428,7 @@ def row_product(
     scale_a, scale_w = (None, None) if scales is None else scales
     if p:
         with on_device(a):
-            _row_product_kernel[(_programs(a, rows, n, tile),)](
+            launch(_row_product_kernel, (_programs(a, rows, n, tile),))(
                 a, _descriptor(w_ENK, tile.block_n, tile.block_k), scale_a, scale_w, _dense(bias_EN),
                 rows.slot, _table(a, rows, tile), rows.ends, c_PN,
                 n, w_ENK.shape[2], a.stride(0), _programs(a, rows, n, tile),
@@ -457,7 +457,7 @@ def up_product(
     hidden = torch.empty((p, f), dtype=x.dtype, device=x.device)
     if p:
         with on_device(x):
-            _up_kernel[(_programs(x, rows, f, tile),)](
+            launch(_up_kernel, (_programs(x, rows, f, tile),))(
                 x, _descriptor(w_EGD, tile.block_n * (1 + how.interleaved), tile.block_k), _dense(bias_EG),
                 rows.slot, _table(x, rows, tile), rows.ends, gate_up, hidden,
                 f, w_EGD.shape[2], x.stride(0), _programs(x, rows, f, tile),
@@ -491,7 +491,7 @@ def hidden_grads(
     parts = torch.empty((triton.cdiv(f, tile.block_n), p), dtype=torch.float32, device=dy.device)
     if p:
         with on_device(dy):
-            _grads_kernel[(_programs(dy, rows, f, tile),)](
+            launch(_grads_kernel, (_programs(dy, rows, f, tile),))(
                 dy, _descriptor(w_EFD, tile.block_n, tile.block_k),
                 _block_descriptor(gate_up_PG, tile.block_m, tile.block_n // 4 * (1 + how.interleaved)),
                 weight_S, rows.slot, _table(dy, rows, tile), rows.ends, grads, hidden, parts,
@@ -534,7 +534,7 @@ def _programs(a: Tensor, rows: Rows, columns: int, tile: RowTile) -> int:
 def _table(a: Tensor, rows: Rows, tile: RowTile) -> Tensor:
     tiles, experts = _tiles(rows, rows.count(a), tile), rows.ends.shape[0]
     table = torch.empty(1 + 2 * tiles, dtype=torch.int32, device=a.device)
-    _table_kernel[(triton.cdiv(tiles, _TABLE_BLOCK),)](
+    launch(_table_kernel, (triton.cdiv(tiles, _TABLE_BLOCK),))(
         rows.ends, table, tiles, experts,
         BLOCK_M=tile.block_m, BLOCK_E=max(16, triton.next_power_of_2(experts)), BLOCK_T=_TABLE_BLOCK,
     )  # fmt: skip

@@ -2,9 +2,8 @@
 
 A stage is a whole chain: torch's way gathers the rows, multiplies them (`torch._grouped_mm`, `_scaled_grouped_mm`) and
 makes the activation in a kernel of its own; Deepwell's does all of it in one kernel, in one of several tiles. Torch's
-runs unless another is faster by more than its noise. Before any tile competes, all are tried in a process of their own
-(`tiles_proof`). Each tile's results are compared with torch's, at the call's own
-operands, before it is timed; while a CUDA graph is recorded nothing can be timed, and a shape that is new then is
+runs unless another is faster by more than its noise. Before a tile competes, it is tried in a process of its own
+(`tiles_proof`). Each tile's results are compared with torch's, at the call's own operands, before it is timed; while a CUDA graph is recorded nothing can be timed, and a shape that is new then is
 torch's. On a CPU the references run.
 """
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from deepwell.errors import UnsupportedError
 from deepwell.formats.metrics import sqnr_db
+from deepwell.kernels.device.triton_support import compile_ahead
 from deepwell.kernels.experts import grouped_gemm, hidden_rows, row_products, tiles_proof, token_products
 from deepwell.kernels.experts.activation import ExpertActivation
 from deepwell.kernels.experts.group_rows import gather_rows
@@ -37,7 +37,7 @@ from deepwell.kernels.experts.row_products import (
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
-from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice, on_real_tensors, proof_of
+from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
 from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
@@ -59,7 +59,10 @@ Ways = Mapping[str, Callable[[], Parts]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStage:
-    """One stage at one size: rows, columns and contraction of its product, and what else tells it apart."""
+    """One stage at one size: rows, columns and contraction of its product, and what else tells it apart.
+
+    `kernel` and `form` name the tiles' proof (`tiles_proof.proofs`).
+    """
 
     name: str
     m: int
@@ -68,6 +71,8 @@ class ExpertStage:
     details: str
     precision: str
     device: str
+    kernel: str
+    form: str = ""
 
     @property
     def problem(self) -> Problem:
@@ -82,20 +87,26 @@ class ExpertStage:
         )
 
 
-# The way that was chosen for each bucket of sizes; and what `only` asks for.
+# The way that was chosen for each bucket of sizes; why tiles were rejected; and what `only` asks for.
 _chosen: dict[str, str] = {}
+_rejected: dict[str, str] = {}
 _only: list[str] = []
 
 
 def forget() -> None:
     """Drop what this process remembers, so that the files are read again."""
     _chosen.clear()
-    _are_proven.cache_clear()
+    _rejected.clear()
 
 
 def chosen() -> dict[str, str]:
     """The way of every stage that was chosen in this process."""
     return dict(_chosen)
+
+
+def rejected() -> dict[str, str]:
+    """Why a tile is not right on this device, by stage and tile, as far as this process asked."""
+    return dict(_rejected)
 
 
 @contextmanager
@@ -120,7 +131,8 @@ def up(
         return own()
     ways: dict[str, Callable[[], Parts]] = {TORCH: partial(_torch_up, x, w_EGD, rows, how, bias_EG)}
     ways |= {tile.name: partial(own, tile=tile) for tile in UP_TILES}
-    return by_the_fastest(_stage("up", x, w_EGD, rows, f"{how}{' bias' * (bias_EG is not None)}"), ways, rows)  # type: ignore[return-value]
+    stage = _stage("up", x, w_EGD, rows, f"{how}{' bias' * (bias_EG is not None)}", form=f"{how} ")
+    return by_the_fastest(stage, ways, rows)  # type: ignore[return-value]
 
 
 def product(
@@ -139,7 +151,8 @@ def product(
     tiles = PRODUCT_TILES if scales is None else FP8_TILES
     ways |= {tile.name: partial(_one, own, tile) for tile in tiles}
     details = ("gathered " * (rows.slot is not None)) + "bias" * (bias_EN is not None)
-    return by_the_fastest(_stage("product", a, w_ENK, rows, details), ways, rows)[0]
+    kernel = "product" if scales is None else "codes"
+    return by_the_fastest(_stage("product", a, w_ENK, rows, details, kernel=kernel), ways, rows)[0]
 
 
 def grads(
@@ -151,7 +164,7 @@ def grads(
         return row_products.hidden_grads(*given)
     ways: dict[str, Callable[[], Parts]] = {TORCH: partial(_torch_grads, *given)}
     ways |= {tile.name: partial(row_products.hidden_grads, *given, tile=tile) for tile in GRADS_TILES}
-    return HiddenGrads(*by_the_fastest(_stage("grads", dy, w_EFD, rows, str(how)), ways, rows))
+    return HiddenGrads(*by_the_fastest(_stage("grads", dy, w_EFD, rows, str(how), form=f"{how} "), ways, rows))
 
 
 def wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
@@ -170,6 +183,7 @@ def wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
         details=f"{rows.ends.shape[0]} experts {gathers}",
         precision=str(left.dtype).removeprefix("torch."),
         device=str(left.device),
+        kernel="wgrad",
     )
     return by_the_fastest(stage, ways, rows)[0]
 
@@ -216,7 +230,9 @@ def _torch_wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tenso
 # ---- choosing ----
 
 
-def _stage(name: str, a: Tensor, w_ENK: Tensor, rows: Rows, details: str) -> ExpertStage:
+def _stage(
+    name: str, a: Tensor, w_ENK: Tensor, rows: Rows, details: str, *, kernel: str = "", form: str = ""
+) -> ExpertStage:
     stored = "kn" if row_products.is_kn(w_ENK) else "nk"
     return ExpertStage(
         name=name,
@@ -226,6 +242,8 @@ def _stage(name: str, a: Tensor, w_ENK: Tensor, rows: Rows, details: str) -> Exp
         details=f"{w_ENK.shape[0]} experts {stored} {details}".strip(),
         precision=str(a.dtype).removeprefix("torch."),
         device=str(a.device),
+        kernel=kernel or name,
+        form=form + stored,
     )
 
 
@@ -241,15 +259,16 @@ def by_the_fastest(stage: ExpertStage, ways: Ways, rows: Rows) -> Parts:
     key = f"{problem.device} {problem.key}"
     way_or_none = _chosen.get(key)
     if way_or_none is None:
-        way_or_none = _choose(problem, ways, rows, may_time=not torch.cuda.is_current_stream_capturing())
+        way_or_none = _choose(stage, ways, rows, may_time=not torch.cuda.is_current_stream_capturing())
         if way_or_none is None:
             return ways[TORCH]()
         _chosen[key] = way_or_none
     return ways[way_or_none]()
 
 
-def _choose(problem: Problem, ways: Ways, rows: Rows, *, may_time: bool) -> str | None:
+def _choose(stage: ExpertStage, ways: Ways, rows: Rows, *, may_time: bool) -> str | None:
     """The fastest way that an earlier process found or this one finds; None where nothing may be timed now."""
+    problem = stage.problem
     candidates = [
         Candidate(
             name=name,
@@ -265,10 +284,11 @@ def _choose(problem: Problem, ways: Ways, rows: Rows, *, may_time: bool) -> str 
     known = known_choice(problem, candidates)
     if known is not None or not may_time:
         return known.kernel if known else None
-    if not _are_proven(problem.device):
-        return TORCH
+    proofs = tiles_proof.proofs(stage.kernel, stage.form, stage.device)
+    _rejected.update({f"{stage.kernel} {name}": proof.reason for name, proof in proofs.items() if proof.reason})
+    able = {name: run for name, run in ways.items() if name not in proofs or proofs[name].is_passed}
     try:
-        choice = choose(problem, candidates, partial(_setup, problem, ways, rows), rules=_RULES)
+        choice = choose(problem, candidates, partial(_setup, problem, able, rows), rules=_RULES, proofs=proofs)
     except RuntimeError as error:
         if not is_shortage(error):
             raise
@@ -279,15 +299,6 @@ def _choose(problem: Problem, ways: Ways, rows: Rows, *, may_time: bool) -> str 
     return choice.kernel
 
 
-@lru_cache(maxsize=64)
-def _are_proven(device: str) -> bool:
-    """Whether the tiles are right on a device; where they are not, the log says why."""
-    (tiles,) = tiles_proof.built_in(tiles_proof.OP)
-    with on_real_tensors():
-        # Some forty kernels are compiled.
-        return proof_of(tiles, Problem(op=tiles_proof.OP, precision="bf16", device=device), 600.0).is_passed
-
-
 def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
     """The operands are those of the call; some rows of every part are compared with torch's before a way is timed."""
     parts = [_flat(part) for part in ways[TORCH]()]
@@ -295,6 +306,8 @@ def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
     wanted = [part[where] for part, where in zip(parts, picked, strict=True)]
     shape = tuple(parts[0].shape)
     del parts  # before another result stands beside it
+    if problem.device.startswith("cuda"):
+        compile_ahead([run for name, run in ways.items() if name != TORCH])
     floor = _FLOOR_DB if problem.precision == "bfloat16" else _FP8_FLOOR_DB
 
     def call(candidate: Candidate, given: tuple[object, ...]) -> Callable[[], Tensor]:

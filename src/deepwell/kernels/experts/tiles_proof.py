@@ -1,7 +1,9 @@
 """Whether the tiles of the experts' stages are right on a device: tried in a process of their own before any competes.
 
-A tile that hangs or reads where it should not ends that process and not the one that trains; then all stages are
-torch's, with the reason in the log. The proof is kept with the others of the device, torch and sources.
+A tile that hangs or reads where it should not ends that process and not the one that trains; it is rejected with its
+reason, and the others are tried in the next. When a model's first stage is met, the tiles of all stages that follow
+from it are tried together, for its activation and the storage of its weights, so that one process serves a model.
+Proofs are kept with the others of the device, torch and sources.
 """
 
 # Shapes: as in `row_products`.
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.kernels.experts.activation import ExpertActivation, parse_activation
+from deepwell.kernels.experts.activation import parse_activation
 from deepwell.kernels.experts.group_rows import group_layout_ref
 from deepwell.kernels.experts.quantize_weights import quantize_experts
 from deepwell.kernels.experts.row_products import (
@@ -33,51 +35,106 @@ from deepwell.kernels.experts.row_products import (
 from deepwell.kernels.experts.token_products import WEIGHT_TILES, token_product, token_product_ref
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.tune.candidate import Candidate
+from deepwell.kernels.tune.choose import on_real_tensors, proofs_of
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
-from deepwell.kernels.tune.verify import Case
+from deepwell.kernels.tune.verify import Case, Proof
 
 OP = "experts_tiles"
+# Some twenty kernels are compiled, side by side.
+_TIMEOUT_S = 240.0
 _FLOOR_DB = 40.0
 _COUNTS, _TOP_K, _D, _F = (300, 0, 65, 1), 2, 192, 160
-_ACTIVATIONS = (
-    (ExpertActivation(), False),
-    (ExpertActivation(interleaved=True, limit=0.9, alpha=1.702, up_shift=1.0), True),
-)
+_TILES: dict[str, tuple[Any, ...]] = {
+    "up": UP_TILES,
+    "product": PRODUCT_TILES,
+    "codes": FP8_TILES,
+    "grads": GRADS_TILES,
+    "wgrad": WEIGHT_TILES,
+}
 
 
-def _run(stage: str, tile: int, how: str, ends: Tensor, slot: Tensor, *given: Any) -> Tensor:
-    """The results of one tile of a stage, rows that hold a choice, side by side; on a CPU those of the reference."""
-    rows, live = Rows(ends, slot, _TOP_K), slot >= 0
-    if stage == "up":
-        parts = up_product(given[0], given[1], rows, parse_activation(how), tile=UP_TILES[tile])
-        return torch.cat(parts, 1)[live].float()
-    if stage == "grads":
-        dy, down, gate_up, weight = given
-        made = hidden_grads(dy, down, gate_up, weight, rows, parse_activation(how), tile=GRADS_TILES[tile])
-        d_rows, hidden, dw = made
-        return torch.cat([d_rows.float(), hidden.float(), dw[:, None] * dw.shape[0] ** -0.5], 1)[live]
-    if stage == "product":
-        return row_product(given[0], given[1], rows, tile=PRODUCT_TILES[tile])[live].float()
-    if stage == "codes":
-        a, scale, w, scale_w = given
-        return row_product(a, w, rows, scales=(scale, scale_w), tile=FP8_TILES[tile])[live].float()
-    return token_product(given[0], given[1], rows, stage, tile=WEIGHT_TILES[tile]).flatten(0, 1).float()
+def proofs(stage: str, form: str, device: str) -> dict[str, Proof]:
+    """The proof of each tile of a stage, by the tile's name; new ones are made with those of the stages that follow.
+
+    `form` says what of a kernel depends on the model: "ACTIVATION nk" or "ACTIVATION kn" for up and grads, "nk" or
+    "kn" for products.
+    """
+    asked = [
+        (candidate, Problem(op=OP, precision=candidate.precision, details=its_form, device=device))
+        for name, its_form in _with_its_followers(stage, form)
+        for candidate in built_in(OP)
+        if candidate.name.split()[0] == name
+    ]
+    with on_real_tensors():
+        made = proofs_of(asked, _TIMEOUT_S)
+    return {
+        candidate.name.split()[1]: proof
+        for (candidate, problem), proof in zip(asked, made, strict=True)
+        if candidate.name.split()[0] == stage and problem.details == form
+    }
+
+
+def _with_its_followers(stage: str, form: str) -> list[tuple[str, str]]:
+    """A stage, and behind the first one those of the rest of the block and of its backward."""
+    if stage != "up":
+        return [(stage, form)]
+    how, stored = form.split()
+    # The backward multiplies by the same weights the other way round.
+    grads = f"{how} {'kn' if stored == 'nk' else 'nk'}"
+    return [(stage, form), ("product", "nk"), ("product", "kn"), ("grads", grads), ("wgrad", "")]
 
 
 @lru_cache(maxsize=1)
 def built_in(op: str) -> tuple[Candidate, ...]:
-    """All tiles as one: a process of its own takes seconds to start."""
+    """Every tile of every stage; what it computes with comes from the details of the problem."""
     sources = sources_hash(sys.modules[__name__])
-    return (Candidate(name="tiles", op=op, precision="bf16", fn=_run, origin="triton", fingerprint=sources),)
+    return tuple(
+        Candidate(
+            name=f"{stage} {tile.name}",
+            op=op,
+            precision="fp8" if stage == "codes" else "bf16",
+            fn=_run,
+            origin="triton",
+            fingerprint=sources,
+        )
+        for stage, tiles in _TILES.items()
+        for tile in tiles
+    )
+
+
+def _run(name: str, how: str, ends: Tensor, slot: Tensor, *given: Any) -> Tensor:
+    """The results of one tile of a stage, rows that hold a choice, side by side; on a CPU those of the reference."""
+    stage, tile_name = name.split()
+    tile = next(tile for tile in _TILES[stage] if tile.name == tile_name)
+    rows, live = Rows(ends, slot, _TOP_K), slot >= 0
+    if stage == "up":
+        return torch.cat(up_product(given[0], given[1], rows, parse_activation(how), tile=tile), 1)[live].float()
+    if stage == "grads":
+        dy, down, gate_up, weight = given
+        return _side_by_side(hidden_grads(dy, down, gate_up, weight, rows, parse_activation(how), tile=tile))[live]
+    if stage == "product":
+        return row_product(given[0], given[1], rows, tile=tile)[live].float()
+    if stage == "codes":
+        a, scale, w, scale_w = given
+        return row_product(a, w, rows, scales=(scale, scale_w), tile=tile)[live].float()
+    return token_product(given[0], given[1], rows, how, tile=tile).flatten(0, 1).float()
+
+
+def _side_by_side(grads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    d_rows, hidden, dw = grads
+    return torch.cat([d_rows.float(), hidden.float(), dw[:, None] * dw.shape[0] ** -0.5], 1)
 
 
 def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
-    """Every tile of every stage: ragged groups, one of them empty, widths that tiles do not divide, unit scale."""
+    """One tile of a stage: ragged groups, one of them empty, widths that tiles do not divide, unit scale."""
     generator = torch.Generator().manual_seed(0)
 
     def unit(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator).bfloat16()
+
+    def weights(n: int, is_kn: bool) -> Tensor:
+        return unit(4, _D, n).mT * _D**-0.5 if is_kn else unit(4, n, _D) * _D**-0.5
 
     choices = sum(_COUNTS)
     order = torch.randperm(choices, generator=generator)
@@ -85,27 +142,35 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
     rows, live = Rows(ends, slot, _TOP_K), slot >= 0
     p, x, weight = slot.shape[0], unit(choices // _TOP_K, _D), torch.rand(choices, generator=generator)
 
-    def of(stage: str, tiles: int, wanted: Tensor, *given: Tensor, how: str = "") -> Iterator[Case]:
-        for tile in range(tiles):
-            yield Case(
-                label=f"{stage} {tile}",
-                operands=(stage, tile, how, *(part.to(problem.device) for part in (ends, slot, *given))),
-                wanted=wanted.float().to(problem.device),
-                floor_db=_FLOOR_DB,
-            )
+    def case(wanted: Tensor, *given: Tensor, how: str = "") -> Case:
+        return Case(
+            label=f"{candidate.name} {how}".rstrip(),
+            operands=(candidate.name, how, *(part.to(problem.device) for part in (ends, slot, *given))),
+            wanted=wanted.float().to(problem.device),
+            floor_db=_FLOOR_DB,
+        )
 
-    for how, is_kn in _ACTIVATIONS:
-        up = unit(4, _D, 2 * _F).mT * _D**-0.5 if is_kn else unit(4, 2 * _F, _D) * _D**-0.5
-        down = unit(4, _D, _F).mT * _D**-0.5 if is_kn else unit(4, _F, _D) * _D**-0.5
-        yield from of("up", len(UP_TILES), torch.cat(up_product_ref(x, up, rows, how), 1)[live], x, up, how=str(how))
-        yield from of("product", len(PRODUCT_TILES), row_product_ref(x, up, rows)[live], x, up)
-        gate_up = unit(p, 2 * _F)
-        d_rows, hidden, dw = hidden_grads_ref(x, down, gate_up, weight, rows, how)
-        wanted = torch.cat([d_rows.float(), hidden.float(), dw[:, None] * p**-0.5], 1)[live]
-        yield from of("grads", len(GRADS_TILES), wanted, x, down, gate_up, weight, how=str(how))
-    by_row = unit(p, _F)
-    for side, given in (("left", (x, by_row)), ("right", (by_row, x))):
-        yield from of(side, len(WEIGHT_TILES), token_product_ref(*given, rows, side).flatten(0, 1), *given)
-    (q, scale), (q_w, scale_w) = quantize_rows_ref(x), quantize_experts(unit(4, _F, _D))
-    wanted = row_product_ref(q, q_w, rows, scales=(scale, scale_w), dtype=torch.bfloat16)[live]
-    yield from of("codes", len(FP8_TILES), wanted, q, scale, q_w, scale_w)
+    stage, form = candidate.name.split()[0], problem.details.split()
+    is_kn = form[-1:] == ["kn"]
+    if stage in ("up", "grads"):
+        how = parse_activation(form[0])
+        g = _F * (1 + how.gated)
+        x = x * (how.limit or 1.0)  # so that some values are cut off
+        if stage == "up":
+            up = weights(g, is_kn)
+            yield case(torch.cat(up_product_ref(x, up, rows, how), 1)[live], x, up, how=form[0])
+        else:
+            down, gate_up = weights(_F, is_kn), unit(p, g) * (how.limit or 1.0)
+            made = hidden_grads_ref(x, down, gate_up, weight, rows, how)
+            yield case(_side_by_side(made)[live], x, down, gate_up, weight, how=form[0])
+    elif stage == "product":
+        w = weights(2 * _F, is_kn)
+        yield case(row_product_ref(x, w, rows)[live], x, w)
+    elif stage == "codes":
+        (q, scale), (q_w, scale_w) = quantize_rows_ref(x), quantize_experts(unit(4, _F, _D))
+        wanted = row_product_ref(q, q_w, rows, scales=(scale, scale_w), dtype=torch.bfloat16)[live]
+        yield case(wanted, q, scale, q_w, scale_w)
+    else:
+        by_row = unit(p, _F)
+        for side, given in (("left", (x, by_row)), ("right", (by_row, x))):
+            yield case(token_product_ref(*given, rows, side).flatten(0, 1), *given, how=side)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import launch, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.row_products import Rows
 
 # ---- reference: what the kernel must compute, in the plainest torch ----
@@ -129,7 +129,7 @@ def token_product(left: Tensor, right: Tensor, rows: Rows, gathers: str, *, tile
     tiles = experts * triton.cdiv(n, tile.block_n) * triton.cdiv(k, tile.block_k)
     programs = min(tiles, num_sms(left)) if tile.persistent else tiles
     with on_device(left):
-        _token_product_kernel[(programs,)](
+        launch(_token_product_kernel, (programs,))(
             left, right, rows.slot, rows.ends, out_ENK, n, k, experts, left.stride(0), right.stride(0), programs,
             TOP_K=rows.top_k, GATHERS_LEFT=gathers == "left", BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             BLOCK_T=tile.block_t, num_warps=tile.num_warps, num_stages=tile.num_stages,

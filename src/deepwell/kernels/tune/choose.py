@@ -9,10 +9,11 @@ disk; where none has memory enough, that is raised. A user's kernel never gets a
 import logging
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from deepwell.kernels.tune.cache import cache_of
 from deepwell.kernels.tune.candidate import Candidate, Choice, Verdict, room_of
 from deepwell.kernels.tune.out_of_memory import says_shortage
 from deepwell.kernels.tune.problem import Problem
-from deepwell.kernels.tune.sandbox import cases_for, verify_apart
+from deepwell.kernels.tune.sandbox import cases_for, verify_apart, verify_together
 from deepwell.kernels.tune.timing import recorded, times_us
 from deepwell.kernels.tune.verify import (
     FAILURES,
@@ -99,12 +100,14 @@ def choose(
     rules: Rules = RULES,
     rejected: Iterable[Verdict] = (),
     substitutes: Collection[str] = (),
+    proofs: Mapping[str, Proof] = MappingProxyType({}),
     timeout_s: float = _TIMEOUT_S,
 ) -> Choice:
     """The choice for a problem's bucket: from the cache where the same candidates competed, else measured now.
 
     `rejected` are verdicts on others, for the record. `substitutes` names candidates that compete only where no kernel
-    of the very format is right here. Raises UnsupportedError where nobody is left, OutOfMemoryError where memory was
+    of the very format is right here; `proofs` of candidates, by name, were made before. Raises UnsupportedError where
+    nobody is left, OutOfMemoryError where memory was
     short.
     """
     known = known_choice(problem, candidates)
@@ -114,7 +117,7 @@ def choose(
     passed: list[tuple[Candidate, Proof]] = []
     with on_real_tensors():
         for candidate in candidates:
-            proof = _tried(candidate, problem, timeout_s)
+            proof = proofs.get(candidate.name) or _tried(candidate, problem, timeout_s)
             if proof.is_passed:
                 passed.append((candidate, proof))
             else:
@@ -169,6 +172,22 @@ def proof_of(candidate: Candidate, problem: Problem, timeout_s: float = _TIMEOUT
     _warn(candidate, problem, proof.reason)
     kept.keep_proof(candidate, of, proof)
     return proof
+
+
+def proofs_of(asked: Sequence[tuple[Candidate, Problem]], timeout_s: float = _TIMEOUT_S) -> list[Proof]:
+    """The kept proofs of several candidates for the details of their problems; what is new is tried together."""
+    of = [f"{problem.dtype} {problem.details}".rstrip() for _, problem in asked]
+    found = [
+        cache_of(problem.device).proof(candidate, what) for (candidate, problem), what in zip(asked, of, strict=True)
+    ]
+    new = [i for i, proof in enumerate(found) if proof is None]
+    made = verify_together([asked[i] for i in new], timeout_s) if new else []
+    for i, proof in zip(new, made, strict=True):
+        candidate, problem = asked[i]
+        _warn(candidate, problem, proof.reason)
+        cache_of(problem.device).keep_proof(candidate, of[i], proof)
+        found[i] = proof
+    return [proof for proof in found if proof is not None]
 
 
 def check(candidate: Candidate, problem: Problem, timeout_s: float = _TIMEOUT_S, *, at_size: bool = False) -> Proof:

@@ -13,20 +13,24 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepwell.kernels.device.triton_support import compile_ahead
 from deepwell.kernels.tune.candidate import Candidate, room_of
 from deepwell.kernels.tune.out_of_memory import SKIPPED, says_shortage
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.verify import Case, Proof, verify
 
 _ENTRY = "from deepwell.kernels.tune.sandbox import main; main()"
+_ENTRY_TOGETHER = "from deepwell.kernels.tune.sandbox import main_together; main_together()"
 _NOT_IMPORTABLE = (
     "cannot be tried in a process of its own: it is no function of a module; move it to one or pass trusted=True"
 )
@@ -45,6 +49,55 @@ def verify_apart(candidate: Candidate, problem: Problem, timeout_s: float, *, at
         return Proof(reason=_NOT_IMPORTABLE)
     request = {**address, "problem": asdict(problem), "at_size": at_size}
     return _in_fresh_process(_ENTRY, request, timeout_s, where)
+
+
+def verify_together(asked: Sequence[tuple[Candidate, Problem]], timeout_s: float) -> list[Proof]:
+    """The proofs of several candidates, in their order: one process compiles their kernels side by side, then tries
+    one after the other.
+
+    One that hangs or crashes is rejected, and those behind it are tried in another process.
+    """
+    if torch.device(asked[0][1].device).type == "cpu":
+        return [verify_apart(candidate, problem, timeout_s) for candidate, problem in asked]
+    proofs: list[Proof] = []
+    compiles_ahead = True
+    while len(proofs) < len(asked):
+        left = asked[len(proofs) :]
+        requests = [{**_built_in(candidate), "problem": asdict(problem)} for candidate, problem in left]
+        said, ended = _answers(_ENTRY_TOGETHER, {"asked": requests, "compiles_ahead": compiles_ahead}, timeout_s)
+        found = [Proof(**line["proof"]) for line in said if "proof" in line]
+        proofs += found
+        if ended is None and found:
+            continue
+        if not said and compiles_ahead:
+            compiles_ahead = False  # the process ended before it tried anybody: one by one shows who ends it
+        elif len(found) < len(left):
+            proofs.append(ended or Proof(reason="its process answered nothing"))
+    return proofs
+
+
+def main_together() -> None:
+    """The fresh interpreter of `verify_together`: a line of JSON before and after each candidate."""
+    request = json.loads(sys.stdin.read())
+    asked = [(find(one), Problem(**one["problem"])) for one in request["asked"]]
+    cases = [(candidate, list(cases_for(candidate, problem, False))) for candidate, problem in asked]
+    if request["compiles_ahead"]:
+        compile_ahead([partial(case.run, candidate, case.operands) for candidate, some in cases for case in some])
+    for candidate, some in cases:
+        print(json.dumps({"tries": candidate.name}), flush=True)
+        proof = verify(candidate, some)
+        print(json.dumps({"proof": asdict(proof)}), flush=True)
+        if not proof.is_passed and _is_lost():
+            return  # the others are tried in another process
+
+
+def _is_lost() -> bool:
+    """Whether an error of a kernel, which CUDA keeps, spoils all that follows in this process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def cases_for(candidate: Candidate, problem: Problem, at_size: bool) -> Iterable[Case]:
@@ -110,13 +163,21 @@ def _child(writer: Connection, work: Callable[[], Proof]) -> None:
 
 def _address(candidate: Candidate) -> dict[str, Any] | None:
     """How another process finds the candidate: by name where it is built in, else by its functions' modules."""
-    common = {name: getattr(candidate, name) for name in ("name", "op", "precision", "min_size", "fast")}
     if candidate.origin != "user":
-        return {**common, "built_in": True}
+        return _built_in(candidate)
+    common = _common(candidate)
     places = {"fn": _place(candidate.fn), "prepare": _place(candidate.prepare) if candidate.prepare else ""}
     if None in places.values():
         return None
     return {**common, "built_in": False, **places}
+
+
+def _built_in(candidate: Candidate) -> dict[str, Any]:
+    return {**_common(candidate), "built_in": True}
+
+
+def _common(candidate: Candidate) -> dict[str, Any]:
+    return {name: getattr(candidate, name) for name in ("name", "op", "precision", "min_size", "fast")}
 
 
 def _place(function: Callable[..., Any]) -> list[str] | None:
@@ -128,18 +189,38 @@ def _place(function: Callable[..., Any]) -> list[str] | None:
     return [module, name, str(Path(file).resolve())]
 
 
-def _in_fresh_process(entry: str, request: dict[str, Any], timeout_s: float, where: str) -> Proof:
+def _start(entry: str, request: dict[str, Any], timeout_s: float) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.run(
+        [sys.executable, "-c", entry],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env=environment,
+    )
+
+
+def _answers(entry: str, request: dict[str, Any], timeout_s: float) -> tuple[list[dict[str, Any]], Proof | None]:
+    """(the lines of JSON that a process printed, why it ended where it did not end well)."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", entry],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=environment,
-        )
+        done = _start(entry, request, timeout_s)
+        said, ended = done.stdout, _ended(done.returncode, "", done.stderr) if done.returncode else None
+    except subprocess.TimeoutExpired as error:
+        printed = error.stdout or b""
+        said = printed.decode() if isinstance(printed, bytes) else printed
+        ended = _hangs(timeout_s, "")
+    lines = []
+    for line in said.splitlines():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)], ended
+
+
+def _in_fresh_process(entry: str, request: dict[str, Any], timeout_s: float, where: str) -> Proof:
+    try:
+        done = _start(entry, request, timeout_s)
     except subprocess.TimeoutExpired:
         return _hangs(timeout_s, where)
     lines = done.stdout.strip().splitlines()

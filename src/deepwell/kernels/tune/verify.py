@@ -6,6 +6,7 @@ The floors in dB are those of docs/numerics.md.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ FAILURES: tuple[type[Exception], ...] = (Exception,)
 REFUSES = "does not take this shape"
 # Rows of a result of real size that are compared with the reference: the first, the last and some between.
 _COMPARED_ROWS = 64
+_REASON_LENGTH = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +132,23 @@ def why_failed(error: BaseException, when: str = "") -> str:
         return skipped(error)
     if isinstance(error, UnsupportedError):
         return f"{REFUSES}: {error}"
-    text = (str(error).strip().splitlines() or [""])[0][:200]
+    text = _gist(error)[:_REASON_LENGTH]
     return f"raised {type(error).__name__}{when}" + (f": {text}" if text else "")
+
+
+def _gist(error: BaseException) -> str:
+    """What an error says, in one line: its first one; of Triton's compiler the message, and the code it is about."""
+    if type(error).__module__.partition(".")[0] != "triton":
+        return (str(error).strip().splitlines() or [""])[0]
+    while error.__cause__ is not None:  # from the kernel to the function inside it that was not compiled
+        error = error.__cause__
+    node, source = getattr(error, "node", None), getattr(error, "src", None)
+    if node is None or source is None or not hasattr(node, "lineno"):
+        return " ".join(str(error).split())
+    function = re.search(r"def (\w+)", source)
+    code = " ".join(source.splitlines()[node.lineno - 1].split())
+    message = " ".join((getattr(error, "error_message", None) or "").split())
+    return f"{message or 'not compiled'}, in {function[1] if function else 'a kernel'}: {code}"
 
 
 # ---- operands are read, not written ----

@@ -67,8 +67,6 @@ class Runner:
 
         Gradients are added to those that are there: those of the sum over all tokens, divided by `num_items`.
         """
-        if self.engine.deepwell.options.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
         total: Tensor | None = None
         for batch in batches:
             share = count_items(batch) / num_items
