@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from deepwell.kernels.experts import stages, tiles_proof
-from deepwell.kernels.experts.row_products import Rows
+from deepwell.kernels.experts.row_products import FP8_TILES, PRODUCT_TILES, UP_TILES, Rows
+from deepwell.kernels.tune.verify import Proof
 
-STAGE = stages.ExpertStage(name="up", m=64, n=8, k=8, details="", precision="bfloat16", device="cpu")
+STAGE = stages.ExpertStage(
+    name="up", m=64, n=8, k=8, details="", precision="bfloat16", device="cpu", kernel="product", form="nk"
+)
 # Rows 8 to 15 hold no choice.
 ROWS = Rows(torch.tensor([16], dtype=torch.int32), torch.tensor([*range(8), *[-1] * 8], dtype=torch.int32), 1)
 
@@ -40,11 +43,45 @@ class Ways:
         return wide, dw
 
 
-def test_tiles_that_fail_their_proof_never_compete(monkeypatch):
+def test_a_tile_that_fails_its_proof_is_rejected_alone(monkeypatch):
+    first, second = (tile.name for tile in PRODUCT_TILES[:2])
     right = tiles_proof.row_product
-    monkeypatch.setattr(tiles_proof, "row_product", lambda *given, **how: 1.1 * right(*given, **how))
-    ways = Ways(torch=4, tile=1)
-    assert chosen(ways) == "torch" and ways.calls == {"torch": 1, "tile": 0}
+
+    def wrong(*given, tile):
+        return right(*given, tile=tile) * (1.1 if tile.name == first else 1.0)
+
+    monkeypatch.setattr(tiles_proof, "row_product", wrong)
+    ways = Ways(**{"torch": 4, first: 0, second: 1})
+    assert chosen(ways) == second and ways.calls[first] == 0
+    assert list(stages.rejected()) == [f"product {first}"]
+    assert "dB against the reference" in stages.rejected()[f"product {first}"]
+
+
+def test_the_first_stage_of_a_model_proves_those_that_follow(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tiles_proof, "proofs_of", lambda pairs, timeout_s: [asked.append(p) or Proof() for p in pairs])
+    found = tiles_proof.proofs("up", "silu,True,False,None,None,0.0 nk", "cpu")
+    assert list(found) == [tile.name for tile in UP_TILES]
+    forms = {(candidate.name.split()[0], problem.details) for candidate, problem in asked}
+    how = "silu,True,False,None,None,0.0"
+    assert forms == {("up", f"{how} nk"), ("product", "nk"), ("product", "kn"), ("grads", f"{how} kn"), ("wgrad", "")}
+    asked.clear()
+    assert list(tiles_proof.proofs("codes", "nk", "cpu")) == [tile.name for tile in FP8_TILES]
+    assert len(asked) == len(FP8_TILES)
+
+
+FORMS = [
+    ("up", "silu,True,False,None,None,0.0 nk"),
+    ("up", "silu,True,True,7.0,1.702,1.0 kn"),
+    ("grads", "silu,True,True,7.0,1.702,1.0 nk"),
+    ("grads", "relu2,False,False,None,None,0.0 kn"),
+    *(("product", "kn"), ("codes", "nk"), ("wgrad", "")),
+]
+
+
+@pytest.mark.parametrize(("stage", "form"), FORMS, ids=lambda word: word.split(",")[0])
+def test_the_references_pass_every_proof(stage, form):
+    assert all(proof.is_passed for proof in tiles_proof.proofs(stage, form, "cpu").values())
 
 
 def chosen(ways):

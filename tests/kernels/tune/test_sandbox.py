@@ -9,11 +9,12 @@ import user_kernels
 from asked import problem, registry_of
 from deepwell.errors import UnsupportedError
 from deepwell.kernels import KernelRegistry
+from deepwell.kernels.experts import tiles_proof
 from deepwell.kernels.gemm.cases import cases, operands
 from deepwell.kernels.production_kernels import ProductionKernelManager
 from deepwell.kernels.tune import choose, sandbox
 from deepwell.kernels.tune.out_of_memory import SKIPPED
-from deepwell.kernels.tune.verify import copies_of, verify, wrote_into
+from deepwell.kernels.tune.verify import Proof, copies_of, verify, wrote_into
 
 pytestmark = pytest.mark.usefixtures("no_choices")
 
@@ -218,3 +219,64 @@ def test_a_proof_without_memory_on_a_cpu_is_skipped_without_a_word_on_the_screen
     assert verdict.reason == f"{SKIPPED}: MemoryError"
     assert choose.cache_of("cpu").proof(registry.users()[0], "float32") is None
     assert "Traceback" not in capfd.readouterr().err
+
+
+# ---- several in one process ----
+
+
+def asked_for(device, count=4):
+    candidates = [candidate for candidate in tiles_proof.built_in(tiles_proof.OP) if candidate.name.startswith("prod")]
+    return [(one, problem(op=tiles_proof.OP, details="nk", device=device)) for one in candidates[:count]]
+
+
+def test_a_process_answers_for_each_candidate_it_was_asked_about():
+    requests = [
+        {**sandbox._built_in(candidate), "problem": asdict(asked)} for candidate, asked in asked_for("cpu", count=2)
+    ]
+    lines, ended = sandbox._answers(
+        sandbox._ENTRY_TOGETHER, {"asked": requests, "compiles_ahead": False}, timeout_s=120.0
+    )
+    assert ended is None and [*map(list, lines)] == [["tries"], ["proof"], ["tries"], ["proof"]]
+    assert all(not line["proof"]["reason"] for line in lines[1::2])
+
+
+class Processes:
+    """Stand-ins for the processes of `verify_together`: each answers as its turn in a script says."""
+
+    def __init__(self, *script):
+        self.script, self.requests = list(script), []
+
+    def __call__(self, entry, request, timeout_s):
+        self.requests.append(request)
+        proved, ended = self.script.pop(0)
+        names = [one["name"] for one in request["asked"]]
+        lines = [line for reason in proved for line in ({"tries": ""}, {"proof": {"reason": reason}})]
+        return lines + [{"tries": name} for name in names[len(proved) : len(proved) + (ended is not None)]], ended
+
+
+def test_one_that_hangs_is_rejected_and_the_next_process_tries_the_rest(monkeypatch):
+    # The third hangs; in the next process the fourth is right.
+    processes = Processes((["", "wrong"], Proof(reason="hangs")), ([""], None))
+    monkeypatch.setattr(sandbox, "_answers", processes)
+    proofs = sandbox.verify_together(asked_for("cuda:0"), 1.0)
+    assert [proof.reason for proof in proofs] == ["", "wrong", "hangs", ""]
+    assert [len(request["asked"]) for request in processes.requests] == [4, 1]
+
+
+def test_an_error_that_cuda_keeps_starts_another_process_without_blame(monkeypatch):
+    processes = Processes((["", "illegal memory access"], None), (["", ""], None))
+    monkeypatch.setattr(sandbox, "_answers", processes)
+    proofs = sandbox.verify_together(asked_for("cuda:0"), 1.0)
+    assert [proof.reason for proof in proofs] == ["", "illegal memory access", "", ""]
+
+
+def test_a_crash_of_the_compiler_is_found_one_by_one(monkeypatch):
+    crash = Proof(reason="ended its process with status -11")
+    answers = [([], crash), ([{"tries": ""}], crash), ([{"tries": ""}, {"proof": {"reason": ""}}] * 3, None)]
+    requests = []
+    monkeypatch.setattr(
+        sandbox, "_answers", lambda entry, request, timeout_s: requests.append(request) or answers.pop(0)
+    )
+    proofs = sandbox.verify_together(asked_for("cuda:0"), 1.0)
+    assert [proof.reason for proof in proofs] == [crash.reason, "", "", ""]
+    assert [request["compiles_ahead"] for request in requests] == [True, False, False]

@@ -121,7 +121,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`; within `compile_ahead` its call compiles the kernel and launches nothing."""
     if _only_compiles.get() and not is_interpreted(kernel):
         return partial(kernel.warmup, grid=grid)
-    return kernel[grid]  # type: ignore[no-any-return]
+    return kernel[grid]
 
 
 def compile_ahead(calls: Sequence[Callable[[], object]]) -> None:

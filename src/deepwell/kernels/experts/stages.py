@@ -3,8 +3,8 @@
 A stage is a whole chain: torch's way gathers the rows, multiplies them (`torch._grouped_mm`, `_scaled_grouped_mm`) and
 makes the activation in a kernel of its own; Deepwell's does all of it in one kernel, in one of several tiles. Torch's
 runs unless another is faster by more than its noise. Before a tile competes, it is tried in a process of its own
-(`tiles_proof`). Each tile's results are compared with torch's, at the call's own operands, before it is timed; while a CUDA graph is recorded nothing can be timed, and a shape that is new then is
-torch's. On a CPU the references run.
+(`tiles_proof`). Each tile's results are compared with torch's, at the call's own operands, before it is timed; while a
+CUDA graph is recorded nothing can be timed, and a shape that is new then is torch's. On a CPU the references run.
 """
 
 # Shapes: as in `row_products`.

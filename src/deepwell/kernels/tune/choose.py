@@ -107,8 +107,7 @@ def choose(
 
     `rejected` are verdicts on others, for the record. `substitutes` names candidates that compete only where no kernel
     of the very format is right here; `proofs` of candidates, by name, were made before. Raises UnsupportedError where
-    nobody is left, OutOfMemoryError where memory was
-    short.
+    nobody is left, OutOfMemoryError where memory was short.
     """
     known = known_choice(problem, candidates)
     if known is not None:

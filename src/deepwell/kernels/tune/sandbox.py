@@ -93,6 +93,8 @@ def main_together() -> None:
 
 def _is_lost() -> bool:
     """Whether an error of a kernel, which CUDA keeps, spoils all that follows in this process."""
+    if not torch.cuda.is_available():
+        return False
     try:
         torch.cuda.synchronize()
     except RuntimeError:
