@@ -112,6 +112,33 @@ def test_fp8_rows_are_the_gradient_rounded_once(device, v, dtype, pow2):
     assert_rows_of(got, exact, targets, dtype, pow2, cancelled=2e-7 / 9)
 
 
+@pytest.mark.parametrize("gradient", ["none", "new", "in_place", "fp8"])
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_padding_behind_the_vocabulary_counts_for_nothing(device, gradient, soft_cap):
+    x, targets = make(9, 1016, device)
+    targets = targets % 1001
+    targets[4] = -100
+    x[:, 1001:] = 50.0  # would be the largest of all
+    options = C.LossOptions(gradient=gradient, soft_cap=soft_cap)
+    bias = torch.randn(1001).to(x)
+    words = C.cross_entropy(x[:, :1001].contiguous(), targets, bias_V=bias, options=options, config=SMALL)
+    got = C.cross_entropy(x, targets, vocab=1001, bias_V=bias, options=options, config=SMALL)
+    assert_bitwise_equal(got.loss, words.loss)
+    for made, wanted in ((got.grad, words.grad), (got.q, words.q)):
+        assert (made is None) == (wanted is None)
+        if made is not None:
+            assert_bitwise_equal(made[:, :1001].contiguous(), wanted)
+            assert not made[:, 1001:].float().any()
+    assert gradient != "in_place" or got.grad.data_ptr() == x.data_ptr()
+    assert gradient != "fp8" or torch.equal(got.scale, words.scale)
+
+
+@pytest.mark.parametrize("vocab", [-1, 9])
+def test_a_vocabulary_lies_within_the_columns(vocab):
+    with pytest.raises(ConfigError, match=f"vocab is {vocab}; logits_TV has 8 columns"):
+        C.cross_entropy(torch.randn(2, 8), torch.zeros(2, dtype=torch.int64), vocab=vocab)
+
+
 @pytest.mark.parametrize("pow2", [True, False])
 def test_fp8_rows_of_a_row_that_is_sure_of_its_target(device, pow2):
     # e^-80 to the others: the row's multiplier times anything but such small numbers is beyond fp32, and of a gradient
@@ -376,7 +403,8 @@ def compiled(arch, bent, gradient, *, has_factor):
         "q_ptr": E4M3 if is_fp8 else None,
         "scale_ptr": torch.float32 if is_fp8 else None,
         "c_ptr": torch.float32,
-        **dict.fromkeys(("V", "stride_xt", "stride_gt"), "i32"),
+        "V": "i32:any" if bent == "padded" else "i32",
+        **dict.fromkeys(("W", "stride_xt", "stride_gt"), "i32"),
         "ignore_index": "i32:any",
         "FP8_MAX": 448.0,
         "POW2": True,
@@ -384,6 +412,7 @@ def compiled(arch, bent, gradient, *, has_factor):
         "CAP": options.soft_cap or 0.0,
         "BLOCK": config.block,
         "THREADS": 32 * config.num_warps,
+        "PADDED": bent == "padded",
         "ASM": True,
     }
     return aot.compile_kernel(C._cross_entropy_kernel, arguments, arch=arch, num_warps=config.num_warps), config
@@ -391,7 +420,7 @@ def compiled(arch, bent, gradient, *, has_factor):
 
 @pytest.mark.parametrize(("arch", "has_factor"), [(90, True), (90, False), (100, True)])
 @pytest.mark.parametrize("is_fp8", [True, False])
-@pytest.mark.parametrize("bent", ["plain", "bias", "scale", "cap", "all"])
+@pytest.mark.parametrize("bent", ["plain", "padded", "bias", "scale", "cap", "all"])
 def test_the_kernel_compiles_to_vectors_without_spills(arch, has_factor, is_fp8, bent):
     if is_fp8 and bent in ("cap", "all"):
         pytest.skip("under a cap the gradient is written first and quantized by quantize_rows")

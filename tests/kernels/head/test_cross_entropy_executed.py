@@ -49,7 +49,7 @@ def executed(monkeypatch):
     monkeypatch.setattr(C, "_cross_entropy_kernel", Executed(C._cross_entropy_kernel))
     monkeypatch.setattr(C, "on_device", lambda x: nullcontext())
     monkeypatch.setattr(C, "runs_ptx", lambda x, kernel: True)
-    return partial(C._launch, grad_scale=torch.tensor(0.125), config=C.LossConfig(block=1024, num_warps=2))
+    return partial(C._launch, grad_scale=torch.tensor(0.125), config=C.LossConfig(block=1024, num_warps=2), vocab=V)
 
 
 # ---- tests ----

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor import compile_fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 _log = logging.getLogger("deepwell.engine")
 
@@ -39,8 +38,11 @@ _MOST_OUTPUT_BYTES = 256 << 20
 Run = Callable[[list[Any]], Any]
 
 _compiling: ContextVar[Replay | None] = ContextVar("deepwell_replay", default=None)
-# What recorded forwards keep for backwards that have not run. Torch has one tree of graphs a device for all engines.
-_pending: list[StorageWeakRef] = []
+# Of what recorded forwards keep for backwards that have not run, a few tensors each, as weak references: autograd frees
+# all at once. Torch has one tree of graphs a device for all engines.
+_pending: list[Any] = []
+_WATCHED = 4
+_weak_reference: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 
 
 class Replay:
@@ -100,9 +102,12 @@ class Replay:
             self._give_up(f"the forward could not be recorded: {str(error).splitlines()[0]}")
             return launch(given)
         own = {_address(value) for value in given}
-        made = [out.untyped_storage() for out in outputs if isinstance(out, Tensor) and _address(out) not in own]
-        self._addresses.update(storage.data_ptr() for storage in made)
-        _pending.extend(StorageWeakRef(storage) for storage in made)
+        made = [i for i, out in enumerate(outputs) if isinstance(out, Tensor) and _address(out) not in own]
+        self._addresses.update(_address(outputs[i]) for i in made)
+        outputs = list(outputs)
+        for i in made[-_WATCHED:]:  # AOTAutograd puts what it keeps behind what the caller gets
+            outputs[i] = outputs[i].detach()  # torch itself holds on to the tensors of its graphs
+            _pending.append(_weak_reference(outputs[i]))
         return outputs
 
     def _backward(self, launch: Run, inputs: list[Any]) -> Any:
@@ -122,7 +127,7 @@ class Replay:
 
     @staticmethod
     def _waits() -> bool:
-        _pending[:] = [storage for storage in _pending if not storage.expired()]
+        _pending[:] = [kept for kept in _pending if not kept.expired()]
         return bool(_pending)
 
     def _may_replay(self) -> bool:

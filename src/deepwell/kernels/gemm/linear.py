@@ -87,6 +87,7 @@ class _Linear(torch.autograd.Function):
         # The transposed copy of the weights is made when the backward asks for it, from weights that are there anyway.
         reads_weights = needs_dx and len(w_kept) < 2
         ctx.widths, ctx.counts = [weight.shape[0] for weight in weights], (len(x_kept), len(w_kept))
+        ctx.is_kn = len(weights) == 1 and _is_kn(weights[0])
         ctx.save_for_backward(*x_kept, *w_kept, *(weights if reads_weights else ()))
         return y_TN.to(x_TK.dtype)
 
@@ -104,9 +105,16 @@ class _Linear(torch.autograd.Function):
                 w = dgrad.method.transposed(list(saved), dy[0], *w)
             dx_TK = dgrad.method.multiply(dgrad.how, dy, w, dy_TN.dtype).to(dy_TN.dtype)
         if needs_dw:
-            dw_NK = wgrad.method.wgrad(wgrad.how, dy_columns, x, dy_TN.dtype)
-            dw = dw_NK.to(dy_TN.dtype).split(ctx.widths)
+            # As the weight is stored: autograd would copy the other way round.
+            sides = (x, dy_columns) if ctx.is_kn else (dy_columns, x)
+            made = wgrad.method.wgrad(wgrad.how, *sides, dy_TN.dtype).to(dy_TN.dtype)
+            dw = [made.T] if ctx.is_kn else made.split(ctx.widths)
         return dx_TK, None, None, None, None, *dw
+
+
+def _is_kn(weight: Tensor) -> bool:
+    """Whether the model stores a weight [N, K] as [K, N]: GPT-2's."""
+    return weight.stride(0) == 1 and weight.stride(1) != 1
 
 
 # ---- the methods ----

@@ -29,10 +29,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.checks import check_fp8, check_matrix, check_out, check_vector
+from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
 from deepwell.kernels.device.bf16_words import floats, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
@@ -96,8 +97,12 @@ def cross_entropy_ref(
     grad_scale: Tensor,
     options: LossOptions,
     factor_T: Tensor | None = None,
+    *,
+    vocab: int | None = None,
 ) -> Losses:
     """Reference for `cross_entropy`."""
+    if vocab is not None and vocab < logits_TV.shape[1]:
+        return _padded_ref(logits_TV, targets_T, bias_V, grad_scale, options, factor_T, vocab)
     (x, slope), v = logits_ref(logits_TV, bias_V, options, factor_T), logits_TV.shape[1]
     ignored = targets_T == options.ignore_index
     valid = (targets_T >= 0) & (targets_T < v)
@@ -116,6 +121,26 @@ def cross_entropy_ref(
     if options.gradient == "fp8":
         return Losses(loss, None, *quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8))
     return Losses(loss, logits_TV.copy_(grad) if options.gradient == "in_place" else grad, None, None)
+
+
+def _padded_ref(
+    logits_TW: Tensor,
+    targets_T: Tensor,
+    bias_V: Tensor | None,
+    grad_scale: Tensor,
+    options: LossOptions,
+    factor_T: Tensor | None,
+    vocab: int,
+) -> Losses:
+    """That of the words alone; columns behind them have a gradient of 0."""
+    made = cross_entropy_ref(logits_TW[:, :vocab], targets_T, bias_V, grad_scale, options, factor_T)
+    if options.gradient == "in_place":
+        logits_TW[:, vocab:] = 0
+        return made._replace(grad=logits_TW)
+    more = (0, logits_TW.shape[1] - vocab)
+    grad = None if made.grad is None else F.pad(made.grad, more)
+    q = None if made.q is None else F.pad(made.q.view(torch.uint8), more).view(made.q.dtype)
+    return made._replace(grad=grad, q=q)
 
 
 # ---- configs: what the tuner may choose from ----
@@ -252,6 +277,7 @@ def _cross_entropy_kernel(
     scale_ptr,
     c_ptr,
     V,
+    W,
     stride_xt,
     stride_gt,
     ignore_index,
@@ -261,8 +287,12 @@ def _cross_entropy_kernel(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
+    PADDED: tl.constexpr,
     ASM: tl.constexpr,
 ):
+    # V words, W columns: a row of whole 16-byte lines is read in whole lines, whatever V is.
+    if not PADDED:
+        W = V
     # One program, one row. The target stands apart: the others' maximum alone tells the largest gradient beside it.
     t = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + t * stride_xt
@@ -292,11 +322,11 @@ def _cross_entropy_kernel(
     # All that a thread reads in a step has one maximum: no exchange between threads, and one rescaling for all.
     top = tl.full([THREADS], lowest, dtype=tl.float32)
     total = tl.zeros([THREADS], dtype=tl.float32)
-    for start in range(0, V, BLOCK):
+    for start in range(0, W, BLOCK):
         v = start + lane
-        x = floats(tl.load(x_row + v, mask=v < V, other=float("-inf"), eviction_policy="evict_last"), ASM)
+        x = floats(tl.load(x_row + v, mask=v < W, other=float("-inf"), eviction_policy="evict_last"), ASM)
         x, slope_first = _logit_and_slope(x, first, b_ptr, v, v < V, SCALE, CAP)  # noqa: RUF059 - one name each: a loop carries its type
-        if (SCALE != 1.0) or (CAP > 0.0):
+        if (SCALE != 1.0) or (CAP > 0.0) or PADDED:
             x = tl.where(v < V, x, float("-inf"))
         # Few steps have the target in them: the others do not ask every logit.
         if (place >= start) & (place < start + BLOCK):
@@ -333,20 +363,22 @@ def _cross_entropy_kernel(
         # Of a row that is ignored nothing is read, and its gradient is 0 without a question about every logit.
         highest = tl.where(is_ignored, 0.0, highest)
         share = tl.where(is_ignored, 0.0, share)
-        for start in range(0, V, BLOCK):
+        for start in range(0, W, BLOCK):
             v = start + lane
-            is_live = (v < V) & (is_ignored == 0)
+            is_live = (v < W) & (is_ignored == 0)
             x = floats(tl.load(x_row + v, mask=is_live, other=0.0, eviction_policy="evict_first"), ASM)
-            x, slope = _logit_and_slope(x, first, b_ptr, v, is_live, SCALE, CAP)
+            x, slope = _logit_and_slope(x, first, b_ptr, v, is_live & (v < V), SCALE, CAP)
             grad = _exp_from(x, highest, rate, ASM) * share
             if CAP > 0.0:
                 grad *= slope
+            if PADDED:
+                grad = tl.where(v < V, grad, 0.0)
             if grad_ptr is not None:
-                tl.store(grad_ptr + t * stride_gt + v, rounded(grad, DTYPE, ASM), mask=v < V)
+                tl.store(grad_ptr + t * stride_gt + v, rounded(grad, DTYPE, ASM), mask=v < W)
             if q_ptr is not None:
                 # (Not by one number for both: of a row that is sure of its target it would be inf.)
                 # Nothing but the target saturates: the multiplier is of the row's own largest.
-                tl.store(q_ptr + t * stride_gt + v, (grad * enc).to(q_ptr.dtype.element_ty), mask=v < V)
+                tl.store(q_ptr + t * stride_gt + v, (grad * enc).to(q_ptr.dtype.element_ty), mask=v < W)
         # Over what the loop wrote there: cheaper than to ask every logit whether it is the target.
         tl.debug_barrier()
         has_target = is_valid & (is_ignored == 0)
@@ -363,32 +395,34 @@ def cross_entropy(
     logits_TV: Tensor,
     targets_T: Tensor,
     *,
+    vocab: int | None = None,
     bias_V: Tensor | None = None,
     factor_T: Tensor | None = None,
     grad_scale: Tensor | None = None,
     options: LossOptions | None = None,
-    q_out: Tensor | None = None,
     config: LossConfig | None = None,
 ) -> Losses:
     """The loss of each row of a chunk of logits, in fp32, and its gradient times `grad_scale`.
 
+    Of the columns the first `vocab` are words, all where it is None. Those behind are padding: no loss counts them, and
+    their gradient is 0.
     `grad_scale`, one number on the device, is 1 / (number of targets that count) for the mean of a batch; 1 where None.
     `factor_T`, positive numbers, multiplies the rows of logits, `bias_V` is added to them, before the scale and the
-    soft cap of `options`. The gradient is that of the logits as they were given, times their factors. FP8 rows are
-    written to `q_out` where it is given, which may be a slice of a larger buffer.
+    soft cap of `options`. The gradient is that of the logits as they were given, times their factors.
     With the default options the logits are overwritten by their gradient. Raises ConfigError on a wrong argument.
     """
     options = options or LossOptions()
     check_matrix("logits_TV", logits_TV)
-    t, v = logits_TV.shape
+    t, columns = logits_TV.shape
+    v = columns if vocab is None else vocab
+    if not 0 <= v <= columns:
+        raise ConfigError(f"vocab is {v}; logits_TV has {columns} columns")
     check_vector("targets_T", targets_T, t, logits_TV)
     if targets_T.dtype not in {torch.int64, torch.int32}:
         raise ConfigError(f"targets_T has dtype {targets_T.dtype}; pass int64 or int32")
     if bias_V is not None:
         check_vector("bias_V", bias_V, v, logits_TV)
     check_factor("factor_T", factor_T, t, logits_TV)
-    if q_out is not None:
-        check_out("q_out", q_out, (t, v), options.fp8, logits_TV)
     if v == 0 and t:
         raise ConfigError("logits_TV has no columns; a vocabulary has at least one entry")
     if grad_scale is None:
@@ -397,47 +431,41 @@ def cross_entropy(
         got = f"{grad_scale.dtype} {tuple(grad_scale.shape)} on {grad_scale.device}"
         raise ConfigError(f"grad_scale must be one float32 number on {logits_TV.device}, got {got}")
     if not runs_kernel(logits_TV, _cross_entropy_kernel):
-        made = cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options, factor_T)
-        return _with_codes_in(q_out, made)
+        return cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options, factor_T, vocab=v)
     config = config or default_config(v, options)
+    given = (logits_TV, targets_T, bias_V, factor_T, grad_scale)
     if options.gradient == "fp8" and options.soft_cap is not None:
-        high = _launch(logits_TV, targets_T, bias_V, factor_T, grad_scale, replace(options, gradient="new"), config)
+        high = _launch(*given, replace(options, gradient="new"), config, v)
         assert high.grad is not None
-        codes = quantize_rows(high.grad, pow2=options.pow2, dtype=options.fp8)
-        return _with_codes_in(q_out, Losses(high.loss, None, *codes))
-    return _launch(logits_TV, targets_T, bias_V, factor_T, grad_scale, options, config, q_out=q_out)
-
-
-def _with_codes_in(q_out: Tensor | None, made: Losses) -> Losses:
-    return made if q_out is None or made.q is None else made._replace(q=q_out.copy_(made.q))
+        return Losses(high.loss, None, *quantize_rows(high.grad, pow2=options.pow2, dtype=options.fp8))
+    return _launch(*given, options, config, v)
 
 
 def _launch(
-    logits_TV: Tensor,
+    logits_TW: Tensor,
     targets_T: Tensor,
     bias_V: Tensor | None,
     factor_T: Tensor | None,
     grad_scale: Tensor,
     options: LossOptions,
     config: LossConfig,
-    *,
-    q_out: Tensor | None = None,
+    vocab: int,
 ) -> Losses:
-    t, v = logits_TV.shape
-    loss = torch.empty(t, dtype=torch.float32, device=logits_TV.device)
+    t, columns = logits_TW.shape
+    loss = torch.empty(t, dtype=torch.float32, device=logits_TW.device)
     grad = q = scale = None
     if options.gradient == "in_place":
-        grad = logits_TV
+        grad = logits_TW
     elif options.gradient == "new":
-        grad = torch.empty((t, v), dtype=logits_TV.dtype, device=logits_TV.device)
+        grad = torch.empty((t, columns), dtype=logits_TW.dtype, device=logits_TW.device)
     elif options.gradient == "fp8":
-        q = torch.empty((t, v), dtype=options.fp8, device=logits_TV.device) if q_out is None else q_out
+        q = torch.empty((t, columns), dtype=options.fp8, device=logits_TW.device)
         scale = torch.empty_like(loss)
     written = q if grad is None else grad
     if t:
-        with on_device(logits_TV):
+        with on_device(logits_TW):
             _cross_entropy_kernel[(t,)](
-                logits_TV,
+                logits_TW,
                 targets_T,
                 bias_V,
                 factor_T,
@@ -446,8 +474,9 @@ def _launch(
                 q,
                 scale,
                 grad_scale,
-                v,
-                logits_TV.stride(0),
+                vocab,
+                columns,
+                logits_TW.stride(0),
                 written.stride(0) if written is not None else 0,
                 options.ignore_index,
                 FP8_MAX=check_fp8("fp8", options.fp8),
@@ -456,7 +485,8 @@ def _launch(
                 CAP=options.soft_cap or 0.0,
                 BLOCK=config.block,
                 THREADS=32 * config.num_warps,
-                ASM=runs_ptx(logits_TV, _cross_entropy_kernel),
+                PADDED=vocab < columns,
+                ASM=runs_ptx(logits_TW, _cross_entropy_kernel),
                 num_warps=config.num_warps,
             )
     return Losses(loss, grad, q, scale)

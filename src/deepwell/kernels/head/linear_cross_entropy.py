@@ -213,7 +213,7 @@ def linear_cross_entropy_loss(
             z_CV, factor_C = x_TD[part] @ w_VD.T, None
         else:
             z_CV, factor_C = _product(*quantize_rows(x_TD[part]), qw_VD, w_scale, dtype=x_TD.dtype)
-        made = cross_entropy(z_CV[:, :v], target_T[part], bias_V=bias_V, factor_T=factor_C, options=options)
+        made = cross_entropy(z_CV, target_T[part], vocab=v, bias_V=bias_V, factor_T=factor_C, options=options)
         total += made.loss.sum()
         del z_CV  # before the next chunk's logits are made
     return total * factor
@@ -278,7 +278,7 @@ def _chunks(
         z_CV = fastest_mm(x_TD[part], w_VD.T, out=logits[: part.stop - part.start])
         # Overwrites the logits by their gradient.
         options = head.loss("in_place")
-        made = cross_entropy(z_CV[:, :v], target_T[part], bias_V=bias_V, grad_scale=factor, options=options)
+        made = cross_entropy(z_CV, target_T[part], vocab=v, bias_V=bias_V, grad_scale=factor, options=options)
         loss_T[part] = made.loss
         if dx_TD is not None:
             fastest_mm(z_CV, w_VD, out=dx_TD[part])
@@ -314,26 +314,23 @@ def _chunks_fp8(
     # |du| <= a/count: the scale of a row with that amax holds for all. Where nothing counts, every du is 0.
     largest = torch.where(factor.isinf(), 0.0, factor * abs(head.logit_scale))
     g_scale = quantize_rows(largest.reshape(1, 1), dtype=GRADIENT_FORMAT)[1].reshape(())
-    # Columns beyond the vocabulary stay 0.
-    qg_CV = torch.zeros((min(chunk, t), shape[0]), dtype=GRADIENT_FORMAT, device=x_TD.device) if v < shape[0] else None
     for part in _parts(t, chunk):
         if qw_VD is None:
             z_CV, factor_C = fastest_mm(x_TD[part], w_VD.T, out=x_TD.new_empty(part.stop - part.start, shape[0])), None
         else:
             z_CV, factor_C = _product(qx_TD[part], x_scale[part], qw_VD, w_scale, dtype=x_TD.dtype)
         options = head.loss("fp8")
-        q_out = None if qg_CV is None else qg_CV[: part.stop - part.start]
         grads = cross_entropy(
-            z_CV[:, :v],
+            z_CV,
             target_T[part],
+            vocab=v,
             bias_V=bias_V,
             factor_T=factor_C,
             grad_scale=factor,
             options=options,
-            q_out=None if q_out is None else q_out[:, :v],
         )
         del z_CV  # before the next chunk's logits are made
-        q_CV, scale_C = grads.q if q_out is None else q_out, grads.scale
+        q_CV, scale_C = grads.q, grads.scale
         assert q_CV is not None and scale_C is not None
         loss_T[part] = grads.loss
         if dx_TD is not None:
@@ -385,7 +382,8 @@ def _check(x_TD: Tensor, w_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, 
 
 def _check_labels(target_T: Tensor, vocab: int, ignore_index: int) -> None:
     """Raise torch's error on a label that is no word."""
-    if target_T.device.type == "cpu":  # a GPU would have to wait for the answer: there loss and gradients are NaN
-        is_outside = ((target_T < 0) | (target_T >= vocab)) & (target_T != ignore_index)
-        if bool(is_outside.any()):
-            raise IndexError(f"Target {int(target_T[is_outside][0])} is out of bounds.")  # torch's own words
+    is_outside = ((target_T < 0) | (target_T >= vocab)) & (target_T != ignore_index)
+    if target_T.is_cuda:  # without waiting for the answer: an assertion on the device, as torch's own
+        torch._assert_async(~is_outside.any(), "a label is out of bounds")
+    elif bool(is_outside.any()):
+        raise IndexError(f"Target {int(target_T[is_outside][0])} is out of bounds.")  # torch's own words
