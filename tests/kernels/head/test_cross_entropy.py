@@ -446,4 +446,4 @@ def test_a_factor_is_no_instruction_of_a_logit(arch, gradient):
     for instruction in (r"\bfma\.rn\.f32", r"\bmul(\.rn)?\.f32", r"\bex2\.approx", r"\bselp?\.", r"\bcvt\."):
         assert made.count(instruction) < plain.count(instruction) + a_pass // 2, instruction
     assert made.count(r"ld\.global") == plain.count(r"ld\.global") + 1  # once a row
-    assert made.registers <= plain.registers
+    assert made.registers * 32 * config.num_warps <= 65536  # as many rows are under way
