@@ -41,6 +41,8 @@ class Compiled:
     stack_bytes: int
     # Columns of Blackwell's tensor memory, of 512.
     tmem_columns: int = 0
+    # Whether the assembler makes products wait for each other, as it does where others touch their sums in between.
+    serializes_products: bool = False
 
     def count(self, pattern: str) -> int:
         """How often a regular expression occurs in the PTX."""
@@ -86,13 +88,17 @@ def measured(made: triton.compiler.CompiledKernel, arch: int) -> Compiled:
     split = reductions_over_split_lanes(made.asm["ttgir"])
     assert not split, f"{made.name} is wrong on a GPU: Triton mixes lanes in {split}"
     ptx = made.asm["ptx"]
-    registers, spill_bytes, stack_bytes = _assemble(ptx, arch)
+    report = _assemble(ptx, arch)
+    stack = re.search(r"(\d+) bytes stack frame", report)
+    registers = re.search(r"Used (\d+) registers", report)
+    assert stack and registers, report
     return Compiled(
         ptx=ptx,
         shared_bytes=made.metadata.shared,
-        registers=registers,
-        spill_bytes=spill_bytes,
-        stack_bytes=stack_bytes,
+        registers=int(registers[1]),
+        spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)),
+        stack_bytes=int(stack[1]),
+        serializes_products="wgmma.mma_async instructions are serialized" in report,
         tmem_columns=getattr(made.metadata, "tmem_size", 0) or 0,
     )
 
@@ -123,8 +129,8 @@ def reductions_over_split_lanes(ttgir: str) -> list[str]:
     return found
 
 
-def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
-    """Run the assembler that Triton ships with -v: (registers, spilled bytes, stack bytes)."""
+def _assemble(ptx: str, arch: int) -> str:
+    """What the assembler that Triton ships says of a kernel with -v."""
     tools = Path(triton.backends.nvidia.__file__).parent / "bin"
     tool = tools / ("ptxas-blackwell" if arch >= 100 else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
@@ -133,8 +139,4 @@ def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
         target = re.search(r"\.target (sm_\w+)", ptx)
         assert target, "the PTX names no target"
         command = [str(tool), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers = int(re.search(r"Used (\d+) registers", report)[1])
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
-    stack = int(re.search(r"(\d+) bytes stack frame", report)[1])
-    return registers, spills, stack
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr

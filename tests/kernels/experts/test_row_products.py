@@ -23,13 +23,14 @@ PLAIN = ExpertActivation(function="relu2", gated=False)
 HOW = {"swiglu": ExpertActivation(), "gpt_oss": GPT_OSS, "plain": PLAIN, "clamped": ExpertActivation(limit=0.7)}
 # Tiles that a CPU can interpret; on a GPU those that are launched there.
 SMALL = R.RowTile(block_m=16, block_n=64, block_k=32, num_stages=2, num_warps=4, group_m=2)
+AHEAD = R.RowTile(block_m=16, block_n=128, block_k=32, num_stages=2, num_warps=4, persistent=False)
 SMALL_WEIGHT = W.WeightTile(block_n=32, block_k=64, block_t=32, num_stages=2, num_warps=4)
 # bf16 results of sums in fp32.
 FLOOR_DB = 45.0
 
 
 def tiles(device, of):
-    return of if device == "cuda" else (SMALL,)
+    return of if device == "cuda" else (SMALL, AHEAD)
 
 
 def routed(counts, *, top_k=2, dropped=0, device="cpu"):
@@ -159,6 +160,15 @@ def test_gradients_of_weights(device, spread, gathers):
                 assert not got[e].any()
 
 
+def test_a_wide_weight_is_walked_in_blocks(device):
+    torch.manual_seed(0)
+    rows, _, tokens = routed((19, 4, 7), device=device)
+    width = W._GROUP_N * 32 + 40  # some tiles more than a block is high
+    by_token, by_row = unit(tokens, 96, device=device), unit(rows.slot.shape[0], width, device=device)
+    got = W.token_product(by_row, by_token, rows, "right", tile=SMALL_WEIGHT)
+    close(got, W.token_product_ref(*wide(by_row, by_token), on_cpu(rows), "right"))
+
+
 def test_a_nan_stays_in_its_expert(device):
     torch.manual_seed(0)
     rows, _, tokens = routed((19, 4, 7), device=device)
@@ -188,8 +198,8 @@ def test_wrong_arguments_are_named():
 
 # ---- compiled for GPUs that are not here ----
 
-# Bytes: gate and up of one tile, side by side, need a few registers more than there are.
-SPILLS = {"FP8 up 128x256x128-s3-w8-each": 16, "dH 128x128x64-s3-w8-each": 8, "dH 64x128x64-s4-w4": 48}
+# Bytes, at the most of all models: what is combined with a tile needs a few registers more than there are.
+SPILLS = {"FP8 up 128x256x128-s4-w8-each": 16, "dH 128x128x64-s3-w8-each": 32, "dH 128x256x64-s3-w8-each": 56}
 FORMS = {form.name: form for form in compiled.forms()}
 # One of each kernel, weights stored both ways; the others take minutes.
 KINDS = ("up qwen3", "up ragged", "dX ragged", "dH qwen3", "dW1 qwen3", "FP8 up qwen3")
@@ -201,19 +211,16 @@ def names():
     return [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
 
 
-def spills_of(name):
-    kind, _, tile = name.partition(" gpt-oss " if "gpt-oss" in name else " ragged ")
-    return SPILLS.get(f"{kind} {tile}", 0)
-
-
 @pytest.mark.parametrize("name", names())
 def test_every_launch_fits_hopper(name):
     made = FORMS[name].compiled(90)  # raises where shared memory is short
-    assert made.spill_bytes <= spills_of(name)
+    *kind, _, tile = name.split()
+    assert made.spill_bytes <= SPILLS.get(f"{' '.join(kind)} {tile}", 0)
     if not name.startswith(("hidden", "table")):
-        assert made.count(r"wgmma\.mma_async") >= 4
-        assert made.count(r"cp\.async\.c[ag]") >= 12  # rows come by their addresses, some stages ahead
-        assert name.startswith("dW") or made.count(r"cp\.async\.bulk\.tensor") >= 3  # weights by TMA
+        assert made.count(r"wgmma\.mma_async") >= 4 and not made.serializes_products
+        # Gathered rows come by their addresses, some stages ahead; rows that lie and weights by TMA.
+        assert name.startswith(("down", "dX")) or made.count(r"cp\.async\.c[ag]") >= 12
+        assert name.startswith("dW") or made.count(r"cp\.async\.bulk\.tensor") >= 3
 
 
 @pytest.mark.slow

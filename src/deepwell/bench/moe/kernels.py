@@ -16,7 +16,8 @@ from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import ExpertActivation
 from deepwell.kernels.experts.group_rows import COMBINE_CONFIGS, combine_rows, group_layout
 from deepwell.kernels.experts.quantize_weights import quantize_experts
-from deepwell.kernels.experts.row_products import FP8_TILES, GRADS_TILES, PRODUCT_TILES, UP_TILES, Rows
+from deepwell.kernels.experts.row_products import FP8_TILES, GRADS_TILES, PRODUCT_TILES, UP_TILES
+from deepwell.kernels.experts.row_tiles import Rows
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.quantize.fp8 import quantize_rows
 from deepwell.kernels.tune.timing import times_us

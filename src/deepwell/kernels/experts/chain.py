@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.experts.activation import ExpertActivation
-from deepwell.kernels.experts.row_products import expert_of_rows, is_kn
+from deepwell.kernels.experts.row_tiles import expert_of_rows, is_kn
 from deepwell.kernels.experts.torch_ops import ops
 
 Routing = tuple[Tensor, Tensor, Tensor]

@@ -31,9 +31,8 @@ from deepwell.kernels.experts.row_products import (
     PRODUCT_TILES,
     UP_TILES,
     HiddenGrads,
-    Rows,
-    expert_of_rows,
 )
+from deepwell.kernels.experts.row_tiles import Rows, expert_of_rows, is_kn
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
@@ -233,7 +232,7 @@ def _torch_wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tenso
 def _stage(
     name: str, a: Tensor, w_ENK: Tensor, rows: Rows, details: str, *, kernel: str = "", form: str = ""
 ) -> ExpertStage:
-    stored = "kn" if row_products.is_kn(w_ENK) else "nk"
+    stored = "kn" if is_kn(w_ENK) else "nk"
     return ExpertStage(
         name=name,
         m=rows.count(a),

@@ -24,7 +24,6 @@ from deepwell.kernels.experts.row_products import (
     GRADS_TILES,
     PRODUCT_TILES,
     UP_TILES,
-    Rows,
     hidden_grads,
     hidden_grads_ref,
     row_product,
@@ -32,6 +31,7 @@ from deepwell.kernels.experts.row_products import (
     up_product,
     up_product_ref,
 )
+from deepwell.kernels.experts.row_tiles import Rows
 from deepwell.kernels.experts.token_products import WEIGHT_TILES, token_product, token_product_ref
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.tune.candidate import Candidate

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.device.triton_support import launch, num_sms, on_device, runs_kernel, tl, triton
-from deepwell.kernels.experts.row_products import Rows
+from deepwell.kernels.experts.row_tiles import Rows
 
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
@@ -67,6 +67,8 @@ WEIGHT_TILES = (
     WeightTile(block_n=128, block_k=128, block_t=64, num_stages=5, num_warps=4),
 )
 
+_GROUP_N = 12
+
 # ---- kernel ----
 
 
@@ -74,16 +76,20 @@ WEIGHT_TILES = (
 def _token_product_kernel(
     left_ptr, right_ptr, slot_ptr, ends_ptr, out_ptr, N, K, E, stride_left, stride_right, PROGRAMS,
     TOP_K: tl.constexpr, GATHERS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, PROGRAMS):
-        # One expert after the other, so that its rows are read from HBM once.
+        # One expert after the other, and of a wide one blocks of tiles whose sides are alike: those that run at the
+        # same time read the same rows, out of L2.
         e = tile // (tiles_n * tiles_k)
         inside = tile % (tiles_n * tiles_k)
-        ns = (inside % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-        ks = (inside // tiles_n) * BLOCK_K + tl.arange(0, BLOCK_K)
+        group = inside // (GROUP_N * tiles_k)
+        height = tl.minimum(tiles_n - group * GROUP_N, GROUP_N)
+        inside = inside % (GROUP_N * tiles_k)
+        ns = (group * GROUP_N + inside % height) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ks = (inside // height) * BLOCK_K + tl.arange(0, BLOCK_K)
         begin = tl.load(ends_ptr + e - 1, mask=e > 0, other=0)
         end = tl.load(ends_ptr + e)
         acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -132,6 +138,6 @@ def token_product(left: Tensor, right: Tensor, rows: Rows, gathers: str, *, tile
         launch(_token_product_kernel, (programs,))(
             left, right, rows.slot, rows.ends, out_ENK, n, k, experts, left.stride(0), right.stride(0), programs,
             TOP_K=rows.top_k, GATHERS_LEFT=gathers == "left", BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            BLOCK_T=tile.block_t, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            BLOCK_T=tile.block_t, GROUP_N=_GROUP_N, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out_ENK

@@ -13,7 +13,7 @@ from deepwell.kernels.experts.activation import parse_activation
 from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group_layout, padded_rows
 from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
-from deepwell.kernels.experts.row_products import Rows
+from deepwell.kernels.experts.row_tiles import Rows
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward
 from deepwell.kernels.quantize.torch_ops import rounded
 from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
