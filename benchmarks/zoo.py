@@ -176,7 +176,6 @@ def work(model_type: str, answer: Connection) -> None:
 
 def examine_experts(model_type: str) -> Row | None:
     """How the engine runs a model's experts and why not better; None where it has none."""
-    import torch
 
     from deepwell.kernels.experts.mlp import is_fused_in_fp8
     from deepwell.moe.hugging_face import activation_of, chooses_experts
@@ -190,14 +189,12 @@ def examine_experts(model_type: str) -> Row | None:
             names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
             weights = [getattr(module, name).transpose(1, 2) if module.is_transposed else getattr(module, name)
                        for name in names] if how else []  # fmt: skip
-            biases = (torch.ones(1), torch.ones(1)) if module.has_bias else (None, None)
             if how is None:
                 ways["grouped"] = "its gate is none that is known"
-            elif is_fused_in_fp8(*weights, biases, how):
+            elif is_fused_in_fp8(*weights):
                 ways["fused"] = str(how)
             else:
-                why = ["biases"] * module.has_bias + ["weights stored [E, K, N]"] * module.is_transposed
-                ways["one function"] = ", ".join(why) or f"activation {how}"
+                ways["one function"] = "its weights lie in neither order"
         elif has_weights and "expert" in type(module).__name__.lower():
             ways["product by product"] = f"{type(module).__name__} is not of the experts interface"
     if not ways:

@@ -327,6 +327,16 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(s.matrix(_routing(s)[1].shape[0], s.f).contiguous(),),
         *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K), _routing(s)[1], "silu"),
     ),
+    "expert_hidden_codes": lambda s: (
+        *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K)),
+        *(_routing(s)[1], "silu,True,True,7.0,1.702,1.0"),
+    ),
+    "expert_grad_codes": lambda s: (
+        *(s.matrix(_routing(s)[1].shape[0], s.f).contiguous(),),
+        *(torch.randn(_routing(s)[1].shape[0], s.f).bfloat16(), s.vector(s.t * TOP_K), _routing(s)[1]),
+        "relu2,False,False,None,None,0.0",
+    ),
+    "expert_code_sums": lambda s: (*_codes(s, _routing(s)[1].shape[0], s.f), _routing(s)[0]),
     "combine_rows, weighted": lambda s: (
         *(s.matrix(_routing(s)[1].shape[0], s.d).contiguous(), _routing(s)[2], TOP_K),
         s.vector(s.t * TOP_K),

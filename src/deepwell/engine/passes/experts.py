@@ -36,7 +36,6 @@ from deepwell.graph.fx import (
 from deepwell.kernels.activation.autograd import swiglu_packed
 from deepwell.kernels.experts.autograd import FP8_METHOD, batched_linear, fused_experts, grouped_linear
 from deepwell.kernels.experts.mlp import is_fused_in_fp8, run_experts
-from deepwell.kernels.experts.reference import parse_activation
 
 _FP8 = "|".join([FP8_METHOD] * 3)
 _PLAIN = "bf16|bf16|bf16"
@@ -134,7 +133,7 @@ def rewrite_calls(
     reasons: dict[str, None] = {}
     fused = 0
     for node in [node for node in graph.nodes if node.target is run_experts]:
-        x, gate_up, down, *_, biases, activation, _ = node.args
+        x, gate_up, down, *_ = node.args
         stored = [_stored(weight) for weight in (gate_up, down)]
         names = [weights.get(weight.name, ()) for weight in stored]
         found = [next((n for n in own if n in schemes), None) for own in names]
@@ -144,25 +143,16 @@ def rewrite_calls(
         paths += [path for path in found if path is not None]
         node.args = (*node.args[:-1], ";".join(how))
         if how == [_FP8, _FP8]:
-            given = (value_of(gate_up), value_of(down), biases)
-            is_fused = is_fused_in_fp8(*given, parse_activation(activation))
+            is_fused = is_fused_in_fp8(value_of(gate_up), value_of(down))
             fused += is_fused
             if not is_fused:
-                reasons[_why_apart(*given, activation)] = None
+                reasons["their weights lie in neither order"] = None
     return paths, fused, list(reasons)
 
 
 def _stored(weight: fx.Node) -> fx.Node:
     """The parameter of which a call has a transposed view."""
     return weight.args[0] if op_of(weight) == "transpose" else weight
-
-
-def _why_apart(gate_up: Any, down: Any, biases: Any, activation: str) -> str:
-    if any(bias is not None for bias in biases):
-        return "they have biases"
-    if not (gate_up.is_contiguous() and down.is_contiguous()):
-        return "their weights are stored [E, K, N]"
-    return f"their activation is not act(first half) * second half: {activation}"
 
 
 def rewrite_fallback(graph: fx.Graph) -> int:

@@ -2,11 +2,11 @@
 
     grouped_linear    x [S, K] sorted by expert, times the weight of each group's expert
     batched_linear    x [E, T, K], as many rows for each expert
-    fused_experts     tokens in, tokens out: gather, gate and up, SwiGLU, down, sum over each token's choices
+    fused_experts     tokens in, tokens out: gather, gate and up, activation, down, sum over each token's choices
 
 The fused block runs in FP8 from end to end in rows padded by expert, and keeps, beside its inputs, one byte an element
 of each token and the rows of gate and up: gathered tokens, hidden rows and the experts' outputs are recomputed or not
-needed (`expert_swiglu`).
+needed (`expert_swiglu`, `hidden_codes`).
 """
 
 # Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K and N the widths of a grouped linear, D width of
@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepwell.kernels.experts.activation import ExpertActivation, parse_activation
+from deepwell.kernels.experts.biases import down_bias_grad_of_weights, weights_by_expert
+from deepwell.kernels.experts.row_tiles import is_kn
 from deepwell.kernels.experts.torch_ops import ops
 from deepwell.kernels.gemm.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.precision.gemm_format import OperandFormat
@@ -155,66 +158,106 @@ def _text(side: OperandFormat) -> str:
 
 
 def fused_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, routing: tuple[Tensor, Tensor, Tensor], top_k: int, act: str
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: tuple[Tensor, Tensor, Tensor],
+    top_k: int,
+    act: str,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """`y[t] = sum_j w[t, j] down[e] (act(gate) * up)` over the experts e that token t chose, all six GEMMs in FP8.
+    """`y[t] = sum_j w[t, j] (down[e] act(gate_up[e] x[t]) + bias)` over the experts e that token t chose, in FP8.
 
-    `gate_up` is [E, 2F, D], the gate first, `down` [E, D, F]. `routing` holds the choices t * top_k + j sorted by
-    expert, their weights [S] in the order of tokens, and the ends of the experts' groups.
+    `gate_up` is a view [E, G, D], `down` [E, D, F], stored so or the other way round. `act` is an activation as its
+    `str()` writes it, or the name of SwiGLU's function. `routing` holds the choices t * top_k + j sorted by expert,
+    their weights [S] in the order of tokens, and the ends of the experts' groups.
     """
     order, weight, offs = routing
-    return _FusedExperts.apply(x, gate_up, down, order, weight, offs, top_k, act)
+    how = act if "," in act else str(ExpertActivation(function=act))
+    return _FusedExperts.apply(x, gate_up, down, *biases, order, weight, offs, top_k, how)
 
 
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        order: Tensor,
-        weight_S: Tensor,
-        offs: Tensor,
-        top_k: int,
-        act: str,
-    ) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, *operands: Any) -> Tensor:
+        gate_up, down, bias_up, bias_down, order, weight_S, offs, top_k, act = operands
         ends, slot, place = ops.group_layout(offs, order, order.shape[0])
         q_TD, x_scale = ops.quantize_rows(x_TD)
-        q_gate_up, gate_up_scale = ops.quantize_experts(gate_up)
-        q_down, down_scale = ops.quantize_experts(down)
-        gate_up_P2F = ops.expert_product(q_TD, x_scale, q_gate_up, gate_up_scale, None, ends, slot, top_k)
-        gate_up_P2F = gate_up_P2F.to(x_TD.dtype)
-        hidden = ops.expert_swiglu(gate_up_P2F, weight_S, slot, act)
-        y_PD = ops.expert_product(*hidden, q_down, down_scale, None, ends, None, 1)
-        ctx.top_k, ctx.act = top_k, act
-        ctx.save_for_backward(
-            q_TD, x_scale, gate_up, gate_up_scale, down, down_scale, gate_up_P2F, weight_S, ends, slot, place
+        q_gate_up, gate_up_scale, gate_up_rows = _along_k(*_stored(gate_up))
+        q_down, down_scale, down_rows = _along_k(*_stored(down))
+        gate_up_PG = ops.expert_product(q_TD, x_scale, q_gate_up, gate_up_scale, bias_up, ends, slot, top_k)
+        gate_up_PG = gate_up_PG.to(x_TD.dtype)
+        y_PD = ops.expert_product(
+            *_hidden_codes(gate_up_PG, weight_S, slot, act), q_down, down_scale, None, ends, None, 1
         )
-        return ops.combine_rows(y_PD, place, top_k).to(x_TD.dtype)
+        y_TD = ops.combine_rows(y_PD, place, top_k).to(x_TD.dtype)
+        if bias_down is not None:
+            weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
+            y_TD = (y_TD + weight_TE @ bias_down.float()).to(x_TD.dtype)
+        ctx.top_k, ctx.act = top_k, act
+        ctx.dtypes = [None if bias is None else bias.dtype for bias in (bias_up, bias_down)]
+        ctx.save_for_backward(
+            *(q_TD, x_scale, gate_up, gate_up_rows, down, down_rows, bias_down),
+            *(gate_up_PG, weight_S, ends, slot, place),
+        )
+        return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        q_TD, x_scale, gate_up, gate_up_scale, down, down_scale, gate_up_P2F, weight_S, ends, slot, place = (
-            ctx.saved_tensors
-        )
-        dy_TD = grads[0].contiguous()
-        wants_x, wants_gate_up, wants_down, _, wants_weight = ctx.needs_input_grad[:5]
-        dx = d_gate_up = d_down = d_weight = None
-        dy_rows = ops.gather_rows(*ops.quantize_rows(dy_TD), slot, ctx.top_k)
-        transposed_down = ops.quantize_experts_transposed(down, down_scale, dy_TD)
-        dh_PF = ops.grouped_gemm(*dy_rows, *transposed_down, ends).to(gate_up_P2F.dtype)
-        q, scale, q_h, scale_h, dw_S = ops.expert_swiglu_backward(dh_PF, gate_up_P2F, weight_S, slot, ctx.act)
+        q_TD, x_scale, gate_up, gate_up_rows, down, down_rows, bias_down, *rest = ctx.saved_tensors
+        gate_up_PG, weight_S, ends, slot, place = rest
+        dy_TD, top_k = grads[0].contiguous(), ctx.top_k
+        wants_x, wants_gate_up, wants_down, wants_bias_up, wants_bias_down, _, wants_weight = ctx.needs_input_grad[:7]
+        dx = d_gate_up = d_down = d_bias_up = d_bias_down = d_weight = None
+        dy_rows = ops.gather_rows(*ops.quantize_rows(dy_TD), slot, top_k)
+        transposed_down = _along_n(*_stored(down), down_rows, dy_TD)
+        dh_PF = ops.expert_product(*dy_rows, *transposed_down, None, ends, None, 1).to(gate_up_PG.dtype)
+        q, scale, q_h, scale_h, dw_S = _grad_codes(dh_PF, gate_up_PG, weight_S, slot, ctx.act)
         if wants_down:
-            sides = ops.wgrad_operands(*dy_rows, q_h, scale_h, ends)
-            d_down = ops.grouped_wgrad(*sides, ends).to(down.dtype)
+            d_down = _fused_wgrad(down, dy_rows, (q_h, scale_h), ends)
         if wants_x:
-            transposed_gate_up = ops.quantize_experts_transposed(gate_up, gate_up_scale, dy_TD)
+            transposed_gate_up = _along_n(*_stored(gate_up), gate_up_rows, dy_TD)
             dx_PD = ops.expert_product(q, scale, *transposed_gate_up, None, ends, None, 1)
-            dx = ops.combine_rows(dx_PD, place, ctx.top_k).to(dy_TD.dtype)
+            dx = ops.combine_rows(dx_PD, place, top_k).to(dy_TD.dtype)
         if wants_gate_up:
-            rows = ops.gather_rows(q_TD, x_scale, slot, ctx.top_k, dy_TD)
-            d_gate_up = ops.grouped_wgrad(*ops.wgrad_operands(q, scale, *rows, ends), ends).to(gate_up.dtype)
+            rows = ops.gather_rows(q_TD, x_scale, slot, top_k, dy_TD)
+            d_gate_up = _fused_wgrad(gate_up, (q, scale), rows, ends)
+        if wants_bias_up:
+            d_bias_up = ops.expert_code_sums(q, scale, ends).to(ctx.dtypes[0])
+        if wants_bias_down:
+            weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
+            d_bias_down = (weight_TE.T @ dy_TD.float()).to(ctx.dtypes[1])
         if wants_weight:
+            if bias_down is not None:
+                dw_S = dw_S + down_bias_grad_of_weights(dy_TD, bias_down, ends, slot, place, top_k)
             d_weight = dw_S.to(weight_S.dtype)
-        return dx, d_gate_up, d_down, None, d_weight, None, None, None
+        return dx, d_gate_up, d_down, d_bias_up, d_bias_down, None, d_weight, None, None, None
+
+
+def _stored(weight: Tensor) -> tuple[Tensor, bool]:
+    """(a weight [E, N, K] as it is stored, whether that is [E, K, N])."""
+    return (weight.transpose(1, 2), True) if is_kn(weight) else (weight, False)
+
+
+def _is_plain_swiglu(act: str) -> bool:
+    how = parse_activation(act)
+    return how.is_swiglu and how.function != "relu2"
+
+
+def _hidden_codes(gate_up_PG: Tensor, weight_S: Tensor, slot: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    if _is_plain_swiglu(act):
+        return ops.expert_swiglu(gate_up_PG, weight_S, slot, parse_activation(act).function)
+    return ops.expert_hidden_codes(gate_up_PG, weight_S, slot, act)
+
+
+def _grad_codes(dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
+    if _is_plain_swiglu(act):
+        return ops.expert_swiglu_backward(dh_PF, gate_up_PG, weight_S, slot, parse_activation(act).function)
+    return ops.expert_grad_codes(dh_PF, gate_up_PG, weight_S, slot, act)
+
+
+def _fused_wgrad(weight: Tensor, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
+    """The gradient of a weight [E, N, K] of FP8 rows [P, N] and [P, K], laid out as the weight is stored."""
+    if is_kn(weight):
+        return _fused_wgrad(weight.transpose(1, 2), right, left, ends).transpose(1, 2)
+    return ops.grouped_wgrad(*ops.wgrad_operands(*left, *right, ends), ends).to(weight.dtype)

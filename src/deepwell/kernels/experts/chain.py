@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.experts.activation import ExpertActivation
-from deepwell.kernels.experts.row_tiles import expert_of_rows, is_kn
+from deepwell.kernels.experts.biases import down_bias_grad_of_weights, sums_by_expert, weights_by_expert
+from deepwell.kernels.experts.row_tiles import is_kn
 from deepwell.kernels.experts.torch_ops import ops
 
 Routing = tuple[Tensor, Tensor, Tensor]
@@ -72,17 +73,15 @@ class _Chain(torch.autograd.Function):
             dx_PD = ops.expert_product(d_rows_PG, None, gate_up.transpose(1, 2), None, None, ends, None, 1)
             dx = ops.combine_rows(dx_PD, place, top_k)
         if wants_bias_up:
-            d_bias_up = _sums_by_expert(d_rows_PG, ends, slot).to(ctx.dtypes[0])
+            d_bias_up = sums_by_expert(d_rows_PG, ends, slot).to(ctx.dtypes[0])
         if wants_weight:
             d_weight = torch.where(place >= 0, dw_P[place.clamp(min=0)], 0.0)
         if bias_down is not None:
-            expert_S = expert_of_rows(ends, slot.shape[0])[place.clamp(min=0)]
             if wants_bias_down:
-                d_bias_down = _bias_grad(dy_TD, weight_S, expert_S, place, ends.shape[0], top_k).to(ctx.dtypes[1])
+                weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
+                d_bias_down = (weight_TE.T @ dy_TD.float()).to(ctx.dtypes[1])
             if d_weight is not None:
-                by_expert_TE = dy_TD.float() @ bias_down.float().T
-                of_bias_S = by_expert_TE.gather(1, expert_S.view(-1, top_k)).flatten()
-                d_weight = d_weight + torch.where(place >= 0, of_bias_S, 0.0)
+                d_weight = d_weight + down_bias_grad_of_weights(dy_TD, bias_down, ends, slot, place, top_k)
         if d_weight is not None:
             d_weight = d_weight.to(weight_S.dtype)
         return dx, d_up, d_down, d_bias_up, d_bias_down, d_weight, None, None, None, None
@@ -94,18 +93,3 @@ def _wgrad(weight: Tensor, left: Tensor, right: Tensor, rows: tuple[Tensor, Tens
         other = "left" if gathers == "right" else "right"
         return ops.expert_wgrad(right, left, *rows, other).transpose(1, 2)
     return ops.expert_wgrad(left, right, *rows, gathers)
-
-
-def _sums_by_expert(rows_PG: Tensor, ends: Tensor, slot: Tensor) -> Tensor:
-    """[E, G], as a product: sums in fp32 whatever the rows are, and always in the same order."""
-    experts = torch.arange(ends.shape[0], device=ends.device)
-    belongs_EP = (expert_of_rows(ends, slot.shape[0])[None, :] == experts[:, None]) & (slot >= 0)[None, :]
-    return belongs_EP.to(rows_PG.dtype) @ rows_PG
-
-
-def _bias_grad(dy_TD: Tensor, weight_S: Tensor, expert_S: Tensor, place: Tensor, experts: int, top_k: int) -> Tensor:
-    """[E, D]: each expert's sum of the gradients that reached its choices, times their weights."""
-    live_S = torch.where(place >= 0, weight_S.float(), 0.0)
-    weight_TE = dy_TD.new_zeros((dy_TD.shape[0], experts), dtype=torch.float32)
-    weight_TE = weight_TE.scatter_add(1, expert_S.view(-1, top_k), live_S.view(-1, top_k))
-    return weight_TE.T @ dy_TD.float()

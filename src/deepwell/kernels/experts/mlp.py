@@ -53,14 +53,14 @@ def run_experts(
 ) -> Tensor:
     """`experts_mlp` with arguments that a graph can hold: the engine keeps it as one node and decides its precision."""
     how, schemes = parse_activation(activation), schemes_of(precision)
-    is_fp8 = schemes == (FP8_SCHEME, FP8_SCHEME) and is_fused_in_fp8(w_gate_up, w_down, biases, how)
+    is_fp8 = schemes == (FP8_SCHEME, FP8_SCHEME) and is_fused_in_fp8(w_gate_up, w_down)
     is_bf16 = schemes == (PLAIN_SCHEME, PLAIN_SCHEME) and x_TH.is_cuda and is_fused_in_bf16(x_TH, w_gate_up, w_down)
     if is_fp8 or is_bf16:
         experts, index = w_gate_up.shape[0], top_index.reshape(-1)
         sorted_index, order = index.where(index >= 0, experts).sort(stable=True)
         routing = (order, top_weight.reshape(-1), group_ends(sorted_index, experts))
         if is_fp8:
-            return fused_experts(x_TH, w_gate_up, w_down, routing, top_index.shape[-1], how.function)
+            return fused_experts(x_TH, w_gate_up, w_down, routing, top_index.shape[-1], str(how), biases)
         return experts_chain(x_TH, (w_gate_up, w_down), routing, top_index.shape[-1], how, biases)
     return experts_mlp_ref(
         x_TH, w_gate_up, w_down, top_index, top_weight, biases=biases, activation=how, schemes=schemes
@@ -77,17 +77,23 @@ def schemes_of(precision: str) -> tuple[str, str]:
     return schemes
 
 
-def is_fused_in_fp8(w_gate_up: Tensor, w_down: Tensor, biases: Biases, activation: ExpertActivation) -> bool:
-    """Whether the whole block is one FP8 op: SwiGLU without biases, weights stored [E, N, K]."""
-    is_stored = w_gate_up.is_contiguous() and w_down.is_contiguous()
-    return activation.is_swiglu and activation.function != "relu2" and biases == (None, None) and is_stored
+def is_fused_in_fp8(w_gate_up: Tensor, w_down: Tensor) -> bool:
+    """Whether the whole block is one FP8 op: weights stored [E, N, K] or [E, K, N]."""
+    return all(_lies(weight) for weight in (w_gate_up, w_down))
+
+
+def _lies(weight: Tensor) -> bool:
+    return weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
 
 
 def is_fused_in_bf16(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> bool:
     """Whether a GPU runs the whole block by `experts_chain`: bf16 rows of whole 16-byte lines, weights as they lie."""
     whole = all(size % 8 == 0 for size in (*w_gate_up.shape[1:], *w_down.shape[1:]))
-    lies = all(w.is_contiguous() or w.transpose(1, 2).is_contiguous() for w in (w_gate_up, w_down))
-    return whole and lies and all(tensor.dtype == torch.bfloat16 for tensor in (x, w_gate_up, w_down))
+    return (
+        whole
+        and all(map(_lies, (w_gate_up, w_down)))
+        and all(tensor.dtype == torch.bfloat16 for tensor in (x, w_gate_up, w_down))
+    )
 
 
 def _check(

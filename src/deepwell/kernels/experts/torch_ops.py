@@ -10,8 +10,10 @@ from torch import Tensor
 from deepwell.kernels.activation.torch_ops import half
 from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import parse_activation
+from deepwell.kernels.experts.biases import code_sums
 from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group_layout, padded_rows
 from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
+from deepwell.kernels.experts.hidden_codes import grad_codes, hidden_codes
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
 from deepwell.kernels.experts.row_tiles import Rows
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward
@@ -76,7 +78,7 @@ register_op(
     ),
 )
 
-# ---- SwiGLU between the products ----
+# ---- activations between the products ----
 
 
 def _swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
@@ -91,6 +93,10 @@ def _fake_swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor
     )
 
 
+def _halves(act: str) -> int:
+    return 1 + parse_activation(act).gated
+
+
 register_op(
     "expert_swiglu(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
     lambda gate_up, weight, slot, act: expert_swiglu(gate_up, weight.contiguous(), slot, act=act),
@@ -101,6 +107,25 @@ register_op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _swiglu_grads,
     _fake_swiglu_grads,
+)
+
+register_op(
+    "expert_hidden_codes(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
+    lambda gate_up, weight, slot, act: hidden_codes(gate_up, weight.contiguous(), slot, parse_activation(act)),
+    lambda gate_up, weight, slot, act: fp8_rows_like(gate_up[:, : gate_up.shape[1] // _halves(act)]),
+)
+register_op(
+    "expert_grad_codes(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda dh, gate_up, weight, slot, act: tuple(
+        grad_codes(dh, gate_up, weight.contiguous(), slot, parse_activation(act))
+    ),
+    _fake_swiglu_grads,
+)
+register_op(
+    "expert_code_sums(Tensor q, Tensor scale, Tensor offs) -> Tensor",
+    code_sums,
+    lambda q, scale, offs: scale.new_empty((offs.shape[0], q.shape[1])),
 )
 
 # ---- products ----
