@@ -17,7 +17,8 @@ from deepwell.formats.metrics import assert_bitwise_equal
 # Every name that an engine has beside those of nn.Module.
 OWN = ("model", "ir", "policy", "plan", "step", "bound", "options", "overrides", "regions", "breaks", "report", "run",
        "at_step", "override", "set_overrides", "check_fragile", "use_regions", "recompute", "recomputed", "fragile",
-       "device_name", "device_type", "engine", "generation", "bind_at", "see", "live")  # fmt: skip
+       "device_name", "device_type", "engine", "generation", "bind_at", "see", "live", "is_settled",
+       "is_replayed")  # fmt: skip
 
 
 class Shadowing(nn.Module):

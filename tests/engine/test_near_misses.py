@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from deepwell.engine.passes import pipeline
+from deepwell.engine.passes.attention import masks
 from deepwell.engine.passes.work import BackendOptions, Work
 
 Case = tuple[Callable[..., Any], list[Tensor]]
@@ -147,6 +148,21 @@ def test_a_mask_is_evaluated_in_the_order_of_its_writes() -> None:
         return before & (ones.tril_() | before)
 
     assert "causal_mask" not in check(masked(late), qkv())
+
+
+@pytest.mark.parametrize(("length", "is_one_sequence"), [(10, True), (5, False)])
+def test_a_search_for_packed_sequences_that_finds_none_is_no_mask(
+    monkeypatch, length: int, is_one_sequence: bool
+) -> None:
+    def mask(n: int) -> Tensor:  # as Hugging Face builds it without a cache
+        position = (torch.arange(n) % length)[None]
+        begins = torch.diff(position, prepend=position[:, :1] - 1, dim=-1) != 1
+        number = begins.cumsum(-1)
+        return (number[:, :, None] == number[:, None, :]) & triangle(n)[None]
+
+    monkeypatch.setattr(masks, "_LARGEST", 0)  # a batch of long sequences has too many pairs to compute
+    function = masked(lambda n: mask(n)[:, None].expand(2, 1, n, n))
+    assert check(function, qkv()).get("causal_mask", 0) == is_one_sequence
 
 
 def test_a_window_of_the_smaller_of_two_sizes_stays() -> None:

@@ -55,6 +55,7 @@ class HostMemory:
         while len(self._leaving) > layers:
             event, tensors = self._leaving.popleft()
             torch.cuda.current_stream(tensors[0].device).wait_event(event)
+            tensors.clear()  # autograd holds the hooks, and they this list, until the backward
 
     def _to_host(self, tensor: Tensor, leaving: list[Tensor]) -> Tensor | _OnHost:
         values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

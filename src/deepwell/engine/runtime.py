@@ -386,8 +386,9 @@ class Runtime:
                 f"{kept.num_bytes / 2**20:.1f} MiB"
             )
         for replay in self.options.replays:
-            if replay.state == "replayed" and replay.why:
-                notes.append(f"forward and backward are replayed from CUDA graphs: {replay.why}")
+            if replay.why:
+                how = "are" if replay.state == "replayed" else "are not"
+                notes.append(f"forward and backward {how} replayed from CUDA graphs: {replay.why}")
         if count := self.options.counts.get("bias_epilogue"):
             notes.append(f"bias in the epilogue of {count} FP8 products: added in fp32, rounded once")
         for reason in self.breaks:

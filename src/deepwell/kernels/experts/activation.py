@@ -13,7 +13,7 @@ Numerics: the kernels compute in fp32 from rows that were rounded once; gradient
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,8 +50,11 @@ class ExpertActivation:
     limit: float | None = None
     alpha: float | None = None
     up_shift: float = 0.0
+    word: str = field(init=False, repr=False, compare=False, default="")  # made once: Dynamo traces its reading
 
     def __post_init__(self) -> None:
+        fields = (self.function, self.gated, self.interleaved, self.limit, self.alpha, self.up_shift)
+        object.__setattr__(self, "word", ",".join(map(str, fields)))
         if self.function not in _FUNCTIONS:
             raise ConfigError(f"activation {self.function!r} is not known; known: {', '.join(_FUNCTIONS)}")
         for name in ("interleaved", "limit", "alpha", "up_shift"):
@@ -60,8 +63,7 @@ class ExpertActivation:
 
     def __str__(self) -> str:
         """One word that a graph can hold; `parse_activation` reads it."""
-        fields = (self.function, self.gated, self.interleaved, self.limit, self.alpha, self.up_shift)
-        return ",".join(map(str, fields))
+        return self.word
 
     @property
     def is_swiglu(self) -> bool:

@@ -2,8 +2,10 @@
 
 A mask of causal attention or of a sliding window depends on d, the query's position less the key's, and on nothing
 else. Where a mask is made of positions (`arange`), constants and elementwise ops, it is followed as a step function of
-d, which holds at every size. Where that fails and sizes are fixed, it is computed once and looked at; a mask that
-draws random numbers, or reads a tensor from outside, has no rule.
+d, which holds at every size. At fixed sizes, parts that are no larger than rows of positions are computed: Hugging Face
+looks for sequences that were packed behind one another, and where there are none that is one number everywhere. Where
+all that fails and sizes are fixed, the whole mask is computed once and looked at; a mask that draws random numbers, or
+reads a tensor from outside, has no rule.
 """
 
 import math
@@ -19,6 +21,8 @@ from deepwell.graph.fx import memory_of, op_of, value_of, written_by
 
 # A mask of that many entries is computed to look at it: 64M booleans.
 _LARGEST = 1 << 26
+# A part of a mask that is computed: positions of all sequences of a batch, not of pairs.
+_SMALL = 1 << 20
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "poisson", "exponential", "geometric", "uniform")
 _FORBIDDEN = {"get_attr", "call_module", "output"}
 # Ops that give each entry of their result from the same entries of their operands.
@@ -185,10 +189,34 @@ def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def _follow(order: list[fx.Node]) -> _Line | _Steps | None:
     known: dict[fx.Node, _Line | _Steps | None] = {}
+    small = _small_parts(order)
     with torch.no_grad():
         for node in order:
-            known[node] = None if value_of(node) is None else _next(node, known)
+            known[node] = None if value_of(node) is None else _next(node, known) or _everywhere(small.get(node))
     return known[order[-1]]
+
+
+def _small_parts(order: list[fx.Node]) -> dict[fx.Node, Tensor]:
+    """The values of small tensors of fixed sizes; none where one of them is written into."""
+    values: dict[fx.Node, Tensor] = {}
+    if any(written_by(node) for node in order):
+        return values
+    with torch.no_grad():
+        for node in order:
+            value, parents = value_of(node), node.all_input_nodes
+            if value is None or any(parent not in values for parent in parents):
+                continue
+            is_fixed = all(isinstance(size, int) for size in value.shape)
+            if is_fixed and value.numel() <= _SMALL and not _is_random(node):
+                values[node] = _run(node, *fx.node.map_arg((node.args, node.kwargs), lambda n: values[n]))
+    return values
+
+
+def _everywhere(value: Tensor | None) -> _Steps | None:
+    """A tensor that is one number."""
+    if value is None or not value.numel() or not bool((value == value.flatten()[0]).all()):
+        return None
+    return _Steps((-math.inf,), (value.flatten()[0].cpu(),))
 
 
 def _next(node: fx.Node, known: Mapping[fx.Node, _Line | _Steps | None]) -> _Line | _Steps | None:
