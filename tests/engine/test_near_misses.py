@@ -151,17 +151,15 @@ def test_a_mask_is_evaluated_in_the_order_of_its_writes() -> None:
 
 
 @pytest.mark.parametrize(("length", "is_one_sequence"), [(10, True), (5, False)])
-def test_a_search_for_packed_sequences_that_finds_none_is_no_mask(
-    monkeypatch, length: int, is_one_sequence: bool
-) -> None:
+def test_a_search_for_packed_sequences_that_finds_none_is_no_mask(monkeypatch, length, is_one_sequence) -> None:
     def mask(n: int) -> Tensor:  # as Hugging Face builds it without a cache
         position = (torch.arange(n) % length)[None]
         begins = torch.diff(position, prepend=position[:, :1] - 1, dim=-1) != 1
         number = begins.cumsum(-1)
-        return (number[:, :, None] == number[:, None, :]) & triangle(n)[None]
+        return (number[:, None, :, None] == number[:, None, None, :]) & triangle(n)[None, None]
 
     monkeypatch.setattr(masks, "_LARGEST", 0)  # a batch of long sequences has too many pairs to compute
-    function = masked(lambda n: mask(n)[:, None].expand(2, 1, n, n))
+    function = masked(lambda n: mask(n).expand(2, 1, n, n))
     assert check(function, qkv()).get("causal_mask", 0) == is_one_sequence
 
 
