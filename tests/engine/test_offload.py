@@ -42,7 +42,7 @@ def test_gradients_are_those_without_it(precision: str, device: str) -> None:
     host = away.use_regions().offload()
     wanted, found = steps(here, device), steps(away, device)
     assert all(torch.equal(a, b) for a, b in zip(wanted[0], found[0], strict=True))
-    # One graph for all layers, with the same passes. Fusions are counted by who compiles them, not where a cache has them.
+    # One graph for all layers, with the same passes. A fusion is counted by who compiles it, not where a cache has it.
     fused = {"bias_epilogue", "fused_quantize", "fused_recompute"} if device == "cuda" else set()
     assert all(wanted[1][name] == count for name, count in found[1].items() if name not in fused)
     # At the least each layer's input and what attention and MLP read, of 4 layers and 2 steps.
