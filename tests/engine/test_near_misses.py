@@ -163,6 +163,33 @@ def test_a_search_for_packed_sequences_that_finds_none_is_no_mask(monkeypatch, l
     assert check(function, qkv()).get("causal_mask", 0) == is_one_sequence
 
 
+SEARCHES = {
+    "none packed": (lambda p: p[:, :1] - 1, 1, True),
+    "a rise of 2": (lambda p: p[:, :1] - 1, 2, False),
+    "a start at 1": (lambda p: p[:, :1] * 0 + 1, 1, False),
+    "from the second on": (lambda p: p[:, 1:2] - 1, 1, False),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_search_for_packed_sequences_is_followed_at_open_sizes(search: str) -> None:
+    ahead, times, is_triangle = SEARCHES[search]
+
+    def mask(n: int) -> Tensor:
+        position = torch.arange(n)[None].expand(2, -1) * times if times > 1 else torch.arange(n)[None].expand(2, -1)
+        number = (torch.diff(position, prepend=ahead(position), dim=-1) != 1).cumsum(-1)
+        rows = torch.arange(2)[:, None, None, None]
+        at = torch.arange(n)
+        same = number[rows, at[None, None, :, None]] == number[rows, at[None, None, None, :]]
+        return triangle(n)[None, None] & same
+
+    run, counts = rewritten(masked(mask), dynamic=True)
+    for size in (10, 40):
+        inputs = qkv(size=size)
+        torch.testing.assert_close(run(*inputs), masked(mask)(*inputs))
+    assert counts["causal_mask"] == is_triangle
+
+
 def test_a_window_of_the_smaller_of_two_sizes_stays() -> None:
     def mask(n: int) -> Tensor:
         return within(lambda i, j: i - j < torch.sym_min(n, 16))(n)

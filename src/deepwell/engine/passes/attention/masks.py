@@ -2,10 +2,10 @@
 
 A mask of causal attention or of a sliding window depends on d, the query's position less the key's, and on nothing
 else. Where a mask is made of positions (`arange`), constants and elementwise ops, it is followed as a step function of
-d, which holds at every size. At fixed sizes, parts that are no larger than rows of positions are computed: Hugging Face
-looks for sequences that were packed behind one another, and where there are none that is one number everywhere. Where
-all that fails and sizes are fixed, the whole mask is computed once and looked at; a mask that draws random numbers, or
-reads a tensor from outside, has no rule.
+d, which holds at every size. So is Hugging Face's search for sequences that were packed behind one another: the places
+where positions do not rise by 1, counted, are one number everywhere where there are none. At fixed sizes, other parts
+that are no larger than rows of positions are computed. Where all that fails and sizes are fixed, the whole mask is
+computed once and looked at; a mask that draws random numbers, or reads a tensor from outside, has no rule.
 """
 
 import math
@@ -228,6 +228,12 @@ def _next(node: fx.Node, known: Mapping[fx.Node, _Line | _Steps | None]) -> _Lin
     made = [known.get(parent) for parent in node.all_input_nodes if not _is_size(parent)]
     if any(item is None for item in made):
         return None
+    first = known.get(source) if isinstance(source, fx.Node) else None
+    if isinstance(first, _Steps) and len(first.values) == 1:  # one number everywhere, whichever part is taken
+        if op == "getitem":
+            return first
+        if op == "cumsum" and not first.values[0]:
+            return _Steps(first.starts, (torch.zeros((), dtype=value_of(node).dtype),))
     if any(isinstance(item, _Line) for item in made):
         return _of_lines(node, op, known)
     if op in _ELEMENTWISE and not node.kwargs.get("out"):
@@ -274,9 +280,38 @@ def _of_lines(node: fx.Node, op: str, known: Mapping[fx.Node, Any]) -> _Line | _
     if op in ("to", "convert", "contiguous", "clone") and isinstance(line, _Line):
         dtype = value_of(node).dtype
         return line if dtype in (torch.int64, torch.int32) else None
+    if isinstance(line, _Line) and op == "diff":
+        return _rise(line, node, known)
+    if isinstance(line, _Line) and op == "getitem" and _is_first_column(line, node.args[1]):
+        return _Steps((-math.inf,), (torch.tensor(line.offset),))
     if isinstance(line, _Line) and op in ("getitem", "unsqueeze", "view", "reshape", "expand"):
         return _moved(line, value_of(node.args[0]), value_of(node), node, op)
     return None
+
+
+def _is_first_column(line: _Line, index: Any) -> bool:
+    """Whether an index takes the first entry along the axis of positions, the last one, and all of the others."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return (
+        dict(line.slopes).keys() == {1}
+        and isinstance(parts[-1], slice)
+        and (parts[-1].start, parts[-1].stop, parts[-1].step) in ((None, 1, None), (0, 1, None))
+        and all(part == slice(None) for part in parts[:-1])
+        and len(parts) > 1
+    )
+
+
+def _rise(line: _Line, node: fx.Node, known: Mapping[fx.Node, Any]) -> _Steps | None:
+    """`diff(positions, prepend=...)` along them, where what is put ahead goes on with them: how much they rise."""
+    given = {**dict(zip(("n", "dim", "prepend", "append"), node.args[1:], strict=False)), **node.kwargs}
+    ahead = known.get(given.get("prepend"))
+    is_plain = given.get("n", 1) == 1 and given.get("dim", -1) == -1 and given.get("append") is None
+    if not is_plain or len(line.slopes) != 1 or line.slopes[0][0] != 1:
+        return None
+    if not isinstance(ahead, _Steps) or len(ahead.values) != 1 or value_of(given["prepend"]).shape[-1] != 1:
+        return None
+    rise = line.slopes[0][1]
+    return _Steps((-math.inf,), (torch.tensor(rise),)) if int(ahead.values[0]) == line.offset - rise else None
 
 
 def _sum(a: Any, b: Any, *, sign: int) -> _Line | None:
