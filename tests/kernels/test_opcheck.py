@@ -354,6 +354,9 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "expert_wgrad": lambda s: (
         *(s.tokens(s.d), s.matrix(_routing(s)[1].shape[0], s.f), *_routing(s)[:2], TOP_K, "left"),
     ),
+    "wgrad_operands, gathered": lambda s: (
+        *(*_codes(s, s.t, s.d), *_codes(s, _routing(s)[1].shape[0], s.f), *_routing(s)[:2], TOP_K, False),
+    ),
     "grouped_gemm": lambda s: _grouped(s, wgrad=False),
     "grouped_wgrad": lambda s: _grouped(s, wgrad=True),
     "grouped_emulated": lambda s: (s.tokens(s.d), torch.randn(EXPERTS, s.f, s.d).bfloat16(), *_emulated(s)),

@@ -143,6 +143,23 @@ def test_two_operands_of_the_same_tokens_are_transposed_as_each_alone(everywhere
         assert_bitwise_equal(got.view(torch.uint8), TR.transpose_by_ratio_ref(codes, by).view(torch.uint8))
 
 
+@pytest.mark.parametrize("widths", [(64, 32), (20, 44), (6, 8)], ids=str)
+@pytest.mark.parametrize("is_other", [False, True])
+def test_rows_of_one_operand_are_gathered_on_the_way_in(everywhere, widths, is_other):
+    torch.manual_seed(0)
+    slot = torch.randint(-1, 10, (32,), dtype=torch.int32)
+    gathered = TR.Gathered(slot.to(everywhere), 2, is_other)
+    ratio, other_ratio = (torch.exp2(-torch.randint(0, 9, (32,)).float()).to(everywhere) for _ in range(2))
+    q, other = (
+        torch.randn(5 if gathers else 32, n).to(E4M3).to(everywhere)
+        for n, gathers in zip(widths, (not is_other, is_other), strict=True)
+    )
+    made = TR.transpose_two_by_ratio(q, ratio, other, other_ratio, gathered)
+    q, other = (q, gathered.rows(other)) if is_other else (gathered.rows(q), other)
+    for got, codes, by in ((made[0], q, ratio), (made[1], other, other_ratio)):
+        assert_bitwise_equal(got.view(torch.uint8), TR.transpose_by_ratio_ref(codes, by).view(torch.uint8))
+
+
 def test_the_byte_permutations_turn_a_four_by_four_block_over():
     # Byte n of word t is 16 t + n; transposed over, byte t of word n is.
     words = [sum((16 * t + n) << 8 * n for n in range(4)) for t in range(4)]
@@ -152,7 +169,7 @@ def test_the_byte_permutations_turn_a_four_by_four_block_over():
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize(("fp8", "largest"), [(tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("two", [False, True, "gathered"], ids=["one", "two", "gathered"])
 def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch, fp8, largest, two):
     config = TR.default_config(16384, 4096)
     arguments = {
@@ -162,6 +179,9 @@ def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch,
         "other_t_ptr": torch.float32 if two else None,
         **dict.fromkeys(("T4", "N4", "stride_qt", "stride_on"), "i32"),
         **dict.fromkeys(("other_N4", "other_stride_qt", "other_stride_on"), "i32"),
+        "slot_ptr": torch.int32 if two == "gathered" else None,
+        "TOP_K": 8,
+        "GATHERS_OTHER": True,
         "FP8": fp8,
         "FP8_MAX": largest,
         "ASM": True,

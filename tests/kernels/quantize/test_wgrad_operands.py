@@ -6,10 +6,11 @@ import torch
 import aot
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.experts.group_rows import gather_rows_ref
 from deepwell.kernels.gemm.fp8 import fp8_gemm_ref
 from deepwell.kernels.quantize import wgrad_operands as W
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
-from deepwell.kernels.quantize.transpose import transpose_by_ratio_ref, transpose_codes_ref
+from deepwell.kernels.quantize.transpose import Gathered, transpose_by_ratio_ref, transpose_codes_ref
 
 
 @pytest.fixture
@@ -89,6 +90,20 @@ def test_operands_are_the_codes_times_their_ratios_transposed(device):
         assert_bitwise_equal(a, transpose_by_ratio_ref(rows[0], balanced.ratio_a_T), "a")
         assert_bitwise_equal(b, transpose_by_ratio_ref(rows[2], balanced.ratio_b_T), "b")
         assert scale_a.shape == scale_b.shape == (() if groups is None else (2,))
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_of_gathered_rows_they_are_those_of_a_gathered_copy(device, is_other):
+    torch.manual_seed(0)
+    slot = torch.tensor([3, 1, 0, -1, 7, 6, 2, -1, 4, 5, 8, 9, -1, -1, 10, 11], dtype=torch.int32, device=device)
+    ends = torch.tensor([4, 4, 16], dtype=torch.int32, device=device)
+    by_token, by_row = ((torch.randn(rows, n) * 4).to(device) for rows, n in ((6, 32), (16, 20)))
+    token, row = (quantize_rows_ref(x.bfloat16()) for x in (by_token, by_row))
+    copy = gather_rows_ref(*token, slot, 2)
+    given, wanted = ((*row, *token), (*row, *copy)) if is_other else ((*token, *row), (*copy, *row))
+    made = W.wgrad_operands(*given, ends, Gathered(slot, 2, is_other))
+    for got, ref in zip(made, W.wgrad_operands(*wanted, ends), strict=True):
+        assert_bitwise_equal(got.view(torch.uint8), ref.view(torch.uint8))
 
 
 def test_a_nan_scale_of_either_side_makes_its_own_group_nan_and_no_other(device):

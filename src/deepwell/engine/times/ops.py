@@ -122,7 +122,7 @@ def _with_groups(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return given
     experts = given[where].shape[0]
     rows = given[names.index("choices")] if "choices" in names else given[0].shape[call.name == "grouped_wgrad"]
-    slot = given[names.index("slot")] if "slot" in names else None
+    slot = dict(zip(names, given, strict=False)).get("slot")
     rows = rows if slot is None else slot.shape[0]
     each = rows // experts // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     ends = torch.arange(1, experts + 1, device=call.device) * each

@@ -209,19 +209,18 @@ class _FusedExperts(torch.autograd.Function):
         dy_TD, top_k = grads[0].contiguous(), ctx.top_k
         wants_x, wants_gate_up, wants_down, wants_bias_up, wants_bias_down, _, wants_weight = ctx.needs_input_grad[:7]
         dx = d_gate_up = d_down = d_bias_up = d_bias_down = d_weight = None
-        dy_rows = ops.gather_rows(*ops.quantize_rows(dy_TD), slot, top_k)
+        dy_codes = ops.quantize_rows(dy_TD)
         transposed_down = _along_n(*_stored(down), down_rows, dy_TD)
-        dh_PF = ops.expert_product(*dy_rows, *transposed_down, None, ends, None, 1).to(gate_up_PG.dtype)
+        dh_PF = ops.expert_product(*dy_codes, *transposed_down, None, ends, slot, top_k).to(gate_up_PG.dtype)
         q, scale, q_h, scale_h, dw_S = _grad_codes(dh_PF, gate_up_PG, weight_S, slot, ctx.act)
         if wants_down:
-            d_down = _fused_wgrad(down, dy_rows, (q_h, scale_h), ends)
+            d_down = _fused_wgrad(down, dy_codes, (q_h, scale_h), (ends, slot, top_k), gathers_right=False)
         if wants_x:
             transposed_gate_up = _along_n(*_stored(gate_up), gate_up_rows, dy_TD)
             dx_PD = ops.expert_product(q, scale, *transposed_gate_up, None, ends, None, 1)
             dx = ops.combine_rows(dx_PD, place, top_k).to(dy_TD.dtype)
         if wants_gate_up:
-            rows = ops.gather_rows(q_TD, x_scale, slot, top_k, dy_TD)
-            d_gate_up = _fused_wgrad(gate_up, (q, scale), rows, ends)
+            d_gate_up = _fused_wgrad(gate_up, (q, scale), (q_TD, x_scale), (ends, slot, top_k), gathers_right=True)
         if wants_bias_up:
             d_bias_up = ops.expert_code_sums(q, scale, ends).to(ctx.dtypes[0])
         if wants_bias_down:
@@ -256,8 +255,20 @@ def _grad_codes(dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot: Tenso
     return ops.expert_grad_codes(dh_PF, gate_up_PG, weight_S, slot, act)
 
 
-def _fused_wgrad(weight: Tensor, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
-    """The gradient of a weight [E, N, K] of FP8 rows [P, N] and [P, K], laid out as the weight is stored."""
+def _fused_wgrad(
+    weight: Tensor,
+    left: tuple[Tensor, Tensor],
+    right: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, int],
+    *,
+    gathers_right: bool,
+) -> Tensor:
+    """The gradient of a weight [E, N, K] of FP8 rows [., N] and [., K], laid out as the weight is stored.
+
+    One side lies by row, the other by token.
+    """
     if is_kn(weight):
-        return _fused_wgrad(weight.transpose(1, 2), right, left, ends).transpose(1, 2)
-    return ops.grouped_wgrad(*ops.wgrad_operands(*left, *right, ends), ends).to(weight.dtype)
+        turned = _fused_wgrad(weight.transpose(1, 2), right, left, rows, gathers_right=not gathers_right)
+        return turned.transpose(1, 2)
+    sides = ops.wgrad_operands(*left, *right, *rows, gathers_right)
+    return ops.grouped_wgrad(*sides, rows[0]).to(weight.dtype)

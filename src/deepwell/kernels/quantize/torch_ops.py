@@ -33,6 +33,7 @@ from deepwell.kernels.quantize.fp8_blocks import (
 )
 from deepwell.kernels.quantize.microscaled import quantize_mxfp8, quantize_nvfp4
 from deepwell.kernels.quantize.round_to import round_to
+from deepwell.kernels.quantize.transpose import Gathered
 from deepwell.kernels.quantize.weights import as_stored, num_partials, partial_maxima, quantize_group
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
@@ -99,11 +100,33 @@ def _fake_round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor
     return x.new_empty((*x.shape[:-1], width), dtype=torch.float32)
 
 
+def _wgrad_operands(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    slot: Tensor | None = None,
+    top_k: int = 1,
+    gathers_b: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gathered = None if slot is None else Gathered(slot, top_k, gathers_b)
+    return wgrad_operands(a, scale_a, b, scale_b, offs, gathered)
+
+
 def _fake_wgrad_operands(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    slot: Tensor | None = None,
+    top_k: int = 1,
+    gathers_b: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = () if offs is None else (offs.shape[0],)
-    transposed = (q.new_empty((q.shape[1], q.shape[0])) for q in (a, b))
+    rows = a.shape[0] if slot is None else slot.shape[0]
+    transposed = (q.new_empty((q.shape[1], rows)) for q in (a, b))
     return next(transposed), scale_a.new_empty(shape), next(transposed), scale_b.new_empty(shape)
 
 
@@ -120,9 +143,9 @@ register_op(
     _fake_quantize_weights_transposed,
 )
 register_op(
-    "wgrad_operands(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? offs=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    wgrad_operands,
+    "wgrad_operands(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? offs=None, Tensor? slot=None,"
+    " int top_k=1, bool gathers_b=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    _wgrad_operands,
     _fake_wgrad_operands,
 )
 register_op("round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor", rounded, _fake_round_to)

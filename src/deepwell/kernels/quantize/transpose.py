@@ -13,6 +13,7 @@ Cost: memory bound, one byte read and one written per code; 4 bytes per row of s
 # Shapes: T tokens, N columns of the codes (rows of the result).
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,21 @@ def transpose_by_ratio_ref(q_TN: Tensor, ratio_T: Tensor) -> Tensor:
     """Reference for `transpose_by_ratio`."""
     shifted = q_TN.float() * ratio_T[:, None]
     return encode(shifted, ELEMENTS[q_TN.dtype]).T.contiguous().view(q_TN.dtype)
+
+
+class Gathered(NamedTuple):
+    """Rows of one of two operands that are found through `slot`: row t is row slot[t] // top_k of it, zeros below 0."""
+
+    slot_T: Tensor
+    top_k: int
+    is_other: bool
+
+    def rows(self, q: Tensor) -> Tensor:
+        """The rows as they are read, in plain torch."""
+        if not q.shape[0]:
+            return q.new_zeros((self.slot_T.shape[0], q.shape[1]), dtype=torch.uint8).view(q.dtype)
+        codes = q.view(torch.uint8)[self.slot_T.clamp(min=0).long() // self.top_k]
+        return codes.masked_fill((self.slot_T < 0)[:, None], 0).view(q.dtype)
 
 
 # ---- configs: what the tuner may choose from ----
@@ -143,6 +159,15 @@ def _ratio(scale_t_ptr, scale_ptr, mask):
 
 
 @triton.jit
+def _gathered_words(q_ptr, t, stride_qt, n4, mask, is_row, slot_ptr, gathers, TOP_K: tl.constexpr):
+    """Words of rows t; where `gathers`, of the rows that their slots name."""
+    slot = tl.load(slot_ptr + t, mask=is_row, other=-1).to(tl.int64)
+    is_there = (slot >= 0) | (gathers == 0)
+    row = tl.where(gathers, tl.maximum(slot, 0) // TOP_K, t)
+    return tl.load(q_ptr + row[:, None] * stride_qt + n4[None, :], mask=mask & is_there[:, None], other=0)
+
+
+@triton.jit
 def _byte_column(a, b, c, d, BYTE: tl.constexpr):
     """Byte BYTE of each of four words, as one word."""
     low = ((a >> (8 * BYTE)) & 0xFF) | (((b >> (8 * BYTE)) & 0xFF) << 8)
@@ -158,6 +183,7 @@ def _transpose_words_kernel(
     other_q_ptr,
     other_t_ptr,
     other_out_ptr,
+    slot_ptr,
     T4,
     N4,
     stride_qt,
@@ -167,6 +193,8 @@ def _transpose_words_kernel(
     other_stride_on,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHERS_OTHER: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -188,11 +216,19 @@ def _transpose_words_kernel(
     n4 = tile_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     t = i * 4
     mask = (i[:, None] < T4) & (n4[None, :] < N4)
-    tile = q_ptr + t[:, None] * stride_qt + n4[None, :]
-    a = tl.load(tile, mask=mask, other=0)
-    b = tl.load(tile + stride_qt, mask=mask, other=0)
-    c = tl.load(tile + 2 * stride_qt, mask=mask, other=0)
-    d = tl.load(tile + 3 * stride_qt, mask=mask, other=0)
+    if slot_ptr is not None:
+        # Rows of one of the two operands are found through their slots.
+        gathers = is_other == GATHERS_OTHER
+        a = _gathered_words(q_ptr, t, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
+        b = _gathered_words(q_ptr, t + 1, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
+        c = _gathered_words(q_ptr, t + 2, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
+        d = _gathered_words(q_ptr, t + 3, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
+    else:
+        tile = q_ptr + t[:, None] * stride_qt + n4[None, :]
+        a = tl.load(tile, mask=mask, other=0)
+        b = tl.load(tile + stride_qt, mask=mask, other=0)
+        c = tl.load(tile + 2 * stride_qt, mask=mask, other=0)
+        d = tl.load(tile + 3 * stride_qt, mask=mask, other=0)
     s_ptr = scale_t_ptr + t
     a = _shift_word(a, _ratio(s_ptr, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
     b = _shift_word(b, _ratio(s_ptr + 1, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
@@ -279,16 +315,26 @@ def transpose_by_ratio(
 
 
 def transpose_two_by_ratio(
-    q_TN: Tensor, ratio_T: Tensor, other_TK: Tensor, other_ratio_T: Tensor
+    q_TN: Tensor, ratio_T: Tensor, other_TK: Tensor, other_ratio_T: Tensor, gathered: Gathered | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`transpose_by_ratio` of two operands of the same tokens, in one launch where both lie in whole words."""
-    for q, name, ratio in ((q_TN, "ratio_T", ratio_T), (other_TK, "other_ratio_T", other_ratio_T)):
-        _check_rows(q, name, ratio)
-    t, n = q_TN.shape
+    """`transpose_by_ratio` of two operands of the same tokens, in one launch where both lie in whole words.
+
+    Rows of one of them may be `gathered` on the way in.
+    """
+    if gathered is not None and not _in_words(q_TN, other_TK, ratio_T):
+        q_TN, other_TK = (
+            gathered.rows(q) if is_other == gathered.is_other else q
+            for q, is_other in ((q_TN, False), (other_TK, True))
+        )
+        gathered = None
+    t, n = ratio_T.shape[0], q_TN.shape[1]
+    for i, (q, name, ratio) in enumerate(((q_TN, "ratio_T", ratio_T), (other_TK, "other_ratio_T", other_ratio_T))):
+        if gathered is None or gathered.is_other != bool(i):
+            _check_rows(q, name, ratio)
     config = default_config(t, n + other_TK.shape[1])
     out_NT, out_KT = (torch.empty((q.shape[1], t), dtype=q.dtype, device=q.device) for q in (q_TN, other_TK))
     both = ((q_TN, ratio_T, out_NT), (other_TK, other_ratio_T, out_KT))
-    is_pair = q_TN.dtype == other_TK.dtype and t == other_TK.shape[0] and min(t, n, other_TK.shape[1]) > 0
+    is_pair = q_TN.dtype == other_TK.dtype and t == other_ratio_T.shape[0] and min(t, n, other_TK.shape[1]) > 0
     if not (is_pair and runs_kernel(q_TN, _transpose_words_kernel)) or any(
         _fit_packing(config, q, out).packing == "bytes" for q, _, out in both
     ):
@@ -296,8 +342,16 @@ def transpose_two_by_ratio(
             transpose_by_ratio(q, ratio, out=out)
         return out_NT, out_KT
     with on_device(q_TN):
-        _launch(q_TN, ratio_T, None, out_NT, config, other=both[1])
+        _launch(q_TN, ratio_T, None, out_NT, config, other=both[1], gathered=gathered)
     return out_NT, out_KT
+
+
+def _in_words(q_TN: Tensor, other_TK: Tensor, ratio_T: Tensor) -> bool:
+    """Whether the kernel of words takes both operands, whose rows it can gather."""
+    sizes = (ratio_T.shape[0], *q_TN.shape[1:], *other_TK.shape[1:], q_TN.stride(0), other_TK.stride(0))
+    whole = all(size % 4 == 0 and size for size in sizes) and q_TN.shape[0] > 0 and other_TK.shape[0] > 0
+    lies = all(q.stride(1) == 1 and q.storage_offset() % 4 == 0 and q.data_ptr() % 4 == 0 for q in (q_TN, other_TK))
+    return whole and lies and q_TN.dtype == other_TK.dtype and runs_kernel(q_TN, _transpose_words_kernel)
 
 
 def _check_rows(q_TN: Tensor, name: str, numbers_T: Tensor) -> int:
@@ -338,10 +392,11 @@ def _launch(
     q_NT: Tensor,
     config: TileConfig,
     other: tuple[Tensor, Tensor, Tensor] | None = None,
+    gathered: Gathered | None = None,
 ) -> None:
     """`other` is a second operand (codes, ratios, result) that takes its words in the same launch."""
     config = _fit_packing(config, q_TN, q_NT)
-    t, n = q_TN.shape
+    t, n = scale_T.shape[0], q_TN.shape[1]
     tiles = triton.cdiv(n, config.columns) + (triton.cdiv(other[0].shape[1], config.columns) if other else 0)
     grid = (tiles, triton.cdiv(t, config.rows))
     fp8_max = check_fp8("q_TN.dtype", q_TN.dtype)
@@ -362,6 +417,7 @@ def _launch(
         scale,
         out_words,
         *others,
+        None if gathered is None else gathered.slot_T,
         t // 4,
         n // 4,
         words.stride(0),
@@ -369,6 +425,8 @@ def _launch(
         *sizes,
         FP8=tl.float8e4nv if q_TN.dtype == torch.float8_e4m3fn else tl.float8e5,
         FP8_MAX=fp8_max,
+        TOP_K=1 if gathered is None else gathered.top_k,
+        GATHERS_OTHER=gathered is not None and gathered.is_other,
         ASM=config.packing == "asm",
         **tile,
     )
@@ -376,7 +434,7 @@ def _launch(
 
 def _fit_packing(config: TileConfig, q_TN: Tensor, q_NT: Tensor) -> TileConfig:
     """Words need sizes and rows of whole words; the interpreter reads no PTX."""
-    in_words = all(size % 4 == 0 for size in (*q_TN.shape, q_TN.stride(0), q_NT.stride(0)))
+    in_words = all(size % 4 == 0 for size in (*q_NT.shape, q_TN.stride(0), q_NT.stride(0)))
     in_words = in_words and q_TN.data_ptr() % 4 == 0 and q_NT.data_ptr() % 4 == 0
     in_words = in_words and q_TN.storage_offset() % 4 == 0 and q_NT.storage_offset() % 4 == 0
     if config.packing != "bytes" and not in_words:

@@ -24,14 +24,16 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_vector
+from deepwell.kernels.device.fp8 import ZERO_ROW_MULTIPLIER
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.transpose import transpose_two_by_ratio
+from deepwell.kernels.quantize.transpose import Gathered, transpose_two_by_ratio
 
 # A dense product: each program reads all scales, whose maximum it needs, in one go if it can, and writes its share.
 _BLOCK, _WARPS = 16384, 32
 _SLICE, _SLICES = 1024, 16
 # Of a group, all by one program.
 _GROUP_BLOCK, _GROUP_WARPS = 1024, 4
+_ZERO_SCALE = 1.0 / ZERO_ROW_MULTIPLIER
 
 
 class Balanced(NamedTuple):
@@ -160,12 +162,31 @@ def balance_scales(scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None =
 
 
 def wgrad_operands(
-    q_a_TN: Tensor, scale_a_T: Tensor, q_b_TK: Tensor, scale_b_T: Tensor, ends_E: Tensor | None = None
+    q_a_TN: Tensor,
+    scale_a_T: Tensor,
+    q_b_TK: Tensor,
+    scale_b_T: Tensor,
+    ends_E: Tensor | None = None,
+    gathered: Gathered | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(a_NT, scale_a, b_KT, scale_b)` as `fp8_gemm` (with groups `grouped_wgrad`) reads them.
 
-    Raises ConfigError on a wrong argument.
+    Codes and scales of one side may lie by token and be `gathered` on the way in. Raises ConfigError on a wrong
+    argument.
     """
+    if gathered is not None:
+        scale_a_T, scale_b_T = (
+            _gathered_scales(scale, gathered) if is_other == gathered.is_other else scale
+            for scale, is_other in ((scale_a_T, False), (scale_b_T, True))
+        )
     balanced = balance_scales(scale_a_T, scale_b_T, ends_E)
-    a_NT, b_KT = transpose_two_by_ratio(q_a_TN, balanced.ratio_a_T, q_b_TK, balanced.ratio_b_T)
+    a_NT, b_KT = transpose_two_by_ratio(q_a_TN, balanced.ratio_a_T, q_b_TK, balanced.ratio_b_T, gathered)
     return a_NT, balanced.scale_a, b_KT, balanced.scale_b
+
+
+def _gathered_scales(scale: Tensor, gathered: Gathered) -> Tensor:
+    """Of rows that are zeros, the scale of a row of zeros: it makes no other row fainter."""
+    slot = gathered.slot_T
+    if not scale.shape[0]:
+        return scale.new_full(slot.shape, _ZERO_SCALE)
+    return torch.where(slot >= 0, scale[slot.clamp(min=0) // gathered.top_k], _ZERO_SCALE)
