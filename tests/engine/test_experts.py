@@ -273,7 +273,7 @@ def test_a_fused_block_keeps_no_gathered_rows_for_the_backward():
     kept = [node.meta["val"] for node in next(iter(reversed(forward.nodes))).args[0] if isinstance(node, torch.fx.Node)]
     rows = padded_rows(128, 4)
     wide = [tuple(value.shape) for value in kept if value.dim() == 2 and rows in value.shape]  # transposed or not
-    assert wide == [(rows, 96)]  # gate and up alone
+    assert wide == [(rows, 144)]  # gate and up alone, in 12 bits a number
     assert not any(value.dim() == 3 and value.dtype == torch.float8_e4m3fn for value in kept)  # no FP8 weights
     targets = [node.target for node in backward.nodes]
     assert torch.ops.deepwell.gather_rows.default not in targets  # products and transpositions gather as they read

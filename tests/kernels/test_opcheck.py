@@ -20,6 +20,7 @@ import deepwell.kernels.head.torch_ops
 import deepwell.kernels.norm.torch_ops
 import deepwell.kernels.quantize.torch_ops
 import deepwell.kernels.rope.torch_ops  # noqa: F401 (all register their ops)
+from deepwell.kernels.experts.kept_rows import pack_rows_ref
 from deepwell.kernels.gemm import chosen
 from deepwell.kernels.quantize.fp8 import quantize_rows
 from deepwell.kernels.registry import KernelRegistry
@@ -327,6 +328,16 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(s.matrix(_routing(s)[1].shape[0], s.f).contiguous(),),
         *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K), _routing(s)[1], "silu"),
     ),
+    "expert_swiglu_kept": lambda s: (
+        *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K)),
+        *(_routing(s)[1], "silu"),
+    ),
+    "expert_swiglu_backward_kept": lambda s: (
+        *(s.matrix(_routing(s)[1].shape[0], s.f).contiguous(),),
+        *pack_rows_ref(torch.randn(_routing(s)[1].shape[0], 2 * s.f)),
+        *(s.vector(s.t * TOP_K), _routing(s)[1], "silu"),
+    ),
+    "quantize_rows_again": lambda s: (s.tokens(s.d), s.tokens(1)),
     "expert_hidden_codes": lambda s: (
         *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K)),
         *(_routing(s)[1], "silu,True,True,7.0,1.702,1.0"),

@@ -145,6 +145,7 @@ def test_kernels_divide_exactly_and_read_lines_of_sixteen_bytes(arch, width, is_
     kernel = X._expert_swiglu_backward_kernel if is_backward else X._expert_swiglu_kernel
     types = {
         **dict.fromkeys(("dh_ptr", "gu_ptr", "weight_ptr"), torch.bfloat16),
+        **dict.fromkeys(("kept_ptr", "top_ptr")),
         "slot_ptr": torch.int32,
         **dict.fromkeys(("q_ptr", "qh_ptr"), E4M3),
         **dict.fromkeys(("scale_ptr", "scale_h_ptr", "dw_ptr"), torch.float32),

@@ -4,14 +4,15 @@
     batched_linear    x [E, T, K], as many rows for each expert
     fused_experts     tokens in, tokens out: gather, gate and up, activation, down, sum over each token's choices
 
-The fused block runs in FP8 from end to end in rows padded by expert, and keeps, beside its inputs, one byte an element
-of each token and the rows of gate and up: gathered tokens, hidden rows and the experts' outputs are recomputed or not
-needed (`expert_swiglu`, `hidden_codes`).
+The fused block runs in FP8 from end to end in rows padded by expert, and keeps, beside its inputs, the rows of gate and
+up, of SwiGLU in 12 bits a number (`kept_rows`): gathered tokens, hidden rows and the experts' outputs are recomputed or
+not needed (`expert_swiglu`, `hidden_codes`).
 """
 
 # Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K and N the widths of a grouped linear, D width of
 # a token, F hidden width of an expert.
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -187,9 +188,8 @@ class _FusedExperts(torch.autograd.Function):
         q_down, down_scale, down_rows = _along_k(*_stored(down))
         gate_up_PG = ops.expert_product(q_TD, x_scale, q_gate_up, gate_up_scale, bias_up, ends, slot, top_k)
         gate_up_PG = gate_up_PG.to(x_TD.dtype)
-        y_PD = ops.expert_product(
-            *_hidden_codes(gate_up_PG, weight_S, slot, act), q_down, down_scale, None, ends, None, 1
-        )
+        hidden, kept = _hidden_codes(gate_up_PG, weight_S, slot, act)
+        y_PD = ops.expert_product(*hidden, q_down, down_scale, None, ends, None, 1)
         y_TD = ops.combine_rows(y_PD, place, top_k).to(x_TD.dtype)
         if bias_down is not None:
             weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
@@ -197,22 +197,22 @@ class _FusedExperts(torch.autograd.Function):
         ctx.top_k, ctx.act = top_k, act
         ctx.dtypes = [None if bias is None else bias.dtype for bias in (bias_up, bias_down)]
         ctx.save_for_backward(
-            *(q_TD, x_scale, gate_up, gate_up_rows, down, down_rows, bias_down),
-            *(gate_up_PG, weight_S, ends, slot, place),
+            *(x_TD, gate_up, gate_up_rows, down, down_rows, bias_down),
+            *(*kept, weight_S, ends, slot, place),
         )
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        q_TD, x_scale, gate_up, gate_up_rows, down, down_rows, bias_down, *rest = ctx.saved_tensors
-        gate_up_PG, weight_S, ends, slot, place = rest
+        x_TD, gate_up, gate_up_rows, down, down_rows, bias_down, *rest = ctx.saved_tensors
+        *kept, weight_S, ends, slot, place = rest
         dy_TD, top_k = grads[0].contiguous(), ctx.top_k
         wants_x, wants_gate_up, wants_down, wants_bias_up, wants_bias_down, _, wants_weight = ctx.needs_input_grad[:7]
         dx = d_gate_up = d_down = d_bias_up = d_bias_down = d_weight = None
         dy_codes = ops.quantize_rows(dy_TD)
         transposed_down = _along_n(*_stored(down), down_rows, dy_TD)
-        dh_PF = ops.expert_product(*dy_codes, *transposed_down, None, ends, slot, top_k).to(gate_up_PG.dtype)
-        q, scale, q_h, scale_h, dw_S = _grad_codes(dh_PF, gate_up_PG, weight_S, slot, ctx.act)
+        dh_PF = ops.expert_product(*dy_codes, *transposed_down, None, ends, slot, top_k).to(x_TD.dtype)
+        q, scale, q_h, scale_h, dw_S = _grad_codes(dh_PF, kept, weight_S, slot, ctx.act)
         if wants_down:
             d_down = _fused_wgrad(down, dy_codes, (q_h, scale_h), (ends, slot, top_k), gathers_right=False)
         if wants_x:
@@ -220,7 +220,8 @@ class _FusedExperts(torch.autograd.Function):
             dx_PD = ops.expert_product(q, scale, *transposed_gate_up, None, ends, None, 1)
             dx = ops.combine_rows(dx_PD, place, top_k).to(dy_TD.dtype)
         if wants_gate_up:
-            d_gate_up = _fused_wgrad(gate_up, (q, scale), (q_TD, x_scale), (ends, slot, top_k), gathers_right=True)
+            x_codes = ops.quantize_rows_again(x_TD, dy_TD)
+            d_gate_up = _fused_wgrad(gate_up, (q, scale), x_codes, (ends, slot, top_k), gathers_right=True)
         if wants_bias_up:
             d_bias_up = ops.expert_code_sums(q, scale, ends).to(ctx.dtypes[0])
         if wants_bias_down:
@@ -243,16 +244,24 @@ def _is_plain_swiglu(act: str) -> bool:
     return how.is_swiglu and how.function != "relu2"
 
 
-def _hidden_codes(gate_up_PG: Tensor, weight_S: Tensor, slot: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    if _is_plain_swiglu(act):
-        return ops.expert_swiglu(gate_up_PG, weight_S, slot, parse_activation(act).function)
-    return ops.expert_hidden_codes(gate_up_PG, weight_S, slot, act)
+def _hidden_codes(
+    gate_up_PG: Tensor, weight_S: Tensor, slot: Tensor, act: str
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    """(FP8 rows of the weighted hidden rows, what the backward needs of gate and up)."""
+    if not _is_plain_swiglu(act):
+        return ops.expert_hidden_codes(gate_up_PG, weight_S, slot, act), (gate_up_PG,)
+    function = parse_activation(act).function
+    if gate_up_PG.dtype != torch.bfloat16:
+        return ops.expert_swiglu(gate_up_PG, weight_S, slot, function), (gate_up_PG,)
+    q, scale, kept, top = ops.expert_swiglu_kept(gate_up_PG, weight_S, slot, function)
+    return (q, scale), (kept, top)
 
 
-def _grad_codes(dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
-    if _is_plain_swiglu(act):
-        return ops.expert_swiglu_backward(dh_PF, gate_up_PG, weight_S, slot, parse_activation(act).function)
-    return ops.expert_grad_codes(dh_PF, gate_up_PG, weight_S, slot, act)
+def _grad_codes(dh_PF: Tensor, kept: Sequence[Tensor], weight_S: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
+    if not _is_plain_swiglu(act):
+        return ops.expert_grad_codes(dh_PF, *kept, weight_S, slot, act)
+    op = ops.expert_swiglu_backward if len(kept) == 1 else ops.expert_swiglu_backward_kept
+    return op(dh_PF, *kept, weight_S, slot, parse_activation(act).function)
 
 
 def _fused_wgrad(

@@ -35,9 +35,17 @@ from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.experts.kept_rows import (
+    exponents,
+    load_packed,
+    pack_rows_ref,
+    store_packed,
+    top_of,
+    unpack_rows_ref,
+)
 from deepwell.kernels.quantize.fp8 import RowConfig, quantize_rows_ref
 
-__all__ = ["BACKWARD_CONFIGS", "FORWARD_CONFIGS", "expert_swiglu", "expert_swiglu_backward"]
+__all__ = ["BACKWARD_CONFIGS", "FORWARD_CONFIGS", "expert_swiglu", "expert_swiglu_backward", "expert_swiglu_kept"]
 
 _FP8 = torch.float8_e4m3fn
 _E4M3_MAX = tl.constexpr(448.0)
@@ -117,6 +125,8 @@ def _expert_swiglu_kernel(
     slot_ptr,
     q_ptr,
     scale_ptr,
+    kept_ptr,
+    top_ptr,
     F,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,18 +153,42 @@ def _expert_swiglu_kernel(
         enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
         tl.store(q_ptr + p * F + columns, encoded(h, enc, FP8, ASM), mask=columns < F)
     tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
+    if kept_ptr is not None:
+        _keep(gu_row, kept_ptr + p * 3 * F, top_ptr + p, F, BLOCK)
 
 
 @triton.jit
-def _expert_grads(dh_row, gu_row, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr):
-    """(dg, du, h) of one tile, rounded to the input's dtype; and the terms of dw in fp32."""
-    g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT)
-    u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
+def _keep(gu_row, kept_row, top_ptr, F, BLOCK: tl.constexpr):
+    """Gate and up of a row once more, out of the cache, for the backward (`kept_rows`)."""
+    columns = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, F, BLOCK):
+        f = start + columns
+        largest = tl.maximum(largest, exponents(tl.load(gu_row + f, mask=f < F, other=0.0)))
+        largest = tl.maximum(largest, exponents(tl.load(gu_row + F + f, mask=f < F, other=0.0)))
+    top = top_of(tl.max(largest, axis=0))
+    tl.store(top_ptr, top.to(tl.uint8))
+    for start in range(0, F, BLOCK):
+        f = start + columns
+        g = tl.load(gu_row + f, mask=f < F, other=0.0)
+        u = tl.load(gu_row + F + f, mask=f < F, other=0.0)
+        store_packed(kept_row, g, u, f, F, top)
+
+
+@triton.jit
+def _expert_grads(dh_row, gu_row, top, f, F, w, ACT: tl.constexpr, EVICT: tl.constexpr, ASM: tl.constexpr):
+    """(dg, du, h) of one tile, rounded to the dtype of dh; and the terms of dw in fp32."""
+    DTYPE: tl.constexpr = dh_row.dtype.element_ty
+    if top is not None:
+        g, u = load_packed(gu_row, f, F, top, EVICT)
+    else:
+        g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
     dh = tl.load(dh_row + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    a, slope = act_and_slope(g.to(tl.float32), ACT, ASM)
-    dg = rounded(dh * w * u * slope, g.dtype, ASM)
-    du = rounded(dh * w * a, g.dtype, ASM)
-    h = rounded(a * u * w, g.dtype, ASM)
+    a, slope = act_and_slope(g, ACT, ASM)
+    dg = rounded(dh * w * u * slope, DTYPE, ASM)
+    du = rounded(dh * w * a, DTYPE, ASM)
+    h = rounded(a * u * w, DTYPE, ASM)
     return dg, du, h, dh * (a * u)
 
 
@@ -167,6 +201,7 @@ def _store_codes(row, x, f, F, enc, FP8: tl.constexpr, ASM: tl.constexpr):
 def _expert_swiglu_backward_kernel(
     dh_ptr,
     gu_ptr,
+    top_ptr,
     weight_ptr,
     slot_ptr,
     q_ptr,
@@ -185,7 +220,11 @@ def _expert_swiglu_backward_kernel(
     p = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + p)
     w = _weight_of(weight_ptr, slot)
+    top = None
     gu_row = gu_ptr + p * 2 * F
+    if top_ptr is not None:
+        top = tl.load(top_ptr + p).to(tl.int32)
+        gu_row = gu_ptr + p * 3 * F
     dh_row = dh_ptr + p * F
     q_row = q_ptr + p * 2 * F
     columns = tl.arange(0, BLOCK)
@@ -194,7 +233,7 @@ def _expert_swiglu_backward_kernel(
         bits_h = tl.zeros([BLOCK], dtype=tl.int32)
         terms = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, F, BLOCK):
-            dg, du, h, term = _expert_grads(dh_row, gu_row, start + columns, F, w, ACT, "evict_last", ASM)
+            dg, du, h, term = _expert_grads(dh_row, gu_row, top, start + columns, F, w, ACT, "evict_last", ASM)
             bits = tl.maximum(bits, larger_bits(dg, du, ASM))
             bits_h = tl.maximum(bits_h, bits_of(h, ASM))
             terms += term
@@ -203,12 +242,12 @@ def _expert_swiglu_backward_kernel(
         enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, True, ZERO_ROW)
         for start in range(0, F, BLOCK):
             f = start + columns
-            dg, du, h, term = _expert_grads(dh_row, gu_row, f, F, w, ACT, "evict_first", ASM)
+            dg, du, h, term = _expert_grads(dh_row, gu_row, top, f, F, w, ACT, "evict_first", ASM)
             _store_codes(q_row, dg, f, F, enc, FP8, ASM)
             _store_codes(q_row + F, du, f, F, enc, FP8, ASM)
             _store_codes(qh_ptr + p * F, h, f, F, enc_h, FP8, ASM)
     else:
-        dg, du, h, terms = _expert_grads(dh_row, gu_row, columns, F, w, ACT, "", ASM)
+        dg, du, h, terms = _expert_grads(dh_row, gu_row, top, columns, F, w, ACT, "", ASM)
         # At once: held until the end, the terms alone would take half of the registers.
         tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
         enc = multiplier_from_bits(tl.max(larger_bits(dg, du, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
@@ -227,6 +266,31 @@ def expert_swiglu(
     gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, *, act: str = "silu", config: RowConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """`(q_PF, scale_P)` of the weighted hidden rows. Raises ConfigError on a wrong argument."""
+    return _hidden_codes(gate_up_P2F, weight_S, slot_P, act, config, None)
+
+
+def expert_swiglu_kept(
+    gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, *, act: str = "silu", config: RowConfig | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`expert_swiglu` of bf16 rows, and `(kept_P3F, top_P)`: the rows of gate and up for its backward."""
+    check_matrix("gate_up_P2F", gate_up_P2F, (torch.bfloat16,))
+    if not runs_kernel(gate_up_P2F, _expert_swiglu_kernel):
+        hidden = expert_swiglu(gate_up_P2F, weight_S, slot_P, act=act, config=config)
+        return *hidden, *pack_rows_ref(gate_up_P2F)
+    p, width = gate_up_P2F.shape[0], gate_up_P2F.shape[1] // 2
+    kept = torch.empty((p, 3 * width), dtype=torch.uint8, device=gate_up_P2F.device)
+    top = torch.empty(p, dtype=torch.uint8, device=gate_up_P2F.device)
+    return *_hidden_codes(gate_up_P2F, weight_S, slot_P, act, config, (kept, top)), kept, top
+
+
+def _hidden_codes(
+    gate_up_P2F: Tensor,
+    weight_S: Tensor,
+    slot_P: Tensor,
+    act: str,
+    config: RowConfig | None,
+    kept: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
     width = _check(gate_up_P2F, weight_S, slot_P, act)
     if not runs_kernel(gate_up_P2F, _expert_swiglu_kernel):
         return expert_swiglu_ref(gate_up_P2F, weight_S, slot_P, act)
@@ -240,6 +304,7 @@ def expert_swiglu(
                 slot_P,
                 q,
                 scale,
+                *(kept or (None, None)),
                 width,
                 ACT=act,
                 BLOCK=config.block(width),
@@ -252,31 +317,39 @@ def expert_swiglu(
 
 def expert_swiglu_backward(
     dh_PF: Tensor,
-    gate_up_P2F: Tensor,
+    gate_up: Tensor,
     weight_S: Tensor,
     slot_P: Tensor,
     *,
+    top_P: Tensor | None = None,
     act: str = "silu",
     config: RowConfig | None = None,
 ) -> ExpertGrads:
-    """Gradients of `expert_swiglu`, and h's FP8 rows again for the wgrad of the down projection."""
-    width = _check(gate_up_P2F, weight_S, slot_P, act)
-    check_matrix("dh_PF", dh_PF, (gate_up_P2F.dtype,))
-    check_shape("dh_PF", dh_PF, (gate_up_P2F.shape[0], width), gate_up_P2F)
-    if not runs_kernel(gate_up_P2F, _expert_swiglu_backward_kernel):
-        return expert_swiglu_backward_ref(dh_PF, gate_up_P2F, weight_S, slot_P, act)
-    q, scale = _rows(gate_up_P2F, 2 * width)
-    q_h, scale_h = _rows(gate_up_P2F, width)
+    """Gradients of `expert_swiglu`, and h's FP8 rows again for the wgrad of the down projection.
+
+    `gate_up` is what `expert_swiglu` got, or with `top_P` what `expert_swiglu_kept` kept of it.
+    """
+    width = _check(gate_up, weight_S, slot_P, act, halves=2 if top_P is None else 3)
+    if top_P is not None:
+        check_vector("top_P", top_P, gate_up.shape[0], gate_up)
+    check_matrix("dh_PF", dh_PF, (gate_up.dtype,) if top_P is None else (torch.bfloat16,))
+    check_shape("dh_PF", dh_PF, (gate_up.shape[0], width), gate_up)
+    if not runs_kernel(gate_up, _expert_swiglu_backward_kernel):
+        rows = gate_up if top_P is None else unpack_rows_ref(gate_up, top_P)
+        return expert_swiglu_backward_ref(dh_PF, rows, weight_S, slot_P, act)
+    q, scale = _rows(gate_up, 2 * width)
+    q_h, scale_h = _rows(gate_up, width)
     # A choice that no expert took gets no gradient.
     dw_S = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
-    has_ptx = runs_ptx(gate_up_P2F, _expert_swiglu_backward_kernel)
-    in_words = has_ptx and gate_up_P2F.dtype == torch.bfloat16
+    has_ptx = runs_ptx(gate_up, _expert_swiglu_backward_kernel)
+    in_words = has_ptx and dh_PF.dtype == torch.bfloat16
     config = _fit(config or expert_backward_config(width, in_words=in_words), width)
-    if gate_up_P2F.shape[0]:
-        with on_device(gate_up_P2F):
-            _expert_swiglu_backward_kernel[(gate_up_P2F.shape[0],)](
+    if gate_up.shape[0]:
+        with on_device(gate_up):
+            _expert_swiglu_backward_kernel[(gate_up.shape[0],)](
                 dh_PF.contiguous(),
-                gate_up_P2F,
+                gate_up,
+                top_P,
                 weight_S,
                 slot_P,
                 q,
@@ -295,16 +368,20 @@ def expert_swiglu_backward(
     return ExpertGrads(q, scale, q_h, scale_h, dw_S)
 
 
-def _check(gate_up: Tensor, weight_S: Tensor, slot_P: Tensor, act: str) -> int:
+def _check(gate_up: Tensor, weight_S: Tensor, slot_P: Tensor, act: str, *, halves: int = 2) -> int:
     """F, after checking what forward and backward share."""
-    check_matrix("gate_up_P2F", gate_up)
-    if gate_up.shape[1] % 2 or not gate_up.is_contiguous():
-        raise ConfigError(f"gate_up_P2F must be contiguous with two equal halves, got {tuple(gate_up.shape)}")
+    if halves == 2:
+        check_matrix("gate_up_P2F", gate_up)
+    elif gate_up.dtype != torch.uint8 or gate_up.dim() != 2:
+        raise ConfigError(f"kept rows are bytes [P, 3 F], got {gate_up.dtype} {tuple(gate_up.shape)}")
+    if gate_up.shape[1] % halves or not gate_up.is_contiguous():
+        parts = "two equal halves" if halves == 2 else "three equal parts"
+        raise ConfigError(f"gate_up_P2F must be contiguous with {parts}, got {tuple(gate_up.shape)}")
     check_vector("weight_S", weight_S, weight_S.shape[0], gate_up)
     check_vector("slot_P", slot_P, gate_up.shape[0], gate_up)
     if act not in ACTIVATIONS:
         raise ConfigError(f"act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
-    return gate_up.shape[1] // 2
+    return gate_up.shape[1] // halves
 
 
 def _fit(config: RowConfig, width: int) -> RowConfig:

@@ -16,7 +16,7 @@ from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
 from deepwell.kernels.experts.hidden_codes import grad_codes, hidden_codes
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
 from deepwell.kernels.experts.row_tiles import Rows
-from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward
+from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward, expert_swiglu_kept
 from deepwell.kernels.quantize.torch_ops import rounded
 from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
 
@@ -101,6 +101,25 @@ register_op(
     "expert_swiglu(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
     lambda gate_up, weight, slot, act: expert_swiglu(gate_up, weight.contiguous(), slot, act=act),
     lambda gate_up, weight, slot, act: fp8_rows_like(half(gate_up, act)),
+)
+register_op(
+    "expert_swiglu_kept(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda gate_up, weight, slot, act: expert_swiglu_kept(gate_up, weight.contiguous(), slot, act=act),
+    lambda gate_up, weight, slot, act: (
+        *fp8_rows_like(half(gate_up, act)),
+        gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2 * 3), dtype=torch.uint8),
+        gate_up.new_empty(gate_up.shape[0], dtype=torch.uint8),
+    ),
+)
+register_op(
+    "expert_swiglu_backward_kept(Tensor dh, Tensor kept, Tensor top, Tensor weight, Tensor slot, str act)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda dh, kept, top, weight, slot, act: tuple(
+        expert_swiglu_backward(dh, kept, weight.contiguous(), slot, top_P=top, act=act)
+    ),
+    lambda dh, kept, top, weight, slot, act: _fake_swiglu_grads(
+        dh, dh.new_empty((dh.shape[0], 2 * dh.shape[1])), weight, slot, act
+    ),
 )
 register_op(
     "expert_swiglu_backward(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"

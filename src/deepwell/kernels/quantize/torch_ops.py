@@ -131,6 +131,12 @@ def _fake_wgrad_operands(
 
 
 register_op("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(dense(x)), fp8_rows_like)
+# Once more in the backward: `after`, which is not read, keeps a compiler from keeping the forward's codes instead.
+register_op(
+    "quantize_rows_again(Tensor x, Tensor after) -> (Tensor, Tensor)",
+    lambda x, after: quantize_rows(dense(x)),
+    lambda x, after: fp8_rows_like(x),
+)
 register_op(
     "quantize_weights(Tensor[] weights, bool scale_per_row=False) -> (Tensor, Tensor, Tensor)",
     _quantize_weights,
