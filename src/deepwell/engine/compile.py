@@ -78,8 +78,7 @@ def compile(  # noqa: A001 - the public name
     `recompute=True` keeps each layer's input alone and computes the layer again in the backward; a word says which FP8
     copies the backward recomputes: "hidden" (an MLP's hidden values; as with False), "copies" (of all inputs of
     linears: less memory), "nothing". `fuse_head` computes head and loss together and the logits only where they are
-    looked at.
-    `cache_weights` keeps the FP8 weights, 2 bytes for each, and recomputes them only where a weight changed:
+    looked at. `cache_weights` keeps the FP8 weights, 2 bytes for each, and recomputes them only where a weight changed:
     once for a step, however many micro-batches it has.
     `kernel_registry` lets its kernels, users' own included, compete for the low-precision products;
     `use_cutlass` lets Deepwell's own compete, CUTLASS among them. `measure` keeps layers in bf16 where FP8 would not be
