@@ -154,6 +154,21 @@ def test_another_thread_and_somebodys_own_recording_are_launched(on_cuda, monkey
     assert graphs.ran[-1] == "launch forward"
 
 
+def test_an_empty_output_is_no_sign_of_a_replay(on_cuda) -> None:
+    replay = Replay("always")
+    ran = []
+
+    def run(name):
+        return lambda inputs: ran.append(name) or [torch.empty(0), torch.from_numpy(np.ones(4, dtype=np.float32))]
+
+    forward = replay.wrap(run("launch"), run("replay"), **_kind(False))
+    backward = replay.wrap(run("launch backward"), run("replay backward"), **_kind(True))
+    for _ in range(2):
+        forward([torch.ones(4)])
+    backward([torch.empty(0), torch.ones(4)])  # of a forward that was launched
+    assert ran == ["launch", "replay", "launch backward"]
+
+
 def test_open_sizes_are_never_recorded(on_cuda) -> None:
     replay = Replay("always")
     graphs = on_cuda(replay)

@@ -102,7 +102,7 @@ class Replay:
             _log.warning("CUDA graphs cannot be recorded, kernels are launched as ever: %s", error)
             self._give_up(f"the forward could not be recorded: {str(error).splitlines()[0]}")
             return launch(given)
-        own = {_address(value) for value in given}
+        own = {0, *(_address(value) for value in given)}  # nothing lies at 0: empty tensors
         made = [i for i, out in enumerate(outputs) if isinstance(out, Tensor) and _address(out) not in own]
         self._addresses.update(_address(outputs[i]) for i in made)
         outputs = list(outputs)
