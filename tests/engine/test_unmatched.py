@@ -38,6 +38,16 @@ def test_before_a_call_rows_say_what_is_bound() -> None:
     assert {row.scheme for row in _rows(engine.report()).values()} == {"emulate:mxfp8"}
 
 
+def test_a_call_that_is_to_run_eagerly_is_no_reason_to_warn(recwarn) -> None:
+    engine = dw.compile(nn.Sequential(nn.Linear(32, 32)), precision="mxfp8")
+    with torch.compiler.set_stance("force_eager"):
+        engine(torch.randn(4, 32))
+    assert not engine.deepwell.options.was_called
+    assert not [warning for warning in recwarn if "deepwell" in str(warning.message)]
+    engine(torch.randn(4, 32))
+    assert engine.deepwell.options.was_called and engine.deepwell.options.graphs == 1
+
+
 def test_a_float64_model_is_said_to_run_in_fp64() -> None:
     model, x = MLP().double(), torch.randn(4, 32).double()
     engine = dw.compile(model)

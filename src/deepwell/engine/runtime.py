@@ -259,8 +259,8 @@ class Runtime:
             raise
         if self.regions is None:  # a region is one graph or an error, and between them Python is what is wanted
             self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
-        if not self.options.was_called:
-            self.options.was_called = True
+        if not self.options.was_called and torch._dynamo.eval_frame._stance.stance != "force_eager":
+            self.options.was_called = True  # a call that was to run eagerly, as a sample is, says nothing of the others
             self._warn_of_eager_linears()
         return out
 
