@@ -277,7 +277,7 @@ def _fused_wgrad(
     One side lies by row, the other by token.
     """
     if is_kn(weight):
-        turned = _fused_wgrad(weight.transpose(1, 2), right, left, rows, gathers_right=not gathers_right)
-        return turned.transpose(1, 2)
+        swapped = _fused_wgrad(weight.transpose(1, 2), right, left, rows, gathers_right=not gathers_right)
+        return swapped.transpose(1, 2)
     sides = ops.wgrad_operands(*left, *right, *rows, gathers_right)
     return ops.grouped_wgrad(*sides, rows[0]).to(weight.dtype)
