@@ -529,3 +529,16 @@ def test_gain_is_measured_on_a_gpu(method) -> None:
     gpu_policy(method)
     gain = would_gain(512, 512, 2048, "cuda", "", method)
     assert gain.fp8_us > 0 and gain.bf16_us > 0
+
+
+@pytest.mark.parametrize("scheme", ["fp8_row|fp8_row|fp8_row", "fp8_tensor|fp8_tensor|fp8_tensor"])
+def test_the_gradient_of_a_weight_lies_as_the_weight_is_stored(scheme) -> None:
+    """GPT-2's is [K, N]: autograd would copy a gradient that lies across it."""
+    torch.manual_seed(0)
+    x, stored = torch.randn(32, 48).bfloat16(), torch.randn(48, 64).bfloat16().requires_grad_()
+    other = stored.detach().T.contiguous().requires_grad_()
+    dy = torch.randn(32, 64).bfloat16()
+    (grad,) = torch.autograd.grad(low_precision_linear(x, [stored.T], None, scheme), stored, dy)
+    (wanted,) = torch.autograd.grad(low_precision_linear(x, [other], None, scheme), other, dy)
+    assert grad.stride() == stored.stride()
+    torch.testing.assert_close(grad, wanted.T, rtol=1e-2, atol=1e-2)

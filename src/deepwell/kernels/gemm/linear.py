@@ -25,6 +25,7 @@ from torch import Tensor
 from deepwell.formats.spec import E5M2, get_format
 from deepwell.kernels.gemm.schemes import SCALED, GemmScheme, parse_scheme
 from deepwell.kernels.gemm.torch_ops import ops
+from deepwell.kernels.quantize.weights import is_kn
 
 # An operand of a GEMM: values and scales, or the numbers themselves.
 _Operand = tuple[Tensor, ...]
@@ -87,7 +88,7 @@ class _Linear(torch.autograd.Function):
         # The transposed copy of the weights is made when the backward asks for it, from weights that are there anyway.
         reads_weights = needs_dx and len(w_kept) < 2
         ctx.widths, ctx.counts = [weight.shape[0] for weight in weights], (len(x_kept), len(w_kept))
-        ctx.is_kn = len(weights) == 1 and _is_kn(weights[0])
+        ctx.is_kn = len(weights) == 1 and is_kn(weights[0])
         ctx.save_for_backward(*x_kept, *w_kept, *(weights if reads_weights else ()))
         return y_TN.to(x_TK.dtype)
 
@@ -110,11 +111,6 @@ class _Linear(torch.autograd.Function):
             made = wgrad.method.wgrad(wgrad.how, *sides, dy_TN.dtype).to(dy_TN.dtype)
             dw = [made.T] if ctx.is_kn else made.split(ctx.widths)
         return dx_TK, None, None, None, None, *dw
-
-
-def _is_kn(weight: Tensor) -> bool:
-    """Whether the model stores a weight [N, K] as [K, N]: GPT-2's."""
-    return weight.stride(0) == 1 and weight.stride(1) != 1
 
 
 # ---- the methods ----

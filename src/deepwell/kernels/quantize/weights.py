@@ -301,7 +301,7 @@ def num_partials(weights: Sequence[Tensor]) -> int:
 
 def partial_maxima(weights: Sequence[Tensor], *, config: GroupConfig | None = None) -> Tensor:
     """Numbers of fp32 whose maximum is the largest magnitude of all weights [N, K], NaN where one holds a NaN."""
-    if _is_kn(weights):
+    if len(weights) == 1 and is_kn(weights[0]):
         weights = [as_stored(weights[0])]
     if not _in_two_launches(weights) or not all(w.is_contiguous() and w.numel() <= _MAX_SIZE for w in weights):
         if runs_kernel(weights[0], _codes_kernel):
@@ -335,7 +335,7 @@ def quantize_group(
 
     `partials_P` are those of the same weights, or any number of others whose maximum is their amax.
     """
-    if _is_kn(weights):  # what lies transposed is written the other way
+    if len(weights) == 1 and is_kn(weights[0]):  # what lies transposed is written the other way
         weights, transposed = [as_stored(weights[0])], not transposed
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
     q = weights[0].new_empty((k, n) if transposed else (n, k), dtype=_FP8)
@@ -376,9 +376,9 @@ def as_stored(w: Tensor) -> Tensor:
     return w.detach() if w.stride(1) == 1 or w.shape[1] == 1 else w.detach().T
 
 
-def _is_kn(weights: Sequence[Tensor]) -> bool:
-    """Whether there is one weight alone, which the model stores as [K, N]: GPT-2's."""
-    return len(weights) == 1 and as_stored(weights[0]).stride() != weights[0].stride()
+def is_kn(weight: Tensor) -> bool:
+    """Whether the model stores a weight [N, K] as [K, N]: GPT-2's."""
+    return weight.stride(0) == 1 and weight.stride(1) != 1
 
 
 def _in_two_launches(weights: Sequence[Tensor]) -> bool:
