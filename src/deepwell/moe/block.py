@@ -122,7 +122,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.activation.gated:
-            return self.down_proj(self.activation(self.up_proj(x)))
+            return self.down_proj(self.activation.of_rows(self.up_proj(x)))
         return self.down_proj(self.activation.gate(self.gate_proj(x), self.up_proj(x)))
 
 

@@ -82,7 +82,7 @@ def _read(module: Any) -> ExpertActivation | None:
     rows[1] = numbers.flip(0)
     rows = rows[:, :96]
     wanted = function(rows)
-    fits = (how for how in _candidates(module) if _equal(how(rows), wanted))
+    fits = (how for how in _candidates(module) if _equal(how.of_rows(rows), wanted))
     return next(fits, None)
 
 

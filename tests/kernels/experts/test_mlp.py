@@ -39,7 +39,7 @@ def one_by_one(x, stored, biases, index, weight, activation, is_kn=False):
             if e < 0:
                 continue
             h = w1[e] @ x[t].double() + (0 if biases[0] is None else biases[0][e].double())
-            y = w2[e] @ activation(h) + (0 if biases[1] is None else biases[1][e].double())
+            y = w2[e] @ activation.of_rows(h) + (0 if biases[1] is None else biases[1][e].double())
             total = total + weight[t, j].double() * y
         rows.append(total)
     return torch.stack(rows) if rows else x.new_zeros(0, H, dtype=torch.float64)
@@ -124,14 +124,15 @@ def test_fp8_is_one_op_and_rounds_no_more_than_its_products_one_by_one(name, is_
     assert not ways[0][2][2].any() and not ways[0][3][2].any()
 
 
-def test_compiled_without_breaks_it_is_the_same():
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_compiled_without_breaks_it_is_the_same(precision):
     x, stored, _, index, weight = operands(12, GPT_OSS, dtype=torch.bfloat16)
     compiled = torch.compile(experts_mlp, backend="aot_eager", fullgraph=True)
     index[0] = -1
     dy = torch.randn(12, H).bfloat16()
     results = []
     for function in (experts_mlp, compiled):
-        y = function(x, *stored, index, weight, activation=GPT_OSS)
+        y = function(x, *stored, index, weight, activation=GPT_OSS, precision=precision)
         results.append((y, *torch.autograd.grad(y, (x, *stored, weight), dy)))
     for eager, made in zip(*results, strict=True):
         assert_bitwise_equal(made, eager)

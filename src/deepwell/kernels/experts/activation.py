@@ -70,7 +70,7 @@ class ExpertActivation:
         """Whether it is `act(first half) * second half` and nothing else."""
         return self == ExpertActivation(function=self.function)
 
-    def __call__(self, rows_SG: Tensor) -> Tensor:
+    def of_rows(self, rows_SG: Tensor) -> Tensor:
         """[S, F], each operation in the dtype of the rows."""
         if not self.gated:
             return _FUNCTIONS[self.function](rows_SG)

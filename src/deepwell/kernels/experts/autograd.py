@@ -66,7 +66,7 @@ class _GroupedLinear(torch.autograd.Function):
         if how.fwd.method == FP8_METHOD:
             q_w, w_scale, row_scale = _along_k(weight, is_kn)
             padded = ops.gather_rows(q_SK, x_scale, slot, 1)
-            y_SN = ops.combine_rows(ops.grouped_gemm(*padded, q_w, w_scale, ends), place, 1).to(x_SK.dtype)
+            y_SN = _in(x_SK.dtype, ops.combine_rows(ops.grouped_gemm(*padded, q_w, w_scale, ends), place, 1))
         else:
             w_ENK = weight.transpose(1, 2) if is_kn else weight
             y_SN = _grouped(how.fwd, x_SK, w_ENK, offs)
@@ -101,6 +101,11 @@ class _GroupedLinear(torch.autograd.Function):
                 dw = _plain_wgrad(how.wgrad, dy_SN, x, offs)
                 dw = dw.transpose(1, 2) if ctx.is_kn else dw
         return dx_SK, dw, None, None, None
+
+
+def _in(dtype: torch.dtype, made: Tensor) -> Tensor:
+    """`made` in a dtype. A `.to` that changes nothing gives Dynamo of torch 2.11 one output twice: its gradient is 0."""
+    return made if made.dtype == dtype else made.to(dtype)
 
 
 def _along_k(weight: Tensor, is_kn: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,13 +192,13 @@ class _FusedExperts(torch.autograd.Function):
         q_gate_up, gate_up_scale, gate_up_rows = _along_k(*_stored(gate_up))
         q_down, down_scale, down_rows = _along_k(*_stored(down))
         gate_up_PG = ops.expert_product(q_TD, x_scale, q_gate_up, gate_up_scale, bias_up, ends, slot, top_k)
-        gate_up_PG = gate_up_PG.to(x_TD.dtype)
+        gate_up_PG = _in(x_TD.dtype, gate_up_PG)
         hidden, kept = _hidden_codes(gate_up_PG, weight_S, slot, act)
         y_PD = ops.expert_product(*hidden, q_down, down_scale, None, ends, None, 1)
-        y_TD = ops.combine_rows(y_PD, place, top_k).to(x_TD.dtype)
+        y_TD = _in(x_TD.dtype, ops.combine_rows(y_PD, place, top_k))
         if bias_down is not None:
             weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
-            y_TD = (y_TD + weight_TE @ bias_down.float()).to(x_TD.dtype)
+            y_TD = _in(x_TD.dtype, y_TD + weight_TE @ bias_down.float())
         ctx.top_k, ctx.act = top_k, act
         ctx.dtypes = [None if bias is None else bias.dtype for bias in (bias_up, bias_down)]
         ctx.save_for_backward(

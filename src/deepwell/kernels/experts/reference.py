@@ -54,7 +54,7 @@ def experts_mlp_ref(
     rows = _product(rows, w_gate_up, offs, schemes[0])
     if biases[0] is not None:
         rows = rows + biases[0][expert]
-    rows = activation(rows.masked_fill(of_none, 0.0))
+    rows = activation.of_rows(rows.masked_fill(of_none, 0.0))
     rows = _product(rows, w_down, offs, schemes[1])
     if biases[1] is not None:
         rows = rows + biases[1][expert]
