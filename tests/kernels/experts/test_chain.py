@@ -61,7 +61,7 @@ def check(leaves, index, how, *, kn=False, floor=40, adds_bias_apart=False):
             if e >= 0:
                 rows_of_t = w1[e] @ x[t]
                 rows_of_t = _kept(rows_of_t) if adds_bias_apart else rows_of_t
-                h = how(_kept(rows_of_t + (biases[0][e] if biases else 0)))
+                h = how.of_rows(_kept(rows_of_t + (biases[0][e] if biases else 0)))
                 total = total + weight[t, j] * (w2[e] @ h + (biases[1][e] if biases else 0))
         rows.append(total)
     wanted = torch.stack(rows)

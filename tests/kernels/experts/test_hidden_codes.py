@@ -61,7 +61,7 @@ def test_gradients_are_those_of_autograd(device, name):
     how = HOW[name]
     gate_up, weight, slot, dh = operands(200, how, device, torch.float32)
     leaf, w = gate_up.double().requires_grad_(), weight.double().requires_grad_()
-    h = how(leaf) * torch.where(slot >= 0, w[slot.clamp(min=0).long()], 0.0)[:, None]
+    h = how.of_rows(leaf) * torch.where(slot >= 0, w[slot.clamp(min=0).long()], 0.0)[:, None]
     d_rows, d_weight = torch.autograd.grad(h, (leaf, w), dh.double())
     q, scale, q_h, scale_h, dw = X.grad_codes(dh, gate_up, weight, slot, how)
     assert sqnr_db(d_rows, values(q, scale)) > 30

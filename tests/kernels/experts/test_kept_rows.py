@@ -42,12 +42,22 @@ def test_numbers_within_fourteen_octaves_of_the_largest_come_back_bit_for_bit():
     assert not error[1].any() and is_near.float().mean() > 0.8
 
 
-def test_infinities_and_nan_stay():
+def test_a_row_with_inf_or_nan_is_nan():
     x = rows_of_all_kinds()
     x[5, 7], x[6, 3], x[7, 2] = float("nan"), float("inf"), -float("inf")
     back = K.unpack_rows_ref(*K.pack_rows_ref(x))
-    assert back[5, 7].isnan() and back[6, 3] == float("inf") and back[7, 2] == -float("inf")
-    assert back[8:].isfinite().all()
+    assert back[5:8].isnan().all() and back[:5].isfinite().all() and back[8:].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [16, 300])
+def test_the_kernels_keep_a_row_with_nan_as_nan(device, width):
+    rows = rows_of_all_kinds(width).to(device)
+    rows[5, 1], rows[6, 2] = float("nan"), float("inf")
+    slot, weight = torch.arange(12, dtype=torch.int32, device=device), torch.ones(12, device=device).bfloat16()
+    *_, kept, top = X.expert_swiglu_kept(rows, weight, slot)
+    assert top[5] == top[6] == 255
+    grads = X.expert_swiglu_backward(torch.ones(12, width, device=device).bfloat16(), kept, weight, slot, top_P=top)
+    assert grads[0].float()[5:7].isnan().all()
 
 
 @pytest.mark.parametrize("config", [None, TILED], ids=["whole", "tiled"])

@@ -132,7 +132,7 @@ def test_gradients_between_the_products(device, name, kn):
     weight = torch.rand(tokens * 2).to(device)
     weight_P = R.weights_of_rows(weight, rows.slot).cpu().double()
     inner = gate_up.cpu().double().requires_grad_()
-    hidden = how(inner) * weight_P[:, None]
+    hidden = how.of_rows(inner) * weight_P[:, None]
     dh = R.row_product_ref(*wide(dy, w), on_cpu(rows))
     (d_inner,) = torch.autograd.grad(hidden, inner, dh)
     live = rows.slot.cpu() >= 0
@@ -140,7 +140,7 @@ def test_gradients_between_the_products(device, name, kn):
         got = R.hidden_grads(dy, w, gate_up, weight, rows, how, tile=tile)
         close(got.d_gate_up_PG, d_inner)
         close(got.hidden_PF, hidden)
-        close(got.dw_P[live.to(device)], (dh * how(inner)).sum(1)[live], 90)
+        close(got.dw_P[live.to(device)], (dh * how.of_rows(inner)).sum(1)[live], 90)
 
 
 @pytest.mark.parametrize("gathers", ["left", "right"])

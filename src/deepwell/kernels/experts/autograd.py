@@ -104,7 +104,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _in(dtype: torch.dtype, made: Tensor) -> Tensor:
-    """`made` in a dtype. A `.to` that changes nothing gives Dynamo of torch 2.11 one output twice: its gradient is 0."""
+    """`made` in a dtype. Without a change there is no `.to`: Dynamo of torch 2.11 would lose the gradient."""
     return made if made.dtype == dtype else made.to(dtype)
 
 

@@ -32,11 +32,10 @@ from deepwell.kernels.activation.swiglu import (
     default_forward_config,
 )
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
-from deepwell.kernels.device.bf16_words import bits_of, encoded, larger_bits, rounded
+from deepwell.kernels.device.bf16_words import bits_of, encoded, floats, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.experts.kept_rows import (
-    exponents,
     load_packed,
     pack_rows_ref,
     store_packed,
@@ -154,25 +153,32 @@ def _expert_swiglu_kernel(
         tl.store(q_ptr + p * F + columns, encoded(h, enc, FP8, ASM), mask=columns < F)
     tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
     if kept_ptr is not None:
-        _keep(gu_row, kept_ptr + p * 3 * F, top_ptr + p, F, BLOCK)
+        _keep(gu_row, kept_ptr + p * 3 * F, top_ptr + p, F, BLOCK, TWO_PASSES, ASM)
 
 
 @triton.jit
-def _keep(gu_row, kept_row, top_ptr, F, BLOCK: tl.constexpr):
+def _keep(gu_row, kept_row, top_ptr, F, BLOCK: tl.constexpr, TWO_PASSES: tl.constexpr, ASM: tl.constexpr):
     """Gate and up of a row once more, out of the cache, for the backward (`kept_rows`)."""
     columns = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, F, BLOCK):
-        f = start + columns
-        largest = tl.maximum(largest, exponents(tl.load(gu_row + f, mask=f < F, other=0.0)))
-        largest = tl.maximum(largest, exponents(tl.load(gu_row + F + f, mask=f < F, other=0.0)))
-    top = top_of(tl.max(largest, axis=0))
+    if TWO_PASSES:
+        largest = tl.zeros([BLOCK], dtype=tl.int32)
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            g = tl.load(gu_row + f, mask=f < F, other=0.0)
+            u = tl.load(gu_row + F + f, mask=f < F, other=0.0)
+            largest = tl.maximum(largest, larger_bits(g, u, ASM))
+        top = top_of(tl.max(largest, axis=0))
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            g = floats(tl.load(gu_row + f, mask=f < F, other=0.0), ASM)
+            u = floats(tl.load(gu_row + F + f, mask=f < F, other=0.0), ASM)
+            store_packed(kept_row, g, u, f, F, top, ASM)
+    else:
+        g = tl.load(gu_row + columns, mask=columns < F, other=0.0)
+        u = tl.load(gu_row + F + columns, mask=columns < F, other=0.0)
+        top = top_of(tl.max(larger_bits(g, u, ASM), axis=0))
+        store_packed(kept_row, floats(g, ASM), floats(u, ASM), columns, F, top, ASM)
     tl.store(top_ptr, top.to(tl.uint8))
-    for start in range(0, F, BLOCK):
-        f = start + columns
-        g = tl.load(gu_row + f, mask=f < F, other=0.0)
-        u = tl.load(gu_row + F + f, mask=f < F, other=0.0)
-        store_packed(kept_row, g, u, f, F, top)
 
 
 @triton.jit
@@ -180,7 +186,7 @@ def _expert_grads(dh_row, gu_row, top, f, F, w, ACT: tl.constexpr, EVICT: tl.con
     """(dg, du, h) of one tile, rounded to the dtype of dh; and the terms of dw in fp32."""
     DTYPE: tl.constexpr = dh_row.dtype.element_ty
     if top is not None:
-        g, u = load_packed(gu_row, f, F, top, EVICT)
+        g, u = load_packed(gu_row, f, F, top, EVICT, ASM)
     else:
         g = tl.load(gu_row + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
         u = tl.load(gu_row + F + f, mask=f < F, other=0.0, eviction_policy=EVICT).to(tl.float32)
