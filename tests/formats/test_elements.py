@@ -14,10 +14,8 @@ from deepwell.formats.elements import (
     encode_stochastic,
     nan_code,
     pack4,
-    pack6,
     stochastic_round_bf16,
     unpack4,
-    unpack6,
 )
 from deepwell.formats.spec import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 
@@ -180,26 +178,11 @@ def test_pack4_by_hand():
     assert pack4(torch.tensor([1, 2, 15], dtype=torch.uint8)).tolist() == [0x21, 0x0F]
 
 
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 31, 64])
-def test_pack6_puts_four_codes_in_three_bytes_and_comes_back(length, device):
-    codes = torch.randint(0, 64, (2, length), dtype=torch.uint8, device=device)
-    packed = pack6(codes)
-    assert packed.shape == (2, -(-length // 4) * 3)
-    assert torch.equal(unpack6(packed, length), codes)
-
-
-def test_pack6_by_hand():
-    # Low bits first: 63 | 1 << 6 | 0 << 12 | 32 << 18 = 0x80007F
-    assert pack6(torch.tensor([63, 1, 0, 32], dtype=torch.uint8)).tolist() == [0x7F, 0x00, 0x80]
-
-
 def test_packing_refuses_what_does_not_fit():
     with pytest.raises(ConfigError, match="5 codes need 3"):
         unpack4(torch.zeros(2, dtype=torch.uint8), 5)
     with pytest.raises(ConfigError, match="codes must be uint8"):
         pack4(torch.zeros(4, dtype=torch.int32))
-    with pytest.raises(ConfigError, match="8 codes need 6"):
-        unpack6(torch.zeros(3, dtype=torch.uint8), 8)
 
 
 # ---- stochastic rounding ----

@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.formats.metrics import assert_bitwise_equal
-from deepwell.formats.quantize import FLT_MAX, dequantize, quantize, quantize_both
+from deepwell.formats.quantize import FLT_MAX, dequantize, quantize
 from deepwell.formats.spec import FORMATS, get_format
 
 F = np.float32
@@ -137,7 +136,7 @@ def test_no_number_is_cast_to_float8_by_torch(fmt):
     x = torch.randn(40, 70) * 1e4
     with _CastWatch():
         quantize(x, fmt).dequantize()
-        quantize_both(x, fmt, rounding="stochastic")
+        quantize(x, fmt, axis=0, rounding="stochastic")
 
 
 # Beyond 464, where torch 2.11's cast gives NaN: a scale that is too small sends every value there.
@@ -269,34 +268,16 @@ def test_zeros_stay_zero(fmt, device):
 # ---- both directions ----
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_both_copies_come_from_high_precision(fmt, device):
-    x = torch.randn(3, 48, 80, generator=torch.Generator().manual_seed(5)).to(device)
-    row, column = quantize_both(x, fmt)
-    for got, want in ((row, quantize(x, fmt, axis=-1)), (column, quantize(x, fmt, axis=-2))):
-        assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
-        assert got.axis == want.axis and got.shape == want.shape
-        if got.scales is not None:
-            assert_bitwise_equal(got.scales, want.scales, "scales")
-
-
 def test_one_dimensional_blocks_differ_between_the_copies():
     # Rows of many magnitudes, so that a row's block and a column's block have different maxima.
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(64, 64, generator=generator) * torch.exp(3 * torch.randn(64, 1, generator=generator))
     for fmt in ("mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp8_1x128"):
-        row, column = quantize_both(x, fmt)
+        row, column = quantize(x, fmt), quantize(x, fmt, axis=0)
         assert not torch.equal(row.codes().T, column.codes())
         assert not torch.equal(row.dequantize(), column.dequantize())
         # Quantizing the row copy again is not the column copy: it must come from high precision.
         assert not torch.equal(quantize(row.dequantize(), fmt, axis=0).codes(), column.codes())
-
-
-@pytest.mark.parametrize("fmt", [name for name in SCALED if FORMATS[name].is_transposable])
-def test_square_groups_agree_in_both_directions_even_at_random(fmt, device):
-    x = torch.randn(130, 200, generator=torch.Generator().manual_seed(7)).to(device)
-    row, column = quantize_both(x, fmt, rounding="stochastic")
-    assert torch.equal(row.dequantize(), column.dequantize())
 
 
 # ---- arguments ----
@@ -337,10 +318,6 @@ def test_wrong_arguments_are_refused_by_name():
         quantize(x, "mxfp8", amax=torch.ones(()))
     with pytest.raises(UnsupportedError, match="stochastic rounding to fp16"):
         quantize(x, "fp16", rounding="stochastic")
-    with pytest.raises(ConfigError, match="at least two dimensions"):
-        quantize_both(torch.ones(4), "mxfp8")
-    with pytest.raises(ConfigError, match="amax and hadamard exclude each other"):
-        quantize_both(torch.ones(16, 16), "nvfp4", hadamard=[1] * 16, amax=torch.ones(()))
     with pytest.raises(ConfigError, match="did you mean"):
         quantize(x, "nvpf4")
 

@@ -165,27 +165,9 @@ def pack4(codes: Tensor) -> Tensor:
 def unpack4(packed: Tensor, length: int) -> Tensor:
     """The first `length` 4-bit codes of each row that `pack4` packed."""
     _check_packable("packed", packed)
-    _check_length(packed, length, per_group=2, bytes_per_group=1)
+    if packed.shape[-1] != -(-length // 2):
+        raise ConfigError(f"packed has {packed.shape[-1]} bytes a row; {length} codes need {-(-length // 2)}")
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :length]
-
-
-def pack6(codes: Tensor) -> Tensor:
-    """Pack 6-bit codes four to three bytes along the last dimension, low bits first; the end is padded with 0."""
-    _check_packable("codes", codes)
-    if codes.shape[-1] % 4:
-        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4))
-    a, b, c, d = (codes & 63).unflatten(-1, (codes.shape[-1] // 4, 4)).unbind(-1)
-    # uint8 shifts drop what leaves the byte, which is the part the next byte carries.
-    return torch.stack((a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)), dim=-1).flatten(-2)
-
-
-def unpack6(packed: Tensor, length: int) -> Tensor:
-    """The first `length` 6-bit codes of each row that `pack6` packed."""
-    _check_packable("packed", packed)
-    _check_length(packed, length, per_group=4, bytes_per_group=3)
-    x, y, z = packed.unflatten(-1, (packed.shape[-1] // 3, 3)).unbind(-1)
-    codes = torch.stack((x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2), dim=-1)
-    return codes.flatten(-2)[..., :length]
 
 
 def _check_packable(name: str, codes: Tensor) -> None:
@@ -193,12 +175,6 @@ def _check_packable(name: str, codes: Tensor) -> None:
         raise ConfigError(
             f"{name} must be uint8 with a dimension to pack along, got {codes.dtype} {tuple(codes.shape)}"
         )
-
-
-def _check_length(packed: Tensor, length: int, *, per_group: int, bytes_per_group: int) -> None:
-    needed = -(-length // per_group) * bytes_per_group
-    if packed.shape[-1] != needed:
-        raise ConfigError(f"packed has {packed.shape[-1]} bytes a row; {length} codes need {needed}")
 
 
 def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
@@ -217,26 +193,16 @@ def unpack_codes(data: Tensor, element: ElementFormat, length: int) -> Tensor:
 # ---- E8M0: powers of two as a biased exponent ----
 
 
-def encode_e8m0(x: Tensor, *, rounding: str) -> Tensor:
-    """The byte whose 2^(byte - 127) is `x` rounded "up", "down" or to "nearest" (as a cast does, ties up), saturating.
+def encode_e8m0(x: Tensor) -> Tensor:
+    """The byte whose 2^(byte - 127) is `x` rounded up, to 254 at the most; a cast of torch's rounds to nearest.
 
-    The sign is ignored. Zero gives byte 0, infinity and NaN give 255 (NaN). Rounding up goes to 254 at the most.
+    The sign is ignored. Zero gives byte 0, infinity and NaN give 255 (NaN).
     """
     check_input("x", x)
     bits = x.detach().float().abs().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    is_subnormal = exponent == 0
     # 2^-127 lies among fp32's subnormals, with mantissa 0x400000: byte 0 holds everything up to it, byte 1 is 2^-126.
-    if rounding == "up":
-        carry = torch.where(is_subnormal, mantissa > 0x400000, mantissa > 0)
-    elif rounding == "down":
-        carry = torch.zeros_like(is_subnormal)
-    elif rounding == "nearest":
-        # Below 2^-126 the casts of torch and ml_dtypes take everything above 2^-127 up, though 2^-127 is nearer up to
-        # 1.5 * 2^-127. This mode is there to agree with them; no quantizer uses it.
-        carry = torch.where(is_subnormal, mantissa > 0x400000, mantissa >= 0x400000)
-    else:
-        raise ConfigError(f"rounding must be 'up', 'down' or 'nearest', got {rounding!r}")
+    carry = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
     byte = (exponent + carry.int()).clamp_(max=254)
     return torch.where(exponent == 255, _E8M0_NAN, byte).to(torch.uint8)
 

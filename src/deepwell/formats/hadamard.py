@@ -6,7 +6,6 @@ Both operands of a GEMM are transformed along the contraction with the same sign
 was. Numerics: fp32 butterflies in the order of strides 1, 2, 4, 8, an exact quarter, one rounding to the dtype of x.
 """
 
-import random
 from collections.abc import Sequence
 
 import torch
@@ -21,12 +20,6 @@ SIZE = 16
 DEFAULT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-def random_signs(seed: int) -> tuple[int, ...]:
-    """Sixteen signs drawn from `seed`, the same on every machine and Python version."""
-    bits = random.Random(seed).getrandbits(SIZE)
-    return tuple(1 - 2 * (bits >> i & 1) for i in range(SIZE))
-
-
 def check_signs(signs: Sequence[int]) -> tuple[int, ...]:
     """`signs` as a tuple. Raises ConfigError unless they are sixteen of +1 and -1."""
     values = tuple(int(sign) for sign in signs)
@@ -37,31 +30,29 @@ def check_signs(signs: Sequence[int]) -> tuple[int, ...]:
 
 def hadamard16(x: Tensor, signs: Sequence[int] = DEFAULT_SIGNS, axis: int = -1) -> Tensor:
     """Transform blocks of 16 along `axis`; returns the dtype of `x`. Raises ConfigError on a ragged axis."""
-    signs_16 = _signs_tensor(x, signs, axis)
-    moved = x.movedim(axis, -1)
-    blocks = moved.float().unflatten(-1, (moved.shape[-1] // SIZE, SIZE))
+    blocks, signs_16 = _blocks(x, signs, axis)
     return _butterfly(blocks * signs_16).flatten(-2).to(x.dtype).movedim(-1, axis)
 
 
 def inverse_hadamard16(x: Tensor, signs: Sequence[int] = DEFAULT_SIGNS, axis: int = -1) -> Tensor:
     """Undo `hadamard16` with the same signs; exact but for the rounding of fp32 sums and of the dtype."""
-    signs_16 = _signs_tensor(x, signs, axis)
-    moved = x.movedim(axis, -1)
-    blocks = moved.float().unflatten(-1, (moved.shape[-1] // SIZE, SIZE))
+    blocks, signs_16 = _blocks(x, signs, axis)
     return (_butterfly(blocks) * signs_16).flatten(-2).to(x.dtype).movedim(-1, axis)
 
 
-def _signs_tensor(x: Tensor, signs: Sequence[int], axis: int) -> Tensor:
+def _blocks(x: Tensor, signs: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
+    """`x` in fp32 as blocks of 16 along its last dimension, and the signs as a tensor."""
     check_input("x", x)
     values = check_signs(signs)
     if x.ndim == 0 or not -x.ndim <= axis < x.ndim:
         raise ConfigError(f"axis {axis} is not an axis of x with shape {tuple(x.shape)}")
-    if x.shape[axis] % SIZE:
-        length = x.shape[axis]
+    length = x.shape[axis]
+    if length % SIZE:
         raise ConfigError(
             f"x has {length} elements along axis {axis}; the Hadamard transform needs a multiple of {SIZE}"
         )
-    return torch.tensor(values, dtype=torch.float32, device=x.device)
+    blocks = x.movedim(axis, -1).float().unflatten(-1, (length // SIZE, SIZE))
+    return blocks, torch.tensor(values, dtype=torch.float32, device=x.device)
 
 
 def _butterfly(blocks: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from deepwell.formats.hadamard import check_signs, hadamard16
 from deepwell.formats.spec import E4M3, ElementFormat, Format, get_format
 from deepwell.formats.tensor import QuantizedTensor, dequantize
 
-__all__ = ["QuantizedTensor", "dequantize", "quantize", "quantize_both"]
+__all__ = ["QuantizedTensor", "dequantize", "quantize"]
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -68,10 +68,7 @@ def quantize(
     fmt = get_format(fmt)
     axis = _check_arguments(x, fmt, axis, rounding, scale_rounding)
     _check_amax(fmt, amax)
-    if hadamard is not None:
-        x_moved = hadamard16(x, hadamard, axis).movedim(axis, -1)
-    else:
-        x_moved = x.movedim(axis, -1)
+    x_moved = (x if hadamard is None else hadamard16(x, hadamard, axis)).movedim(axis, -1)
     random = generator.movedim(axis, -1) if isinstance(generator, Tensor) else generator
     if not fmt.is_scaled:
         data, scales, global_scale = _cast(x_moved, fmt, rounding, random), None, None
@@ -89,65 +86,6 @@ def quantize(
         shape=tuple(x.shape),
         dtype=x.dtype,
         hadamard_signs=None if hadamard is None else check_signs(hadamard),
-    )
-
-
-def quantize_both(
-    x: Tensor,
-    fmt: str | Format,
-    *,
-    rounding: str = "nearest",
-    scale_rounding: str = "rceil",
-    generator: torch.Generator | None = None,
-    hadamard: Sequence[int] | None = None,
-    amax: Tensor | None = None,
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """The row copy (along the last axis) and the column copy (along the one before it), both from high precision.
-
-    Where one set of codes serves both directions (one scale, square blocks) the column copy is the row copy transposed,
-    also under stochastic rounding. Else each is quantized by itself. `hadamard` transforms the column copy only, the
-    wgrad operand.
-    """
-    if isinstance(x, Tensor) and x.ndim < 2:
-        raise ConfigError(
-            f"x has shape {tuple(x.shape)}; quantize_both needs rows and columns, at least two dimensions"
-        )
-    if hadamard is not None and amax is not None:
-        raise ConfigError("amax and hadamard exclude each other: the transformed copy has a maximum of its own")
-    fmt = get_format(fmt)
-    row = quantize(x, fmt, axis=-1, rounding=rounding, scale_rounding=scale_rounding, generator=generator, amax=amax)
-    if fmt.is_transposable and hadamard is None:
-        return row, _transposed(row)
-    column = quantize(
-        x,
-        fmt,
-        axis=-2,
-        rounding=rounding,
-        scale_rounding=scale_rounding,
-        generator=generator,
-        hadamard=hadamard,
-        amax=amax,
-    )
-    return row, column
-
-
-def _transposed(row: QuantizedTensor) -> QuantizedTensor:
-    """The copy along the axis before the last, of a tensor whose codes serve both directions."""
-    if row.format.is_scaled:
-        data = pack_codes(row.codes().mT.contiguous(), row.format.element)
-    else:
-        data = row.data.mT.contiguous()
-    scales = row.scales
-    if scales is not None and row.format.scaling == "block":
-        scales = scales.mT.contiguous()
-    return QuantizedTensor(
-        data=data,
-        scales=scales,
-        global_scale=row.global_scale,
-        format=row.format,
-        axis=len(row.shape) - 2,
-        shape=row.shape,
-        dtype=row.dtype,
     )
 
 
@@ -238,7 +176,7 @@ def mx_scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: str) ->
     if scale_rounding == "rceil":
         # One fp32 multiplication by the rounded reciprocal, not a division: it decides on which side of a power of two
         # we are.
-        return encode_e8m0(amax * torch.tensor(1 / element.max, dtype=torch.float32, device=amax.device), rounding="up")
+        return encode_e8m0(amax * torch.tensor(1 / element.max, dtype=torch.float32, device=amax.device))
     bits = amax.view(torch.int32)
     if scale_rounding == "even":
         # Only the carry into the next binade matters, and there rounding half up and half to even agree.

@@ -223,16 +223,7 @@ _ALL = (
         for name, group in _FP8_GROUPS.items()
         for scale in ("fp32", "pow2")
     ),
-    *(
-        _format(name, element, ("block", (1, 32), 32), "e8m0")
-        for name, element in {
-            "mxfp8": E4M3,
-            "mxfp8_e5m2": E5M2,
-            "mxfp6": E3M2,
-            "mxfp6_e2m3": E2M3,
-            "mxfp4": E2M1,
-        }.items()
-    ),
+    *(_format(name, element, ("block", (1, 32), 32), "e8m0") for name, element in _MX.items()),
     # 32 is 16 bytes of packed E2M1.
     *(_format(name, E2M1, ("block", (rows, 16), 32), "e4m3") for name, rows in {"nvfp4": 1, "nvfp4_16x16": 16}.items()),
 )
