@@ -3,7 +3,7 @@
 PYTHONPATH=src python3 benchmarks/benchmark.py [--json FILE] [--device cpu] [--parts gemm,transformer,moe]
 """
 
-from deepwell.bench.speedup import main
+from speedup import main
 
 if __name__ == "__main__":
     main(("gemm", "transformer"), ("mxfp8",))

@@ -3,7 +3,7 @@
 PYTHONPATH=src python3 benchmarks/blackwell_cutlass_benchmark.py [--json FILE] [--device cpu] [--parts gemm,moe]
 """
 
-from deepwell.bench.speedup import PARTS, PRECISIONS, main
+from speedup import PARTS, PRECISIONS, main
 
 if __name__ == "__main__":
     main(PARTS, PRECISIONS)

@@ -3,7 +3,7 @@
 PYTHONPATH=src python3 benchmarks/blackwell_speedup.py [--json FILE] [--device cpu] [--parts gemm,transformer,moe]
 """
 
-from deepwell.bench.speedup import PARTS, main
+from speedup import PARTS, main
 
 if __name__ == "__main__":
     main(PARTS, ("mxfp8", "nvfp4"))

@@ -51,7 +51,7 @@ def test_the_command_keeps_each_row_and_fails_where_ours_does_not_run(tmp_path, 
             else "failed: no memory"
         )
 
-    monkeypatch.setattr(race, "_last_line", last_line)
+    monkeypatch.setattr(race, "last_line", last_line)
     made = CliRunner().invoke(app, ["moe", "--device", "cpu", "--only", "tiny", "--json", str(file)])
     result = json.loads(file.read_text())
     rows = {row["way"]: row for row in result["rows"]}

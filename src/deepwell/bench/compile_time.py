@@ -6,14 +6,13 @@ Run as a module it is that process: it makes one model and one entrant, takes a 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from deepwell.bench.environment import child_environment, environment
+from deepwell.bench.environment import environment, last_line
 from deepwell.bench.peers import PEERS
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
@@ -42,18 +41,10 @@ def run_compile(model: str, entrants: list[str], device: str, *, timeout: float 
 
 
 def _in_process(model: str, entrant: str, device: str, folder: str, timeout: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "deepwell.bench.compile_time", model, entrant, device]
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "DEEPWELL_CACHE_DIR": "deepwell"}
-    env = child_environment({name: str(Path(folder) / place) for name, place in caches.items()})
-    try:
-        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return {"note": f"not done after {timeout:.0f} s"}
-    lines = run.stdout.splitlines()
-    if run.returncode or not lines:
-        return {"note": f"failed: {(run.stderr.strip().splitlines() or ['no output'])[-1][:120]}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    variables = {name: str(Path(folder) / place) for name, place in caches.items()}
+    found = last_line(["deepwell.bench.compile_time", model, entrant, device], timeout, variables)
+    return found if isinstance(found, dict) else {"note": found}
 
 
 def first_step(model_name: str, entrant_name: str, device: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,7 +210,7 @@ def _own_bpe(text: Text, vocab: int, folder: Path) -> tuple[Any, Path]:
         vocab_size=vocab, initial_alphabet=_alphabet(), special_tokens=[END], show_progress=sys.stderr.isatty()
     )
     bpe.train_from_iterator(_sample(text.train), trainer)
-    _write_atomically(path, bpe.to_str().encode())
+    _write_atomically(path, lambda file: file.write(bpe.to_str().encode()))
     return bpe, path
 
 
@@ -294,9 +294,7 @@ def _tokenize(bpe: Any, texts: Sequence[str], path: Path, label: str) -> int:
                 pieces += [np.array(encoding.ids, dtype=np.uint16), end]
             advance(sum(map(len, chunk)))
     tokens = np.concatenate(pieces)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        np.save(file, tokens)
-    Path(file.name).replace(path)
+    _write_atomically(path, lambda file: np.save(file, tokens))
     return len(tokens)
 
 
@@ -313,7 +311,7 @@ def _chunks(texts: Sequence[str]) -> Iterable[list[str]]:
         yield chunk
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, write: Callable[[Any], object]) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(data)
+        write(file)
     Path(file.name).replace(path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,22 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {**os.environ, **(more or {})}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return env
+
+
+def last_line(arguments: Sequence[str], timeout_s: float, more: Mapping[str, str] | None = None) -> Any:
+    """The JSON of the last line that `python -m ARGUMENTS` prints; in words why there is none."""
+    command, env = [sys.executable, "-m", *arguments], child_environment(more)
+    try:
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not done after {timeout_s:.0f} s"
+    lines = run.stdout.strip().splitlines()
+    if run.returncode or not lines:
+        return f"failed: {(run.stderr.strip().splitlines() or ['no output'])[-1][:200]}"
+    try:
+        return json.loads(lines[-1])
+    except json.JSONDecodeError:
+        return lines[-1][:200]
 
 
 def one_line(facts: dict[str, Any]) -> str:

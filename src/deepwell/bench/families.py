@@ -1,16 +1,18 @@
 """Hugging Face families with random weights as models of the race: `hf:NAME[:layers]`.
 
-NAME is one of the built-in widths below (the real model's sizes, fewer layers), a local config.json or the folder that
-holds one, or a model type of transformers, which then has the defaults of its config class. Nothing is downloaded.
+NAME is one of the widths in `widths.json` (the real model's sizes, fewer layers), a local config.json or the folder
+that holds one, or a model type of transformers, which then has the defaults of its config class. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -34,186 +36,31 @@ class Width:
     layers: int
     batch: int
     seq_len: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _llama_like(hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        **more,
-    }
+    settings: Mapping[str, Any]  # of transformers' config
 
 
 # Without dropout, as models of today are trained, and so that losses can be compared.
-_GPT2_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_DEEPSEEK = _llama_like(
-    2048,
-    8192,
-    16,
-    16,
-    129280,
-    moe_intermediate_size=1024,
-    n_routed_experts=64,
-    num_experts_per_tok=8,
-    n_shared_experts=1,
-    n_group=8,
-    topk_group=4,
-    q_lora_rank=768,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    first_k_dense_replace=1,
-    tie_word_embeddings=False,
-)
-_GRANITE = _llama_like(
-    2048,
-    8192,
-    32,
-    8,
-    49155,
-    attention_multiplier=0.015625,
-    embedding_multiplier=12.0,
-    logits_scaling=8.0,
-    residual_multiplier=0.22,
-    tie_word_embeddings=True,
-)
-_GPT2 = {"n_embd": 1600, "n_head": 25, "vocab_size": 50257, **dict.fromkeys(_GPT2_DROPOUTS, 0.0)}
-_UNTIED = {"tie_word_embeddings": False}
 WIDTHS = {
-    "gpt2-xl": Width(model_type="gpt2", layers=8, batch=16, seq_len=1024, settings=_GPT2),
-    "llama3-8b": Width(
-        model_type="llama",
-        layers=4,
-        batch=2,
-        seq_len=8192,
-        settings=_llama_like(4096, 14336, 32, 8, 128256, max_position_embeddings=8192, **_UNTIED),
-    ),
-    "qwen3-8b": Width(
-        model_type="qwen3",
-        layers=4,
-        batch=2,
-        seq_len=8192,
-        settings=_llama_like(4096, 12288, 32, 8, 151936, head_dim=128, max_position_embeddings=40960, **_UNTIED),
-    ),
-    "qwen2.5-1.5b": Width(
-        model_type="qwen2",
-        layers=8,
-        batch=4,
-        seq_len=4096,
-        settings=_llama_like(1536, 8960, 12, 2, 151936, tie_word_embeddings=True),
-    ),
-    "mistral-7b": Width(
-        model_type="mistral",
-        layers=4,
-        batch=2,
-        seq_len=8192,
-        settings=_llama_like(4096, 14336, 32, 8, 32000, sliding_window=4096, **_UNTIED),
-    ),
-    "gemma2-9b": Width(
-        model_type="gemma2",
-        layers=4,
-        batch=1,
-        seq_len=8192,
-        settings=_llama_like(3584, 14336, 16, 8, 256000, head_dim=256, sliding_window=4096),
-    ),
-    "gemma3-4b": Width(
-        model_type="gemma3_text",
-        layers=6,
-        batch=2,
-        seq_len=4096,
-        settings=_llama_like(2560, 10240, 8, 4, 262208, head_dim=256, sliding_window=1024),
-    ),
-    "olmo2-7b": Width(
-        model_type="olmo2",
-        layers=4,
-        batch=4,
-        seq_len=4096,
-        settings=_llama_like(4096, 11008, 32, 32, 100352, max_position_embeddings=4096, **_UNTIED),
-    ),
-    "gpt-neox-6.9b": Width(
-        model_type="gpt_neox",
-        layers=4,
-        batch=8,
-        seq_len=2048,
-        settings={"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "vocab_size": 50432},
-    ),
-    "phi3-mini": Width(
-        model_type="phi3",
-        layers=4,
-        batch=4,
-        seq_len=4096,
-        settings=_llama_like(3072, 8192, 32, 32, 32064, max_position_embeddings=4096, **_UNTIED),
-    ),
-    "granite-2b": Width(model_type="granite", layers=8, batch=4, seq_len=4096, settings=_GRANITE),
-    "qwen3-30b-a3b": Width(
-        model_type="qwen3_moe",
-        layers=4,
-        batch=2,
-        seq_len=8192,
-        settings=_llama_like(
-            2048,
-            6144,
-            32,
-            4,
-            151936,
-            head_dim=128,
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            **_UNTIED,
-        ),
-    ),
-    "mixtral": Width(
-        model_type="mixtral",
-        layers=2,
-        batch=2,
-        seq_len=8192,
-        settings=_llama_like(4096, 14336, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2, **_UNTIED),
-    ),
-    "olmoe": Width(
-        model_type="olmoe",
-        layers=8,
-        batch=4,
-        seq_len=4096,
-        settings=_llama_like(2048, 1024, 16, 16, 50304, num_experts=64, num_experts_per_tok=8, **_UNTIED),
-    ),
-    "deepseek-v3-like": Width(model_type="deepseek_v3", layers=4, batch=2, seq_len=4096, settings=_DEEPSEEK),
-    "gpt-oss-20b": Width(
-        model_type="gpt_oss",
-        layers=4,
-        batch=2,
-        seq_len=4096,
-        settings=_llama_like(
-            2880,
-            2880,
-            64,
-            8,
-            201088,
-            head_dim=64,
-            num_local_experts=32,
-            num_experts_per_tok=4,
-            sliding_window=128,
-            **_UNTIED,
-        ),
-    ),
+    name: Width(**row)
+    for name, row in json.loads((resources.files("deepwell.bench") / "widths.json").read_text(encoding="utf-8")).items()
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyModel:
-    """A Hugging Face model and the batch that one step trains on; what the race asks of any model."""
+class StepModel(ABC):
+    """What the race asks of any model: its size, its memory, and random tokens for one step."""
 
     name: str
-    settings: Any  # transformers' config
     batch: int
     seq_len: int
-    is_huggingface: bool = True
+
+    @property
+    @abstractmethod
+    def vocab(self) -> int: ...
+
+    @abstractmethod
+    def on_meta(self) -> Any:
+        """The model without memory."""
 
     @property
     def tokens(self) -> int:
@@ -226,6 +73,24 @@ class FamilyModel:
     def resident_bytes(self) -> int:
         """bf16 weights and two bf16 moments: what stays between steps."""
         return 6 * self.num_params
+
+    def example(self, device: str) -> tuple[Tensor, Tensor]:
+        """Random tokens and the tokens after them."""
+        generator = torch.Generator().manual_seed(0)
+        data = torch.randint(0, self.vocab, (self.batch, self.seq_len + 1), generator=generator).to(device)
+        return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyModel(StepModel):
+    """A Hugging Face model and the batch that one step trains on."""
+
+    settings: Any  # transformers' config
+
+    @property
+    def vocab(self) -> int:
+        found: int = self.settings.get_text_config().vocab_size
+        return found
 
     @cached_property
     def head(self) -> str:
@@ -249,7 +114,6 @@ class FamilyModel:
         return replace(self, settings=settings, batch=1, seq_len=min(seq_len, self.seq_len))
 
     def on_meta(self) -> Any:
-        """The model without memory."""
         return self._build("meta")
 
     def build(self, device: str) -> nn.Module:
@@ -259,20 +123,13 @@ class FamilyModel:
         return net
 
     def _build(self, device: str) -> Any:
-        transformers = _transformers()
+        transformers = need_transformers()
         with torch.device(device):
             try:
                 return transformers.AutoModelForCausalLM.from_config(self.settings, dtype=torch.bfloat16)
             except ValueError as error:
                 kind = self.settings.model_type
                 raise ConfigError(f"--model {self.name}: {kind} is no causal language model: {error}") from error
-
-    def example(self, device: str) -> tuple[Tensor, Tensor]:
-        """Random tokens and the tokens after them."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.batch, self.seq_len + 1)
-        data = torch.randint(0, self.settings.get_text_config().vocab_size, shape, generator=generator).to(device)
-        return data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
     def capture_inputs(self, example: tuple[Tensor, Tensor]) -> Any:
         """The example as `dw.capture` takes it."""
@@ -318,7 +175,7 @@ def _context(width: Width) -> dict[str, Any]:
 
 def _settings(model_type: str, values: Mapping[str, Any], layers: int | None) -> Any:
     """The config of a model type. Sizes by layer follow from the number of layers, so it is there from the start."""
-    transformers = _transformers()
+    transformers = need_transformers()
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"--model hf:{model_type} is no built-in width ({', '.join(WIDTHS)}), no file and no model type of "
@@ -346,7 +203,8 @@ def _from_file(path: Path, layers: int | None) -> Any:
     return _settings(model_type, data, layers)
 
 
-def _transformers() -> Any:
+def need_transformers() -> Any:
+    """The package. Raises ConfigError where it is not installed."""
     try:
         import transformers
     except ImportError as error:

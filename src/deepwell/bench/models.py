@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepwell.bench.families import PREFIX, WIDTHS, FamilyModel, family_model
+from deepwell.bench.families import PREFIX, WIDTHS, FamilyModel, StepModel, family_model, need_transformers
 from deepwell.bench.llama import Llama, LlamaConfig
 from deepwell.errors import ConfigError
 
@@ -19,26 +19,16 @@ _768 = LlamaConfig(width=768, num_heads=12, num_kv_heads=12, hidden=3072, num_la
 _TINY = LlamaConfig(width=64, num_heads=4, num_kv_heads=2, hidden=192, num_layers=2, vocab=512, max_positions=256)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaceModel:
-    """A model and the batch that one step trains on."""
+@dataclass(frozen=True, kw_only=True)
+class RaceModel(StepModel):
+    """A Llama and the batch that one step trains on."""
 
-    name: str
     config: LlamaConfig
-    batch: int
-    seq_len: int
     is_huggingface: bool = False
 
     @property
-    def tokens(self) -> int:
-        return self.batch * self.seq_len
-
-    @property
-    def num_params(self) -> int:
-        c = self.config
-        kv = c.num_kv_heads * c.head_width
-        layer = 2 * c.width**2 + 2 * c.width * kv + 3 * c.width * c.hidden + 2 * c.width
-        return c.num_layers * layer + 2 * c.vocab * c.width + c.width
+    def vocab(self) -> int:
+        return self.config.vocab
 
     @property
     def head(self) -> str:
@@ -50,13 +40,9 @@ class RaceModel:
         return replace(self, batch=1, seq_len=min(seq_len, self.seq_len))
 
     def on_meta(self) -> nn.Module:
-        """The model without memory; Hugging Face's has parameters of the same shapes."""
+        # Hugging Face's has parameters of the same shapes.
         with torch.device("meta"):
             return Llama(self.config)
-
-    def resident_bytes(self) -> int:
-        """bf16 weights and two bf16 moments: what stays between steps."""
-        return 6 * self.num_params
 
     def with_layers_checkpointed(self, count: int) -> RaceModel:
         """The same model whose first layers keep only their input. Raises ConfigError for Hugging Face's."""
@@ -80,12 +66,6 @@ class RaceModel:
             finally:
                 torch.set_default_dtype(before)
 
-    def example(self, device: str) -> tuple[Tensor, Tensor]:
-        """Random tokens and the tokens after them."""
-        generator = torch.Generator().manual_seed(0)
-        data = torch.randint(0, self.config.vocab, (self.batch, self.seq_len + 1), generator=generator).to(device)
-        return data[:, :-1].contiguous(), data[:, 1:].contiguous()
-
     def capture_inputs(self, example: tuple[Tensor, Tensor]) -> Any:
         """The example as `dw.capture` takes it."""
         return {"input_ids": example[0], "labels": example[0]} if self.is_huggingface else example
@@ -98,12 +78,8 @@ class RaceModel:
         return step_fn(*example)
 
 
-def _huggingface(config: LlamaConfig) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError("the Hugging Face models need transformers: pip install transformers") from error
-
+def _huggingface(config: LlamaConfig) -> Any:
+    transformers = need_transformers()
     settings = transformers.LlamaConfig(
         hidden_size=config.width,
         intermediate_size=config.hidden,

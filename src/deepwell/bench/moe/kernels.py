@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.bench.moe.block import GPT_OSS
+from deepwell.bench.moe.block import GPT_OSS, milliseconds
 from deepwell.bench.moe.shapes import MoEShape
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import stages
@@ -20,7 +20,6 @@ from deepwell.kernels.experts.row_products import FP8_TILES, GRADS_TILES, PRODUC
 from deepwell.kernels.experts.row_tiles import Rows
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.quantize.fp8 import quantize_rows
-from deepwell.kernels.tune.timing import times_us
 from deepwell.kernels.tune.verify import FAILURES, why_failed
 
 _FLOOR_DB = 35.0
@@ -69,7 +68,7 @@ def rows_of(shape: MoEShape, device: str, budget_s: float = 0.2) -> list[dict[st
     y = unit(p, d)
     for config in COMBINE_CONFIGS:
         run = partial(combine_rows, y, groups.place, k, chosen, config=config)
-        ms = _milliseconds(run, device, budget_s)
+        ms = milliseconds(run, device, budget_s)
         found.append({"stage": "sum", "kernel": f"{config.rows}x{config.columns}", "ms": ms})
     return found
 
@@ -87,7 +86,7 @@ def _stage_rows(
                 wanted = wanted or parts
                 row["dB"] = min(999.0, *(sqnr_db(ref, part) for ref, part in zip(wanted, parts, strict=True)))
                 del parts
-                row["ms"] = _milliseconds(call, live.device.type, budget_s)
+                row["ms"] = milliseconds(call, live.device.type, budget_s)
                 row["TFLOP/s"] = 1e-9 * flops / row["ms"]
         except FAILURES as error:
             row["note"] = why_failed(error)
@@ -106,10 +105,3 @@ def _compared(part: Tensor, live: Tensor) -> Tensor:
     part = part.flatten(0, 1) if part.dim() == 3 else part
     part = part[live] if part.shape[0] == live.shape[0] else part
     return part[:: max(1, part.shape[0] // 4096)].clone()
-
-
-def _milliseconds(run: Callable[[], object], device: str, budget_s: float) -> float:
-    for _ in range(2):
-        run()
-    times = sorted(times_us(run, torch.device(device), budget_s if device == "cuda" else 0.01))
-    return 1e-3 * times[len(times) // 2]

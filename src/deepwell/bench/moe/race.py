@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepwell.bench.environment import environment
+from deepwell.bench.environment import environment, last_line
 from deepwell.bench.moe.shapes import KERNELS, SHAPES, STEPS, TINY, WAYS
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
-
-_ROOT = Path(__file__).parents[3]
 
 
 def row_names(device: str, only: Sequence[str]) -> list[tuple[str, str]]:
@@ -74,7 +69,7 @@ def _compare(rows: list[dict[str, Any]]) -> None:
 
 def _in_process(block: str, way: str, device: str, timeout_s: float) -> list[dict[str, Any]]:
     key = {"block": block, "way": way}
-    made = _last_line([sys.executable, "-m", "deepwell.bench.moe.block", block, way, device], timeout_s)
+    made = last_line(["deepwell.bench.moe.block", block, way, device], timeout_s)
     if isinstance(made, str):
         # A peer may not be installed; ours must run.
         return [{**key, "note": made} | ({"problems": [made]} if way.startswith(("deepwell", KERNELS)) else {})]
@@ -85,9 +80,9 @@ def _step(model: str, timeout_s: float) -> list[dict[str, Any]]:
     """Rows of `deepwell bench step`: torch.compile, Deepwell as it comes, and in bf16."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "step.json"
-        command = [sys.executable, "-m", "deepwell", "bench", "step", "--model", model, "--peers", "torch"]
+        command = ["deepwell", "bench", "step", "--model", model, "--peers", "torch", "--variants", "fp8,bf16"]
         # Three entrants, each of which compiles a model.
-        made = _last_line([*command, "--variants", "fp8,bf16", "--json", str(file)], 3 * timeout_s)
+        made = last_line([*command, "--json", str(file)], 3 * timeout_s)
         if not file.exists():
             return [{"block": model, "way": "step", "note": made if isinstance(made, str) else "no result"}]
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
@@ -96,20 +91,3 @@ def _step(model: str, timeout_s: float) -> list[dict[str, Any]]:
         {"block": model, "way": row["name"], **{key: row[key] for key in kept if row.get(key) is not None}}
         for row in rows
     ]
-
-
-def _last_line(command: list[str], timeout_s: float) -> Any:
-    """The JSON of the last line that a command prints; in words why there is none."""
-    env = {**os.environ}
-    env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    try:
-        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return f"not done after {timeout_s:.0f} s"
-    lines = run.stdout.strip().splitlines()
-    if run.returncode or not lines:
-        return f"failed: {(run.stderr.strip().splitlines() or ['no output'])[-1][:200]}"
-    try:
-        return json.loads(lines[-1])
-    except json.JSONDecodeError:
-        return lines[-1][:200]
