@@ -165,6 +165,9 @@ def test_attention_ways_agree_with_softmax_written_out() -> None:
         if "ms" in rows[name]:
             assert rows[name]["SQNR dB"] > 100
     assert "ms" in rows["softmax, eager"] and "ms" in rows["Deepwell"]
+    variants = [name for name in rows if ": " in name]
+    assert all(rows[name]["SQNR dB"] > 100 and rows[name]["ms"] > 0 for name in variants)
+    assert {name.partition(": ")[2] for name in variants} >= {"sdpa", "padded_flash", "Deepwell"}
     # cuDNN is a GPU's: the row stays, with the reason.
     assert "note" in rows["cuDNN"] and "cuDNN" in kernel_table(done)
 

@@ -56,9 +56,10 @@ EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
     "gptj": ({}, {"cross_entropy": 1, "gelu": 2, "layer_norm": 2, "activation": 2, "bias_activation": 2, "linear": 12}),
 }  # fmt: skip
 # Passes that work on Inductor's joint graph alone, which these tests do not make; and experts, whose schemes are the
-# binding's affair: tests/engine/test_experts.py counts them on Mixtral, Qwen3-MoE, OLMoE and GPT-OSS. Windows have a
-# GPU's kernel: tests/engine/test_passes.py.
-ELSEWHERE = {"recomputed", "window", "experts", "fused_experts", "looped_experts", "plain_experts"}
+# binding's affair: tests/engine/test_experts.py counts them on Mixtral, Qwen3-MoE, OLMoE and GPT-OSS. Windows and other
+# attention beyond plain causal have a GPU's kernels: tests/engine/test_passes.py, tests/engine/test_attention.py.
+ATTENTION = {"window", "narrow_values"}
+ELSEWHERE = {"recomputed", *ATTENTION, "experts", "fused_experts", "looped_experts", "plain_experts"}
 
 
 @cache

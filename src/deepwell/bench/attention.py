@@ -1,6 +1,7 @@
 """Causal attention, forward and backward: softmax written out, torch's flash, cuDNN, and what the engine calls.
 
-FLOPs are those of the lower triangle: 2 GEMMs forward and 5 backward, each 2 * B * H * S^2 * D / 2.
+FLOPs are those of the lower triangle: 2 GEMMs forward and 5 backward, each 2 * B * H * S^2 * D / 2. The same sizes are
+timed for attention beyond plain causal (`bench/attention_variants.py`), each variant's first row being its 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from deepwell.bench.attention_variants import Variant, through_the_engine, variants
 from deepwell.bench.environment import environment
 from deepwell.bench.progress import bar
 from deepwell.bench.ran import attention_claims, problems, profile
@@ -68,15 +70,6 @@ def _with(backend: SDPBackend) -> Callable[..., Tensor]:
     return call
 
 
-def _through_the_engine() -> Callable[..., Tensor]:
-    """What an engine makes of a model's causal attention."""
-    from deepwell.engine.backend import compile_graph
-    from deepwell.engine.passes.work import BackendOptions
-
-    options = BackendOptions(use_inductor=torch.cuda.is_available())
-    return torch.compile(_sdpa, backend=lambda graph, example: compile_graph(graph, example, options))
-
-
 def _ways(device: str) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     # What Inductor makes of it matters on a GPU only.
     compiled = {"softmax, torch.compile": lambda: torch.compile(unfused)} if device == "cuda" else {}
@@ -85,39 +78,53 @@ def _ways(device: str) -> dict[str, Callable[[], Callable[..., Tensor]]]:
         **compiled,
         "torch flash": lambda: _with(SDPBackend.FLASH_ATTENTION),
         "cuDNN": lambda: _with(SDPBackend.CUDNN_ATTENTION),
-        "Deepwell": _through_the_engine,
+        "Deepwell": lambda: through_the_engine(_sdpa),
     }
 
 
 def run_attention(shape: AttentionShape, device: str = "cuda", *, rounds: int = 10) -> dict[str, Any]:
     """Forward and backward in turns; milliseconds, TFLOP/s, memory, SQNR against fp32, the kernels that ran."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sizes = tuple((shape.B, heads, shape.S, shape.D) for heads in (shape.H, shape.G, shape.G))
+    plain = Variant(name="", sizes=sizes, ways=_ways(device), exact=unfused, flops=shape.flops)
+    todo = [plain, *variants(shape.B, shape.H, shape.G, shape.S, shape.D)]
+    with bar("attention", len(todo) * (rounds + 1)) as advance:
+        rows = [row for variant in todo for row in _rows(variant, device, dtype, rounds, advance)]
+    how = f"medians of {rounds}, in turns of changing order"
+    title = f"causal attention, forward + backward, {str(dtype)[6:]}, {shape}; {how}"
+    return {"bench": "attention", "title": title, "environment": environment(), "rows": rows}
+
+
+def _rows(
+    variant: Variant, device: str, dtype: torch.dtype, rounds: int, advance: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """All ways of one variant, in turns."""
     generator = torch.Generator(device).manual_seed(0)
-    sizes = [(shape.B, heads, shape.S, shape.D) for heads in (shape.H, shape.G, shape.G)]
-    inputs = [torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_() for size in sizes]
-    grad = torch.randn(sizes[0], generator=generator, device=device, dtype=dtype)
+    made = (torch.randn(size, generator=generator, device=device, dtype=dtype) for size in variant.sizes)
+    inputs = [tensor.requires_grad_() for tensor in made]
     with torch.no_grad():
-        exact = unfused(*(tensor[:1, :1].float() for tensor in inputs))
+        exact = variant.exact(*(tensor[:1, :1].float() for tensor in inputs))
+    grad_size = (*variant.sizes[0][:3], variant.sizes[2][3])
+    grad = torch.randn(grad_size, generator=generator, device=device, dtype=dtype)
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], Tensor]] = {}
-    with bar("attention", rounds + 1) as advance:
-        for name, make in _ways(device).items():
+    for name, make in variant.ways.items():
+        row: dict[str, Any] = {"attention": f"{variant.name}: {name}" if variant.name else name}
+        rows.append(row)
+        try:
             step = _step(make(), inputs, grad)
-            row: dict[str, Any] = {"attention": name}
-            rows.append(row)
-            try:
-                row |= _first(step, device, exact)
-                calls[name] = step
-            except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
-                # A backend that is not there, or scores that do not fit, say so by a RuntimeError.
-                row["note"] = f"not here: {str(error).splitlines()[0][:100]}"
-        advance(1)
-        times = _in_turns(calls, rounds, device, advance)
+            row |= _first(step, device, exact)
+            calls[row["attention"]] = step
+        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            # A backend that is not there, or scores that do not fit, say so by a RuntimeError.
+            row["note"] = f"not here: {str(error).splitlines()[0][:100]}"
+    advance(1)
+    times = _in_turns(calls, rounds, device, advance)
     for row in rows:
         found = times.get(row["attention"])
         if found:
             row["ms"] = statistics.median(found)
-            row["TFLOP/s"] = shape.flops / row["ms"] / 1e9
+            row["TFLOP/s"] = variant.flops / row["ms"] / 1e9
     base = next((row["ms"] for row in rows if "ms" in row), None)
     for row in rows:
         if base and "ms" in row:
@@ -128,9 +135,7 @@ def run_attention(shape: AttentionShape, device: str = "cuda", *, rounds: int = 
                 row["kernels"] = sum(kernel.count for kernel in kernels)
                 row["kernel"] = kernels[0].name[:60]
                 row["problems"] = problems(attention_claims(row["attention"]), kernels)
-    how = f"medians of {rounds}, in turns of changing order"
-    title = f"causal attention, forward + backward, {str(dtype)[6:]}, {shape}; {how}"
-    return {"bench": "attention", "title": title, "environment": environment(), "rows": rows}
+    return rows
 
 
 def _step(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> Callable[[], Tensor]:

@@ -1,5 +1,7 @@
 """Attention in a window: the reference against masked attention, torch's flash attention against it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,12 +9,21 @@ import torch.nn.functional as F
 from deepwell.formats.metrics import assert_no_worse_than
 from deepwell.kernels.attention import flash
 from deepwell.kernels.attention.autograd import windowed_attention
+from deepwell.kernels.tune.choose import check
+from deepwell.kernels.tune.problem import Problem
 
 CASES = [(4, 2, 24, 16, 5, False), (4, 4, 17, 8, -1, True), (6, 2, 33, 32, 1, True), (4, 1, 12, 16, 40, False)]
+CASES += [(4, 2, 21, (24, 16), 6, True)]  # values narrower than keys
+
+
+def _widths(width):
+    return width if isinstance(width, tuple) else (width, width)
 
 
 def _operands(heads, groups, size, width, dtype, device="cpu"):
-    made = [torch.randn(2, n, size, width, device=device) for n in (heads, groups, groups)]
+    width, of_values = _widths(width)
+    shapes = ((heads, width), (groups, width), (groups, of_values))
+    made = [torch.randn(2, n, size, w, device=device) for n, w in shapes]
     return [t.to(dtype).requires_grad_() for t in made], torch.randn(heads, device=device).to(dtype).requires_grad_()
 
 
@@ -36,7 +47,7 @@ def test_the_reference_is_masked_attention(heads, groups, size, width, window, h
     leaves, sinks = _operands(heads, groups, size, width, torch.float64)
     leaves += [sinks] if has_sinks else []
     given = (*leaves[:3], sinks if has_sinks else None, 0.3, window)
-    grad = torch.randn(2, heads, size, width, dtype=torch.float64)
+    grad = torch.randn(2, heads, size, _widths(width)[1], dtype=torch.float64)
     wanted, got = _masked(*given), windowed_attention(*given)
     # (lse is handed on in fp32, as the kernels write it.)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
@@ -50,6 +61,18 @@ def test_plain_causal_attention_is_sdpas() -> None:
     torch.testing.assert_close(windowed_attention(q, k, v, None, 0.25, flash.NO_WINDOW), wanted)
 
 
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_result_that_is_off_by_a_factor_is_rejected(monkeypatch, wrong) -> None:
+    problem = Problem(op="attention", precision="bf16", device="cpu")
+    (candidate,) = flash.built_in("attention")
+    assert check(candidate, problem).is_passed
+
+    def off(*given):
+        return tuple(t * 1.1 if i == wrong else t for i, t in enumerate(candidate.fn(*given)))
+
+    assert "dB" in check(replace(candidate, fn=off), problem).reason
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "width", "window", "has_sinks"),
@@ -58,13 +81,15 @@ def test_plain_causal_attention_is_sdpas() -> None:
         (8, 8, 300, 64, 128, True),
         (4, 1, 256, 256, -1, True),
         (4, 2, 1024, 96, 1000, False),
+        (4, 2, 300, (192, 128), 77, True),
     ],
 )
 def test_flash_attention_is_the_reference_on_a_gpu(heads, groups, size, width, window, has_sinks) -> None:
     leaves, sinks = _operands(heads, groups, size, width, torch.bfloat16, "cuda")
     leaves += [sinks] if has_sinks else []
     assert not flash.why_not_flash(*leaves[:3])
-    scale, grad = width**-0.5, torch.randn(2, heads, size, width, device="cuda").bfloat16()
+    width, of_values = _widths(width)
+    scale, grad = width**-0.5, torch.randn(2, heads, size, of_values, device="cuda").bfloat16()
 
     def run(function, tensors):
         given = tensors[3] if has_sinks else None

@@ -9,11 +9,13 @@
 
 A sink changes lse and scales the rows of out; nothing else of the kernels. The backward recomputes p from lse, so with
 the lse that has the sink in it, it is the backward of attention with the sink.
+Values narrower than keys (latent attention has 128 and 192) are padded with zeros for the kernels, which take one
+width; what is padded of out and dv is dropped.
 Numerics: bf16 or fp16 operands, fp32 sums and softmax, p rounded to the operands' dtype for its GEMM.
 Cost: 4 flops a pair in the window and a head's width forward, 10 backward; nothing of the size S x S is held.
 """
 
-# Shapes: B batch, H query heads, G key-value heads, S tokens, D width of a head.
+# Shapes: B batch, H query heads, G key-value heads, S tokens, D width of a head, V width of its values.
 
 import math
 import sys
@@ -21,12 +23,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from deepwell.kernels.attention.proof import case_of
 from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
-from deepwell.kernels.tune.verify import FLOORS_DB, Case
+from deepwell.kernels.tune.verify import Case
 
 _aten = torch.ops.aten
 NO_WINDOW = -1
@@ -48,7 +52,7 @@ def _scores(q_BHSD: Tensor, k_BGSD: Tensor, scale: float, window: int) -> Tensor
 
 
 def attention_ref(
-    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sinks_H: Tensor | None, scale: float, window: int
+    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, sinks_H: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Reference for `attention`: (out, lse)."""
     s = _scores(q_BHSD, k_BGSD, scale, window)
@@ -56,7 +60,7 @@ def attention_ref(
     if sinks_H is not None:
         lse = torch.logaddexp(lse, sinks_H.to(lse.dtype)[None, :, None])
     p = (s - lse[..., None]).exp()
-    v = v_BGSD.repeat_interleave(q_BHSD.shape[1] // v_BGSD.shape[1], 1)
+    v = v_BGSV.repeat_interleave(q_BHSD.shape[1] // v_BGSV.shape[1], 1)
     return (p @ v.to(p.dtype)).to(q_BHSD.dtype), lse
 
 
@@ -85,9 +89,11 @@ def why_not_flash(q: Tensor, k: Tensor, v: Tensor) -> str:
         return "flash attention takes [batch, heads, tokens, width] on a GPU"
     if {t.dtype for t in (q, k, v)} not in ({torch.bfloat16}, {torch.float16}):
         return f"flash attention takes bf16 or fp16, these are {q.dtype}, {k.dtype} and {v.dtype}"
-    width = q.shape[-1]
-    if any(not isinstance(t.shape[-1], int) or t.shape[-1] != width for t in (k, v)) or width % 8 or width > _MAX_WIDTH:
-        return f"flash attention takes one width of heads, a multiple of 8 up to {_MAX_WIDTH}"
+    width, of_values = q.shape[-1], v.shape[-1]
+    if not isinstance(width, int) or not isinstance(of_values, int) or k.shape[-1] != width or of_values > width:
+        return "flash attention takes one known width of queries and keys, and values that are no wider"
+    if width % 8 or width > _MAX_WIDTH:
+        return f"flash attention takes a width that is a multiple of 8 up to {_MAX_WIDTH}"
     if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1] or k.shape[2] != q.shape[2]:
         return "flash attention needs as many keys as queries, and query heads that key-value heads divide"
     return ""
@@ -103,18 +109,23 @@ def _by_tokens(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in views)
 
 
+def padded(x: Tensor, width: int) -> Tensor:
+    """x with columns of zeros up to a width: itself where it has it."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 def attention(
-    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sinks_H: Tensor | None, scale: float, window: int
+    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, sinks_H: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse in fp32). `window` counts the query's own key; `NO_WINDOW` is all that came before."""
-    if why_not_flash(q_BHSD, k_BGSD, v_BGSD):
-        return attention_ref(q_BHSD, k_BGSD, v_BGSD, sinks_H, scale, window)
-    q, k, v = _by_tokens(q_BHSD, k_BGSD, v_BGSD)
+    if why_not_flash(q_BHSD, k_BGSD, v_BGSV):
+        return attention_ref(q_BHSD, k_BGSD, v_BGSV, sinks_H, scale, window)
+    q, k, v = _by_tokens(q_BHSD, k_BGSD, padded(v_BGSV, q_BHSD.shape[-1]))
     size = q.shape[1]
     out, lse, *_ = _aten._flash_attention_forward(
         q, k, v, None, None, size, size, 0.0, True, False, scale=scale, **_ends(window)
     )
-    out = out.transpose(1, 2)
+    out = out.transpose(1, 2)[..., : v_BGSV.shape[-1]]
     if sinks_H is None:
         return out, lse
     with_sink = torch.logaddexp(lse, sinks_H.float()[None, :, None])
@@ -127,26 +138,25 @@ def attention_backward(
     """(dq, dk, dv) of `attention`, whose sinks are in `out` and `lse`."""
     if why_not_flash(q, k, v):
         return attention_backward_ref(dout, q, k, v, out, lse, scale, window)
-    operands = _by_tokens(dout, q, k, v, out)
-    size = q.shape[2]
+    width, size = q.shape[-1], q.shape[2]
+    operands = _by_tokens(padded(dout, width), q, k, padded(v, width), padded(out, width))
     # Dropout's state, which a backward without dropout does not read.
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     grads = _aten._flash_attention_backward(
         *operands, lse, None, None, size, size, 0.0, True, state, state, scale=scale, **_ends(window)
     )
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-    return dq, dk, dv
+    return dq, dk, dv[..., : v.shape[-1]]
 
 
 # ---- the proof on a device: forward and backward at once ----
 
 
-def _all_of(run: tuple[Callable[..., Any], Callable[..., Any]], given: tuple[Any, ...]) -> Tensor:
-    """out, dq, dk and dv side by side, each with a norm of 1, so that none hides the others' errors."""
+def _all_of(run: tuple[Callable[..., Any], Callable[..., Any]], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv)."""
     (q, k, v, sinks, dout), scale, window = given[:5], given[0].shape[-1] ** -0.5, given[5]
     out, lse = run[0](q, k, v, sinks, scale, window)
-    made = (out, *run[1](dout, q, k, v, out, lse, scale, window))
-    return torch.cat([t.float().reshape(-1) / t.float().norm() for t in made])
+    return out, *run[1](dout, q, k, v, out, lse, scale, window)
 
 
 def built_in(op: str) -> tuple[Candidate, ...]:
@@ -165,17 +175,22 @@ def built_in(op: str) -> tuple[Candidate, ...]:
 
 
 def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
-    """A window, all that came before, sinks, fewer key-value heads, a ragged length."""
+    """A window, all that came before, sinks, fewer key-value heads, narrow values, a ragged length."""
     generator = torch.Generator().manual_seed(0)
-    for groups, size, width, window, has_sinks in ((2, 200, 64, 48, False), (1, 131, 128, NO_WINDOW, True)):
-        made = [torch.randn(2, n, size, width, generator=generator).bfloat16() for n in (4, groups, groups, 4)]
+    shapes = (
+        (2, 200, 64, 64, 48, False),
+        (1, 131, 128, 128, NO_WINDOW, True),
+        (4, 160, 192, 128, NO_WINDOW, False),
+    )
+    for groups, size, width, of_values, window, has_sinks in shapes:
+        sizes = ((4, width), (groups, width), (groups, of_values), (4, of_values))
+        made = [torch.randn(2, n, size, w, generator=generator).bfloat16() for n, w in sizes]
         sinks = torch.randn(4, generator=generator).bfloat16() if has_sinks else None
         given = tuple(t if t is None else t.to(problem.device) for t in (*made[:3], sinks, made[3]))
         wide = (t if t is None else t.double() for t in given)
-        yield Case(
-            label=f"{size} tokens, window {window}",
-            operands=(*given, window),
-            names=("q", "k", "v", "sinks", "dout", "window"),
-            wanted=_all_of((attention_ref, attention_backward_ref), (*wide, window)),
-            floor_db=FLOORS_DB["bf16"],
+        yield case_of(
+            f"{size} tokens, widths {width} and {of_values}, window {window}",
+            (*given, window),
+            ("q", "k", "v", "sinks", "dout", "window"),
+            _all_of((attention_ref, attention_backward_ref), (*wide, window)),
         )

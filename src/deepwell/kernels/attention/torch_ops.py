@@ -11,10 +11,10 @@ from deepwell.kernels.torch_library import register_op
 ops = torch.ops.deepwell
 
 
-def _like_tokens(x: Tensor) -> Tensor:
-    """[B, H, S, D] that lies in memory as [B, S, H, D], as the kernels write it."""
-    batch, heads, size, width = x.shape
-    return x.new_empty((batch, size, heads, width)).transpose(1, 2)
+def _like_tokens(x: Tensor, width: int | None = None) -> Tensor:
+    """[B, H, S, D], or another width, that lies in memory as [B, S, H, D], as the kernels write it."""
+    batch, heads, size, own = x.shape
+    return x.new_empty((batch, size, heads, own if width is None else width)).transpose(1, 2)
 
 
 def _laid_out(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -35,7 +35,10 @@ def _attention_backward(*operands: Any) -> tuple[Tensor, ...]:
 register_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window) -> (Tensor, Tensor)",
     _attention,
-    lambda q, k, v, sinks, scale, window: (_like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    lambda q, k, v, sinks, scale, window: (
+        _like_tokens(q, v.shape[-1]),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+    ),
 )
 register_op(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, int window)"
