@@ -98,7 +98,7 @@ def test_any_layout_has_a_sound_estimate(tp: int, pp: int, micro: int, again: st
     found = estimate(work, hw, layout)
     ideal = ir.train_flops(128, 4096) / 64 / 989e12
     assert ideal < found.step_s < 40 * ideal
-    assert len(found.memory) == pp and found.peak_allocated_gib <= found.peak_gib
+    assert len(found.memory) == pp and max(stage.allocated for stage in found.memory) <= found.peak_gib * 2**30
     assert found == estimate(work, hw, layout)  # deterministic
 
 

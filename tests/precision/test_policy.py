@@ -443,13 +443,6 @@ def test_corrupt_json_is_a_config_error(text: str) -> None:
         PrecisionPolicy.from_json(text)
 
 
-def test_a_resolution_is_plain_data_on_request() -> None:
-    data = policy_of((None, "fp8_row")).resolve(LLAMA, 3).to_dict()
-    assert json.loads(json.dumps(data)) == data
-    assert data["step"] == 3
-    assert data["layers"][PATH]["fwd"] == {"format": "fp8", "rule": "default", "options": {"scaling": "row"}}
-
-
 def test_126_layers_resolve_in_a_moment() -> None:
     ir = IR.from_config(published_config("llama3-405b"))
     policy = PrecisionPolicy.recipe("nvfp4")

@@ -15,25 +15,12 @@ from importlib import resources
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.blocks import Block, Layer
-from deepwell.graph.config_writer import ConfigWriter, class_name, head_and_loss, in_order, need
+from deepwell.graph.config_writer import ConfigWriter, Experts, head_and_loss, model_fields, need
 from deepwell.graph.configs_hybrid import hybrid_fields
-from deepwell.graph.ops import (
-    BLOCK_INPUT,
-    SEQ,
-    TOKENS,
-    Activation,
-    Attention,
-    Combine,
-    Dispatch,
-    Embedding,
-    GroupedLinear,
-    Op,
-    Rope,
-    TopK,
-)
+from deepwell.graph.ops import BLOCK_INPUT, SEQ, Attention, Rope
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 
 
@@ -70,15 +57,10 @@ _FAMILIES = {
     "deepseek_v3": _Family(mla=True, scoring="sigmoid"),
     "kimi_k2": _Family(mla=True, scoring="sigmoid"),
     "gpt_oss": _Family(
-        attention_bias=True,
-        sinks=True,
-        activation="clamped_swiglu",
-        router="router",
-        router_bias=True,
-        expert_bias=True,
-        experts_transposed=True,
+        attention_bias=True, sinks=True, activation="clamped_swiglu", router="router", router_bias=True,
+        expert_bias=True, experts_transposed=True,
     ),
-}
+}  # fmt: skip
 
 
 def config_fields(config: Mapping[str, Any], dtype: str | None = None) -> dict[str, Any]:
@@ -110,9 +92,7 @@ _COUNTS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "n_inner", "n_ctx", "q_lora_rank", "sliding_window",
     "decoder_sparse_step", "moe_layer_freq",
 )  # fmt: skip
-_COUNTS_FROM_0 = (
-    "n_shared_experts", "first_k_dense_replace", "num_local_experts", "num_experts", "n_routed_experts",
-)  # fmt: skip
+_COUNTS_FROM_0 = ("n_shared_experts", "first_k_dense_replace", *_EXPERTS)
 _TEXTS = ("model_type", "hidden_act", "hidden_activation", "activation_function")
 _LISTS = ("architectures", "layer_types", "mlp_only_layers")
 
@@ -154,8 +134,7 @@ def _layer_windows(config: Mapping[str, Any], family: _Family, num_layers: int) 
 
 
 def _moe_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    experts = _get(config, "num_local_experts", "num_experts", "n_routed_experts", default=0)
-    if not experts:
+    if not _has_experts(config):
         return [False] * num_layers
     dense_first = config.get("first_k_dense_replace", 0) or 0
     every = _get(config, "decoder_sparse_step", "moe_layer_freq", default=1)
@@ -169,25 +148,23 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 # ---- writing the ops ----
 
 
-def _gated_mlp(
-    w: ConfigWriter, path: str, source: str, *, hidden: int, inner: int, function: str, role: str, bias: bool = False
+def _mlp(
+    w: ConfigWriter,
+    path: str,
+    source: str,
+    sizes: tuple[int, int],
+    *,
+    function: str,
+    role: str,
+    gated: bool,
+    bias: bool,
 ) -> str:
-    gate = w.linear(f"{path}.gate_proj", f"{role}.gate", source, hidden, inner, bias=bias)
+    """gate and up (or up alone) from `sizes[0]` to `sizes[1]`, the activation, down."""
+    hidden, inner = sizes
+    gate = [w.linear(f"{path}.gate_proj", f"{role}.gate", source, hidden, inner, bias=bias)] if gated else []
     up = w.linear(f"{path}.up_proj", f"{role}.up", source, hidden, inner, bias=bias)
-    act = w.emit(
-        Activation(
-            name=f"{path}.act", role=role, inputs=(gate, up), dtype=w.dtype, function=function, width=inner, gated=True
-        )
-    )
+    act = w.activation(path, role, *gate, up, function=function, width=inner, gated=gated)
     return w.linear(f"{path}.down_proj", f"{role}.down", act, inner, hidden, bias=bias)
-
-
-def _plain_mlp(w: ConfigWriter, config: Mapping[str, Any], family: _Family, source: str) -> str:
-    hidden, inner, bias = need(config, "hidden_size"), need(config, "intermediate_size"), bool(config.get("mlp_bias"))
-    function = _activation_name(config, family.activation or "gelu")
-    up = w.linear("mlp.up_proj", "mlp.up", source, hidden, inner, bias=bias)
-    act = w.emit(Activation(name="mlp.act", role="mlp", inputs=(up,), dtype=w.dtype, function=function, width=inner))
-    return w.linear("mlp.down_proj", "mlp.down", act, inner, hidden, bias=bias)
 
 
 def _attention(w: ConfigWriter, config: Mapping[str, Any], family: _Family, source: str, window: int | None) -> str:
@@ -208,19 +185,11 @@ def _attention(w: ConfigWriter, config: Mapping[str, Any], family: _Family, sour
         k = w.norm("self_attn.k_norm", k, dim, per_token=kv_heads)
     v = w.linear("self_attn.v_proj", "attention.v", source, hidden, kv_heads * dim, bias=qkv_bias)
     rotary = int(dim * _get(config, "partial_rotary_factor", default=1))
-    rope = w.emit(
-        Rope(
-            name="self_attn.rope", role="attention", inputs=in_order(w, q, k), dtype=w.dtype,
-            q_heads=heads, kv_heads=kv_heads, rotary_dim=rotary,
-        )
-    )  # fmt: skip
-    attn = w.emit(
-        Attention(
-            name="self_attn.attention", role="attention", inputs=in_order(w, rope, v), dtype=w.dtype,
-            params=(w.param("self_attn.sinks", heads),) if family.sinks else (),
-            q_heads=heads, kv_heads=kv_heads, qk_dim=dim, v_dim=dim, window=window,
-        )
-    )  # fmt: skip
+    shared = {"q_heads": heads, "kv_heads": kv_heads}
+    rope = w.op(Rope, "self_attn.rope", "attention", q, k, **shared, rotary_dim=rotary)
+    sinks = (w.param("self_attn.sinks", heads),) if family.sinks else ()
+    sizes = {**shared, "qk_dim": dim, "v_dim": dim}
+    attn = w.op(Attention, "self_attn.attention", "attention", rope, v, params=sinks, **sizes, window=window)
     return w.linear("self_attn.o_proj", "attention.o", attn, heads * dim, hidden, bias=o_bias)
 
 
@@ -238,79 +207,27 @@ def _latent_attention(w: ConfigWriter, config: Mapping[str, Any], source: str) -
         q = w.linear("self_attn.q_b_proj", "attention.q_b", q, q_rank, heads * (nope + rot))
     kv_a = w.linear("self_attn.kv_a_proj_with_mqa", "attention.kv_a", source, hidden, kv_rank + rot, bias=bias)
     latent = w.norm("self_attn.kv_a_layernorm", kv_a, kv_rank)
-    rope = w.emit(
-        Rope(
-            name="self_attn.rope", role="attention", inputs=in_order(w, q, kv_a), dtype=w.dtype,
-            q_heads=heads, kv_heads=1, rotary_dim=rot,
-        )
-    )  # fmt: skip
+    rope = w.op(Rope, "self_attn.rope", "attention", q, kv_a, q_heads=heads, kv_heads=1, rotary_dim=rot)
     kv = w.linear("self_attn.kv_b_proj", "attention.kv_b", latent, kv_rank, heads * (nope + v_dim))
-    attn = w.emit(
-        Attention(
-            name="self_attn.attention", role="attention", inputs=in_order(w, q, rope, kv), dtype=w.dtype,
-            q_heads=heads, kv_heads=heads, qk_dim=nope + rot, v_dim=v_dim,
-        )
-    )  # fmt: skip
+    sizes = {"q_heads": heads, "kv_heads": heads, "qk_dim": nope + rot, "v_dim": v_dim}
+    attn = w.op(Attention, "self_attn.attention", "attention", q, rope, kv, **sizes)
     return w.linear("self_attn.o_proj", "attention.o", attn, heads * v_dim, hidden, bias=bias)
 
 
 def _moe(w: ConfigWriter, config: Mapping[str, Any], family: _Family, source: str) -> str:
     hidden = need(config, "hidden_size")
-    experts = need(config, "num_local_experts", "num_experts", "n_routed_experts")
-    top_k = need(config, "num_experts_per_tok", "experts_per_token")
-    inner = need(config, "moe_intermediate_size", "intermediate_size")
-    function = family.activation or _activation_name(config, "silu")
-    routed = TOKENS.times(top_k)
-    router = w.linear(f"mlp.{family.router}", "router", source, hidden, experts, bias=family.router_bias)
-    chosen = w.emit(
-        TopK(
-            name=f"{router}.topk", role="router", inputs=(router,), dtype=w.dtype,
-            experts=experts, top_k=top_k, scoring=family.scoring,
-        )
+    asked = Experts(
+        count=need(config, *_EXPERTS), top_k=need(config, "num_experts_per_tok", "experts_per_token"), width=hidden,
+        inner=need(config, "moe_intermediate_size", "intermediate_size"), gated=True, bias=family.expert_bias,
+        function=family.activation or _activation_name(config, "silu"), transposed=family.experts_transposed,
     )  # fmt: skip
-    rows = w.emit(
-        Dispatch(
-            name="mlp.experts.dispatch", role="experts", inputs=in_order(w, source, chosen), dtype=w.dtype,
-            rows=routed, width=hidden,
-        )
-    )  # fmt: skip
-
-    def grouped(name: str, part: str, source: str, k: int, n: int) -> str:
-        params = [w.param(name, experts, *((k, n) if family.experts_transposed else (n, k)))]
-        if family.expert_bias:
-            params.append(w.param(f"{name}_bias", experts, n))
-        return w.emit(
-            GroupedLinear(
-                name=name, role="experts", part=part, inputs=(source,), params=tuple(params), dtype=w.dtype,
-                rows=routed, experts=experts, k=k, n=n, bias=family.expert_bias,
-            )
-        )  # fmt: skip
-
-    gate_up = grouped("mlp.experts.gate_up_proj", "gate_up", rows, hidden, 2 * inner)
-    act = w.emit(
-        Activation(
-            name="mlp.experts.act", role="experts", inputs=(gate_up,), dtype=w.dtype, rows=routed,
-            function=function, width=inner, gated=True,
-        )
-    )  # fmt: skip
-    down = grouped("mlp.experts.down_proj", "down", act, inner, hidden)
-    out = w.emit(
-        Combine(
-            name="mlp.experts.combine", role="experts", inputs=in_order(w, chosen, down), dtype=w.dtype,
-            top_k=top_k, width=hidden,
-        )
-    )  # fmt: skip
+    router = w.linear(f"mlp.{family.router}", "router", source, hidden, asked.count, bias=family.router_bias)
+    chosen = w.top_k(router, asked.count, asked.top_k, family.scoring)
+    out = w.experts("mlp.experts", source, chosen, asked)
     shared = config.get("n_shared_experts", 0) or 0
     if shared:
-        side = _gated_mlp(
-            w,
-            "mlp.shared_experts",
-            source,
-            hidden=hidden,
-            inner=shared * inner,
-            function=function,
-            role="shared_experts",
-        )
+        sizes, how = (hidden, shared * asked.inner), {"function": asked.function, "role": "shared_experts"}
+        side = _mlp(w, "mlp.shared_experts", source, sizes, **how, gated=True, bias=False)
         out = w.add("mlp.add", "shared_experts", out, side, width=hidden)
     return out
 
@@ -319,38 +236,24 @@ def _decoder(config: Mapping[str, Any], family: _Family, dtype: str, notes: tupl
     hidden, vocab = need(config, "hidden_size"), need(config, "vocab_size")
     num_layers = need(config, "num_hidden_layers")
     windows = _layer_windows(config, family, num_layers)
-    kinds = list(zip(windows, _moe_layers(config, num_layers), strict=True))
-    distinct = list(dict.fromkeys(kinds))
-    blocks = tuple(Block(ops=_decoder_block(config, family, dtype, *kind)) for kind in distinct)
-    layers = tuple(Layer(path=f"model.layers.{i}", block=distinct.index(kind)) for i, kind in enumerate(kinds))
-
     stem, tail = ConfigWriter(dtype), ConfigWriter(dtype)
-    stem.emit(
-        Embedding(
-            name="model.embed_tokens", role="embedding", dtype=dtype, vocab=vocab, width=hidden,
-            params=(stem.param("model.embed_tokens.weight", vocab, hidden),),
-        )
-    )  # fmt: skip
+    stem.embedding("model.embed_tokens", vocab, hidden)
     normed = tail.norm("model.norm", BLOCK_INPUT, hidden, norm=family.norm)
     tied = "model.embed_tokens.weight" if config.get("tie_word_embeddings", family.tied) else None
     head_and_loss(tail, normed, hidden, vocab, tied)
-    return {
-        "name": class_name(config),
-        "dtype": dtype,
-        "stem": tuple(stem.ops),
-        "blocks": blocks,
-        "layers": layers,
-        "tail": tuple(tail.ops),
-        "max_positions": _get(config, "max_position_embeddings"),
-        "notes": notes,
-    }
+    layers = list(zip(windows, _moe_layers(config, num_layers), strict=True))
+
+    def write(w: ConfigWriter, kind: tuple[int | None, bool]) -> None:
+        _decoder_block(w, config, family, *kind)
+
+    fields = model_fields(config, stem, tail, "model.layers", layers, write)
+    return {**fields, "max_positions": _get(config, "max_position_embeddings"), "notes": notes}
 
 
 def _decoder_block(
-    config: Mapping[str, Any], family: _Family, dtype: str, window: int | None, is_moe: bool
-) -> tuple[Op, ...]:
+    w: ConfigWriter, config: Mapping[str, Any], family: _Family, window: int | None, is_moe: bool
+) -> None:
     hidden = need(config, "hidden_size")
-    w = ConfigWriter(dtype)
     normed = w.norm("input_layernorm", BLOCK_INPUT, hidden, norm=family.norm)
     if family.mla:
         attended = _latent_attention(w, config, normed)
@@ -360,22 +263,11 @@ def _decoder_block(
     normed = w.norm("post_attention_layernorm", stream, hidden, norm=family.norm)
     if is_moe:
         out = _moe(w, config, family, normed)
-    elif not family.gated:
-        out = _plain_mlp(w, config, family, normed)
     else:
-        inner, bias = need(config, "intermediate_size"), bool(config.get("mlp_bias", False))
-        out = _gated_mlp(
-            w,
-            "mlp",
-            normed,
-            hidden=hidden,
-            inner=inner,
-            function=_activation_name(config, "silu"),
-            role="mlp",
-            bias=bias,
-        )
+        function = _activation_name(config, "silu" if family.gated else family.activation or "gelu")
+        sizes, bias = (hidden, need(config, "intermediate_size")), bool(config.get("mlp_bias", False))
+        out = _mlp(w, "mlp", normed, sizes, function=function, role="mlp", gated=family.gated, bias=bias)
     w.add("add_2", "residual", stream, out, width=hidden)
-    return tuple(w.ops)
 
 
 def _gpt2(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -385,52 +277,30 @@ def _gpt2(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     inner = _get(config, "n_inner", default=4 * hidden)
     function = _activation_name(config, "gelu_new")
 
-    stem = ConfigWriter(dtype)
-    wte = stem.emit(
-        Embedding(
-            name="transformer.wte", role="embedding", dtype=dtype, vocab=vocab, width=hidden,
-            params=(stem.param("transformer.wte.weight", vocab, hidden),),
-        )
-    )  # fmt: skip
-    wpe = stem.emit(
-        Embedding(
-            name="transformer.wpe", role="embedding", dtype=dtype, vocab=positions, width=hidden, rows=SEQ,
-            params=(stem.param("transformer.wpe.weight", positions, hidden),),
-        )
-    )  # fmt: skip
+    stem, tail = ConfigWriter(dtype), ConfigWriter(dtype)
+    wte = stem.embedding("transformer.wte", vocab, hidden)
+    wpe = stem.embedding("transformer.wpe", positions, hidden, SEQ)
     stem.add("transformer.add", "embedding", wte, wpe, width=hidden)
-
-    w = ConfigWriter(dtype)
-    normed = w.norm("ln_1", BLOCK_INPUT, hidden, norm="layer")
-    qkv = w.linear("attn.c_attn", "attention.qkv", normed, hidden, 3 * hidden, bias=True, conv1d=True)
-    dim = hidden // heads
-    attn = w.emit(
-        Attention(
-            name="attn.attention", role="attention", inputs=(qkv,), dtype=dtype,
-            q_heads=heads, kv_heads=heads, qk_dim=dim, v_dim=dim,
-        )
-    )  # fmt: skip
-    out = w.linear("attn.c_proj", "attention.o", attn, hidden, hidden, bias=True, conv1d=True)
-    stream = w.add("add", "residual", BLOCK_INPUT, out, width=hidden)
-    normed = w.norm("ln_2", stream, hidden, norm="layer")
-    up = w.linear("mlp.c_fc", "mlp.up", normed, hidden, inner, bias=True, conv1d=True)
-    act = w.emit(Activation(name="mlp.act", role="mlp", inputs=(up,), dtype=dtype, function=function, width=inner))
-    out = w.linear("mlp.c_proj", "mlp.down", act, inner, hidden, bias=True, conv1d=True)
-    w.add("add_2", "residual", stream, out, width=hidden)
-
-    tail = ConfigWriter(dtype)
     normed = tail.norm("transformer.ln_f", BLOCK_INPUT, hidden, norm="layer")
     tied = "transformer.wte.weight" if config.get("tie_word_embeddings", True) else None
     head_and_loss(tail, normed, hidden, vocab, tied)
-    return {
-        "name": class_name(config),
-        "dtype": dtype,
-        "stem": tuple(stem.ops),
-        "blocks": (Block(ops=tuple(w.ops)),),
-        "layers": tuple(Layer(path=f"transformer.h.{i}", block=0) for i in range(num_layers)),
-        "tail": tuple(tail.ops),
-        "max_positions": positions,
-    }
+
+    def write(w: ConfigWriter, _: None) -> None:
+        how = {"bias": True, "conv1d": True}
+        normed = w.norm("ln_1", BLOCK_INPUT, hidden, norm="layer")
+        qkv = w.linear("attn.c_attn", "attention.qkv", normed, hidden, 3 * hidden, **how)
+        sizes = {"q_heads": heads, "kv_heads": heads, "qk_dim": hidden // heads, "v_dim": hidden // heads}
+        attn = w.op(Attention, "attn.attention", "attention", qkv, **sizes)
+        out = w.linear("attn.c_proj", "attention.o", attn, hidden, hidden, **how)
+        stream = w.add("add", "residual", BLOCK_INPUT, out, width=hidden)
+        normed = w.norm("ln_2", stream, hidden, norm="layer")
+        up = w.linear("mlp.c_fc", "mlp.up", normed, hidden, inner, **how)
+        act = w.activation("mlp", "mlp", up, function=function, width=inner)
+        out = w.linear("mlp.c_proj", "mlp.down", act, inner, hidden, **how)
+        w.add("add_2", "residual", stream, out, width=hidden)
+
+    fields = model_fields(config, stem, tail, "transformer.h", [None] * num_layers, write)
+    return {**fields, "max_positions": positions}
 
 
 # ---- published models by name ----
@@ -475,7 +345,7 @@ def _starts(name: str) -> set[str]:
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:
-    return bool(_get(config, "num_local_experts", "num_experts", "n_routed_experts", default=0))
+    return bool(_get(config, *_EXPERTS, default=0))
 
 
 def published_config(name: str) -> dict[str, Any]:

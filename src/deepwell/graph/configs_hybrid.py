@@ -12,25 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.graph.blocks import Block, Layer
-from deepwell.graph.config_writer import ConfigWriter, class_name, head_and_loss, in_order, need
-from deepwell.graph.ops import (
-    BATCH,
-    BLOCK_INPUT,
-    SEQ,
-    TOKENS,
-    Activation,
-    Attention,
-    Combine,
-    Conv,
-    Dispatch,
-    Embedding,
-    Extent,
-    GroupedLinear,
-    Matmul,
-    Op,
-    TopK,
-)
+from deepwell.graph.config_writer import ConfigWriter, Experts, head_and_loss, model_fields, need
+from deepwell.graph.ops import BATCH, BLOCK_INPUT, SEQ, Activation, Attention, Conv, Extent, Matmul
 
 _LETTERS = {"mamba": "M", "attention": "*", "moe": "E", "mlp": "-"}
 
@@ -51,39 +34,21 @@ def hybrid_pattern(config: Mapping[str, Any]) -> str:
 
 def hybrid_fields(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The fields of the IR of a config of model_type nemotron_h."""
-    pattern = hybrid_pattern(config)
-    kinds = list(dict.fromkeys(pattern))
     hidden, vocab = need(config, "hidden_size"), need(config, "vocab_size")
     stem, tail = ConfigWriter(dtype), ConfigWriter(dtype)
-    stem.emit(
-        Embedding(
-            name="model.embeddings", role="embedding", dtype=dtype, vocab=vocab, width=hidden,
-            params=(stem.param("model.embeddings.weight", vocab, hidden),),
-        )
-    )  # fmt: skip
+    stem.embedding("model.embeddings", vocab, hidden)
     normed = tail.norm("model.norm_f", BLOCK_INPUT, hidden)
     tied = "model.embeddings.weight" if config.get("tie_word_embeddings", False) else None
     head_and_loss(tail, normed, hidden, vocab, tied)
-    return {
-        "name": class_name(config),
-        "dtype": dtype,
-        "stem": tuple(stem.ops),
-        "blocks": tuple(Block(ops=_layer(config, kind, dtype)) for kind in kinds),
-        "layers": tuple(Layer(path=f"model.layers.{i}", block=kinds.index(kind)) for i, kind in enumerate(pattern)),
-        "tail": tuple(tail.ops),
-        "max_positions": config.get("max_position_embeddings"),
-        "notes": ("hybrid decoder: the scan is written as the products of its chunked form",),
-    }
 
+    def write(w: ConfigWriter, kind: str) -> None:
+        normed = w.norm("norm", BLOCK_INPUT, hidden)
+        out = {"M": _mamba, "*": _attention, "E": _experts, "-": _mlp}[kind](w, config, normed)
+        w.add("add", "residual", BLOCK_INPUT, out, width=hidden)
 
-def _layer(config: Mapping[str, Any], kind: str, dtype: str) -> tuple[Op, ...]:
-    hidden = need(config, "hidden_size")
-    w = ConfigWriter(dtype)
-    normed = w.norm("norm", BLOCK_INPUT, hidden)
-    write = {"M": _mamba, "*": _attention, "E": _experts, "-": _mlp}[kind]
-    out = write(w, config, normed)
-    w.add("add", "residual", BLOCK_INPUT, out, width=hidden)
-    return tuple(w.ops)
+    fields = model_fields(config, stem, tail, "model.layers", hybrid_pattern(config), write)
+    notes = ("hybrid decoder: the scan is written as the products of its chunked form",)
+    return {**fields, "max_positions": config.get("max_position_embeddings"), "notes": notes}
 
 
 def _mamba(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
@@ -94,20 +59,12 @@ def _mamba(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
     channels = inner + 2 * groups * state
     mixed = w.linear("mixer.in_proj", "mixer.in", source, hidden, inner + channels + heads)
     window = need(config, "conv_kernel")
-    conv = w.emit(
-        Conv(
-            name="mixer.conv1d", role="mixer", inputs=(mixed,), dtype=w.dtype, k=window, n=channels,
-            params=(w.param("mixer.conv1d.weight", channels, window), w.param("mixer.conv1d.bias", channels)),
-        )
-    )  # fmt: skip
+    kernel = (w.param("mixer.conv1d.weight", channels, window), w.param("mixer.conv1d.bias", channels))
+    conv = w.op(Conv, "mixer.conv1d", "mixer", mixed, k=window, n=channels, params=kernel)
 
     def product(name: str, sources: tuple[str, ...], batch: int, n: int, k: int) -> str:
-        return w.emit(
-            Matmul(
-                name=f"mixer.scan.{name}", role="mixer", inputs=sources, dtype=w.dtype,
-                batch=BATCH.times(batch), m=SEQ, n=Extent(n), k=Extent(k),
-            )
-        )  # fmt: skip
+        sizes = {"batch": BATCH.times(batch), "m": SEQ, "n": Extent(n), "k": Extent(k)}
+        return w.op(Matmul, f"mixer.scan.{name}", "mixer", *sources, **sizes)
 
     # Inside a chunk: C B^T and its product with x; between chunks: B^T x into the state and C times the state.
     scores = product("scores", (conv,), groups, chunk, state)
@@ -115,13 +72,9 @@ def _mamba(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
     states = product("states", (conv,), heads, dim, state)
     across = product("across", (conv, states), heads, dim, state)
     summed = w.add("mixer.scan.add", "mixer", inside, across, width=inner)
-    gated = w.emit(
-        Activation(
-            name="mixer.gate", role="mixer", inputs=in_order(w, mixed, summed), dtype=w.dtype, function="silu",
-            width=inner, gated=True,
-            params=tuple(w.param(f"mixer.{name}", heads) for name in ("A_log", "D", "dt_bias")),
-        )
-    )  # fmt: skip
+    params = tuple(w.param(f"mixer.{name}", heads) for name in ("A_log", "D", "dt_bias"))
+    how = {"function": "silu", "width": inner, "gated": True, "params": params}
+    gated = w.op(Activation, "mixer.gate", "mixer", mixed, summed, **how)
     normed = w.norm("mixer.norm", gated, inner)
     return w.linear("mixer.out_proj", "mixer.out", normed, inner, hidden)
 
@@ -132,18 +85,14 @@ def _attention(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
     q = w.linear("mixer.q_proj", "attention.q", source, hidden, heads * dim)
     k = w.linear("mixer.k_proj", "attention.k", source, hidden, kv_heads * dim)
     v = w.linear("mixer.v_proj", "attention.v", source, hidden, kv_heads * dim)
-    attended = w.emit(
-        Attention(
-            name="mixer.attention", role="attention", inputs=(q, k, v), dtype=w.dtype,
-            q_heads=heads, kv_heads=kv_heads, qk_dim=dim, v_dim=dim,
-        )
-    )  # fmt: skip
+    sizes = {"q_heads": heads, "kv_heads": kv_heads, "qk_dim": dim, "v_dim": dim}
+    attended = w.op(Attention, "mixer.attention", "attention", q, k, v, **sizes)
     return w.linear("mixer.o_proj", "attention.o", attended, heads * dim, hidden)
 
 
 def _plain_mlp(w: ConfigWriter, path: str, source: str, hidden: int, inner: int, role: str) -> str:
     up = w.linear(f"{path}.up_proj", f"{role}.up", source, hidden, inner)
-    act = w.emit(Activation(name=f"{path}.act", role=role, inputs=(up,), dtype=w.dtype, function="relu2", width=inner))
+    act = w.activation(path, role, up, function="relu2", width=inner)
     return w.linear(f"{path}.down_proj", f"{role}.down", act, inner, hidden)
 
 
@@ -152,51 +101,17 @@ def _mlp(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
 
 
 def _experts(w: ConfigWriter, config: Mapping[str, Any], source: str) -> str:
-    hidden, experts = need(config, "hidden_size"), need(config, "n_routed_experts")
-    top_k, inner = need(config, "num_experts_per_tok"), need(config, "moe_intermediate_size")
-    latent = config.get("moe_latent_size")
-    width = int(latent or hidden)
-    routed = TOKENS.times(top_k)
-    router = w.linear("mixer.gate", "router", source, hidden, experts)
-    chosen = w.emit(
-        TopK(
-            name="mixer.gate.topk", role="router", inputs=(router,), dtype=w.dtype,
-            experts=experts, top_k=top_k, scoring="sigmoid",
-        )
+    hidden, latent = need(config, "hidden_size"), config.get("moe_latent_size")
+    asked = Experts(
+        count=need(config, "n_routed_experts"), top_k=need(config, "num_experts_per_tok"),
+        width=int(latent or hidden), inner=need(config, "moe_intermediate_size"), function="relu2",
     )  # fmt: skip
-    inputs = w.linear("mixer.fc1_latent_proj", "mlp.latent_in", source, hidden, width) if latent else source
-    rows = w.emit(
-        Dispatch(
-            name="mixer.experts.dispatch", role="experts", inputs=in_order(w, inputs, chosen), dtype=w.dtype,
-            rows=routed, width=width,
-        )
-    )  # fmt: skip
-
-    def grouped(part: str, source: str, k: int, n: int) -> str:
-        name = f"mixer.experts.{part}_proj"
-        return w.emit(
-            GroupedLinear(
-                name=name, role="experts", part=part, inputs=(source,), dtype=w.dtype, rows=routed,
-                params=(w.param(name, experts, n, k),), experts=experts, k=k, n=n,
-            )
-        )  # fmt: skip
-
-    up = grouped("up", rows, width, inner)
-    act = w.emit(
-        Activation(
-            name="mixer.experts.act", role="experts", inputs=(up,), dtype=w.dtype, rows=routed,
-            function="relu2", width=inner,
-        )
-    )  # fmt: skip
-    down = grouped("down", act, inner, width)
-    out = w.emit(
-        Combine(
-            name="mixer.experts.combine", role="experts", inputs=in_order(w, chosen, down), dtype=w.dtype,
-            top_k=top_k, width=width,
-        )
-    )  # fmt: skip
+    router = w.linear("mixer.gate", "router", source, hidden, asked.count)
+    chosen = w.top_k(router, asked.count, asked.top_k, "sigmoid")
+    inputs = w.linear("mixer.fc1_latent_proj", "mlp.latent_in", source, hidden, asked.width) if latent else source
+    out = w.experts("mixer.experts", inputs, chosen, asked)
     if latent:
-        out = w.linear("mixer.fc2_latent_proj", "mlp.latent_out", out, width, hidden)
+        out = w.linear("mixer.fc2_latent_proj", "mlp.latent_out", out, asked.width, hidden)
     shared = config.get("moe_shared_expert_intermediate_size")
     if shared:
         side = _plain_mlp(w, "mixer.shared_experts", source, hidden, int(shared), "shared_experts")

@@ -17,48 +17,15 @@ from deepwell.errors import CaptureError, ConfigError
 
 DEFAULT_BATCH = 2
 PRIMES = (
-    37,
-    41,
-    43,
-    47,
-    53,
-    59,
-    61,
-    67,
-    71,
-    73,
-    79,
-    83,
-    89,
-    97,
-    101,
-    103,
-    107,
-    109,
-    113,
-    127,
-    31,
-    29,
-    23,
-    19,
-    17,
-    13,
-    11,
-    7,
-    5,
-)
+    37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 31, 29, 23, 19, 17, 13, 11,
+    7, 5,
+)  # fmt: skip
 CHUNK_MULTIPLE = 64
 LONGEST = 4096  # no guessed input is longer: the trace would hold tensors of length squared
 POSITION_LIMITS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_target_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "max_length_positions",
-    "n_ctx",
-    "block_size",
-)
+    "max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "max_sequence_length",
+    "max_length_positions", "n_ctx", "block_size",
+)  # fmt: skip
 TARGET_NAMES = ("labels", "targets", "target")
 PASS_HINT = "pass example_inputs (a tensor, a tuple of arguments or a dict of keyword arguments)"
 

@@ -6,11 +6,9 @@ measuring. Projections that a model stores fused already (GPT-2's `c_attn`) are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from deepwell.errors import ConfigError
 from deepwell.graph.blocks import Block, Layer
 from deepwell.graph.ops import BLOCK_INPUT, GEMM_KINDS, Activation, Add, Attention, Linear, Loss, Norm, Op
 
@@ -40,16 +38,6 @@ class FusionSite:
     ops: tuple[str, ...]
     block: int | None
     count: int  # how many layers have it
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "ops": list(self.ops), "block": self.block, "count": self.count}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> FusionSite:
-        try:
-            return cls(kind=data["kind"], ops=tuple(data["ops"]), block=data["block"], count=data["count"])
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"not a fusion site: {type(error).__name__}: {error}") from error
 
     def __str__(self) -> str:
         place = "" if self.block is None else f" in block {self.block}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from deepwell.errors import ConfigError
 from deepwell.graph.blocks import Block, Layer
@@ -22,6 +22,7 @@ from deepwell.graph.fusion import FusionSite, fusion_sites
 from deepwell.graph.op_json import op_from_dict, op_to_dict
 from deepwell.graph.ops import DTYPE_BYTES, GEMM_KINDS, GroupedLinear, InputSizes, Op, TopK
 from deepwell.graph.table import OpGroup, fusion_summary, layers_label, op_table, short_count, wrapped
+from deepwell.hardware.codec import check_schema, decode_value, encode, read_json
 
 SCHEMA = 1
 
@@ -191,7 +192,7 @@ class IR:
             "max_positions": self.max_positions,
             "stem": [op_to_dict(op) for op in self.stem],
             "blocks": [{"ops": [op_to_dict(op) for op in block.ops]} for block in self.blocks],
-            "layers": [{"path": layer.path, "block": layer.block} for layer in self.layers],
+            "layers": encode(self.layers),
             "tail": [op_to_dict(op) for op in self.tail],
         }
 
@@ -200,20 +201,14 @@ class IR:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> IR:
-        if data.get("schema") != SCHEMA:
-            raise ConfigError(f"IR has schema {data.get('schema')!r}; this Deepwell reads schema {SCHEMA}")
-        _check_shape(data)
+        check_schema(data, SCHEMA, "IR")
+        hints = get_type_hints(cls)
+        plain = ("name", "dtype", "source", "notes", "max_positions", "layers")
         try:
-            blocks = tuple(Block(ops=tuple(map(op_from_dict, block["ops"]))) for block in data["blocks"])
             ir = cls(
-                name=data["name"],
-                dtype=data["dtype"],
-                source=data["source"],
-                notes=tuple(data["notes"]),
-                max_positions=data["max_positions"],
+                **{name: decode_value(hints[name], data[name], f"IR.{name}") for name in plain},
                 stem=tuple(map(op_from_dict, data["stem"])),
-                blocks=blocks,
-                layers=tuple(Layer(path=item["path"], block=item["block"]) for item in data["layers"]),
+                blocks=tuple(Block(ops=tuple(map(op_from_dict, block["ops"]))) for block in data["blocks"]),
                 tail=tuple(map(op_from_dict, data["tail"])),
             )
         except (KeyError, TypeError) as error:
@@ -223,13 +218,7 @@ class IR:
 
     @classmethod
     def from_json(cls, text: str) -> IR:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"an IR is a JSON object, got {type(data).__name__}")
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(text, "IR"))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, dtype: str | None = None) -> IR:
@@ -243,6 +232,8 @@ class IR:
         """Our own invariants: edges name ops that come before, layers name blocks, dtypes are known."""
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"IR dtype {self.dtype!r} is unknown; known: {', '.join(DTYPE_BYTES)}")
+        if self.max_positions is not None and self.max_positions < 1:
+            raise ConfigError(f"IR: max_positions is {self.max_positions}; it must be at least 1 or null")
         for layer in self.layers:
             if not 0 <= layer.block < len(self.blocks):
                 raise ConfigError(f"layer {layer.path} names block {layer.block}; there are {len(self.blocks)}")
@@ -300,32 +291,6 @@ def _header(ir: IR, seq_len: int) -> list[str]:
     per_token = ir.flops_per_token(seq_len)
     speed = f"{per_token / 1e9:.2f} GFLOP" if per_token >= 1e7 else f"{per_token / 1e3:.1f} kFLOP"
     return [f"{ir.name}: {size}", ", ".join(facts), f"forward {speed}/token at {seq_len:,} tokens"]
-
-
-# Field -> the kinds of JSON value that an IR has there.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str,), "dtype": (str,), "source": (str,), "notes": (list,), "max_positions": (int, type(None)),
-    "stem": (list,), "blocks": (list,), "layers": (list,), "tail": (list,),
-}  # fmt: skip
-
-
-def _check_shape(data: Mapping[str, Any]) -> None:
-    """The outer shape of an IR's JSON; ops check themselves."""
-    for name, kinds in _KINDS.items():
-        if name not in data:
-            raise ConfigError(f"not an IR: {name} is missing")
-        if not isinstance(data[name], kinds) or isinstance(data[name], bool):
-            raise ConfigError(f"IR: {name} is {type(data[name]).__name__}; it must be {kinds[0].__name__}")
-    if data["max_positions"] is not None and data["max_positions"] < 1:
-        raise ConfigError(f"IR: max_positions is {data['max_positions']}; it must be at least 1 or null")
-    if not all(isinstance(note, str) for note in data["notes"]):
-        raise ConfigError("IR: notes is a list of texts")
-    if not all(isinstance(block, dict) and isinstance(block.get("ops"), list) for block in data["blocks"]):
-        raise ConfigError("IR: every block has a list of ops")
-    for layer in data["layers"]:
-        is_sound = isinstance(layer, dict) and isinstance(layer.get("path"), str) and type(layer.get("block")) is int
-        if not is_sound:
-            raise ConfigError(f"IR: layer {layer!r} needs a path and the number of its block")
 
 
 def _active(op: Op, siblings: tuple[Op, ...]) -> int:

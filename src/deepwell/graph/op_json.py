@@ -48,12 +48,8 @@ _FIELD_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _param_from_dict(data: Any) -> Param:
-    if not isinstance(data, dict) or not {"name", "shape", "dtype"} <= set(data) <= {
-        "name",
-        "shape",
-        "dtype",
-        "tied_to",
-    }:
+    needed = {"name", "shape", "dtype"}
+    if not isinstance(data, dict) or not needed <= set(data) <= {*needed, "tied_to"}:
         raise ConfigError(f"parameter {data!r} needs name, shape and dtype, and may have tied_to")
     if not all(isinstance(data[key], str) for key in ("name", "dtype")) or data["dtype"] not in DTYPE_BYTES:
         raise ConfigError(f"parameter {data['name']!r} has dtype {data['dtype']!r}; known: {', '.join(DTYPE_BYTES)}")

@@ -8,7 +8,7 @@ value, that value is fixed in it: `reads_values` says so.
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,46 +36,20 @@ BINARY: dict[str, Any] = {
 REFLECTED: dict[str, Any] = {f"__r{name[2:]}": target for name, target in BINARY.items()}
 # Reads of tensor values: each fixes the graph to the values of the example.
 READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__len__",
-    "__iter__",
-    "__contains__",
-    "equal",
-    "allclose",
-)
+    "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__", "__contains__",
+    "equal", "allclose",
+)  # fmt: skip
 SHAPE_FROM_VALUES = ("nonzero", "unique", "unique_consecutive", "masked_select", "argwhere", "bincount")
 SHAPE_READS = ("__len__", "__iter__")
 
 
 @dataclass(slots=True)
 class Recording:
-    """The graph, the real tensor behind each placeholder, and how to rebuild the model's output from the graph's."""
+    """The graph, the real tensor behind each placeholder, and whether it holds for the example's values only."""
 
     graph_module: fx.GraphModule
     values: list[torch.Tensor]
     reads_values: bool
-    output_leaves: list[Any]
-    output_spec: Any
-    rng_state: torch.Tensor = field(repr=False)
-    cuda_rng_states: list[torch.Tensor] = field(repr=False)
-
-    def replay(self) -> Any:
-        """Run the graph on the recording's tensors and random numbers; the result has the model's own output type.
-
-        Leaves the random state where the run left it: call inside `preserved`.
-        """
-        torch.set_rng_state(self.rng_state)
-        if self.cuda_rng_states:
-            torch.cuda.set_rng_state_all(self.cuda_rng_states)
-        results = iter(self.graph_module(*self.values))
-        leaves = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.output_leaves]
-        return pytree.tree_unflatten(leaves, self.output_spec)
 
 
 def record(model: nn.Module, inputs: ExampleInputs) -> Recording:
@@ -89,14 +63,12 @@ def record(model: nn.Module, inputs: ExampleInputs) -> Recording:
             f"{type(model).__name__} is on the meta device and its forward reads values; build it on cpu to record it"
         )
     recorder = _Recorder(model, inputs)
-    rng_state = torch.get_rng_state()
-    cuda_rng_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     with _module_paths(model, recorder), recorder:
         output = model(*inputs.args, **inputs.kwargs)
-    leaves, spec = pytree.tree_flatten(output)
-    recorder.graph.output(tuple(recorder.node_for(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    recorder.graph.output(tuple(recorder.node_for(leaf) for leaf in leaves))
     module = fx.GraphModule(recorder.constants, recorder.graph)
-    return Recording(module, recorder.values, recorder.reads_values, leaves, spec, rng_state, cuda_rng_states)
+    return Recording(module, recorder.values, recorder.reads_values)
 
 
 @contextmanager
@@ -136,7 +108,6 @@ class _Recorder(TorchFunctionMode):
         self.modules: list[tuple[str, type]] = []
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._last_placeholder: fx.Node | None = None
         self._start = self.graph.create_node("call_function", torch._C._log_api_usage_once, ("deepwell.record",))
         named = {**inputs.named_tensors(model), **dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, tensor in named.items():

@@ -17,12 +17,11 @@ import copy
 import io
 import logging
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,7 @@ class Placeholder:
 class Traced:
     """One graph of a model. Nodes carry `meta[...]`: `example_value` (fake tensors), `module_path`, `module_class`.
 
-    `stubbed` maps each layer that was passed through to the layer that was traced in its place. `outputs` holds what
-    the graph returned where `run=True` was asked for.
+    `stubbed` maps each layer that was passed through to the layer that was traced in its place.
     """
 
     model_class: str
@@ -103,9 +101,7 @@ class Traced:
     stubbed: Mapping[str, str] = field(default_factory=dict)
     batch: int | None = None
     seq_len: int | None = None
-    seconds: float = 0.0
     attempts: tuple[FailedAttempt, ...] = ()
-    outputs: Any = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -124,33 +120,6 @@ class Traced:
     def by_node(self) -> dict[str, Placeholder]:
         return {p.node: p for p in self.placeholders}
 
-    def summary(self) -> dict[str, Any]:
-        """The facts of the trace as plain JSON values."""
-        kinds = [p.kind for p in self.placeholders]
-        return {
-            "model_class": self.model_class,
-            "way": self.way,
-            "specialized": self.specialized,
-            "training": self.training,
-            "nodes": len(self.graph.nodes),
-            "placeholders": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
-            "inputs": [p.name for p in self.inputs],
-            "stubbed": dict(self.stubbed),
-            "batch": self.batch,
-            "seq_len": self.seq_len,
-            "seconds": round(self.seconds, 3),
-            "attempts": [str(attempt) for attempt in self.attempts],
-        }
-
-    def __str__(self) -> str:
-        facts = [f"{len(self.graph.nodes)} nodes", f"by {self.way}", f"{self.seconds:.1f} s"]
-        facts += [f"batch {self.batch}, sequence {self.seq_len}"] if self.batch else []
-        facts += (
-            [f"{len(self.stubbed)} layers represented by {len(set(self.stubbed.values()))}"] if self.stubbed else []
-        )
-        facts += ["only for the example's values"] if self.specialized else []
-        return f"Traced {self.model_class}: " + ", ".join(facts)
-
 
 def trace(
     model: nn.Module,
@@ -160,39 +129,33 @@ def trace(
     seq_len: int | None = None,
     deduplicate: bool | None = None,
     ways: tuple[str, ...] = WAYS,
-    run: bool = False,
 ) -> Traced:
     """One FX graph of `model(*example_inputs)`.
 
     `example_inputs` is a tensor, a tuple of arguments or a dict of keyword arguments; without it inputs are guessed
     (token ids and labels for language models, else from the first layer) with `batch` and `seq_len`. `deduplicate`
-    traces one layer of each kind (default: where that saves). `run=True` also runs the graph and keeps its outputs.
-    Raises CaptureError where inputs cannot be guessed and TraceError, with the reason of each way, where no way gives
-    one graph.
+    traces one layer of each kind (default: where that saves). Raises CaptureError where inputs cannot be guessed and
+    TraceError, with the reason of each way, where no way gives one graph.
     """
-    _check_arguments(model, ways, deduplicate, run)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    if not ways or not set(ways) <= set(WAYS):
+        raise ConfigError(f"ways is {ways!r}; choose one or more of {', '.join(WAYS)}")
     model = getattr(model, "_orig_mod", model)  # the user's own torch.compile wrapper would be traced through
-    start = time.perf_counter()
-    # A graph without most of its layers computes something else, so a graph that is to run is traced in full.
-    wanted = False if run else deduplicate
     inputs = resolve_inputs(model, example_inputs, batch, seq_len)
     refused: TraceError | None = None
     for call in (inputs, *(other_lengths(model, inputs) if seq_len is None else ())):
         try:
-            traced = _trace_call(model, call, wanted, ways, run)
+            return _trace_call(model, call, deduplicate, ways)
         except TraceError as error:
             refused = refused or error
             if not error.is_refusal:
                 break
-        else:
-            return replace(traced, seconds=time.perf_counter() - start)
     assert refused is not None, "the loop ends without a result only after an error"
     raise refused
 
 
-def _trace_call(
-    model: nn.Module, inputs: ExampleInputs, deduplicate: bool | None, ways: tuple[str, ...], run: bool
-) -> Traced:
+def _trace_call(model: nn.Module, inputs: ExampleInputs, deduplicate: bool | None, ways: tuple[str, ...]) -> Traced:
     """The first way that works on one given call."""
     attempts: list[FailedAttempt] = []
     for way in ways:
@@ -201,14 +164,14 @@ def _trace_call(
         for wanted in (deduplicate, False) if deduplicate is not False else (False,):
             stubbed: dict[str, str] = {}
             try:
-                with preserved(model, values=run or way == "record"), spelled_out(), torch.enable_grad(), quiet():
+                with preserved(model, values=way == "record"), spelled_out(), torch.enable_grad(), quiet():
                     choose_traceable_implementations(model)
                     see_whole(model)
                     if way == "eval":
                         model.eval()
                     stubbed = stub_duplicates(model, inputs, wanted=wanted)
                     call = fill_meta_tensors(model, inputs, skip=stubbed) if way in ("dynamo", "eval") else inputs
-                    found = _TRACERS[way](model, call, run)
+                    found = _TRACERS[way](model, call)
             except MODEL_ERRORS as error:
                 attempts.append(_attempt(way, error))
                 if stubbed:
@@ -225,19 +188,8 @@ def _trace_call(
                 batch=inputs.batch,
                 seq_len=inputs.seq_len,
                 attempts=tuple(attempts),
-                outputs=found.outputs,
             )
     raise TraceError(type(model).__name__, tuple(attempts))
-
-
-def _check_arguments(model: Any, ways: tuple[str, ...], deduplicate: bool | None, run: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    unknown = [way for way in ways if way not in WAYS]
-    if unknown or not ways:
-        raise ConfigError(f"ways is {ways!r}; choose one or more of {', '.join(WAYS)}")
-    if run and deduplicate:
-        raise ConfigError("run=True with deduplicate=True would run a model without most of its layers; leave one out")
 
 
 _SILENT = (
@@ -274,35 +226,25 @@ class _TracedGraph:
     graph_module: fx.GraphModule
     placeholders: tuple[Placeholder, ...]
     specialized: bool = False
-    outputs: Any = None
 
 
 class _GraphTaken(Exception):
     """Raised by the capturing backend once it has the graph: guards and code that nobody will run need not be made."""
 
 
-def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGraph:
+def _by_dynamo(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
     taken: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def backend(graph_module: fx.GraphModule, example_tensors: list[Any]) -> Callable[..., Any]:
         taken.append((graph_module, example_tensors))
-        if run:
-            return graph_module.forward
         raise _GraphTaken
 
-    outputs = None
     try:
         with torch._dynamo.config.patch(dynamo_settings()), shapes_forgotten():
-            outputs = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(
-                *inputs.args, **inputs.kwargs
-            )
+            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs.args, **inputs.kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _GraphTaken):
             raise
-    finally:
-        if run:
-            # Only a graph that ran is kept in Dynamo's cache, with all that it holds on to.
-            torch._dynamo.reset()
     if len(taken) != 1:
         raise CaptureError(f"Dynamo gave {len(taken)} graphs for {type(model).__name__}, not one")
     module, tensors = taken.pop()  # not to be held on to by the backend, which Dynamo keeps
@@ -313,7 +255,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGra
         node.meta.pop("grapharg", None)  # holds the user's tensors
     _tidy(module)
     note_modules(module, model)
-    return _TracedGraph(module, placeholders, outputs=outputs)
+    return _TracedGraph(module, placeholders)
 
 
 @contextmanager
@@ -356,12 +298,11 @@ def dynamo_settings() -> dict[str, Any]:
     return {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
 
 
-def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGraph:
+def _by_export(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
     said = io.StringIO()
     with redirect_stderr(said):  # a graph that is not finished is printed there; the error itself is in the notes
         program = torch.export.export(model, inputs.args, dict(inputs.kwargs), strict=False)
     print(said.getvalue(), end="", file=sys.stderr)
-    outputs = program.module()(*inputs.args, **inputs.kwargs) if run else None
     module = program.graph_module
     names = TensorNames(model, inputs)
     nodes = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
@@ -381,23 +322,18 @@ def _by_export(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGra
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     note_modules(module, model)
-    return _TracedGraph(module, tuple(placeholders), outputs=outputs)
+    return _TracedGraph(module, tuple(placeholders))
 
 
-def _by_record(model: nn.Module, inputs: ExampleInputs, run: bool) -> _TracedGraph:
+def _by_record(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
     recording = record(model, inputs)
     names = TensorNames(model, inputs)
     nodes = [node for node in recording.graph_module.graph.nodes if node.op == "placeholder"]
     placeholders = tuple(names.placeholder(node, value) for node, value in zip(nodes, recording.values, strict=True))
-    return _TracedGraph(
-        recording.graph_module,
-        placeholders,
-        specialized=recording.reads_values,
-        outputs=recording.replay() if run else None,
-    )
+    return _TracedGraph(recording.graph_module, placeholders, specialized=recording.reads_values)
 
 
-_TRACERS: dict[str, Callable[[nn.Module, ExampleInputs, bool], _TracedGraph]] = {
+_TRACERS: dict[str, Callable[[nn.Module, ExampleInputs], _TracedGraph]] = {
     "dynamo": _by_dynamo,
     "eval": _by_dynamo,
     "export": _by_export,
@@ -452,16 +388,9 @@ def _tidy(module: fx.GraphModule) -> None:
 # What a model's own forward raises when a tracer runs it. Anything else (KeyboardInterrupt, MemoryError) is not a
 # reason to go on.
 MODEL_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    ImportError,
+    RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, ImportError,
     NameError,
-)
+)  # fmt: skip
 
 
 def _attempt(way: str, error: BaseException) -> FailedAttempt:

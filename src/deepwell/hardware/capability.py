@@ -17,13 +17,9 @@ ComputeCapability = tuple[int, int]
 # Finest names first: what a GEMM can be asked to run in. `fp8` and `fp4` are aliases, resolved by `canonical_format`.
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
 ALIASES = {
-    "fp8": "fp8_tensor",
-    "fp8_128x128": "fp8_1x128",
-    "fp4": "nvfp4",
-    "bfloat16": "bf16",
-    "float16": "fp16",
+    "fp8": "fp8_tensor", "fp8_128x128": "fp8_1x128", "fp4": "nvfp4", "bfloat16": "bf16", "float16": "fp16",
     "float32": "fp32",
-}
+}  # fmt: skip
 # Names of `deepwell.formats` say more than a tensor core cares about: element, power-of-two scales, the weight's block.
 _DETAIL = re.compile(r"(?<=fp[468])(_e\dm\d|_pow2|_1x16|_16x16)|_pow2$")
 

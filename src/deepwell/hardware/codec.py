@@ -34,6 +34,13 @@ def read_json(text: str, name: str) -> Any:
         raise ConfigError(f"text: not JSON ({error}); pass what {name}.to_json returned") from error
 
 
+def check_schema(data: object, schema: int, what: str) -> None:
+    """Raises ConfigError unless `data` is an object of that schema; `what` is what the message calls it."""
+    got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+    if not isinstance(data, Mapping) or got != schema:
+        raise ConfigError(f"{what} has schema {got!r}; this Deepwell reads schema {schema}")
+
+
 def _is_default(field: dataclasses.Field[Any], item: object) -> bool:
     return field.default is not dataclasses.MISSING and type(item) is type(field.default) and item == field.default
 
@@ -50,13 +57,14 @@ def decode(cls: type[T], data: object, where: str) -> T:
     arguments = {}
     for name, field in fields.items():
         if name in data:
-            arguments[name] = _decode(hints[name], data[name], f"{where}.{name}")
+            arguments[name] = decode_value(hints[name], data[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING:
             raise ConfigError(f"{where}: {cls.__name__} needs the field {name!r}")
     return cls(**arguments)
 
 
-def _decode(hint: Any, data: object, where: str) -> Any:
+def decode_value(hint: Any, data: object, where: str) -> Any:
+    """`data` as a value of the type `hint`; raises `ConfigError` naming `where`."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         return _decode_optional(hint, data, where)
@@ -80,14 +88,14 @@ def _decode_optional(hint: Any, data: object, where: str) -> Any:
     if data is None:
         return None
     (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    return _decode(inner, data, where)
+    return decode_value(inner, data, where)
 
 
 def _decode_tuple(args: tuple[Any, ...], data: object, where: str) -> tuple[Any, ...]:
     if not isinstance(data, list | tuple):
         raise ConfigError(f"{where}: expected a list, got {data!r}")
     if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+        return tuple(decode_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if len(args) != len(data):
         raise ConfigError(f"{where}: expected {len(args)} items, got {len(data)}")
-    return tuple(_decode(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True)))
+    return tuple(decode_value(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, data, strict=True)))

@@ -11,42 +11,12 @@ from deepwell.hardware.parts import Gpu, Host, Nic, Origin, Peak
 
 # What a planner or a kernel asks for, out of the hundred flags that /proc/cpuinfo lists.
 _INTERESTING = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_fp16",
-    "amx_int8",
-    "asimd",
-    "asimdhp",
-    "asimddp",
-    "sve",
-    "sve2",
-    "bf16",
-    "i8mm",
-)
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile",
+    "amx_bf16", "amx_fp16", "amx_int8", "asimd", "asimdhp", "asimddp", "sve", "sve2", "bf16", "i8mm",
+)  # fmt: skip
 _VIRTUAL_PORTS = (
-    "lo",
-    "docker",
-    "veth",
-    "br-",
-    "virbr",
-    "tun",
-    "tap",
-    "dummy",
-    "bond",
-    "kube",
-    "cni",
-    "flannel",
-    "cali",
-)
+    "lo", "docker", "veth", "br-", "virbr", "tun", "tap", "dummy", "bond", "kube", "cni", "flannel", "cali",
+)  # fmt: skip
 
 
 def read_host(root: Path = Path("/")) -> Host:

@@ -23,31 +23,17 @@ GRAMMAR = (
 _MAX_GPUS = 1_000_000  # more is a typing mistake
 
 _GPU_FIGURES = {
-    "num_sms",
-    "memory_bytes",
-    "memory_gb_per_s",
-    "copy_gb_per_s",
-    "l2_bytes",
-    "max_sm_clock_mhz",
-    "max_memory_clock_mhz",
-    "power_limit_w",
-}
+    "num_sms", "memory_bytes", "memory_gb_per_s", "copy_gb_per_s", "l2_bytes", "max_sm_clock_mhz",
+    "max_memory_clock_mhz", "power_limit_w",
+}  # fmt: skip
 _FABRIC_FIGURES = {
-    "nvlink_domain",
-    "nvlinks_per_gpu",
-    "nvlink_gb_per_s",
-    "allreduce_gb_per_s",
-    "pcie_gen",
-    "pcie_width",
-    "pcie_gb_per_s",
-    "nic_gb_per_s",
-}
-_INTEGERS = {"num_sms", "memory_bytes", "l2_bytes", "max_sm_clock_mhz", "max_memory_clock_mhz"} | {
-    "nvlink_domain",
-    "nvlinks_per_gpu",
-    "pcie_gen",
-    "pcie_width",
-}
+    "nvlink_domain", "nvlinks_per_gpu", "nvlink_gb_per_s", "allreduce_gb_per_s", "pcie_gen", "pcie_width",
+    "pcie_gb_per_s", "nic_gb_per_s",
+}  # fmt: skip
+_INTEGERS = {
+    "num_sms", "memory_bytes", "l2_bytes", "max_sm_clock_mhz", "max_memory_clock_mhz", "nvlink_domain",
+    "nvlinks_per_gpu", "pcie_gen", "pcie_width",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,16 +144,9 @@ def device(gpu: Gpu, constants: GpuConstants | None = None) -> DeviceSpeed:
 
 
 _BYTES = {
-    "fp32": 4.0,
-    "tf32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "fp8": 1.0,
-    "mxfp8": 1.03,
-    "mxfp6": 1.03,
-    "nvfp4": 0.56,
+    "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "mxfp6": 1.03, "nvfp4": 0.56,
     "mxfp4": 0.53,
-}
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=200_000)

@@ -114,10 +114,6 @@ class Estimate:
         return max(stage.device for stage in self.memory) / GIB
 
     @property
-    def peak_allocated_gib(self) -> float:
-        return max(stage.allocated for stage in self.memory) / GIB
-
-    @property
     def fits(self) -> bool:
         return self.peak_gib <= self.limit_gib
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import decode, encode, read_json
+from deepwell.hardware.codec import check_schema, decode, encode, read_json
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import KernelChoice
 from deepwell.planner.estimate_values import Estimate, StageMemory
@@ -180,9 +180,7 @@ class PlanValues:
     @classmethod
     def from_dict(cls: type[_Self], data: Mapping[str, Any]) -> _Self:
         """The plan behind `to_dict`. Raises ConfigError for anything else."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ConfigError(f"plan has schema {got!r}; this Deepwell reads schema {SCHEMA}")
+        check_schema(data, SCHEMA, "plan")
         try:
             return cls(
                 layout=Layout.from_dict(data["layout"]),

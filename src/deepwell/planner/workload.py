@@ -89,10 +89,6 @@ class Workload:
         return PrecisionPolicy.recipe(self.policy) if isinstance(self.policy, str) else self.policy
 
     @property
-    def is_bf16(self) -> bool:
-        return all(f in {"bf16", "fp16"} for v in self.variants() for _, fs in v.formats for f in fs)
-
-    @property
     def main_format(self) -> str:
         """The lowest format that most linear layers use."""
         counts: dict[str, int] = {}

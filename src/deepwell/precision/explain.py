@@ -7,15 +7,14 @@ flops (forward and backward); softmax attention is no part of them.
 from __future__ import annotations
 
 import itertools
-import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from deepwell.errors import ConfigError
 from deepwell.graph.ops import InputSizes
 from deepwell.graph.table import WIDTH, layers_label, text_table
+from deepwell.hardware.codec import decode, encode
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolver
 from deepwell.precision.rules import ALWAYS, Rule, Steps, change_steps, steps_text
@@ -74,36 +73,12 @@ class Explanation:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples as JSON has them
+        data: dict[str, Any] = encode(self)
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Explanation:
-        try:
-            spans = tuple(
-                StepSpan(
-                    steps=(span["steps"][0], span["steps"][1]),
-                    groups=tuple(
-                        Group(
-                            where=group["where"],
-                            layers=tuple(group["layers"]),
-                            rows=tuple(Row(**{**row, "decided_by": tuple(row["decided_by"])}) for row in group["rows"]),
-                        )
-                        for group in span["groups"]
-                    ),
-                    shares=tuple((name, share) for name, share in span["shares"]),
-                )
-                for span in data["spans"]
-            )
-            return cls(
-                model=data["model"],
-                num_layers=data["num_layers"],
-                spans=spans,
-                formats=tuple(data["formats"]),
-                notes=tuple(data["notes"]),
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ConfigError(f"not an explanation of a policy: {type(error).__name__}: {error}") from error
+        return decode(cls, data, "explanation")
 
     def __str__(self) -> str:
         out = [f"precision of {self.model}, {self.num_layers} layers"]

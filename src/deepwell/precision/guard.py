@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from deepwell.errors import ConfigError, NumericsError
+from deepwell.hardware.codec import check_schema
 from deepwell.precision.gemm_format import GEMMS
 
 SCHEMA = 1
@@ -26,6 +27,9 @@ WHAT = (
     *("nonfinite", "spike", "skip", "fallback", "recover", "saturation"),
     *("underflow", "sqnr", "noise", "budget", "repair"),
 )
+
+# Of the guard's own attributes, those that a resumed run goes on with.
+_STATE = ("num_skipped", "skipped_in_row", "last_bad", "repair_until", "is_over_budget", "stop")
 
 Key = tuple[str, str]  # (module path, "fwd", "dgrad" or "wgrad")
 
@@ -132,16 +136,6 @@ class GuardEvent:
         """As events.jsonl has it, without time and kind."""
         data = asdict(self)
         return {"from" if k == "before" else "to" if k == "after" else k: v for k, v in data.items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> GuardEvent:
-        names = {"from": "before", "to": "after"}
-        known = {f.name for f in fields(cls)}
-        found = {names.get(name, name): value for name, value in data.items()}
-        try:
-            return cls(**{name: value for name, value in found.items() if name in known})
-        except TypeError as error:
-            raise ConfigError(f"not an event of the guard: {error}") from error
 
     def __str__(self) -> str:
         where = f" {self.path} {self.gemm}".rstrip() if self.path else ""
@@ -273,8 +267,8 @@ class Guard:
         """
         events = self._of_step(step, findings, loss)
         on_gemms = [f for f in findings if f.path]
-        for finding in sorted(on_gemms, key=lambda f: (f.path, GEMMS.index(f.gemm) if f.gemm else -1, f.what)):
-            events.append(_told(finding))
+        for f in sorted(on_gemms, key=lambda f: (f.path, GEMMS.index(f.gemm) if f.gemm else -1, f.what)):
+            events.append(GuardEvent(step=f.step, what=f.what, path=f.path, gemm=f.gemm, reason=f.reason, rank=f.rank))
         events += self._fall_back(step, on_gemms, gemms)
         events += self._recover(step, gemms, {(e.path, e.gemm) for e in events if e.what == "fallback"})
         events += self._check_budget(step, gemms, events)
@@ -393,21 +387,18 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: with it a resumed run decides as the interrupted one would have."""
-        names = ("num_skipped", "skipped_in_row", "last_bad", "repair_until", "is_over_budget", "stop")
         return {
             "schema": SCHEMA,
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in _STATE},
             "losses": list(self.spikes.losses),
             "in_spike": self.spikes.in_spike,
             "gemms": [[path, gemm, asdict(history)] for (path, gemm), history in sorted(self._gemms.items())],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
-            got = state.get("schema") if isinstance(state, Mapping) else type(state).__name__
-            raise ConfigError(f"the guard's state has schema {got!r}; this Deepwell reads schema {SCHEMA}")
+        check_schema(state, SCHEMA, "the guard's state")
         try:
-            for name in ("num_skipped", "skipped_in_row", "last_bad", "repair_until", "is_over_budget", "stop"):
+            for name in _STATE:
                 setattr(self, name, state[name])
             self.spikes.losses = [float(value) for value in state["losses"]][-self.settings.spike_window :]
             self.spikes.in_spike = int(state["in_spike"])
@@ -425,14 +416,3 @@ def changes(events: Sequence[GuardEvent], gemms: Mapping[Key, GuardedGemm]) -> d
             back = e.what == "recover" and key in gemms and e.after == gemms[key].policy
             found.setdefault(f"guard, step {e.step}: {e.reason}", {})[key] = None if back else e.after
     return found
-
-
-def _told(finding: Finding) -> GuardEvent:
-    return GuardEvent(
-        step=finding.step,
-        what=finding.what,
-        path=finding.path,
-        gemm=finding.gemm,
-        reason=finding.reason,
-        rank=finding.rank,
-    )

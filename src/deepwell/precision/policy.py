@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
+from deepwell.hardware.codec import check_schema, read_json
 from deepwell.precision.gemm_format import Precision, precision
 from deepwell.precision.resolve import BASE, BUILT_IN, Resolution, Resolver
 from deepwell.precision.rules import Rule, change_steps, make_rule
@@ -176,9 +177,7 @@ class PrecisionPolicy:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
         """The open policy that `to_dict` described. Raises ConfigError where it is none."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ConfigError(f"precision policy has schema {got!r}; this Deepwell reads schema {SCHEMA}")
+        check_schema(data, SCHEMA, "precision policy")
         rules = data.get("rules")
         if not isinstance(rules, list):
             raise ConfigError(f"precision policy: rules is {type(rules).__name__}; it is a list of rules")
@@ -189,11 +188,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_json(cls, text: str) -> PrecisionPolicy:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"precision policy is not JSON: {error}") from error
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(text, "PrecisionPolicy"))
 
 
 def _formats(resolver: Resolver, step: int) -> dict[tuple[str, str], Precision]:

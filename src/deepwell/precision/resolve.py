@@ -10,7 +10,6 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from deepwell.errors import ConfigError
 from deepwell.graph.ir import IR, Site
@@ -42,14 +41,6 @@ class Decision:
         """Storage, rounding and Hadamard of both operands."""
         return self.precision.gemm(self.gemm)
 
-    def to_dict(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"format": self.format, "rule": self.rule}
-        if self.precision.options:
-            out["options"] = dict(self.precision.options)
-        if self.reason:
-            out["reason"] = self.reason
-        return out
-
     def __str__(self) -> str:
         return f"{self.precision} by {self.rule}" + (f"; {self.reason}" if self.reason else "")
 
@@ -70,10 +61,6 @@ class Resolution(Mapping[str, Mapping[str, Decision]]):
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def to_dict(self) -> dict[str, Any]:
-        layers = {path: {gemm: one.to_dict() for gemm, one in row.items()} for path, row in self.table.items()}
-        return {"step": self.step, "notes": list(self.notes), "layers": layers}
 
 
 class Resolver:

@@ -31,7 +31,7 @@ from deepwell.precision.patterns import Selector, parse_pattern
 
 PROTECTED_ROLES = ("head", "router", "embedding", "norm")
 
-Steps = tuple[int, "int | None"]
+Steps = tuple[int, int | None]
 ALWAYS: Steps = (0, None)
 
 

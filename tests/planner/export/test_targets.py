@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import json
 import re
 import shlex
 from dataclasses import replace
+from importlib import resources
 from types import ModuleType
 from typing import Any
 
@@ -15,14 +17,14 @@ from deepwell.planner.export import megatron as export_megatron
 from deepwell.planner.export import torchtitan as export_torchtitan
 from deepwell.planner.export.low_layers import low_layers
 from deepwell.planner.export.megatron import bridge_overrides, megatron_arguments, stage_string
-from deepwell.planner.export.targets import export, published_names
+from deepwell.planner.export.targets import export
 from deepwell.planner.export.torchtitan import MODELS, torchtitan_config
 from deepwell.planner.layout import Offload
 from deepwell.planner.plan import Plan
 from deepwell.planner.search.autoplan import autoplan
 from deepwell.precision.policy import PrecisionPolicy
 
-NAMES = published_names()
+NAMES = json.loads((resources.files("deepwell.planner") / "export_names.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from torch import fx
 from deepwell.graph.lift.flow import Flow
 
 PROBE = 5  # the small width that stands in for a number under suspicion
+# Ops of a mask's arithmetic whose numbers may be a window.
+_COMPARING = ("sub", "add", "lt", "le", "gt", "ge", "floordiv", "div", "triu", "tril")
 _EVALUATION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
@@ -99,7 +101,7 @@ def _numbers(flow: Flow, target: fx.Node, scores: fx.Node | None, length: int) -
     """Whole numbers in the mask's arithmetic that could be a window, the likely ones (beyond the length) first."""
     found: set[int] = set()
     for node in flow.back([target], lambda n: n is scores):
-        if flow.op(node) in ("sub", "add", "lt", "le", "gt", "ge", "floordiv", "div", "triu", "tril"):
+        if flow.op(node) in _COMPARING:
             found.update(abs(a) for a in node.args if isinstance(a, int) and not isinstance(a, bool))
     return sorted((n for n in found if n > PROBE and n not in (length, length - 1, length + 1)), reverse=True)
 
@@ -147,18 +149,7 @@ class _Evaluation:
             (node.args, node.kwargs), lambda n: self._values[n] if n in self._values else self._absent(n)
         )
         args, kwargs = self._on_cpu(args), self._on_cpu(kwargs)
-        if self._flow.op(node) in (
-            "add",
-            "sub",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "floordiv",
-            "div",
-            "triu",
-            "tril",
-        ):
+        if self._flow.op(node) in _COMPARING:
             args = tuple(self._swapped(a) for a in args)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -1,11 +1,9 @@
-"""Plans in other engines' words: what they are called, which are known, and the names that may be used. Pure."""
+"""Plans in other engines' words: what they are called and which are known. Pure.
+
+The names that each engine publishes stand in `export_names.json`; the tests hold the exports to them.
+"""
 
 from __future__ import annotations
-
-import functools
-import json
-from importlib import resources
-from typing import Any
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.export.megatron import bridge_overrides, megatron_arguments
@@ -16,14 +14,6 @@ from deepwell.precision.policy import PrecisionPolicy
 from deepwell.precision.recipes import RECIPES
 
 TARGETS = ("deepwell", "megatron", "megatron-bridge", "torchtitan")
-
-
-@functools.cache
-def published_names() -> dict[str, Any]:
-    """The argument names that each engine publishes, with source and commit."""
-    text = (resources.files("deepwell.planner") / "export_names.json").read_text(encoding="utf-8")
-    names: dict[str, Any] = json.loads(text)
-    return names
 
 
 def export(plan: PlanValues, target: str) -> str:

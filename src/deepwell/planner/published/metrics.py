@@ -9,51 +9,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
-
-class ErrorSummary(TypedDict):
-    n: int
-    median_abs_rel_err: float | None
-    mean_abs_rel_err: float | None
-    bias: float | None
-    within_10pct: float | None
-
-
-class VerdictSummary(TypedDict):
-    n: int
-    accuracy: float | None
-    precision: float | None
-    recall: float | None
-    true_oom: int
-    false_oom: int
-    true_fit: int
-    missed_oom: int
-
-
-class RegretSummary(TypedDict):
-    groups: int
-    within_5pct: float | None
-    mean: float | None
-    misses: int
-    random_within_5pct: float | None
-    random_mean: float | None
-    rule_within_5pct: float | None
-    rule_mean: float | None
-    rule_misses: int
-
-
-class RankSummary(TypedDict):
-    groups: int
-    spearman: float | None
-    kendall: float | None
+Summary = dict[str, float | None]  # counts and fractions; None where there is nothing to take them of
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def summarize_errors(errors: Sequence[float]) -> ErrorSummary:
+def summarize_errors(errors: Sequence[float]) -> Summary:
     """Summary of relative errors; bias is their mean, so a model that is too slow on average has a positive one."""
     sizes = [abs(error) for error in errors]
     return {
@@ -65,7 +29,7 @@ def summarize_errors(errors: Sequence[float]) -> ErrorSummary:
     }
 
 
-def summarize_verdicts(verdicts: Sequence[tuple[bool, bool]]) -> VerdictSummary:
+def summarize_verdicts(verdicts: Sequence[tuple[bool, bool]]) -> Summary:
     """Summary of (predicted out of memory, ran out of memory) pairs; running out is the positive class."""
     both = sum(predicted and measured for predicted, measured in verdicts)
     false_alarm = sum(predicted and not measured for predicted, measured in verdicts)
@@ -181,7 +145,7 @@ def _is_hit(choice: LayoutTimes, choices: Sequence[LayoutTimes]) -> bool:
     return choice.measured_s is not None and regret_of(choice, choices) <= 0.05
 
 
-def summarize_regret(groups: Sequence[Sequence[LayoutTimes]]) -> RegretSummary:
+def summarize_regret(groups: Sequence[Sequence[LayoutTimes]]) -> Summary:
     """Regret over groups: our pick's, the expected one of a random pick, and the rule of thumb's."""
     ours = [(pick_fastest(group), group) for group in groups]
     rule = [(pick_by_rule(group), group) for group in groups]
@@ -200,7 +164,7 @@ def summarize_regret(groups: Sequence[Sequence[LayoutTimes]]) -> RegretSummary:
     }
 
 
-def summarize_ranks(groups: Sequence[Sequence[LayoutTimes]]) -> RankSummary:
+def summarize_ranks(groups: Sequence[Sequence[LayoutTimes]]) -> Summary:
     """Mean rank correlation of predicted and measured time, over groups with at least three measured layouts."""
     rho: list[float] = []
     tau: list[float] = []

@@ -12,13 +12,11 @@ one constant later than in the round before, all further rounds do (the recurren
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import decode, encode
 from deepwell.planner.schedule.actions import SPLIT_BACKWARD, Action, rank_actions, rank_stages, stage_rank, why_not
 
 _KINDS = "FBIW"
@@ -50,21 +48,6 @@ class Timeline:
     simulated: int  # microbatches that were simulated; the rest is steady state carried on exactly
     events: tuple[Event, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**encode(self), "events": [list(event) for event in self.events]}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Timeline:
-        plain = decode(cls, {**data, "events": []}, "timeline")
-        try:
-            events = tuple(Event(*event) for event in data["events"])
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"timeline: events: {error}") from error
-        return replace(plain, events=events)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
-
     def __str__(self) -> str:
         flight = ", ".join(f"{x:g}" for x in self.in_flight)
         return (
@@ -83,7 +66,6 @@ def simulate(
     b: float | Sequence[float] = 2.0,
     w: float | Sequence[float] | None = None,
     p2p: float = 0.0,
-    p2p_blocks: bool = False,
     pair_saving: float | Sequence[float] = 0.0,
     events: bool = False,
 ) -> Timeline:
@@ -91,10 +73,9 @@ def simulate(
 
     `f` and `b` are seconds of a stage's forward and whole backward, one number or one per stage in model order; `w` is
     the weights' part of `b` (half of it unless given), which matters where the schedule splits the backward. `p2p` is
-    the time of a message between ranks, which also keeps the sender busy where `p2p_blocks`; `pair_saving` is what a
-    forward and a backward of dualpipev save by running beside each other, one number or one per rank. `events` keeps
-    every action and its times (then nothing is carried on). Raises ConfigError where the schedule cannot run with these
-    counts.
+    the time of a message between ranks; `pair_saving` is what a forward and a backward of dualpipev save by running
+    beside each other, one number or one per rank. `events` keeps every action and its times (then nothing is carried
+    on). Raises ConfigError where the schedule cannot run with these counts.
     """
     reason = why_not(schedule, pp, microbatches, virtual_stages)
     if reason:
@@ -103,7 +84,7 @@ def simulate(
     savings = _per_stage("pair_saving", pair_saving, pp)
     if p2p < 0 or min(savings) < 0:
         raise ConfigError(f"p2p, pair_saving: got {p2p}, {pair_saving}; seconds of at least 0")
-    costs = _Costs(durations, p2p, p2p if p2p_blocks else 0.0, tuple(savings))
+    costs = _Costs(durations, p2p, tuple(savings))
     count = microbatches if events else _enough(schedule, pp, microbatches, virtual_stages)
     while True:
         program = _program(schedule, pp, count, virtual_stages)
@@ -134,19 +115,6 @@ def peak_live(
     return _peak_live(schedule, pp, _enough(schedule, pp, microbatches, virtual_stages), virtual_stages)
 
 
-def peak_bytes(
-    schedule: str, pp: int, microbatches: int, virtual_stages: int, stage_bytes: Sequence[float]
-) -> tuple[float, ...]:
-    """Peak activation bytes of each rank, where one microbatch in stage s (model order) holds `stage_bytes[s]`."""
-    if len(stage_bytes) != pp * virtual_stages:
-        raise ConfigError(f"stage_bytes: got {len(stage_bytes)} entries; {pp * virtual_stages} stages")
-    found = []
-    for rank, moments in enumerate(peak_live(schedule, pp, microbatches, virtual_stages)):
-        stages = rank_stages(schedule, pp, virtual_stages, rank)
-        found.append(max(sum(n * stage_bytes[s] for n, s in zip(live, stages, strict=True)) for live in moments))
-    return tuple(found)
-
-
 def bubble_floor(schedule: str, pp: int, microbatches: int, virtual_stages: int = 1) -> float:
     """The closed-form bubble of even stages without messages as a share of busy time: a quick bound for searching.
 
@@ -169,7 +137,6 @@ class _Step(NamedTuple):
     need_too: int  # of the backward that this forward runs beside
     is_remote_too: bool
     cost: int
-    sends: bool  # the result goes to another rank
 
 
 class _Program(NamedTuple):
@@ -183,7 +150,6 @@ class _Program(NamedTuple):
 class _Costs(NamedTuple):
     durations: tuple[float, ...]
     p2p: float
-    send: float
     pair_saving: tuple[float, ...]  # by rank
 
 
@@ -221,7 +187,6 @@ class _Assembler:
     def add(self, action: Action, beside: Action | None) -> None:
         rank = self.stage_ranks[action.stage]
         need, need_too = self._at(action), self._at(beside) if beside else -1
-        to = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1}.get(action.kind, -1)
         self.steps.append(
             _Step(
                 rank=rank,
@@ -230,7 +195,6 @@ class _Assembler:
                 need_too=need_too,
                 is_remote_too=need_too >= 0 and self.steps[need_too].rank != rank,
                 cost=_KINDS.index(action.kind) * (self.last + 1) + action.stage,
-                sends=0 <= to <= self.last and self.stage_ranks[to] != rank,
             )
         )
         if action.kind != "W":
@@ -319,12 +283,12 @@ def _durations(
 
 
 def _run(program: _Program, costs: _Costs, pp: int) -> _ActionTimes:
-    durations, p2p, send, saving = costs
+    durations, p2p, saving = costs
     free = [0.0] * pp
     starts: list[float] = []
     ends: list[float] = []
     beside = -1.0  # seconds of the forward that the next action runs beside; below 0: none
-    for rank, need, is_remote, need_too, is_remote_too, cost, sends in program.steps:
+    for rank, need, is_remote, need_too, is_remote_too, cost in program.steps:
         start = free[rank]
         if need >= 0:
             ready = ends[need] + p2p if is_remote else ends[need]
@@ -345,7 +309,7 @@ def _run(program: _Program, costs: _Costs, pp: int) -> _ActionTimes:
             beside = -1.0
         starts.append(start)
         ends.append(end)
-        free[rank] = end + send if send and sends else end
+        free[rank] = end
     return _ActionTimes(starts, ends)
 
 
