@@ -211,6 +211,21 @@ def test_training_lowers_the_loss_and_the_files_say_how(uninterrupted: Results) 
     assert not list((uninterrupted.path.parent / "checkpoints").glob("*"))
 
 
+def test_experts_are_trained_in_the_arm_s_format(corpus: Corpus, tmp_path: Path) -> None:
+    setup = replace(SETUP, model="moe-tiny")
+    plan = WantedRuns(arms=parse_variants("fp8"), seeds=(0,), setup=setup, device="cpu")
+    results, left = run_plan(plan, corpus, tmp_path, Pace(log_every=1))
+    assert left == 0
+    for arm in ("bf16", "fp8"):
+        losses = curve(results, arm)
+        assert losses[-1][1] < losses[0][1] - 0.1
+    (run,) = [one for one in results.records if one.arm == "fp8"]
+    # Two layers, each with four linears of attention and two of the experts, of three products.
+    assert sum(count for way, count in run.runs_as.items() if way.startswith("fp8")) == 36, run.runs_as
+    (verdict,) = results.verdicts()
+    assert abs(verdict.gap) < 0.01
+
+
 def test_a_deadline_stops_after_a_checkpoint_and_the_next_call_goes_on_to_the_same_numbers(
     corpus: Corpus, tmp_path: Path, uninterrupted: Results
 ) -> None:

@@ -1,6 +1,7 @@
 """A Llama-style decoder in plain PyTorch: RMSNorm, RoPE, grouped-query attention, SwiGLU, untied head, cross entropy.
 
-The model that the demo captures, the benchmarks time and `validate parity` trains; nothing in it knows of Deepwell.
+The model that the demo captures, the benchmarks time and `validate parity` trains; nothing in it knows of Deepwell, but
+for the experts, where it has some.
 """
 
 # Shapes: B batch, S sequence, D width, H query heads, G key-value heads, C head width, F hidden width, V vocabulary.
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from deepwell.moe.block import DeepwellMoE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,9 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     # How many layers, counted from the first, keep only their input and run again in the backward.
     checkpointed_layers: int = 0
+    # Of each layer's MLP, `hidden` wide each (0: a single MLP), and how many of them a token meets.
+    experts: int = 0
+    top_k: int = 2
 
     @property
     def head_width(self) -> int:
@@ -92,13 +98,19 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
 
 
+def _experts(config: LlamaConfig) -> DeepwellMoE:
+    """Dropless experts whose load a loss evens out, as published models of this size are trained."""
+    balance = {"balance_loss": {"batch": 0.01}}
+    return DeepwellMoE(config.width, config.hidden, config.experts, config.top_k, router=balance)
+
+
 class LlamaLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width)
         self.attention = LlamaAttention(config)
         self.mlp_norm = RMSNorm(config.width)
-        self.mlp = MLP(config)
+        self.mlp = _experts(config) if config.experts else MLP(config)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_SC, sin_SC)
@@ -128,8 +140,8 @@ class Llama(nn.Module):
         generator = torch.Generator(device=self.head.weight.device).manual_seed(seed)
         residual = 0.02 / (2 * self.config.num_layers) ** 0.5
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                deviation = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            if weight.dim() > 1:
+                deviation = residual if name.removesuffix(".weight").endswith(("o_proj", "down_proj")) else 0.02
                 weight.normal_(0.0, deviation, generator=generator)
         return self
 

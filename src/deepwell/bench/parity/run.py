@@ -36,6 +36,13 @@ MODELS = {
     "768-12l": LlamaConfig(width=768, num_heads=12, num_kv_heads=12, hidden=2048, num_layers=12, vocab=32768),
     # For many runs: an eighth of the layers' work and of the time.
     "384-6l": LlamaConfig(width=384, num_heads=6, num_kv_heads=6, hidden=1024, num_layers=6, vocab=32768),
+    # 16 experts of which a token meets two: 60M parameters in the layers, 11M of them at work.
+    "moe-384-6l": LlamaConfig(
+        width=384, num_heads=6, num_kv_heads=6, hidden=512, num_layers=6, vocab=32768, experts=16, top_k=2
+    ),
+    "moe-tiny": LlamaConfig(
+        width=64, num_heads=2, num_kv_heads=2, hidden=64, num_layers=2, vocab=512, experts=4, top_k=2
+    ),
     "tiny": LlamaConfig(width=64, num_heads=2, num_kv_heads=2, hidden=128, num_layers=2, vocab=512),
 }
 BASELINE = "bf16"
