@@ -40,6 +40,10 @@ MODELS = {
     "moe-384-6l": LlamaConfig(
         width=384, num_heads=6, num_kv_heads=6, hidden=512, num_layers=6, vocab=32768, experts=16, top_k=2
     ),
+    # For a CPU: eight experts, 2.1M parameters in the layers.
+    "moe-128-4l": LlamaConfig(
+        width=128, num_heads=4, num_kv_heads=4, hidden=128, num_layers=4, vocab=4096, experts=8, top_k=2
+    ),
     "moe-tiny": LlamaConfig(
         width=64, num_heads=2, num_kv_heads=2, hidden=64, num_layers=2, vocab=512, experts=4, top_k=2
     ),

@@ -38,7 +38,9 @@ def parity_command(
     ] = "fp8",
     seeds: Annotated[str, typer.Option("--seeds", help="One pair of runs for each, e.g. 0,1,2.")] = "0",
     tokens: Annotated[float, typer.Option("--tokens", help="Training tokens of a run.")] = 50e6,
-    model: Annotated[str, typer.Option("--model", help="768-12l (135M parameters), 384-6l, moe-384-6l or tiny.")] = "768-12l",
+    model: Annotated[
+        str, typer.Option("--model", help="768-12l (135M parameters), 384-6l or tiny; moe-384-6l, moe-128-4l.")
+    ] = "768-12l",
     batch: Annotated[int, typer.Option("--batch", help="Sequences of a step.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence.")] = 1024,
     lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 3e-4,
