@@ -204,6 +204,14 @@ def test_starts_without_progress_give_up(make_trainer: Any) -> None:
         ({"tensorboard": True, "run_dir": __file__}, "file"),
         ({"guard": {"confrm": 1}}, "confrm"),
         ({"resume": "no/such/checkpoint"}, "checkpoint"),
+        ({"clip_norm": "abc"}, "clip_norm is 'abc'"),
+        ({"steps": math.inf}, "steps is inf"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"lr_floor": 3.0}, "lr_floor is 3"),
+        ({"optimizer_options": {"momnts": "fp32"}}, "AdamWDW takes no momnts"),
+        ({"callbacks": [print]}, "callbacks is a builtin"),
+        ({"loss": "mse"}, "loss is a str"),
+        ({"layout": 2}, "layout is a int"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(make_trainer: Any, options: dict[str, Any], word: str) -> None:
@@ -222,3 +230,43 @@ def test_a_plan_of_another_machine_is_not_run_silently(tiny_llama: Any, tmp_path
     trainer = dw.Trainer.from_engine(engine, dataloader="synthetic:128", **options)
     assert trainer.layout.gpus == 1 and trainer.sizes.global_batch == 64
     assert "planned anew" in trainer.plan_note
+
+
+def test_a_longer_run_keeps_the_peak_of_the_learning_rate(make_trainer: Any) -> None:
+    trainer = make_trainer(schedule="linear", warmup=0, steps=3)
+    trainer.fit()
+    trainer.fit(steps=6)
+    rates = [event["lr"] for event in events_of(trainer) if event["kind"] == "step"]
+    schedule = trainer.settings.learning_rate()
+    assert rates[3:] == [trainer.settings.lr * schedule(step) for step in range(3, 6)]
+
+
+def test_a_checkpoint_restores_a_trainer_and_never_a_bad_step(make_trainer: Any, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.fit(stop_at=2)
+    path = dw.save(trainer, tmp_path / "by-hand")
+    other = make_trainer(folder="other")
+    dw.load(path).restore(other)
+    assert (other.step, other.cursor, other.tokens) == (2, 8, trainer.tokens)
+    assert weights_of(other) == weights_of(trainer)
+    trainer.last_loss = math.nan
+    for save in (dw.save, dw.Trainer.save):
+        with pytest.raises(NumericsError, match="nan"):
+            save(trainer, tmp_path / "by-hand")
+
+
+def test_settings_of_a_resumed_run_stand_and_changes_are_noted(make_trainer: Any) -> None:
+    make_trainer(optimizer="adamw").fit(stop_at=2)
+    changed = make_trainer(
+        optimizer="adamw", weight_decay=0.7, beta2=0.5, lr=5e-3, optimizer_options={"amsgrad": False, "maximize": True}
+    )
+    assert changed.step == 2
+    group = changed.optimizer.param_groups[0]
+    assert (group["weight_decay"], group["betas"], group["maximize"]) == (0.7, (0.9, 0.5), True)
+    noted = " ".join(changed.notes)
+    assert "lr was 0.01, is 0.005; weight_decay was 0.1, is 0.7; beta2 was 0.95, is 0.5" in noted
+    assert "maximize was False in the checkpoint and is True" in noted
+    assert not any("was" in note for note in make_trainer(optimizer="adamw").notes)
+    with pytest.raises(ConfigError, match="the checkpoint is of AdamW and this run has SGD"):
+        make_trainer(optimizer="sgd")
+    assert make_trainer(optimizer="adamw_dw").step == 2

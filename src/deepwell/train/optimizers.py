@@ -72,6 +72,7 @@ def make_optimizer(
         return made
     name, given = optimizer.lower(), dict(options or {})
     if name in OPTIMIZERS:
+        _check_options(AdamWDW, given)
         keeps = KEPT[optimizer_of(engine, engine.deepwell.plan)]
         betas = (settings.beta1, settings.beta2)
         own: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.eps, "seed": settings.seed, **keeps}
@@ -84,18 +85,57 @@ def make_optimizer(
     return _of_torch(_TORCH[name], groups, settings, given)
 
 
+def _check_options(kind: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> None:
+    takes = inspect.signature(kind).parameters
+    for name in sorted(set(given) - set(takes)):
+        raise ConfigError(f"optimizer: {kind.__name__} takes no {name}; it takes {', '.join(list(takes)[1:])}")
+
+
 def _of_torch(
     kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], settings: TrainSettings, given: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    _check_options(kind, given)
     takes = inspect.signature(kind).parameters
     known = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     own = {name: value for name, value in known.items() if name in takes}
-    unknown = sorted(set(given) - set(takes))
-    if unknown:
-        raise ConfigError(f"optimizer: {kind.__name__} takes no {unknown[0]}; it takes {', '.join(list(takes)[1:])}")
     if "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     return kind(groups, **{**own, **given})
+
+
+def check_same_optimizer(saved: str | None, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where a checkpoint's optimizer is of another kind: its states would mean nothing here."""
+    own = type(optimizer).__name__
+    # adamw_dw takes over the moments of torch's Adam.
+    if saved in (None, own) or (isinstance(optimizer, AdamWDW) and saved in ("Adam", "AdamW")):
+        return
+    raise ConfigError(
+        f"optimizer: the checkpoint is of {saved} and this run has {own}: resume with {saved}, or start a new run from "
+        "its weights: dw.load(path).restore(model), then a trainer with another run_dir"
+    )
+
+
+# Of an optimizer's options those that come from settings, which are noted there, and those of where it runs.
+_NOT_NOTED = {
+    "params", "lr", "initial_lr", "weight_decay", "betas", "eps", "clip_norm", "skip_nonfinite", "foreach", "fused",
+    "capturable",
+}  # fmt: skip
+
+
+def keep_options(optimizer: torch.optim.Optimizer, own: Iterable[Mapping[str, Any]]) -> list[str]:
+    """After a load: the options of this run stand, not those of the run that was saved; what differs as notes.
+
+    The saved ones may be of another number of processes, where somebody else clips.
+    """
+    notes: dict[str, None] = {}
+    for group, options in zip(optimizer.param_groups, own, strict=True):
+        for key, value in options.items():
+            if key == "params" or isinstance(value, torch.Tensor):
+                continue
+            if key not in _NOT_NOTED and group.get(key) != value:
+                notes[f"optimizer: {key} was {group.get(key)!r} in the checkpoint and is {value!r} from here on"] = None
+            group[key] = value
+    return list(notes)
 
 
 class LearningRate:

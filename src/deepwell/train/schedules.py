@@ -37,7 +37,7 @@ class Schedule:
         if not 0 <= self.warmup <= self.steps:
             raise ConfigError(f"warmup is {self.warmup}; it must be between 0 and steps ({self.steps})")
         if not 0.0 <= self.floor <= 1.0:
-            raise ConfigError(f"floor is {self.floor}; it is a share of the peak learning rate, 0 to 1")
+            raise ConfigError(f"lr_floor is {self.floor}; it is a share of the peak learning rate, 0 to 1")
         if self.decay is not None and not 0 <= self.decay <= self.steps - self.warmup:
             raise ConfigError(f"decay is {self.decay}; {self.steps - self.warmup} steps come after the warm-up")
 

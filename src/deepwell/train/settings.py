@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,6 +13,11 @@ from deepwell.errors import ConfigError
 from deepwell.train.schedules import Schedule
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+# Settings that change what is trained. Not `steps`, which `fit` may still be given.
+_TRAINS = (
+    "global_batch", "lr", "weight_decay", "beta1", "beta2", "eps", "schedule", "warmup", "lr_floor", "decay",
+    "clip_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +62,8 @@ class TrainSettings:
         for name in ("global_batch", "micro_batch", "seq_len", "keep_every"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if not self.lr > 0.0:
-            raise ConfigError(f"lr is {self.lr!r}; it must be positive")
+        if not 0.0 < self.lr < math.inf:
+            raise ConfigError(f"lr is {self.lr!r}; it must be positive and finite")
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ConfigError(f"clip_norm is {self.clip_norm!r}; it must be positive, or None (in a recipe: 0)")
         for name in ("save_every", "eval_every", "hang_after"):
@@ -83,6 +89,14 @@ class TrainSettings:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def changes_since(self, saved: Mapping[str, Any]) -> list[str]:
+        """A note where a resumed run trains otherwise than the one that was saved (`to_dict`); [] where it does not."""
+        own = self.to_dict()
+        found = [
+            f"{name} was {saved[name]}, is {own[name]}" for name in _TRAINS if saved.get(name, own[name]) != own[name]
+        ]
+        return [f"resumed with other settings: {'; '.join(found)}"] if found else []
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainSettings:
@@ -131,9 +145,9 @@ def _typed(name: str, value: Any) -> Any:
         if "None" not in kind:
             raise ConfigError(f"{name} is None; it must be {kind}")
         return None
-    if name == "clip_norm" and float(value) == 0.0:
-        return None
     try:
+        if name == "clip_norm" and float(value) == 0.0:
+            return None
         if kind.startswith("bool"):
             return _flag(name, value)
         if kind.startswith("float"):
@@ -143,7 +157,7 @@ def _typed(name: str, value: Any) -> Any:
             if number != int(number):
                 raise ValueError
             return int(number)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} is {value!r}; it must be {kind.replace(' | None', '')}") from error
     return value
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from deepwell import __version__
 from deepwell.artifacts.checkpoint import Saver, TrainState, latest, load, load_checkpoint, save_checkpoint
 from deepwell.engine.dryrun.plan import engine_device
 from deepwell.engine.engine import Engine
-from deepwell.errors import ConfigError, NumericsError
+from deepwell.errors import ConfigError
 from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
 from deepwell.precision.guard import GuardEvent, GuardSettings
@@ -34,7 +34,7 @@ from deepwell.train.data import Loader, check_same_data, make_loader
 from deepwell.train.elastic import Control, StopSignal, Watchdog, join
 from deepwell.train.feed import Feed, LossFunction, count_items, count_tokens
 from deepwell.train.figures import Goodput
-from deepwell.train.optimizers import LearningRate, MakeOptimizer, make_optimizer
+from deepwell.train.optimizers import LearningRate, MakeOptimizer, check_same_optimizer, keep_options, make_optimizer
 from deepwell.train.parallel import parallelize
 from deepwell.train.random_state import random_state, seed_all, set_random_state
 from deepwell.train.readback import Readback
@@ -162,8 +162,17 @@ class Trainer:
             raise ConfigError(f"engine is a {type(engine).__name__}; pass what dw.compile(...) returned")
         if dataloader is None:
             raise ConfigError("dataloader is None; pass a folder of tokens, a dataset, batches, or 'synthetic'")
+        callbacks = tuple(callbacks) if isinstance(callbacks, Iterable) else (callbacks,)
+        checked: tuple[tuple[str, Any, Any], ...] = (
+            *(("callbacks", callback, Callback) for callback in callbacks),
+            ("loss", loss, Callable), ("layout", layout, (Layout, Mapping)), ("settings", settings, TrainSettings),
+            ("run_dir", run_dir, (str, Path)), ("optimizer_options", optimizer_options, Mapping),
+        )  # fmt: skip
+        for name, value, kind in checked:
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name} is a {type(value).__name__}; see the help of Trainer.from_engine")
         options = TrainerOptions(
-            eval_data=eval_dataloader, optimizer_options=optimizer_options, callbacks=tuple(callbacks), loss=loss,
+            eval_data=eval_dataloader, optimizer_options=optimizer_options, callbacks=callbacks, loss=loss,
             layout=layout, guard=guard, quiet=quiet,
         )  # fmt: skip
         return cls(
@@ -180,7 +189,7 @@ class Trainer:
         """
         if steps is not None and steps != self.settings.steps:
             self.settings = self.settings.changed(steps=steps)
-            self.rate = LearningRate(self.optimizer, self.settings)
+            self.rate.schedule = self.settings.learning_rate()
         last = min(self.settings.steps, stop_at or self.settings.steps)
         began = time.perf_counter()
         hang = Every.read("hang_after", self.settings.hang_after).seconds
@@ -297,10 +306,11 @@ class Trainer:
             "step": self.step,
             "cursor": self.cursor,
             "tokens": self.tokens,
-            "loss": self.last_loss if math.isfinite(self.last_loss) else None,
+            "loss": self.last_loss if self.step else None,  # one that is not finite is refused by who saves
             "skipped": self.skipped,
             "useful_s": self.goodput.useful_s,
             "settings": self.settings.to_dict(),
+            "optimizer": type(self.optimizer).__name__,
             "plan": None if self.plan is None else self.plan.to_dict(),
             "layout": self.layout.to_dict(),
             "policy": self.engine.deepwell.policy.to_dict(),
@@ -316,16 +326,17 @@ class Trainer:
 
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint to a folder and wait until it is committed; `dw.save(trainer, path)` is the same."""
-        if not math.isfinite(self.last_loss) and self.step:
-            raise NumericsError(f"the loss of step {self.step} is {self.last_loss}: such a state is not saved")
         return save_checkpoint(Path(path), self.train_state())
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, whatever world, plan or precision it was written with."""
-        state = self.train_state()
+        state, saved = self.train_state(), load(path)
+        check_same_optimizer(saved.meta.get("optimizer"), self.optimizer)
+        own = [dict(group) for group in self.optimizer.param_groups]
         # FP8 moments have scales of blocks, which shards of another number of ranks may cut: those are rounded anew.
-        is_elsewhere = self.elastic and load(path).world != self.world.size
-        meta = load_checkpoint(Path(path), state, round_moments=is_elsewhere)
+        is_elsewhere = self.elastic and saved.world != self.world.size
+        meta = load_checkpoint(saved.path, state, round_moments=is_elsewhere)
+        self.notes += self.settings.changes_since(meta.get("settings", {})) + keep_options(self.optimizer, own)
         self.step, self.cursor, self.tokens = meta["step"], meta["cursor"], meta["tokens"]
         self.skipped = meta.get("skipped", 0)
         self.last_loss = math.nan if meta.get("loss") is None else meta["loss"]

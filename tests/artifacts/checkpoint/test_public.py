@@ -144,8 +144,8 @@ def test_a_checkpoint_is_a_value(tmp_path: Path) -> None:
         def train_state(self) -> TrainState:
             return TrainState(model=net, optimizer=optimizer, meta={"step": 7, "policy": policy.to_dict()})
 
-        def load_meta(self, meta: dict[str, Any], rank_state: dict[str, Tensor]) -> None:
-            self.step = meta["step"]
+        def load(self, path: Path) -> None:
+            self.step = load_checkpoint(path, self.train_state())["step"]
 
     trainer = Trainer()
     path = save(trainer, tmp_path / "run")

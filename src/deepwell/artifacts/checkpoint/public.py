@@ -67,17 +67,16 @@ class Checkpoint:
     def restore(self, target: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Load into a trainer, or into a model and an optimizer; returns the meta.
 
-        A trainer is an object with `train_state() -> TrainState`; where it has `load_meta(meta, rank_state)`, that is
-        called with what was saved.
+        A trainer goes on from there: step, data position, guard and random states too.
         """
         if isinstance(target, nn.Module):
             return load_checkpoint(self.path, TrainState(model=target, optimizer=optimizer))
-        state = state_of(target)
-        meta = load_checkpoint(self.path, state)
-        load_meta = getattr(target, "load_meta", None)
-        if load_meta is not None:
-            load_meta(meta, state.rank_state)
-        return meta
+        if isinstance(target, TrainState):
+            return load_checkpoint(self.path, target)
+        if not callable(getattr(target, "load", None)):
+            raise ConfigError(f"cannot restore a {type(target).__name__}; pass a Trainer, an engine or an nn.Module")
+        target.load(self.path)
+        return self.meta
 
     def verify(self) -> int:
         """Compare the hashes of all files; returns the bytes read. Raises CheckpointError."""
