@@ -150,10 +150,12 @@ def test_under_tp_the_ends_are_whole_and_sharded_over_every_rank_of_the_stage() 
     head, whole = here.tail.gemms[0], plain.tail.gemms[0]
     assert (head.m, head.n, head.k) == (whole.m / 2, whole.n, whole.k)
     assert here.tail.gathers == here.tail.reduces == 0
-    assert shards(layout, DEEPWELL) == Parts(8, 8, 16)
-    assert shards(replace(layout, dp_replicate=2), DEEPWELL) == Parts(4, 4, 8)
-    assert shards(replace(layout, sharding="ddp"), DEEPWELL) == Parts(1, 1, 1)
-    assert shards(Layout(dp=16, ep=4, dp_replicate=2), DEEPWELL) == Parts(8, 4, 8)  # experts have no copies
+    # Experts that take the tokens of single ranks have no copies: with tp, and with ep.
+    assert shards(layout, DEEPWELL) == Parts(8, 16, 16)
+    assert shards(replace(layout, dp_replicate=2), DEEPWELL) == Parts(4, 16, 8)
+    assert shards(replace(layout, sharding="ddp"), DEEPWELL) == Parts(1, 16, 1)
+    assert shards(replace(layout, ep=4), DEEPWELL) == Parts(8, 4, 16)
+    assert shards(Layout(dp=16, ep=4, dp_replicate=2), DEEPWELL) == Parts(8, 4, 8)
     # The loss sees as many logits as a head that is split by columns has.
     split = read_job(here.workload, layout, get_stack("generic"))
     assert [one.forward for one in here.tail.passes if one.kind == "loss"] == [

@@ -51,9 +51,9 @@ def tp2(**changes: Any) -> Layout:
         (Layout(dp=1, tp=8, sequence_parallel=True), "TP 8: 4 KV heads"),
         (Layout(dp=2, cp=2), "CP 2: kind ring is not executed, ulysses and allgather are"),
         (Layout(dp=1, cp=16, context_parallel_kind="ulysses"), "CP 16: 8 heads and 4 KV heads (ulysses)"),
-        (tp2(cp=2, context_parallel_kind="ulysses"), "TP with CP: tensor parallelism goes with data and pipeline"),
-        (tp2(ep=2), "TP with EP"),
-        (tp2(), "TP 2: experts are not split"),
+        (tp2(cp=8, context_parallel_kind="ulysses"), "CP 8: 4 heads and 2 KV heads on each of TP 2 (ulysses)"),
+        (tp2(cp=2048, context_parallel_kind="allgather"), "CP 2048 x TP 2: a sequence of 2,048 does not divide"),
+        (tp2(etp=2), "ETP 2: experts are not split inside"),
         (Layout(dp=1, cp=3, context_parallel_kind="allgather"), "CP 3: a sequence of 2,048 does not divide"),
         (Layout(dp=2, etp=2), "ETP 2: experts are not split inside"),
         (Layout(dp=8, pp=8), "PP 8: 1F1B with 4 micro-batches, one for each rank at least"),
@@ -87,6 +87,12 @@ def test_what_is_not_executed_has_its_reason_here_and_none_elsewhere(layout: Lay
         Layout(dp=2, cp=8, context_parallel_kind="ulysses"),  # each key head is repeated
         Layout(dp=2, cp=32, context_parallel_kind="allgather"),
         Layout(dp=4, ep=4),
+        tp2(),
+        tp2(ep=4),
+        tp2(pp=2, ep=2),
+        tp2(cp=2, ep=8, context_parallel_kind="ulysses"),
+        tp2(cp=4, context_parallel_kind="ulysses"),  # 2 key heads of a rank are repeated
+        tp2(cp=16, context_parallel_kind="allgather"),
         Layout(dp=2, pp=2, cp=2, ep=4, context_parallel_kind="ulysses"),
         Layout(dp=4, offload=Offload(optimizer=1.0, activations=1.0)),
         Layout(dp=1, offload=Offload(activations=1.0), recompute=Recompute(kind="selective")),
@@ -125,7 +131,7 @@ def test_tensor_parallelism_splits_plain_layers_and_their_tokens() -> None:
     assert why_not_executable(tp2(), work(seq_len=1001), DEEPWELL) == "TP 2: a sequence of 1,001 does not divide"
     alone = tp2(sequence_parallel=False)
     assert why_not_executable(alone, work(), DEEPWELL) == "TP 2: only with sequence parallelism"
-    for model, words in (("gpt-oss-20b", "experts"), ("deepseek-v3", "experts"), ("gpt2", "no single projection")):
+    for model, words in (("gpt-oss-20b", "sinks"), ("deepseek-v3", "q_a_proj is no"), ("gpt2", "no single projection")):
         assert words in why_not_executable(tp2(), work(published_config(model)), DEEPWELL)
     sinks = Layout(dp=1, cp=2, context_parallel_kind="ulysses")
     assert "sinks" in why_not_executable(sinks, work(published_config("gpt-oss-20b")), DEEPWELL)
@@ -162,8 +168,8 @@ def test_degrees_that_leave_nothing_to_execute_say_why() -> None:
         autoplan(TINY, "8xH100", tp=2, sequence_parallel=False, **request)
     with pytest.raises(ConfigError, match=r"CP 16: 8 heads and 4 KV heads \(ulysses\)"):
         autoplan(TINY, "2x8xH100", cp=16, context_parallel_kind="ulysses", **request)
-    with pytest.raises(ConfigError, match="TP with CP: tensor parallelism goes with data and pipeline parallelism"):
-        autoplan(TINY, "8xH100", tp=2, cp=2, **request)
+    with pytest.raises(ConfigError, match=r"CP 8: 4 heads and 2 KV heads on each of TP 2 \(ulysses\)"):
+        autoplan(TINY, "2x8xH100", tp=2, cp=8, context_parallel_kind="ulysses", **request)
     with pytest.raises(ConfigError, match="cuda_graphs on 8 GPUs: one process only"):
         autoplan(TINY, "8xH100", cuda_graphs=True, **request)
     with pytest.raises(ConfigError, match="offload optimizer: only where states are sharded"):
@@ -183,6 +189,8 @@ def plans() -> list[Plan]:
         autoplan(MOE, "8xH100", pp=2, seq_len=4096, global_batch=64),
         autoplan("llama3-8b", "2x8xH100", cp=2, **big),
         autoplan("llama3-8b", "2x8xH100", tp=2, **big),
+        autoplan("llama3-8b", "2x8xH100", tp=2, cp=4, **big),
+        autoplan("qwen3-30b-a3b", "8xB200", tp=2, ep=4, seq_len=4096, global_batch=64),
     ]
 
 

@@ -43,13 +43,10 @@ def why_not_executable(layout: Layout, workload: Workload, stack: Stack) -> str:
     facts = facts_of(workload)
     count = workload.global_batch // (layout.dp * layout.micro_batch)
     return (
-        why_not_together(layout.tp, layout.cp, layout.ep)
-        or (
-            why_not_schedule(layout.runs_as) or why_not_count(layout.runs_as, layout.pp, count) if layout.pp > 1 else ""
-        )
+        (why_not_schedule(layout.runs_as) or why_not_count(layout.runs_as, layout.pp, count) if layout.pp > 1 else "")
         or why_not_split(workload, facts, layout.tp)
         or why_not_sequence(workload, layout.tp, is_split=layout.sequence_parallel)
-        or why_not_context(workload, facts, layout.cp, layout.context_parallel_kind)
+        or why_not_context(workload, facts, layout.cp, layout.context_parallel_kind, layout.tp)
         or why_not_etp(layout.etp)
         or why_not_recompute(layout.recompute)
         or why_not_in_host_memory(layout)
@@ -80,14 +77,6 @@ def why_not_count(schedule: str, pp: int, count: int) -> str:
     return f"PP {pp}: 1F1B with {count} micro-batches, one for each rank at least" if is_short else ""
 
 
-def why_not_together(tp: int, cp: int, ep: int) -> str:
-    if tp > 1:
-        for name, size in (("CP", cp), ("EP", ep)):
-            if size > 1:
-                return f"TP with {name}: tensor parallelism goes with data and pipeline parallelism alone"
-    return ""
-
-
 def why_not_split(workload: Workload, facts: ModelFacts, tp: int) -> str:
     """Layers, heads and blocks of scales against tensor parallelism: every rank must have whole ones."""
     if tp == 1:
@@ -98,8 +87,6 @@ def why_not_split(workload: Workload, facts: ModelFacts, tp: int) -> str:
             return f"TP {tp}: {heads} {kind}"
     if not workload.ir.layers:
         return f"TP {tp}: no repeated layers to split"
-    if facts.is_moe:
-        return f"TP {tp}: experts are not split, ep= spreads them"
     for op in (op for block in workload.ir.blocks for op in block.ops):
         if _why_not_split_op(op):
             return f"TP {tp}: {_why_not_split_op(op)}"
@@ -113,9 +100,15 @@ def _why_not_split_op(op: Op) -> str:
     """What tensor parallelism has no rule for; the trainer looks at the model itself besides."""
     if isinstance(op, Attention) and op.params:
         return "attention with sinks"
-    if isinstance(op, Linear) and not (op.role in ("attention", "mlp") and op.part in SPLIT_PARTS):
+    is_single = op.role in ("attention", "mlp", "shared_experts") and isinstance(op, Linear) and op.part in SPLIT_PARTS
+    if isinstance(op, Linear) and not (is_single or is_whole(op)):
         return f"{op.name} is no single projection of attention or MLP"
     return ""
+
+
+def is_whole(op: Op) -> bool:
+    """A linear that tensor-parallel ranks run whole on their tokens: the router, the gate of all shared experts."""
+    return isinstance(op, Linear) and (op.role == "router" or (op.role == "shared_experts" and op.n == 1))
 
 
 def _split_sizes(workload: Workload) -> tuple[tuple[str, int, int, str], ...]:
@@ -126,7 +119,7 @@ def _split_sizes(workload: Workload) -> tuple[tuple[str, int, int, str], ...]:
         for layer in workload.ir.layers:
             for op in workload.ir.blocks[layer.block].ops:
                 split = split_of(op) if isinstance(op, Linear) else "none"
-                if not isinstance(op, Linear) or split == "none":
+                if not isinstance(op, Linear) or split == "none" or is_whole(op):
                     continue
                 size, word = (op.n, "columns") if split == "column" else (op.k, "rows")
                 for decision in resolution[f"{layer.path}.{op.name}"].values():
@@ -151,27 +144,28 @@ def why_not_sequence(workload: Workload, tp: int, *, is_split: bool) -> str:
     return "" if is_split else f"TP {tp}: only with sequence parallelism"
 
 
-def why_not_context(workload: Workload, facts: ModelFacts, cp: int, kind: str) -> str:
-    """The kind of context parallelism, the sequence, and what attention must be like."""
+def why_not_context(workload: Workload, facts: ModelFacts, cp: int, kind: str, tp: int = 1) -> str:
+    """The kind of context parallelism, the sequence, and what attention must be like on each of `tp` ranks."""
     if cp == 1:
         return ""
     if kind not in CONTEXT_KINDS:
         return f"CP {cp}: kind {kind} is not executed, {' and '.join(CONTEXT_KINDS)} are"
     if workload.seq_len % cp:
         return f"CP {cp}: a sequence of {workload.seq_len:,} does not divide"
+    if workload.seq_len % (cp * tp):
+        return f"CP {cp} x TP {tp}: a sequence of {workload.seq_len:,} does not divide"
     sites = [op for ops, _ in workload.ir.parts() for op in ops if op.role == "mixer" or isinstance(op, Attention)]
     if not facts.heads or any(not isinstance(op, Attention) for op in sites):
         return f"CP {cp}: only layers whose tokens meet in attention"
     for op in sites:
         if isinstance(op, Attention) and (op.params or not op.causal):
             return f"CP {cp}: attention with sinks or without a causal mask"
-        # Key and value heads are repeated until every rank has some.
-        if (
-            isinstance(op, Attention)
-            and kind == "ulysses"
-            and (op.q_heads % cp or op.q_heads % math.lcm(op.kv_heads, cp))
-        ):
-            return f"CP {cp}: {op.q_heads} heads and {op.kv_heads} KV heads (ulysses)"
+        if isinstance(op, Attention) and kind == "ulysses":
+            # Key and value heads are repeated until every rank has some.
+            heads, kv_heads = op.q_heads // tp, max(1, op.kv_heads // tp)
+            if heads % cp or heads % math.lcm(kv_heads, cp):
+                of_rank = f" on each of TP {tp}" if tp > 1 else ""
+                return f"CP {cp}: {heads} heads and {kv_heads} KV heads{of_rank} (ulysses)"
     return ""
 
 

@@ -310,7 +310,7 @@ def _attention(b: _Builder, op: Attention) -> None:
     b.elements[op.name] = out
     kv = kv_heads * (op.qk_dim + op.v_dim)
     if s.kv_exchange:
-        kv *= s.cp if s.kv_exchange == "gathered" else math.lcm(op.kv_heads, s.cp) / op.kv_heads
+        kv *= s.cp if s.kv_exchange == "gathered" else math.lcm(round(kv_heads), s.cp) / kv_heads
     qkv = tokens * (heads * op.qk_dim + kv)
     if s.kv_exchange == "gathered":
         b.keep(f"{op.name}.mask", "attention", "other", HALF, op.q_len.at(whole) / s.cp * op.kv_len.at(whole))

@@ -89,8 +89,8 @@ def shards(layout: Layout, stack: Stack) -> Parts:
     copies = layout.dp_replicate
     dense = 1 if layout.sharding == "ddp" else layout.dp * layout.cp // copies
     if is_fsdp2(stack):
-        # Experts that are spread are groups of their own, without copies; the ends' tokens are split over tp as well.
-        expert = layout.expert_dp if layout.ep > 1 else dense
+        # Experts whose tokens are spread are groups of their own, without copies; so are the ends', over tp as well.
+        expert = layout.expert_dp if layout.ep > 1 or layout.tp > 1 else dense
         return Parts(dense, expert, 1 if layout.sharding == "ddp" else dense * layout.tp)
     expert = layout.expert_dp // copies if layout.expert_dp % copies == 0 else layout.expert_dp
     return Parts(dense, 1 if layout.sharding == "ddp" else max(1, expert), dense)

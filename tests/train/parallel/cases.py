@@ -36,6 +36,7 @@ class Case:
     recompute: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     clip: float | None = None
+    first: int = 0  # number of the first step's batch: in low precision some batches have a code that rounding flips
 
     @property
     def alone(self) -> Case:
@@ -100,6 +101,17 @@ def make_model(name: str) -> nn.Module:
     if name == "gpt2":
         config = transformers.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=64)
         return transformers.GPT2LMHeadModel(config)
+    if name == "shared":  # a gated expert for all tokens beside the others, which are given rows of tokens; biases
+        config = transformers.Qwen2MoeConfig(
+            **sizes, moe_intermediate_size=64, shared_expert_intermediate_size=128, num_experts=4, num_experts_per_tok=2
+        )
+        return transformers.Qwen2MoeForCausalLM(config)
+    if name == "glm":  # a dense layer, then one with shared experts, which are given rows of sequences
+        config = transformers.Glm4MoeConfig(
+            **sizes, head_dim=16, moe_intermediate_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+            topk_group=1, first_k_dense_replace=1, n_shared_experts=2,
+        )  # fmt: skip
+        return transformers.Glm4MoeForCausalLM(config)
     if name in ("moe", "skewed"):
         top_k = 1 if name == "skewed" else 2
         config = transformers.Qwen3MoeConfig(
@@ -162,7 +174,7 @@ def run(case: Case) -> Outcome:
     optimizer = make_optimizer(case.optimizer, runner.parameters())
     losses, norms, grads = [], [], {}
     for step in range(case.steps):
-        batch = make_batch(step, case.labels)
+        batch = make_batch(case.first + step, case.labels)
         mine = parts(batch, runner, case.accumulation)
         losses.append(float(runner.run(mine, num_items=count_items(batch))))
         if not step:

@@ -74,4 +74,4 @@ def table(wanted: Sequence[Case], found: Mapping[str, tuple[Outcome, Outcome]]) 
 
 
 def _key(case: Case) -> str:
-    return f"{case.model} {case.precision} {case.optimizer} {case.steps} {case.labels} {case.clip}"
+    return f"{case.model} {case.precision} {case.optimizer} {case.steps} {case.labels} {case.clip} {case.first}"

@@ -17,7 +17,7 @@ def run(case: Case) -> Outcome:
     optimizer = make_optimizer(case.optimizer, runner.parameters())
     losses, norms, grads = [], [], {}
     for step in range(case.steps):
-        batch = make_batch(step, case.labels)
+        batch = make_batch(case.first + step, case.labels)
         mine = parts(batch, runner, case.accumulation)
         losses.append(float(runner.run(mine, num_items=count_items(batch))))
         if not step:
@@ -46,7 +46,7 @@ def eager(case: Case) -> Outcome:
     optimizer = make_optimizer(case.optimizer, list(model.parameters()))
     losses, norms, grads = [], [], {}
     for step in range(case.steps):
-        loss = model(**make_batch(step, case.labels)).loss
+        loss = model(**make_batch(case.first + step, case.labels)).loss
         loss.backward()
         losses.append(float(loss.detach()))
         if not step:

@@ -9,7 +9,8 @@ from cases import make_model
 import deepwell as dw
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.feed import count_items
-from deepwell.train.parallel.context import _visible, choose_kind, split_context
+from deepwell.train.parallel.batches import split_context
+from deepwell.train.parallel.context import _visible, choose_kind
 
 
 def test_a_batch_is_split_behind_the_shift() -> None:
@@ -50,6 +51,9 @@ def test_the_kind_that_runs_is_told() -> None:
     assert kind == "ulysses" and note.startswith("context parallelism over 2 ranks: ulysses stands in for ring: ")
     kind, note = choose_kind(ir, "ulysses", 3)
     assert kind == "allgather" and "4 heads and 4 key-value heads do not divide" in note
+    assert choose_kind(ir, "ulysses", 2, tp=2) == ("ulysses", "")
+    kind, note = choose_kind(ir, "ulysses", 4, tp=2)
+    assert kind == "allgather" and "2 heads and 2 key-value heads do not divide" in note
 
 
 def test_who_sees_whom() -> None:

@@ -14,6 +14,8 @@ _TWICE = {**_PP, "virtual_stages": 2}
 _LOW = {"precision": "mxfp8", "labels": "all"}
 _ULYSSES = {"dp": 1, "cp": 2, "context_parallel_kind": "ulysses"}
 _EP = {"dp": 2, "ep": 2, "sharding": "zero3"}
+_TP_EP = {"dp": 1, "tp": 2, "ep": 2, "sharding": "zero3"}
+_TP_CP = {"dp": 1, "tp": 2, "cp": 2, "context_parallel_kind": "ulysses"}
 
 MATRIX = (
     Case(name="pp 1f1b", layout=_PP, accumulation=4, steps=20),
@@ -58,6 +60,21 @@ MATRIX = (
         layout={**_PP, "dp": 2, "ep": 2, "sharding": "zero3", "offload": Offload(optimizer=1.0, activations=1.0)},
     ),
     Case(name="cp 2 x ep 2, ddp", layout={"dp": 2, "cp": 2, "ep": 2, "sharding": "ddp"}, model="moe"),
+    Case(name="tp 2 x ep 2", layout=_TP_EP, model="moe", accumulation=2, clip=0.5),
+    Case(name="tp 2 x ep 2 mxfp8", layout=_TP_EP, model="moe", first=5, **_LOW),
+    Case(name="tp 2 x ep 2 shared", layout=_TP_EP, model="shared", recompute=True),
+    Case(name="tp 2 x ep 2 glm", layout=_TP_EP, model="glm", optimizer="adamw_dw"),
+    Case(name="tp 2 moe", layout={"dp": 1, "tp": 2}, model="moe"),
+    Case(name="fsdp 2 x tp 2 x ep 2", layout={**_TP_EP, "dp": 2}, model="moe", accumulation=2, recompute=True),
+    Case(name="tp 2 x ep 4, ddp", layout={**_TP_EP, "dp": 2, "ep": 4, "sharding": "ddp"}, model="shared"),
+    Case(name="pp 2 x tp 2 x ep 2", layout={**_TP_EP, "pp": 2, "sharding": "zero2"}, model="moe", accumulation=2),
+    Case(name="tp 2 x cp 2", layout=_TP_CP, steps=20),
+    Case(name="tp 2 x cp 2 mxfp8", layout=_TP_CP, **_LOW),
+    Case(
+        name="tp 2 x cp 2 allgather", layout={**_TP_CP, "context_parallel_kind": "allgather"}, model="qwen3",
+        recompute=True,
+    ),
+    Case(name="tp 2 x cp 2 x ep 4", layout={**_TP_CP, "ep": 4, "sharding": "zero3"}, model="moe", accumulation=2),
 )  # fmt: skip
 
 
@@ -81,13 +98,14 @@ def check(case: Case, here: Outcome, alone: Outcome) -> None:
 
 def check_passes(case: Case, here: Outcome, alone: Outcome) -> None:
     """Each rank has one graph for all its layers, of the passes that fire in a layer of the whole model."""
-    layout, layers = Layout(**case.layout), int(case.model.partition(":")[2] or 2)
+    layout = Layout(**case.layout)
+    layers = 1 if case.model == "glm" else int(case.model.partition(":")[2] or 2)  # that share a graph
     world = layout.gpus
     # The last stage's layers are given shift_labels too: on a rank that has other stages they are graphs of their own.
     kinds = world + (world // layout.pp if layout.tp > 1 and layout.virtual_stages > 1 else 0)
     assert here.unmet == [], case.name
     # Between two exchanges of tokens the experts are one function, and none of its parts a node of a graph.
-    of_experts = () if layout.ep > 1 else ("swiglu", "experts", "plain_experts")
+    of_experts = () if layout.ep > 1 or layout.tp > 1 else ("swiglu", "experts", "plain_experts")
     for name in ("rope", "linear", *of_experts):
         wanted = alone.passes.get(name, 0) * kinds // layers
         found = here.passes.get(name, 0)

@@ -36,12 +36,26 @@ def test_roles_come_from_the_ir() -> None:
         find_split(dw.capture(model), model, 3)
 
 
+def test_experts_stay_whole_and_the_mlp_beside_them_gathers_its_tokens() -> None:
+    model = make_model("shared")
+    split = find_split(dw.capture(model), model, 2)
+    shared = f"{LAYER}.mlp.shared_expert"
+    assert split.norms == tuple(f"model.layers.{i}.input_layernorm" for i in range(2))
+    assert split.mlps[0] == shared and f"{shared}.down_proj" in split.rows
+    assert {f"{LAYER}.mlp.gate.weight", f"{LAYER}.mlp.shared_expert_gate.weight"} < set(split.copies)
+    known = set(split.shards) | set(split.copies)
+    assert {n for n, _ in model.named_parameters() if ".layers." in n and ".experts." not in n} == known
+    dense = make_model("glm")  # its first layer has no experts
+    split = find_split(dw.capture(dense), dense, 2)
+    assert split.norms[:2] == (f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm")
+    assert split.mlps == ("model.layers.1.mlp.shared_experts",)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("phi3", r"model\.layers\.0\.self_attn\.qkv_proj holds qkv in one"),
         ("gpt2", r"transformer\.h\.0\.attn\.c_attn holds qkv in one"),
-        ("moe", r"model\.layers\.0\.mlp"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused_by_name(name: str, message: str) -> None:

@@ -28,7 +28,6 @@ from deepwell.planner.executable import (
     why_not_schedule,
     why_not_sequence,
     why_not_split,
-    why_not_together,
 )
 from deepwell.planner.layout import Layout, Overlap, Recompute
 from deepwell.planner.schedule.actions import SPLIT_BACKWARD, why_not
@@ -158,16 +157,11 @@ def families(space: Space) -> tuple[list[Family], list[Refusal]]:
     gpus = space.hw.num_gpus
     for tp in _tps(space, gpus, refuse):
         for pp in _pps(space, gpus // tp, refuse):
-            for cp in _cps(space, gpus // tp // pp, refuse):
+            for cp in _cps(space, gpus // tp // pp, tp, refuse):
                 dp = gpus // (tp * pp * cp)
                 if not _dp_works(space, dp, refuse):
                     continue
-                for ep, etp in _experts(space, tp, dp * cp * tp, refuse):
-                    reason = why_not_together(tp, cp, ep) if space.is_executed_here else ""
-                    if reason:
-                        refuse(reason)
-                    else:
-                        found.append(Family(gpus, tp, pp, cp, ep, etp))
+                found += [Family(gpus, tp, pp, cp, ep, etp) for ep, etp in _experts(space, tp, dp * cp * tp, refuse)]
     if space.is_executed_here:
         found = _executable(space, found, refuse)
     return found, [Refusal(reason=reason, families=n) for reason, n in refused.items()]
@@ -229,14 +223,14 @@ def _pps(space: Space, left: int, refuse: Any) -> Iterator[int]:
         yield pp
 
 
-def _cps(space: Space, left: int, refuse: Any) -> Iterator[int]:
+def _cps(space: Space, left: int, tp: int, refuse: Any) -> Iterator[int]:
     seq_len = space.workload.seq_len
     # Below 2,048 tokens of a sequence per rank no published run splits further; name a degree to try it.
     usual = [d for d in divisors(left) if d == 1 or seq_len // d >= 2048]
     for cp in _choices(space, "cp", usual, left, refuse):
-        kind = context_kind(space, cp)
+        kind = context_kind(space, cp, tp)
         if space.is_executed_here:
-            reason = why_not_context(space.workload, space.facts, cp, kind)
+            reason = why_not_context(space.workload, space.facts, cp, kind, tp)
         else:
             reason = why_not_cp(space.facts, cp, seq_len, kind)
         if reason:
@@ -245,13 +239,16 @@ def _cps(space: Space, left: int, refuse: Any) -> Iterator[int]:
         yield cp
 
 
-def context_kind(space: Space, cp: int) -> str:
-    """How a sequence is spread: as asked for, else by Ulysses where heads allow it, or a ring for other engines."""
+def context_kind(space: Space, cp: int, tp: int = 1) -> str:
+    """How a sequence is spread: as asked for, else by Ulysses where heads allow it, or a ring for other engines.
+
+    Heads are those that `tp` leaves a rank.
+    """
     asked = space.constraints.context_parallel_kind
     if asked is not None or cp == 1 or not space.is_executed_here:
         return asked or "ring"
     # Gathered keys need a mask that is a tensor, which no kernel skips by.
-    kinds = [kind for kind in CONTEXT_KINDS if not why_not_context(space.workload, space.facts, cp, kind)]
+    kinds = [kind for kind in CONTEXT_KINDS if not why_not_context(space.workload, space.facts, cp, kind, tp)]
     return (kinds or CONTEXT_KINDS)[0]
 
 
@@ -452,7 +449,7 @@ def layout_of(
         sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
         micro_batch=micro_batch, recompute=recompute, cuda_graphs=given.cuda_graphs,
         offload=OFFLOADS[given.offload or "none"], overlap=given.overlap or Overlap(),
-        context_parallel_kind=cast(Any, context_kind(space, family.cp)),
+        context_parallel_kind=cast(Any, context_kind(space, family.cp, family.tp)),
     )  # fmt: skip
     facts, work = space.facts, space.workload
     reason = why_not_layout(facts, layout, work.seq_len, work.global_batch)

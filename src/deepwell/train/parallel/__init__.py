@@ -61,23 +61,17 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
         from deepwell.train.parallel.pipeline import PipelineRunner
 
         return PipelineRunner(engine, feed, device, meshes, settings)
-    if layout.tp > 1:
-        from deepwell.train.parallel.tensor import TensorParallelRunner, split_tokens, split_weights
+    if layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
+        from deepwell.train.parallel.inside import prepare
+        from deepwell.train.parallel.tensor import split_tokens, split_weights
 
         notes: list[str] = []
-        split = split_weights(engine, meshes, notes)
-        engine.deepwell.use_regions()
-        split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[0].path])
-        shard(engine, meshes, settings)
-        return TensorParallelRunner(engine, feed, device, meshes, notes)
-    if layout.cp > 1 or layout.ep > 1:
-        from deepwell.train.parallel.context import ContextRunner
-        from deepwell.train.parallel.inside import prepare
-
-        notes = []
-        shard(engine, meshes, settings, prepare(engine, meshes, notes))
-        kind = ContextRunner if layout.cp > 1 else ShardedRunner
-        runner = kind(engine, feed, device, meshes)
+        split = split_weights(engine, meshes, notes) if layout.tp > 1 else None
+        inner = prepare(engine, meshes, notes)
+        if split is not None:
+            split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[0].path])
+        shard(engine, meshes, settings, inner)
+        runner = ShardedRunner(engine, feed, device, meshes)
         runner.notes += notes
         return runner
     if engine.deepwell.ir.layers:

@@ -21,13 +21,10 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from deepwell.engine.engine import Engine
-from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.errors import UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.graph.ops import Attention
-from deepwell.train.feed import shifted
 from deepwell.train.parallel.mesh import Meshes
-from deepwell.train.parallel.runner import Batch
-from deepwell.train.parallel.shard import ShardedRunner
 
 _NUMBERS = itertools.count()
 # What attention functions are given for some families: scores that are more than a softmax of products.
@@ -35,14 +32,15 @@ _EXTRAS = ("softcap", "s_aux", "position_bias")
 _gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
-def choose_kind(ir: IR, kind: str, cp: int) -> tuple[str, str]:
-    """(the kind that runs, a note where it is not the one that was asked for)."""
+def choose_kind(ir: IR, kind: str, cp: int, tp: int = 1) -> tuple[str, str]:
+    """(the kind that runs, a note where it is not the one that was asked for). A rank of `tp` has its part of heads."""
     sites = [op for ops, _ in ir.parts() for op in ops if isinstance(op, Attention)]
     if not sites:
         raise UnsupportedError(f"cp: {ir.name} has layers without attention; leave cp at 1")
-    fits = all(op.q_heads % cp == 0 and op.q_heads % math.lcm(op.kv_heads, cp) == 0 for op in sites)
+    heads = [(op.q_heads // tp, op.kv_heads // tp) for op in sites]
+    fits = all(q % cp == 0 and q % math.lcm(kv, cp) == 0 for q, kv in heads)
     if kind == "allgather" or not fits:
-        runs, why = "allgather", f"{sites[0].q_heads} heads and {sites[0].kv_heads} key-value heads do not divide by it"
+        runs, why = "allgather", f"{heads[0][0]} heads and {heads[0][1]} key-value heads do not divide by it"
     else:
         runs, why = "ulysses", "it sends less and gives the same numbers"
     return runs, "" if runs == kind else f"context parallelism over {cp} ranks: {runs} stands in for {kind}: {why}"
@@ -70,7 +68,7 @@ def spread_attention(engine: Engine, meshes: Meshes) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kind, note = choose_kind(engine.deepwell.ir, meshes.layout.context_parallel_kind, cp)
+    kind, note = choose_kind(engine.deepwell.ir, meshes.layout.context_parallel_kind, cp, meshes.layout.tp)
     mesh = meshes.ranks["cp"]
     how: tuple[Any, int, int] = (mesh.get_group().group_name, cp, mesh.get_local_rank())
     name = f"deepwell_{kind}_{next(_NUMBERS)}"
@@ -154,37 +152,4 @@ def _check_known(how: dict[str, Any]) -> None:
             raise UnsupportedError(f"cp: this model's attention has {name}, which is not executed; leave cp at 1")
 
 
-# ---- batches ----
-
-
-def split_context(batch: Batch, cp: int, rank: int) -> dict[str, Tensor]:
-    """The part of a batch that one of `cp` ranks reads: input_ids, position_ids, shift_labels.
-
-    Raises ConfigError where sequences do not divide, UnsupportedError where a batch has a mask of its own.
-    """
-    if "input_ids" not in batch:
-        raise ConfigError(f"cp: the batch has {', '.join(batch)} and no input_ids")
-    tokens = batch["input_ids"]
-    length = tokens.shape[1]
-    if length % cp:
-        raise ConfigError(f"sequences of {length} tokens cannot be split over cp {cp}; their length must divide")
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and not bool(mask.all()):
-        raise UnsupportedError("cp: the batch has an attention_mask with padding; pack the sequences, or leave cp at 1")
-    whole = torch.arange(length, device=tokens.device).expand_as(tokens)
-    if positions is not None and not torch.equal(positions.expand_as(tokens), whole):
-        raise UnsupportedError("cp: position_ids restart at documents, and masks of documents are not split; "
-                               "leave cp at 1, or the documents unmasked")  # fmt: skip
-    labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch.get("labels", tokens))
-    given = {"input_ids": tokens, "position_ids": whole, "shift_labels": labels}
-    return {name: value.chunk(cp, dim=1)[rank].contiguous() for name, value in given.items()}
-
-
-class ContextRunner(ShardedRunner):
-    """FSDP2 over data and context ranks; each reads its part of its samples' sequences."""
-
-    def part(self, batch: Batch) -> Batch:
-        return split_context(batch, self.meshes.layout.cp, self.mesh.get_local_rank("cp"))
-
-
-__all__ = ["ContextRunner", "choose_kind", "split_context", "spread_attention"]
+__all__ = ["choose_kind", "spread_attention"]

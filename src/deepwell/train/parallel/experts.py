@@ -27,6 +27,11 @@ from deepwell.train.parallel.mesh import Meshes
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")
 
 
+def has_experts(ir: IR) -> bool:
+    """Whether a model has experts at all."""
+    return any(isinstance(op, GroupedLinear) for ops, _ in ir.parts() for op in ops)
+
+
 def find_experts(ir: IR, model: nn.Module) -> tuple[str, ...]:
     """The paths of the modules that hold experts, as the IR has them and the model (a stage may lack some layers).
 
@@ -45,11 +50,11 @@ def find_experts(ir: IR, model: nn.Module) -> tuple[str, ...]:
         if module is None or missing:
             kind = type(model.get_submodule(whole)).__name__ if module is None else type(module).__name__
             raise UnsupportedError(
-                f"ep: the experts of {ir.name} ({kind} at {site.path}) are not of Hugging Face's experts interface "
-                "(gate_up_proj and down_proj of all experts in one tensor each); leave ep at 1"
+                f"ep, tp: the experts of {ir.name} ({kind} at {site.path}) are not of Hugging Face's experts interface "
+                "(gate_up_proj and down_proj of all experts in one tensor each); leave ep and tp at 1"
             )
         found[path] = None
-    if not found and not any(isinstance(op, GroupedLinear) for ops, _ in ir.parts() for op in ops):
+    if not found and not has_experts(ir):
         raise ConfigError(f"ep: {ir.name} has no experts; leave ep at 1")
     return tuple(found)
 
@@ -57,14 +62,13 @@ def find_experts(ir: IR, model: nn.Module) -> tuple[str, ...]:
 def distribute_experts(engine: Engine, meshes: Meshes) -> tuple[str, ...]:
     """Leave each rank of the ep mesh its experts, as DTensors, in place. Returns the paths of the modules.
 
+    Tensor parallelism without ep has them whole: they stay plain tensors, a group of FSDP2's over all ranks of a stage.
+
     Call it before `Engine.use_regions(inner=paths)`, and `connect_experts` after it.
     """
-    layout, model, mesh = meshes.layout, engine.deepwell.model, meshes.experts["ep"]
-    for name, value in (("etp", layout.etp), ("tp", layout.tp)):
-        if value > 1:
-            raise UnsupportedError(f"ep {layout.ep} with {name} {value} is not executed; leave {name} at 1")
+    model, mesh = engine.deepwell.model, meshes.experts["ep"]
     paths = find_experts(engine.deepwell.ir, model)
-    for path in paths:
+    for path in paths if meshes.layout.ep > 1 else ():
         shard_experts(model.get_submodule(path), mesh, path)
     return paths
 
@@ -72,7 +76,7 @@ def distribute_experts(engine: Engine, meshes: Meshes) -> tuple[str, ...]:
 def connect_experts(engine: Engine, paths: Sequence[str], meshes: Meshes) -> list[tuple[str, DeviceMesh]]:
     """Put the exchange around the experts' regions. Returns (path, mesh) of what FSDP2 is to make groups of."""
     mesh = meshes.experts
-    for path in paths:
+    for path in paths if meshes.layout.ep > 1 else ():
         module: Any = engine.deepwell.model.get_submodule(path)
         inner = module.forward
         exchange = ExpertExchange(inner, module.num_experts, mesh["ep"].get_group(), _travels_in_fp8(engine, path))

@@ -79,8 +79,8 @@ class Meshes:
 
     @property
     def tokens(self) -> DeviceMesh:
-        """The ranks of a stage that read other tokens."""
-        return self._view("data", ("pp", "data", "tp"), (self.layout.pp, -1, self.layout.tp))["data"]
+        """The ranks of a stage: routers see other tokens on each, since tp splits them too."""
+        return self._view("data", ("pp", "data"), (self.layout.pp, -1))["data"]
 
     def _layers_view(self) -> DeviceMesh:
         layout = self.layout

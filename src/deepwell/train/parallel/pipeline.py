@@ -20,14 +20,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.layout import Layout
-from deepwell.train.feed import Feed, to_device
-from deepwell.train.parallel.context import split_context
+from deepwell.train.feed import Batch, Feed, to_device
 from deepwell.train.parallel.inside import prepare
 from deepwell.train.parallel.mesh import Meshes
-from deepwell.train.parallel.runner import Batch, DistributedRunner, clip, local, predictable, squares
+from deepwell.train.parallel.runner import DistributedRunner, clip, local, predictable, squares
 from deepwell.train.parallel.shard import ParallelSettings, fsdp_options, sum_gradients
 from deepwell.train.parallel.stages import Cut, StageModule, StageSpan, spans
-from deepwell.train.parallel.tensor import split_labels, split_tokens, split_weights
+from deepwell.train.parallel.tensor import split_tokens, split_weights
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -90,12 +89,6 @@ class PipelineRunner(DistributedRunner):
         for stage in self.stages:
             shard_stage(stage, engine, meshes, settings, inner)
         self._schedules: dict[tuple[int, ...], Any] = {}
-
-    def part(self, batch: Batch) -> Batch:
-        layout = self.meshes.layout
-        if layout.tp > 1:
-            return split_labels(batch, layout.tp, self.mesh.get_local_rank("tp"))
-        return batch if layout.cp == 1 else split_context(batch, layout.cp, self.mesh.get_local_rank("cp"))
 
     def run(self, batches: Sequence[Batch], *, num_items: float) -> Tensor:
         check_micro_batches(self.meshes.layout, len(batches))

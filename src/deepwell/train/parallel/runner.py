@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError
-from deepwell.train.feed import IGNORED, Feed, count_items, to_device
+from deepwell.train.feed import IGNORED, Batch, Feed, count_items, to_device
+from deepwell.train.parallel.batches import part_of
 from deepwell.train.parallel.mesh import Meshes
 from deepwell.train.parallel.single import Runner
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-Batch = Mapping[str, Tensor]
 
 
 class DistributedRunner(Runner):
@@ -31,7 +31,8 @@ class DistributedRunner(Runner):
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self.meshes, self.mesh = meshes, meshes.ranks
         self.dp, self.dp_rank = meshes.layout.dp, meshes.dp_rank
-        self.notes: list[str] = []
+        if feed.own_loss is not None and meshes.layout.tp > 1:
+            self.notes.append("tensor parallelism gives the loss function shift_labels of this rank's tokens")
 
     @property
     def called(self) -> nn.Module:
@@ -48,7 +49,7 @@ class DistributedRunner(Runner):
 
     def part(self, batch: Batch) -> Batch:
         """What this rank reads of its samples."""
-        return batch
+        return part_of(batch, self.meshes)
 
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[object]:
         """Around forward and backward of one of `count` micro-batches: say what of their gradients travels."""

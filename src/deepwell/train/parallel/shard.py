@@ -87,11 +87,8 @@ def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) 
             "cache_weights=True keeps the codes of whole weights on every rank, which zero3 is there to avoid; compile "
             "the engine without it, or take zero2"
         )
-    for name in ("cp", "ep", "etp"):
-        if layout.tp > 1 and getattr(layout, name) > 1:
-            raise UnsupportedError(
-                f"tp {layout.tp} together with {name} {getattr(layout, name)} is not executed; take one of them"
-            )
+    if layout.etp > 1:
+        raise UnsupportedError(f"etp {layout.etp} is not executed: experts are not split inside; ep= spreads them")
     is_ddp = layout.sharding == "ddp" and layout.tp == 1
     if is_ddp and (settings.param_dtype or settings.reduce_dtype):
         raise UnsupportedError("param_dtype and reduce_dtype are FSDP2's; take zero1, 2 or 3, or cast the model")

@@ -6,12 +6,15 @@ The parameters are DTensors outside and local parts inside a layer's region; bot
 ops of its graph. Roles come from the IR: q, k, v, gate and up are split by columns, o and down by rows; norms and the
 biases of rows are whole on each rank, and their gradients are sums over tp. Embedding, final norm and head are not
 split: each rank runs them on its tokens (the embedding on all), and their parameters are sharded over tp as well as
-over data ranks. Whether a model's attention still finds its heads is asked of a capture with the local sizes.
+over data ranks. Routers and experts take a rank's tokens as they are, so an MLP that reads the same norm (shared
+experts) gathers them by itself. Whether a model's attention still finds its heads is asked of a capture with the local
+sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +26,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from deepwell.engine.engine import Engine
 from deepwell.engine.regions import has_module
-from deepwell.errors import CaptureError, ConfigError, UnsupportedError
+from deepwell.errors import CaptureError, UnsupportedError
 from deepwell.graph.capture import capture
 from deepwell.graph.ir import IR
-from deepwell.graph.ops import Attention, GroupedLinear, Linear, Norm, Op
+from deepwell.graph.ops import Attention, Dispatch, GroupedLinear, Linear, Norm, Op
 from deepwell.graph.preserve import preserved
-from deepwell.train.feed import Feed, shifted
+from deepwell.planner.executable import is_whole
 from deepwell.train.parallel.mesh import Meshes
-from deepwell.train.parallel.runner import Batch
-from deepwell.train.parallel.shard import ShardedRunner
 
 _COLUMNS = {"q", "k", "v", "gate", "up"}
 _ROWS = {"o", "down"}
@@ -48,6 +49,7 @@ class Split:
     copies: tuple[str, ...]  # parameters that are whole on each rank
     row_biases: tuple[str, ...]  # those of them that every rank adds to its part of a sum
     norms: tuple[str, ...]  # modules behind which tokens are gathered
+    mlps: tuple[str, ...]  # modules before which tokens are gathered
     rows: tuple[str, ...]  # modules behind which sums are scattered
 
 
@@ -59,13 +61,14 @@ def find_split(ir: IR, model: nn.Module, tp: int) -> Split:
     copies: list[str] = []
     biases: list[str] = []
     norms: list[str] = []
+    mlps: list[str] = []
     rows: list[str] = []
     for layer in ir.layers:
         ops = ir.blocks[layer.block].ops
         _check_heads(ops, layer.path, tp)
         for op in ops:
             path = f"{layer.path}.{op.name}"
-            if isinstance(op, Linear):
+            if isinstance(op, Linear) and not is_whole(op):
                 is_row = _check_linear(op, path, model, tp)
                 shards[f"{path}.weight"] = 1 if is_row else 0
                 if op.bias and not is_row:
@@ -73,16 +76,23 @@ def find_split(ir: IR, model: nn.Module, tp: int) -> Split:
                 elif op.bias:
                     biases.append(f"{path}.bias")
                 rows += [path] if is_row else []
-        norms += [f"{layer.path}.{name}" for name in _gathered(ops, layer.path, tp)]
-        known = {f"{layer.path}.{p.name}" for op in ops if isinstance(op, Norm) for p in op.params}
+        behind, before = _gathered(ops, layer.path, tp)
+        norms += [f"{layer.path}.{name}" for name in behind]
+        mlps += [f"{layer.path}.{name}" for name in before]
+        known = {f"{layer.path}.{p.name}" for op in ops if isinstance(op, Norm) or is_whole(op) for p in op.params}
+        grouped = (op.name.rpartition(".")[0] for op in ops if isinstance(op, GroupedLinear))
+        experts = tuple(f"{layer.path}.{path}." for path in grouped)  # `experts.py` has those
         for name, _ in model.get_submodule(layer.path).named_parameters(prefix=layer.path):
             if name in known or name in biases:
                 copies.append(name)
-            elif name not in shards:
+            elif name not in shards and not name.startswith(experts):
                 raise UnsupportedError(
                     f"tp {tp}: {name} belongs to no linear and no norm, how to split it is not known"
                 )
-    return Split(shards=shards, copies=tuple(copies), row_biases=tuple(biases), norms=tuple(norms), rows=tuple(rows))
+    return Split(
+        shards=shards, copies=tuple(copies), row_biases=tuple(biases), norms=tuple(norms), mlps=tuple(mlps),
+        rows=tuple(rows),
+    )  # fmt: skip
 
 
 def _check_heads(ops: tuple[Op, ...], layer: str, tp: int) -> None:
@@ -100,7 +110,7 @@ def _check_heads(ops: tuple[Op, ...], layer: str, tp: int) -> None:
 
 def _check_linear(op: Linear, path: str, model: nn.Module, tp: int) -> bool:
     """Whether a linear is split by rows."""
-    if op.role not in ("attention", "mlp") or op.part not in _COLUMNS | _ROWS:
+    if op.role not in ("attention", "mlp", "shared_experts") or op.part not in _COLUMNS | _ROWS:
         what = f"holds {op.part} in one" if op.part in ("qkv", "gate_up") else f"is a {op.role} linear"
         raise UnsupportedError(f"tp {tp}: {path} {what}, which tensor parallelism does not split; take dp, pp or cp")
     weight = model.get_parameter(f"{path}.weight") if f"{path}.weight" in dict(model.named_parameters()) else None
@@ -113,28 +123,33 @@ def _check_linear(op: Linear, path: str, model: nn.Module, tp: int) -> bool:
     return is_row
 
 
-def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> Iterator[str]:
-    """The norms that columns read. Nobody else may, and columns may read nothing else."""
+def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> tuple[list[str], list[str]]:
+    """(norms that columns alone read, MLPs whose columns read a norm beside a router and experts).
+
+    Nobody else may read these norms, and columns may read nothing else.
+    """
     by_name = {op.name: op for op in ops}
-    heads = {op.qk_dim for op in ops if isinstance(op, Attention)}
-    readers: dict[str, list[Op]] = {}
+    columns: dict[str, list[str]] = {}
     for op in ops:
-        if isinstance(op, GroupedLinear):
-            raise UnsupportedError(f"tp {tp}: {layer}.{op.name} is of experts, which tensor parallelism does not split")
-        for name in op.inputs:
-            readers.setdefault(name, []).append(op)
-    found: dict[str, None] = {}
-    for op in ops:
-        if isinstance(op, Linear) and op.part in _COLUMNS:
+        if _is_column(op):
             source = by_name.get(op.inputs[0]) if op.inputs else None
             if not isinstance(source, Norm) or not source.params:
                 raise UnsupportedError(f"tp {tp}: {layer}.{op.name} does not read a norm's output, so tokens cannot be "
                                        "gathered before it")  # fmt: skip
-            found[source.name] = None
-    for name in found:
-        for reader in readers[name]:
-            if not (isinstance(reader, Linear) and reader.part in _COLUMNS):
-                raise UnsupportedError(f"tp {tp}: {layer}.{reader.name} reads {name} beside the linears that are split")
+            columns.setdefault(source.name, []).append(op.name)
+    norms: list[str] = []
+    mlps: list[str] = []
+    for name, found in columns.items():
+        others = [op for op in ops if name in op.inputs and op.name not in found]
+        homes = dict.fromkeys(column.rpartition(".")[0] for column in found)
+        for op in others:
+            is_beside = all(home and not op.name.startswith(f"{home}.") for home in homes)
+            is_mlp = all(by_name[column].role in ("mlp", "shared_experts") for column in found)
+            if not (is_mlp and is_beside and (is_whole(op) or isinstance(op, Dispatch))):
+                raise UnsupportedError(f"tp {tp}: {layer}.{op.name} reads {name} beside the linears that are split")
+        norms += [] if others else [name]
+        mlps += homes if others else []
+    heads = {op.qk_dim for op in ops if isinstance(op, Attention)}
     for op in ops:
         if isinstance(op, Norm) and op.params and any(_is_column(by_name.get(name)) for name in op.inputs):
             width = op.params[0].shape[-1]
@@ -142,11 +157,11 @@ def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> Iterator[str]:
                 raise UnsupportedError(
                     f"tp {tp}: {layer}.{op.name} is a norm over {width} columns of all heads, which ranks would split"
                 )
-    return iter(found)
+    return norms, mlps
 
 
 def _is_column(op: Op | None) -> bool:
-    return isinstance(op, Linear) and op.part in _COLUMNS
+    return isinstance(op, Linear) and op.part in _COLUMNS and not is_whole(op)
 
 
 # ---- is it still the same model? ----
@@ -217,18 +232,22 @@ class SplitTokens(torch.autograd.Function):
         return torch.cat(parts, _SEQUENCE), None, None
 
 
-def _split_first(rank: int, tp: int) -> Callable[..., Any]:
+def _before(run: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A hook before a module's call: what it is given first."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (SplitTokens.apply(args[0], rank, tp), *args[1:]), kwargs
+            return (run(args[0]), *args[1:]), kwargs
         name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-        return args, {**kwargs, name: SplitTokens.apply(kwargs[name], rank, tp)}
+        return args, {**kwargs, name: run(kwargs[name])}
 
     hook.is_deepwell_collective = True  # type: ignore[attr-defined]
     return hook
 
 
-def _collective(run: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _behind(run: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A hook behind a module's call: what it gave."""
+
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return run(output)
 
@@ -257,14 +276,26 @@ def split_tokens(engine: Engine, meshes: Meshes, split: Split, firsts: Sequence[
     assert regions is not None, "the layers are regions"
     regions.partial |= set(split.copies)
     regions.shares |= dict.fromkeys(split.row_biases, 1 / tp)
-    # One function each for all layers: they share a graph.
-    gather = _collective(lambda y: all_gather_tensor_autograd(y.contiguous(), _SEQUENCE, group))
-    scatter = _collective(lambda y: reduce_scatter_tensor_autograd(y.contiguous(), "sum", _SEQUENCE, group))
-    for paths, hook in ((split.norms, gather), (split.rows, scatter)):
-        for path in (path for path in paths if has_module(model, path)):
-            model.get_submodule(path).register_forward_hook(hook)
+
+    def gather(y: Tensor, dim: int = _SEQUENCE) -> Tensor:
+        return all_gather_tensor_autograd(y.contiguous(), dim, group)
+
+    def scatter(y: Tensor, dim: int = _SEQUENCE) -> Tensor:
+        return reduce_scatter_tensor_autograd(y.contiguous(), "sum", dim, group)
+
+    # One hook each for all layers: they share a graph. MLPs beside experts may be given [tokens, width].
+    behind_norm, behind_rows = _behind(gather), _behind(scatter)
+    before_mlp, behind_mlp = _before(lambda y: gather(y, y.dim() - 2)), _behind(lambda y: scatter(y, y.dim() - 2))
+    homes = tuple(f"{path}." for path in split.mlps)
+    for path in filter(functools.partial(has_module, model), split.norms):
+        model.get_submodule(path).register_forward_hook(behind_norm)
+    for path in filter(functools.partial(has_module, model), split.mlps):
+        model.get_submodule(path).register_forward_pre_hook(before_mlp, with_kwargs=True)
+    for path in filter(functools.partial(has_module, model), split.rows):
+        model.get_submodule(path).register_forward_hook(behind_mlp if path.startswith(homes) else behind_rows)
+    rank = meshes.tp.get_local_rank()
     for path in firsts:
-        hook = _split_first(meshes.tp.get_local_rank(), tp)
+        hook = _before(lambda x: SplitTokens.apply(x, rank, tp))
         model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -276,27 +307,3 @@ def _distribute(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) 
     # All ranks have the same weights by now: each takes its part.
     part = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None)
     model.get_submodule(path)._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
-
-
-def split_labels(batch: Batch, tp: int, rank: int) -> Batch:
-    """The part of a batch's labels that one of `tp` ranks predicts; every rank reads all tokens."""
-    labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch.get("labels", batch["input_ids"]))
-    if labels.shape[_SEQUENCE] % tp:
-        raise ConfigError(
-            f"the batch has {labels.shape[_SEQUENCE]} tokens a row, which tp {tp} does not divide; take another seq_len"
-        )
-    mine = labels.chunk(tp, _SEQUENCE)[rank].contiguous()
-    return {**{key: value for key, value in batch.items() if key != "labels"}, "shift_labels": mine}
-
-
-class TensorParallelRunner(ShardedRunner):
-    """FSDP2 and tensor parallelism: the ranks of tp read the same samples, and predict parts of their tokens."""
-
-    def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, notes: list[str]) -> None:
-        super().__init__(engine, feed, device, meshes)
-        self.notes += notes
-        if feed.own_loss is not None:
-            self.notes.append("tensor parallelism gives the loss function shift_labels of this rank's tokens")
-
-    def part(self, batch: Batch) -> Batch:
-        return split_labels(batch, self.meshes.layout.tp, self.meshes.tp.get_local_rank())
