@@ -143,3 +143,36 @@ def test_what_no_graph_held_is_told_from_what_a_graph_left() -> None:
     row = _rows(engine.report())["down"]
     assert (row.binding, row.scheme) == ("substitute", "fp32")
     assert row.reason == "as the model has it, in fp32: no product with its weight was met in what was compiled"
+
+
+class Mapped(nn.Module):
+    """Each sequence by itself, and many products of one input, by `torch.vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 32), nn.Linear(16, 16)
+        self.many = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        gate, up = self.up(h).chunk(2, -1)
+        return x + nn.functional.silu(gate) * up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.vmap(self.one)(x)
+        return self.down(x) + torch.vmap(lambda w: nn.functional.linear(x, w))(self.many).sum(0)
+
+
+def test_what_is_inside_a_vmap_stays_as_it_was_written() -> None:
+    model, x = Mapped(), torch.randn(3, 8, 16)
+    model(x).pow(2).sum().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    engine = dw.compile(model, precision="bf16")
+    engine(x).pow(2).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name])
+    engine = dw.compile(model, precision_policy=dw.PrecisionPolicy("mxfp8"))
+    engine(x)
+    rows = {row.path: row for row in engine.report().bindings if row.gemm == "fwd"}
+    assert "torch.vmap" in rows["up"].reason and rows["down"].scheme == "emulate:mxfp8"

@@ -61,6 +61,7 @@ def _why(reader: fx.Node, weight: fx.Node) -> LeftAlone:
         return LeftAlone(dtype=result, reason=f"its weight is read by {op}, which is no linear", is_product=is_fused)
     x, w = _dtype_of(parts[0]), _dtype_of(weight)
     reason = f"its input is in {x} and its weight in {w}" if x != w else f"no kernel takes a linear like this in {w}"
+    reason = reason if x else "torch.vmap or torch.func is around it, through which no kernel goes"
     return LeftAlone(dtype=result, reason=reason, is_product=True)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 # Names of functions, methods, operators and aten ops that stand for an op of another name with the same arguments.
 _SPELLINGS = {
@@ -264,9 +265,12 @@ def give_operands_by_position(graph: fx.Graph) -> None:
 
 
 def value_of(node: Any) -> Any:
-    """The fake tensor that stands for a node's value, None where there is none; export keeps some under another key."""
+    """The fake tensor that stands for a node's value, None where there is none; export keeps some under another key.
+
+    Inside `torch.vmap` or `torch.func.grad` there is none: such a tensor hides dimensions, and no kernel takes it.
+    """
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, torch.Tensor) and not is_functorch_wrapped_tensor(value) else None
 
 
 def transposed(node: Any) -> fx.Node | None:
