@@ -176,3 +176,30 @@ def test_threads_generate_with_the_engine_and_call_the_model_as_it_is() -> None:
     for thread in threads:
         thread.join()
     assert not wrong and "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_hooks_that_come_and_go_after_the_first_call_run(precision) -> None:
+    model, x = Layers(), torch.randn(8, 32)
+    engine = dw.compile(dw.capture(model, x), precision=precision)
+    ways = (
+        lambda m: m.register_forward_hook(lambda module, given, out: 2 * out),
+        lambda m: m.register_forward_pre_hook(lambda module, given: (0.5 * given[0],)),
+    )
+
+    def gradient(call: nn.Module) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        call(leaf).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    plain = gradient(engine)
+    for way in (*ways, *ways):  # what was compiled when one had left must see the next
+        handle = way(model.layers[1][0])
+        torch.testing.assert_close(gradient(engine), gradient(model), rtol=0.1, atol=0.5)
+        assert (gradient(engine) - plain).norm() > 0.1 * plain.norm()
+        handle.remove()
+        assert_bitwise_equal(gradient(engine), plain)
+    model.layers[0].register_full_backward_hook(lambda module, grads, given: (3 * grads[0],))
+    torch.testing.assert_close(gradient(engine), gradient(model), rtol=0.1, atol=0.5)
+    assert (gradient(engine) - plain).norm() > 0.1 * plain.norm()

@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepwell as dw
+from deepwell.engine.backend import BackendOptions, compile_graph
 from deepwell.engine.binding import Binding
 from deepwell.engine.engine import Engine
 from deepwell.engine.report import EngineReport
 from deepwell.engine.torch_backend import last_report
+from deepwell.formats.metrics import sqnr_db
 
 
 class MLP(nn.Module):
@@ -82,6 +84,38 @@ def test_autocast_is_told_with_the_dtype_that_it_runs_and_is_advised_against(ins
     notes = "\n".join(engine.report().notes)
     assert "torch.autocast was on" in notes and "leave it out" in notes
     assert "so far, in bf16: down" in notes and "fp32: down" not in notes
+
+
+class Autocast(nn.Module):
+    """Gives what its products return to an op that takes one dtype alone, and logits with their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 48)
+        self.experts = nn.Parameter(torch.randn(4, 32, 32) / 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        a, b, c = self.up(x), self.gate(x), torch.bmm(x.view(4, 2, 32), self.experts)
+        rows = torch.zeros(8, 32, dtype=torch.bfloat16).index_copy(0, torch.arange(8), a * b + c.flatten(0, 1))
+        logits = self.head(rows.float())
+        loss = F.cross_entropy(self.head(rows.float() * 2), y)
+        return F.cross_entropy(logits.float(), y) + loss, logits
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8"])
+def test_products_have_the_dtype_that_autocast_gives_them(precision) -> None:
+    model, x, y = Autocast(), torch.randn(8, 32), torch.arange(8)
+    schemes = {"up": "fp8_row|fp8_row|fp8_row", "gate": "fp8_row|fp8_row|fp8_row", "experts": "|".join(["bf16"] * 3)}
+    options = BackendOptions(schemes=schemes, parameters=model.named_parameters)
+    fp8 = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))
+    run = fp8 if precision == "fp8" else dw.compile(model, precision=precision)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, got = model(x, y), run(x, y)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.2)
+    grads = [torch.autograd.grad(out[0], [*model.parameters()]) for out in (got, wanted)]
+    assert all(sqnr_db(one, other) > 15 for other, one in zip(*grads, strict=True))
 
 
 def test_autocast_that_is_switched_off_is_no_note() -> None:

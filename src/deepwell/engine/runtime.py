@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch.utils.hooks import RemovableHandle
 
 from deepwell.engine.backend import compile_graph
 from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
@@ -50,6 +51,7 @@ _DYNAMO = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "fail
 # Under DistributedDataParallel Dynamo would cut the graph at its buckets, behind the engine's back. Compiled regions
 # give it the overlap that it does so for.
 _DYNAMO["optimize_ddp"] = False
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Its name in torch 2.11 and later.
 _IGNORED_LOGGING = next(
     name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(torch._dynamo.config, name)
@@ -110,6 +112,7 @@ class Runtime:
         self.bind_at, self._phases = bind_at, dict[object, tuple[BackendOptions, Callable[..., Any]]]()
         self._changes = policy.changes(ir) if bind_at is not None else ()
         self._is_stale, self._roles = False, _PREVIEWS[ir.source == "static"]
+        self._hooks_made, self._has_hooks = -1, False
         # An outer torch.compile leaves a call of the engine to the engine.
         self.run = torch._dynamo.disable(self._run, reason="deepwell: an engine compiles its model by itself")
         self._enter(0, bound, options)
@@ -241,6 +244,7 @@ class Runtime:
         self._check_devices(args, kwargs)
         if not self.options.was_called:
             self._check_sharded()
+        self._see_hooks()
         if self._is_stale and self.bind_at is not None:
             self._is_stale = False
             self._phases.clear()
@@ -259,7 +263,7 @@ class Runtime:
             raise
         if self.regions is None:  # a region is one graph or an error, and between them Python is what is wanted
             self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
-        if not self.options.was_called and torch._dynamo.eval_frame._stance.stance != "force_eager":
+        if not self.options.was_called and not _runs_eagerly():
             self.options.was_called = True  # a call that was to run eagerly, as a sample is, says nothing of the others
             self._warn_of_eager_linears()
         return out
@@ -293,13 +297,24 @@ class Runtime:
         with _set(torch._dynamo.config, self._dynamo_settings()), self._experts.applied():
             yield
 
+    def _see_hooks(self) -> None:
+        """Compile anew, with guards on hooks, where modules have got their first ones since the last call.
+
+        Dynamo has no guards on modules without hooks, which is right for most and saves half of a call's guards.
+        """
+        if self._has_hooks or self._hooks_made == RemovableHandle.next_id or _runs_eagerly():
+            return
+        self._hooks_made = RemovableHandle.next_id
+        self._has_hooks = any(getattr(module, name) for module in self.model.modules() for name in _HOOKS)
+        self._is_stale = self._is_stale or (self._has_hooks and self.options.was_called)
+
     def _check_sharded(self) -> None:
         """Before the first call, once the user has had the chance to shard the model."""
         if self.recomputed is not None and self.regions is None and is_sharded(self.model):
             self.use_regions()  # Dynamo would run checkpointed layers with FSDP2's hooks as they were written
 
     def _dynamo_settings(self) -> dict[str, Any]:
-        return {**_DYNAMO, _IGNORED_LOGGING: _chatter()}
+        return {**_DYNAMO, "skip_nnmodule_hook_guards": not self._has_hooks, _IGNORED_LOGGING: _chatter()}
 
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ConfigError where the model was moved since, or an input lies elsewhere."""
@@ -413,6 +428,11 @@ class Runtime:
             shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
             notes.append(f"not met as a product with a parameter in what ran so far{dtype}: {shown}")
         return notes
+
+
+def _runs_eagerly() -> bool:
+    """Whether this call is to run as the model was written, as a sample does, which has hooks of its own."""
+    return torch._dynamo.eval_frame._stance.stance == "force_eager"
 
 
 def _seen_by(runtime: Runtime) -> Callable[[BackendOptions, Any, Sequence[Any]], None]:

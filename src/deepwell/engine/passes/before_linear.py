@@ -58,7 +58,8 @@ def _width(node: Any) -> Any:
 def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:
     x, shape = node.args[0], argument(node, "normalized_shape")
     weight, bias = argument(node, "weight"), argument(node, "bias")
-    operands: list[Any] = [x, weight] if bias is None else [x, weight, bias]
+    # Under autocast the result may be in another dtype.
+    operands: list[Any] = [node, x, weight] if bias is None else [node, x, weight, bias]
     if len(tuple(shape)) != 1 or not runs_in_kernels(*operands):
         return False
     with graph.inserting_before(node):

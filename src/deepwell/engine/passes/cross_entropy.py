@@ -85,6 +85,8 @@ def rewrite_cross_entropy(
             way = _way_out(loss)
             if way is None or not all(p is None or p.op == "placeholder" for p in (weight, bias)):
                 continue
+            if not _has_own_dtype(head):
+                continue
             deferred.append(_return_head_input(graph, head, returned[0], way))
         _fuse(graph, head, weight.name in fp8_weights, fp8_weights.get(weight.name, False))
         heads.append(weight)
@@ -211,10 +213,21 @@ def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool, bf16_forward: bool) -> Non
     ignore, reduction = argument(loss, "ignore_index", -100), argument(loss, "reduction", "mean")
     how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap, bf16_forward)
     with graph.inserting_before(loss):
+        if not _has_own_dtype(head):  # autocast computes the logits in another dtype
+            x, weight, bias = (_cast(graph, operand, value_of(head.linear).dtype) for operand in (x, weight, bias))
         new = graph.call_function(linear_cross_entropy, (x, weight, bias, argument(loss, "target"), *how))
         if value_of(loss).dtype is not torch.float32:  # a loss of bf16 logits is bf16
             new = graph.call_method("to", (new, value_of(loss).dtype))
     replace(loss, new)
+
+
+def _has_own_dtype(head: _Head) -> bool:
+    """Whether the logits have the dtype of what they are made of."""
+    return bool(value_of(head.linear).dtype == value_of(head.linear.args[0]).dtype)
+
+
+def _cast(graph: fx.Graph, operand: Any, dtype: torch.dtype) -> Any:
+    return None if operand is None else graph.call_method("to", (operand, dtype))
 
 
 def _way_out(loss: fx.Node) -> tuple[int, tuple[tuple[str, Any], ...]] | None:

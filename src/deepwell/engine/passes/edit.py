@@ -37,6 +37,16 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
+def in_dtype_of(old: fx.Node, new: fx.Node, x: fx.Node) -> fx.Node:
+    """`new`, whose dtype is that of x, in the dtype of `old`: autocast may give a product another one."""
+    wanted = value_of(old)
+    if wanted is None or wanted.dtype == value_of(x).dtype:
+        return new
+    new.meta["example_value"] = wanted.to(value_of(x).dtype)
+    with old.graph.inserting_before(old):
+        return old.graph.call_method("to", (new, wanted.dtype))
+
+
 def replace_by_call(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     """Put a call of another op with the same value in the place of `node` and drop `node`."""
     graph = node.graph

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels
 from deepwell.graph.fx import (
     GROUPED_FALLBACK,
     Writes,
@@ -118,7 +118,7 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
             else:
                 grouped = (x, site.weight, site.offs, site.is_kn, site.scheme)
                 new = graph.call_function(grouped_linear, grouped)
-        replace(site.node, new)
+        replace(site.node, in_dtype_of(site.node, new, x))
     return blocks, list(dict.fromkeys(reasons.values()))
 
 

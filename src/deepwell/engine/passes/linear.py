@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels
 from deepwell.graph.fx import Writes, linear_parts, value_of
 from deepwell.kernels.gemm.linear import low_precision_linear, split_columns
 
@@ -71,7 +71,7 @@ def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]
                 new = graph.call_function(
                     low_precision_linear, (_input_of(site), [_weight_nk(graph, site)], site.bias, site.scheme)
                 )
-            replace(site.node, new)
+            replace(site.node, in_dtype_of(site.node, new, site.x))
     return len(sites), merged
 
 
@@ -102,4 +102,4 @@ def _merge(graph: fx.Graph, group: list[LinearSite]) -> None:
         split = graph.call_function(split_columns, (packed, widths))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(group))]
     for site, part in zip(group, parts, strict=True):
-        replace(site.node, part)
+        replace(site.node, in_dtype_of(site.node, part, site.x))

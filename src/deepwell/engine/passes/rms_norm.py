@@ -45,6 +45,8 @@ def _from_function(graph: fx.Graph, node: fx.Node) -> bool:
     weight, eps = argument(node, "weight"), argument(node, "eps")
     if weight is None or not runs_in_kernels(x) or not runs_in_kernels(weight) or len(tuple(shape)) != 1:
         return False
+    if not _same_dtype(node, x):  # under autocast
+        return False
     eps = _own_eps(value_of(x).dtype, value_of(x).device.type) if eps is None else eps
     _insert(graph, node, x, weight, eps, "torch")
     return True
