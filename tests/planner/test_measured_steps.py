@@ -12,7 +12,7 @@ from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.names import named_hardware
 from deepwell.planner.layout import Layout
-from deepwell.planner.measured_steps import measured_ratio, read_ratio, read_steps, record_step, steps_path
+from deepwell.planner.measured_steps import read_ratio, read_steps, record_step, steps_path
 from deepwell.planner.plan import Plan
 from deepwell.planner.search.autoplan import autoplan
 from deepwell.planner.workload import Workload
@@ -40,6 +40,10 @@ def here(count: int = 1) -> Hardware:
 
 
 GPU = here().gpus[0]
+
+
+def measured_ratio(*problem: Any) -> float | None:
+    return read_ratio(*problem)[0]
 
 
 def work(seq_len: int = 2048, policy: Any = "bf16", **changes: Any) -> Workload:

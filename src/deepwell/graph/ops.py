@@ -9,6 +9,7 @@ pointwise ops are bound by memory and are costed by `bytes_moved`.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -96,10 +97,7 @@ class Param:
 
     @property
     def count(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -161,10 +159,7 @@ class Op(ABC):
         """Activation elements that one forward reads."""
 
     def elements_out(self, work: InputSizes) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size.at(work) if isinstance(size, Extent) else size
-        return count
+        return math.prod(size.at(work) if isinstance(size, Extent) else size for size in self.shape)
 
     def weight_bytes(self, work: InputSizes) -> int:
         """Bytes of weights that one forward reads."""

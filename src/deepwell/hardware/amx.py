@@ -29,13 +29,8 @@ def bf16_fault(
     if "amx_tile" not in instruction_sets:
         return ""
     try:
-        done = subprocess.run(
-            list(command),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-            env=None if environ is None else dict(environ),
-        )
+        env = None if environ is None else dict(environ)
+        done = subprocess.run(list(command), capture_output=True, timeout=timeout_s, check=False, env=env)
     except subprocess.TimeoutExpired:
         return f"a 64x64 bf16 product did not end within {timeout_s:.0f} s"
     if hasattr(signal, "SIGILL") and done.returncode == -signal.SIGILL:

@@ -129,15 +129,8 @@ def _infiniband(folder: Path) -> tuple[Nic, ...]:
             rate = (_text(port / "rate") or "").split()  # "400 Gb/sec (4X NDR)"
             state = (_text(port / "state") or "").partition(":")[2].strip().lower()  # "4: ACTIVE"
             speed = float(rate[0]) / 8 if rate and rate[0].replace(".", "", 1).isdigit() else None
-            nics.append(
-                Nic(
-                    name=f"{device.name}:{port.name}",
-                    kind="infiniband",
-                    gb_per_s=speed,
-                    state=state,
-                    numa_node=_numa(device),
-                )
-            )
+            name = f"{device.name}:{port.name}"
+            nics.append(Nic(name=name, kind="infiniband", gb_per_s=speed, state=state, numa_node=_numa(device)))
     return tuple(nics)
 
 

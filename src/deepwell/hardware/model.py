@@ -53,15 +53,13 @@ class Hardware:
     @property
     def memory_bytes(self) -> int | None:
         """Memory of the smallest GPU: what every rank of an even plan has."""
-        sizes = [gpu.memory_bytes for gpu in self.gpus]
-        return None if any(size is None for size in sizes) else min(size for size in sizes if size is not None)
+        sizes = [gpu.memory_bytes for gpu in self.gpus if gpu.memory_bytes is not None]
+        return min(sizes) if len(sizes) == len(self.gpus) else None
 
     @property
     def total_memory_bytes(self) -> int | None:
-        sizes = [gpu.memory_bytes for gpu in self.gpus]
-        if any(size is None for size in sizes):
-            return None
-        return sum(size for size in sizes if size is not None) * self.num_nodes
+        sizes = [gpu.memory_bytes for gpu in self.gpus if gpu.memory_bytes is not None]
+        return sum(sizes) * self.num_nodes if len(sizes) == len(self.gpus) else None
 
     @property
     def native_formats(self) -> tuple[str, ...]:

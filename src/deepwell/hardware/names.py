@@ -8,8 +8,9 @@ import difflib
 import functools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
+from typing import Any, get_args
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.codec import decode
@@ -21,19 +22,6 @@ GRAMMAR = (
     "(racks), e.g. H200, 8xB200, 64x8xH100, gb200-nvl72:4"
 )
 _MAX_GPUS = 1_000_000  # more is a typing mistake
-
-_GPU_FIGURES = {
-    "num_sms", "memory_bytes", "memory_gb_per_s", "copy_gb_per_s", "l2_bytes", "max_sm_clock_mhz",
-    "max_memory_clock_mhz", "power_limit_w",
-}  # fmt: skip
-_FABRIC_FIGURES = {
-    "nvlink_domain", "nvlinks_per_gpu", "nvlink_gb_per_s", "allreduce_gb_per_s", "pcie_gen", "pcie_width",
-    "pcie_gb_per_s", "nic_gb_per_s",
-}  # fmt: skip
-_INTEGERS = {
-    "num_sms", "memory_bytes", "l2_bytes", "max_sm_clock_mhz", "max_memory_clock_mhz", "nvlink_domain",
-    "nvlinks_per_gpu", "pcie_gen", "pcie_width",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,31 +68,25 @@ class Machine:
 
     def gpu(self, index: int = 0) -> Gpu:
         """One GPU of this machine, with everything that is known of it."""
-        values = {c.figure: _typed(c) for c in self.constants if c.figure in _GPU_FIGURES}
-        sources = [Origin(figure=c.figure, tier=c.tier, text=c.source) for c in self.constants if c.figure in values]
-        sources.append(Origin(figure="compute_capability", tier="spec", text=self.compute_capability_source))
+        values, sources = self._figures(Gpu)
+        capability = Origin(figure="compute_capability", tier="spec", text=self.compute_capability_source)
         return Gpu(
-            name=self.name,
-            machine=self.name,
-            index=index,
-            compute_capability=self.compute_capability,
-            peaks=self.peaks,
-            curves=self.curves,
-            sources=tuple(sources),
-            **values,  # type: ignore[arg-type]
-        )
+            name=self.name, machine=self.name, index=index, compute_capability=self.compute_capability,
+            peaks=self.peaks, curves=self.curves, sources=(*sources, capability), **values,
+        )  # fmt: skip
 
     def fabric(self) -> Fabric:
-        values = {c.figure: _typed(c) for c in self.constants if c.figure in _FABRIC_FIGURES}
-        sources = tuple(
-            Origin(figure=c.figure, tier=c.tier, text=c.source) for c in self.constants if c.figure in values
-        )
+        values, sources = self._figures(Fabric)
         # Boards of more than two GPUs at full NVLink rate are joined by NVSwitch; nothing else reaches a domain of 8.
-        return Fabric(nvswitch=int(values.get("nvlink_domain", 1)) > 2, sources=sources, **values)  # type: ignore[arg-type]
+        return Fabric(nvswitch=values.get("nvlink_domain", 1) > 2, sources=sources, **values)
 
-
-def _typed(constant: Constant) -> float | int:
-    return int(constant.value) if constant.figure in _INTEGERS else constant.value
+    def _figures(self, part: type[Gpu | Fabric]) -> tuple[dict[str, Any], tuple[Origin, ...]]:
+        """The constants that are fields of a part, whole numbers where the field is one, and where they come from."""
+        hints = {f.name: f.type for f in fields(part)}
+        mine = [c for c in self.constants if c.figure in hints]
+        values = {c.figure: int(c.value) if int in (hints[c.figure], *get_args(hints[c.figure])) else c.value
+                  for c in mine}  # fmt: skip
+        return values, tuple(Origin(figure=c.figure, tier=c.tier, text=c.source) for c in mine)
 
 
 @functools.cache
@@ -216,11 +198,6 @@ def _whole_nodes(name: str, machine: Machine, count: int) -> tuple[int, int]:
 def _build(name: str, machine: Machine, nodes: int, count: int) -> Hardware:
     if nodes * count > _MAX_GPUS:
         raise ConfigError(f"name: got {name!r}; {nodes * count:,} GPUs are more than {_MAX_GPUS:,}")
-    fabric = machine.fabric()
-    return Hardware(
-        name="".join(name.split()),
-        gpus=tuple(machine.gpu(i) for i in range(count)),
-        fabric=fabric,
-        num_nodes=nodes,
-        notes=machine.notes,
-    )
+    gpus = tuple(machine.gpu(i) for i in range(count))
+    name = "".join(name.split())
+    return Hardware(name=name, gpus=gpus, fabric=machine.fabric(), num_nodes=nodes, notes=machine.notes)

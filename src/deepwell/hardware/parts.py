@@ -178,18 +178,15 @@ class Gpu:
 
         Without the loan a format nobody timed would be planned at its peak and beat its timed sibling (mxfp8 and fp8).
         """
-        own = [c for tier in _TIERS for c in self.curves if (c.tier, c.format) == (tier, exact) and c.points]
+        known = [c for tier in _TIERS for c in self.curves if c.tier == tier and c.points]
+        own = [c for c in known if c.format == exact]
         if own or exact not in self.native_formats:
             return own
-        return [
-            c for tier in _TIERS for c in self.curves if c.tier == tier and c.points and _same_rate(c.format, exact)
-        ]
+        return [c for c in known if PEAK_CLASS.get(c.format) == PEAK_CLASS[exact]]
 
     def figure(self, name: str) -> Figure | None:
         """The numeric field `name` with its tier and source, or None where it is not known."""
-        if name not in {f.name for f in dataclasses.fields(self)}:
-            raise ConfigError(f"name: a Gpu has no figure {name!r}")
-        return _figure(getattr(self, name), name, self.sources)
+        return _figure(self, name)
 
     def __str__(self) -> str:
         units = f"cpu, {self.num_sms or '?'} cores" if self.kind == "cpu" else f"{self.sm}, {self.num_sms or '?'} SMs"
@@ -249,9 +246,7 @@ class Fabric:
 
     def figure(self, name: str) -> Figure | None:
         """The numeric field `name` with its tier and source, or None where it is not known."""
-        if name not in {f.name for f in dataclasses.fields(self)}:
-            raise ConfigError(f"name: a Fabric has no figure {name!r}")
-        return _figure(getattr(self, name), name, self.sources)
+        return _figure(self, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,10 +267,6 @@ def gib(num_bytes: int | None) -> str:
     return "?" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
-def _same_rate(a: str, b: str) -> bool:
-    return a in PEAK_CLASS and PEAK_CLASS[a] == PEAK_CLASS[b]
-
-
 def _known_format(name: str) -> str:
     exact = canonical_format(name)
     if exact is None:
@@ -283,10 +274,13 @@ def _known_format(name: str) -> str:
     return exact
 
 
-def _figure(value: object, name: str, sources: tuple[Origin, ...]) -> Figure | None:
+def _figure(part: Gpu | Fabric, name: str) -> Figure | None:
+    if name not in {f.name for f in dataclasses.fields(part)}:
+        raise ConfigError(f"name: a {type(part).__name__} has no figure {name!r}")
+    value = getattr(part, name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    for source in sources:
+    for source in part.sources:
         if source.figure == name:
             return Figure(value=value, tier=source.tier, source=source.text)
     return Figure(value=value, tier="spec", source="given without a source")

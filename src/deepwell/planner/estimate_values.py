@@ -59,9 +59,7 @@ class StageMemory:
         return self.reserved + self.context
 
     def to_dict(self) -> dict[str, Any]:
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        data["activations"] = dict(self.activations)
-        return data
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"activations": dict(self.activations)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StageMemory:
@@ -118,13 +116,9 @@ class Estimate:
         return self.peak_gib <= self.limit_gib
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "step_s": self.step_s, "breakdown": dict(self.breakdown), "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "mfu_bf16": self.mfu_bf16, "mfu_weighted": self.mfu_weighted,
-            "model_flops_per_token": self.model_flops_per_token,
-            "memory": [stage.to_dict() for stage in self.memory], "limit_gib": self.limit_gib, "tier": self.tier,
-            "error_band": self.error_band, "notes": list(self.notes), "correction": self.correction,
-        }  # fmt: skip
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        memory = [stage.to_dict() for stage in self.memory]
+        return {**plain, "breakdown": dict(self.breakdown), "memory": memory, "notes": list(self.notes)}
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(self.to_dict(), indent=indent)

@@ -8,6 +8,7 @@ from typing import Any
 from deepwell.errors import ConfigError
 from deepwell.planner.layout import Layout
 from deepwell.planner.memory import BytesPerParam
+from deepwell.planner.schedule.actions import rank_stages
 from deepwell.planner.shard import LocalBlock, RankSizes, local_block
 from deepwell.planner.sharding import splits_ends
 from deepwell.planner.stack import Stack
@@ -45,10 +46,7 @@ class StepJob:
 
     def rank_stages(self, rank: int) -> list[int]:
         """Virtual stages of a pipeline rank: looped, or folded in a V."""
-        pp, v = self.layout.pp, self.layout.virtual_stages
-        if self.layout.schedule in ("zbv", "dualpipev"):
-            return [rank, 2 * pp - 1 - rank]
-        return [rank + i * pp for i in range(v)]
+        return list(rank_stages(self.layout.schedule, self.layout.pp, self.layout.virtual_stages, rank))
 
 
 def read_job(workload: Workload, layout: Layout, stack: Stack) -> StepJob:

@@ -1,7 +1,7 @@
 """Steps that were measured on this machine's GPU beside what was predicted of them, and what follows for a plan. Pure.
 
     record_step(gpu, workload, layout, predicted_s, real_s, "2026-11-20")     the trainer, with the median of a run
-    measured_ratio(gpu, workload, layout)    ->    1.04        real over predicted seconds, or None
+    read_ratio(gpu, workload, layout)    ->    1.04, note      real over predicted seconds, or None
 
 A problem that was measured has its own ratio. Another on one device gets the median over those on one device in the
 same formats, once three of them are known. Ratios beyond a factor of two tell of something else than the model's error
@@ -81,13 +81,9 @@ def record_step(
     )  # fmt: skip
     known, _ = read_steps(gpu)
     kept = [one for one in known if one.problem != step.problem]
-    _write(steps_path(gpu), (*kept[-(_MOST - 1) :], step))
+    text = json.dumps({"schema": SCHEMA, "steps": encode((*kept[-(_MOST - 1) :], step))}, indent=1)
+    write_whole(steps_path(gpu), text)
     return step
-
-
-def measured_ratio(gpu: Gpu, workload: Workload, layout: Layout) -> float | None:
-    """Real over predicted seconds of this problem on this GPU as far as was measured, between 0.5 and 2; else None."""
-    return read_ratio(gpu, workload, layout)[0]
 
 
 def read_ratio(gpu: Gpu, workload: Workload, layout: Layout) -> tuple[float | None, str]:
@@ -124,12 +120,6 @@ def read_steps(gpu: Gpu, environ: Mapping[str, str] | None = None) -> tuple[tupl
     except (OSError, ValueError, RecursionError) as error:  # not JSON, not text, or another schema (ConfigError)
         return (), f"the measured steps in {path.name} were ignored ({error}); the next run writes them anew"
     return steps, ""
-
-
-def _write(path: Path, steps: tuple[MeasuredStep, ...]) -> None:
-    """The file whole or not at all."""
-    text = json.dumps({"schema": SCHEMA, "steps": [encode(one) for one in steps]}, indent=1)
-    write_whole(path, text)
 
 
 # ---- what makes two problems the same ----

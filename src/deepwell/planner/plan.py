@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deepwell.graph.table import WIDTH, short_count, text_table
-from deepwell.planner.estimate_values import GIB, StageMemory
+from deepwell.planner.estimate_values import GIB, Estimate
 from deepwell.planner.export.targets import export
-from deepwell.planner.plan_values import PlanValues
+from deepwell.planner.layout import Layout
+from deepwell.planner.plan_values import Alternative, PlanValues
 from deepwell.planner.search.explore import WORDS
 from deepwell.planner.search.sensitivity import Sensitivity, overlap_effects, sensitivity
 
@@ -108,22 +109,19 @@ def _ranked(plan: Plan) -> list[str]:
     found = plan.estimate
     header = ("", "layout", "schedule", "step s", "tok/s/GPU", "MFU", "GiB", "bubble", "exposed", "why not")
     exposed = sum(plan.exposed.values()) / plan.step_s
-    rows = [
-        (
-            "1", plan.layout.describe(), plan.layout.schedule, f"{found.step_s:.3f}",
-            f"{found.tokens_per_s_per_gpu:,.0f}", f"{found.mfu_bf16:.1%}", f"{found.peak_gib:.1f}",
-            f"{plan.bubble:.1%}", f"{exposed:.1%}", "the plan",
-        )
-    ]  # fmt: skip
+    rows = [_ranked_row(1, plan.layout, found, (plan.bubble, exposed), "the plan")]
     for place, one in enumerate(plan.runners_up, start=2):
-        rows.append(
-            (
-                str(place), one.layout.describe(), one.layout.schedule, f"{one.step_s:.3f}",
-                f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu_bf16:.1%}", f"{one.peak_gib:.1f}",
-                f"{one.bubble:.1%}", f"{one.exposed:.1%}", one.why_not,
-            )
-        )  # fmt: skip
+        rows.append(_ranked_row(place, one.layout, one, (one.bubble, one.exposed), one.why_not))
     return ["ranked", *text_table([header, *rows], right=range(3, 9))]
+
+
+def _ranked_row(
+    place: int, layout: Layout, found: Estimate | Alternative, shares: tuple[float, float], why_not: str
+) -> tuple[str, ...]:
+    return (
+        str(place), layout.describe(), layout.schedule, f"{found.step_s:.3f}", f"{found.tokens_per_s_per_gpu:,.0f}",
+        f"{found.mfu_bf16:.1%}", f"{found.peak_gib:.1f}", *(f"{share:.1%}" for share in shares), why_not,
+    )  # fmt: skip
 
 
 _MEMORY = (
@@ -144,15 +142,11 @@ _MEMORY = (
 def _memory(plan: Plan) -> list[str]:
     stages = plan.estimate.memory
     shown = stages if len(stages) <= _SHOWN_RANKS else (*stages[: _SHOWN_RANKS - 1], stages[-1])
-    rows = [_memory_row(stage) for stage in shown]
+    rows = [(str(stage.stage), *(f"{size(stage) / GIB:.1f}" for _, size in _MEMORY)) for stage in shown]
     left_out = f", {len(stages) - len(shown)} between not shown" if len(shown) < len(stages) else ""
     header = ("rank", *(name for name, _ in _MEMORY))
     unit = "one CPU" if plan.hardware.kind == "cpu" else "one GPU"
     return [f"GiB of {unit} per pipeline rank{left_out}", *text_table([header, *rows], right=range(1, 12))]
-
-
-def _memory_row(stage: StageMemory) -> tuple[str, ...]:
-    return (str(stage.stage), *(f"{size(stage) / GIB:.1f}" for _, size in _MEMORY))
 
 
 def _time(plan: Plan) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from deepwell.graph.ops import (
@@ -32,6 +31,7 @@ from deepwell.graph.ops import (
     Rope,
     TopK,
 )
+from deepwell.planner.workload import ById
 
 COLUMN_PARTS = {"q", "k", "v", "qkv", "q_b", "kv_b", "up", "gate", "gate_up", "in"}
 ROW_PARTS = {"o", "down", "out"}
@@ -414,10 +414,9 @@ def _add_op(b: _Builder, op: Op, kv_heads: int | None) -> None:
         _token_op(b, op)
 
 
-def _build(ops: Iterable[Op], formats: dict[str, tuple[str, str, str]], sizes: RankSizes) -> LocalBlock:
+def _build(ops: tuple[Op, ...], formats: dict[str, tuple[str, str, str]], sizes: RankSizes) -> LocalBlock:
     local_seq = max(1, sizes.seq_len // sizes.cp)
     b = _Builder(sizes=sizes, formats=formats, sizing=InputSizes(batch=sizes.micro_batch, seq_len=local_seq))
-    ops = tuple(ops)
     kv_heads = next((op.kv_heads for op in ops if isinstance(op, Attention)), None)
     hidden = _hidden(ops)
     b.elements["@in"] = b.tokens * hidden / sizes.token_split
@@ -449,28 +448,13 @@ def _hidden(ops: tuple[Op, ...]) -> int:
     return next((op.k for op in ops if isinstance(op, Linear)), 1)
 
 
-class _Ops:
-    """A tuple of ops as a cache key by identity: hashing them all would cost more than building the block."""
-
-    __slots__ = ("ops",)
-
-    def __init__(self, ops: tuple[Op, ...]) -> None:
-        self.ops = ops
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Ops) and self.ops is other.ops
-
-    def __hash__(self) -> int:
-        return id(self.ops)
-
-
 @functools.lru_cache(maxsize=65536)
-def _cached(key: _Ops, formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: RankSizes) -> LocalBlock:
-    return _build(key.ops, dict(formats), sizes)
+def _cached(ops: ById, formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: RankSizes) -> LocalBlock:
+    return _build(ops.value, dict(formats), sizes)
 
 
 def local_block(
     ops: tuple[Op, ...], formats: tuple[tuple[str, tuple[str, str, str]], ...], sizes: RankSizes
 ) -> LocalBlock:
     """The block on one rank for one micro-batch; equal questions are answered once."""
-    return _cached(_Ops(ops), formats, sizes)
+    return _cached(ById(ops), formats, sizes)

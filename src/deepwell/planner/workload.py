@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from deepwell.errors import ConfigError
@@ -106,30 +106,24 @@ class Workload:
 
     def variants(self) -> tuple[BlockVariant, ...]:
         """The IR's blocks split by the formats that the policy gives them at step 0; equal layers together."""
-        if "variants" not in self._resolved:
-            self._resolved["variants"] = _variants(self.ir, self._policy_key())
-        found: tuple[BlockVariant, ...] = self._resolved["variants"]
-        return found
+        return self._formats()[0]
 
     def end_formats(self, op: Op) -> tuple[str, str, str]:
         """Formats of a linear layer of the stem or tail."""
-        if "ends" not in self._resolved:
-            self._resolved["ends"] = _end_formats(self.ir, self._policy_key())
-        formats: tuple[str, str, str] = self._resolved["ends"].get(op.name, ("bf16", "bf16", "bf16"))
-        return formats
+        return self._formats()[1].get(op.name, ("bf16", "bf16", "bf16"))
 
-    def _policy_key(self) -> str:
-        return self.policy if isinstance(self.policy, str) else self.policy.to_json()
+    def _formats(self) -> tuple[tuple[BlockVariant, ...], dict[str, tuple[str, str, str]]]:
+        if "formats" not in self._resolved:
+            key = self.policy if isinstance(self.policy, str) else self.policy.to_json()
+            self._resolved["formats"] = _resolve(key, ById(self.ir))
+        found: tuple[tuple[BlockVariant, ...], dict[str, tuple[str, str, str]]] = self._resolved["formats"]
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         policy = self.policy if isinstance(self.policy, str) else self.policy.to_dict()
         lora = None if self.lora is None else {"rank": self.lora.rank, "targets": list(self.lora.targets)}
-        return {
-            "schema": SCHEMA, "ir": self.ir.to_dict(), "seq_len": self.seq_len, "global_batch": self.global_batch,
-            "policy": policy, "optimizer": self.optimizer, "attention_kernel": self.attention_kernel,
-            "capacity_factor": self.capacity_factor, "imbalance": self.imbalance,
-            "forced_balance": self.forced_balance, "lora": lora,
-        }  # fmt: skip
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {"schema": SCHEMA, **plain, "ir": self.ir.to_dict(), "policy": policy, "lora": lora}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Workload:
@@ -152,15 +146,25 @@ class Workload:
         return f"{self.ir.name}, {policy}, {self.global_batch} x {self.seq_len:,} tokens, {self.optimizer}"
 
 
-def _read_policy(key: str) -> PrecisionPolicy:
-    return PrecisionPolicy.from_dict(json.loads(key)) if key.startswith("{") else PrecisionPolicy.recipe(key)
+@dataclass(frozen=True, slots=True, eq=False)
+class ById:
+    """A cache key by identity, which keeps its value alive: hashing hundreds of ops would cost more than the answer."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
-# Keyed by identity of the (frozen, reused) IR: hashing hundreds of ops on each call would cost more than the answer.
 @functools.lru_cache(maxsize=512)
-def _resolve(key: str, holder: _Holder) -> tuple[tuple[BlockVariant, ...], dict[str, tuple[str, str, str]]]:
-    ir = holder.ir
-    resolution = _read_policy(key).resolve(ir)
+def _resolve(key: str, by_id: ById) -> tuple[tuple[BlockVariant, ...], dict[str, tuple[str, str, str]]]:
+    """The blocks' variants and the formats of stem and tail under a recipe's name or a policy's JSON."""
+    ir: IR = by_id.value
+    policy = PrecisionPolicy.from_dict(json.loads(key)) if key.startswith("{") else PrecisionPolicy.recipe(key)
+    resolution = policy.resolve(ir)
 
     def formats_of(path: str) -> tuple[str, str, str]:
         row = resolution[path]
@@ -174,24 +178,3 @@ def _resolve(key: str, holder: _Holder) -> tuple[tuple[BlockVariant, ...], dict[
     variants = tuple(BlockVariant(block=b, formats=f, layers=tuple(where)) for (b, f), where in groups.items())
     ends = {op.name: formats_of(op.name) for op in (*ir.stem, *ir.tail) if op.kind in GEMM_KINDS}
     return variants, ends
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Holder:
-    """Keeps an IR alive beside its cached answer without hashing its ops."""
-
-    ir: IR
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Holder) and self.ir is other.ir
-
-    def __hash__(self) -> int:
-        return id(self.ir)
-
-
-def _variants(ir: IR, key: str) -> tuple[BlockVariant, ...]:
-    return _resolve(key, _Holder(ir))[0]
-
-
-def _end_formats(ir: IR, key: str) -> dict[str, tuple[str, str, str]]:
-    return _resolve(key, _Holder(ir))[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +85,8 @@ def _spelled_out(found: LiftState, softmax: fx.Node) -> None:
     inner = {n for n in before if not outside(n) and n in found.live} | {
         n for n in after if not outside(n) and flow.index[n] < flow.index[last]
     }
-    params = sorted(
-        {p for n in inner for s in flow.sources[n] for p in flow.weights.get(s, ())}, key=flow.index.__getitem__
-    )
     facts = read_mask(flow, softmax, first, None)
-    _add_attention(found, last, inner | {first, softmax, last}, operands, facts, params)
+    _add_attention(found, last, inner | {first, softmax, last}, operands, facts, found.params_of(inner))
 
 
 def _follows(found: LiftState, value: fx.Node, softmax: fx.Node) -> bool:
@@ -125,10 +123,7 @@ def _add_attention(
     path = flow.path(node)
     keys = k[-2] if operands.k_dim_last else k[-1]
     lead = q[:-2]
-    batch = lead[:1]
-    heads = 1
-    for size in lead[1:]:
-        heads *= size
+    batch, heads = lead[:1], math.prod(lead[1:])
     if len(lead) == 1:  # [batch * heads, length, dim]
         entries = sizes.batch if sizes.batch and lead[0] % sizes.batch == 0 else 1
         batch, heads = (entries,), lead[0] // entries

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -57,7 +58,7 @@ def _product(found: LiftState, node: fx.Node, op: str) -> _Product | None:
         if product is None:
             return None
         bias = args[0] if args[0] in flow.weights else None
-        return _Product(product.data, product.weight, bias, product.rows, product.k, product.n, product.experts)
+        return replace(product, bias=bias)
     if op == "matmul" and len(args) == 2:
         return _either(found, args[0], args[1])
     if op == "einsum":
@@ -88,9 +89,7 @@ def _right(found: LiftState, data: Any, weight: Any, bias: Any, *, transposed: b
         n, k = shape if transposed else shape[::-1]
         return _Product(data, weight, bias, data_shape[:-1], k, n)
     if len(shape) >= 3 and not transposed:
-        groups = 1
-        for size in shape[:-2]:
-            groups *= size
+        groups = math.prod(shape[:-2])
         rows = data_shape[:-1] if len(data_shape) >= len(shape) else (*shape[:-2], *data_shape[:-1])
         return _Product(data, weight, bias, rows, shape[-2], shape[-1], groups if groups > 1 else 0)
     return None
@@ -254,9 +253,7 @@ def _conv(found: LiftState, node: fx.Node) -> None:
     if weight not in flow.weights:
         return
     out, shape = flow.shape(node), flow.shape(weight)
-    k = 1
-    for size in shape[1:]:
-        k *= size
+    k = math.prod(shape[1:])
     if flow.op(node).startswith("conv_transpose"):
         k = shape[0] * k // shape[1]
     path = flow.path(node)

@@ -8,6 +8,7 @@ whether it writes or not, and the name of another library's op is taken by its w
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -67,10 +68,7 @@ class Flow:
         return tuple(map(_concrete, value.shape)) if value is not None else ()
 
     def numel(self, node: Any) -> int:
-        count = 1
-        for size in self.shape(node):
-            count *= size
-        return count
+        return math.prod(self.shape(node))
 
     def is_tensor(self, node: Any) -> bool:
         return value_of(node) is not None

@@ -79,9 +79,7 @@ def _add_norm(found: LiftState, path: str, nodes: set[fx.Node]) -> None:
     if not outward or not any(flow.ops[n] not in FORMS for n in nodes):
         return  # a norm module that is switched off, or one that only moves data
     node = max(outward, key=flow.index.__getitem__)
-    params = sorted(
-        {p for n in nodes for s in flow.sources[n] for p in flow.weights.get(s, ())}, key=flow.index.__getitem__
-    )
+    params = found.params_of(nodes)
     reads = {s: None for n in sorted(nodes, key=flow.index.__getitem__) for s in flow.sources[n]
              if s not in nodes and s not in flow.weights}  # fmt: skip
     shape = flow.shape(node)

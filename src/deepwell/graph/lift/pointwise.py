@@ -113,14 +113,11 @@ def _add_activation(
     if gate is not None:
         nodes |= gate
         last = max(gate, key=flow.index.__getitem__)
-    params = sorted(
-        {p for n in nodes for s in flow.sources[n] for p in flow.weights.get(s, ())}, key=flow.index.__getitem__
-    )
     is_glu = any(flow.op(n) == "glu" for n in cone)
     path = _block_of(found, bend)
     dims, width = found.sizes.split(flow.shape(last))
     site = LiftedSite(
-        "activation", last, path, joined(path, "act"), nodes, params=params,
+        "activation", last, path, joined(path, "act"), nodes, params=found.params_of(nodes),
         facts={
             "function": _function(found, cone, gate is not None), "width": width,
             "gated": gate is not None or is_glu, "dims": dims, "bent": base,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,33 +103,29 @@ class LiftState:
 
     def sites_behind(self, starts: Any, through: tuple[str, ...] = ()) -> list[LiftedSite]:
         """The nearest sites behind values, not counting those of the kinds in `through`, in order."""
-        found: dict[LiftedSite, None] = {}
-
-        def stop(node: fx.Node) -> bool:
-            site = self.owner.get(node)
-            if site is None or site.kind in through:
-                return False
-            found[site] = None
-            return True
-
-        for _ in self.flow.back(starts, stop):
-            pass
-        return sorted(found, key=self.order)
+        return self._nearest(self.flow.back, starts, through)
 
     def sites_ahead(self, site: LiftedSite, through: tuple[str, ...] = ()) -> list[LiftedSite]:
         """The nearest sites that read this one, not counting those of the kinds in `through`, in order."""
-        found: dict[LiftedSite, None] = {}
+        return self._nearest(self.flow.forward, site.nodes, through, site)
 
-        def stop(node: fx.Node) -> bool:
-            reader = self.owner.get(node)
-            if reader is None or reader is site or reader.kind in through:
-                return False
-            found[reader] = None
-            return True
+    def _nearest(
+        self,
+        walk: Callable[..., Iterable[fx.Node]],
+        starts: Any,
+        through: tuple[str, ...],
+        own: LiftedSite | None = None,
+    ) -> list[LiftedSite]:
+        def is_one(node: fx.Node) -> bool:
+            site = self.owner.get(node)
+            return site is not None and site is not own and site.kind not in through
 
-        for _ in self.flow.forward(site.nodes, stop):
-            pass
-        return sorted(found, key=self.order)
+        return sorted(dict.fromkeys(self.owner[node] for node in walk(starts, is_one) if is_one(node)), key=self.order)
+
+    def params_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """The parameters that nodes read, in order."""
+        sources = {s for node in nodes for s in self.flow.sources[node]}
+        return sorted({p for s in sources for p in self.flow.weights.get(s, ())}, key=self.flow.index.__getitem__)
 
     def param_name(self, node: fx.Node, near: str) -> str:
         """The name of a parameter as the module at `near` knows it; tied parameters have several."""

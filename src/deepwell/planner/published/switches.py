@@ -15,34 +15,15 @@ from deepwell.planner.published.record import Record
 # Where the stack's name comes from: the first phrase that is found in source or dp_kind, then among those of _ENGINES
 # in notes and address, in this order.
 _STACKS = (
-    ("maxtext", "maxtext"),
-    ("paxml", "paxml"),
-    ("jax-toolbox", "paxml"),
-    ("palm", "paxml"),
-    ("torchtitan", "torchtitan"),
-    ("llm-foundry", "llm-foundry"),
-    ("mosaicml", "llm-foundry"),
-    ("fms-fsdp", "fms-fsdp"),
-    ("internevo", "internevo"),
-    ("nanotron", "nanotron"),
-    ("aleph alpha", "aleph-alpha"),
-    ("gpt-neox", "gpt-neox"),
-    ("bloom", "megatron-deepspeed"),
-    ("mt-nlg", "megatron-deepspeed"),
-    ("megatron-deepspeed", "megatron-deepspeed"),
-    ("mlperf", "mlperf"),
-    ("megatron-bridge", "megatron-bridge"),
-    ("dgx cloud", "nemo"),
-    ("nemo", "nemo"),
-    ("megascale", "megascale"),
-    ("megatron", "megatron"),
-    ("korthikanti", "megatron"),
-    ("narayanan", "megatron"),
-    ("2603.07685", "megatron"),
-    ("deepseek", "deepseek"),
-    ("llama 3", "meta"),
-    ("deepwell", "deepwell"),
-)
+    ("maxtext", "maxtext"), ("paxml", "paxml"), ("jax-toolbox", "paxml"), ("palm", "paxml"),
+    ("torchtitan", "torchtitan"), ("llm-foundry", "llm-foundry"), ("mosaicml", "llm-foundry"),
+    ("fms-fsdp", "fms-fsdp"), ("internevo", "internevo"), ("nanotron", "nanotron"), ("aleph alpha", "aleph-alpha"),
+    ("gpt-neox", "gpt-neox"), ("bloom", "megatron-deepspeed"), ("mt-nlg", "megatron-deepspeed"),
+    ("megatron-deepspeed", "megatron-deepspeed"), ("mlperf", "mlperf"), ("megatron-bridge", "megatron-bridge"),
+    ("dgx cloud", "nemo"), ("nemo", "nemo"), ("megascale", "megascale"), ("megatron", "megatron"),
+    ("korthikanti", "megatron"), ("narayanan", "megatron"), ("2603.07685", "megatron"), ("deepseek", "deepseek"),
+    ("llama 3", "meta"), ("deepwell", "deepwell"),
+)  # fmt: skip
 # Phrases that name nothing but an engine. In notes the others are models or papers that a row is compared with.
 _ENGINES = frozenset(
     {"maxtext", "paxml", "torchtitan", "llm-foundry", "fms-fsdp", "internevo", "nanotron", "gpt-neox", "nemo"}
