@@ -85,19 +85,23 @@ def _whole_chain(
     if found is None:
         return None, [(candidate.name, reason) for candidate in users]
     x, w = found
-    value, other = x.meta["val"], w.meta["val"]
-    dtype = str(value.dtype).removeprefix("torch.")
+    dtype = str(x.meta["val"].dtype).removeprefix("torch.")
     asked = replace(problem, op="gemm", precision="mxfp8", dtype=dtype)
     choice = _choose(registry, asked, "emulated_mxfp8")
     if choice is None or registry.candidate("gemm", choice.kernel).origin != "user":
         return None, [(v.name, v.reason or "slower") for v in (choice.verdicts if choice else ()) if v.origin == "user"]
     key = chosen.install(registry, registry.candidate("gemm", choice.kernel))
+    _multiply_by(key, node, x, w, "fp8_e4m3_row_pow2", "fp8_e4m3_tensor_pow2")
+    return row_of(asked, choice), []
+
+
+def _multiply_by(key: str, node: fx.Node, x: fx.Node, w: fx.Node, lhs: str, rhs: str) -> None:
+    """Put the kernel of a key, on x and w [N, K], in the place of a product of their codes or rounded numbers."""
     with node.graph.inserting_before(node):
         w_KN = node.graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
-        w_KN.meta["val"] = other.permute(1, 0)
-    args = (x, w_KN, key, "fp8_e4m3_row_pow2", "fp8_e4m3_tensor_pow2", node.meta["val"].dtype)
+        w_KN.meta["val"] = w.meta["val"].permute(1, 0)
+    args = (x, w_KN, key, lhs, rhs, node.meta["val"].dtype)
     replace_by_call(node, torch.ops.deepwell.chosen_gemm.default, args)
-    return row_of(asked, choice), []
 
 
 def _numbers(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node] | None, str]:
@@ -117,7 +121,7 @@ def _numbers(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node] | None, str]:
 
 
 def _rounded_mm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
-    left, right = _rounded(node.args[0]), _rounded(_transposed(node.args[1]))
+    left, right = _rounded(node.args[0]), _rounded(transposed_from(node.args[1]))
     if left is None or right is None or not any(candidate.op == "gemm" for candidate in registry.users()):
         return []
     x, lhs = left
@@ -134,12 +138,7 @@ def _rounded_mm(node: fx.Node, registry: KernelRegistry) -> list[KernelRow]:
         return []
     candidate = registry.candidate("gemm", choice.kernel)
     if candidate.origin == "user":
-        key = chosen.install(registry, candidate)
-        with node.graph.inserting_before(node):
-            w_KN = node.graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
-            w_KN.meta["val"] = other.permute(1, 0)
-        args = (x, w_KN, key, lhs, rhs, node.meta["val"].dtype)
-        replace_by_call(node, torch.ops.deepwell.chosen_gemm.default, args)
+        _multiply_by(chosen.install(registry, candidate), node, x, w, lhs, rhs)
     return [row_of(problem, choice)]
 
 
@@ -162,7 +161,7 @@ def _rounded(node: Any) -> tuple[fx.Node, str] | None:
     return (x, fmt) if rounding == "nearest" and not hadamard else None
 
 
-def _transposed(node: Any) -> Any:
+def transposed_from(node: Any) -> Any:
     """What a node is the transpose of, None where it is something else."""
     if not isinstance(node, fx.Node) or node.target not in _TRANSPOSES:
         return None

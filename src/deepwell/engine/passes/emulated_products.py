@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepwell.engine.passes.choose_kernels import transposed_from
 from deepwell.engine.passes.edit import replace_by_call
 from deepwell.kernels.gemm.torch_ops import ops
 from deepwell.kernels.quantize.round_to import FITS_BF16
-
-_TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
 
 
 def emulate_in_bf16(graph: fx.Graph) -> int:
@@ -23,7 +22,7 @@ def emulate_in_bf16(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.mm.default or not node.meta["val"].is_cuda:
             continue
-        left, right = _rounding(node.args[0]), _rounding(_source(node.args[1]))
+        left, right = _rounding(node.args[0]), _rounding(transposed_from(node.args[1]))
         if left is None or right is None or left[-1] != right[-1]:
             continue  # a transform cancels only where both sides have it
         (x, *lhs), (w, *rhs) = left, right
@@ -31,10 +30,6 @@ def emulate_in_bf16(graph: fx.Graph) -> int:
         found += 1
     graph.eliminate_dead_code()
     return found
-
-
-def _source(node: Any) -> Any:
-    return node.args[0] if isinstance(node, fx.Node) and node.target in _TRANSPOSES else None
 
 
 def _rounding(node: Any) -> tuple[Any, str, str, bool] | None:

@@ -28,53 +28,28 @@ import deepwell.kernels.norm.torch_ops
 import deepwell.kernels.rope.torch_ops  # noqa: F401 (all three register their ops)
 from deepwell.kernels.quantize.torch_ops import ops
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+# Ops whose first result may be written as FP8 rows instead, and those that may write them beside it.
+_BESIDE = ("rope_qkv_backward", "rms_norm_backward", "layer_norm_backward", "qk_norm_rope_backward")
+_QUANTIZED = (
+    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *_BESIDE[1:]),
+    *("swiglu", "swiglu_backward", "activation", "activation_backward", "bias_activation", "bias_activation_backward"),
+)
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
 def fuse_quantize(graph: fx.Graph) -> int:
     """Fuse and share. Returns how many quantizations disappeared into their producer."""
-    norms = {
-        ops.rms_norm.default: ops.rms_norm_quantize.default,
-        ops.layer_norm.default: ops.layer_norm_quantize.default,
-        ops.add_rms_norm.default: ops.add_rms_norm_quantize.default,
-        ops.add_layer_norm.default: ops.add_layer_norm_quantize.default,
-        ops.bias_activation_backward.default: ops.bias_activation_backward_quantize.default,
-        ops.rms_norm_backward.default: ops.rms_norm_backward_quantize.default,
-        ops.layer_norm_backward.default: ops.layer_norm_backward_quantize.default,
-        ops.qk_norm_rope_backward.default: ops.qk_norm_rope_backward_quantize.default,
-    }
-    singles = {
-        ops.swiglu.default: ops.swiglu_quantize.default,
-        ops.swiglu_backward.default: ops.swiglu_backward_quantize.default,
-        ops.activation.default: ops.activation_quantize.default,
-        ops.activation_backward.default: ops.activation_backward_quantize.default,
-        ops.bias_activation.default: ops.bias_activation_quantize.default,
-        ops.rope_qkv_backward.default: ops.rope_qkv_backward_rows.default,
-    }
-    beside = {
-        ops.rope_qkv_backward.default: ops.rope_qkv_backward_beside.default,
-        ops.rms_norm_backward.default: ops.rms_norm_backward_beside.default,
-        ops.layer_norm_backward.default: ops.layer_norm_backward_beside.default,
-        ops.qk_norm_rope_backward.default: ops.qk_norm_rope_backward_beside.default,
-    }
+    alone = {getattr(ops, name).default: getattr(ops, f"{name}_quantize").default for name in _QUANTIZED}
+    alone[ops.rope_qkv_backward.default] = ops.rope_qkv_backward_rows.default
+    beside = {getattr(ops, name).default: getattr(ops, f"{name}_beside").default for name in _BESIDE}
     _share(graph, ops.quantize_rows.default)
     count = 0
     for node in list(graph.nodes):
         if node.target is not ops.quantize_rows.default:
             continue
         producer, index = _producer(node.args[0])
-        if producer is None:
-            continue
-        if producer.target in norms and index == 0:
-            is_fused = _fuse_norm(graph, node, producer, norms[producer.target])
-            if not is_fused and producer.target in beside:
-                is_fused = _fuse_norm_beside(graph, node, producer, beside[producer.target])
-            count += is_fused
-        elif producer.target in singles:
-            is_fused = _fuse_single(graph, node, producer, singles[producer.target])
-            if not is_fused and producer.target in beside:
-                is_fused = _fuse_beside(graph, node, producer, beside[producer.target])
-            count += is_fused
+        if producer.target in alone and index == 0:
+            count += _fuse(graph, node, producer, alone[producer.target], beside.get(producer.target))
     graph.eliminate_dead_code()
     return count
 
@@ -101,7 +76,7 @@ def through_views(node: Any) -> Any:
 
 def is_row_view(node: Any) -> bool:
     """Whether a node shows another tensor with rows of the same length."""
-    return node.target in _VIEWS and _width(node) == _width(node.args[0])
+    return node.target in VIEWS and _width(node) == _width(node.args[0])
 
 
 def _width(node: fx.Node) -> int | None:
@@ -109,7 +84,7 @@ def _width(node: fx.Node) -> int | None:
     return value.shape[-1] if isinstance(value, torch.Tensor) and value.dim() else None
 
 
-def _producer(node: fx.Node) -> tuple[fx.Node | None, int]:
+def _producer(node: fx.Node) -> tuple[fx.Node, int]:
     source = through_views(node)
     if source.target is operator.getitem:
         return source.args[0], source.args[1]
@@ -121,52 +96,27 @@ def _read_only_by(node: fx.Node, quantize: fx.Node) -> bool:
     return all(user is quantize or (is_row_view(user) and _read_only_by(user, quantize)) for user in node.users)
 
 
-def _fuse_norm(graph: fx.Graph, quantize: fx.Node, norm: fx.Node, fused_op: object) -> bool:
-    """A norm returns its result first and statistics after it; fused, codes and scales take the result's place."""
-    outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
-    if len(outputs) != len(norm.users) or 0 not in outputs or not _read_only_by(outputs[0], quantize):
+def _fuse(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, alone: Any, beside: Any) -> bool:
+    """Let a fused op take the place of a producer and of the quantization of its first result.
+
+    `alone` gives FP8 values and scales instead of that result, `beside`, if there is one, behind it: for other readers.
+    """
+    outputs: dict[Any, fx.Node] = {0: producer}
+    if not isinstance(producer.meta["val"], torch.Tensor):
+        outputs = {user.args[1]: user for user in producer.users if user.target is operator.getitem}
+        if len(outputs) != len(producer.users) or 0 not in outputs:
+            return False
+    is_alone = _read_only_by(outputs[0], quantize)
+    if not is_alone and beside is None:
         return False
-    with graph.inserting_before(norm):
-        fused = call_with_value(graph, fused_op, norm.args)
-        parts = items_of(graph, fused)
+    with graph.inserting_before(producer):
+        parts = items_of(graph, call_with_value(graph, alone if is_alone else beside, producer.args))
+    if not is_alone:
+        outputs[0].replace_all_uses_with(parts.pop(0))
     _adopt(quantize, parts[:2])
     for index, output in outputs.items():
         if index:
             output.replace_all_uses_with(parts[index + 1])
-    return True
-
-
-def _fuse_norm_beside(graph: fx.Graph, quantize: fx.Node, norm: fx.Node, fused_op: object) -> bool:
-    """The same where the result has other readers: it is written, and its codes and scales follow it."""
-    outputs = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
-    if len(outputs) != len(norm.users) or 0 not in outputs:
-        return False
-    with graph.inserting_before(norm):
-        fused = call_with_value(graph, fused_op, norm.args)
-        parts = items_of(graph, fused)
-    _adopt(quantize, parts[1:3])
-    for index, output in outputs.items():
-        output.replace_all_uses_with(parts[index + 2 if index else 0])
-    return True
-
-
-def _fuse_single(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, fused_op: object) -> bool:
-    if not _read_only_by(producer, quantize):
-        return False
-    with graph.inserting_before(producer):
-        fused = call_with_value(graph, fused_op, producer.args)
-        parts = items_of(graph, fused)
-    _adopt(quantize, parts)
-    return True
-
-
-def _fuse_beside(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, fused_op: object) -> bool:
-    """Write the value and its codes in one pass."""
-    with graph.inserting_before(producer):
-        fused = call_with_value(graph, fused_op, producer.args)
-        parts = items_of(graph, fused)
-    _adopt(quantize, parts[1:])
-    producer.replace_all_uses_with(parts[0])
     return True
 
 

@@ -96,7 +96,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rms_norm",                              DYNAMO,   rewrite_rms_norm),
     Pass("linear merged_linear",                  DYNAMO,   rewrite_all_linears, ("work",)),
     Pass("qk_norm_rope",                          DYNAMO,   rewrite_qk_norm_rope),
-    Pass("rope rope_qkv",                         DYNAMO,   rewrite_rope, ("rope_alone",)),
+    Pass("rope rope_qkv",                         DYNAMO,   rewrite_rope),
     Pass("swiglu",                                DYNAMO,   rewrite_swiglu),
     Pass("looped_experts",                        DYNAMO,   group_loops, ("weights", "schemes")),
     Pass("experts fused_experts",                 DYNAMO,   rewrite_all_experts, ("work",)),

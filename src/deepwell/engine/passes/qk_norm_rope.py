@@ -6,7 +6,6 @@ Runs after the linears were merged and before the rotations that are left (passe
 heads (OLMo 2 norms the rows of all heads together), two different norms or a rotation of a part of each head stay.
 """
 
-import operator
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,19 +13,7 @@ from typing import Any
 from torch import fx
 
 from deepwell.engine.passes.edit import erase_unread
-from deepwell.engine.passes.edit import replace as replace_node
-from deepwell.engine.passes.rope import (
-    Columns,
-    RopeSite,
-    columns_of,
-    find_rope,
-    find_value,
-    only_three,
-    place_of,
-    swaps_heads,
-    table_of,
-    tables_of,
-)
+from deepwell.engine.passes.rope import Columns, RopeSite, columns_of, find_rope, replace_three, swaps_heads, tables_of
 from deepwell.graph.fx import Writes, memory_of, value_of
 from deepwell.kernels.norm.autograd import rms_norm
 from deepwell.kernels.rope.autograd import qk_norm_rope
@@ -77,27 +64,7 @@ def _normed(site: RopeSite | None) -> NormedSite | None:
 
 
 def _replace(graph: fx.Graph, query: NormedSite, key: NormedSite) -> bool:
-    q, k = query.columns, key.columns
-    if q.width != k.width or not q.covers("blocks", 0) or not k.covers("blocks", q.heads * q.width):
-        return False
-    found = find_value(graph, q, k, "blocks")
-    if found is None:
-        return False
-    v_node, v = found
     weights = (query.norm.args[1], key.norm.args[1])
-    inputs = (q.source, query.site.cos, query.site.sin, *weights)
-    place = place_of(graph, inputs, (query.site.last, key.site.last, v_node))
-    if place is None:
-        return False
-    source = only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
-    with graph.inserting_before(place):
-        tables = [table_of(graph, table, query.site.heads_dim) for table in (query.site.cos, query.site.sin)]
-        how = (*query.norm.args[2:], query.site.convention)
-        three = graph.call_function(qk_norm_rope, (source, weights, *tables, (q.heads, k.heads, v.heads), *how))
-        new = []
-        for i, heads_dim in enumerate((q.heads_dim, k.heads_dim, v.heads_dim)):
-            item = graph.call_function(operator.getitem, (three, i))
-            new.append(graph.call_method("transpose", (item, 1, 2)) if heads_dim == 1 else item)
-    for old, item in zip((query.site.last, key.site.last, v_node), new, strict=True):
-        replace_node(old, item)
-    return True
+    how = (*query.norm.args[2:], query.site.convention)
+    first, second = ((part.site, part.columns) for part in (query, key))
+    return replace_three(graph, first, second, "blocks", qk_norm_rope, weights=weights, how=how)

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.fuse_quantize import VIEWS
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
 from deepwell.graph.fx import PURE, SHAPE_OPS, Writes, arguments, op_of, value_of, written_by
 from deepwell.kernels.norm.autograd import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _JOINED = {rms_norm: add_rms_norm, layer_norm: add_layer_norm}
 
 
@@ -132,7 +132,7 @@ def _read_again(graph: fx.Graph, old: fx.Node, new: fx.Node, backward: set[Any])
         if user in backward:
             user.replace_input_with(old, new)
             count += 1
-        elif user.target in (*_VIEWS, operator.getitem, torch.ops.deepwell.quantize_rows.default):
+        elif user.target in (*VIEWS, operator.getitem, torch.ops.deepwell.quantize_rows.default):
             with graph.inserting_after(user):
                 copy = graph.node_copy(user, lambda n: new if n is old else n)
             found = _read_again(graph, user, copy, backward)

@@ -220,7 +220,7 @@ def _spread(node: fx.Node, heads_dim: int) -> fx.Node | None:
     return node.args[0] if is_spread and value_of(node.args[0]) is not None else None
 
 
-def table_of(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
+def _table_of(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
     """The table as [S, R], [1, S, R] or [B, S, R]."""
     value = value_of(node)
     if value.dim() < 4:
@@ -235,7 +235,7 @@ def table_of(graph: fx.Graph, node: fx.Node, heads_dim: int) -> fx.Node:
 
 def _replace_one(graph: fx.Graph, site: RopeSite) -> None:
     with graph.inserting_before(site.last):
-        tables = [table_of(graph, table, site.heads_dim) for table in (site.cos, site.sin)]
+        tables = [_table_of(graph, table, site.heads_dim) for table in (site.cos, site.sin)]
         new = graph.call_function(rope, (site.x, *tables, site.convention, site.heads_dim))
     replace(site.last, new)
 
@@ -244,25 +244,41 @@ def _replace_one(graph: fx.Graph, site: RopeSite) -> None:
 
 
 def _replace_three(graph: fx.Graph, first: tuple[RopeSite, Columns], second: tuple[RopeSite, Columns]) -> bool:
-    (query, q), (key, k) = first, second
-    if q.width != k.width:
-        return False
+    query, q = first
     packing = "heads" if q.step == 3 * q.width else "blocks"
+    return replace_three(graph, first, second, packing, rope_qkv, how=(packing, query.convention))
+
+
+def replace_three(
+    graph: fx.Graph,
+    first: tuple[RopeSite, Columns],
+    second: tuple[RopeSite, Columns],
+    packing: str,
+    function: Any,
+    *,
+    weights: tuple[fx.Node, ...] | None = None,
+    how: tuple[Any, ...],
+) -> bool:
+    """Put `function` of merged rows, `weights` if there are some, tables, heads and `how` in the place of q, k and v.
+
+    False where the rows hold them otherwise than `packing` says, or one is read before all inputs are known.
+    """
+    (query, q), (key, k) = first, second
     behind_q = q.width if packing == "heads" else q.heads * q.width
-    if not q.covers(packing, 0) or not k.covers(packing, behind_q):
+    if q.width != k.width or not q.covers(packing, 0) or not k.covers(packing, behind_q):
         return False
-    found = find_value(graph, q, k, packing)
+    found = _find_value(graph, q, k, packing)
     if found is None:
         return False
     v_node, v = found
-    place = place_of(graph, (q.source, query.cos, query.sin), (query.last, key.last, v_node))
+    place = _place_of(graph, (q.source, query.cos, query.sin, *(weights or ())), (query.last, key.last, v_node))
     if place is None:
         return False
-    source = only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
+    source = _only_three(graph, q.source, (q.heads + k.heads + v.heads) * q.width)
     with graph.inserting_before(place):
-        tables = [table_of(graph, table, query.heads_dim) for table in (query.cos, query.sin)]
-        how = (q.heads, k.heads, v.heads), packing, query.convention
-        three = graph.call_function(rope_qkv, (source, *tables, *how))
+        tables = [_table_of(graph, table, query.heads_dim) for table in (query.cos, query.sin)]
+        given = (source, *([] if weights is None else [weights]), *tables, (q.heads, k.heads, v.heads), *how)
+        three = graph.call_function(function, given)
         new = []
         for i, heads_dim in enumerate((query.heads_dim, key.heads_dim, v.heads_dim)):
             item = graph.call_function(operator.getitem, (three, i))
@@ -272,7 +288,7 @@ def _replace_three(graph: fx.Graph, first: tuple[RopeSite, Columns], second: tup
     return True
 
 
-def find_value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[fx.Node, Columns] | None:
+def _find_value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[fx.Node, Columns] | None:
     """The node that holds v: the columns that q and k leave."""
     start = 2 * q.width if packing == "heads" else (q.heads + k.heads) * q.width
     for node in graph.nodes:
@@ -290,7 +306,7 @@ def _leads_on(node: fx.Node) -> bool:
     return any(columns_of(user) is not None for user in node.users)
 
 
-def place_of(graph: fx.Graph, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]) -> fx.Node | None:
+def _place_of(graph: fx.Graph, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]) -> fx.Node | None:
     """The node before which all inputs are known and none of the outputs is read; None where there is no such place."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     known = max(order[node] for node in inputs)
@@ -311,7 +327,7 @@ def _merged_split(source: fx.Node) -> fx.Node | None:
     return next((user for user in source.users if user.target is split_columns), None)
 
 
-def only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
+def _only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
     """The columns of q, k and v alone, where a parallel MLP's linear was merged with them (GPT-J, Phi, Cohere)."""
     split = _merged_split(source)
     if split is None or sum(split.args[1]) == total:

@@ -51,7 +51,6 @@ class BackendOptions:
     # None: where a few calls show that the host is the limit.
     cuda_graphs: bool | None = False
     replays: list[Any] = field(default_factory=list)  # a `Replay` for each graph that may be recorded
-    rope_alone: bool = True  # a kernel of our own also for rotations of q and k that no merged rows hold
     row_factors: bool = True  # large FP8 products have one scale, their readers those of rows: passes/row_factors.py
     recompute: str = "hidden"  # what of the FP8 copies the backward recomputes: passes/recompute.py (with Inductor)
     cache_weights: bool = False  # keep the FP8 weights, 2 bytes each, and recompute them when weights change
