@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepwell.bench.environment import environment
 from deepwell.kernels.norm.rms_norm import rms_norm, rms_norm_backward
-from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_rows_ref
+from deepwell.kernels.quantize.fp8 import RowOptions, quantize_rows, quantize_rows_ref
 from deepwell.kernels.rope import qk_norm_rope as fused
 from deepwell.kernels.rope import rope
 from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
@@ -104,7 +104,7 @@ def cases_of(model: str, tokens: int, apart: bool) -> Iterator[Case]:
         tables,
     )
     run: Callable[[], Any]
-    both = rope.GradOptions(fp8=E4M3)
+    both = RowOptions(fp8=E4M3)
     wanted = fused.qk_norm_rope_backward_ref(*given, heads, both)
     coded = wanted._replace(grad=None)
 
@@ -114,7 +114,7 @@ def cases_of(model: str, tokens: int, apart: bool) -> Iterator[Case]:
     read = tokens * (2 * w + 2 * (hq + hk) * d)
     for chosen in fused.BACKWARD_CONFIGS:
         name = f"w{chosen.num_warps} programs{chosen.programs_per_sm} stages{chosen.num_stages}"
-        options = rope.GradOptions(write=False, fp8=E4M3)
+        options = RowOptions(write=False, fp8=E4M3)
         run = partial(fused.qk_norm_rope_backward, *given, options=options, config=chosen)
         yield Case("backward -> q", name, read + tokens * w, run, partial(difference, coded))
     run = partial(fused.qk_norm_rope_backward, *given)

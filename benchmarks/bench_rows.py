@@ -27,7 +27,7 @@ from deepwell.kernels.head import cross_entropy
 from deepwell.kernels.norm import rms_norm
 from deepwell.kernels.quantize import fp8 as quantize
 from deepwell.kernels.quantize import transpose
-from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.quantize.fp8 import RowOptions, quantize_rows_ref
 from deepwell.kernels.quantize.wgrad_operands import balance_scales
 from deepwell.kernels.rope import rope
 from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
@@ -134,19 +134,15 @@ def quantize_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
     yield Case(op="amax", shape=(t, d), variant="torch", num_bytes=2 * t * d, run=lambda: x.abs().amax())
     ref = quantize.quantize_both_ref(x[:512], biggest, pow2=True, dtype=E4M3)
     for config in quantize.BOTH_CONFIGS:
-        for measure in (False, True):
-            if measure:
-                run = lambda c=config: quantize.quantize_both_given_scale(x, biggest, config=c)  # noqa: E731
-            else:
-                run = lambda c=config: quantize.quantize_weight(x, biggest, config=c)  # noqa: E731
-            yield Case(
-                op="quantize_both_given_scale" if measure else "quantize_weight",
-                shape=(t, d),
-                variant=short(config),
-                num_bytes=4 * t * d,
-                run=run,
-                check=lambda run=run: check_both(run(), ref),
-            )
+        run = lambda c=config: quantize.quantize_weight(x, biggest, config=c)  # noqa: E731
+        yield Case(
+            op="quantize_weight",
+            shape=(t, d),
+            variant=short(config),
+            num_bytes=4 * t * d,
+            run=run,
+            check=lambda run=run: check_both(run(), ref),
+        )
 
 
 def transpose_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
@@ -308,7 +304,7 @@ def rope_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case]:
             ),
         )
     yield from _plain_rope(qkv, grads, (cos, sin), heads, forward)
-    for options in (rope.GradOptions(), rope.GradOptions(write=False, fp8=E4M3), rope.GradOptions(fp8=E4M3)):
+    for options in (RowOptions(), RowOptions(write=False, fp8=E4M3), RowOptions(fp8=E4M3)):
         want = rope.rope_qkv_backward_ref(short_grads, *short_tables, heads, options)
         written = [name for name, is_there in (("bf16", options.write), ("q", options.fp8 is not None)) if is_there]
         for config in rope.CONFIGS:

@@ -43,6 +43,13 @@ def check_out(name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype
     check_shape(name, out, shape, like)
 
 
+def check_number(name: str, x: Tensor, like: Tensor) -> None:
+    """Raise ConfigError unless x is one number in fp32 on the device of `like`."""
+    if x.numel() != 1 or x.dtype != torch.float32 or x.device != like.device:
+        got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+        raise ConfigError(f"{name} must be one float32 number on {like.device}, got {got}")
+
+
 def check_fp8(name: str, dtype: torch.dtype) -> float:
     """The largest number of an FP8 dtype; raises ConfigError for any other dtype."""
     if dtype not in ELEMENTS:

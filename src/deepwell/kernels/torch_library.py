@@ -24,6 +24,45 @@ def register_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+# What ops write of their rows, by the ends of their names: fields of `RowOptions`, and how many tensors that is.
+_WRITTEN: dict[str, tuple[dict[str, Any], int]] = {
+    "": ({}, 1),
+    "_quantize": ({"write": False, "fp8": FP8}, 2),
+    "_rows": ({"write": False, "fp8": FP8}, 2),
+    "_beside": ({"fp8": FP8}, 3),
+}
+
+
+def register_rows(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    others: int = 0,
+    ends: Sequence[str] = ("", "_quantize"),
+) -> None:
+    """Define an op once for each of `ends`; `schema` is without results.
+
+    `run` gets the fields of `RowOptions` before the operands. It gives rows, FP8 values and scales, None for what is
+    not written, and `others` more tensors. `fake` gives a tensor like the rows, and the others.
+    """
+    name, operands = schema.split("(", maxsplit=1)
+    for end in ends:
+        how, count = _WRITTEN[end]
+
+        def call(*given: Any, how: dict[str, Any] = how) -> Any:
+            made = not_none(run(how, *given))
+            return made if len(made) > 1 else made[0]
+
+        def shapes(*given: Any, count: int = count) -> Any:
+            rows, *more = fake(*given)
+            made = (*([rows] if count != 2 else []), *(fp8_rows_like(rows) if count > 1 else ()), *more)
+            return made if len(made) > 1 else made[0]
+
+        types = ", ".join(["Tensor"] * (count + others))
+        register_op(f"{name}{end}({operands} -> {types if count + others == 1 else f'({types})'}", call, shapes)
+
+
 def dense(x: Tensor) -> Tensor:
     """x with contiguous rows, as the kernels read them: itself, or a copy where a model transposed it."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -8,7 +8,6 @@ from deepwell.errors import ConfigError
 from deepwell.formats import layout
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.formats.quantize import quantize
-from deepwell.kernels.device.triton_support import is_interpreted
 from deepwell.kernels.quantize import microscaled as Q
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -55,15 +54,8 @@ def test_mxfp8_equals_the_format_bit_for_bit_both_ways(device, shape, dtype, swi
 
 @pytest.mark.parametrize("config", Q.MX_CONFIGS, ids=str)
 def test_every_mx_config_gives_the_same_bits(device, config):
-    if config.packing == "asm" and is_interpreted(Q._quantize_mx_kernel):
-        pytest.skip("the interpreter reads no PTX and packs words as the next config does")
-    # 132 rows are a multiple of four, which words need; 133 are not and become bytes.
     x = many_magnitudes(132, 170, torch.bfloat16, device)
     check_mx(x, Q.quantize_mxfp8(x, config=config), E4M3, True)
-    if config.packing != "bytes":
-        check_mx(x, Q.quantize_mxfp8(x, config=config, swizzled=False, dtype=E5M2), E5M2, False)
-        x = many_magnitudes(133, 40, torch.bfloat16, device)
-        check_mx(x, Q.quantize_mxfp8(x, config=config), E4M3, True)
 
 
 def test_mxfp8_scales_are_right_at_every_power_of_two_and_its_neighbours(device):
@@ -227,13 +219,7 @@ def mx_arguments(config, **changes):
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("config", Q.MX_CONFIGS, ids=str)
 def test_mx_kernels_compile_with_wide_accesses_and_without_spills(arch, config):
-    if config.packing == "bytes":
-        kernel, arguments = Q._quantize_mx_kernel, mx_arguments(config)
-    else:
-        kernel, arguments = Q._quantize_mx_words_kernel, mx_arguments(config, words_ptr=torch.int32)
-        arguments |= {"ASM": config.packing == "asm"}
-        arguments = {name: arguments[name] for name in kernel.arg_names}
-    made = aot.compile_kernel(kernel, arguments, arch=arch, num_warps=config.num_warps)
+    made = aot.compile_kernel(Q._quantize_mx_kernel, mx_arguments(config), arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == 0 and made.stack_bytes == 0
     assert made.shared_bytes <= aot.MAX_SHARED_BYTES
     # 16-byte reads of x; codes leave in vectors too, and the conversion is hardware's.

@@ -9,8 +9,9 @@ import aot
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.formats.quantize import quantize
+from deepwell.kernels.quantize.fp8 import RowOptions as GradOptions
 from deepwell.kernels.rope import qk_norm_rope as Q
-from deepwell.kernels.rope.rope import CONVENTIONS, GradOptions, Heads
+from deepwell.kernels.rope.rope import CONVENTIONS, Heads
 
 E4M3 = torch.float8_e4m3fn
 # (q heads, k heads, v heads, head width): grouped queries, heads and widths that are no power of two.

@@ -9,8 +9,9 @@ import aot
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.formats.quantize import quantize
+from deepwell.kernels.quantize.fp8 import RowOptions as GradOptions
 from deepwell.kernels.rope import rope as R
-from deepwell.kernels.rope.rope import GradOptions, Heads
+from deepwell.kernels.rope.rope import Heads
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = GradOptions(fp8=E4M3)

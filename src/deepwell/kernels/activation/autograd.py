@@ -33,21 +33,8 @@ class _SwiGLUPair(torch.autograd.Function):
 
 def swiglu_packed(gate_up: Tensor, act: str) -> Tensor:
     """`act(gate) * up` where gate is the first half of the columns and up the second."""
-    h_TF = _SwiGLU.apply(gate_up.reshape(-1, gate_up.shape[-1]), act)
+    h_TF = _Activation.apply("swiglu", act, gate_up.reshape(-1, gate_up.shape[-1]))
     return h_TF.view(*gate_up.shape[:-1], h_TF.shape[-1])
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up_T2F: Tensor, act: str) -> Tensor:
-        ctx.save_for_backward(gate_up_T2F)
-        ctx.act = act
-        return ops.swiglu(gate_up_T2F, act)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (gate_up_T2F,) = ctx.saved_tensors
-        return ops.swiglu_backward(grads[0].contiguous(), gate_up_T2F, ctx.act), None
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -58,35 +45,25 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 def activation(x: Tensor, act: str) -> Tensor:
     """The plain activation of a tensor."""
-    return _Activation.apply(x.reshape(-1, x.shape[-1]), act).view(x.shape)
-
-
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TF: Tensor, act: str) -> Tensor:
-        ctx.save_for_backward(x_TF)
-        ctx.act = act
-        return ops.activation(x_TF, act)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (x_TF,) = ctx.saved_tensors
-        return ops.activation_backward(grads[0].contiguous(), x_TF, ctx.act), None
+    return _Activation.apply("activation", act, x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 def bias_activation(x: Tensor, bias: Tensor, act: str) -> Tensor:
     """The activation of a linear's product and its bias."""
-    return _BiasActivation.apply(x.reshape(-1, x.shape[-1]), bias, act).view(x.shape)
+    return _Activation.apply("bias_activation", act, x.reshape(-1, x.shape[-1]), bias).view(x.shape)
 
 
-class _BiasActivation(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
+    """The op of a name, whose gradients `<name>_backward` gives."""
+
     @staticmethod
-    def forward(ctx: Any, x_TF: Tensor, bias: Tensor, act: str) -> Tensor:
-        ctx.save_for_backward(x_TF, bias)
-        ctx.act = act
-        return ops.bias_activation(x_TF, bias, act)
+    def forward(ctx: Any, name: str, act: str, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.how = name, act
+        return getattr(ops, name)(*tensors, act)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x_TF, bias = ctx.saved_tensors
-        return *ops.bias_activation_backward(grads[0].contiguous(), x_TF, bias, ctx.act), None
+        name, act = ctx.how
+        made = getattr(ops, f"{name}_backward")(grads[0].contiguous(), *ctx.saved_tensors, act)
+        return None, None, *([made] if isinstance(made, Tensor) else made)

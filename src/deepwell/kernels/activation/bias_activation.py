@@ -21,11 +21,11 @@ from torch import Tensor
 
 from deepwell.kernels.activation.functions import act_and_slope, act_ref
 from deepwell.kernels.activation.swiglu import Activated, GluOptions, activation_backward, forward
-from deepwell.kernels.checks import check_fp8, check_matrix, check_shape, check_vector
+from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.fp8 import quantize_row
 from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.norm.rms_norm import BackwardConfig, sum_programs_kernel
-from deepwell.kernels.quantize.fp8 import RowConfig, quantize_rows_ref
+from deepwell.kernels.quantize.fp8 import RowConfig
 
 # Rows whose gradient, bias and column sums one program holds in registers; wider ones are computed step by step.
 MAX_COLUMNS = 8192
@@ -47,11 +47,7 @@ def bias_activation_backward_ref(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, optio
     """Reference for `bias_activation_backward`."""
     _, slope = act_ref(x_TF.float() + b_F.float(), options.act)
     exact = dh_TF.float() * slope
-    grad = exact.to(x_TF.dtype)
-    q = scale = None
-    if options.fp8 is not None:
-        q, scale = quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8)
-    return BiasActivationGrads(grad if options.write else None, q, scale, exact.sum(0).to(b_F.dtype))
+    return BiasActivationGrads(*options.rows_of(exact.to(x_TF.dtype)), exact.sum(0).to(b_F.dtype))
 
 
 # ---- configs: what the tuner may choose from ----
@@ -59,9 +55,6 @@ def bias_activation_backward_ref(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, optio
 BACKWARD_CONFIGS = (
     BackwardConfig(num_warps=32, programs_per_sm=1, num_stages=2),
     BackwardConfig(num_warps=16, programs_per_sm=2, num_stages=2),
-    BackwardConfig(num_warps=16, programs_per_sm=1, num_stages=2),
-    BackwardConfig(num_warps=8, programs_per_sm=4, num_stages=2),
-    BackwardConfig(num_warps=32, programs_per_sm=1),
     BackwardConfig(num_warps=16, programs_per_sm=2),
 )
 
@@ -143,14 +136,9 @@ def bias_activation_backward(
     t, f = x_TF.shape
     if f > MAX_COLUMNS:
         return _step_by_step(dh_TF, x_TF, b_F, options)
-    grad = torch.empty((t, f), dtype=x_TF.dtype, device=x_TF.device) if options.write else None
-    q = scale = None
-    if options.fp8 is not None:
-        q = torch.empty((t, f), dtype=options.fp8, device=x_TF.device)
-        scale = torch.empty(t, dtype=torch.float32, device=x_TF.device)
-    db = torch.zeros_like(b_F)
+    made = BiasActivationGrads(*options.empty_rows(x_TF, t, f), torch.zeros_like(b_F))
     if not x_TF.numel():
-        return BiasActivationGrads(grad, q, scale, db)
+        return made
     config = config or default_backward_config(f)
     num_programs = min(t, config.programs_per_sm * num_sms(x_TF))
     db_PF = torch.empty((num_programs, f), dtype=torch.float32, device=x_TF.device)
@@ -159,23 +147,21 @@ def bias_activation_backward(
             dh_TF,
             x_TF,
             b_F,
-            grad,
-            q,
-            scale,
+            *made[:3],
             db_PF,
             t,
             f,
             dh_TF.stride(0),
             x_TF.stride(0),
-            FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+            FP8_MAX=options.fp8_max,
             POW2=options.pow2,
             ACT=options.act,
             BLOCK=max(128, triton.next_power_of_2(f)),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )
-        sum_programs_kernel[(triton.cdiv(f, 32),)](db_PF, db, num_programs, f, BLOCK_P=32, BLOCK_D=32, num_warps=4)
-    return BiasActivationGrads(grad, q, scale, db)
+        sum_programs_kernel[(triton.cdiv(f, 32),)](db_PF, made.db, num_programs, f, BLOCK_P=32, BLOCK_D=32, num_warps=4)
+    return made
 
 
 def _step_by_step(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, options: GluOptions) -> BiasActivationGrads:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.activation.functions import ACTIVATIONS, act_and_slope, act_of, act_ref
-from deepwell.kernels.checks import check_fp8, check_matrix, check_shape
+from deepwell.kernels.checks import check_matrix, check_shape
 from deepwell.kernels.device.bf16_words import bits_of, encoded, floats, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, times_factor, times_rows
-from deepwell.kernels.quantize.fp8 import RowConfig, quantize_rows_ref
+from deepwell.kernels.quantize.fp8 import RowConfig, RowOptions, empty_codes, quantize_rows_ref
 
 # The widest row a whole-row config takes; wider ones go in two passes.
 MAX_WHOLE_ROW = 16384
@@ -62,23 +62,17 @@ class ActivationGrads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GluOptions:
-    """Which activation, and what is written: the result in the input's dtype, FP8 rows of it, or both."""
+class GluOptions(RowOptions):
+    """Which activation, and what is written of its result."""
 
     act: str = "silu"
-    write: bool = True
-    fp8: torch.dtype | None = None
-    pow2: bool = True
     # Backward only: also the FP8 rows of h (E4M3), which the wgrad of the next GEMM wants.
     recompute_h: bool = False
 
     def __post_init__(self) -> None:
+        RowOptions.__post_init__(self)
         if self.act not in ACTIVATIONS:
             raise ConfigError(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
-        if self.fp8 is not None:
-            check_fp8("fp8", self.fp8)
-        if not self.write and self.fp8 is None:
-            raise ConfigError("nothing would be written: set write=True or give fp8 a dtype")
 
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
@@ -94,9 +88,8 @@ def swiglu_ref(
     """Reference for `swiglu`, `activation` and, with a bias, `bias_activation`."""
     g = times_rows(g_TF, factors.gate_up)
     a, _ = act_ref(g if bias_F is None else g + bias_F.float(), options.act)
-    h = (a if u_TF is None else a * times_rows(u_TF, factors.gate_up)).to(g_TF.dtype)
-    q, scale = _rows_of(h, options)
-    return Activated(h if options.write else None, q, scale)
+    h = a if u_TF is None else a * times_rows(u_TF, factors.gate_up)
+    return Activated(*options.rows_of(h.to(g_TF.dtype)))
 
 
 def swiglu_backward_ref(
@@ -113,16 +106,8 @@ def swiglu_backward_ref(
     else:
         u = times_rows(u_TF, factors.gate_up)
         grad, h = torch.cat([dh * u * slope, dh * a], dim=1), a * u
-    grad = grad.to(g_TF.dtype)
-    q, scale = _rows_of(grad, options)
-    q_h, scale_h = quantize_rows_ref(h.to(g_TF.dtype), pow2=options.pow2) if options.recompute_h else (None, None)
-    return ActivationGrads(grad if options.write else None, q, scale, q_h, scale_h)
-
-
-def _rows_of(y: Tensor, options: GluOptions) -> tuple[Tensor | None, Tensor | None]:
-    if options.fp8 is None:
-        return None, None
-    return quantize_rows_ref(y, pow2=options.pow2, dtype=options.fp8)
+    rows_of_h = quantize_rows_ref(h.to(g_TF.dtype), pow2=options.pow2) if options.recompute_h else (None, None)
+    return ActivationGrads(*options.rows_of(grad.to(g_TF.dtype)), *rows_of_h)
 
 
 # ---- configs: what the tuner may choose from ----
@@ -131,31 +116,21 @@ FORWARD_CONFIGS = (
     RowConfig(tile=0, num_warps=16),
     RowConfig(tile=0, num_warps=8),
     RowConfig(tile=0, num_warps=4),
-    RowConfig(tile=0, num_warps=32),
-    RowConfig(tile=1024, num_warps=4),
     RowConfig(tile=2048, num_warps=4),
-    RowConfig(tile=2048, num_warps=8),
-    RowConfig(tile=4096, num_warps=8),
 )
 BACKWARD_CONFIGS = (
     RowConfig(tile=0, num_warps=32),
-    RowConfig(tile=0, num_warps=16),
+    RowConfig(tile=0, num_warps=16, max_registers=64),
     RowConfig(tile=0, num_warps=8),
     RowConfig(tile=0, num_warps=4),
-    RowConfig(tile=1024, num_warps=4),
-    RowConfig(tile=2048, num_warps=4),
-    RowConfig(tile=2048, num_warps=8),
     RowConfig(tile=4096, num_warps=16),
-    RowConfig(tile=0, num_warps=16, max_registers=64),
-    RowConfig(tile=0, num_warps=8, max_registers=64),
-    RowConfig(tile=0, num_warps=8, max_registers=128),
 )
 
 
 def default_forward_config(columns: int) -> RowConfig:
     """Whole rows up to 16384 columns, 16 to 32 elements a thread; two passes beyond."""
     if columns > MAX_WHOLE_ROW:
-        return FORWARD_CONFIGS[5]
+        return FORWARD_CONFIGS[3]
     return FORWARD_CONFIGS[0] if columns > 8192 else FORWARD_CONFIGS[1] if columns > 2048 else FORWARD_CONFIGS[2]
 
 
@@ -168,9 +143,9 @@ def default_backward_config(columns: int, *, in_words: bool = True) -> RowConfig
     16384 x 14336: 16 warps of 64 registers 459, 517; 8 warps 455, 528; 32 warps 459, 554; two passes 546, 640
     """
     if columns > (MAX_WHOLE_ROW if in_words else 8192):
-        return BACKWARD_CONFIGS[7]
+        return BACKWARD_CONFIGS[4]
     if columns > 4096 and in_words:
-        return BACKWARD_CONFIGS[8]
+        return BACKWARD_CONFIGS[1]
     return BACKWARD_CONFIGS[2] if columns > 1024 else BACKWARD_CONFIGS[3]
 
 
@@ -496,8 +471,7 @@ def forward(
     if not runs_kernel(g_TF, _swiglu_kernel):
         return swiglu_ref(g_TF, u_TF, options, bias_F, factors)
     t, f = g_TF.shape
-    h = torch.empty((t, f), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
-    q, scale = _allocate_rows(g_TF, f, options.fp8)
+    made = Activated(*options.empty_rows(g_TF, t, f))
     config = _check_config(config or default_forward_config(f), f)
     if t:
         with on_device(g_TF):
@@ -506,13 +480,11 @@ def forward(
                 u_TF,
                 bias_F,
                 factors.gate_up,
-                h,
-                q,
-                scale,
+                *made,
                 f,
                 g_TF.stride(0),
                 u_TF.stride(0) if u_TF is not None else 0,
-                FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+                FP8_MAX=options.fp8_max,
                 POW2=options.pow2,
                 ACT=options.act,
                 BLOCK=config.block(f),
@@ -520,7 +492,7 @@ def forward(
                 ASM=runs_ptx(g_TF, _swiglu_kernel),
                 num_warps=config.num_warps,
             )
-    return Activated(h, q, scale)
+    return made
 
 
 def _backward(
@@ -537,10 +509,8 @@ def _backward(
     if not runs_kernel(g_TF, _swiglu_backward_kernel):
         return swiglu_backward_ref(dh_TF, g_TF, u_TF, options, factors)
     t, f = g_TF.shape
-    width = f if u_TF is None else 2 * f
-    grad = torch.empty((t, width), dtype=g_TF.dtype, device=g_TF.device) if options.write else None
-    q, scale = _allocate_rows(g_TF, width, options.fp8)
-    q_h, scale_h = _allocate_rows(g_TF, f, torch.float8_e4m3fn if options.recompute_h else None)
+    rows = options.empty_rows(g_TF, t, f if u_TF is None else 2 * f)
+    made = ActivationGrads(*rows, *(empty_codes(g_TF, t, f) if options.recompute_h else (None, None)))
     has_ptx = runs_ptx(g_TF, _swiglu_backward_kernel)
     in_words = has_ptx and g_TF.dtype == torch.bfloat16
     config = _check_config(config or default_backward_config(f, in_words=in_words), f)
@@ -552,16 +522,12 @@ def _backward(
                 u_TF,
                 factors.dh,
                 factors.gate_up,
-                grad,
-                q,
-                scale,
-                q_h,
-                scale_h,
+                *made,
                 f,
                 dh_TF.stride(0),
                 g_TF.stride(0),
                 u_TF.stride(0) if u_TF is not None else 0,
-                FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+                FP8_MAX=options.fp8_max,
                 POW2=options.pow2,
                 ACT=options.act,
                 BLOCK=config.block(f),
@@ -570,11 +536,4 @@ def _backward(
                 num_warps=config.num_warps,
                 maxnreg=config.max_registers,
             )
-    return ActivationGrads(grad, q, scale, q_h, scale_h)
-
-
-def _allocate_rows(like: Tensor, width: int, dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor | None]:
-    if dtype is None:
-        return None, None
-    q = torch.empty((like.shape[0], width), dtype=dtype, device=like.device)
-    return q, torch.empty(like.shape[0], dtype=torch.float32, device=like.device)
+    return made

@@ -80,3 +80,24 @@ def quantize_row(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr
 def code_bytes(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
     """The codes of x as integers 0 .. 255."""
     return saturate(x, FP8_MAX).to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+_PACK_E4M3 = tl.constexpr(
+    """{ .reg .b16 lo, hi;
+    cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
+    mov.b32 $0, {lo, hi}; }"""
+)
+_PACK_E5M2 = tl.constexpr(_PACK_E4M3.value.replace("e4m3", "e5m2"))
+
+
+@triton.jit
+def word_of_codes(a, b, c, d, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PACKING: tl.constexpr):
+    """The codes of four saturated numbers in 32 bits, by PTX instructions ("asm") or shifts."""
+    if PACKING == "asm":
+        PACK: tl.constexpr = _PACK_E4M3 if FP8_MAX == 448.0 else _PACK_E5M2
+        word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        word = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
+        word |= (code_bytes(c, FP8, FP8_MAX) << 16) | (code_bytes(d, FP8, FP8_MAX) << 24)
+    return word

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.activation.functions import ACTIVATIONS, act_and_slope, act_ref
+from deepwell.kernels.checks import check_matrix
 from deepwell.kernels.device.triton_support import tl, triton
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -143,7 +144,17 @@ def constants(how: ExpertActivation) -> dict[str, Any]:
         "ALPHA": how.alpha or 0.0,
         "LIMIT": how.limit or 0.0,
         "SHIFT": how.up_shift,
+        "GATED": how.gated,
+        "INTERLEAVED": how.interleaved,
     }
+
+
+def hidden_width(gate_up_PG: Tensor, how: ExpertActivation) -> int:
+    """F. Raises ConfigError unless the rows are contiguous and have the columns that the activation takes."""
+    check_matrix("gate_up_PG", gate_up_PG)
+    if not gate_up_PG.is_contiguous() or gate_up_PG.shape[1] % (1 + how.gated):
+        raise ConfigError(f"gate_up_PG must be contiguous with columns for {how}, got {tuple(gate_up_PG.shape)}")
+    return gate_up_PG.shape[1] // (1 + how.gated)
 
 
 @triton.jit

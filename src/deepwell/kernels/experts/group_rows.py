@@ -112,18 +112,8 @@ class CopyConfig:
     num_warps: int
 
 
-GATHER_CONFIGS = (
-    CopyConfig(rows=4, columns=2048, num_warps=4),
-    CopyConfig(rows=1, columns=4096, num_warps=4),
-    CopyConfig(rows=8, columns=2048, num_warps=8),
-    CopyConfig(rows=2, columns=1024, num_warps=4),
-)
-COMBINE_CONFIGS = (
-    CopyConfig(rows=1, columns=2048, num_warps=4),
-    CopyConfig(rows=1, columns=1024, num_warps=4),
-    CopyConfig(rows=2, columns=2048, num_warps=8),
-    CopyConfig(rows=4, columns=512, num_warps=4),
-)
+GATHER_CONFIGS = (CopyConfig(rows=4, columns=2048, num_warps=4), CopyConfig(rows=1, columns=4096, num_warps=4))
+COMBINE_CONFIGS = (CopyConfig(rows=1, columns=2048, num_warps=4), CopyConfig(rows=4, columns=512, num_warps=4))
 _LAYOUT_BLOCK = 128
 
 # ---- kernels ----

@@ -13,10 +13,8 @@ Cost: memory bound; a row is read twice, the second time out of L2.
 
 # ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
 
-import torch
 from torch import Tensor
 
-from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
@@ -27,13 +25,13 @@ from deepwell.kernels.experts.activation import (
     gated_hidden,
     gated_slopes,
     hidden_and_slopes_ref,
+    hidden_width,
     plain_hidden,
 )
 from deepwell.kernels.experts.row_products import weighted_grads_ref
-from deepwell.kernels.experts.swiglu import ExpertGrads, weights_of_rows
-from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.experts.swiglu import ExpertGrads, no_grads, weights_of_rows
+from deepwell.kernels.quantize.fp8 import empty_codes, quantize_rows_ref
 
-_FP8 = torch.float8_e4m3fn
 _E4M3_MAX = tl.constexpr(448.0)
 _BLOCK, _WARPS = 1024, 4
 
@@ -53,8 +51,7 @@ def grad_codes_ref(
 ) -> ExpertGrads:
     """Reference for `grad_codes`."""
     made = weighted_grads_ref(dh_PF, gate_up_PG, weights_of_rows(weight_S, slot_P), how)
-    dw = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
-    is_live = slot_P >= 0
+    dw, is_live = no_grads(weight_S), slot_P >= 0
     dw[slot_P[is_live].long()] = made.dw_P[is_live]
     return ExpertGrads(*quantize_rows_ref(made.d_gate_up_PG), *quantize_rows_ref(made.hidden_PF), dw)
 
@@ -182,10 +179,10 @@ def _grad_codes_kernel(
 
 def hidden_codes(gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation) -> tuple[Tensor, Tensor]:
     """`(q_PF, scale_P)` of the weighted hidden rows. Raises ConfigError on a wrong argument."""
-    f = _width(gate_up_PG, weight_S, slot_P, how)
+    f = _checked_width(gate_up_PG, weight_S, slot_P, how)
     if not runs_kernel(gate_up_PG, _hidden_codes_kernel):
         return hidden_codes_ref(gate_up_PG, weight_S, slot_P, how)
-    q, scale = _codes(gate_up_PG, f)
+    q, scale = empty_codes(gate_up_PG, gate_up_PG.shape[0], f)
     if gate_up_PG.shape[0]:
         with on_device(gate_up_PG):
             _hidden_codes_kernel[(gate_up_PG.shape[0],)](
@@ -198,14 +195,13 @@ def grad_codes(
     dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation
 ) -> ExpertGrads:
     """Gradients of `hidden_codes`, and h's FP8 rows again for the wgrad of the down projection. Raises as it does."""
-    f = _width(gate_up_PG, weight_S, slot_P, how)
+    f = _checked_width(gate_up_PG, weight_S, slot_P, how)
     check_matrix("dh_PF", dh_PF, (gate_up_PG.dtype,))
     check_shape("dh_PF", dh_PF, (gate_up_PG.shape[0], f), gate_up_PG)
     if not runs_kernel(gate_up_PG, _grad_codes_kernel):
         return grad_codes_ref(dh_PF, gate_up_PG, weight_S, slot_P, how)
-    # A choice that no expert took gets no gradient.
-    dw_S = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
-    made = ExpertGrads(*_codes(gate_up_PG, gate_up_PG.shape[1]), *_codes(gate_up_PG, f), dw_S)
+    codes = (empty_codes(gate_up_PG, gate_up_PG.shape[0], columns) for columns in (gate_up_PG.shape[1], f))
+    made = ExpertGrads(*next(codes), *next(codes), no_grads(weight_S))
     if gate_up_PG.shape[0]:
         with on_device(gate_up_PG):
             _grad_codes_kernel[(gate_up_PG.shape[0],)](
@@ -217,23 +213,13 @@ def grad_codes(
 
 def _constants(rows: Tensor, f: int, how: ExpertActivation) -> dict[str, object]:
     return {
-        "GATED": how.gated,
-        "INTERLEAVED": how.interleaved,
         **constants(how),
         "BLOCK": min(_BLOCK, max(128, triton.next_power_of_2(f))),
         "ASM": runs_ptx(rows, _hidden_codes_kernel),
     }
 
 
-def _width(gate_up: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation) -> int:
-    check_matrix("gate_up_PG", gate_up)
-    if gate_up.shape[1] % (1 + how.gated) or not gate_up.is_contiguous():
-        raise ConfigError(f"gate_up_PG must be contiguous with columns for {how}, got {tuple(gate_up.shape)}")
+def _checked_width(gate_up: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation) -> int:
     check_vector("weight_S", weight_S, weight_S.shape[0], gate_up)
     check_vector("slot_P", slot_P, gate_up.shape[0], gate_up)
-    return gate_up.shape[1] // (1 + how.gated)
-
-
-def _codes(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    q = torch.empty((like.shape[0], width), dtype=_FP8, device=like.device)
-    return q, torch.empty(like.shape[0], dtype=torch.float32, device=like.device)
+    return hidden_width(gate_up, how)

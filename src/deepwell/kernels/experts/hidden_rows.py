@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.checks import check_matrix, check_vector
+from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
@@ -21,6 +21,7 @@ from deepwell.kernels.experts.activation import (
     gated_hidden,
     gated_slopes,
     hidden_and_slopes_ref,
+    hidden_width,
     plain_hidden,
 )
 from deepwell.kernels.experts.row_products import HiddenGrads, weighted_grads_ref
@@ -86,15 +87,14 @@ def _grads_kernel(
 
 def hidden_rows(gate_up_PG: Tensor, how: ExpertActivation) -> Tensor:
     """`h_PF`. Raises ConfigError on a wrong argument."""
-    f = _width(gate_up_PG, how)
+    f = hidden_width(gate_up_PG, how)
     if not runs_kernel(gate_up_PG, _hidden_kernel):
         return hidden_and_slopes_ref(gate_up_PG, how)[0].to(gate_up_PG.dtype)
     h_PF = gate_up_PG.new_empty((gate_up_PG.shape[0], f))
     with on_device(gate_up_PG):
         _hidden_kernel[(max(1, h_PF.shape[0]),)](
-            gate_up_PG, h_PF, f,
-            GATED=how.gated, INTERLEAVED=how.interleaved, **constants(how), BLOCK=_block(f), num_warps=_WARPS,
-        )  # fmt: skip
+            gate_up_PG, h_PF, f, **constants(how), BLOCK=_block(f), num_warps=_WARPS
+        )
     return h_PF
 
 
@@ -102,7 +102,7 @@ def weighted_grads(
     dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation
 ) -> HiddenGrads:
     """What follows from dh, with the router's weight of the choice that each row holds."""
-    f, p = _width(gate_up_PG, how), gate_up_PG.shape[0]
+    f, p = hidden_width(gate_up_PG, how), gate_up_PG.shape[0]
     check_vector("slot_P", slot_P, p, gate_up_PG)
     if dh_PF.shape != (p, f) or not dh_PF.is_contiguous():
         raise ConfigError(f"dh_PF is {tuple(dh_PF.shape)}; it must be contiguous and {(p, f)}")
@@ -113,18 +113,10 @@ def weighted_grads(
     )
     with on_device(gate_up_PG):
         _grads_kernel[(max(1, p),)](
-            dh_PF, gate_up_PG, weight_S, slot_P, *made, f,
-            GATED=how.gated, INTERLEAVED=how.interleaved, **constants(how), BLOCK=_block(f), num_warps=_WARPS,
-        )  # fmt: skip
+            dh_PF, gate_up_PG, weight_S, slot_P, *made, f, **constants(how), BLOCK=_block(f), num_warps=_WARPS
+        )
     return made
 
 
 def _block(f: int) -> int:
     return min(_BLOCK, max(128, triton.next_power_of_2(f)))
-
-
-def _width(gate_up_PG: Tensor, how: ExpertActivation) -> int:
-    check_matrix("gate_up_PG", gate_up_PG)
-    if not gate_up_PG.is_contiguous() or gate_up_PG.shape[1] % (1 + how.gated):
-        raise ConfigError(f"gate_up_PG must be contiguous with columns for {how}, got {tuple(gate_up_PG.shape)}")
-    return gate_up_PG.shape[1] // (1 + how.gated)

@@ -18,9 +18,9 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.device.fp8 import ELEMENTS, code_bytes
+from deepwell.kernels.device.fp8 import ELEMENTS, word_of_codes
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.fp8 import PACK_E4M3, quantize_rows
+from deepwell.kernels.quantize.fp8 import quantize_rows
 from deepwell.kernels.quantize.transpose import TileConfig
 
 _FP8 = torch.float8_e4m3fn
@@ -37,12 +37,7 @@ def quantize_experts_transposed_ref(w_ERC: Tensor, scale_E: Tensor) -> Tensor:
 
 # ---- configs: what the tuner may choose from ----
 
-TURN_CONFIGS = (
-    TileConfig(rows=64, columns=64, num_warps=4, packing="asm"),
-    TileConfig(rows=128, columns=64, num_warps=4, packing="asm"),
-    TileConfig(rows=128, columns=128, num_warps=8, packing="asm"),
-    TileConfig(rows=64, columns=64, num_warps=4, packing="words"),
-)
+TURN_CONFIGS = tuple(TileConfig(rows=64, columns=64, num_warps=4, packing=packing) for packing in ("asm", "words"))
 
 # ---- kernel ----
 
@@ -73,11 +68,7 @@ def _turn_experts_kernel(
     b = tl.load(tile + stride_wr, mask=mask, other=0.0).to(tl.float32) * enc
     d = tl.load(tile + 2 * stride_wr, mask=mask, other=0.0).to(tl.float32) * enc
     f = tl.load(tile + 3 * stride_wr, mask=mask, other=0.0).to(tl.float32) * enc
-    if PACKING == "asm":
-        word = tl.inline_asm_elementwise(PACK_E4M3, "=r,f,f,f,f", [a, b, d, f], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        word = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
-        word |= (code_bytes(d, FP8, FP8_MAX) << 16) | (code_bytes(f, FP8, FP8_MAX) << 24)
+    word = word_of_codes(a, b, d, f, FP8, FP8_MAX, PACKING)
     out = out_ptr + e * C * R4 + c.to(tl.int64)[:, None] * R4 + i[None, :]
     tl.store(out, tl.trans(word), mask=tl.trans(mask))
 

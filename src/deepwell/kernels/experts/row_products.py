@@ -435,7 +435,7 @@ def up_product(
                 x, _up_descriptor(w_EGD, tile, how), _dense(bias_EG),
                 rows.slot, table(x, rows, tile), gate_up, hidden,
                 f, w_EGD.shape[2], x.stride(0), programs(x, rows, f, tile),
-                GATED=how.gated, INTERLEAVED=how.interleaved, **constants(how), **tile_constants(w_EGD, rows, tile),
+                **constants(how), **tile_constants(w_EGD, rows, tile),
             )  # fmt: skip
     return gate_up, hidden
 
@@ -467,12 +467,10 @@ def hidden_grads(
     if p:
         with on_device(dy):
             launch(_grads_kernel, (programs(dy, rows, f, tile),))(
-                dy, descriptor(w_EFD, tile.block_n, tile.block_k),
-                gate_up_PG,
+                dy, descriptor(w_EFD, tile.block_n, tile.block_k), gate_up_PG,
                 weight_S, rows.slot, table(dy, rows, tile), grads, hidden, parts,
                 f, w_EFD.shape[2], p, dy.stride(0), programs(dy, rows, f, tile),
-                GATED=how.gated, INTERLEAVED=how.interleaved, AHEAD=ahead, **constants(how),
-                **tile_constants(w_EFD, rows, tile),
+                AHEAD=ahead, **constants(how), **tile_constants(w_EFD, rows, tile),
             )  # fmt: skip
     return HiddenGrads(grads, hidden, parts.sum(0))
 

@@ -9,7 +9,6 @@ CUDA graph is recorded nothing can be timed, and a shape that is new then is tor
 
 # Shapes: as in `row_products`.
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,13 +35,10 @@ from deepwell.kernels.experts.row_tiles import Rows, expert_of_rows, is_kn
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
-from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
-from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
+from deepwell.kernels.tune.choose import Rules, TimingSetup, fastest_or_default, known_choice
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
 from deepwell.kernels.tune.verify import Case, some_rows
-
-_log = logging.getLogger("deepwell.kernels")
 
 TORCH = "torch"
 # Below that a choice would drown in the noise of its measurement.
@@ -286,16 +282,7 @@ def _choose(stage: ExpertStage, ways: Ways, rows: Rows, *, may_time: bool) -> st
     proofs = tiles_proof.proofs(stage.kernel, stage.form, stage.device)
     _rejected.update({f"{stage.kernel} {name}": proof.reason for name, proof in proofs.items() if proof.reason})
     able = {name: run for name, run in ways.items() if name not in proofs or proofs[name].is_passed}
-    try:
-        choice = choose(problem, candidates, partial(_setup, problem, able, rows), rules=_RULES, proofs=proofs)
-    except RuntimeError as error:
-        if not is_shortage(error):
-            raise
-        # For this process; the next one may have more memory.
-        _log.info("%s: not timed, %s", problem.key, skipped(error))
-        return TORCH
-    _log.info("%s", choice)
-    return choice.kernel
+    return fastest_or_default(problem, candidates, partial(_setup, problem, able, rows), _RULES, proofs)
 
 
 def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:

@@ -42,11 +42,10 @@ from deepwell.kernels.experts.kept_rows import (
     top_of,
     unpack_rows_ref,
 )
-from deepwell.kernels.quantize.fp8 import RowConfig, quantize_rows_ref
+from deepwell.kernels.quantize.fp8 import RowConfig, empty_codes, quantize_rows_ref
 
 __all__ = ["BACKWARD_CONFIGS", "FORWARD_CONFIGS", "expert_swiglu", "expert_swiglu_backward", "expert_swiglu_kept"]
 
-_FP8 = torch.float8_e4m3fn
 _E4M3_MAX = tl.constexpr(448.0)
 
 
@@ -70,6 +69,11 @@ def weights_of_rows(weight_S: Tensor, slot_P: Tensor) -> Tensor:
     return torch.where(slot_P >= 0, weight_S.float()[slot_P.clamp(min=0).long()], 0.0)
 
 
+def no_grads(weight_S: Tensor) -> Tensor:
+    """Gradients of the router's weights, for a kernel to write: a choice that no expert took keeps its zero."""
+    return torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
+
+
 def expert_swiglu_ref(gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """Reference for `expert_swiglu`."""
     g, u = gate_up_P2F.float().chunk(2, dim=1)
@@ -86,8 +90,7 @@ def expert_swiglu_backward_ref(
     a, slope = act_ref(g, act)
     dtype = gate_up_P2F.dtype
     grads = torch.cat([dh * w * u * slope, dh * w * a], dim=1).to(dtype)
-    dw = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
-    is_live = slot_P >= 0
+    dw, is_live = no_grads(weight_S), slot_P >= 0
     dw[slot_P[is_live].long()] = (dh * (a * u)).sum(1)[is_live]
     return ExpertGrads(*quantize_rows_ref(grads), *quantize_rows_ref((a * u * w).to(dtype)), dw)
 
@@ -300,7 +303,7 @@ def _hidden_codes(
     width = _check(gate_up_P2F, weight_S, slot_P, act)
     if not runs_kernel(gate_up_P2F, _expert_swiglu_kernel):
         return expert_swiglu_ref(gate_up_P2F, weight_S, slot_P, act)
-    q, scale = _rows(gate_up_P2F, width)
+    q, scale = empty_codes(gate_up_P2F, gate_up_P2F.shape[0], width)
     config = _fit(config or default_forward_config(width), width)
     if gate_up_P2F.shape[0]:
         with on_device(gate_up_P2F):
@@ -343,26 +346,20 @@ def expert_swiglu_backward(
     if not runs_kernel(gate_up, _expert_swiglu_backward_kernel):
         rows = gate_up if top_P is None else unpack_rows_ref(gate_up, top_P)
         return expert_swiglu_backward_ref(dh_PF, rows, weight_S, slot_P, act)
-    q, scale = _rows(gate_up, 2 * width)
-    q_h, scale_h = _rows(gate_up, width)
-    # A choice that no expert took gets no gradient.
-    dw_S = torch.zeros(weight_S.shape, dtype=torch.float32, device=weight_S.device)
+    p = gate_up.shape[0]
+    made = ExpertGrads(*empty_codes(gate_up, p, 2 * width), *empty_codes(gate_up, p, width), no_grads(weight_S))
     has_ptx = runs_ptx(gate_up, _expert_swiglu_backward_kernel)
     in_words = has_ptx and dh_PF.dtype == torch.bfloat16
     config = _fit(config or expert_backward_config(width, in_words=in_words), width)
-    if gate_up.shape[0]:
+    if p:
         with on_device(gate_up):
-            _expert_swiglu_backward_kernel[(gate_up.shape[0],)](
+            _expert_swiglu_backward_kernel[(p,)](
                 dh_PF.contiguous(),
                 gate_up,
                 top_P,
                 weight_S,
                 slot_P,
-                q,
-                scale,
-                q_h,
-                scale_h,
-                dw_S,
+                *made,
                 width,
                 ACT=act,
                 BLOCK=config.block(width),
@@ -371,7 +368,7 @@ def expert_swiglu_backward(
                 num_warps=config.num_warps,
                 maxnreg=config.max_registers,
             )
-    return ExpertGrads(q, scale, q_h, scale_h, dw_S)
+    return made
 
 
 def _check(gate_up: Tensor, weight_S: Tensor, slot_P: Tensor, act: str, *, halves: int = 2) -> int:
@@ -394,8 +391,3 @@ def _fit(config: RowConfig, width: int) -> RowConfig:
     if not config.tile and width > 2 * MAX_WHOLE_ROW:
         raise UnsupportedError(f"config takes whole rows, and {width} columns do not fit registers; give it a tile")
     return config
-
-
-def _rows(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    q = torch.empty((like.shape[0], width), dtype=_FP8, device=like.device)
-    return q, torch.empty(like.shape[0], dtype=torch.float32, device=like.device)

@@ -4,6 +4,8 @@ Ops of the backward that follow from the forward's values alone take a tensor `a
 read: it keeps a compiler from making them in the forward, or sharing them with it, and keeping what they give.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,19 +37,13 @@ def _fake_layout(offs: Tensor, order: Tensor | None, choices: int) -> tuple[Tens
     return tuple(offs.new_empty(size, dtype=torch.int32) for size in sizes)  # type: ignore[return-value]
 
 
-def _fake_gather(
-    q: Tensor, scale: Tensor, slot: Tensor, top_k: int, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty((slot.shape[0], q.shape[1])), scale.new_empty(slot.shape[0])
-
-
 register_op(
     "group_layout(Tensor offs, Tensor? order, SymInt choices) -> (Tensor, Tensor, Tensor)", _layout, _fake_layout
 )
 register_op(
     "gather_rows(Tensor q, Tensor scale, Tensor slot, int top_k, Tensor? after=None) -> (Tensor, Tensor)",
     lambda q, scale, slot, top_k, after=None: gather_rows(q, scale, slot, top_k),
-    _fake_gather,
+    lambda q, scale, slot, *how: (q.new_empty((slot.shape[0], q.shape[1])), scale.new_empty(slot.shape[0])),
 )
 register_op(
     "combine_rows(Tensor x, Tensor place, int top_k, Tensor? weight=None) -> Tensor",
@@ -81,16 +77,8 @@ register_op(
 # ---- activations between the products ----
 
 
-def _swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
-    return tuple(expert_swiglu_backward(dh, gate_up, weight.contiguous(), slot, act=act))
-
-
-def _fake_swiglu_grads(dh: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, act: str) -> tuple[Tensor, ...]:
-    return (
-        *fp8_rows_like(gate_up),
-        *fp8_rows_like(dh),
-        weight.new_empty(weight.shape, dtype=torch.float32),
-    )
+def _fake_grads_of_hidden(dh: Tensor, gate_up: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    return *fp8_rows_like(gate_up), *fp8_rows_like(dh), weight.new_empty(weight.shape, dtype=torch.float32)
 
 
 def _halves(act: str) -> int:
@@ -117,15 +105,17 @@ register_op(
     lambda dh, kept, top, weight, slot, act: tuple(
         expert_swiglu_backward(dh, kept, weight.contiguous(), slot, top_P=top, act=act)
     ),
-    lambda dh, kept, top, weight, slot, act: _fake_swiglu_grads(
-        dh, dh.new_empty((dh.shape[0], 2 * dh.shape[1])), weight, slot, act
+    lambda dh, kept, top, weight, slot, act: _fake_grads_of_hidden(
+        dh, dh.new_empty((dh.shape[0], 2 * dh.shape[1])), weight
     ),
 )
 register_op(
     "expert_swiglu_backward(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _swiglu_grads,
-    _fake_swiglu_grads,
+    lambda dh, gate_up, weight, slot, act: tuple(
+        expert_swiglu_backward(dh, gate_up, weight.contiguous(), slot, act=act)
+    ),
+    _fake_grads_of_hidden,
 )
 
 register_op(
@@ -139,7 +129,7 @@ register_op(
     lambda dh, gate_up, weight, slot, act: tuple(
         grad_codes(dh, gate_up, weight.contiguous(), slot, parse_activation(act))
     ),
-    _fake_swiglu_grads,
+    _fake_grads_of_hidden,
 )
 register_op(
     "expert_code_sums(Tensor q, Tensor scale, Tensor offs) -> Tensor",
@@ -178,32 +168,10 @@ def _product(
 
 
 def _fake_product(
-    a: Tensor,
-    scale_a: Tensor | None,
-    w: Tensor,
-    scale_w: Tensor | None,
-    bias: Tensor | None,
-    ends: Tensor,
-    slot: Tensor | None,
-    top_k: int,
+    a: Tensor, scale_a: Any, w: Tensor, scale_w: Any, bias: Any, ends: Any, slot: Any, top_k: int
 ) -> Tensor:
     rows = a.shape[0] if slot is None else slot.shape[0]
     return a.new_empty((rows, w.shape[1]), dtype=a.dtype if scale_a is None else torch.bfloat16)
-
-
-def _fake_up(
-    x: Tensor, w: Tensor, bias: Tensor | None, ends: Tensor, slot: Tensor, top_k: int, act: str
-) -> tuple[Tensor, Tensor]:
-    gated = parse_activation(act).gated
-    return x.new_empty((slot.shape[0], w.shape[1])), x.new_empty((slot.shape[0], w.shape[1] // (1 + gated)))
-
-
-def _fake_grads(
-    dy: Tensor, w: Tensor, gate_up: Tensor, weight: Tensor, ends: Tensor, slot: Tensor, top_k: int, act: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = slot.shape[0]
-    dw = gate_up.new_empty(rows, dtype=torch.float32)
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty((rows, w.shape[1])), dw
 
 
 register_op(
@@ -217,7 +185,10 @@ register_op(
     lambda x, w, bias, ends, slot, top_k, act: stages.up(
         dense(x), w, Rows(ends, slot, top_k), parse_activation(act), bias_EG=bias
     ),
-    _fake_up,
+    lambda x, w, bias, ends, slot, top_k, act: (
+        x.new_empty((slot.shape[0], w.shape[1])),
+        x.new_empty((slot.shape[0], w.shape[1] // _halves(act))),
+    ),
 )
 register_op(
     "expert_grads(Tensor dy, Tensor w, Tensor gate_up, Tensor weight, Tensor offs, Tensor slot, int top_k, str act)"
@@ -225,7 +196,11 @@ register_op(
     lambda dy, w, gate_up, weight, ends, slot, top_k, act: tuple(
         stages.grads(dense(dy), w, gate_up, weight.contiguous(), Rows(ends, slot, top_k), parse_activation(act))
     ),
-    _fake_grads,
+    lambda dy, w, gate_up, weight, ends, slot, top_k, act: (
+        gate_up.new_empty(gate_up.shape),
+        gate_up.new_empty((slot.shape[0], w.shape[1])),
+        gate_up.new_empty(slot.shape[0], dtype=torch.float32),
+    ),
 )
 register_op(
     "expert_wgrad(Tensor left, Tensor right, Tensor offs, Tensor slot, int top_k, str gathers) -> Tensor",

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.checks import check_fp8, check_matrix, check_vector
+from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_vector
 from deepwell.kernels.device.bf16_words import floats, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
@@ -157,13 +157,9 @@ class LossConfig:
 # With 32 warps one row is under way on a multiprocessor: 132 rows of 256 KB stay in the 50 MB L2 of an H200 until their
 # second pass; with 16 warps twice as many do not.
 CONFIGS = (
-    LossConfig(block=16384, num_warps=32),
-    LossConfig(block=16384, num_warps=16),
     LossConfig(block=32768, num_warps=32),
-    LossConfig(block=8192, num_warps=8),
     LossConfig(block=8192, num_warps=16),
-    LossConfig(block=4096, num_warps=4),
-    LossConfig(block=4096, num_warps=8),
+    LossConfig(block=8192, num_warps=8),
     LossConfig(block=2048, num_warps=4),
 )
 
@@ -176,8 +172,8 @@ def default_config(vocabulary: int, options: LossOptions) -> LossConfig:
     clock is lower and instructions count; 8192 by 16 warps 748 and 628 alone, 756 and 623 inside.
     """
     if vocabulary >= 32768:
-        return CONFIGS[4] if options.soft_cap is not None else CONFIGS[2]
-    return CONFIGS[3] if vocabulary >= 8192 else CONFIGS[7]
+        return CONFIGS[1] if options.soft_cap is not None else CONFIGS[0]
+    return CONFIGS[2] if vocabulary >= 8192 else CONFIGS[3]
 
 
 # ---- kernel ----
@@ -427,9 +423,7 @@ def cross_entropy(
         raise ConfigError("logits_TV has no columns; a vocabulary has at least one entry")
     if grad_scale is None:
         grad_scale = torch.ones((), dtype=torch.float32, device=logits_TV.device)
-    if grad_scale.numel() != 1 or grad_scale.dtype != torch.float32 or grad_scale.device != logits_TV.device:
-        got = f"{grad_scale.dtype} {tuple(grad_scale.shape)} on {grad_scale.device}"
-        raise ConfigError(f"grad_scale must be one float32 number on {logits_TV.device}, got {got}")
+    check_number("grad_scale", grad_scale, logits_TV)
     if not runs_kernel(logits_TV, _cross_entropy_kernel):
         return cross_entropy_ref(logits_TV, targets_T, bias_V, grad_scale.reshape(()), options, factor_T, vocab=v)
     config = config or default_config(v, options)

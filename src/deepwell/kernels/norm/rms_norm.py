@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.checks import check_fp8, check_matrix, check_shape, check_vector
+from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import encoded, floats, product, product_plus, rounded, row_bits
 from deepwell.kernels.device.fp8 import row_scale
 from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, factor_like, times_factor, times_rows
-from deepwell.kernels.quantize.fp8 import RowConfig, quantize_rows_ref
+from deepwell.kernels.quantize.fp8 import RowConfig, RowOptions
 
 # A row lies in registers as a whole.
 MAX_COLUMNS = 32768
@@ -59,24 +59,17 @@ class NormGrads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NormOptions:
-    """What to compute and to write; the same for forward and backward of one norm."""
+class NormOptions(RowOptions):
+    """What to compute and to write of y (dx); the same for forward and backward of one norm."""
 
     eps: float = 1e-6
     rounding: str = "llama"
-    # Whether y (dx) is written in x's dtype, and whether FP8 rows of it are.
-    write: bool = True
-    fp8: torch.dtype | None = None
-    pow2: bool = True
     center: bool = False
 
     def __post_init__(self) -> None:
+        RowOptions.__post_init__(self)
         if self.rounding not in ROUNDINGS:
             raise ConfigError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
-        if self.fp8 is not None:
-            check_fp8("fp8", self.fp8)
-        if not self.write and self.fp8 is None:
-            raise ConfigError("nothing would be written: set write=True or give fp8 a dtype")
 
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
@@ -103,9 +96,8 @@ def norm_ref(
     y = n * w_D.float()
     if b_D is not None:
         y = y + b_D.float()
-    y = y.to(x_TD.dtype)
-    q, scale = _rows_of(y, options)
-    return Normed(y if options.write else None, q, scale, None if residual_TD is None else total, rstd, mean)
+    written = options.rows_of(y.to(x_TD.dtype))
+    return Normed(*written, None if residual_TD is None else total, rstd, mean)
 
 
 def norm_backward_ref(
@@ -129,16 +121,8 @@ def norm_backward_ref(
     dx = dx * saved.rstd[:, None]
     if dr_TD is not None:
         dx = dx + dr_TD.float()
-    dx = dx.to(saved.total.dtype)
-    q, scale = _rows_of(dx, options)
     db = dy.sum(0).to(w_D.dtype) if options.center else None
-    return NormGrads(dx if options.write else None, q, scale, (dy * n).sum(0).to(w_D.dtype), db)
-
-
-def _rows_of(y: Tensor, options: NormOptions) -> tuple[Tensor | None, Tensor | None]:
-    if options.fp8 is None:
-        return None, None
-    return quantize_rows_ref(y, pow2=options.pow2, dtype=options.fp8)
+    return NormGrads(*options.rows_of(dx.to(saved.total.dtype)), (dy * n).sum(0).to(w_D.dtype), db)
 
 
 # ---- configs: what the tuner may choose from ----
@@ -163,21 +147,13 @@ FORWARD_CONFIGS = (
     RowConfig(tile=0, num_warps=4),
     RowConfig(tile=0, num_warps=8),
     RowConfig(tile=0, num_warps=16),
-    RowConfig(tile=0, num_warps=4, rows=1),
-    RowConfig(tile=0, num_warps=2, rows=1),
 )
 # Enough loads under way by warps, by programs, or by stages; which is best goes with the width.
 BACKWARD_CONFIGS = (
     BackwardConfig(num_warps=8, programs_per_sm=1, num_stages=3),
     BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=2),
     BackwardConfig(num_warps=4, programs_per_sm=8, num_stages=2),
-    BackwardConfig(num_warps=4, programs_per_sm=2, num_stages=3),
-    BackwardConfig(num_warps=2, programs_per_sm=8, num_stages=2),
-    BackwardConfig(num_warps=8, programs_per_sm=2, num_stages=2),
-    BackwardConfig(num_warps=8, programs_per_sm=4, num_stages=2),
-    BackwardConfig(num_warps=16, programs_per_sm=1, num_stages=3),
     BackwardConfig(num_warps=16, programs_per_sm=2, num_stages=2),
-    BackwardConfig(num_warps=4, programs_per_sm=4),
 )
 
 
@@ -465,7 +441,7 @@ def norm(
     check_factor("factor_T", factor_T, t, x_TD)
     if not runs_kernel(x_TD, _norm_kernel):
         return norm_ref(x_TD, w_D, b_D, residual_TD, options, factor_T)
-    y, q, scale = _allocate(x_TD, options)
+    y, q, scale = options.empty_rows(x_TD, t, d)
     total = torch.empty((t, d), dtype=x_TD.dtype, device=x_TD.device) if residual_TD is not None else None
     rstd = torch.empty(t, dtype=torch.float32, device=x_TD.device)
     mean = torch.empty_like(rstd) if options.center else None
@@ -490,7 +466,7 @@ def norm(
                 x_TD.stride(0),
                 residual_TD.stride(0) if residual_TD is not None else 0,
                 options.eps,
-                FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+                FP8_MAX=options.fp8_max,
                 POW2=options.pow2,
                 ROUND_FIRST=options.rounding == "llama",
                 ROWS=rows,
@@ -505,14 +481,6 @@ def norm(
 def _layout(block: int, columns: int, num_warps: int) -> dict[str, int | bool]:
     """What a kernel may know of a row: whether it fills its block, and how many columns in a row a thread has of it."""
     return {"FULL": block == columns, "RUN": max(1, min(8, block // (32 * num_warps)))}
-
-
-def _allocate(x_TD: Tensor, options: NormOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    y = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if options.write else None
-    if options.fp8 is None:
-        return y, None, None
-    q = torch.empty(x_TD.shape, dtype=options.fp8, device=x_TD.device)
-    return y, q, torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
 
 
 def norm_backward(
@@ -540,7 +508,7 @@ def norm_backward(
     check_factor("factor_T", factor_T, t, x_TD)
     if not runs_kernel(x_TD, _norm_backward_kernel):
         return norm_backward_ref(dy_TD, saved, w_D, d_residual_TD, options, factor_T)
-    dx, q, scale = _allocate(x_TD, options)
+    dx, q, scale = options.empty_rows(x_TD, t, d)
     dw = torch.empty_like(w_D)
     db = torch.empty_like(w_D) if options.center else None
     if x_TD.numel() == 0:
@@ -569,7 +537,7 @@ def norm_backward(
             dy_TD.stride(0),
             x_TD.stride(0),
             d_residual_TD.stride(0) if d_residual_TD is not None else 0,
-            FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+            FP8_MAX=options.fp8_max,
             POW2=options.pow2,
             BLOCK=block,
             NUM_STAGES=config.num_stages,

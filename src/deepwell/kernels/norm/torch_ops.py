@@ -11,29 +11,35 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.norm import layer_norm, rms_norm
-from deepwell.kernels.torch_library import FP8, dense, dense_or_none, fp8_rows_like, not_none, register_op
+from deepwell.kernels.torch_library import dense, dense_or_none, register_rows
 
 ops = torch.ops.deepwell
 
-# What is written, by the end of an op's name.
-_WRITTEN: dict[str, dict[str, Any]] = {"": {}, "_quantize": {"write": False, "fp8": FP8}, "_beside": {"fp8": FP8}}
-
-
-_NUM_WRITTEN = {"": 1, "_quantize": 2, "_beside": 3}
-
 
 def _rms_norm(
-    written: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rounding: str, factor: Any = None
+    written: dict[str, Any],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rounding: str,
+    factor: Any = None,
 ) -> rms_norm.Normed:
-    options = rms_norm.NormOptions(eps=eps, rounding=rounding, **_WRITTEN[written])
+    options = rms_norm.NormOptions(eps=eps, rounding=rounding, **written)
     past = dense_or_none(residual)
     return rms_norm.rms_norm(dense(x), dense(weight), residual_TD=past, factor_T=factor, options=options)
 
 
 def _layer_norm(
-    written: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Any, eps: float, factor: Any = None
+    written: dict[str, Any],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Any,
+    eps: float,
+    factor: Any = None,
 ) -> rms_norm.Normed:
-    options = rms_norm.NormOptions(eps=eps, rounding="torch", **_WRITTEN[written])
+    options = rms_norm.NormOptions(eps=eps, rounding="torch", **written)
     tensors = (dense(x), dense(weight), dense_or_none(bias))
     return layer_norm.layer_norm(*tensors, residual_TD=dense_or_none(residual), factor_T=factor, options=options)
 
@@ -42,7 +48,7 @@ def _layer_norm(
 
 
 def _rms_norm_backward(
-    written: str,
+    written: dict[str, Any],
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -51,13 +57,13 @@ def _rms_norm_backward(
     past: Any = None,
     factor: Any = None,
 ) -> rms_norm.NormGrads:
-    options = rms_norm.NormOptions(rounding=rounding, **_WRITTEN[written])
+    options = rms_norm.NormOptions(rounding=rounding, **written)
     tensors = (dense(dy), dense(x), dense(weight), rstd)
     return rms_norm.rms_norm_backward(*tensors, d_residual_TD=dense_or_none(past), factor_T=factor, options=options)
 
 
 def _layer_norm_backward(
-    written: str,
+    written: dict[str, Any],
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -66,7 +72,7 @@ def _layer_norm_backward(
     past: Any = None,
     factor: Any = None,
 ) -> rms_norm.NormGrads:
-    options = rms_norm.NormOptions(rounding="torch", **_WRITTEN[written])
+    options = rms_norm.NormOptions(rounding="torch", **written)
     tensors = (dense(dy), dense(x), dense(weight), mean, rstd)
     return layer_norm.layer_norm_backward(*tensors, d_residual_TD=dense_or_none(past), factor_T=factor, options=options)
 
@@ -74,48 +80,36 @@ def _layer_norm_backward(
 # ---- the ops ----
 
 
-def _fake(x: Tensor, written: str) -> tuple[Tensor, ...]:
-    y = () if written == "_quantize" else (x.new_empty(x.shape),)
-    return y if not written else (*y, *fp8_rows_like(x))
-
-
 def _register(name: str, run: Callable[..., Any], how: str, backward: Callable[..., Any], saved: str) -> None:
     """The ops of one norm. `how` are its arguments after the weight, `saved` those of its backward."""
     num_stats = saved.count("Tensor")  # a number per row each; as many gradients of parameters
 
-    def define(
-        op: str, schema: str, written: str, count: int, call: Callable[..., Any], fake: Callable[..., Any]
-    ) -> None:
-        types = ", ".join(["Tensor"] * (_NUM_WRITTEN[written] + count))
-        register_op(f"{op}{written}({schema}) -> ({types})", call, fake)
-
     def stats(x: Tensor) -> list[Tensor]:
         return [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(num_stats)]
 
-    def forward(written: str, *given: Any) -> tuple[Any, ...]:
-        y, q, scale, total, rstd, mean = run(written, *given)
-        return not_none((y, q, scale, total, mean, rstd))
+    def forward(*given: Any) -> tuple[Any, ...]:
+        y, q, scale, total, rstd, mean = run(*given)
+        return y, q, scale, total, mean, rstd
 
-    for written in ("", "_quantize"):
-        define(
-            name, f"Tensor x, Tensor weight, {how}", written, num_stats,
-            lambda x, *given, written=written: forward(written, x, None, *given),
-            lambda x, *others, written=written: (*_fake(x, written), *stats(x)),
-        )  # fmt: skip
-        define(
-            f"add_{name}", f"Tensor x, Tensor residual, Tensor weight, {how}, Tensor? factor=None", written,
-            1 + num_stats, lambda *given, written=written: forward(written, *given),
-            lambda x, *others, written=written: (*_fake(x, written), x.new_empty(x.shape), *stats(x)),
-        )  # fmt: skip
-    of_backward = f"Tensor dy, Tensor x, Tensor weight, {saved}, Tensor? d_residual=None, Tensor? factor=None"
-    for written in _WRITTEN:
-        define(
-            f"{name}_backward", of_backward, written, num_stats,
-            lambda *given, written=written: not_none(backward(written, *given)),
-            lambda dy, x, weight, *others, written=written: (
-                *_fake(x, written), *(weight.new_empty(weight.shape) for _ in range(num_stats))
-            ),
-        )  # fmt: skip
+    register_rows(
+        f"{name}(Tensor x, Tensor weight, {how})",
+        lambda written, x, *given: forward(written, x, None, *given),
+        lambda x, *given: (x.new_empty(x.shape), *stats(x)),
+        others=num_stats,
+    )
+    register_rows(
+        f"add_{name}(Tensor x, Tensor residual, Tensor weight, {how}, Tensor? factor=None)",
+        forward,
+        lambda x, *given: (x.new_empty(x.shape), x.new_empty(x.shape), *stats(x)),
+        others=1 + num_stats,
+    )
+    register_rows(
+        f"{name}_backward(Tensor dy, Tensor x, Tensor weight, {saved}, Tensor? d_residual=None, Tensor? factor=None)",
+        backward,
+        lambda dy, x, weight, *given: (x.new_empty(x.shape), *(weight.new_empty(weight.shape) for _ in stats(x))),
+        others=num_stats,
+        ends=("", "_quantize", "_beside"),
+    )
 
 
 _register("rms_norm", _rms_norm, "float eps, str rounding", _rms_norm_backward, "Tensor rstd, str rounding")

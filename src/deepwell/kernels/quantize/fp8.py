@@ -21,20 +21,20 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER, fp8_multiplier
-from deepwell.kernels.checks import check_fp8, check_matrix, check_out, check_shape
+from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_out, check_shape
 from deepwell.kernels.device.fp8 import (
     ELEMENTS,
     ZERO_ROW,
-    code_bytes,
     magnitude_bits,
     multiplier_from_bits,
     quantize_tile,
     saturate,
+    word_of_codes,
 )
 from deepwell.kernels.device.triton_support import is_interpreted, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.transpose import TileConfig, transpose_codes
 
-__all__ = ["amax", "quantize_both_given_scale", "quantize_rows", "quantize_weight", "transpose_codes"]
+__all__ = ["amax", "quantize_rows", "quantize_weight", "transpose_codes"]
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
@@ -58,10 +58,47 @@ def amax_ref(tensors: Sequence[Tensor]) -> Tensor:
 def quantize_both_ref(
     x_TK: Tensor, amax_of_x: Tensor, *, pow2: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference for `quantize_weight` and `quantize_both_given_scale`: (q_TK, q_KT, scale)."""
+    """Reference for `quantize_weight`: (q_TK, q_KT, scale)."""
     multiplier = fp8_multiplier(amax_of_x.float().reshape(()), ELEMENTS[dtype], pow2=pow2)
     codes = encode(x_TK.float() * multiplier, ELEMENTS[dtype]).view(dtype)
     return codes, codes.view(torch.uint8).T.contiguous().view(dtype), multiplier.reciprocal()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowOptions:
+    """What a kernel writes of its result: the rows in its input's dtype, FP8 rows of them, or both."""
+
+    write: bool = True
+    fp8: torch.dtype | None = None
+    pow2: bool = True
+
+    def __post_init__(self) -> None:
+        if self.fp8 is not None:
+            check_fp8("fp8", self.fp8)
+        if not self.write and self.fp8 is None:
+            raise ConfigError("nothing would be written: set write=True or give fp8 a dtype")
+
+    @property
+    def fp8_max(self) -> float:
+        """The largest number of the FP8 dtype; 1 without one."""
+        return 1.0 if self.fp8 is None else check_fp8("fp8", self.fp8)
+
+    def rows_of(self, y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Reference: (y, its FP8 values and scales), None for what is not written."""
+        q, scale = (None, None) if self.fp8 is None else quantize_rows_ref(y, pow2=self.pow2, dtype=self.fp8)
+        return y if self.write else None, q, scale
+
+    def empty_rows(self, like: Tensor, rows: int, columns: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Memory for what is written."""
+        codes = (None, None) if self.fp8 is None else empty_codes(like, rows, columns, self.fp8)
+        return like.new_empty((rows, columns)) if self.write else None, *codes
+
+
+def empty_codes(
+    like: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """Memory for FP8 values and the scales of their rows."""
+    return like.new_empty((rows, columns), dtype=dtype), like.new_empty(rows, dtype=torch.float32)
 
 
 # ---- configs: what the tuner may choose from ----
@@ -89,18 +126,10 @@ class RowConfig:
 ROW_CONFIGS = (
     RowConfig(tile=0, num_warps=4),
     RowConfig(tile=0, num_warps=8),
-    RowConfig(tile=0, num_warps=16),
-    RowConfig(tile=2048, num_warps=4),
     RowConfig(tile=4096, num_warps=8),
 )
-BOTH_CONFIGS = (
-    TileConfig(rows=64, columns=64, num_warps=4, packing="asm"),
-    TileConfig(rows=128, columns=64, num_warps=4, packing="asm"),
-    TileConfig(rows=128, columns=128, num_warps=8, packing="asm"),
-    TileConfig(rows=64, columns=64, num_warps=4, packing="words"),
-    TileConfig(rows=128, columns=64, num_warps=4, packing="words"),
-    TileConfig(rows=64, columns=64, num_warps=4, packing="bytes"),
-    TileConfig(rows=128, columns=128, num_warps=8, packing="bytes"),
+BOTH_CONFIGS = tuple(
+    TileConfig(rows=64, columns=64, num_warps=4, packing=packing) for packing in ("asm", "words", "bytes")
 )
 # One copy that is not transposed needs no square tiles: rows of 1 KiB.
 ROWS_ONLY = TileConfig(rows=8, columns=512, num_warps=4, packing="bytes")
@@ -112,17 +141,8 @@ def default_row_config(columns: int) -> RowConfig:
     One H200, 2026-11-15 (benchmarks/bench_rows.py): 4 warps 53 us at 16384 x 4096, 168 at x 14336; 16 warps 65, 182.
     """
     if columns > 16384:
-        return ROW_CONFIGS[4]
+        return ROW_CONFIGS[2]
     return ROW_CONFIGS[1] if columns > 8192 else ROW_CONFIGS[0]
-
-
-PACK_E4M3 = tl.constexpr(
-    """{ .reg .b16 lo, hi;
-    cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
-    cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
-    mov.b32 $0, {lo, hi}; }"""
-)
-PACK_E5M2 = tl.constexpr(PACK_E4M3.value.replace("e4m3", "e5m2"))
 
 
 # ---- kernels ----
@@ -183,25 +203,12 @@ def _amax_kernel(x_ptr, bits_ptr, T, K, stride_xt, num_tiles, BLOCK_T: tl.conste
 
 
 @triton.jit
-def word_of_codes(a, b, c, d, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PACKING: tl.constexpr):
-    """The codes of four saturated numbers in 32 bits, by PTX instructions ("asm") or shifts."""
-    if PACKING == "asm":
-        PACK: tl.constexpr = PACK_E4M3 if FP8_MAX == 448.0 else PACK_E5M2
-        word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        word = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
-        word |= (code_bytes(c, FP8, FP8_MAX) << 16) | (code_bytes(d, FP8, FP8_MAX) << 24)
-    return word
-
-
-@triton.jit
 def _quantize_both_kernel(
     x_ptr,
     amax_ptr,
     q_ptr,
     qt_ptr,
     scale_ptr,
-    bits_ptr,
     GROUPS,
     K,
     stride_xt,
@@ -209,7 +216,6 @@ def _quantize_both_kernel(
     stride_tk,
     FP8_MAX: tl.constexpr,
     POW2: tl.constexpr,
-    MEASURE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PACKING: tl.constexpr,
@@ -229,10 +235,7 @@ def _quantize_both_kernel(
     q_tile = q_ptr + (i * GROUP)[:, None] * stride_qt + k[None, :]
     t_tile = qt_ptr + k.to(tl.int64)[:, None] * stride_tk + i[None, :]
 
-    a = tl.load(x_tile, mask=mask, other=0.0).to(tl.float32)
-    if MEASURE:
-        bits = magnitude_bits(a)
-    a = saturate(a * enc, FP8_MAX)
+    a = saturate(tl.load(x_tile, mask=mask, other=0.0).to(tl.float32) * enc, FP8_MAX)
     q = a.to(FP8)
     if ROWS:
         tl.store(q_tile, q, mask=mask)
@@ -243,8 +246,6 @@ def _quantize_both_kernel(
         b = tl.load(x_tile + stride_xt, mask=mask, other=0.0).to(tl.float32)
         c = tl.load(x_tile + 2 * stride_xt, mask=mask, other=0.0).to(tl.float32)
         d = tl.load(x_tile + 3 * stride_xt, mask=mask, other=0.0).to(tl.float32)
-        if MEASURE:
-            bits = tl.maximum(tl.maximum(bits, magnitude_bits(b)), tl.maximum(magnitude_bits(c), magnitude_bits(d)))
         b = saturate(b * enc, FP8_MAX)
         c = saturate(c * enc, FP8_MAX)
         d = saturate(d * enc, FP8_MAX)
@@ -254,8 +255,6 @@ def _quantize_both_kernel(
             tl.store(q_tile + 3 * stride_qt, d.to(FP8), mask=mask)
         word = word_of_codes(a, b, c, d, FP8, FP8_MAX, PACKING)
         tl.store(t_tile, tl.trans(word), mask=tl.trans(mask))
-    if MEASURE:
-        tl.atomic_max(bits_ptr, tl.max(tl.max(bits, axis=1), axis=0))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_ptr, tl.div_rn(1.0, enc))
 
@@ -275,8 +274,7 @@ def quantize_rows(
     if not runs_kernel(x_TK, _quantize_rows_kernel):
         return quantize_rows_ref(x_TK, pow2=pow2, dtype=dtype)
     t, k = x_TK.shape
-    q_TK = torch.empty((t, k), dtype=dtype, device=x_TK.device)
-    scale_T = torch.empty(t, dtype=torch.float32, device=x_TK.device)
+    q_TK, scale_T = empty_codes(x_TK, t, k, dtype)
     config = config or default_row_config(k)
     rows = config.rows_per_program(k)
     if t:
@@ -342,86 +340,42 @@ def quantize_weight(
     if write not in ("both", "rows", "columns"):
         raise ConfigError(f"write must be both, rows or columns, got {write!r}")
     given = amax(w_NK) if amax_of_w is None else amax_of_w
-    q, q_t, scale, _ = _quantize_both(
-        w_NK, given, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=False, write=write
-    )
-    return q, q_t, scale
-
-
-def quantize_both_given_scale(
-    x_TK: Tensor,
-    amax_of_x: Tensor,
-    *,
-    pow2: bool = True,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    out: Tensor | None = None,
-    out_t: Tensor | None = None,
-    config: TileConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize with a scale known beforehand (delayed scaling), both ways, and measure x's own amax in the same pass.
-
-    Returns `(q_TK, q_KT, scale, measured_amax)`; what exceeds `amax_of_x` saturates.
-    """
-    check_matrix("x_TK", x_TK)
-    q, q_t, scale, measured = _quantize_both(
-        x_TK, amax_of_x, pow2=pow2, dtype=dtype, outs=(out, out_t), config=config, measure=True
-    )
-    assert q is not None and q_t is not None
-    return q, q_t, scale, measured
-
-
-def _quantize_both(
-    x_TK: Tensor,
-    given: Tensor,
-    *,
-    pow2: bool,
-    dtype: torch.dtype,
-    outs: tuple[Tensor | None, Tensor | None],
-    config: TileConfig | None,
-    measure: bool,
-    write: str = "both",
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     fp8_max = check_fp8("dtype", dtype)
-    if given.numel() != 1 or given.dtype != torch.float32 or given.device != x_TK.device:
-        got = f"{given.dtype} {tuple(given.shape)} on {given.device}"
-        raise ConfigError(f"amax must be one float32 number on {x_TK.device}, got {got}")
-    t, k = x_TK.shape
-    q, q_t = outs
+    check_number("amax", given, w_NK)
+    n, k = w_NK.shape
+    q, q_t = out, out_t
     if write != "columns":
-        q = torch.empty((t, k), dtype=dtype, device=x_TK.device) if q is None else q
-        check_out("out", q, (t, k), dtype, x_TK)
+        q = torch.empty((n, k), dtype=dtype, device=w_NK.device) if q is None else q
+        check_out("out", q, (n, k), dtype, w_NK)
     if write != "rows":
-        q_t = torch.empty((k, t), dtype=dtype, device=x_TK.device) if q_t is None else q_t
-        check_out("out_t", q_t, (k, t), dtype, x_TK)
-    if not runs_kernel(x_TK, _quantize_both_kernel):
-        codes, codes_t, scale = quantize_both_ref(x_TK, given, pow2=pow2, dtype=dtype)
+        q_t = torch.empty((k, n), dtype=dtype, device=w_NK.device) if q_t is None else q_t
+        check_out("out_t", q_t, (k, n), dtype, w_NK)
+    if not runs_kernel(w_NK, _quantize_both_kernel):
+        codes, codes_t, scale = quantize_both_ref(w_NK, given, pow2=pow2, dtype=dtype)
         for copy, made in ((q, codes), (q_t, codes_t)):
             if copy is not None:
                 copy.view(torch.uint8).copy_(made.view(torch.uint8))
-        return q, q_t, scale, amax_ref([x_TK])
-    scale = torch.empty((), dtype=torch.float32, device=x_TK.device)
-    bits = torch.zeros((), dtype=torch.int32, device=x_TK.device) if measure else scale
-    config = ROWS_ONLY if q_t is None else _fit_packing(config or BOTH_CONFIGS[0], x_TK, q_t)
+        return q, q_t, scale
+    scale = torch.empty((), dtype=torch.float32, device=w_NK.device)
+    config = ROWS_ONLY if q_t is None else _fit_packing(config or BOTH_CONFIGS[0], w_NK, q_t)
     first, transposed = (q_t if q is None else q), (q if q_t is None else q_t)
     assert first is not None and transposed is not None
     # An empty tensor still has a scale: one program writes it.
-    grid = (max(1, triton.cdiv(k, config.columns)), max(1, triton.cdiv(t, config.rows)))
-    with on_device(x_TK):
+    grid = (max(1, triton.cdiv(k, config.columns)), max(1, triton.cdiv(n, config.rows)))
+    with on_device(w_NK):
         _quantize_both_kernel[grid](
-            x_TK,
+            w_NK,
             given,
             first,
             transposed if config.packing == "bytes" else transposed.view(torch.int32),
             scale,
-            bits,
-            t if config.packing == "bytes" else t // 4,
+            n if config.packing == "bytes" else n // 4,
             k,
-            x_TK.stride(0),
+            w_NK.stride(0),
             first.stride(0),
             transposed.stride(0) if config.packing == "bytes" else transposed.stride(0) // 4,
             FP8_MAX=fp8_max,
             POW2=pow2,
-            MEASURE=measure,
             ROWS=q is not None,
             COLUMNS=q_t is not None,
             PACKING=config.packing,
@@ -429,7 +383,7 @@ def _quantize_both(
             BLOCK_K=config.columns,
             num_warps=config.num_warps,
         )
-    return q, q_t, scale, bits.view(torch.float32)
+    return q, q_t, scale
 
 
 def _fit_packing(config: TileConfig, x_TK: Tensor, q_t: Tensor) -> TileConfig:

@@ -24,7 +24,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.checks import check_matrix, check_out
-from deepwell.kernels.device.fp8 import code_bytes, magnitude_bits, multiplier_from_bits, saturate
+from deepwell.kernels.device.fp8 import magnitude_bits, multiplier_from_bits, saturate, word_of_codes
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
 
 BLOCK = 128
@@ -87,19 +87,9 @@ class BlocksConfig:
     num_warps: int
 
 
-CONFIGS = (
-    BlocksConfig(rows=16, blocks=2, num_warps=4),
-    BlocksConfig(rows=32, blocks=1, num_warps=4),
-    BlocksConfig(rows=16, blocks=4, num_warps=8),
-)
+CONFIGS = (BlocksConfig(rows=16, blocks=2, num_warps=4), BlocksConfig(rows=32, blocks=1, num_warps=4))
 # Warps for a tile of 128 x 128, the least that holds whole blocks both ways.
 SQUARE_WARPS = (8, 16)
-_PACK = tl.constexpr(
-    """{ .reg .b16 lo, hi;
-    cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
-    cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
-    mov.b32 $0, {lo, hi}; }"""
-)
 
 # ---- kernels ----
 
@@ -129,15 +119,6 @@ def _quantize_1x128_kernel(
     q = saturate(x * enc[:, None], FP8_MAX).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + t[:, None] * stride_qt + k, q, mask=mask)
     tl.store(scale_ptr + b.to(tl.int64) * T + t, tl.div_rn(1.0, enc), mask=(t < T) & (b * BLOCK < K))
-
-
-@triton.jit
-def _word(a, b, c, d, FP8: tl.constexpr, FP8_MAX: tl.constexpr, ASM: tl.constexpr):
-    """The codes of four numbers as one word, the first lowest."""
-    if ASM:
-        return tl.inline_asm_elementwise(_PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    low = code_bytes(a, FP8, FP8_MAX) | (code_bytes(b, FP8, FP8_MAX) << 8)
-    return low | (code_bytes(c, FP8, FP8_MAX) << 16) | (code_bytes(d, FP8, FP8_MAX) << 24)
 
 
 @triton.jit
@@ -184,6 +165,7 @@ def _quantize_tiles_kernel(
     # copy make one word in registers. qt_ptr and stride_tk count words. What lies outside x is zero, and is written
     # into the filled-up ends of both copies.
     GROUPS: tl.constexpr = BLOCK // 4
+    PACKING: tl.constexpr = "asm" if ASM else "words"
     tile_t, tile_k = tl.program_id(1).to(tl.int64), tl.program_id(0)
     i = tile_t * GROUPS + tl.arange(0, GROUPS)
     k = tile_k * BLOCK + tl.arange(0, BLOCK)
@@ -207,7 +189,7 @@ def _quantize_tiles_kernel(
             _row_copy(d, enc, q_tile + 3 * stride_qt, t + 3 < T, FP8, FP8_MAX)
         if COLUMNS:
             tl.store(scale_t_ptr + tile_k.to(tl.int64) * stride_st + tile_t, scale)
-            word = _word(a * enc, b * enc, c * enc, d * enc, FP8, FP8_MAX, ASM)
+            word = word_of_codes(a * enc, b * enc, c * enc, d * enc, FP8, FP8_MAX, PACKING)
             tl.store(t_tile, tl.trans(word), mask=k[:, None] < K)
     else:
         if ROWS:
@@ -220,7 +202,7 @@ def _quantize_tiles_kernel(
             enc = multiplier_from_bits(_column_bits(a, b, c, d), FP8_MAX, True)
             tl.store(scale_t_ptr + tile_t * stride_st + k, tl.div_rn(1.0, enc), mask=k < K)
             row = enc[None, :]
-            word = _word(a * row, b * row, c * row, d * row, FP8, FP8_MAX, ASM)
+            word = word_of_codes(a * row, b * row, c * row, d * row, FP8, FP8_MAX, PACKING)
             tl.store(t_tile, tl.trans(word), mask=k[:, None] < K)
 
 

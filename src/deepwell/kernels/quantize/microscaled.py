@@ -23,10 +23,9 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.formats import layout
 from deepwell.formats.quantize import quantize
-from deepwell.kernels.checks import check_fp8, check_matrix
-from deepwell.kernels.device.fp8 import FLT_MAX, INF_BITS, code_bytes, magnitude_bits, saturate
+from deepwell.kernels.checks import check_fp8, check_matrix, check_number
+from deepwell.kernels.device.fp8 import FLT_MAX, INF_BITS, magnitude_bits, saturate
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.fp8 import PACK_E4M3, PACK_E5M2
 from deepwell.kernels.quantize.fp8 import amax as measure_amax
 
 MX_BLOCK = 32
@@ -91,16 +90,11 @@ def quantize_nvfp4_ref(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MxConfig:
-    """The tile of one program; both sides are multiples of 32.
-
-    packing is how both copies are written: "bytes" transposes codes, "words" and "asm" four tokens of a column as one
-    word, which crosses shared memory four times cheaper ("asm" packs by PTX). Words need T to be a multiple of 4.
-    """
+    """The tile of one program; both sides are multiples of 32."""
 
     rows: int
     columns: int
     num_warps: int
-    packing: str = "bytes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,19 +114,11 @@ MX_CONFIGS = (
     MxConfig(rows=128, columns=128, num_warps=8),
     MxConfig(rows=64, columns=128, num_warps=4),
     MxConfig(rows=128, columns=64, num_warps=4),
-    MxConfig(rows=32, columns=128, num_warps=4),
-    MxConfig(rows=64, columns=64, num_warps=4),
-    MxConfig(rows=128, columns=128, num_warps=8, packing="asm"),
-    MxConfig(rows=128, columns=64, num_warps=4, packing="asm"),
-    MxConfig(rows=64, columns=64, num_warps=4, packing="asm"),
-    MxConfig(rows=128, columns=64, num_warps=4, packing="words"),
 )
 NV_CONFIGS = (
     NvConfig(rows=16, columns=256, num_warps=4),
-    NvConfig(rows=32, columns=128, num_warps=4),
     NvConfig(rows=64, columns=128, num_warps=8),
     NvConfig(rows=16, columns=256, num_warps=4, packing="asm"),
-    NvConfig(rows=64, columns=128, num_warps=8, packing="asm"),
 )
 
 
@@ -253,65 +239,6 @@ def _mx_row(x, t, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED: tl.co
     else:
         inside = (t < T)[:, None] & (c < C)[None, :]
     tl.store(scale_ptr + at, byte.to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _quantize_mx_words_kernel(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    words_ptr,
-    scale_t_ptr,
-    T,
-    K,
-    stride_xt,
-    MAX: tl.constexpr,
-    INV_MAX: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    ASM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    # Both copies. Four tokens of a column are neighbours in the transposed copy; words_ptr sees it as (K, T / 4) words.
-    GROUPS: tl.constexpr = BLOCK_T // 4
-    EIGHT: tl.constexpr = _MX // 4
-    FP8: tl.constexpr = q_ptr.dtype.element_ty
-    i = tl.program_id(1).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (i * 4 < T)[:, None] & (k < K)[None, :]
-    x_tile = x_ptr + (i * 4)[:, None] * stride_xt + k[None, :]
-    a = tl.load(x_tile, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_tile + stride_xt, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(x_tile + 2 * stride_xt, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(x_tile + 3 * stride_xt, mask=mask, other=0.0).to(tl.float32)
-    _mx_row(a, i * 4, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
-    _mx_row(b, i * 4 + 1, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
-    _mx_row(c, i * 4 + 2, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
-    _mx_row(d, i * 4 + 3, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED)
-
-    bits = tl.maximum(
-        tl.maximum(magnitude_bits(a), magnitude_bits(b)), tl.maximum(magnitude_bits(c), magnitude_bits(d))
-    )
-    byte_t = _e8m0_byte(tl.max(tl.reshape(bits, [GROUPS // EIGHT, EIGHT, BLOCK_K]), axis=1), INV_MAX)
-    wide = tl.broadcast_to(_e8m0_multiplier(byte_t)[:, None, :], [GROUPS // EIGHT, EIGHT, BLOCK_K])
-    enc = tl.reshape(wide, [GROUPS, BLOCK_K])
-    a, b, c, d = a * enc, b * enc, c * enc, d * enc
-    if ASM:
-        # The conversion saturates by itself and keeps NaN.
-        PACK: tl.constexpr = PACK_E4M3 if MAX == 448.0 else PACK_E5M2
-        word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        word = code_bytes(a, FP8, MAX) | (code_bytes(b, FP8, MAX) << 8)
-        word |= (code_bytes(c, FP8, MAX) << 16) | (code_bytes(d, FP8, MAX) << 24)
-    tl.store(words_ptr + k[:, None] * (T // 4) + i[None, :], tl.trans(word), mask=tl.trans(mask))
-    CT = tl.cdiv(T, _MX)
-    ct = tl.program_id(1).to(tl.int64) * (BLOCK_T // _MX) + tl.arange(0, BLOCK_T // _MX)
-    at = _scale_offset(k[:, None], ct[None, :], CT, SWIZZLED)
-    if SWIZZLED:
-        inside = (k < tl.cdiv(K, 128) * 128)[:, None] & (ct < tl.cdiv(CT, 4) * 4)[None, :]
-    else:
-        inside = (k < K)[:, None] & (ct < CT)[None, :]
-    tl.store(scale_t_ptr + at, tl.trans(byte_t).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -442,27 +369,24 @@ def _launch_mx(x_TK: Tensor, copies: MxCopies, swizzled: bool, fp8_max: float, c
     grid_t, grid_k = (layout.padded_shape(n, 0)[0] if swizzled else n for n in (t, k))
     grid = (triton.cdiv(grid_k, config.columns), triton.cdiv(grid_t, config.rows))
     scale, scale_t = (None if s is None else s.view(torch.uint8) for s in (copies.scale, copies.scale_t))
-    both = copies.q_TK is not None and copies.q_KT is not None
-    common = {
-        "MAX": fp8_max,
-        "INV_MAX": 1 / fp8_max,
-        "SWIZZLED": swizzled,
-        "BLOCK_T": config.rows,
-        "BLOCK_K": config.columns,
-        "num_warps": config.num_warps,
-    }
     with on_device(x_TK):
-        if both and config.packing != "bytes" and t % 4 == 0:
-            assert copies.q_KT is not None
-            words = copies.q_KT.view(torch.int32)
-            asm = config.packing == "asm" and not is_interpreted(_quantize_mx_words_kernel)
-            _quantize_mx_words_kernel[grid](
-                x_TK, copies.q_TK, scale, words, scale_t, t, k, x_TK.stride(0), ASM=asm, **common
-            )
-            return
-        sides = {"ROWS": copies.q_TK is not None, "COLUMNS": copies.q_KT is not None}
         _quantize_mx_kernel[grid](
-            x_TK, copies.q_TK, scale, copies.q_KT, scale_t, t, k, x_TK.stride(0), **sides, **common
+            x_TK,
+            copies.q_TK,
+            scale,
+            copies.q_KT,
+            scale_t,
+            t,
+            k,
+            x_TK.stride(0),
+            MAX=fp8_max,
+            INV_MAX=1 / fp8_max,
+            ROWS=copies.q_TK is not None,
+            COLUMNS=copies.q_KT is not None,
+            SWIZZLED=swizzled,
+            BLOCK_T=config.rows,
+            BLOCK_K=config.columns,
+            num_warps=config.num_warps,
         )
 
 
@@ -497,9 +421,7 @@ def quantize_nvfp4(
     check_matrix("x_TK", x_TK)
     if amax is None:
         amax = measure_amax(x_TK)
-    elif amax.numel() != 1 or amax.dtype != torch.float32 or amax.device != x_TK.device:
-        got = f"{amax.dtype} {tuple(amax.shape)} on {amax.device}"
-        raise ConfigError(f"amax must be one float32 number on {x_TK.device}, got {got}")
+    check_number("amax", amax, x_TK)
     if random_bits is not None:
         check_matrix("random_bits", random_bits, (torch.uint8,))
         if random_bits.shape != x_TK.shape or random_bits.device != x_TK.device:

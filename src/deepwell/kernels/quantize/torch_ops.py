@@ -12,6 +12,7 @@ nv_quantize_rows                    x, w, dy in NVFP4
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from deepwell.kernels.quantize.round_to import round_to
 from deepwell.kernels.quantize.transpose import Gathered
 from deepwell.kernels.quantize.weights import as_stored, num_partials, partial_maxima, quantize_group
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
-from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
+from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, not_none, register_op
 
 ops = torch.ops.deepwell
 
@@ -115,14 +116,7 @@ def _wgrad_operands(
 
 
 def _fake_wgrad_operands(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None = None,
-    slot: Tensor | None = None,
-    top_k: int = 1,
-    gathers_b: bool = False,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None, slot: Any = None, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = () if offs is None else (offs.shape[0],)
     rows = a.shape[0] if slot is None else slot.shape[0]
@@ -159,20 +153,12 @@ register_op("round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor"
 # ---- one scale per tensor ----
 
 
-def _tensor_rows(x: Tensor, e5m2: bool) -> tuple[Tensor, Tensor]:
-    q, _, scale = quantize_weight(dense(x), dtype=torch.float8_e5m2 if e5m2 else FP8, write="rows")
-    assert q is not None
-    return q, scale
-
-
-def _tensor_both(x: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, q_t, scale = quantize_weight(dense(x), dtype=torch.float8_e5m2 if e5m2 else FP8)
-    assert q is not None and q_t is not None
-    return q, q_t, scale
+def _element(e5m2: bool) -> torch.dtype:
+    return torch.float8_e5m2 if e5m2 else FP8
 
 
 def _fake_tensor(x: Tensor, e5m2: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.float8_e5m2 if e5m2 else FP8), x.new_empty((), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=_element(e5m2)), x.new_empty((), dtype=torch.float32)
 
 
 def _fake_tensor_both(x: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,25 +166,25 @@ def _fake_tensor_both(x: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor]:
     return q, q.new_empty((x.shape[1], x.shape[0])), scale
 
 
-register_op("quantize_tensor(Tensor x, bool e5m2) -> (Tensor, Tensor)", _tensor_rows, _fake_tensor)
-register_op("quantize_tensor_both(Tensor x, bool e5m2) -> (Tensor, Tensor, Tensor)", _tensor_both, _fake_tensor_both)
+register_op(
+    "quantize_tensor(Tensor x, bool e5m2) -> (Tensor, Tensor)",
+    lambda x, e5m2: not_none(quantize_weight(dense(x), dtype=_element(e5m2), write="rows")),
+    _fake_tensor,
+)
+register_op(
+    "quantize_tensor_both(Tensor x, bool e5m2) -> (Tensor, Tensor, Tensor)",
+    lambda x, e5m2: quantize_weight(dense(x), dtype=_element(e5m2)),
+    _fake_tensor_both,
+)
 
 # ---- 1x128 ----
 
 
 def _block_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    if x.shape[1] % BLOCK == 0:
-        codes, scale_TB = quantize_1x128(dense(x))
-        return codes, scale_TB.T.contiguous()
-    q, scale, _, _ = quantize_1x128_both(dense(x), columns=False)
-    assert q is not None and scale is not None
-    return q, scale
-
-
-def _block_both(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, scale, q_t, scale_t = quantize_1x128_both(dense(x))
-    assert q is not None and scale is not None and q_t is not None and scale_t is not None
-    return q, scale, q_t, scale_t
+    if x.shape[1] % BLOCK:
+        return not_none(quantize_1x128_both(dense(x), columns=False))
+    codes, scale_TB = quantize_1x128(dense(x))
+    return codes, scale_TB.T.contiguous()
 
 
 def _blocks(size: int) -> int:
@@ -215,7 +201,7 @@ register_op(
 )
 register_op(
     "quantize_1x128_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)",
-    _block_both,
+    lambda x: tuple(quantize_1x128_both(dense(x))),
     lambda x: (*_fake_blocks(x, x.shape[0], x.shape[1]), *_fake_blocks(x, x.shape[1], x.shape[0])),
 )
 
@@ -232,23 +218,20 @@ def _weights(weights: Sequence[Tensor], *, along_k: bool) -> tuple[Tensor, Tenso
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
     made = empty_128x128(n, k, weights[0], rows=along_k, columns=not along_k)
     start = 0
+    codes, scale = not_none(made)
     for w in weights:
         stop = start + w.shape[0]
         blocks = slice(start // BLOCK, _blocks(stop))
         if along_k:
-            assert made.q is not None and made.scale is not None
-            part = (made.q[start:stop], made.scale[blocks])
+            part = (codes[start:stop], scale[blocks])
         else:
-            assert made.q_t is not None and made.scale_t is not None
-            part = (made.q_t[:, start : blocks.stop * BLOCK], made.scale_t[:, blocks])
+            part = (codes[:, start : blocks.stop * BLOCK], scale[:, blocks])
         stored = as_stored(w)
         is_transposed = stored.shape != w.shape or stored.stride() != w.stride()
         # Of a weight that is stored as [K, N] the copy along N is the one along its rows.
         out = Blocks(*part, None, None) if along_k != is_transposed else Blocks(None, None, *part)
         quantize_128x128(stored, out=out)
         start = stop
-    codes, scale = made[:2] if along_k else made[2:]
-    assert codes is not None and scale is not None
     return codes, scale
 
 
@@ -277,18 +260,6 @@ _MX_DTYPES = {"mxfp8": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}
 # ---- MXFP8 ----
 
 
-def _mx_rows(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    made = quantize_mxfp8(dense(x), columns=False, dtype=_MX_DTYPES[fmt])
-    assert made.q_TK is not None and made.scale is not None
-    return made.q_TK, made.scale
-
-
-def _mx_both(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, scale, q_t, scale_t = quantize_mxfp8(dense(x), dtype=_MX_DTYPES[fmt])
-    assert q is not None and scale is not None and q_t is not None and scale_t is not None
-    return q, scale, q_t, scale_t
-
-
 def _fake_mx(x: Tensor, rows: int, length: int, fmt: str) -> tuple[Tensor, Tensor]:
     high, wide = padded_shape(rows, (length + 31) // 32)
     codes = x.new_empty((rows, length), dtype=_MX_DTYPES[fmt])
@@ -297,12 +268,12 @@ def _fake_mx(x: Tensor, rows: int, length: int, fmt: str) -> tuple[Tensor, Tenso
 
 register_op(
     "mx_quantize_rows(Tensor x, str fmt) -> (Tensor, Tensor)",
-    _mx_rows,
+    lambda x, fmt: not_none(quantize_mxfp8(dense(x), columns=False, dtype=_MX_DTYPES[fmt])),
     lambda x, fmt: _fake_mx(x, x.shape[0], x.shape[1], fmt),
 )
 register_op(
     "mx_quantize_both(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
-    _mx_both,
+    lambda x, fmt: tuple(quantize_mxfp8(dense(x), dtype=_MX_DTYPES[fmt])),
     lambda x, fmt: (*_fake_mx(x, x.shape[0], x.shape[1], fmt), *_fake_mx(x, x.shape[1], x.shape[0], fmt)),
 )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
-from deepwell.kernels.checks import check_fp8, check_matrix, check_out, check_vector
+from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_out, check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, code_bytes, saturate
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
 
@@ -67,14 +67,10 @@ class TileConfig:
 
 
 TRANSPOSE_CONFIGS = (
-    TileConfig(rows=128, columns=128, num_warps=4, packing="asm"),
-    TileConfig(rows=128, columns=128, num_warps=8, packing="asm"),
     TileConfig(rows=256, columns=128, num_warps=8, packing="asm"),
-    TileConfig(rows=128, columns=256, num_warps=8, packing="asm"),
     TileConfig(rows=64, columns=128, num_warps=4, packing="asm"),
     TileConfig(rows=128, columns=128, num_warps=4, packing="words"),
     TileConfig(rows=64, columns=64, num_warps=4, packing="bytes"),
-    TileConfig(rows=128, columns=128, num_warps=8, packing="bytes"),
 )
 
 # ---- kernel ----
@@ -300,9 +296,7 @@ def transpose_codes(
     t = _check_rows(q_TN, "scale_T", scale_T)
     if scale is None:
         scale = scale_T.amax() if t else scale_T.new_ones(())
-    if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != q_TN.device:
-        got = f"{scale.dtype} {tuple(scale.shape)} on {scale.device}"
-        raise ConfigError(f"scale must be one float32 number on {q_TN.device}, got {got}")
+    check_number("scale", scale, q_TN)
     return _transposed(q_TN, scale_T, scale, out, config), scale
 
 
@@ -382,7 +376,7 @@ def default_config(t: int, n: int) -> TileConfig:
 
     One H200, 2026-11-15 (benchmarks/bench_rows.py): 256 x 128 takes 125 us at 16384 x 14336, 128 x 128 129.
     """
-    return TRANSPOSE_CONFIGS[2] if t * n >= 1 << 22 else TRANSPOSE_CONFIGS[4]
+    return TRANSPOSE_CONFIGS[0] if t * n >= 1 << 22 else TRANSPOSE_CONFIGS[1]
 
 
 def _launch(

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepwell.kernels.device.fp8 import code_bytes, multiplier_from_bits, saturate
+from deepwell.kernels.device.fp8 import multiplier_from_bits, saturate, word_of_codes
 from deepwell.kernels.device.triton_support import tl, triton
-from deepwell.kernels.quantize.fp8 import PACK_E4M3, amax_ref, quantize_both_ref
+from deepwell.kernels.quantize.fp8 import amax_ref, quantize_both_ref
 
 # The odd constants of splitmix64 (Steele, Lea, Flood 2014: its increment and its finalizer), as signed words.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -91,16 +91,7 @@ class CodesConfig:
 
 # The first is the best of each on an H200, 2026-11-16 (benchmarks/bench_weight_codes.py --model 1b --layers 16): 0.97e9
 # weights, all changed, 2.13 ms with 64 rows, 1.88 with 128; fingerprints alone 0.69 ms with 1024 words, 0.62 with 512.
-CODES_CONFIGS = (
-    CodesConfig(),
-    CodesConfig(tiles=16),
-    CodesConfig(tiles=16, block=1024),
-    CodesConfig(rows=64),
-    CodesConfig(rows=64, tiles=4),
-    CodesConfig(columns=128, num_warps=8),
-    CodesConfig(block=256, hash_warps=2),
-    CodesConfig(block=2048),
-)
+CODES_CONFIGS = (CodesConfig(), CodesConfig(tiles=16, block=1024), CodesConfig(rows=64))
 
 # ---- kernels ----
 
@@ -239,13 +230,7 @@ def _write_tile(w_ptr, r0, c0, enc, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, 
         tl.store(row + 2 * row_stride, _codes(d), mask=mask)
         e = _encoded(source + 3 * stride, mask, enc)
         tl.store(row + 3 * row_stride, _codes(e), mask=mask)
-        if PACKING == "asm":
-            word = tl.inline_asm_elementwise(
-                PACK_E4M3, "=r,f,f,f,f", [a, b, d, e], dtype=tl.int32, is_pure=True, pack=1
-            )
-        else:
-            word = code_bytes(a, tl.float8e4nv, 448.0) | (code_bytes(b, tl.float8e4nv, 448.0) << 8)
-            word |= (code_bytes(d, tl.float8e4nv, 448.0) << 16) | (code_bytes(e, tl.float8e4nv, 448.0) << 24)
+        word = word_of_codes(a, b, d, e, tl.float8e4nv, 448.0, PACKING)
         transposed = _pointer(w_ptr, 6, tl.int32, ALIGNED) + c[:, None] * (transposed_stride // 4) + i[None, :]
         tl.store(transposed, tl.trans(word), mask=tl.trans(mask))
 

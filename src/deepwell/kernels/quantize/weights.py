@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.device.bf16_words import bits_of, encoded
-from deepwell.kernels.device.fp8 import magnitude_bits, row_scale
+from deepwell.kernels.device.fp8 import magnitude_bits, row_scale, word_of_codes
 from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, runs_ptx, tl, triton
-from deepwell.kernels.quantize.fp8 import amax, amax_ref, quantize_both_ref, quantize_weight, word_of_codes
+from deepwell.kernels.quantize.fp8 import amax, amax_ref, quantize_both_ref, quantize_weight
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -71,23 +71,10 @@ class GroupConfig:
 PARTIALS_CONFIGS = (
     GroupConfig(rows=1, columns=4096, num_warps=4, stages=6),
     GroupConfig(rows=1, columns=8192, num_warps=8, stages=4),
-    GroupConfig(rows=1, columns=8192, num_warps=8, stages=5),
-    GroupConfig(rows=1, columns=8192, num_warps=8, stages=3),
-    GroupConfig(rows=1, columns=8192, num_warps=16, stages=4),
-    GroupConfig(rows=1, columns=8192, num_warps=4, stages=4),
-    GroupConfig(rows=1, columns=8192, num_warps=8),
 )
 # Along K a tile is rows of 1 KiB; transposed it goes through shared memory in words of four codes.
-ALONG_CONFIGS = (
-    GroupConfig(rows=8, columns=512, num_warps=4, tiles=4),
-    GroupConfig(rows=8, columns=512, num_warps=4, tiles=2),
-    GroupConfig(rows=8, columns=1024, num_warps=8, tiles=4),
-)
-TRANSPOSED_CONFIGS = (
-    GroupConfig(rows=64, columns=64, num_warps=4, tiles=4),
-    GroupConfig(rows=128, columns=64, num_warps=4, tiles=2),
-    GroupConfig(rows=128, columns=64, num_warps=8, tiles=4),
-)
+ALONG_CONFIGS = (GroupConfig(rows=8, columns=512), GroupConfig(rows=8, columns=1024, num_warps=8))
+TRANSPOSED_CONFIGS = (GroupConfig(rows=64, columns=64), GroupConfig(rows=128, columns=64, tiles=2))
 _ENOUGH_PROGRAMS = 1024
 
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.checks import check_fp8, check_shape, check_vector
+from deepwell.kernels.checks import check_shape, check_vector
 from deepwell.kernels.device.bf16_words import floats, product, rounded
 from deepwell.kernels.device.fp8 import row_scale
 from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.norm.rms_norm import ROUNDINGS, BackwardConfig, mean_of
+from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope.head_tiles import (
     heads_of,
     largest_of_groups,
@@ -46,12 +47,12 @@ from deepwell.kernels.rope.head_tiles import (
 )
 from deepwell.kernels.rope.rope import (
     MAX_WIDTH,
-    GradOptions,
     Heads,
     RopeConfig,
     blocks,
     check_operand,
     check_tables,
+    heads_of_grads,
     rope_qkv_backward_ref,
     rotate_ref,
     table_strides,
@@ -115,7 +116,7 @@ def qk_norm_rope_backward_ref(
     rstds: tuple[Tensor, Tensor],
     tables: tuple[Tensor, Tensor],
     heads: Heads,
-    options: GradOptions,
+    options: RowOptions,
 ) -> NormedHeadsGrads:
     """Reference for `qk_norm_rope_backward`."""
     q, k, _ = heads.parts(qkv_BSW, grads[0].shape[-1])
@@ -439,32 +440,25 @@ def qk_norm_rope_backward(
     tables: tuple[Tensor, Tensor],
     *,
     convention: str = "half",
-    options: GradOptions | None = None,
+    options: RowOptions | None = None,
     config: BackwardConfig | None = None,
 ) -> NormedHeadsGrads:
     """Gradients of `qk_norm_rope` at its merged rows, [T, W], and at both weights, from those of q, k, v.
 
     `grads` are [B, S, H, D] of any strides, D dense; `rstds` are the forward's, `tables` its cos and sin.
     """
-    options = options or GradOptions()
-    dq = grads[0]
-    for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
-        check_operand(name, x, 4)
-        if (x.shape[:2], x.shape[3], x.dtype, x.device) != (dq.shape[:2], dq.shape[3], dq.dtype, dq.device):
-            raise ConfigError(f"{name} must be like dq, {tuple(dq.shape)} {dq.dtype}, but for its heads; got {x.shape}")
-    heads = Heads(q=dq.shape[2], k=grads[1].shape[2], v=grads[2].shape[2], convention=convention)
+    options = options or RowOptions()
+    dq, heads = grads[0], heads_of_grads(grads, "blocks", convention)
     width = _check(qkv_BSW, weights, tables, heads)
     b, s, w = qkv_BSW.shape
     for name, rstd, h in (("rstd_q", rstds[0], heads.q), ("rstd_k", rstds[1], heads.k)):
         check_shape(name, rstd, (b * s, h), qkv_BSW)
     if not runs_kernel(dq, _backward_kernel):
         return qk_norm_rope_backward_ref(grads, qkv_BSW, weights, rstds, tables, heads, options)
-    grad = dq.new_empty((b * s, w)) if options.write else None
-    q = dq.new_empty((b * s, w), dtype=options.fp8) if options.fp8 else None
-    scale = dq.new_empty(b * s, dtype=torch.float32) if options.fp8 else None
+    rows = options.empty_rows(dq, b * s, w)
     dws = [torch.empty_like(weight) for weight in weights]
     if b * s == 0:
-        return NormedHeadsGrads(grad, q, scale, dws[0].zero_(), dws[1].zero_())
+        return NormedHeadsGrads(*rows, dws[0].zero_(), dws[1].zero_())
     config = config or default_backward_config(heads, width)
     num_programs = min(b * s, config.programs_per_sm * num_sms(dq))
     partials = dq.new_empty((num_programs, 2 * width), dtype=torch.float32)
@@ -475,9 +469,7 @@ def qk_norm_rope_backward(
             *weights,
             *(rstd.contiguous() for rstd in rstds),
             *tables,
-            grad,
-            q,
-            scale,
+            *rows,
             partials,
             b * s,
             s,
@@ -485,7 +477,7 @@ def qk_norm_rope_backward(
             *_row_strides(qkv_BSW),
             *(stride for table in tables for stride in _strides_of(table)),
             **sizes(heads, width, num_warps=config.num_warps),
-            FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+            FP8_MAX=options.fp8_max,
             POW2=options.pow2,
             NUM_STAGES=config.num_stages,
             ASM=runs_ptx(dq, _backward_kernel),
@@ -496,7 +488,7 @@ def qk_norm_rope_backward(
         _sum_kernel[(triton.cdiv(width, 8), 2)](
             partials, *dws, num_programs, width, BLOCK_P=256, BLOCK_D=8, num_warps=8
         )
-    return NormedHeadsGrads(grad, q, scale, dws[0], dws[1])
+    return NormedHeadsGrads(*rows, *dws)
 
 
 def sizes(heads: Heads, width: int, *, num_warps: int) -> dict[str, int | bool]:

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.checks import check_fp8
 from deepwell.kernels.device.bf16_words import encoded, larger, product
 from deepwell.kernels.device.fp8 import row_scale
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, factor_like, times_rows
-from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope.head_tiles import (
     heads_of,
     largest,
@@ -88,21 +87,6 @@ class Heads:
         return tuple(part.unflatten(-1, (-1, width)) for part in parts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradOptions:
-    """What the backward writes: dqkv in the gradients' dtype, FP8 rows of it, or both."""
-
-    write: bool = True
-    fp8: torch.dtype | None = None
-    pow2: bool = True
-
-    def __post_init__(self) -> None:
-        if self.fp8 is not None:
-            check_fp8("fp8", self.fp8)
-        if not self.write and self.fp8 is None:
-            raise ConfigError("nothing would be written: set write=True or give fp8 a dtype")
-
-
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
 
@@ -139,7 +123,7 @@ def rope_qkv_ref(
 
 
 def rope_qkv_backward_ref(
-    grads: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, heads: Heads, options: GradOptions
+    grads: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, heads: Heads, options: RowOptions
 ) -> RopeGrads:
     """Reference for `rope_qkv_backward`."""
     dq, dk, dv = grads
@@ -148,9 +132,7 @@ def rope_qkv_backward_ref(
         grad = torch.stack((dq, dk, dv), dim=-2).flatten(-3)
     else:
         grad = torch.cat((dq, dk, dv), dim=-2).flatten(-2)
-    grad = grad.flatten(0, 1)
-    q, scale = (None, None) if options.fp8 is None else quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8)
-    return RopeGrads(grad if options.write else None, q, scale)
+    return RopeGrads(*options.rows_of(grad.flatten(0, 1)))
 
 
 # ---- configs: what the tuner may choose from ----
@@ -164,18 +146,7 @@ class RopeConfig:
     num_warps: int
 
 
-CONFIGS = (
-    RopeConfig(rows=1, num_warps=4),
-    RopeConfig(rows=1, num_warps=2),
-    RopeConfig(rows=1, num_warps=8),
-    RopeConfig(rows=1, num_warps=16),
-    RopeConfig(rows=1, num_warps=1),
-    RopeConfig(rows=2, num_warps=1),
-    RopeConfig(rows=2, num_warps=2),
-    RopeConfig(rows=2, num_warps=4),
-    RopeConfig(rows=2, num_warps=8),
-    RopeConfig(rows=4, num_warps=4),
-)
+CONFIGS = tuple(RopeConfig(rows=rows, num_warps=n) for rows, n in ((1, 4), (1, 2), (1, 8), (2, 1), (4, 4)))
 
 
 def default_config(columns: int) -> RopeConfig:
@@ -385,14 +356,35 @@ def rope_qkv_backward(
     *,
     packing: str = "blocks",
     convention: str = "half",
-    options: GradOptions | None = None,
+    options: RowOptions | None = None,
     config: RopeConfig | None = None,
 ) -> RopeGrads:
     """Gradient of `rope_qkv` at its merged rows, [T, W], from those of q, k, v: [B, S, H, D] of any strides, D dense.
 
-    See `GradOptions`. Raises ConfigError on a wrong argument.
+    Raises ConfigError on a wrong argument.
     """
-    options = options or GradOptions()
+    options = options or RowOptions()
+    heads = heads_of_grads(grads, packing, convention)
+    dq = grads[0]
+    b, s, _, width = dq.shape
+    check_tables(cos, sin, dq, width)
+    if not runs_kernel(dq, _rope_kernel):
+        return rope_qkv_backward_ref(grads, cos, sin, heads, options)
+    made = RopeGrads(*options.empty_rows(dq, b * s, heads.total * width))
+    _launch(
+        grads,
+        (cos, sin),
+        heads.parts(made.grad, width) if made.grad is not None else None,
+        convention,
+        backward=True,
+        rows=(heads.parts(made.q, width), made.scale, options) if made.q is not None else None,
+        config=config,
+    )
+    return made
+
+
+def heads_of_grads(grads: tuple[Tensor, Tensor, Tensor], packing: str, convention: str) -> Heads:
+    """The heads that gradients of q, k and v have. Raises ConfigError where these differ in more than their number."""
     dq = grads[0]
     for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
         check_operand(name, x, 4)
@@ -401,25 +393,8 @@ def rope_qkv_backward(
                 f"{name} must be like dq, {tuple(dq.shape)} {dq.dtype}, but for its heads; "
                 f"got {tuple(x.shape)} {x.dtype} on {x.device}"
             )
-    heads = Heads(q=dq.shape[2], k=grads[1].shape[2], v=grads[2].shape[2], packing=packing, convention=convention)
-    b, s, _, width = dq.shape
-    check_tables(cos, sin, dq, width)
-    if not runs_kernel(dq, _rope_kernel):
-        return rope_qkv_backward_ref(grads, cos, sin, heads, options)
-    t, w = b * s, heads.total * width
-    grad = dq.new_empty((t, w)) if options.write else None
-    q = dq.new_empty((t, w), dtype=options.fp8) if options.fp8 else None
-    scale = dq.new_empty(t, dtype=torch.float32) if options.fp8 else None
-    _launch(
-        grads,
-        (cos, sin),
-        heads.parts(grad, width) if grad is not None else None,
-        convention,
-        backward=True,
-        rows=(heads.parts(q, width), scale, options) if q is not None else None,
-        config=config,
-    )
-    return RopeGrads(grad, q, scale)
+    q, k, v = (x.shape[2] for x in grads)
+    return Heads(q=q, k=k, v=v, packing=packing, convention=convention)
 
 
 def rope(
@@ -483,7 +458,7 @@ def _launch(
     *,
     backward: bool = False,
     factor: Tensor | None = None,
-    rows: tuple[tuple[Tensor, ...], Tensor | None, GradOptions] | None = None,
+    rows: tuple[tuple[Tensor, ...], Tensor | None, RowOptions] | None = None,
     config: RopeConfig | None = None,
 ) -> None:
     """Run the kernel on one operand or three [B, S, H, D]; results are [T, H, D] with one head stride for all."""
@@ -492,7 +467,7 @@ def _launch(
     columns = sum(x.shape[2] for x in read) * d
     if columns > MAX_WIDTH:
         raise UnsupportedError(f"rows of {columns} columns do not fit registers; at most {MAX_WIDTH}")
-    codes, scale, options = rows if rows is not None else (None, None, GradOptions())
+    codes, scale, options = rows if rows is not None else (None, None, RowOptions())
     like = write if write is not None else codes
     assert like is not None
     config = config or default_config(columns)
@@ -520,7 +495,7 @@ def _launch(
             **blocks(heads, d, r, config, interleaved=convention == "interleaved"),
             INTERLEAVED=convention == "interleaved",
             BACKWARD=backward,
-            FP8_MAX=check_fp8("fp8", options.fp8) if options.fp8 else 1.0,
+            FP8_MAX=options.fp8_max,
             POW2=options.pow2,
             ASM=runs_ptx(read[0], _rope_kernel),
             num_warps=config.num_warps,

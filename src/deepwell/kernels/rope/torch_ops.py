@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope import rope
 from deepwell.kernels.rope.qk_norm_rope import QkNorm, qk_norm_rope, qk_norm_rope_backward
-from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, not_none, register_op
+from deepwell.kernels.torch_library import dense, register_op, register_rows
 
 ops = torch.ops.deepwell
 
@@ -34,18 +35,16 @@ def _fake_rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], 
     return tuple(qkv.new_empty((*qkv.shape[:2], h, width)) for h in heads)
 
 
-def _rope_grads(
-    options: rope.GradOptions, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: str, convention: str
-) -> rope.RopeGrads:
-    dq, dk, dv = (dense(grad) for grad in grads)
-    return rope.rope_qkv_backward(
-        (dq, dk, dv), dense(cos), dense(sin), packing=packing, convention=convention, options=options
-    )
+def _rope_grads(written: dict[str, Any], *operands: Any) -> rope.RopeGrads:
+    *tensors, packing, convention = operands
+    dq, dk, dv, cos, sin = (dense(t) for t in tensors)
+    options = RowOptions(**written)
+    return rope.rope_qkv_backward((dq, dk, dv), cos, sin, packing=packing, convention=convention, options=options)
 
 
-def _fake_dqkv(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, packing: str, convention: str) -> Tensor:
+def _fake_dqkv(dq: Tensor, dk: Tensor, dv: Tensor, *how: Any) -> tuple[Tensor]:
     heads = dq.shape[2] + dk.shape[2] + dv.shape[2]
-    return dq.new_empty((dq.shape[0] * dq.shape[1], heads * dq.shape[3]))
+    return (dq.new_empty((dq.shape[0] * dq.shape[1], heads * dq.shape[3])),)
 
 
 register_op(
@@ -54,21 +53,11 @@ register_op(
     _rope_qkv,
     _fake_rope_qkv,
 )
-_ROPE_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str packing, str convention)"
-register_op(
-    f"rope_qkv_backward{_ROPE_GRADS} -> Tensor",
-    lambda dq, dk, dv, *how: _rope_grads(rope.GradOptions(), (dq, dk, dv), *how).grad,
+register_rows(
+    "rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str packing, str convention)",
+    _rope_grads,
     _fake_dqkv,
-)
-register_op(
-    f"rope_qkv_backward_rows{_ROPE_GRADS} -> (Tensor, Tensor)",
-    lambda dq, dk, dv, *how: _rope_grads(rope.GradOptions(write=False, fp8=FP8), (dq, dk, dv), *how)[1:3],
-    lambda *operands: fp8_rows_like(_fake_dqkv(*operands)),
-)
-register_op(
-    f"rope_qkv_backward_beside{_ROPE_GRADS} -> (Tensor, Tensor, Tensor)",
-    lambda dq, dk, dv, *how: tuple(_rope_grads(rope.GradOptions(fp8=FP8), (dq, dk, dv), *how)),
-    lambda *operands: (_fake_dqkv(*operands), *fp8_rows_like(_fake_dqkv(*operands))),
+    ends=("", "_rows", "_beside"),
 )
 register_op(
     "rope(Tensor x, Tensor cos, Tensor sin, str convention, bool backward) -> Tensor",
@@ -106,22 +95,21 @@ def _fake_qk_norm_rope(
     return *out, *(qkv.new_empty((b * s, h), dtype=torch.float32) for h in heads[:2])
 
 
-def _qk_norm_grads(options: rope.GradOptions, *operands: Any) -> tuple[Any, ...]:
-    """What was asked for of dqkv, its codes and scales, and both weights' gradients."""
+def _qk_norm_grads(written: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
+    """dqkv, its FP8 values and scales, and both weights' gradients."""
     *tensors, convention = operands
     dq, dk, dv, qkv, w_q, w_k, rstd_q, rstd_k, cos, sin = (dense(t) for t in tensors)
-    made = qk_norm_rope_backward(
-        (dq, dk, dv), qkv, (w_q, w_k), (rstd_q, rstd_k), (cos, sin), convention=convention, options=options
+    rstds, options = (rstd_q, rstd_k), RowOptions(**written)
+    return qk_norm_rope_backward(
+        (dq, dk, dv), qkv, (w_q, w_k), rstds, (cos, sin), convention=convention, options=options
     )
-    return not_none(made)
 
 
-def _fake_qkv_rows(qkv: Tensor) -> Tensor:
-    return qkv.new_empty((qkv.shape[0] * qkv.shape[1], qkv.shape[2]))
-
-
-def _fake_dws(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor]:
-    return w_q.new_empty(w_q.shape), w_k.new_empty(w_k.shape)
+def _fake_qk_norm_grads(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, w_q: Tensor, w_k: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = qkv.new_empty((qkv.shape[0] * qkv.shape[1], qkv.shape[2]))
+    return rows, w_q.new_empty(w_q.shape), w_k.new_empty(w_k.shape)
 
 
 register_op(
@@ -130,26 +118,11 @@ register_op(
     _qk_norm_rope,
     _fake_qk_norm_rope,
 )
-_QK_NORM_GRADS = (
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor w_q, Tensor w_k, Tensor rstd_q, Tensor rstd_k, Tensor cos,"
-    " Tensor sin, str convention)"
-)
-register_op(
-    f"qk_norm_rope_backward{_QK_NORM_GRADS} -> (Tensor, Tensor, Tensor)",
-    lambda *operands: _qk_norm_grads(rope.GradOptions(), *operands),
-    lambda dq, dk, dv, qkv, w_q, w_k, *how: (_fake_qkv_rows(qkv), *_fake_dws(w_q, w_k)),
-)
-register_op(
-    f"qk_norm_rope_backward_quantize{_QK_NORM_GRADS} -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda *operands: _qk_norm_grads(rope.GradOptions(write=False, fp8=FP8), *operands),
-    lambda dq, dk, dv, qkv, w_q, w_k, *how: (*fp8_rows_like(_fake_qkv_rows(qkv)), *_fake_dws(w_q, w_k)),
-)
-register_op(
-    f"qk_norm_rope_backward_beside{_QK_NORM_GRADS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda *operands: _qk_norm_grads(rope.GradOptions(fp8=FP8), *operands),
-    lambda dq, dk, dv, qkv, w_q, w_k, *how: (
-        _fake_qkv_rows(qkv),
-        *fp8_rows_like(_fake_qkv_rows(qkv)),
-        *_fake_dws(w_q, w_k),
-    ),
+register_rows(
+    "qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor w_q, Tensor w_k, Tensor rstd_q,"
+    " Tensor rstd_k, Tensor cos, Tensor sin, str convention)",
+    _qk_norm_grads,
+    _fake_qk_norm_grads,
+    others=2,
+    ends=("", "_quantize", "_beside"),
 )

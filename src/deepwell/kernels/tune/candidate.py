@@ -17,7 +17,6 @@ from deepwell.kernels.tune.out_of_memory import says_shortage
 if TYPE_CHECKING:
     from deepwell.kernels.tune.problem import Problem
 
-ORIGINS = ("reference", "vendor", "triton", "cutlass", "transformer_engine", "user")
 _ROOMS = {
     "gemm": "deepwell.kernels.gemm.cases",
     "fp8_gemm": "deepwell.kernels.gemm.cases",
@@ -49,7 +48,7 @@ class Candidate:
     op: str
     precision: str
     fn: Callable[..., Any]
-    origin: str
+    origin: str  # "reference", "vendor", "triton", "cutlass", "transformer_engine" or "user"
     prepare: Callable[..., Any] | None = None
     min_size: int = 0
     trusted: bool = False

@@ -23,7 +23,7 @@ from deepwell.errors import UnsupportedError
 from deepwell.kernels.tune import cache
 from deepwell.kernels.tune.cache import cache_of
 from deepwell.kernels.tune.candidate import Candidate, Choice, Verdict, room_of
-from deepwell.kernels.tune.out_of_memory import says_shortage
+from deepwell.kernels.tune.out_of_memory import is_shortage, says_shortage, skipped
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sandbox import cases_for, verify_apart, verify_together
 from deepwell.kernels.tune.timing import recorded, times_us
@@ -134,6 +134,25 @@ def choose(
     choice = _choice(problem, [*timed, *verdicts], how, rules)
     cache_of(problem.device).keep_choice(problem.key, candidates, choice)
     return choice
+
+
+def fastest_or_default(
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    setup: Callable[[], TimingSetup],
+    rules: Rules,
+    proofs: Mapping[str, Proof] = MappingProxyType({}),
+) -> str:
+    """The kernel of `choose`; the default's for this process where memory is short: the next one may have more."""
+    try:
+        choice = choose(problem, candidates, setup, rules=rules, proofs=proofs)
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        _log.info("%s: not timed, %s", problem.key, skipped(error))
+        return rules.default
+    _log.info("%s", choice)
+    return choice.kernel
 
 
 def known_choice(problem: Problem, candidates: Sequence[Candidate]) -> Choice | None:

@@ -28,8 +28,8 @@ from deepwell.kernels.gemm.cublaslt import LtProduct
 from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
-from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
-from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
+from deepwell.kernels.tune.choose import Rules, TimingSetup, fastest_or_default, known_choice
+from deepwell.kernels.tune.out_of_memory import is_shortage
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
 from deepwell.kernels.tune.verify import Case, some_rows
@@ -137,16 +137,7 @@ def _choose(product: LtProduct, by_torch: Run, run: Callable[..., Tensor], *, ma
     _lengths[any_length] += 1
     if _lengths[any_length] > _MOST_LENGTHS:
         return TORCH
-    try:
-        choice = choose(problem, candidates, partial(_setup, product, by_torch), rules=_RULES)
-    except RuntimeError as error:
-        if not is_shortage(error):
-            raise
-        # For this process; the next one may have more memory.
-        _log.info("%s: not timed, %s", problem.key, skipped(error))
-        return TORCH
-    _log.info("%s", choice)
-    return choice.kernel
+    return fastest_or_default(problem, candidates, partial(_setup, product, by_torch), _RULES)
 
 
 def way_of(product: LtProduct) -> str:
