@@ -35,7 +35,7 @@ from deepwell.train.elastic import Control, StopSignal, Watchdog, join
 from deepwell.train.feed import Feed, LossFunction, count_items, count_tokens
 from deepwell.train.figures import Goodput
 from deepwell.train.optimizers import LearningRate, MakeOptimizer, check_same_optimizer, keep_options, make_optimizer
-from deepwell.train.parallel import parallelize
+from deepwell.train.parallel import ParallelSettings, parallelize
 from deepwell.train.random_state import random_state, seed_all, set_random_state
 from deepwell.train.readback import Readback
 from deepwell.train.run import CHECKPOINTS, Callback, FitRun
@@ -94,7 +94,8 @@ class Trainer:
         self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, options.layout)
         self.notes: list[str] = [self.world.note(elastic)]
         feed = Feed(engine.deepwell.model, options.loss)
-        self.runner = parallelize(engine, self.layout, feed=feed, device=self.device)
+        spread = ParallelSettings(fp8_all_gather=settings.fp8_all_gather)
+        self.runner = parallelize(engine, self.layout, feed=feed, device=self.device, settings=spread)
         self.notes += self.runner.notes
         self.loader = _loader(dataloader, settings, self.plan)
         self.eval_loader = None if options.eval_data is None else _loader(options.eval_data, settings, self.plan)

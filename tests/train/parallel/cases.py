@@ -75,6 +75,8 @@ def make_model(name: str) -> nn.Module:
         "hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": int(layers or 2), "num_attention_heads": 4,
         "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 64,
     }  # fmt: skip
+    if name == "odd":  # no number of ranks divides its MLP
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, "intermediate_size": 129}))
     if name in ("llama", "tied"):
         config = transformers.LlamaConfig(**sizes, tie_word_embeddings=name == "tied")
         return transformers.LlamaForCausalLM(config)

@@ -15,6 +15,7 @@ from deepwell.errors import UnsupportedError
 from deepwell.planner.executable import why_not_in_host_memory
 from deepwell.planner.layout import Layout
 from deepwell.train.feed import Feed
+from deepwell.train.parallel.fp8_gather import Fp8Gather
 from deepwell.train.parallel.mesh import Meshes, check_world, make_meshes
 from deepwell.train.parallel.shard import (
     ParallelSettings,
@@ -47,6 +48,8 @@ def parallelize(
     runner = Runner(engine, feed, device)
     if world > 1:
         runner = _spread(engine, layout, feed, device, settings or ParallelSettings())
+    elif settings is not None and settings.fp8_all_gather:
+        runner.notes.append("fp8_all_gather: one process has nothing to gather")
     if layout.offload.activations:
         (engine.deepwell.regions or engine.deepwell.use_regions()).offload()
     return runner
@@ -71,7 +74,7 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
         if split is not None:
             split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[0].path])
         shard(engine, meshes, settings, inner)
-        runner = ShardedRunner(engine, feed, device, meshes)
+        runner = _sharded(engine, feed, device, meshes, settings)
         runner.notes += notes
         return runner
     if engine.deepwell.ir.layers:
@@ -79,7 +82,18 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
     if layout.sharding == "ddp":
         return ReplicatedRunner(engine, feed, device, meshes, settings)
     shard(engine, meshes, settings)
-    return ShardedRunner(engine, feed, device, meshes)
+    return _sharded(engine, feed, device, meshes, settings)
+
+
+def _sharded(
+    engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, settings: ParallelSettings
+) -> ShardedRunner:
+    runner = ShardedRunner(engine, feed, device, meshes)
+    if settings.fp8_all_gather:
+        runner.fp8_gather = Fp8Gather(engine)
+        runner.begin()
+        runner.notes.append(runner.fp8_gather.note())
+    return runner
 
 
 __all__ = ["Meshes", "ParallelSettings", "Runner", "check_world", "make_meshes", "parallelize"]

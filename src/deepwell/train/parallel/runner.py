@@ -51,6 +51,9 @@ class DistributedRunner(Runner):
         """What this rank reads of its samples."""
         return part_of(batch, self.meshes)
 
+    def begin(self) -> None:
+        """Before a step, and before any other call of the model."""
+
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[object]:
         """Around forward and backward of one of `count` micro-batches: say what of their gradients travels."""
         return nullcontext()
@@ -60,6 +63,7 @@ class DistributedRunner(Runner):
 
         Gradients are added to those that are there: those of the sum over all ranks' tokens, divided by `num_items`.
         """
+        self.begin()
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(batches):
             part, items = predictable(self.part(batch))
@@ -73,10 +77,12 @@ class DistributedRunner(Runner):
         return self.all_reduce(total)
 
     def sample(self, batch: Batch) -> Tensor:
+        self.begin()
         return self.feed(self.engine, to_device(predictable(self.part(batch))[0], self.device))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        self.begin()
         part, items = predictable(self.part(batch))
         loss = self.feed(self.engine, to_device(part, self.device)).detach().float()
         total = self.all_reduce(torch.stack((loss * items, torch.tensor(float(items), device=self.device))))

@@ -35,6 +35,7 @@ from deepwell.engine.regions import Regions
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.layout import Layout
 from deepwell.train.feed import Feed
+from deepwell.train.parallel.fp8_gather import Fp8Gather
 from deepwell.train.parallel.mesh import Meshes
 from deepwell.train.parallel.runner import DistributedRunner, named_tensors
 
@@ -53,13 +54,14 @@ class ParallelSettings:
 
     `param_dtype` is what FSDP2 gathers and computes in, `reduce_dtype` what it sums gradients in ("fp32", "bf16",
     "fp16"; None: the parameters' own). `bucket_mib` is the size of DDP's buckets. `sync_weights` has all ranks start
-    from rank 0's weights.
+    from rank 0's weights. `fp8_all_gather` has weights that are rounded to MXFP8 anyway travel so (`fp8_gather.py`).
     """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     bucket_mib: float = 25.0
     sync_weights: bool = True
+    fp8_all_gather: bool = False
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
@@ -89,9 +91,27 @@ def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) 
         )
     if layout.etp > 1:
         raise UnsupportedError(f"etp {layout.etp} is not executed: experts are not split inside; ep= spreads them")
+    if settings.fp8_all_gather:
+        _check_fp8_gather(engine, layout)
     is_ddp = layout.sharding == "ddp" and layout.tp == 1
     if is_ddp and (settings.param_dtype or settings.reduce_dtype):
         raise UnsupportedError("param_dtype and reduce_dtype are FSDP2's; take zero1, 2 or 3, or cast the model")
+
+
+def _check_fp8_gather(engine: Engine, layout: Layout) -> None:
+    reasons = (
+        (layout.sharding == "ddp", "ddp gathers no weights; take zero2 or zero3"),
+        (layout.pp > 1, f"stages of pp {layout.pp} gather their weights once a step, as they are; leave pp at 1"),
+        (layout.offload.optimizer > 0, "weights in host memory travel as they are; leave them on the GPU"),
+        (engine.deepwell.options.cache_weights, "cache_weights=True keeps other codes; compile the engine without it"),
+        (
+            not engine.deepwell.ir.layers,
+            f"{engine.deepwell.ir.name} has no repeated layers that are gathered one by one",
+        ),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            raise UnsupportedError(f"fp8_all_gather: {reason}")
 
 
 @torch.no_grad()
@@ -139,6 +159,11 @@ class ShardedRunner(DistributedRunner):
         super().__init__(engine, feed, device, meshes)
         self._groups = [module for module in engine.deepwell.model.modules() if isinstance(module, FSDPModule)]
         self._zero = meshes.layout.sharding
+        self.fp8_gather: Fp8Gather | None = None
+
+    def begin(self) -> None:
+        if self.fp8_gather is not None:
+            self.fp8_gather.follow()
 
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[object]:
         is_last = index == count - 1
