@@ -58,7 +58,7 @@ EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
 # Passes that work on Inductor's joint graph alone, which these tests do not make; and experts, whose schemes are the
 # binding's affair: tests/engine/test_experts.py counts them on Mixtral, Qwen3-MoE, OLMoE and GPT-OSS. Windows and other
 # attention beyond plain causal have a GPU's kernels: tests/engine/test_passes.py, tests/engine/test_attention.py.
-ATTENTION = {"window", "narrow_values"}
+ATTENTION = {"window", "narrow_values", "packed", "soft_cap"}
 ELSEWHERE = {"recomputed", *ATTENTION, "experts", "fused_experts", "looped_experts", "plain_experts"}
 
 

@@ -20,6 +20,7 @@ ONE_SCALE_GEMM = rf"^(?!.*ovscale).*({FP8_GEMM})"
 # Blackwell's block-scaled products; nobody has seen their names in a profile yet, so that any of sm_100 will do.
 BLOCK_SCALED_GEMM = r"_block_scaled_kernel|nvjet_sm1\d\d|sm100"
 ATTENTION = r"flash|fmha|sdpa|attention"
+FLEX_ATTENTION = r"flex_attention|triton_tem"  # Inductor's templates
 
 # Passes of the engine -> the kernels of which one must have run. The others run none of their own: they merge, mark or
 # choose what these and the products do (`experts` are grouped products of torch, `bias_epilogue` is in the GEMM).
@@ -156,10 +157,18 @@ def candidate_claims(origin: str, precision: str) -> list[Claim]:
 
 def attention_claims(name: str) -> list[Claim]:
     """What must have run for a way to attend, by its name in the table."""
-    patterns = {"torch flash": r"flash_\w*(fwd|bwd)|pytorch_flash", "cuDNN": r"cudnn.*(sdpa|fmha|flash)"}
-    if name.startswith("softmax"):
+    patterns = {
+        "torch flash": r"flash_\w*(fwd|bwd)|pytorch_flash",
+        "cuDNN": r"cudnn.*(sdpa|fmha|flash)",
+        "flex": FLEX_ATTENTION,
+        "Deepwell": f"{ATTENTION}|{FLEX_ATTENTION}",
+    }
+    way = name.rpartition(": ")[2]
+    if way.startswith("softmax"):
         return [Claim(text="nothing fused", pattern=ATTENTION, none=True)]
-    return [Claim(text=name, pattern=patterns.get(name, ATTENTION))]
+    if way == "as written":
+        return []  # SDPA's choice, or products and a softmax
+    return [Claim(text=name, pattern=patterns.get(way, ATTENTION))]
 
 
 def peer_claims(uses_fp8: bool) -> list[Claim]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from deepwell.engine.passes.attention.flexible import rewrite_flexible
 from deepwell.engine.passes.attention.narrow_values import rewrite_narrow_values
 from deepwell.engine.passes.attention.rewrite import rewrite_attention
 from deepwell.engine.passes.before_linear import rewrite_before_linears
@@ -89,6 +90,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("",                                      DYNAMO,   give_operands_by_position),
     Pass("",                                      DYNAMO,   see_unmatched, ("work",)),
     Pass("causal_mask kv_heads window attention", DYNAMO,   rewrite_attention, ("outer",)),
+    Pass("packed soft_cap",                       DYNAMO,   rewrite_flexible, ("outer",), when="use_inductor"),
     Pass("narrow_values",                         DYNAMO,   rewrite_narrow_values),
     Pass("cross_entropy",                         DYNAMO,   rewrite_head, ("work",), when="fuse_head"),
     Pass("embedding",                             DYNAMO,   rewrite_embedding),

@@ -25,6 +25,7 @@ _ROOMS = {
     "fp8_gemm_blocks": "deepwell.kernels.gemm.fp8_blocks",
     "attention": "deepwell.kernels.attention.flash",
     "narrow_values": "deepwell.kernels.attention.narrow_values",
+    "flex_attention": "deepwell.kernels.attention.flex",
     "grouped_gemm": "deepwell.kernels.experts.grouped_gemm",
     "experts_tiles": "deepwell.kernels.experts.tiles_proof",
 }

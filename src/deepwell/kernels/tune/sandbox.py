@@ -220,6 +220,14 @@ def _answers(entry: str, request: dict[str, Any], timeout_s: float) -> tuple[lis
     return [line for line in lines if isinstance(line, dict)], ended
 
 
+def ask_fresh_process(entry: str, request: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
+    """(the last line of JSON that a fresh interpreter printed, or None and why there is none)."""
+    said, ended = _answers(entry, request, timeout_s)
+    if said and ended is None:
+        return said[-1], ""
+    return None, "its process answered nothing" if ended is None else ended.reason
+
+
 def _in_fresh_process(entry: str, request: dict[str, Any], timeout_s: float, where: str) -> Proof:
     try:
         done = _start(entry, request, timeout_s)

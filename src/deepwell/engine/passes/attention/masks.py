@@ -6,6 +6,9 @@ d, which holds at every size. So is Hugging Face's search for sequences that wer
 where positions do not rise by 1, counted, are one number everywhere where there are none. At fixed sizes, other parts
 that are no larger than rows of positions are computed. Where all that fails and sizes are fixed, the whole mask is
 computed once and looked at; a mask that draws random numbers, or reads a tensor from outside, has no rule.
+
+One thing may come from outside: numbers of documents, [B, S] or [S], that are compared for equality along both axes.
+Such a mask is two step functions of d: one for pairs of one document, one for all other pairs (`packed_of`).
 """
 
 import math
@@ -78,6 +81,51 @@ class _Steps:
         return next(v for s, v in zip(reversed(self.starts), reversed(self.values), strict=True) if s <= d)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A node's whole numbers, [B, S] or [S], and where its axes lie in a view of it, counted from the end."""
+
+    node: fx.Node
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A tensor that is a step function of d for pairs whose numbers in `rows` are equal, and another for the rest."""
+
+    rows: fx.Node
+    batch: int | None  # the axis of sequences, where rows has one
+    same: _Steps
+    other: _Steps
+
+
+_Known = _Line | _Steps | _Rows | _Split
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMask:
+    """Open in a band, for pairs of one document: equal numbers of `documents`, [B, S], [1, S] or [S]."""
+
+    documents: fx.Node
+    band: MaskBand
+
+
+def packed_of(mask: fx.Node) -> PackedMask | None:
+    """The documents and the band that a mask [B, H, S, S] opens; None where it has no such rule."""
+    value = value_of(mask)
+    if value is None or value.dim() != 4 or (value.dtype is not torch.bool and not value.dtype.is_floating_point):
+        return None
+    order = _subgraph(mask, reads_inputs=True)
+    if order is None or _is_written(order):
+        return None
+    found = _follow(order, has_rows=True)
+    if not isinstance(found, _Split) or found.batch not in (None, 4):
+        return None
+    band = _band_of_steps(found.same, value.dtype)
+    is_shut = all(_is_open(value_there.to(value.dtype)) is False for value_there in found.other.values)
+    return PackedMask(found.rows, band) if band is not None and is_shut else None
+
+
 def band_of(mask: fx.Node) -> MaskBand | None:
     """The band that a mask opens, at every size that its symbols may have; None where it has no such rule."""
     value = value_of(mask)
@@ -134,8 +182,8 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.SymInt)
 
 
-def _subgraph(node: fx.Node) -> list[fx.Node] | None:
-    """All that a node is computed from, in order; None where it reads a tensor that is not made here."""
+def _subgraph(node: fx.Node, *, reads_inputs: bool = False) -> list[fx.Node] | None:
+    """All that a node is computed from, in order; None where it reads a tensor that is not made here, and may not."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
     stack = [(node, False)]
@@ -148,7 +196,7 @@ def _subgraph(node: fx.Node) -> list[fx.Node] | None:
             continue
         seen.add(current)
         is_size = _is_size(current)
-        if current.op in _FORBIDDEN or (current.op == "placeholder" and not is_size):
+        if current.op in _FORBIDDEN or (current.op == "placeholder" and not is_size and not reads_inputs):
             return None
         stack.append((current, True))
         if not is_size:  # a size is known from its symbol, whatever tensor it was read from
@@ -187,13 +235,23 @@ def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
 # ---- the mask as a function of d ----
 
 
-def _follow(order: list[fx.Node]) -> _Line | _Steps | None:
-    known: dict[fx.Node, _Line | _Steps | None] = {}
+def _follow(order: list[fx.Node], *, has_rows: bool = False) -> _Known | None:
+    """What the last node is. With `has_rows` what cannot be followed may be numbers of documents."""
+    known: dict[fx.Node, _Known | None] = {}
     small = _small_parts(order)
     with torch.no_grad():
         for node in order:
-            known[node] = None if value_of(node) is None else _next(node, known) or _everywhere(small.get(node))
+            if value_of(node) is None:
+                known[node] = None
+                continue
+            known[node] = _next(node, known) or _everywhere(small.get(node)) or (_rows(node) if has_rows else None)
     return known[order[-1]]
+
+
+def _rows(node: fx.Node) -> _Rows | None:
+    value = value_of(node)
+    is_whole = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype is not torch.bool
+    return _Rows(node, tuple(range(value.dim(), 0, -1))) if is_whole and value.dim() in (1, 2) else None
 
 
 def _small_parts(order: list[fx.Node]) -> dict[fx.Node, Tensor]:
@@ -204,7 +262,7 @@ def _small_parts(order: list[fx.Node]) -> dict[fx.Node, Tensor]:
     with torch.no_grad():
         for node in order:
             value, parents = value_of(node), node.all_input_nodes
-            if value is None or any(parent not in values for parent in parents):
+            if value is None or node.op == "placeholder" or any(parent not in values for parent in parents):
                 continue
             is_fixed = all(isinstance(size, int) for size in value.shape)
             if is_fixed and value.numel() <= _SMALL and not _is_random(node):
@@ -219,15 +277,17 @@ def _everywhere(value: Tensor | None) -> _Steps | None:
     return _Steps((-math.inf,), (value.flatten()[0].cpu(),))
 
 
-def _next(node: fx.Node, known: Mapping[fx.Node, _Line | _Steps | None]) -> _Line | _Steps | None:
+def _next(node: fx.Node, known: Mapping[fx.Node, _Known | None]) -> _Known | None:
     op, source = op_of(node), node.args[0] if node.args else None
     if op == "arange":
         return _positions(node)
     if op in _CONSTANTS:
         return _constant(node)
     made = [known.get(parent) for parent in node.all_input_nodes if not _is_size(parent)]
-    if any(item is None for item in made):
+    if node.op == "placeholder" or any(item is None for item in made):
         return None
+    if any(isinstance(item, (_Rows, _Split)) for item in made):
+        return _of_documents(node, op, known)
     first = known.get(source) if isinstance(source, fx.Node) else None
     if isinstance(first, _Steps) and len(first.values) == 1:  # one number everywhere, whichever part is taken
         if op == "getitem":
@@ -246,6 +306,117 @@ def _next(node: fx.Node, known: Mapping[fx.Node, _Line | _Steps | None]) -> _Lin
         return _triangle(steps, op, diagonal) if isinstance(diagonal, int) else None
     is_same = op in ("getitem", "unsqueeze", "expand", "expand_as", "view", "reshape") and _keeps_last_axes(node, op)
     return steps if is_same else None
+
+
+# ---- documents ----
+
+
+def _of_documents(node: fx.Node, op: str, known: Mapping[fx.Node, Any]) -> _Known | None:
+    """Numbers of documents moved, taken by positions or compared, and masks made of that."""
+    operands = [known.get(arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+    first = operands[0] if operands else None
+    if isinstance(first, _Rows):
+        if op in ("eq", "ne") and len(operands) == 2 and not node.kwargs:
+            return _compared_rows(first, operands[1], op)
+        if op == "getitem" and isinstance(node.args[1], tuple) and any(isinstance(i, fx.Node) for i in node.args[1]):
+            return _taken(node, first, [known.get(i) if isinstance(i, fx.Node) else i for i in node.args[1]])
+        is_same = op in ("to", "convert", "contiguous", "clone") and value_of(node).dtype == value_of(first.node).dtype
+        axes = first.axes if is_same else _axes_after(node, op, first.axes)
+        return _Rows(first.node, axes) if axes is not None else None
+    made = [known[parent] for parent in node.all_input_nodes if not _is_size(parent)]
+    split = next((item for item in made if isinstance(item, _Split)), None)
+    if split is None or not all(isinstance(item, (_Steps, _Split)) for item in made):
+        return None
+    if any(isinstance(item, _Split) and (item.rows, item.batch) != (split.rows, split.batch) for item in made):
+        return None
+    if op in _ELEMENTWISE and not node.kwargs.get("out"):
+        return _halves(split, lambda pick: _elementwise(node, pick), node, known)
+    if op in ("tril", "triu") and first is split:
+        diagonal = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
+        if not isinstance(diagonal, int):
+            return None
+        return _halves(split, lambda pick: _triangle(pick[node.args[0]], op, diagonal), node, known)
+    axes = _axes_after(node, op, (2, 1) if split.batch is None else (split.batch, 2, 1)) if first is split else None
+    if axes is None or axes[-2:] != (2, 1):
+        return None
+    return _Split(split.rows, None if split.batch is None else axes[0], split.same, split.other)
+
+
+def _halves(
+    split: _Split, run: Callable[[Any], _Steps | None], node: fx.Node, known: Mapping[fx.Node, Any]
+) -> _Split | None:
+    """A node's value for pairs of one document and for the others."""
+    parents = node.all_input_nodes
+    picks = (
+        {
+            parent: getattr(known[parent], half) if isinstance(known[parent], _Split) else known[parent]
+            for parent in parents
+        }
+        for half in ("same", "other")
+        if all(parent in known for parent in parents)
+    )
+    made = [run(pick) for pick in picks]
+    if len(made) != 2 or made[0] is None or made[1] is None:
+        return None
+    return _Split(split.rows, split.batch, made[0], made[1])
+
+
+def _compared_rows(a: _Rows, b: Any, op: str) -> _Split | None:
+    """`a == b` or `a != b`, where both are the same numbers, along queries and along keys."""
+    if not isinstance(b, _Rows) or a.node is not b.node or {a.axes[-1], b.axes[-1]} != {1, 2}:
+        return None
+    if a.axes[:-1] != b.axes[:-1] or any(axis < 3 for axis in a.axes[:-1]):
+        return None
+    same, other = (_Steps((-math.inf,), (torch.tensor(is_true),)) for is_true in (op == "eq", op == "ne"))
+    return _Split(a.node, a.axes[0] if len(a.axes) == 2 else None, same, other)
+
+
+def _taken(node: fx.Node, rows: _Rows, index: list[Any]) -> _Rows | None:
+    """`rows[sequence, position]`, where both indices count all of an axis from 0 on."""
+    value, axes = value_of(rows.node), list[int]()
+    if rows.axes != tuple(range(value.dim(), 0, -1)) or len(index) != value.dim():
+        return None
+    for line, part, size in zip(index, node.args[1], value.shape, strict=True):
+        if isinstance(line, _Steps) and _is_one(size) and len(line.values) == 1 and not line.values[0]:
+            axes.append(4)  # the only sequence, wherever its axis lies
+            continue
+        if not isinstance(line, _Line) or line.offset or len(line.slopes) != 1 or line.slopes[0][1] != 1:
+            return None
+        axis = line.slopes[0][0]
+        if value_of(part).shape[-axis] != size:
+            return None
+        axes.append(axis)
+    return _Rows(rows.node, tuple(axes)) if len(set(axes)) == len(axes) else None
+
+
+def _axes_after(node: fx.Node, op: str, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Where axes lie after a view that adds some, counted from the end; None for any other."""
+    before, after = value_of(node.args[0]), value_of(node)
+    order: list[int | None] = list(range(before.dim()))
+    if op == "unsqueeze":
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        if not isinstance(dim, int):
+            return None
+        order.insert(dim % after.dim(), None)
+    elif op == "getitem" and _is_plain_index(node.args[1]):
+        order = _indexed(node.args[1], before.dim())
+    elif op in ("expand", "expand_as"):
+        order[:0] = [None] * (after.dim() - before.dim())
+    elif op not in ("view", "reshape", "contiguous", "clone") or tuple(before.shape) != tuple(after.shape):
+        return None
+    return tuple(len(order) - order.index(before.dim() - axis) for axis in axes)
+
+
+def _indexed(index: Any, count: int) -> list[int | None]:
+    """The axes that an index of `None`, `:` and `...` leaves, None for each new one."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    given = sum(part is not None and part is not Ellipsis for part in parts)
+    if Ellipsis not in parts:
+        parts.append(Ellipsis)
+    at = parts.index(Ellipsis)
+    parts[at : at + 1] = [slice(None)] * (count - given)
+    axes = iter(range(count))
+    return [None if part is None else next(axes) for part in parts]
 
 
 def _positions(node: fx.Node) -> _Line | None:
@@ -409,4 +580,4 @@ def _by_pieces(parts: list[_Steps], run: Callable[..., Any]) -> _Steps:
     return _Steps(starts, tuple(run(*(steps.at(start) for steps in parts)) for start in starts))
 
 
-__all__ = ["MaskBand", "band_of"]
+__all__ = ["MaskBand", "PackedMask", "band_of", "packed_of"]

@@ -31,7 +31,7 @@ def rewrite_attention(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = Non
     for node in list(graph.nodes):
         if op_of(node) != "scaled_dot_product_attention" and node.target is not windowed_attention:
             continue
-        heads += _keep_kv_heads(node)
+        heads += keep_kv_heads(node)
         if node.target is windowed_attention:
             continue
         mask = argument(node, "attn_mask")
@@ -84,7 +84,7 @@ def _set(node: fx.Node, **kwargs: Any) -> None:
     node.kwargs = {key: value for key, value in merged.items() if value is not None or key == "scale"}
 
 
-def _keep_kv_heads(node: fx.Node) -> bool:
+def keep_kv_heads(node: fx.Node) -> bool:
     """Undo repeat_kv on key and value where both were repeated alike."""
     key, value = (_unrepeated(node.args[i]) for i in (1, 2))
     query = value_of(node.args[0])
@@ -95,7 +95,7 @@ def _keep_kv_heads(node: fx.Node) -> bool:
     if query.shape[1] != value_of(node.args[1]).shape[1]:
         return False  # one head of queries for all of the keys'
     node.args = (node.args[0], key, value, *node.args[3:])
-    if node.target is not windowed_attention:
+    if op_of(node) == "scaled_dot_product_attention":
         _set(node, enable_gqa=True)
     return True
 

@@ -2,6 +2,7 @@
 
     softmax(scale * q k^T + mask) v            becomes SDPA, whose mask the next pass reads
     softmax([scale * q k^T + mask, sink]) v    the sink's column dropped before v (GPT-OSS): on a GPU, flash attention
+    softmax(cap * tanh(scale * q k^T / cap) + mask) v    a soft cap (Gemma 2): `flexible.py` has a kernel for it
 
 Between them may stand casts, a dropout that drops nothing, and a maximum that is taken off all logits of a row, which
 softmax does by itself. Scores that something else reads, or another softmax axis, leave it as it is.
@@ -23,8 +24,8 @@ from deepwell.kernels.tune.choose import why_rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """The operands of one attention; `sinks` has an entry for each head."""
+class Written:
+    """The operands of one attention; `sinks` has an entry for each head, `cap` is 0 where scores are as they are."""
 
     query: fx.Node
     key: fx.Node
@@ -32,14 +33,15 @@ class _Written:
     scale: float
     mask: fx.Node | None = None
     sinks: fx.Node | None = None
+    cap: float = 0.0
 
 
 def rewrite_written(graph: fx.Graph, outer: Mapping[str, fx.Node]) -> int:
     """Replace attention that is written out. Returns how many."""
     count = 0
     for node in list(graph.nodes):
-        found = _match(node) if op_of(node) == "matmul" else None
-        if found is None:
+        found = match_written(node)
+        if found is None or found.cap:
             continue
         call = _as_sdpa(found) if found.sinks is None else _with_sinks(found, outer)
         if call is not None:
@@ -50,7 +52,7 @@ def rewrite_written(graph: fx.Graph, outer: Mapping[str, fx.Node]) -> int:
     return count
 
 
-def _as_sdpa(found: _Written) -> tuple[Any, ...] | None:
+def _as_sdpa(found: Written) -> tuple[Any, ...] | None:
     mask = value_of(found.mask)
     if found.mask is not None and (mask is None or mask.dim() < 2 or mask.dtype != value_of(found.query).dtype):
         return None
@@ -60,7 +62,7 @@ def _as_sdpa(found: _Written) -> tuple[Any, ...] | None:
     return F.scaled_dot_product_attention, operands, {"attn_mask": found.mask, "scale": found.scale}
 
 
-def _with_sinks(found: _Written, outer: Mapping[str, fx.Node]) -> tuple[Any, ...] | None:
+def _with_sinks(found: Written, outer: Mapping[str, fx.Node]) -> tuple[Any, ...] | None:
     """Where the mask is causal or a causal window, and the kernel takes the operands."""
     query, key, mask = value_of(found.query), value_of(found.key), found.mask
     size = query.shape[2]
@@ -75,8 +77,10 @@ def _with_sinks(found: _Written, outer: Mapping[str, fx.Node]) -> tuple[Any, ...
     return windowed_attention, (found.query, found.key, found.value, found.sinks, found.scale, window)
 
 
-def _match(node: fx.Node) -> _Written | None:
+def match_written(node: fx.Node) -> Written | None:
     """The attention whose last product a node is."""
+    if op_of(node) != "matmul":
+        return None
     probs, value, sinks, mask = _before(node.args[0], node), node.args[1], None, None
     has_sinks = op_of(probs) == "getitem" and probs.args[1] == (Ellipsis, slice(None, -1, None))
     if has_sinks:
@@ -88,6 +92,7 @@ def _match(node: fx.Node) -> _Written | None:
         logits, sinks = _joined(logits)
     if op_of(logits) == "add" and not logits.kwargs and all(isinstance(arg, fx.Node) for arg in logits.args):
         logits, mask = _scores_and_mask(logits)
+    cap, logits = _uncapped(logits)
     scale, product = _scaled(logits)
     if op_of(product) != "matmul" or has_sinks != (sinks is not None):
         return None
@@ -98,7 +103,18 @@ def _match(node: fx.Node) -> _Written | None:
     writes = Writes(node.graph)
     if any(writes.between(n, product, node) for n in (query, key, mask, sinks) if n is not None):
         return None
-    return _Written(query=query, key=key, value=value, scale=scale, mask=mask, sinks=sinks)
+    return Written(query=query, key=key, value=value, scale=scale, mask=mask, sinks=sinks, cap=cap)
+
+
+def _uncapped(node: Any) -> tuple[float, Any]:
+    """(c, scores) of `c * tanh(scores / c)`, (0, itself) of anything else."""
+    if op_of(node) != "mul" or node.kwargs:
+        return 0.0, node
+    cap = next((arg for arg in node.args if isinstance(arg, (int, float))), None)
+    bent = _before(next((arg for arg in node.args if isinstance(arg, fx.Node)), None), node)
+    part = _before(bent.args[0], bent) if op_of(bent) == "tanh" else None
+    is_cap = cap is not None and cap > 0 and op_of(part) == "div" and not part.kwargs and part.args[1] == cap
+    return (float(cap), _before(part.args[0], part)) if is_cap else (0.0, node)
 
 
 def _scaled(node: Any) -> tuple[float, Any]:
@@ -177,4 +193,4 @@ def _untransposed(node: Any) -> Any:
     return node.args[0] if axes in ({2, 3}, {-1, -2}, {2, -1}, {3, -2}) else None
 
 
-__all__ = ["rewrite_written"]
+__all__ = ["Written", "match_written", "rewrite_written"]
