@@ -14,9 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.attention.flexible import rewrite_flexible
-from deepwell.engine.passes.attention.narrow_values import rewrite_narrow_values
-from deepwell.engine.passes.attention.rewrite import rewrite_attention
+from deepwell.engine.passes.attention import rewrite_attention, rewrite_flexible, rewrite_narrow_values
 from deepwell.engine.passes.before_linear import rewrite_before_linears
 from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.engine.passes.edit import erase_unread
