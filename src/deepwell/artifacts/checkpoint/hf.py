@@ -106,33 +106,18 @@ def load_pretrained(model: nn.Module, folder: Path | str) -> nn.Module:
         aliases[name].append(alias)
     where = {name: next((files[n] for n in names if n in files), None) for name, names in aliases.items()}
     missing = [name for name, found in where.items() if found is None]
-    whole: dict[str, Tensor] = {}
-    if missing:
-        whole = _by_transformers(model, folder, missing)
+    stored: dict[str, Any] = _by_transformers(model, folder, missing) if missing else where
     with torch.no_grad():
         for name, tensor in tensors.items():
-            found = where[name]
-            value = _Whole(whole[name]) if whole or found is None else found
-            _copy(value, tensor, name, folder)
+            _copy(stored[name], tensor, name, folder)
     return model
 
 
-class _Whole:
-    """A tensor in memory, read like one of a file."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, slices: Any) -> Tensor:
-        return self._tensor[slices]
-
-
 def _copy(stored: Any, tensor: Tensor, name: str, folder: Path) -> None:
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise CheckpointError(f"{folder}: {name} has shape {stored.get_shape()}, the model's is {list(tensor.shape)}")
+    """Fill this rank's part from a tensor, or from one of a file that is not read yet."""
+    shape = list(stored.shape if isinstance(stored, Tensor) else stored.get_shape())
+    if shape != list(tensor.shape):
+        raise CheckpointError(f"{folder}: {name} has shape {shape}, the model's is {list(tensor.shape)}")
     box = box_of(tensor, name)
     slices = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
     if box.numel:

@@ -67,10 +67,6 @@ class Reader(AbstractContextManager["Reader"]):
         self._files: dict[str, Any] = {}
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the files."""
         self._files = {}
 
     def verify(self, share: int = 0, of: int = 1) -> None:

@@ -48,18 +48,15 @@ def load_checkpoint(
         with torch.no_grad():
             for name, tensor in tensors.items():
                 entry = reader.model[reader.name_of(name)]
-                _target(tensor).copy_(reader.read(entry, box_of(tensor, name)))
+                # The tensor itself where it can be, so that who watches its version sees it change.
+                target = local_of(tensor) if is_dtensor(tensor) else tensor
+                target.copy_(reader.read(entry, box_of(tensor, name)))
         if state.optimizer is not None:
             _load_optimizer(reader, state.optimizer, names, round_moments)
         rank_state = _rank_state(reader, rank)
         state.rank_state.clear()
         state.rank_state.update(rank_state)
         return reader.opened.state
-
-
-def _target(tensor: Tensor) -> Tensor:
-    """Where to copy to: the tensor itself where it can be, so that who watches its version sees it change."""
-    return local_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def _agree_on(check: Callable[[], None], names: set[str], group: Any) -> set[str]:

@@ -30,15 +30,6 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    @property
-    def is_first(self) -> bool:
-        return not any(self.offsets)
-
-
-def is_whole(box: Box) -> bool:
-    """Whether a part is all of its tensor."""
-    return box.sizes == box.whole
-
 
 def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
     """Whether a tensor is spread over ranks. Importing DTensor to ask takes seconds; who has one has imported it."""

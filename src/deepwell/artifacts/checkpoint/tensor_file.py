@@ -63,26 +63,24 @@ def in_file_order(slots: Iterable[TensorSlot]) -> list[TensorSlot]:
     return sorted(slots, key=lambda slot: (-slot.dtype.itemsize, slot.key))
 
 
-def header(slots: Iterable[TensorSlot]) -> bytes:
-    """What stands before the tensors' bytes, for slots in the order in which those follow."""
+def header(slots: Iterable[TensorSlot], *, has_metadata: bool = True, alignment: int = 8) -> bytes:
+    """What stands before the tensors' bytes, which begin at a multiple of `alignment`, for slots in their order."""
     metadata = {"format": "pt"}
     entries: dict[str, object] = {}
     parts: dict[str, dict[str, list[int]]] = {}
     begin = 0
     for slot in slots:
         end = begin + slot.nbytes
-        entries[slot.key] = {
-            "dtype": dtype_name(slot.dtype, slot.key),
-            "shape": list(slot.shape),
-            "data_offsets": [begin, end],
-        }
+        name = dtype_name(slot.dtype, slot.key)
+        entries[slot.key] = {"dtype": name, "shape": list(slot.shape), "data_offsets": [begin, end]}
         if slot.offsets is not None:
             parts[slot.key] = {"saved_offsets": list(slot.offsets)}
         begin = end
     if parts:
         metadata |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(parts)}
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    document = {"__metadata__": metadata, **entries} if has_metadata else entries
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,10 @@ class WriteJob:
     step: int
     save_id: str
     team: Team
-    files: tuple[File, ...]
-    tensors: tuple[dict[str, Any], ...]
-    contents: Contents | None
-    documents: dict[str, bytes]  # written by rank 0
+    files: tuple[File, ...] = ()
+    tensors: tuple[dict[str, Any], ...] = ()
+    contents: Contents | None = None
+    documents: dict[str, bytes] = field(default_factory=dict)  # written by rank 0
     error: str = ""  # why this rank cannot take part
 
     @property
@@ -130,17 +130,7 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
 
 def failed_job(folder: Path, step: int, team: Team, save_id: str, error: str) -> WriteJob:
     """The job of a rank that cannot take part: it tells the others."""
-    return WriteJob(
-        folder=folder,
-        step=step,
-        save_id=save_id,
-        team=team,
-        files=(),
-        tensors=(),
-        contents=None,
-        documents={},
-        error=error,
-    )
+    return WriteJob(folder=folder, step=step, save_id=save_id, team=team, error=error)
 
 
 def run_job(job: WriteJob, staging: Staging, timeout_s: float) -> int:
@@ -193,15 +183,8 @@ def _write_own(job: WriteJob, staging: Staging) -> dict[str, Any]:
     files = [
         write_file(job.temporary / file.name, (file.header, *staging.read(file.begin, file.end))) for file in job.files
     ]
-    contents = job.contents
-    return {
-        "error": "",
-        "files": [record.to_dict() for record in files],
-        "tensors": list(job.tensors),
-        "tied": contents.tied,
-        "values": contents.values,
-        "groups": contents.groups,
-    }
+    held = {name: getattr(job.contents, name) for name in ("tied", "values", "groups")}
+    return {"error": "", "files": [record.to_dict() for record in files], "tensors": list(job.tensors), **held}
 
 
 def _reports(job: WriteJob, own: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """What an export wrote, as a value: the file, its size and hash, and how its weights are stored."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ headers again and compares. Whatever else a zip can be (compressed, encrypted, o
 is therefore refused, as is every changed byte.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

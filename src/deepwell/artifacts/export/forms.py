@@ -5,8 +5,6 @@ taken from the bindings alone: an engine of the same formats runs an example wit
 back, and a weight that changes a single bit of the result is stored whole, with that reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -122,14 +120,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run_call(model: nn.Module, call: ExampleInputs) -> Any:
-    return pytree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
-        _plain(model(*call.args, **dict(call.kwargs))),
-    )
-
-
-def _plain(result: Any) -> Any:
-    return dict(result) if isinstance(result, Mapping) else result
+    result = model(*call.args, **dict(call.kwargs))
+    plain = dict(result) if isinstance(result, Mapping) else result
+    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, plain)
 
 
 # ---- which weight has which form ----

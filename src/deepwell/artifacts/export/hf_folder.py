@@ -1,14 +1,14 @@
 """A Hugging Face folder of an engine's model: config.json, model.safetensors and generation_config.json."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from deepwell.artifacts.export.artifact import Artifact
+from deepwell.artifacts.export.manifest import count_formats
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, UnsupportedError
 
@@ -39,22 +39,22 @@ def export_hf(engine: Engine, target: Path) -> Artifact:
 
 
 def _artifact(engine: Engine, model: nn.Module, target: Path) -> Artifact:
-    formats: dict[str, dict[str, int]] = {}
-    for parameter in model.parameters():
-        row = formats.setdefault(str(parameter.dtype).removeprefix("torch."), {"tensors": 0, "elements": 0, "bytes": 0})
-        row["tensors"] += 1
-        row["elements"] += parameter.numel()
-        row["bytes"] += parameter.nbytes
+    held = [(str(p.dtype).removeprefix("torch."), p.numel(), p.nbytes) for p in model.parameters()]
     files = [file for file in target.rglob("*") if file.is_file()]
     return Artifact(
         path=str(target),
         format="hf",
         bytes=sum(file.stat().st_size for file in files),
         sha256=hashlib.sha256((target / "config.json").read_bytes()).hexdigest(),
-        model={
-            "name": engine.deepwell.ir.name, "form": "transformers", "class": type(model).__name__,
-            "parameters": sum(p.numel() for p in model.parameters()), "layers": engine.deepwell.ir.num_layers,
-            "dtype": engine.deepwell.ir.dtype,
-        },
-        formats=formats,
-    )  # fmt: skip
+        model=about(engine, {"form": "transformers", "class": type(model).__name__}),
+        formats=count_formats(held),
+    )
+
+
+def about(engine: Engine, form: dict[str, Any]) -> dict[str, Any]:
+    """What an artifact says of its model."""
+    ir, parameters = engine.deepwell.ir, engine.deepwell.model.parameters()
+    return {
+        "name": ir.name, "form": form["form"], "class": form.get("class", ""),
+        "parameters": sum(p.numel() for p in parameters), "layers": ir.num_layers, "dtype": ir.dtype,
+    }  # fmt: skip

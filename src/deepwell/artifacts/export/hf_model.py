@@ -4,8 +4,6 @@ A name from a file is looked up in transformers' own namespace and must be a mod
 Nothing is fetched: no remote code, no kernels from a hub.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any
@@ -46,21 +44,17 @@ def hf_form(model: Any) -> dict[str, Any] | str:
         return f"it runs {unknown[0]!r}, which is not in transformers itself"
 
     def fail(reason: str) -> Any:
-        raise _NotTheSame(reason)
+        raise RuntimeError(reason)
 
     try:
         with torch.device("meta"):
             same = build_hf(form, fail)
-    except (_NotTheSame, RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         return f"its config does not build it again: {str(error)[:200]}"
     if [(n, type(m)) for n, m in same.named_modules()] != [(n, type(m)) for n, m in model.named_modules()]:
         return "its modules are not those of its config"
     shapes = [{n: t.shape for n, t in m.named_parameters(remove_duplicate=False)} for m in (same, model)]
     return form if shapes[0] == shapes[1] else "its parameters are not those of its config"
-
-
-class _NotTheSame(Exception):
-    """The form of a model was refused while it was being written."""
 
 
 def _is_changed(module: nn.Module) -> bool:

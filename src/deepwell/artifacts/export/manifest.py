@@ -1,11 +1,10 @@
 """The manifest of an exported engine: what the file holds, each tensor's form, and the hash of every member."""
 
-from __future__ import annotations
-
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +21,7 @@ KIND = "deepwell.engine"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _NAME = re.compile(r"[^\s\x00-\x1f\"'\\/]{1,500}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,24 +83,31 @@ class Manifest:
             "members": {name: {"bytes": size, "sha256": sha} for name, (size, sha) in self.members.items()},
         }
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """What each tensor is, by all of its names."""
+        kinds = {name: entry.kind for name, entry in self.tensors.items()}
+        return kinds | {name: kinds[target] for name, target in self.tied.items()}
+
     def formats(self) -> dict[str, dict[str, int]]:
         """How many tensors, elements and bytes each format has."""
-        found: dict[str, dict[str, int]] = {}
+        rows = []
         for entry in self.tensors.values():
-            row = found.setdefault(entry.format, {"tensors": 0, "elements": 0, "bytes": 0})
-            count = _count(entry.shape)
-            row["tensors"] += 1
-            row["elements"] += count
             parts = expected(entry.form, entry.shape).values() if entry.form else [(entry.dtype, entry.shape)]
-            row["bytes"] += sum(_count(shape) * dtype.itemsize for dtype, shape in parts)
-        return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))
+            size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
+            rows.append((entry.format, math.prod(entry.shape), size))
+        return dict(sorted(count_formats(rows).items(), key=lambda item: -item[1]["bytes"]))
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def count_formats(rows: Iterable[tuple[str, int, int]]) -> dict[str, dict[str, int]]:
+    """Tensors, elements and bytes of each format; `rows` are (format, elements, bytes) of tensors."""
+    found: dict[str, dict[str, int]] = {}
+    for name, elements, size in rows:
+        row = found.setdefault(name, {"tensors": 0, "elements": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["elements"] += elements
+        row["bytes"] += size
+    return found
 
 
 # ---- reading ----
@@ -125,8 +132,8 @@ def read_manifest(container: Container) -> Manifest:
     options = EngineOptions.from_dict(data.get("options"))
     if options is None:
         refuse("the engine's options in its manifest are damaged")
-    tensors = {name: read.entry(name, entry) for name, entry in read.mapping("tensors").items()}
-    tied = read.mapping("tied")
+    tensors = {name: read.entry(name, entry) for name, entry in read.field("tensors", dict).items()}
+    tied = read.field("tied", dict)
     if not all(name not in tensors and target in tensors for name, target in tied.items()):
         refuse("the tied tensors in its manifest are damaged")
     for name in tied:
@@ -135,17 +142,17 @@ def read_manifest(container: Container) -> Manifest:
     if type(step) is not int or step < 0 or not isinstance(data.get("checked"), bool):
         refuse("the step in its manifest is damaged")
     return Manifest(
-        model=read.mapping("model"),
+        model=read.field("model", dict),
         versions=read.texts("versions"),
-        device=read.text("device"),
+        device=read.field("device", str),
         step=step,
         options=options,
-        pins=tuple(read.pin(pin) for pin in read.sequence("pins")),
+        pins=tuple(read.pin(pin) for pin in read.field("pins", list)),
         tensors=tensors,
         tied=tied,
         is_checked=data["checked"],
-        notes=tuple(str(note) for note in read.sequence("notes")),
-        members={name: read.member(name, entry) for name, entry in read.mapping("members").items()},
+        notes=tuple(str(note) for note in read.field("notes", list)),
+        members={name: read.member(name, entry) for name, entry in read.field("members", dict).items()},
     )
 
 
@@ -153,26 +160,14 @@ class _ManifestReader:
     def __init__(self, data: Mapping[str, Any], refuse: Refuse) -> None:
         self._data, self._refuse = data, refuse
 
-    def mapping(self, name: str) -> dict[str, Any]:
+    def field(self, name: str, kind: type[_Kind]) -> _Kind:
         value = self._data.get(name)
-        if not isinstance(value, dict):
-            self._refuse(f"{name} in its manifest is damaged")
-        return value
-
-    def sequence(self, name: str) -> list[Any]:
-        value = self._data.get(name)
-        if not isinstance(value, list):
-            self._refuse(f"{name} in its manifest is damaged")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self._data.get(name)
-        if not isinstance(value, str):
+        if not isinstance(value, kind):
             self._refuse(f"{name} in its manifest is damaged")
         return value
 
     def texts(self, name: str) -> dict[str, str]:
-        value = self.mapping(name)
+        value = self.field(name, dict)
         if not all(isinstance(item, str) for item in value.values()):
             self._refuse(f"{name} in its manifest is damaged")
         return value

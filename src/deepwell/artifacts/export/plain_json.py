@@ -1,7 +1,5 @@
 """JSON of an exported engine's members: strict to read, with a word for numbers that JSON cannot hold."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -36,14 +34,10 @@ def read_json(text: bytes, what: str, refuse: Refuse) -> dict[str, Any]:
     def no_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def value(pairs: list[tuple[str, Any]]) -> Any:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a key is there twice")
-        return found
-
-    def value(pairs: list[tuple[str, Any]]) -> Any:
-        found = once(pairs)
         if set(found) == {_FLOAT} and found[_FLOAT] in ("inf", "-inf", "nan"):
             return float(found[_FLOAT])
         return found

@@ -1,7 +1,6 @@
 """`dw.load_engine`: an engine from a file, without the code of whoever trained it."""
 
-from __future__ import annotations
-
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,9 +74,7 @@ def _model(container: Container, manifest: Manifest, device: torch.device) -> nn
     form = read_json(bytes(container.member("model.json")), "model.json", refuse)
     tensors = _restored(manifest, stored, device, refuse)
     if form.get("form") == "graph":
-        kinds = {name: entry.kind for name, entry in manifest.tensors.items()}
-        kinds |= {name: kinds[target] for name, target in manifest.tied.items()}
-        return build_graph(form, kinds, tensors, device, refuse)
+        return build_graph(form, manifest.kinds, tensors, device, refuse)
     if form.get("form") != "transformers":
         refuse(f"its model has the form {str(form.get('form'))[:60]!r}, which is not known")
     model = build_hf(form, refuse)
@@ -127,9 +124,7 @@ def _check_kept(name: str, entry: ExportedTensor, parts: Mapping[str, Tensor], r
     at, kept = parts.get("kept_at"), parts.get("kept")
     if at is None and kept is None:
         return
-    count = 1
-    for size in entry.shape:
-        count *= size
+    count = math.prod(entry.shape)
     is_sound = (
         at is not None and kept is not None and at.dtype in (torch.int32, torch.int64) and at.dim() == kept.dim() == 1
         and len(at) == len(kept) <= count and kept.dtype == entry.dtype
@@ -143,8 +138,7 @@ def _fill(model: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor], r
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = set(model.state_dict(keep_vars=True))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    kinds = {name: entry.kind for name, entry in manifest.tensors.items()}
-    kinds |= {name: kinds[target] for name, target in manifest.tied.items()}
+    kinds = manifest.kinds
     wanted = set(parameters) | {name for name in buffers if name in kept}
     given = {name for name, kind in kinds.items() if kind in ("parameter", "buffer")}
     versions = manifest.versions.get("transformers", "?")

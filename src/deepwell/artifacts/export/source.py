@@ -1,7 +1,5 @@
 """A model to export from a folder: a Hugging Face folder, or a checkpoint of a Hugging Face model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NoReturn

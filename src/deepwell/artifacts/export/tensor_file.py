@@ -1,14 +1,14 @@
 """Tensors of an exported engine: a safetensors member, written piece by piece and read as views of mapped memory."""
 
-from __future__ import annotations
-
-import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepwell.artifacts.checkpoint.tensor_file import TensorSlot, header, in_file_order
+from deepwell.artifacts.export.container import ALIGNMENT
 from deepwell.artifacts.export.plain_json import Refuse, read_json
 
 # What a tensor may be, by its name in the file. Names of safetensors; E8M0 scales lie there as bytes.
@@ -17,36 +17,28 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "F16": torch.float16,
     "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 1 << 28
 _PIECE = 1 << 26
 
 
 def is_storable(tensor: Tensor) -> bool:
-    return tensor.dtype in _NAMES
+    return tensor.dtype in DTYPES.values()
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[bytes | memoryview]]:
-    """(bytes, pieces) of a safetensors file. Wide elements come first, so that each tensor is aligned to its own."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    at = 0
-    for name in order:
-        tensor = tensors[name]
-        end = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)
+    """(bytes, pieces) of a safetensors file."""
+    given = (TensorSlot(key=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items())
+    slots = in_file_order(given)
+    head = header(slots, has_metadata=False, alignment=ALIGNMENT)
 
     def pieces() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for name in order:
-            flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        yield head
+        for slot in slots:
+            flat = tensors[slot.key].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             for begin in range(0, flat.numel(), _PIECE):
                 yield memoryview(flat[begin : begin + _PIECE].numpy())  # type: ignore[arg-type]
 
-    return 8 + len(text) + at, pieces()
+    return len(head) + sum(slot.nbytes for slot in slots), pieces()
 
 
 def read_tensors(member: memoryview, refuse: Refuse) -> dict[str, Tensor]:
@@ -56,16 +48,14 @@ def read_tensors(member: memoryview, refuse: Refuse) -> dict[str, Tensor]:
     length = int.from_bytes(member[:8], "little")
     if length > min(_MAX_HEADER_BYTES, len(member) - 8):
         refuse(f"the header of its tensors claims {length:,} bytes")
-    header = read_json(bytes(member[8 : 8 + length]), "the header of its tensors", refuse)
-    header.pop("__metadata__", None)
+    entries = read_json(bytes(member[8 : 8 + length]), "the header of its tensors", refuse)
+    entries.pop("__metadata__", None)
     data = member[8 + length :]
     found: dict[str, Tensor] = {}
     spans = []
-    for name, entry in header.items():
+    for name, entry in entries.items():
         dtype, shape, begin, end = _entry(name, entry, refuse)
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if end - begin != count * dtype.itemsize or end > len(data) or begin % dtype.itemsize:
             refuse(f"tensor {name} of shape {shape} does not fit the {end - begin:,} bytes that it claims")
         spans.append((begin, end))
@@ -89,13 +79,12 @@ def _entry(name: str, entry: Any, refuse: Refuse) -> tuple[torch.dtype, tuple[in
         refuse(f"tensor {name} is not described by dtype, shape and data_offsets")
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     numbers = (entry["shape"], entry["data_offsets"])
-    if dtype is None or not all(isinstance(part, list) and all(_is_size(n) for n in part) for part in numbers):
+    # Not isinstance: a bool is an int.
+    if dtype is None or not all(
+        isinstance(part, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in part) for part in numbers
+    ):
         refuse(f"tensor {name} has dtype {entry['dtype']!r} and shape {entry['shape']!r}")
     if len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] > entry["data_offsets"][1]:
         refuse(f"tensor {name} lies at {entry['data_offsets']!r}")
     begin, end = entry["data_offsets"]
     return dtype, tuple(entry["shape"]), begin, end
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

@@ -9,8 +9,6 @@ block whose scale is tiny can lose it in a second rounding: there the numbers th
 until a second quantization gives the first one's values. Where that would take many, the weight is stored whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

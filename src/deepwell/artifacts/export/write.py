@@ -1,7 +1,5 @@
 """`dw.export`: an engine as one file that loads without its user's code, or as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys
@@ -25,7 +23,7 @@ from deepwell.artifacts.export.forms import (
     without_regions,
 )
 from deepwell.artifacts.export.graph.form import capture_call
-from deepwell.artifacts.export.hf_folder import export_hf
+from deepwell.artifacts.export.hf_folder import about, export_hf
 from deepwell.artifacts.export.hf_model import generation_of, hf_form
 from deepwell.artifacts.export.manifest import ExportedTensor, Manifest
 from deepwell.artifacts.export.plain_json import json_text
@@ -105,7 +103,7 @@ def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
         for name, text in members.items():
             writer.add(name, len(text), [text])
         manifest = Manifest(
-            model=_about(engine, form),
+            model=about(engine, form),
             versions=_versions(),
             device=engine.deepwell.device_name,
             step=engine.deepwell.step,
@@ -229,26 +227,14 @@ def collect(
     return tensors, entries, tied
 
 
-def _about(engine: Engine, form: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": engine.deepwell.ir.name,
-        "form": form["form"],
-        "class": form.get("class", ""),
-        "parameters": sum(parameter.numel() for parameter in engine.deepwell.model.parameters()),
-        "layers": engine.deepwell.ir.num_layers,
-        "dtype": engine.deepwell.ir.dtype,
-    }
-
-
 def _notes(engine: Engine, choice: PackedWeights) -> list[str]:
     notes = []
-    if choice.reasons:
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in choice.reasons.items():
-            by_reason.setdefault(reason, []).append(name)
-        for reason, names in by_reason.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            notes.append(f"stored whole, because {reason}: {names[0]}{more}")
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in choice.reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        notes.append(f"stored whole, because {reason}: {names[0]}{more}")
     if engine.deepwell.options.registry is not None:
         notes.append("kernels of a registry are not in the file: the loaded engine runs Deepwell's own")
     return notes

@@ -8,8 +8,6 @@ Sizes that the forward leaves open are symbols; what it decided by them (a branc
 a loaded graph checks before it runs. Text of the user's code, its names and its line numbers are not in it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +25,10 @@ from deepwell.graph.example_inputs import ExampleInputs
 from deepwell.graph.trace import MODEL_ERRORS, dynamo_settings, quiet, shapes_forgotten
 
 CONSTANT = "constant."
-_RELATIONS = {"Equality": "==", "Unequality": "!=", "LessThan": "<=", "StrictLessThan": "<", "GreaterThan": ">=",
-              "StrictGreaterThan": ">"}  # fmt: skip
-_ARITHMETIC = {"Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", "Min": "min",
-               "Max": "max", "And": "and", "Or": "or", "Not": "not"}  # fmt: skip
+# sympy's classes as the words of a condition.
+_WORDS = {"Equality": "==", "Unequality": "!=", "LessThan": "<=", "StrictLessThan": "<", "GreaterThan": ">=",
+          "StrictGreaterThan": ">", "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%",
+          "PythonMod": "%", "Min": "min", "Max": "max", "And": "and", "Or": "or", "Not": "not"}  # fmt: skip
 _CHECKS = ("_assert_scalar.default", "sym_constrain_range.default", "sym_constrain_range_for_size.default", "_check")
 _UNREAD = (torch._C._set_grad_enabled, torch._C._log_api_usage_once)
 
@@ -44,7 +42,8 @@ def capture_call(model: nn.Module, inputs: ExampleInputs) -> tuple[dict[str, Any
             return _capture(model, inputs, arguments, constants, is_open=is_open)
         except MODEL_ERRORS as error:
             last = error
-    raise UnsupportedError(f"{type(model).__name__} has no form without its code: {_first_line(last)}") from last
+    first = next((line.strip() for line in str(last).splitlines() if line.strip()), type(last).__name__)
+    raise UnsupportedError(f"{type(model).__name__} has no form without its code: {first}") from last
 
 
 def _arguments(model: nn.Module, inputs: ExampleInputs) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -303,10 +302,8 @@ def _tree(expr: Any, sizes: Mapping[str, Any]) -> Any:
         return int(expr)
     name = type(expr).__name__
     operands = [_tree(item, sizes) for item in expr.args]
-    if name in _RELATIONS:
-        return [_RELATIONS[name], *operands]
-    if name in _ARITHMETIC:
-        return [_ARITHMETIC[name], *operands]
+    if name in _WORDS:
+        return [_WORDS[name], *operands]
     if name == "Pow" and isinstance(expr.args[1], sympy.Integer) and int(expr.args[1]) > 0:
         return ["*", *[operands[0]] * int(expr.args[1])]
     raise UnsupportedError(f"the forward decides by {expr} whether to go on")
@@ -334,8 +331,3 @@ def _result(result: Any, outputs: list[Any], values: list[Any], graph: _GraphWri
         raise UnsupportedError(f"the model returns a {type(value).__name__}; a file holds tensors, dicts and tuples")
 
     return write(result)
-
-
-def _first_line(error: BaseException | None) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -6,7 +6,9 @@ becomes a torch.fx.GraphModule whose values have names of its own (`v0`, `v1`, .
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ class GraphModel(nn.Module):
             given = call.match(args, kwargs)
             if given is not None:
                 tensors = [getattr(owner, leaf) for owner, leaf in held]
-                return call.result(call.run(*given, *tensors))
+                return _made(call.result, call.run(*given, *tensors))
         shown = " or ".join(f"({', '.join(call.names)})" for call in self._calls)
         got = ", ".join([f"{len(args)} by position"] * bool(args) + [str(name) for name in kwargs])
         raise ConfigError(f"the model in this file takes {shown}; got {got or 'nothing'}")
@@ -63,18 +65,91 @@ class Part(nn.Module):
 
 
 class Call:
-    """One graph: its arguments, the conditions on their sizes, and how its outputs make the result."""
+    """One graph: its arguments, the conditions on their sizes, and how its outputs make the result.
 
-    def __init__(self, form: Mapping[str, Any], device: torch.device, refuse: Refuse) -> None:
-        checked = _Form(form, refuse)
-        self.arguments = checked.arguments
+    Every field of the JSON is checked for what it must be.
+    """
+
+    def __init__(self, form: Any, device: torch.device, refuse: Refuse) -> None:
+        wanted = {"arguments", "constants", "sizes", "conditions", "tensors", "nodes", "outputs", "result"}
+        if not isinstance(form, dict) or set(form) != wanted:
+            refuse("a graph of its model lacks a field, or has one that is not known")
+        self.arguments = form["arguments"]
+        if not isinstance(self.arguments, list) or not all(map(self._is_argument, self.arguments)):
+            refuse("the arguments of its model are damaged")
         self.names = [argument["name"] for argument in self.arguments]
-        self.constants = checked.constants
-        self.sizes = checked.sizes
-        self.conditions = checked.conditions
-        self.tensors = checked.tensors
-        self._result = checked.result
-        self.run = _graph_module(checked, device, refuse)
+        self.constants = form["constants"]
+        if not isinstance(self.constants, dict):
+            refuse("the constants of its model are damaged")
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self._read_sizes(form["sizes"], refuse)
+        self.conditions = form["conditions"]
+        if not isinstance(self.conditions, list) or not all(self._is_tree(tree, 0) for tree in self.conditions):
+            refuse("the conditions on sizes of its model are damaged")
+        self.tensors, self.outputs = form["tensors"], form["outputs"]
+        lists = (self.tensors, form["nodes"], self.outputs)
+        if not all(isinstance(part, list) and len(part) <= _MAX_NODES for part in lists):
+            refuse("the graph of its model is damaged, or absurdly large")
+        if not all(isinstance(name, str) for name in self.tensors):
+            refuse("the tensors of its graph are damaged")
+        self.result = form["result"]
+        self._check_result(self.result, 0, refuse)
+        self.run = _graph_module(self, form["nodes"], device, refuse)
+
+    @staticmethod
+    def _is_argument(value: Any) -> bool:
+        if not isinstance(value, dict) or set(value) != {"name", "position", "shape", "dtype"}:
+            return False
+        is_shape = isinstance(value["shape"], list) and all(type(size) in (int, str) for size in value["shape"])
+        return (
+            isinstance(value["name"], str)
+            and is_shape
+            and (value["position"] is None or type(value["position"]) is int)
+        )
+
+    def _read_sizes(self, sizes: Any, refuse: Refuse) -> None:
+        if not isinstance(sizes, dict):
+            refuse("the sizes of its model are damaged")
+        for name, place in sizes.items():
+            is_place = isinstance(place, list) and len(place) == 2 and place[0] in self.names and type(place[1]) is int
+            argument = self.names.index(place[0]) if is_place else -1
+            if not is_place or not 0 <= place[1] < len(self.arguments[argument]["shape"]):
+                refuse(f"the size {name} of its model is of no argument")
+            self.sizes[name] = (argument, place[1])
+        for argument in self.arguments:
+            if any(isinstance(size, str) and size not in self.sizes for size in argument["shape"]):
+                refuse(f"the argument {argument['name']} of its model has a size that is not known")
+
+    def _is_tree(self, tree: Any, depth: int) -> bool:
+        if isinstance(tree, str):
+            return tree in self.sizes
+        if type(tree) is int:
+            return True
+        is_call = isinstance(tree, list) and len(tree) > 1 and isinstance(tree[0], str)
+        if not is_call or tree[0] not in {"not", *_CHAINED, *_PAIRED} or depth > 32:
+            return False
+        if tree[0] in _PAIRED and len(tree) < 3:
+            return False
+        return all(self._is_tree(item, depth + 1) for item in tree[1:])
+
+    def _check_result(self, value: Any, depth: int, refuse: Refuse) -> None:
+        if depth > 16:
+            refuse("the result of its model is nested too deep")
+        if not isinstance(value, dict):
+            if value is not None and not isinstance(value, (bool, int, str)):
+                refuse("the result of its model is damaged")
+            return
+        found: tuple[str, Any] = next(iter(value.items()), ("", None))
+        kind, inner = found
+        if kind == "output" and type(inner) is int and 0 <= inner < len(self.outputs):
+            return
+        if kind == "float" and isinstance(inner, str) and _is_float(inner):
+            return
+        is_nested = isinstance(inner, dict) if kind == "dict" else kind in ("tuple", "list") and isinstance(inner, list)
+        if not is_nested:
+            refuse("the result of its model is damaged")
+        for item in inner.values() if kind == "dict" else inner:
+            self._check_result(item, depth + 1, refuse)
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The arguments in order, None where others were given. Raises ConfigError on sizes that do not fit."""
@@ -125,11 +200,19 @@ class Call:
                     "export it with example_inputs of such sizes"
                 )
 
-    def result(self, outputs: Sequence[Any]) -> Any:
-        return _made(self._result, outputs)
-
 
 # ---- sizes ----
+
+
+# Of any number of operands, and of two.
+_CHAINED: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "*": operator.mul, "min": min, "max": max, "and": lambda a, b: a and b,
+    "or": lambda a, b: a or b,
+}  # fmt: skip
+_PAIRED: dict[str, Callable[[Any, Any], Any]] = {
+    "//": operator.floordiv, "%": operator.mod, "==": operator.eq, "!=": operator.ne, "<=": operator.le,
+    "<": operator.lt, ">=": operator.ge, ">": operator.gt,
+}  # fmt: skip
 
 
 def _holds(tree: Any, known: Mapping[str, int]) -> Any:
@@ -139,34 +222,9 @@ def _holds(tree: Any, known: Mapping[str, int]) -> Any:
         return known[tree]
     word, *rest = tree
     values = [_holds(item, known) for item in rest]
-    first = values[0]
-    if word in ("+", "*", "min", "max", "and", "or"):
-        for value in values[1:]:
-            if word == "+":
-                first = first + value
-            elif word == "*":
-                first = first * value
-            elif word in ("min", "max"):
-                first = min(first, value) if word == "min" else max(first, value)
-            else:
-                first = (first and value) if word == "and" else (first or value)
-        return first
     if word == "not":
-        return not first
-    second = values[1]
-    if word == "//":
-        return first // second
-    if word == "%":
-        return first % second
-    if word == "==":
-        return first == second
-    if word == "!=":
-        return first != second
-    if word == "<=":
-        return first <= second
-    if word == "<":
-        return first < second
-    return first >= second if word == ">=" else first > second
+        return not values[0]
+    return functools.reduce(_CHAINED[word], values) if word in _CHAINED else _PAIRED[word](*values[:2])
 
 
 def _words(tree: Any) -> str:
@@ -195,94 +253,6 @@ def _made(result: Any, outputs: Sequence[Any]) -> Any:
 # ---- reading ----
 
 
-class _Form:
-    """The fields of a graph in JSON, each checked for what it must be."""
-
-    def __init__(self, form: Any, refuse: Refuse) -> None:
-        wanted = {"arguments", "constants", "sizes", "conditions", "tensors", "nodes", "outputs", "result"}
-        if not isinstance(form, dict) or set(form) != wanted:
-            refuse("a graph of its model lacks a field, or has one that is not known")
-        self._refuse = refuse
-        self.arguments = form["arguments"]
-        if not isinstance(self.arguments, list) or not all(map(self._is_argument, self.arguments)):
-            refuse("the arguments of its model are damaged")
-        self.names = [argument["name"] for argument in self.arguments]
-        self.constants = form["constants"]
-        if not isinstance(self.constants, dict):
-            refuse("the constants of its model are damaged")
-        self.sizes: dict[str, tuple[int, int]] = {}
-        self._read_sizes(form["sizes"])
-        self.conditions = form["conditions"]
-        if not isinstance(self.conditions, list) or not all(self._is_tree(tree, 0) for tree in self.conditions):
-            refuse("the conditions on sizes of its model are damaged")
-        self.tensors, self.nodes, self.outputs = form["tensors"], form["nodes"], form["outputs"]
-        lists = (self.tensors, self.nodes, self.outputs)
-        if not all(isinstance(part, list) and len(part) <= _MAX_NODES for part in lists):
-            refuse("the graph of its model is damaged, or absurdly large")
-        if not all(isinstance(name, str) for name in self.tensors):
-            refuse("the tensors of its graph are damaged")
-        self.result = form["result"]
-        self._check_result(self.result, 0)
-
-    @staticmethod
-    def _is_argument(value: Any) -> bool:
-        if not isinstance(value, dict) or set(value) != {"name", "position", "shape", "dtype"}:
-            return False
-        is_shape = isinstance(value["shape"], list) and all(type(size) in (int, str) for size in value["shape"])
-        return (
-            isinstance(value["name"], str)
-            and is_shape
-            and (value["position"] is None or type(value["position"]) is int)
-        )
-
-    def _read_sizes(self, sizes: Any) -> None:
-        if not isinstance(sizes, dict):
-            self._refuse("the sizes of its model are damaged")
-        for name, place in sizes.items():
-            is_place = isinstance(place, list) and len(place) == 2 and place[0] in self.names and type(place[1]) is int
-            argument = self.names.index(place[0]) if is_place else -1
-            if not is_place or not 0 <= place[1] < len(self.arguments[argument]["shape"]):
-                self._refuse(f"the size {name} of its model is of no argument")
-            self.sizes[name] = (argument, place[1])
-        for argument in self.arguments:
-            if any(isinstance(size, str) and size not in self.sizes for size in argument["shape"]):
-                self._refuse(f"the argument {argument['name']} of its model has a size that is not known")
-
-    def _is_tree(self, tree: Any, depth: int) -> bool:
-        if isinstance(tree, str):
-            return tree in self.sizes
-        if type(tree) is int:
-            return True
-        words = {"+": 1, "*": 1, "min": 1, "max": 1, "and": 1, "or": 1, "not": 1, "//": 2, "%": 2, "==": 2, "!=": 2,
-                 "<=": 2, "<": 2, ">=": 2, ">": 2}  # fmt: skip
-        is_call = isinstance(tree, list) and len(tree) > 1 and isinstance(tree[0], str) and tree[0] in words
-        if not is_call or depth > 32 or len(tree) - 1 < words[tree[0]]:
-            return False
-        return all(self._is_tree(item, depth + 1) for item in tree[1:])
-
-    def _check_result(self, value: Any, depth: int) -> None:
-        if depth > 16:
-            self._refuse("the result of its model is nested too deep")
-        if not isinstance(value, dict):
-            if value is not None and not isinstance(value, (bool, int, str)):
-                self._refuse("the result of its model is damaged")
-            return
-        kind, inner = next(iter(value.items()), ("", None))
-        if kind == "output" and type(inner) is int and 0 <= inner < len(self.outputs):
-            return
-        if kind == "float" and isinstance(inner, str) and _is_float(inner):
-            return
-        if kind == "dict" and isinstance(inner, dict):
-            for item in inner.values():
-                self._check_result(item, depth + 1)
-            return
-        if kind in ("tuple", "list") and isinstance(inner, list):
-            for item in inner:
-                self._check_result(item, depth + 1)
-            return
-        self._refuse("the result of its model is damaged")
-
-
 def _is_float(text: str) -> bool:
     try:
         float(text)
@@ -291,9 +261,9 @@ def _is_float(text: str) -> bool:
     return True
 
 
-def _graph_module(form: _Form, device: torch.device, refuse: Refuse) -> fx.GraphModule:
+def _graph_module(call: Call, nodes: list[Any], device: torch.device, refuse: Refuse) -> fx.GraphModule:
     graph = fx.Graph()
-    values = [graph.placeholder(f"v{i}") for i in range(len(form.arguments) + len(form.tensors))]
+    values = [graph.placeholder(f"v{i}") for i in range(len(call.arguments) + len(call.tensors))]
 
     def decoded(value: Any, depth: int = 0) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -321,7 +291,7 @@ def _graph_module(form: _Form, device: torch.device, refuse: Refuse) -> fx.Graph
             return Ellipsis
         return refuse(f"a value {str(kind)[:40]!r} in the graph of its model is not known")
 
-    for node in form.nodes:
+    for node in nodes:
         if not isinstance(node, dict) or not {"op", "args"} <= set(node) <= {"op", "args", "kwargs"}:
             refuse("a node in the graph of its model is damaged")
         op, args, kwargs = node["op"], node["args"], node.get("kwargs", {})
@@ -339,5 +309,5 @@ def _graph_module(form: _Form, device: torch.device, refuse: Refuse) -> fx.Graph
         else:
             refuse(f"the graph of its model names {op[:80]!r}, which is no op that a file may name")
         values.append(made)
-    graph.output(tuple(decoded(item) for item in form.outputs))
+    graph.output(tuple(decoded(item) for item in call.outputs))
     return fx.GraphModule(nn.Module(), graph)

@@ -4,8 +4,6 @@ A file names an op by a key of this table ("torch.cat", "nn.silu", "operator.add
 refused, so no file can reach another function. None of these reads files, imports, evaluates text or starts anything.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from functools import lru_cache
