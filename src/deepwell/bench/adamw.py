@@ -3,8 +3,6 @@
 Bytes are counted, not measured: gradient read, parameter and both moments read and written.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

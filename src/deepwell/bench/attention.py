@@ -4,8 +4,6 @@ FLOPs are those of the lower triangle: 2 GEMMs forward and 5 backward, each 2 * 
 timed for attention beyond plain causal (`bench/attention_variants.py`), each variant's first row being its 1.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

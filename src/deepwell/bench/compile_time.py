@@ -3,8 +3,6 @@
 Run as a module it is that process: it makes one model and one entrant, takes a step and prints the seconds as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

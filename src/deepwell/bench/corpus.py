@@ -4,8 +4,6 @@ Each content once, in an order that depends on content alone, 2% of the files he
 trained on the rest; tokens as uint16 arrays in the cache, under a name that says which text and which tokenizer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -13,7 +11,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
 from deepwell.hardware.cache import cache_dir
+from deepwell.train.data.documents import chunks
 
 # Python first; what follows is taken only where the limit leaves room.
 SUFFIXES = ((".py",), (".pyi", ".pyx", ".pxd", ".rst", ".md"), (".h", ".hpp", ".c", ".cc", ".cpp", ".cu", ".cuh"))
@@ -289,26 +288,13 @@ def _tokenize(bpe: Any, texts: Sequence[str], path: Path, label: str) -> int:
     pieces: list[Any] = []
     end = np.zeros(1, dtype=np.uint16)
     with bar(f"tokenizing {label}", sum(map(len, texts))) as advance:
-        for chunk in _chunks(texts):
+        for chunk in chunks(texts, len, _CHUNK_BYTES, len(texts)):
             for encoding in encode(chunk, add_special_tokens=False):
                 pieces += [np.array(encoding.ids, dtype=np.uint16), end]
             advance(sum(map(len, chunk)))
     tokens = np.concatenate(pieces)
     _write_atomically(path, lambda file: np.save(file, tokens))
     return len(tokens)
-
-
-def _chunks(texts: Sequence[str]) -> Iterable[list[str]]:
-    chunk: list[str] = []
-    size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text)
-        if size >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _write_atomically(path: Path, write: Callable[[Any], object]) -> None:

@@ -1,7 +1,5 @@
 """Where and with what a number was measured: versions, GPU, driver, date, the commit of the sources."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json
@@ -36,7 +34,7 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name()
         facts["capability"] = list(torch.cuda.get_device_capability())
-        facts["driver"] = _driver()
+        facts["driver"] = deepwell.probe().gpus[0].driver
     return facts
 
 
@@ -75,20 +73,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return version.decode() if isinstance(version, bytes) else str(version)
 
 
 def _commit() -> str | None:

@@ -5,8 +5,6 @@ all tokens of a step. Each result is checked against the reference at its own sh
 the profiler is asked afterwards whether the kernels ran that a row is named for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether an engine's gradients are those of the model as it was written, on one short sequence at the real width."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

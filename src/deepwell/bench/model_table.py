@@ -4,8 +4,6 @@ A row is `dw.compile(model)` with AdamWDW, no options, beside torch.compile with
 that are kept already are not run again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ A peer that is not installed, or has no such op, raises UnsupportedError with a 
 line in place of a time.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -13,18 +13,12 @@ def bar(label: str, total: float) -> Iterator[Advance]:
     if not sys.stderr.isatty():
         yield lambda _amount: None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn())
+    times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+    with rich.Progress(*columns, *times, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=total)
 
         def advance(amount: float) -> None:

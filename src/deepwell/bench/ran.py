@@ -4,8 +4,6 @@ A claim follows from what the engine says it did: its bindings and the passes th
 that do such a thing are not among those that ran, or run too seldom.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Benchmark results as a table to read and as a JSON file to keep."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

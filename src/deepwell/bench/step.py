@@ -6,8 +6,6 @@ CUDA events between steps without a wait in between, medians over all turns; mem
 allocations. Each row carries the kernels that one of its steps ran, and the claims that they were checked against.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import statistics
@@ -46,7 +44,6 @@ class StepOptions:
     optimizer: str = "auto"  # auto: adamw_dw for Deepwell, torch's fused AdamW for peers, bf16 moments both
     order: str = "auto"
     kernels: int = 40  # of the profile, the longest
-    seed: int = 0
     gradients: bool = False  # compare those of Deepwell's own with eager's, on one short sequence
 
     def __post_init__(self) -> None:
@@ -242,21 +239,10 @@ def _in_turns(
 def _one_by_one(
     model: Model, entrants: Sequence[Entrant], options: StepOptions, advance: Callable[[float], None]
 ) -> list[StepRow]:
-    rows = []
+    rows: list[StepRow] = []
     for entrant in entrants:
-        torch._dynamo.reset()
-        built = _build(entrant, model, options)
-        if isinstance(built, Trainee):
-            for _ in range(options.rounds):
-                built.turn(options.burst)
-                advance(1)
-            built.finish(options)
-            rows.append(built.row)
-        else:
-            rows.append(built)
-        del built
+        rows += _in_turns(model, [entrant], options, advance)
         _free(options)
-        advance(1)
     return rows
 
 

@@ -8,7 +8,6 @@ fp8_cg   fp8_keep   fp8_nolce   fp8_exact   fp8_rowscales   policy.json:cg_nolce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,12 @@ WORDS = {
 }
 
 DEFAULT = "default"
-_RECOMPUTE = {"re": "copies", "hidden": "hidden", "keep": "nothing"}
+_RECOMPUTE = ("re", "hidden", "keep")
+# Words that set an option of the engine.
+_OPTIONS: dict[str, tuple[str, Any]] = {
+    "nolce": ("fuse_head", False), "rowscales": ("row_factors", False), "cg": ("cuda_graphs", True),
+    "re": ("recompute", "copies"), "hidden": ("recompute", "hidden"), "keep": ("recompute", "nothing"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,17 +134,11 @@ class Variant:
         if self.scaling:
             _check_scaling(self, engine.deepwell.bound)
         # Read when the first call compiles; what no word speaks of stays as the engine has it.
-        if "nolce" in self.words:
-            engine.deepwell.options.fuse_head = False
-        if "rowscales" in self.words:
-            engine.deepwell.options.row_factors = False
-        if "cg" in self.words:
-            engine.deepwell.options.cuda_graphs = True
+        options = engine.deepwell.options
+        for word in self.words & _OPTIONS.keys():
+            setattr(options, *_OPTIONS[word])
         if "exact" in self.words:
-            exact = {path: _in_fp32(scheme) for path, scheme in engine.deepwell.options.schemes.items()}
-            engine.deepwell.options.schemes = exact
-        for word in self.words & set(_RECOMPUTE):
-            engine.deepwell.options.recompute = _RECOMPUTE[word]
+            options.schemes = {path: _in_fp32(scheme) for path, scheme in options.schemes.items()}
         return engine
 
 
@@ -148,10 +146,9 @@ def _in_fp32(scheme: str) -> str:
     return "|".join("fp8_row,sums=fp32" if part == "fp8_row" else part for part in scheme.split("|"))
 
 
-def parse_variants(names: str | Sequence[str]) -> tuple[Variant, ...]:
+def parse_variants(names: str) -> tuple[Variant, ...]:
     """Variants from a comma-separated list."""
-    items = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    return tuple(Variant.parse(name) for name in items if name)
+    return tuple(Variant.parse(name.strip()) for name in names.split(",") if name.strip())
 
 
 def _emulated(ir: IR, policy: PrecisionPolicy) -> Engine:

@@ -1,7 +1,5 @@
 """What must hold at the end of a run that was killed again and again."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -119,7 +117,7 @@ def _processes(run: Path, host: int, patience_s: float = 10.0) -> FaultClaim:
     """No process of the run is alive or a zombie."""
     ours = [int(path.name) for path in (run / "pids").iterdir()]
     deadline = time.monotonic() + patience_s
-    while (left := _children(host)) and time.monotonic() < deadline:
+    while (left := children(host)) and time.monotonic() < deadline:
         time.sleep(0.1)
     strays = [pid for pid in ours if _is_of(pid, run)]
     ok = not left and not strays
@@ -127,7 +125,8 @@ def _processes(run: Path, host: int, patience_s: float = 10.0) -> FaultClaim:
     return FaultClaim(name="processes", ok=ok, detail=detail)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Process numbers of a process's children."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     except OSError:

@@ -6,8 +6,6 @@ Agents are torch's own (`elastic_launch`), and their workers processes of their 
 import of torch. The processes of an agent that was killed become children of this one, which reaps them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,9 +1,6 @@
 """What a run that was killed on purpose was asked to survive, and what came of it."""
 
-from __future__ import annotations
-
 import statistics
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,13 +51,6 @@ class FaultSetup:
     @property
     def steps(self) -> int:
         return self.steps_per_kill * (self.kills + self.terms + self.hangs) + 2 * self.save_every
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> FaultSetup:
-        return cls(**data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from deepwell.bench.faults.checks import check_all, costs
+from deepwell.bench.faults.checks import check_all, children, costs
 from deepwell.bench.faults.result import KILLS, FaultSetup, Result, Strike
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError, DeepwellError
@@ -163,11 +163,7 @@ class AgentRun:
 
     def workers(self) -> list[int]:
         """The workers of the agent that runs now, those that have said who they are."""
-        try:
-            text = Path(f"/proc/{self.agent}/task/{self.agent}/children").read_text(encoding="ascii")
-        except OSError:
-            return []
-        return [int(word) for word in text.split() if (self.folder / "pids" / word).exists()]
+        return [pid for pid in children(self.agent) if (self.folder / "pids" / str(pid)).exists()]
 
     def is_writing(self, since: float) -> str:
         """The name of a checkpoint that is just being written, else ""; what was left before `since` is none."""

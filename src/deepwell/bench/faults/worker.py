@@ -1,14 +1,12 @@
 """The job that is killed: a tiny model, trained by the Trainer; each rank writes down every sample it was given."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +35,6 @@ class WorkerJob:
     fail_step: int = 0  # at which `fail_rank` fails, each time it gets there: raises, or with "sleep" sleeps for ever
     fail_rank: int = 0
     fail_how: str = "raise"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Tiny(nn.Module):

@@ -4,8 +4,6 @@ Run as a module it is the process of one row: it takes SHAPE WAY DEVICE and prin
 same router (softmax in fp32, the largest top_k, their sum 1) before its experts, so that rows differ by experts alone.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

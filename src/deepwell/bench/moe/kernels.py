@@ -1,7 +1,5 @@
 """Every stage of a block of experts by every kernel that may run it: compared with torch's way, then timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -82,10 +80,11 @@ def _stage_rows(
         row: dict[str, Any] = {"stage": stage, "kernel": name}
         try:
             with stages.only(name):
-                parts = [_compared(part, live) for part in _tuple(call())]
+                made = call()
+                parts = [_compared(part, live) for part in (made if isinstance(made, tuple) else (made,))]
                 wanted = wanted or parts
                 row["dB"] = min(999.0, *(sqnr_db(ref, part) for ref, part in zip(wanted, parts, strict=True)))
-                del parts
+                del made, parts
                 row["ms"] = milliseconds(call, live.device.type, budget_s)
                 row["TFLOP/s"] = 1e-9 * flops / row["ms"]
         except FAILURES as error:
@@ -94,10 +93,6 @@ def _stage_rows(
             row["problems"] = [f"wrong: {row['dB']:.1f} dB against torch's"]
         found.append(row)
     return found
-
-
-def _tuple(made: Any) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
 
 
 def _compared(part: Tensor, live: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The MoE race: each row in a process of its own with a time limit, kept as soon as it is there."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Sequence

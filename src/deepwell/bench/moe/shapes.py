@@ -1,7 +1,5 @@
 """The blocks and models of the MoE race, and who runs them. Values without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The curves of a parity test as a picture: training loss, held-out loss, and the gap to bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -30,6 +30,7 @@ from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError
 from deepwell.graph.capture import capture
 from deepwell.train.adamw.optimizer import AdamWDW
+from deepwell.train.optimizers import parameter_groups
 
 MODELS = {
     # 135M parameters with a vocabulary of 32768, 85M of them in the layers.
@@ -366,11 +367,8 @@ def _build(setup: PairSetup, vocab: int, seed: int, device: torch.device) -> Lla
 
 
 def _optimizer(model: Llama, lr: Tensor, setup: PairSetup) -> AdamWDW:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": setup.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return AdamWDW(
-        groups,
+        parameter_groups(model.named_parameters(), setup.weight_decay),
         lr=lr,
         betas=(0.9, 0.95),
         master_weights="fp32",
