@@ -25,8 +25,7 @@ from torch import Tensor
 
 from deepwell.bench.environment import environment
 from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.slot import Slot
-from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.tables import FusedAdamW, Slot
 from deepwell.train.adamw.update import UpdateConfig, configs_for_moments
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -47,8 +47,6 @@ class World:
 
     size: int = 1
     rank: int = 0
-    local_rank: int = 0
-    attempt: int = 0  # how often torchrun's agent of this node has started the processes again
 
     @property
     def is_elastic(self) -> bool:
@@ -77,11 +75,9 @@ def join(device_type: str, timeout: timedelta = _TIMEOUT) -> World:
             raise ConfigError(f"WORLD_SIZE is set and {missing[0]} is not: start the processes with torchrun")
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
     if device_type == "cuda":
-        torch.cuda.set_device(local % torch.cuda.device_count())
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return World(size=dist.get_world_size(), rank=dist.get_rank(), local_rank=local, attempt=attempt)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return World(size=dist.get_world_size(), rank=dist.get_rank())
 
 
 def end_with_parent(number: int) -> None:

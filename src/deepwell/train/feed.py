@@ -12,8 +12,6 @@ A step's loss is the sum over all its tokens divided by their number: each micro
 which is exact however many tokens are left out where.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -99,13 +97,6 @@ class Feed:
         if "shift_labels" in given and "shift_labels" not in found:
             raise ConfigError("the batch has shift_labels and the model takes none; give labels, which it shifts")
         return found
-
-    def arguments(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(positional, keyword) arguments of one call, as `dw.capture` and `dw.dryrun` take them."""
-        if self.takes_labels:
-            return (), self.keywords(batch)
-        tokens = _tokens(batch)
-        return ((tokens, _targets(batch)) if self.takes_targets else (tokens,)), {}
 
 
 def _tokens(batch: Batch) -> Tensor:

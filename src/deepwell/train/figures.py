@@ -128,9 +128,9 @@ class Figures:
 class Goodput:
     """The share of a run's wall-clock time, restarts included, that went into steps that count."""
 
-    def __init__(self, useful_s: float = 0.0, started: float | None = None) -> None:
-        self.useful_s = useful_s
-        self.started = time.time() if started is None else started
+    def __init__(self) -> None:
+        self.useful_s = 0.0
+        self.started = time.time()
 
     def add(self, seconds: float) -> None:
         self.useful_s += seconds

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from deepwell.errors import ConfigError
@@ -104,17 +103,11 @@ class Console:
         self.quiet, self._steps = quiet, steps
         self._progress: Any = None
         if not quiet and sys.stdout.isatty():
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
+            from rich import progress as rich
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._progress = Progress(*columns, TimeRemainingColumn(), transient=True)
+            columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn())
+            times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+            self._progress = rich.Progress(*columns, *times, transient=True)
             self._task = self._progress.add_task("train", total=steps, completed=start)
             self._progress.start()
 
@@ -139,7 +132,7 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

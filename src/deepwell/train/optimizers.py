@@ -1,7 +1,5 @@
 """Which optimizer a run has: adamw_dw by name, torch's own by name, one that is there, or a function of parameters."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping

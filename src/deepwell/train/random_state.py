@@ -1,15 +1,11 @@
 """The random states of one process as small tensors, so that a resumed run draws the numbers it would have drawn."""
 
-from __future__ import annotations
-
 import math
 import random
 
 import numpy as np
 import torch
 from torch import Tensor
-
-_WORDS = 624  # of the Mersenne Twister, which Python and numpy both use
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Numbers of a step that come back from the device one step later, so that nobody waits for it."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, field

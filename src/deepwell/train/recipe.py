@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.precision.policy import PrecisionPolicy
 from deepwell.train.settings import TrainSettings
 
 if sys.version_info >= (3, 11):
@@ -123,11 +124,7 @@ class Recipe:
         """The precision policy, or the recipe's name of one."""
         section = self.section("precision")
         if "policy" in section:
-            from deepwell.precision.policy import PrecisionPolicy
-
             return PrecisionPolicy.from_dict(_read_json(self._path(section["policy"])))
-        from deepwell.precision.policy import PrecisionPolicy
-
         return PrecisionPolicy.recipe(section.get("recipe", "mxfp8"), **section.get("options", {}))
 
     def make_plan(self, world: int) -> Any:

@@ -63,7 +63,6 @@ class FitRun:
         self._is_due = False  # a checkpoint
         self._figures: Figures | None = None
         self._is_first = True
-        self._guards = 0
         self.start: Start | None = None
         self._fence: Fence | None = None
         self._restart: dict[str, Any] | None = None  # written when the first step is over
@@ -149,12 +148,6 @@ class FitRun:
         where = "from the beginning" if trainer.resumed_from is None else f"from {trainer.resumed_from}"
         self.console.say(f"start {generation}: {where} at step {trainer.step}, {lost} steps lost; before: {cause}")
 
-    def _recovered(self) -> None:
-        """The first step after a restart is over: that is how long it took."""
-        if self._restart is not None:
-            fields, self._restart = self._restart, None
-            self.log.write("restart", recovery_s=round(time.time() - fields.pop("since"), 3), **fields)
-
     def formats(self) -> None:
         """What each linear's GEMMs run in from now on."""
         self.log.write("formats", step=self.trainer.step, formats=self.trainer.watch.formats())
@@ -181,10 +174,11 @@ class FitRun:
             events = trainer.watch.end_step(done.step, loss, norm)
         except GuardStop as error:
             stop, events = error, list(error.events)
-        self._guards += len(events)
         if self._fence is not None:
             self._fence.check()
-        self._recovered()
+        if self._restart is not None:  # the first step after it is over: that is how long it took
+            fields, self._restart = self._restart, None
+            self.log.write("restart", recovery_s=round(time.time() - fields.pop("since"), 3), **fields)
         event = self.log.write(
             "step", step=done.step, loss=loss, grad_norm=norm, lr=done.facts["lr"],
             **figures.of_step(done.seconds, done.facts["tokens"]), skipped=skipped, guard=len(events),

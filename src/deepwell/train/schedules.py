@@ -4,8 +4,6 @@ schedule = Schedule(kind="cosine", steps=10_000, warmup=200, floor=0.1)
 schedule(0), schedule(200), schedule(10_000)      # 1/200, 1.0, 0.1
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

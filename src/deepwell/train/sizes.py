@@ -1,7 +1,5 @@
 """Which layout a run has on the processes that are there, and how a step's batch is cut for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -73,7 +71,8 @@ def layout_for(
             raise ConfigError(f"layout {layout} is of {layout.gpus} GPUs and {world} processes run; start as many")
         return layout, None, "" if plan is None else f"layout {layout} replaces the plan's {plan.layout}"
     if plan is None:
-        return _unplanned(world), None, ""
+        # Data parallelism with sharded states: what fits most models on few GPUs.
+        return Layout(dp=world, sharding="zero2" if world > 1 else "ddp"), None, ""
     if plan.gpus == world:
         if reason := why_not_executable(plan.layout, plan.workload, deepwell_stack()):
             raise UnsupportedError(f"the plan {plan.layout} cannot be executed: {reason}; plan with stack='deepwell'")
@@ -94,11 +93,6 @@ def _given(given: Layout | Mapping[str, Any], world: int) -> Layout:
     if "dp" not in fields:
         fields["dp"] = max(1, world // math.prod(fields.get(name, 1) for name in ("tp", "pp", "cp")))
     return Layout.from_dict(fields)
-
-
-def _unplanned(world: int) -> Layout:
-    """Data parallelism with sharded states: what fits most models on few GPUs."""
-    return Layout(dp=world, sharding="zero2" if world > 1 else "ddp")
 
 
 def replanned(plan: Plan, world: int) -> Plan:

@@ -227,7 +227,8 @@ class Trainer:
         norm = self._update(loss)
         loads = self.runner.end_step()
         self.step, self.cursor, self.tokens = step + 1, self.cursor + self.sizes.global_batch, self.tokens + num_tokens
-        self._prefetch()
+        for micro in range(self.sizes.accumulation):
+            self.loader.prefetch(self.cursor, self.sizes.indices(self.runner.dp_rank, micro))
         self.readback.push(step + 1, [loss, norm], lr=lr, tokens=num_tokens, loads=loads)
         self._finished(run, keep=0 if self.device.type == "cpu" else 1)
         if run.evaluation_is_due(step + 1):
@@ -264,10 +265,6 @@ class Trainer:
         """This rank's micro-batches of the step that comes."""
         rank, sizes = self.runner.dp_rank, self.sizes
         return [self.loader.batch(self.cursor, sizes.indices(rank, m)) for m in range(sizes.accumulation)]
-
-    def _prefetch(self) -> None:
-        for micro in range(self.sizes.accumulation):
-            self.loader.prefetch(self.cursor, self.sizes.indices(self.runner.dp_rank, micro))
 
     def _finished(self, run: FitRun, keep: int = 0) -> None:
         for done in self.readback.pop(keep):

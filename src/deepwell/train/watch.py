@@ -17,9 +17,6 @@ layer is looked at each time, in turn; all of them at the first step and after a
 the next steps, until it is confirmed or has gone.
 """
 
-from __future__ import annotations
-
-import inspect
 import math
 import time
 from collections import deque
@@ -75,7 +72,7 @@ class _Record:
 
 
 class Watch:
-    """Watches one engine's run. `reduce` gives the largest values of a tensor over all ranks; None with one rank.
+    """Watches one engine's run. `reduce(tensor, op="max")` takes the largest over all ranks.
 
     `dp` ranks read different samples of a step. `repair` is called with a step's events when a repair begins (the
     settings' `repair_steps`); `lr_scale` is what the learning rate of the coming step is multiplied by.
@@ -93,10 +90,10 @@ class Watch:
     ) -> None:
         self.engine, self.settings = engine, guard or GuardSettings()
         self.guard = Guard(self.settings, eight_bit=eight_bit_of(engine))
-        self.dp, self._repair, self._reduce = dp, repair, _largest(reduce)
+        self.dp, self._repair, self._reduce = dp, repair, reduce
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = rank if rank is not None else torch.distributed.get_rank() if has_group else 0
-        self.num_samples, self.sample_seconds = 0, 0.0
+        self.num_samples = 0
         self._cost, self._last_cost = 0.0, 0.0  # of samples, in steps; of the last one, on this rank
         self._step_began, self._step_seconds = 0.0, math.inf
         self._records: deque[_Record] = deque()
@@ -148,7 +145,6 @@ class Watch:
         self._next = max(self._next, step + self.interval(share))
         self.num_samples += 1
         seconds = time.perf_counter() - now
-        self.sample_seconds += seconds
         # 0 for the first one, which compiles kernels. On a CPU sizes alone decide: equal runs sample at the same steps.
         self._last_cost = seconds / self._step_seconds if self.engine.deepwell.device_type == "cuda" else 0.0
 
@@ -194,7 +190,7 @@ class Watch:
             figures[:, FIGURES.index("own")] *= self.rank + 1
             parts.append(figures.flatten())
         values = torch.cat(parts)
-        values = values if self._reduce is None else self._reduce(values)
+        values = values if self._reduce is None else self._reduce(values, op="max")
         ready = None
         host = values
         if device.type == "cuda":
@@ -328,7 +324,6 @@ class Watch:
         if not layers:
             return []
         if self._wants_all:
-            self._wants_all = False
             return [path for paths in layers for path in paths]
         chosen: list[str] = []
         if step >= self._next:
@@ -510,13 +505,6 @@ def part_of(batches: Sequence[Batch], tokens: int) -> tuple[dict[str, Tensor], f
         if not bool((targets != -100).any()):
             part[name] = part[main]  # nothing is predicted here, and the mean of nothing is NaN
     return part, part[main].numel() / total
-
-
-def _largest(reduce: Callable[..., Tensor] | None) -> Callable[[Tensor], Tensor] | None:
-    """A function that takes the kind of reduction as `op` is asked for the largest."""
-    if reduce is None or "op" not in inspect.signature(reduce).parameters:
-        return reduce
-    return lambda tensor: reduce(tensor, op="max")
 
 
 def _read(record: _Record) -> list[float]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from deepwell.formats.metrics import assert_bitwise_equal
-from deepwell.train.adamw.slot import Slot
-from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.tables import FusedAdamW, Slot
 from deepwell.train.adamw.update import FP8
 
 BF16, FP32 = torch.bfloat16, torch.float32

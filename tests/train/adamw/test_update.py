@@ -12,8 +12,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.train.adamw import scalars as adamw_scalars
 from deepwell.train.adamw.moments import encode_ref, fma_ref
-from deepwell.train.adamw.slot import Slot
-from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.tables import FusedAdamW, Slot
 from deepwell.train.adamw.update import CONFIGS, FP8
 
 CASES = [

@@ -18,8 +18,7 @@ from torch.autograd.graph import increment_version
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.adamw import moments as codec
 from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.slot import Slot
-from deepwell.train.adamw.tables import FusedAdamW, flat, is_dense
+from deepwell.train.adamw.tables import FusedAdamW, Slot, flat, is_dense
 from deepwell.train.adamw.update import UpdateConfig
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": adamw.FP8}

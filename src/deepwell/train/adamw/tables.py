@@ -21,13 +21,37 @@ from deepwell.kernels.device.triton_support import is_interpreted, on_device, tl
 from deepwell.train.adamw import scalars as adamw_scalars
 from deepwell.train.adamw import update as adamw
 from deepwell.train.adamw.scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
-from deepwell.train.adamw.slot import Slot
 from deepwell.train.adamw.update import Noise, UpdateConfig, adamw_ref, configs_for_moments
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
 # Kinds of gradients seen (a parameter may go without one): each keeps its tables, the oldest goes first.
 _MAX_LAYOUTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Slot:
+    """One parameter and its state. FP8 moments have fp32 scales, one for each 128 elements in memory order."""
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scales: Tensor | None = None
+    exp_avg_sq_scales: Tensor | None = None
+    master: Tensor | None = None
+    # The row of scalars it uses, and its number among all parameters: the key of its random bits.
+    group: int = 0
+    index: int = 0
+
+    @property
+    def has_fp8_moments(self) -> bool:
+        return self.exp_avg.dtype == adamw.FP8
+
+    def addresses(self, grad: Tensor, number: int) -> tuple[int, ...]:
+        """Its row of the table of addresses."""
+        tensors = (self.param, grad, self.exp_avg, self.exp_avg_sq, self.exp_avg_scales, self.exp_avg_sq_scales)
+        at = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, self.master)]
+        return (*at, self.param.numel(), number, self.index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

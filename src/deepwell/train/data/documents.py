@@ -3,8 +3,6 @@
 A place is (number of the file, offset in it); reading from a place gives exactly the documents after it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -13,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from deepwell.errors import ConfigError
 
@@ -102,6 +100,23 @@ class FileDocuments:
                 raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
             if by_record:
                 yield Document(None, (number + 1, 0), size)
+
+
+_Item = TypeVar("_Item")
+
+
+def chunks(items: Iterable[_Item], size_of: Callable[[_Item], int], size: int, most: int) -> Iterator[list[_Item]]:
+    """Items in lists of at least `size` altogether, or of `most` items; the last list may be smaller."""
+    chunk: list[_Item] = []
+    total = 0
+    for item in items:
+        chunk.append(item)
+        total += size_of(item)
+        if total >= size or len(chunk) >= most:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk
 
 
 def _files_of(each: str | Path) -> list[Path]:

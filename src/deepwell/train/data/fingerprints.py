@@ -1,7 +1,5 @@
 """Whether a resumed run reads the data that it read before."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,20 +7,9 @@ from deepwell.errors import ConfigError
 
 # Where one of these differs, the cursor points at other samples.
 _DECIDE = (
-    "kind",
-    "seq_len",
-    "samples",
-    "seed",
-    "shuffle",
-    "order",
-    "sha256",
-    "tokens",
-    "documents",
-    "vocab",
-    "tokenizer_sha256",
-    "tokenizer",
-    "pattern",
-)
+    "kind", "seq_len", "samples", "seed", "shuffle", "order", "sha256", "tokens", "documents", "vocab",
+    "tokenizer_sha256", "tokenizer", "pattern",
+)  # fmt: skip
 # These may differ without meaning anything, or on purpose.
 _WARN = ("type", "dataset", "first_sample", "document_mask")
 

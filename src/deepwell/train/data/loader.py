@@ -6,7 +6,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -88,7 +87,7 @@ class Loader(ABC):
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
@@ -134,9 +133,8 @@ class IndexedLoader(Loader):
 
     def _order(self, epoch: int) -> Order:
         if epoch not in self._orders:
-            self._orders = {epoch: Order(len(self.samples), self.seed, epoch)} | (
-                {} if epoch - 1 not in self._orders else {epoch - 1: self._orders[epoch - 1]}
-            )
+            kept = {known: order for known, order in self._orders.items() if known == epoch - 1}
+            self._orders = {epoch: Order(len(self.samples), self.seed, epoch), **kept}
         return self._orders[epoch]
 
     def _make(self, cursor: int, indices: tuple[int, ...]) -> Batch:

@@ -1,7 +1,5 @@
 """`make_loader`: the loader for whatever data is given."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +87,7 @@ def _indexed(data: Any, seq_len: int | None, tokenizer: Any, text_key: str) -> S
     if has_tokens:
         # A list of batches is read in order, like any other iterable of them.
         is_batch = first is not None and as_fields(first, "sample 0").get("input_ids", torch.empty(0)).dim() == 2
-        return None if is_batch and _is_iterable(data) else MapSamples(data, seq_len)
+        return None if is_batch and hasattr(data, "__iter__") else MapSamples(data, seq_len)
     if not has_text:
         raise ConfigError(
             f"data has the columns {', '.join(columns or ())}: it needs input_ids, or {text_key!r} with a tokenizer"
@@ -97,10 +95,6 @@ def _indexed(data: Any, seq_len: int | None, tokenizer: Any, text_key: str) -> S
     if tokenizer is None or seq_len is None:
         raise ConfigError("data: texts need a tokenizer and seq_len (or `deepwell data prepare`, which packs them)")
     return TextSamples(data, text_key, make_tokenizer(tokenizer), seq_len)
-
-
-def _is_iterable(data: Any) -> bool:
-    return hasattr(data, "__iter__")
 
 
 def _are_paths(data: Any) -> bool:

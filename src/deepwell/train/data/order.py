@@ -4,8 +4,6 @@ A Feistel network over a grid of a x b >= n points, keyed by seed and epoch; poi
 Integer arithmetic only, so the order is the same on every machine and for ever.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Tokens are appended and flushed; then progress.json says how far they count. A c
 to it and goes on, so that a run with interruptions writes the same bytes as one without.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -21,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepwell.errors import ConfigError
-from deepwell.train.data.documents import Document, Documents, FileDocuments, Place
+from deepwell.train.data.documents import Document, Documents, FileDocuments, Place, chunks
 from deepwell.train.data.token_files import (
     DATASET,
     FORMAT,
@@ -187,16 +185,8 @@ class _TokenWriter:
             split.finish(self._info)
 
     def _info(self, **facts: Any) -> ShardInfo:
-        o = self.options
-        return ShardInfo(
-            dtype=self.word.name,
-            vocab=o.vocab,
-            eos=o.eos,
-            tokenizer=o.tokenizer,
-            tokenizer_sha256=o.tokenizer_sha256,
-            seq_len=o.seq_len,
-            **facts,
-        )
+        names = ("vocab", "eos", "tokenizer", "tokenizer_sha256", "seq_len")
+        return ShardInfo(dtype=self.word.name, **{name: getattr(self.options, name) for name in names}, **facts)
 
     def end(self) -> None:
         """Close the last shards and say that everything is there."""
@@ -294,26 +284,18 @@ def _write(
 ) -> None:
     advance(documents.size_before(writer.place))
     chars = 0
-    for chunk in _chunks(documents.read(writer.place), min(_CHUNK_CHARS, commit_chars)):
+    at_once = min(_CHUNK_CHARS, commit_chars)
+    for chunk in chunks(documents.read(writer.place), _num_chars, at_once, _CHUNK_DOCUMENTS):
         writer.add(chunk, tokenizer)
-        chars += sum(len(document.text or "") for document in chunk)
+        chars += sum(map(_num_chars, chunk))
         if chars >= commit_chars:
             writer.commit()
             chars = 0
         advance(sum(document.size for document in chunk))
 
 
-def _chunks(documents: Iterator[Document], chars: int) -> Iterator[list[Document]]:
-    chunk: list[Document] = []
-    size = 0
-    for document in documents:
-        chunk.append(document)
-        size += len(document.text or "")
-        if size >= chars or len(chunk) >= _CHUNK_DOCUMENTS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+def _num_chars(document: Document) -> int:
+    return len(document.text or "")
 
 
 def _is_held_out(text: str, fraction: float) -> bool:

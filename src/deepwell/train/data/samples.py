@@ -4,8 +4,6 @@ A sample is a dict of CPU tensors of one length: input_ids, and labels (as Huggi
 ignored) or shift_labels (shifted already: the target of position t stands at t); position_ids where documents restart.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable

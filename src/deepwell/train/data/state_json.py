@@ -1,7 +1,5 @@
 """The state of somebody's data loader as JSON: tensors and bytes too, and never a pickle."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches from anything that can be iterated: each rank reads the whole stream and keeps its own rows."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import zlib

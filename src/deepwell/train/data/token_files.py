@@ -183,19 +183,10 @@ class TokenFolder:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "tokens": len(self),
-            "documents": self.documents,
-            "shards": len(self.shards),
-            "vocab": self.info.vocab,
-            "dtype": self.info.dtype,
-            "eos": self.info.eos,
-            "tokenizer": self.info.tokenizer,
-            "tokenizer_sha256": self.info.tokenizer_sha256,
-            "seq_len": self.info.seq_len,
-            "sha256": self.sha256,
-        }
+        counts = {"tokens": len(self), "documents": self.documents, "shards": len(self.shards)}
+        names = ("vocab", "dtype", "eos", "tokenizer", "tokenizer_sha256", "seq_len")
+        shared = {name: getattr(self.info, name) for name in names}
+        return {"path": self.path, **counts, **shared, "sha256": self.sha256}
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens [begin, end) and the places in them where documents start, across shards."""

@@ -1,13 +1,11 @@
 """Tokenizers for text: bytes (built in), a `tokenizers` JSON file or folder, or a tokenizer object."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,18 +89,15 @@ class _Slow(_Checked):
         return list(self._tokenizer(texts, add_special_tokens=False, truncation=False)["input_ids"])
 
 
-class _BareErrors:
+@contextmanager
+def _bare_errors(path: Path) -> Iterator[None]:
     """Turns the bare `Exception` that the tokenizers package raises on a bad file into a ConfigError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is Exception:
-            raise ConfigError(f"--tokenizer: {self._path} is no tokenizer's JSON: {error}") from error
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ConfigError(f"--tokenizer: {path} is no tokenizer's JSON: {error}") from error
 
 
 def make_tokenizer(tokenizer: Any, *, eos: str | None = None) -> TextTokenizer:
@@ -145,7 +140,7 @@ def _from_file(path: Path, eos: str | None) -> TextTokenizer:
         raise ConfigError(f"--tokenizer: {file} is no tokenizer's JSON: {error}") from error
     if not is_one:
         raise ConfigError(f"--tokenizer: {file} is no tokenizer's JSON: it names no model")
-    with _BareErrors(file):
+    with _bare_errors(file):
         found = tokenizers.Tokenizer.from_str(text)
     named = end.get("content") if isinstance(end, dict) else end
     return _from_fast(found, file.parent.name if path.is_dir() else file.name, eos, [named] if named else [])

@@ -1,7 +1,5 @@
 """Windows of token files as samples: documents packed one after the other, masked from each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
