@@ -22,11 +22,6 @@ Device = Annotated[str | None, typer.Option("--device", help="cuda or cpu; the G
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")]
 
 
-@app.callback()
-def options() -> None:
-    """Time training steps and kernels beside their peers."""
-
-
 @app.command("step")
 def step_command(
     model: Annotated[

@@ -10,11 +10,6 @@ import typer
 app = typer.Typer(help="Make token files from text, and look into them.", no_args_is_help=True)
 
 
-@app.callback()
-def options() -> None:
-    """Make token files from text, and look into them."""
-
-
 @app.command("prepare")
 def prepare_command(
     inputs: Annotated[

@@ -3,15 +3,15 @@
 Exit status: 0 it fits, 2 the request is wrong, 3 it does not fit.
 """
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.plan import NOTHING_FITS, read_model, refuse, write
 from deepwell.errors import ConfigError, PlanError
 
-DOES_NOT_FIT = 3
 _SEQ_LEN, _BATCH = 4096, 8
 
 _Text = str | None
@@ -45,15 +45,12 @@ def dryrun_command(
     try:
         run = _live(wanted, plan, steps, measure) if _is_live(wanted, plan, measure) else _simulated(wanted, plan)
     except PlanError as error:
-        if as_json:
-            typer.echo(json.dumps({"fits": False, "error": str(error)}))
-        typer.echo(f"deepwell: {error}", err=True)
-        raise typer.Exit(DOES_NOT_FIT) from error
+        refuse(error, as_json)
     if trace is not None:
-        _write(trace, run.trace_json())
+        write(trace, run.trace_json(), "--trace")
     typer.echo(run.to_json(indent=1) if as_json else str(run))
     if not run.fits:
-        raise typer.Exit(DOES_NOT_FIT)
+        raise typer.Exit(NOTHING_FITS)
 
 
 class _Wanted:
@@ -91,21 +88,15 @@ def _is_live(wanted: _Wanted, plan: Path | None, measure: bool | None) -> bool:
 
 def _simulated(wanted: _Wanted, path: Path | None) -> Any:
     from deepwell.engine.dryrun.dry_run import simulated
-
-    return simulated(_read_plan(path) if path is not None else _planned(wanted))
-
-
-def _planned(wanted: _Wanted) -> Any:
     from deepwell.planner.search.autoplan import autoplan
 
-    race = _race_model(wanted.require_model())
-    model, seq, batch = _shape(wanted, race)
-    return autoplan(model, wanted.hw, seq_len=seq, global_batch=batch, precision=wanted.precision)
+    if path is not None:
+        return simulated(_read_plan(path))
+    model, seq, batch = _shape(wanted, _race_model(wanted.require_model()))
+    return simulated(autoplan(model, wanted.hw, seq_len=seq, global_batch=batch, precision=wanted.precision))
 
 
 def _shape(wanted: _Wanted, race: Any) -> tuple[Any, int, int]:
-    from deepwell.cli.plan import read_model
-
     if race is None:
         return read_model(wanted.require_model()), wanted.seq or _SEQ_LEN, wanted.batch or _BATCH
     c = race.config
@@ -153,44 +144,21 @@ def _live(wanted: _Wanted, path: Path | None, steps: int, measure: bool | None) 
 
 def _built(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
     """The model with random weights on the device, and one batch for it."""
-    from dataclasses import replace
-
-    race = _race_model(wanted.require_model())
-    if race is not None:
-        size = plan.layout.micro_batch if plan is not None else wanted.batch or race.batch
-        length = plan.workload.seq_len if plan is not None else wanted.seq or race.seq_len
-        race = replace(race, batch=size, seq_len=length)
-        return race.build(device), race.capture_inputs(race.example(device))
-    return _hugging_face(wanted, plan, device)
+    model = _race_model(wanted.require_model()) or _hugging_face(wanted.require_model())
+    size = plan.layout.micro_batch if plan is not None else wanted.batch or model.batch
+    length = plan.workload.seq_len if plan is not None else wanted.seq or model.seq_len
+    model = replace(model, batch=size, seq_len=length)
+    return model.build(device), model.capture_inputs(model.example(device))
 
 
-def _hugging_face(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
-    import torch
-
-    from deepwell.cli.plan import read_model
+def _hugging_face(name: str) -> Any:
+    """The model of a config.json, or of a published one, on one sequence."""
+    from deepwell.bench.families import FamilyModel, need_transformers
     from deepwell.graph.configs import published_config
 
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError("--measure: a model from a config needs transformers: pip install transformers") from error
-    found = read_model(wanted.require_model())
+    found = read_model(name)
     data = dict(published_config(found)) if isinstance(found, str) else found
     if not isinstance(data, dict) or "model_type" not in data:
         raise ConfigError("--measure: only a config.json with its model_type, or a published model, can be built here")
-    settings = transformers.AutoConfig.for_model(**data)
-    with torch.device(device):
-        net = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    size = plan.layout.micro_batch if plan is not None else wanted.batch or 1
-    length = plan.workload.seq_len if plan is not None else wanted.seq or min(2048, settings.max_position_embeddings)
-    tokens = torch.randint(0, settings.vocab_size, (size, length), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(device)
-    return net, {"input_ids": tokens, "labels": tokens}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--trace: cannot write {path}: {error}") from error
-    typer.echo(f"wrote {path}", err=True)
+    settings = need_transformers().AutoConfig.for_model(**data)
+    return FamilyModel(name=name, settings=settings, batch=1, seq_len=min(2048, settings.max_position_embeddings))

@@ -5,13 +5,15 @@ Exit status: 0 a plan was found, 2 the request is wrong, 3 nothing fits (the nea
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from deepwell.errors import ConfigError, PlanError
 
 NOTHING_FITS = 3
+# An export is planned for its engine unless another is named.
+_STACK_OF = {"megatron": "megatron", "megatron-bridge": "megatron", "torchtitan": "torchtitan"}
 
 _Text = str | None
 _Flag = bool | None
@@ -73,22 +75,29 @@ def plan_command(
         **_counts(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, gpus=gpus,
                   micro_batch=micro_batch, virtual_stages=virtual_stages),
         "recompute": _words(recompute), "sharding": _words(sharding), "schedule": _words(schedule),
-        "stage_layers": _stage_layers(stage_layers), "kernels": _words(kernels), "overlap": _overlap(overlap),
+        "stage_layers": stage_layers if stage_layers == "even" else _count_list("stage_layers", stage_layers),
+        "kernels": _words(kernels), "overlap": _overlap(overlap),
         "offload": offload, "sequence_parallel": sequence_parallel, "context_parallel_kind": cp_kind,
         "cuda_graphs": cuda_graphs, "max_memory": max_memory,
     }  # fmt: skip
     try:
         plan = autoplan(
-            read_model(model), hw, seq_len=seq, global_batch=batch, precision=_precision(precision), goal=goal,
-            stack=stack or _stack_of(export), optimizer=optimizer, arch=arch, moe=_moe(moe), **limits,
+            read_model(model), hw, seq_len=seq, global_batch=batch, goal=goal, optimizer=optimizer, arch=arch,
+            precision=_words(precision) if "," in (precision or "") else precision, moe=_moe(moe),
+            stack=stack or _STACK_OF.get(export or ""), **limits,
         )  # fmt: skip
     except PlanError as error:
-        if as_json:
-            typer.echo(json.dumps({"fits": False, "error": str(error)}))
-        typer.echo(f"deepwell: {error}", err=True)
-        raise typer.Exit(NOTHING_FITS) from error
+        refuse(error, as_json)
     _write_files(plan, html, trace, save)
     typer.echo(_shown(plan, export, explain, sensitivity, as_json))
+
+
+def refuse(error: PlanError, as_json: bool) -> NoReturn:
+    """Say that nothing fits, and end with status 3."""
+    if as_json:
+        typer.echo(json.dumps({"fits": False, "error": str(error)}))
+    typer.echo(f"deepwell: {error}", err=True)
+    raise typer.Exit(NOTHING_FITS) from error
 
 
 # ---- reading options ----
@@ -108,14 +117,6 @@ def _count_list(name: str, text: str | None) -> list[int] | None:
     except ValueError as error:
         option = "--" + name.replace("_", "-")
         raise ConfigError(f"{option}: got {text!r}; whole numbers of at least 1, e.g. 2 or 1,2,4") from error
-
-
-def _precision(text: str | None) -> str | list[str] | None:
-    return _words(text) if text is not None and "," in text else text
-
-
-def _stage_layers(text: str | None) -> str | list[int] | None:
-    return text if text == "even" else _count_list("stage_layers", text)
 
 
 def _overlap(text: str | None) -> bool | list[str] | None:
@@ -155,11 +156,6 @@ def read_model(name: str) -> Any:
     return data
 
 
-def _stack_of(export: str | None) -> str | None:
-    """An export is planned for its engine unless another is named."""
-    return {"megatron": "megatron", "megatron-bridge": "megatron", "torchtitan": "torchtitan"}.get(export or "")
-
-
 def _shown(plan: Any, export: str | None, explain: bool, sensitivity: bool, as_json: bool) -> str:
     if as_json:
         return str(plan.to_json(indent=1))
@@ -177,16 +173,17 @@ def _write_files(plan: Any, html: Path | None, trace: Path | None, save: Path | 
     if html is not None:
         from deepwell.report.plan_page import plan_page
 
-        _write(html, plan_page(plan), "--html")
+        write(html, plan_page(plan), "--html")
     if trace is not None:
         from deepwell.planner.schedule.trace import chrome_trace_json
 
-        _write(trace, chrome_trace_json(plan), "--trace")
+        write(trace, chrome_trace_json(plan), "--trace")
     if save is not None:
-        _write(save, plan.to_json(indent=1), "--save")
+        write(save, plan.to_json(indent=1), "--save")
 
 
-def _write(path: Path, text: str, option: str) -> None:
+def write(path: Path, text: str, option: str) -> None:
+    """Write a file that an option names. Raises ConfigError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

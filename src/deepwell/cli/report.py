@@ -31,7 +31,8 @@ def report_command(
         raise ConfigError(f"--watch: got {watch:g}; give at least 1 second")
     if watch is not None and as_json:
         raise ConfigError("--watch writes a page and --json prints once: give one of them")
-    page = output if output is not None or as_json else _folder(run_dirs[0]) / _PAGE
+    folder = run_dirs[0].parent if run_dirs[0].is_file() else run_dirs[0]
+    page = output if output is not None or as_json else folder / _PAGE
     found = _report(run_dirs, page, watch)
     if as_json:
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=1, allow_nan=False))
@@ -77,10 +78,6 @@ def _show(found: list[dict[str, Any]]) -> None:
 
     for one in found:
         typer.echo(summary_text(one))
-
-
-def _folder(run_dir: Path) -> Path:
-    return run_dir.parent if run_dir.is_file() else run_dir
 
 
 def _write(page: Path, text: str) -> None:

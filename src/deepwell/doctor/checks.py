@@ -18,16 +18,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from deepwell import __version__
+from deepwell.doctor.check import Check
 from deepwell.doctor.environment import environment_findings
 from deepwell.hardware.amx import bf16_fault
 from deepwell.hardware.cache import cache_dir
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.probe import probe
-
-Status = Literal["ok", "warn", "fail", "absent"]
 
 MIN_TORCH = (2, 11)
 MIN_NVCC = (12, 8)  # the first toolkit that compiles for sm_100
@@ -45,16 +44,6 @@ HAND_VECTORS: tuple[tuple[str, tuple[float, ...], tuple[float, ...]], ...] = (
     ("mxfp4", (6.0, 2.5, 3.5, -0.25, 0.75, 5.0), (6.0, 2.0, 4.0, 0.0, 1.0, 4.0)),
     ("nvfp4", (6.0, 2.5, 3.5, -0.25, 0.75, 5.0), (6.0, 2.0, 4.0, 0.0, 1.0, 4.0)),
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One finding: what was looked at, how it is, and what to do if it is not well."""
-
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,10 +229,10 @@ def check_cutlass() -> Check:
 def check_native(torch: Any, hw: Hardware, environ: Mapping[str, str]) -> list[Check]:
     """The CUTLASS library, and on a Blackwell that torch can use the self-check of every block-scaled kernel."""
     native = importlib.import_module("deepwell.doctor.native")
-    findings = [native.library_finding(hw, environ), native.sources_finding()]
+    findings: list[Check] = [native.library_finding(hw, environ), native.sources_finding()]
     if hw.kind != "cpu" and torch.cuda.is_available():
         findings += native.self_check_findings(hw)
-    return [Check(**dataclasses.asdict(finding)) for finding in findings]
+    return findings
 
 
 def check_compiler(environ: Mapping[str, str]) -> Check:

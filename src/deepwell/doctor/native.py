@@ -5,10 +5,10 @@ engine does before it binds one: what passes here is bound there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from deepwell.compat.sources import SOURCES
+from deepwell.doctor.check import Check
 from deepwell.errors import UnsupportedError
 from deepwell.hardware.capability import capability_of
 from deepwell.hardware.model import Hardware
@@ -18,23 +18,13 @@ LIBRARY = "native library"
 SELF_CHECK = "self-check"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NativeLine:
-    """One line for doctor."""
-
-    name: str
-    status: Literal["ok", "warn", "absent"]
-    detail: str
-    remedy: str = ""
-
-
-def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> NativeLine:
+def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> Check:
     """The library for the GPU here; without one, what was built for others."""
     capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
     try:
         archs: Sequence[str] = [arch_of(capability)] if capability else ARCHS
     except UnsupportedError as error:
-        return NativeLine(name=LIBRARY, status="absent", detail=str(error))
+        return Check(name=LIBRARY, status="absent", detail=str(error))
     found, missing = [], []
     for arch in archs:
         try:
@@ -43,32 +33,32 @@ def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> N
         except UnsupportedError as error:
             missing.append(str(error))
     if found:
-        return NativeLine(name=LIBRARY, status="ok", detail="; ".join(found))
+        return Check(name=LIBRARY, status="ok", detail="; ".join(found))
     # A build that is there and broken is worth a look; one that was never made is not.
     damaged = [reason for reason in missing if not reason.startswith("no library was built")]
     if damaged:
-        return NativeLine(name=LIBRARY, status="warn", detail=damaged[0], remedy="build it again: deepwell build")
+        return Check(name=LIBRARY, status="warn", detail=damaged[0], remedy="build it again: deepwell build")
     detail = "not built: kernels of torch and Triton are used; `deepwell build` adds CUTLASS"
-    return NativeLine(name=LIBRARY, status="absent", detail=detail)
+    return Check(name=LIBRARY, status="absent", detail=detail)
 
 
-def sources_finding() -> NativeLine:
+def sources_finding() -> Check:
     """Where the CUDA sources that the original documents name have gone."""
     moved = "; ".join(f"{old} is now {', '.join(new)}" for old, new in SOURCES.items())
-    return NativeLine(name="native sources", status="ok", detail=moved)
+    return Check(name="native sources", status="ok", detail=moved)
 
 
 # fmt -> the verdicts on its quantizer and on each product
 Prove = Callable[[str], Sequence[Any]]
 
 
-def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[NativeLine]:
+def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[Check]:
     """One line for each block-scaled format: which kernels are right on this GPU, which did not and why."""
     capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
     native = capability_of(capability).native_formats if capability else ()
     formats = [fmt for fmt in ("mxfp8", "nvfp4") if fmt in native]
     if not formats:
-        return [NativeLine(name=SELF_CHECK, status="absent", detail="no block-scaled tensor cores here to check")]
+        return [Check(name=SELF_CHECK, status="absent", detail="no block-scaled tensor cores here to check")]
     if prove is None:
         prove = _on_device
     return [_judged(fmt, prove(fmt)) for fmt in formats]
@@ -82,13 +72,13 @@ def _on_device(fmt: str) -> Sequence[Any]:
     return self_check(fmt, torch.device("cuda", torch.cuda.current_device()))
 
 
-def _judged(fmt: str, verdicts: Sequence[Any]) -> NativeLine:
+def _judged(fmt: str, verdicts: Sequence[Any]) -> Check:
     detail = "; ".join(f"{v.name} FAILED: {v.reason}" if v.reason else f"{v.name} passed{_figure(v)}" for v in verdicts)
     quantizer, *gemms = verdicts
     if not quantizer.reason and any(not v.reason for v in gemms):
-        return NativeLine(name=f"{SELF_CHECK} {fmt}", status="ok", detail=detail)
+        return Check(name=f"{SELF_CHECK} {fmt}", status="ok", detail=detail)
     remedy = f"{fmt} is not bound natively here; training goes on with a substitute or by emulation"
-    return NativeLine(name=f"{SELF_CHECK} {fmt}", status="warn", detail=detail, remedy=remedy)
+    return Check(name=f"{SELF_CHECK} {fmt}", status="warn", detail=detail, remedy=remedy)
 
 
 def _figure(verdict: Any) -> str:

@@ -3,8 +3,6 @@
 Charts are drawn by Apache ECharts (Apache-2.0; `vendor/` holds it with its licence). Nothing is loaded from anywhere.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 from typing import Any

@@ -1,7 +1,5 @@
 """What the plan's page shows, as plain data: one object per panel, each of which can be copied as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from deepwell.planner.estimate_values import GIB

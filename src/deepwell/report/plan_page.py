@@ -3,8 +3,6 @@
 Path("plan.html").write_text(plan_page(plan))
 """
 
-from __future__ import annotations
-
 from deepwell.planner.plan import Plan
 from deepwell.report.page import render_page
 from deepwell.report.plan_data import page_data

@@ -15,6 +15,7 @@ import typer
 
 from deepwell.cli.validate.faults import faults_command
 from deepwell.cli.validate.planner import planner_command
+from deepwell.errors import ConfigError
 
 app = typer.Typer(
     help="Check claims by measuring: accuracy of a policy, predictions of the planner, kills survived.",
@@ -24,11 +25,6 @@ app = typer.Typer(
 
 app.command("planner")(planner_command)
 app.command("faults")(faults_command)
-
-
-@app.callback()
-def options() -> None:
-    """Check claims by measuring."""
 
 
 @app.command("parity")
@@ -134,8 +130,6 @@ def parity_command(
 
 
 def _check_numbers(tokens: float, bound: float, budget: float | None) -> None:
-    from deepwell.errors import ConfigError
-
     for name, value in (("--tokens", tokens), ("--bound", bound)):
         if not math.isfinite(value):
             raise ConfigError(f"{name} is {value}; give a number")
@@ -145,8 +139,6 @@ def _check_numbers(tokens: float, bound: float, budget: float | None) -> None:
 
 def _refuse_budget(budget: float, took: float, corpus: Any) -> None:
     """Said as an error: every call reads the text, so calling again and again might never begin a run."""
-    from deepwell.errors import ConfigError
-
     raise ConfigError(
         f"--budget is {budget:g} s, but starting and preparing the text took {took:.1f} s, so no run was begun; its "
         f"tokens are kept in {Path(corpus.train).parent}: call again, and give a larger --budget if reading the text "
@@ -158,7 +150,6 @@ def _arms(text: str, say: Callable[[str], None]) -> tuple[Any, ...]:
     """The variants to compare with the baseline, which runs anyway."""
     from deepwell.bench.parity.run import BASELINE
     from deepwell.bench.variants import Variant, parse_variants
-    from deepwell.errors import ConfigError
 
     named = parse_variants(text)
     arms = tuple(arm for arm in named if arm != Variant.parse(BASELINE))
@@ -170,8 +161,6 @@ def _arms(text: str, say: Callable[[str], None]) -> tuple[Any, ...]:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    from deepwell.errors import ConfigError
-
     try:
         seeds = tuple(int(item) for item in text.split(",") if item.strip())
     except ValueError:
@@ -184,7 +173,6 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _show(results: Any, left: int, bound: float, as_json: bool, say: Callable[[str], None]) -> None:
     """Verdicts, files and the status: 1 where an arm fails."""
     from deepwell.bench.parity.plot import plot
-    from deepwell.errors import ConfigError
 
     try:
         picture = str(plot(results, results.path.with_suffix(".png")))

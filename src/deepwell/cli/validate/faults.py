@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from deepwell.errors import ConfigError, DeepwellError
+
 
 def faults_command(
     kills: Annotated[
@@ -31,7 +33,6 @@ def faults_command(
     run, where a checkpoint does not verify, or where files or processes are left behind.
     """
     from deepwell.bench.faults import FaultSetup, run_faults
-    from deepwell.errors import ConfigError, DeepwellError
 
     setup = FaultSetup(kills=kills, world=world, seed=seed, minutes=minutes)
     if json_out not in (None, "-") and not Path(json_out).absolute().parent.is_dir():

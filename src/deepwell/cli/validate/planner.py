@@ -1,10 +1,11 @@
 """`deepwell validate planner`: the planner's predictions against published training runs."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from deepwell.errors import ConfigError
 
 
 def planner_command(
@@ -20,21 +21,13 @@ def planner_command(
     ] = False,
 ) -> None:
     """Compare predicted step times, memory and picks with published runs, per source and overall."""
-    from deepwell.errors import ConfigError
+    from deepwell.bench.progress import bar
     from deepwell.planner.published import packaged_runs, read_runs
-    from deepwell.planner.published.validate import Validation, validate
+    from deepwell.planner.published.validate import validate
 
     runs = packaged_runs() if file is None else read_runs(file)
-    if not sys.stderr.isatty():
-        result: Validation = validate(runs)
-    else:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("rows", total=len(runs))
-            result = validate(runs, tick=lambda: bar.advance(task))
+    with bar("predicting", len(runs)) as advance:
+        result = validate(runs, tick=lambda: advance(1))
     if json_out == "-":
         typer.echo(result.to_json())
         return

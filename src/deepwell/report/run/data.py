@@ -7,8 +7,6 @@ Each start of the run (a `run` event) begins an attempt. An attempt that goes ba
 later one counts, what it replaced is lost work.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping

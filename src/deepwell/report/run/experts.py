@@ -1,7 +1,5 @@
 """Expert load over time: pictures of layers x experts, the worst imbalance and the dropped tokens."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The precision map over time: which layers ran in which formats during which steps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +47,7 @@ def precision_panel(run: RunHistory) -> dict[str, Any]:
 
 def _history(run: RunHistory) -> dict[str, _Spans]:
     """For each module the steps at which its formats changed. An event may name all modules or the changed ones."""
-    events = [(step, event["formats"]) for event in run.kept("formats") if _is_map(event)
+    events = [(step, event["formats"]) for event in run.kept("formats") if isinstance(event.get("formats"), dict)
               and (step := step_of(event)) is not None]  # fmt: skip
     every = max(1, -(-len(events) // MAX_CHANGES))
     history: dict[str, _Spans] = {}
@@ -63,10 +61,6 @@ def _history(run: RunHistory) -> dict[str, _Spans]:
             if not spans or spans[-1][1] != str(text):
                 spans.append((moment, str(text)))
     return history
-
-
-def _is_map(event: Mapping[str, Any]) -> bool:
-    return isinstance(event.get("formats"), dict)
 
 
 def _three(formats: str) -> list[str]:

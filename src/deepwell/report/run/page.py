@@ -3,8 +3,6 @@
 Path("run.html").write_text(run_page(read_runs(["runs/a", "runs/b"])))
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from deepwell.report.page import render_page

@@ -1,7 +1,5 @@
 """What the run's page shows, as plain data: one object per panel. An empty panel holds the reason, `why`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -14,7 +12,7 @@ from deepwell.report.run.data import SCHEMA, RunHistory, number, step_of
 from deepwell.report.run.experts import expert_panel
 from deepwell.report.run.formats import precision_panel
 from deepwell.report.run.series import Points, picked, rounded, smoothed
-from deepwell.report.run.summary import duration, summary, throughput, time_shares, tokens_seen
+from deepwell.report.run.summary import duration, summary, text_of, throughput, time_shares, tokens_seen
 
 MAX_POINTS = 2400  # of a series, over all runs of the page together, but at least
 MIN_POINTS = 480  # of each run
@@ -134,10 +132,10 @@ def _lost(run: RunHistory, clock: _Clock, limit: int) -> list[list[float | None]
 
 def _guard(run: RunHistory, clock: _Clock) -> dict[str, Any]:
     events = run.events["guard"]
-    counts = Counter(_text(event.get("what")) or "?" for event in events)
+    counts = Counter(text_of(event.get("what")) or "?" for event in events)
     marks: dict[str, list[list[float | None]]] = {}
     for what in counts:
-        own = [event for event in events if (_text(event.get("what")) or "?") == what and not event.get("lost")]
+        own = [event for event in events if (text_of(event.get("what")) or "?") == what and not event.get("lost")]
         steps = sorted({(step, event["t"]) for event in own if (step := step_of(event)) is not None})
         chosen = np.linspace(0, len(steps) - 1, min(len(steps), MAX_MARKS)).astype(int) if steps else ()
         marks[what] = [[*clock.at(*steps[i]), clock.loss(steps[i][0])] for i in chosen]
@@ -149,7 +147,7 @@ def _guard(run: RunHistory, clock: _Clock) -> dict[str, Any]:
         "counts": dict(counts.most_common()),
         "marks": marks,
         "rows": [
-            {"step": step_of(event), **{key: _text(event.get(key)) for key in keys}, "lost": bool(event.get("lost"))}
+            {"step": step_of(event), **{key: text_of(event.get(key)) for key in keys}, "lost": bool(event.get("lost"))}
             for event in rows
         ],
         "left_out": len(events) - len(rows),
@@ -160,10 +158,10 @@ def _checkpoints(run: RunHistory, clock: _Clock) -> dict[str, Any]:
     events = run.events["save"][-MAX_ROWS:]
     rows = [
         {
-            "step": step_of(event), "x": clock.at(step_of(event) or 0, event["t"]), "path": _text(event.get("path")),
+            "step": step_of(event), "x": clock.at(step_of(event) or 0, event["t"]), "path": text_of(event.get("path")),
             "stall_s": rounded(number(event.get("stall_s"))), "seconds": rounded(number(event.get("seconds"))),
             "bytes": rounded(number(event.get("bytes")), 12), "committed": event.get("committed") is not False,
-            "lost": bool(event.get("lost")), "error": _text(event.get("error")),
+            "lost": bool(event.get("lost")), "error": text_of(event.get("error")),
         }
         for event in events
     ]  # fmt: skip
@@ -190,7 +188,7 @@ def _goodput(run: RunHistory, clock: _Clock) -> dict[str, Any]:
     restarts = [
         {
             "generation": rounded(number(event.get("generation"))), "step": step_of(event),
-            "reason": _text(event.get("reason")), "lost_steps": rounded(number(event.get("lost_steps"))),
+            "reason": text_of(event.get("reason")), "lost_steps": rounded(number(event.get("lost_steps"))),
             "recovery_s": rounded(number(event.get("recovery_s"))), "world": rounded(number(event.get("world"))),
         }
         for event in run.events["restart"][-MAX_ROWS:]
@@ -222,7 +220,7 @@ def _flatten(rows: dict[str, str], value: Any, names: tuple[str, ...]) -> None:
             _flatten(rows, part, (*names, str(key)))
         return
     name = ".".join(names) or "settings"
-    text = ", ".join(str(part) for part in value) if isinstance(value, list | tuple) else _text(value)
+    text = ", ".join(str(part) for part in value) if isinstance(value, list | tuple) else text_of(value)
     rows[name if name not in rows else f"settings.{name}"] = text[:500]
 
 
@@ -236,7 +234,7 @@ def _notes(run: RunHistory) -> dict[str, list[str]]:
         warnings.append(f"The record has schema {schema:g}, newer than this page's {SCHEMA}; parts may be missing")
     if any(a.header.get("generation") == 0 and a.header.get("start_step") == 0 for a in run.attempts[1:]):
         warnings.append("The run was begun from step 0 again in the same folder; what was there before counts as lost")
-    texts = [_text(event.get("text")) for event in run.events["note"]]
+    texts = [text_of(event.get("text")) for event in run.events["note"]]
     notes = list(dict.fromkeys(text for text in texts if text))
     return {"warnings": warnings, "notes": notes[-20:]}
 
@@ -244,10 +242,6 @@ def _notes(run: RunHistory) -> dict[str, list[str]]:
 def _no_step(run: RunHistory) -> str:
     waited = run.last - run.began
     return "No step was logged yet." + (f" The record is {duration(waited)} long." if waited > 0 else "")
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 # ---- several runs ----

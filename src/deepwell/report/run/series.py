@@ -1,7 +1,5 @@
 """Long series made short enough to draw: extremes, ends and gaps stay; smoothing is done before, on every step."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run in figures: how it stands, how fast it is, where its time went."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -17,7 +15,6 @@ STALE_S = 300.0  # least silence that counts as stale once a step was logged, an
 STALE_STEPS = 20  # so many steps' time
 STALE_START_S = 1800.0  # before the first step: a large model compiles for long
 _ENDED = {"done": "finished", "signal": "stopped", "error": "failed", "gave up": "gave up"}
-ACTIVE = ("starting", "running", "stale")
 
 
 def summary(run: RunHistory, now: float | None = None) -> dict[str, Any]:
@@ -30,14 +27,14 @@ def summary(run: RunHistory, now: float | None = None) -> dict[str, Any]:
         predicted = number(plan.get("step_s"))
     seconds = _recent(steps, "seconds")
     planned = step_of({"step": header.get("steps")})
-    done = int(steps["step"][-1]) if len(steps["step"]) else _resumed_at(header)
+    done = int(steps["step"][-1]) if len(steps["step"]) else step_of({"step": header.get("start_step")}) or 0
     shares = time_shares(run)
     return {
         "schema": SCHEMA, "name": run.name, "path": run.path, "state": state, "why": why,
         "began": rounded(run.began, 12), "last": rounded(run.last, 12), "as_of": rounded(now, 12),
-        "model": _text(header.get("model")), "device": _text(header.get("device")),
-        "layout": _text(header.get("layout")), "precision": _text(header.get("precision")),
-        "world": rounded(number(header.get("world"))), "version": _text(header.get("version")),
+        "model": text_of(header.get("model")), "device": text_of(header.get("device")),
+        "layout": text_of(header.get("layout")), "precision": text_of(header.get("precision")),
+        "world": rounded(number(header.get("world"))), "version": text_of(header.get("version")),
         "step": done, "steps": planned, "eta_s": rounded(_eta(run, done, planned)) if state == "running" else None,
         "tokens": rounded(float(tokens_seen(run)[-1]) if len(steps["step"]) else math.nan, 15),
         **_losses(run),
@@ -52,7 +49,7 @@ def summary(run: RunHistory, now: float | None = None) -> dict[str, Any]:
         "goodput": rounded(_last(steps["goodput"])), "training_share": rounded(_share(shares)),
         "restarts": restarts(run), "lost_steps": int(run.lost["weight"].sum()),
         "skipped_steps": int(steps["skipped"].sum()),
-        "guard": dict(Counter(_text(event.get("what")) or "?" for event in run.events["guard"])),
+        "guard": dict(Counter(text_of(event.get("what")) or "?" for event in run.events["guard"])),
         **_saves(run),
         "wall_s": rounded(run.last - run.began), "time_s": {name: rounded(s) for name, s in shares.items()},
         "damaged_lines": len(run.damaged),
@@ -163,10 +160,10 @@ def _state(run: RunHistory, now: float) -> tuple[str, str]:
     """One word for how the run stands, and the reason."""
     silence = max(0.0, now - run.last)
     if run.end is not None:
-        reason = _text(run.end.get("reason"))
+        reason = text_of(run.end.get("reason"))
         code = run.end.get("exit")
-        ended = f"ended: {reason or 'no reason given'}" + ("" if code is None else f", exit status {_text(code)}")
-        error = _text(run.end.get("error"))
+        ended = f"ended: {reason or 'no reason given'}" + ("" if code is None else f", exit status {text_of(code)}")
+        error = text_of(run.end.get("error"))
         return _ENDED.get(reason, "stopped"), f"{ended}, {duration(silence)} ago" + (f": {error}" if error else "")
     started = run.attempts[-1].first_step is not None
     typical = _recent(run.steps, "seconds")
@@ -250,9 +247,5 @@ def _share(parts: dict[str, float]) -> float:
     return parts["training"] / total if total > 0 else math.nan
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     return "" if value is None else str(value)
-
-
-def _resumed_at(header: dict[str, Any]) -> int:
-    return step_of({"step": header.get("start_step")}) or 0
