@@ -31,44 +31,31 @@ def page_data(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _fields(value: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names.split()}
+
+
 def _verdict(plan: Plan) -> dict[str, Any]:
     found, ir = plan.estimate, plan.workload.ir
     policy = plan.workload.policy if isinstance(plan.workload.policy, str) else plan.workload.main_format
     return {
-        "model": plan.model,
+        **_fields(plan, "model machine gpus machine_gpus goal accumulation limit_gib bubble gpu_seconds"),
+        **_fields(plan.workload, "seq_len global_batch optimizer"),
+        **_fields(found, "step_s error_band tier tokens_per_s_per_gpu mfu_bf16 mfu_weighted peak_gib"),
+        **_fields(plan.searched, "families layouts"),
         "parameters": ir.num_params,
         "active_parameters": ir.active_params,
         "layers": ir.num_layers,
-        "machine": plan.machine,
         "gpu": plan.hardware.gpus[0].name,
-        "gpus": plan.gpus,
-        "machine_gpus": plan.machine_gpus,
-        "goal": plan.goal,
-        "seq_len": plan.workload.seq_len,
-        "global_batch": plan.workload.global_batch,
         "precision": policy,
-        "optimizer": plan.workload.optimizer,
         "stack": plan.stack.name,
         "layout": plan.layout.describe(),
         "schedule": plan.layout.schedule,
-        "accumulation": plan.accumulation,
         "stage_layers": list(plan.stage_layers),
         "fits": plan.limit_gib is None or found.peak_gib <= plan.limit_gib,
-        "step_s": found.step_s,
-        "error_band": found.error_band,
-        "tier": found.tier,
-        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
         "tokens_per_s": found.tokens_per_s_per_gpu * plan.gpus,
-        "mfu_bf16": found.mfu_bf16,
-        "mfu_weighted": found.mfu_weighted,
-        "peak_gib": found.peak_gib,
-        "limit_gib": plan.limit_gib,
         "hbm_gib": found.limit_gib,
-        "bubble": plan.bubble,
         "exposed": sum(plan.exposed.values()) / plan.step_s,
-        "gpu_seconds": plan.gpu_seconds,
-        "families": plan.searched.families,
-        "layouts": plan.searched.layouts,
     }
 
 
@@ -188,13 +175,10 @@ def _topology(plan: Plan) -> dict[str, Any]:
         axes.append(_axis(plan, "ep", layout.ep, layout.etp))
     return {
         "gpus": layout.gpus,
-        "gpus_per_node": hw.gpus_per_node,
-        "num_nodes": hw.num_nodes,
-        "nvlink_domain": hw.nvlink_domain,
-        "nvlink_gb_per_s": hw.fabric.nvlink_gb_per_s,
-        "nic_gb_per_s": hw.fabric.nic_gb_per_s,
+        **_fields(hw, "gpus_per_node num_nodes nvlink_domain"),
+        **_fields(hw.fabric, "nvlink_gb_per_s nic_gb_per_s"),
         "drawn": min(layout.gpus, max(MAX_GPUS // hw.nvlink_domain, 1) * hw.nvlink_domain),
-        "degrees": {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp, "ep": layout.ep},
+        "degrees": _fields(layout, "tp cp dp pp ep"),
         "axes": axes,
     }
 

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from deepwell import __version__
+from deepwell.artifacts.export import forms
 from deepwell.artifacts.export.artifact import Artifact, inspect
 from deepwell.artifacts.export.container import TENSORS, Writer, replaced_when_whole
-from deepwell.artifacts.export.forms import (
-    PackedWeights,
-    choose_forms,
-    evaluating,
-    example_calls,
-    run_call,
-    runnable,
-    same_tree,
-    without_regions,
-)
 from deepwell.artifacts.export.graph.form import capture_call
 from deepwell.artifacts.export.hf_folder import about, export_hf
 from deepwell.artifacts.export.hf_model import generation_of, hf_form
@@ -62,7 +53,7 @@ def export(
     if not target.parent.is_dir():
         raise ConfigError(f"path: the folder {target.parent} is not there; make it first")
     check_whole(engine.deepwell.model)
-    with without_regions(engine.deepwell.model):
+    with forms.without_regions(engine.deepwell.model):
         return _export(engine, target, example_inputs)
 
 
@@ -73,7 +64,7 @@ def check_format(name: str) -> None:
 
 
 def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
-    calls = runnable(engine.deepwell.model, example_calls(engine.deepwell.model, example_inputs))
+    calls = forms.runnable(engine.deepwell.model, forms.example_calls(engine.deepwell.model, example_inputs))
     form, constants, notes = model_form(engine.deepwell.model, calls)
     options, pins = EngineOptions.of(engine), pins_of(engine)
     reference = rebuilt(
@@ -84,7 +75,7 @@ def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
         step=engine.deepwell.step,
         is_cuda=engine.deepwell.device_type == "cuda",
     )
-    choice = choose_forms(reference, calls if reads_head(reference) else calls[:1])
+    choice = forms.choose_forms(reference, calls if reads_head(reference) else calls[:1])
     notes += _notes(engine, choice)
     tensors, entries, tied = collect(engine.deepwell.model, choice, constants)
     members: dict[str, bytes] = {
@@ -144,7 +135,7 @@ def model_form(model: nn.Module, calls: list[ExampleInputs]) -> tuple[dict[str, 
     graphs: list[dict[str, Any]] = []
     constants: dict[str, Tensor] = {}
     failed: DeepwellError | None = None
-    with evaluating(model):
+    with forms.evaluating(model):
         for call in calls:
             try:
                 graph, held = capture_call(model, call)
@@ -183,14 +174,14 @@ def _check_graphs(
     kinds = {name: ("parameter" if isinstance(tensor, nn.Parameter) else "buffer") for name, tensor in named.items()}
     kinds |= dict.fromkeys(constants, "constant")
     again = build_graph(form, kinds, {**named, **constants}, device, fail)
-    with evaluating(model):
+    with forms.evaluating(model):
         for call in calls[: len(form["graphs"])]:
-            if not same_tree(run_call(model, call), run_call(again, call)):
+            if not forms.same_tree(forms.run_call(model, call), forms.run_call(again, call)):
                 fail("its graph does not compute what it does")
 
 
 def collect(
-    model: nn.Module, choice: PackedWeights, constants: dict[str, Tensor]
+    model: nn.Module, choice: forms.PackedWeights, constants: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, ExportedTensor], dict[str, str]]:
     """(what goes into the tensor file, each tensor's entry, tied names)."""
     tensors: dict[str, Tensor] = {}
@@ -227,7 +218,7 @@ def collect(
     return tensors, entries, tied
 
 
-def _notes(engine: Engine, choice: PackedWeights) -> list[str]:
+def _notes(engine: Engine, choice: forms.PackedWeights) -> list[str]:
     notes = []
     by_reason: dict[str, list[str]] = {}
     for name, reason in choice.reasons.items():

@@ -3,8 +3,8 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,15 +89,15 @@ class _Slow(_Checked):
         return list(self._tokenizer(texts, add_special_tokens=False, truncation=False)["input_ids"])
 
 
-@contextmanager
-def _bare_errors(path: Path) -> Iterator[None]:
+class _BareErrors(AbstractContextManager[None]):
     """Turns the bare `Exception` that the tokenizers package raises on a bad file into a ConfigError."""
-    try:
-        yield
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise ConfigError(f"--tokenizer: {path} is no tokenizer's JSON: {error}") from error
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is Exception:
+            raise ConfigError(f"--tokenizer: {self._path} is no tokenizer's JSON: {error}") from error
 
 
 def make_tokenizer(tokenizer: Any, *, eos: str | None = None) -> TextTokenizer:
@@ -140,7 +140,7 @@ def _from_file(path: Path, eos: str | None) -> TextTokenizer:
         raise ConfigError(f"--tokenizer: {file} is no tokenizer's JSON: {error}") from error
     if not is_one:
         raise ConfigError(f"--tokenizer: {file} is no tokenizer's JSON: it names no model")
-    with _bare_errors(file):
+    with _BareErrors(file):
         found = tokenizers.Tokenizer.from_str(text)
     named = end.get("content") if isinstance(end, dict) else end
     return _from_fast(found, file.parent.name if path.is_dir() else file.name, eos, [named] if named else [])
