@@ -6,10 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from deepwell.cli import app
 from deepwell.errors import ConfigError
+from deepwell.train.data import TextDocuments, prepare_tokens
 from deepwell.train.recipe import Recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -43,6 +45,11 @@ def test_cluster_recipes_plan_and_fit(name: str) -> None:
         (["train.lr=fast"], "lr"),
         (["model.name=llama3-8b"], "one of name"),
         (["train=3"], "section.key=value"),
+        (["model.layers=x"], "layers is 'x'; it takes a value of type int"),
+        (["run.elastic=no"], "elastic is 'no'"),
+        (["data.train=5"], "train is 5; it takes a value of type str or list"),
+        (["data.tokenizer=x"], "has no tokenizer; it takes train, eval, document_mask"),
+        (["run.tensorboard=true"], "has no tensorboard"),
     ],
 )
 def test_mistakes_are_named(overrides: list[str], word: str) -> None:
@@ -50,6 +57,33 @@ def test_mistakes_are_named(overrides: list[str], word: str) -> None:
         recipe = Recipe.read(RECIPES / "tiny.toml", overrides)
         recipe.settings  # noqa: B018 - reads [train]
         recipe.model_config()
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("model.set.hiden_size=64", "did you mean hidden_size"),
+        ("model.set.hidden_size=63", "63"),
+        ("run.device=tpu", "device is 'tpu'"),
+        ("run.device=cuda", "device is 'cuda'"),
+    ],
+)
+def test_models_and_devices_that_are_none(override: str, word: str) -> None:
+    if override == "run.device=cuda" and torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(ConfigError, match=word):
+        Recipe.read(RECIPES / "tiny.toml", [override]).trainer()
+
+
+def test_data_of_a_recipe_is_read_as_it_says(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        prepare_tokens(TextDocuments(["some words. " * 40] * 9), tmp_path / name, tokenizer="bytes")
+    folders = json.dumps([str(tmp_path / "a" / "train"), str(tmp_path / "b" / "train")])
+    given = [f"data.train={folders}", f'run.dir="{tmp_path / "run"}"', "train.steps=1", "train.warmup=0"]
+    for changes, mask in (([], True), (["data.document_mask=false"], False)):
+        trainer = Recipe.read(RECIPES / "tiny.toml", [*given, "precision.recipe=bf16", *changes]).trainer(quiet=True)
+        assert ("position_ids" in trainer.loader.batch(0, range(2))) is mask
+        assert trainer.loader.epoch_samples == 2 * 9 * 481 // 64
 
 
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:

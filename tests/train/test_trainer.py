@@ -14,6 +14,7 @@ from torch import nn
 import deepwell as dw
 from deepwell.errors import ConfigError, NumericsError
 from deepwell.train.feed import Feed, count_items
+from deepwell.train.log import EventLog
 
 
 def events_of(trainer: dw.Trainer) -> list[dict[str, Any]]:
@@ -212,6 +213,7 @@ def test_starts_without_progress_give_up(make_trainer: Any) -> None:
         ({"callbacks": [print]}, "callbacks is a builtin"),
         ({"loss": "mse"}, "loss is a str"),
         ({"layout": 2}, "layout is a int"),
+        ({"eval_every": 2}, "no held-out data"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(make_trainer: Any, options: dict[str, Any], word: str) -> None:
@@ -270,3 +272,37 @@ def test_settings_of_a_resumed_run_stand_and_changes_are_noted(make_trainer: Any
     with pytest.raises(ConfigError, match="the checkpoint is of AdamW and this run has SGD"):
         make_trainer(optimizer="sgd")
     assert make_trainer(optimizer="adamw_dw").step == 2
+
+
+def test_data_that_the_model_cannot_read_is_named(make_trainer: Any) -> None:
+    for token in (128, -1):
+        with pytest.raises(ConfigError, match=f"token {token} of the batch is none of the model's 128"):
+            make_trainer(data=torch.full((8, 16), token)).fit()
+    nothing = [{"input_ids": torch.arange(16), "labels": torch.full((16,), -100)}]
+    with pytest.raises(ConfigError, match="eval_dataloader: no token"):
+        make_trainer(eval_dataloader=nothing).evaluate()
+
+
+def test_a_full_disk_keeps_events_until_it_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(tmp_path)
+    file, written = log._file, []
+
+    class Full:
+        room = 30
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            taken, self.room = data[: self.room], max(0, self.room - len(data))
+            written.append(taken)
+            return len(taken)
+
+    log._file = Full()  # type: ignore[assignment]
+    for step in range(3):
+        log.write("step", step=step)
+    assert capsys.readouterr().err.count("No space left") == 1
+    log._file = file
+    log.write("step", step=3)
+    log.close()
+    lines = (b"".join(written) + log.path.read_bytes()).decode().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]

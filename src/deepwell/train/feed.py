@@ -45,6 +45,25 @@ def count_tokens(batch: Batch) -> int:
     return 0 if ids is None else int(ids.shape[0] * ids.shape[1])
 
 
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows; None where it does not say which of its embeddings is theirs."""
+    found = getattr(model, "get_input_embeddings", lambda: None)()
+    weight = getattr(found, "weight", None)
+    return None if not isinstance(weight, Tensor) else weight.shape[0]
+
+
+def check_tokens(batch: Batch, vocabulary: int | None) -> None:
+    """Raise ConfigError for a token that the model does not know: on a GPU it would end the process without a word."""
+    if vocabulary is None or "input_ids" not in batch or batch["input_ids"].is_cuda:
+        return
+    least, most = (int(value) for value in batch["input_ids"].aminmax())
+    if least < 0 or most >= vocabulary:
+        found = least if least < 0 else most
+        raise ConfigError(
+            f"data: token {found} of the batch is none of the model's {vocabulary} (0 to {vocabulary - 1})"
+        )
+
+
 def shifted(labels: Tensor) -> Tensor:
     """The label of each token is the next one; the last token of a row predicts nothing."""
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()

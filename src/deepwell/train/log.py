@@ -11,8 +11,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from deepwell.errors import ConfigError
 
@@ -25,21 +26,31 @@ class EventLog:
 
     def __init__(self, folder: Path | None) -> None:
         self.path = None if folder is None else folder / FILE
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._unwritten = b""
+        self._is_stuck = False
         if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 end_torn_line(self.path)
-                self._file = self.path.open("a", encoding="utf-8")
+                self._file = self.path.open("ab", buffering=0)
             except OSError as error:
                 raise ConfigError(f"run_dir: {self.path} cannot be written: {error.strerror}") from error
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """One event, now."""
+        """One event, now. A disk that is full ends no run: what it does not take is written when it does."""
         event = {"t": round(time.time(), 3), "kind": kind, **{k: _plain(v) for k, v in fields.items()}}
-        if self._file is not None:
-            self._file.write(json.dumps(event) + "\n")
-            self._file.flush()
+        if self._file is None:
+            return event
+        self._unwritten += json.dumps(event).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_stuck = False
+        except OSError as error:
+            if not self._is_stuck:
+                print(f"deepwell: {self.path} cannot be written: {error.strerror}; training goes on", file=sys.stderr)
+            self._is_stuck = True
         return event
 
     def close(self) -> None:

@@ -30,10 +30,15 @@ SECTIONS = ("model", "precision", "data", "train", "optimizer", "plan", "layout"
 _KEYS = {
     "model": ("name", "config", "pretrained", "type", "dtype", "layers", "seed", "set"),
     "precision": ("recipe", "policy", "fallback", "options"),
-    "data": ("train", "eval", "document_mask", "tokenizer", "text_key"),
+    "data": ("train", "eval", "document_mask"),
     "optimizer": ("name", "options"),
-    "run": ("dir", "elastic", "resume", "device", "recompute", "cuda_graphs", "tensorboard"),
+    "run": ("dir", "elastic", "resume", "device", "recompute", "cuda_graphs"),
 }
+# Of keys that nobody further on checks: what they take.
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "model.layers": int, "model.seed": int, "model.set": dict, "data.train": (str, list), "data.eval": (str, list),
+    "data.document_mask": bool, "run.elastic": bool, "run.dir": str, "run.device": str,
+}  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -86,7 +91,7 @@ class Recipe:
             config = _read_json(folder / "config.json" if folder.is_dir() else folder)
         config |= model.get("set", {})
         if "layers" in model:
-            config["num_hidden_layers"] = int(model["layers"])
+            config["num_hidden_layers"] = model["layers"]
         return config
 
     def build_model(self, device: str) -> Any:
@@ -95,6 +100,7 @@ class Recipe:
 
         try:
             import transformers
+            from huggingface_hub.errors import StrictDataclassError
         except ImportError as error:
             raise ConfigError("[model] builds Hugging Face models: pip install 'deepwell[hf]'") from error
         model = self.section("model")
@@ -105,13 +111,14 @@ class Recipe:
         config = self.model_config()
         if config.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ConfigError(f"{self.path}: [model] {config.get('model_type')!r} is no model type of transformers")
+        self._check_set(transformers.CONFIG_MAPPING[config["model_type"]])
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(int(model.get("seed", 0)))
+            torch.manual_seed(model.get("seed", 0))
             try:
                 settings = transformers.AutoConfig.for_model(**config)
                 with torch.device(device):
                     net = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
-            except (TypeError, ValueError, KeyError) as error:
+            except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
                 raise ConfigError(f"{self.path}: [model] cannot be built: {error}") from error
         if "pretrained" in model:
             from deepwell.artifacts.checkpoint import load_pretrained
@@ -119,6 +126,14 @@ class Recipe:
             load_pretrained(net, self._path(model["pretrained"]))
         net.config.use_cache = False
         return net
+
+    def _check_set(self, kind: Any) -> None:
+        """Raise ConfigError for a misspelt key of [model.set]: transformers would take it and use its default."""
+        known = [*kind().to_dict(), *kind.attribute_map]
+        for key in self.section("model").get("set", {}):
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+            if near and key not in known:
+                raise ConfigError(f"{self.path}: [model.set] has no {key}; did you mean {near[0]}?")
 
     def policy(self) -> Any:
         """The precision policy, or the recipe's name of one."""
@@ -157,6 +172,8 @@ class Recipe:
 
         run = self.section("run")
         device = run.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+            raise ConfigError(f"{self.path}: [run] device is {device!r}; it takes cpu, or cuda where a GPU is")
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         model = self.build_model(device)
@@ -172,9 +189,9 @@ class Recipe:
         arguments: dict[str, Any] = {
             "optimizer": optimizer.get("name", "adamw_dw"),
             "optimizer_options": optimizer.get("options"),
-            "dataloader": self._data(data["train"], model),
-            "eval_dataloader": None if "eval" not in data else self._data(data["eval"], model),
-            "elastic": bool(run.get("elastic", True)),
+            "dataloader": self._data("train", model),
+            "eval_dataloader": None if "eval" not in data else self._data("eval", model),
+            "elastic": run.get("elastic", True),
             "run_dir": run.get("dir", f"runs/{self.path.stem}"),
             "resume": run.get("resume", "auto"),
             "settings": self.settings,
@@ -182,10 +199,20 @@ class Recipe:
         }
         return Trainer.from_engine(engine, **{**arguments, **changes})
 
-    def _data(self, given: str, model: Any) -> Any:
-        if given.split(":", maxsplit=1)[0] == "synthetic":
+    def _data(self, key: str, model: Any) -> Any:
+        section = self.section("data")
+        given = section[key]
+        if isinstance(given, str) and given.split(":", maxsplit=1)[0] == "synthetic":
             return given if ":" in given else f"synthetic:{model.config.vocab_size}"
-        return self._path(given)
+        found = self._path(given) if isinstance(given, str) else [self._path(path) for path in given]
+        if "document_mask" not in section:
+            return found
+        from deepwell.train.data import make_loader
+
+        settings = self.settings
+        return make_loader(
+            found, seq_len=settings.seq_len, seed=settings.seed, document_mask=section["document_mask"]
+        )  # fmt: skip
 
     def _path(self, given: str) -> Path:
         """A path of the recipe: as seen from where the command runs, else from the recipe's folder."""
@@ -233,3 +260,7 @@ def _check(name: str, section: Any, path: Path) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
             raise ConfigError(f"{path}: [{name}] has no {key}; {hint}")
+        kind = _TYPES.get(f"{name}.{key}", object)
+        if not isinstance(section[key], kind) or (kind is int and isinstance(section[key], bool)):
+            words = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ConfigError(f"{path}: [{name}] {key} is {section[key]!r}; it takes a value of type {words}")

@@ -234,11 +234,10 @@ class FitRun:
         return self._figures
 
     def evaluation_is_due(self, step: int) -> bool:
+        """Whether this rank wants an evaluation after `step`; of clocks the first rank's counts."""
         trainer = self.trainer
-        if trainer.eval_loader is None:
+        if trainer.eval_loader is None or (self._evaluate_every.seconds and not trainer.runner.is_main):
             return False
-        if self._evaluate_every.seconds and trainer.world.size > 1:
-            return False  # clocks of ranks differ: give eval_every in steps
         return self._evaluate_every.is_due(step, time.monotonic() - self._last_evaluation)
 
     def evaluated(self, fields: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from deepwell.precision.guard import GuardEvent, GuardSettings
 from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.data import Loader, check_same_data, make_loader
 from deepwell.train.elastic import Control, StopSignal, Watchdog, join
-from deepwell.train.feed import Feed, LossFunction, count_items, count_tokens
+from deepwell.train.feed import Feed, LossFunction, check_tokens, count_items, count_tokens, vocabulary_of
 from deepwell.train.figures import Goodput
 from deepwell.train.optimizers import LearningRate, MakeOptimizer, check_same_optimizer, keep_options, make_optimizer
 from deepwell.train.parallel import ParallelSettings, parallelize
@@ -94,11 +94,16 @@ class Trainer:
         self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, options.layout)
         self.notes: list[str] = [self.world.note(elastic)]
         feed = Feed(engine.deepwell.model, options.loss)
+        self._vocabulary = vocabulary_of(engine.deepwell.model)
         spread = ParallelSettings(fp8_all_gather=settings.fp8_all_gather)
         self.runner = parallelize(engine, self.layout, feed=feed, device=self.device, settings=spread)
         self.notes += self.runner.notes
         self.loader = _loader(dataloader, settings, self.plan)
         self.eval_loader = None if options.eval_data is None else _loader(options.eval_data, settings, self.plan)
+        if self.eval_loader is None and Every.read("eval_every", settings.eval_every) != Every():
+            raise ConfigError(
+                f"eval_every is {settings.eval_every!r} and there is no held-out data: give eval_dataloader"
+            )
         self.sizes = batch_sizes(settings, self.plan, self.runner.dp, self.loader.rows)
         self.optimizer = make_optimizer(
             optimizer, engine, self.runner.named_parameters(), settings,
@@ -191,7 +196,7 @@ class Trainer:
         if steps is not None and steps != self.settings.steps:
             self.settings = self.settings.changed(steps=steps)
             self.rate.schedule = self.settings.learning_rate()
-        last = min(self.settings.steps, stop_at or self.settings.steps)
+        last = self.settings.steps if stop_at is None else min(self.settings.steps, stop_at)
         began = time.perf_counter()
         hang = Every.read("hang_after", self.settings.hang_after).seconds
         with StopSignal() as stop, FitRun(self) as run, Watchdog(hang, run.hung) as watchdog:
@@ -214,9 +219,9 @@ class Trainer:
         batches = self._batches()
         items, tokens = sum(map(count_items, batches)), sum(map(count_tokens, batches))
         is_busy = self.saver is not None and self.saver.is_busy  # a save that is under way is not waited for
-        flags = (bool(stop.name), run.save_is_due(step + 1), is_busy)
+        flags = (bool(stop.name), run.save_is_due(step + 1), is_busy, run.evaluation_is_due(step + 1))
         wants = [float(items), float(tokens), *map(float, flags)]
-        all_items, all_tokens, stopping, due, busy = self.control.total(wants)
+        all_items, all_tokens, stopping, due, busy, evaluates = self.control.total(wants)
         copies = self.world.size / self.runner.dp  # ranks that read the same samples
         num_items, num_tokens = all_items / copies, int(all_tokens / copies)
         if not num_items:
@@ -231,7 +236,7 @@ class Trainer:
             self.loader.prefetch(self.cursor, self.sizes.indices(self.runner.dp_rank, micro))
         self.readback.push(step + 1, [loss, norm], lr=lr, tokens=num_tokens, loads=loads)
         self._finished(run, keep=0 if self.device.type == "cpu" else 1)
-        if run.evaluation_is_due(step + 1):
+        if evaluates:
             self._finished(run)
             self.evaluate(run)
         if stopping or (due and not busy):
@@ -264,7 +269,10 @@ class Trainer:
     def _batches(self) -> list[Mapping[str, Tensor]]:
         """This rank's micro-batches of the step that comes."""
         rank, sizes = self.runner.dp_rank, self.sizes
-        return [self.loader.batch(self.cursor, sizes.indices(rank, m)) for m in range(sizes.accumulation)]
+        batches = [self.loader.batch(self.cursor, sizes.indices(rank, m)) for m in range(sizes.accumulation)]
+        for batch in batches:
+            check_tokens(batch, self._vocabulary)
+        return batches
 
     def _finished(self, run: FitRun, keep: int = 0) -> None:
         for done in self.readback.pop(keep):
@@ -283,12 +291,15 @@ class Trainer:
             for number in range(self.settings.eval_batches):
                 first = number * self.sizes.micro_batch * self.runner.dp
                 batch = self.eval_loader.batch(first, self.sizes.indices(self.runner.dp_rank, 0))
+                check_tokens(batch, self._vocabulary)
                 loss, count = self.runner.evaluate(batch)
                 total, items = total + loss, items + count
                 if run is not None and run.watchdog is not None:
                     run.watchdog.alive()
         finally:
             self.engine.train(was_training)
+        if not items:
+            raise ConfigError(f"eval_dataloader: no token of its {self.settings.eval_batches} batches is predicted")
         mean = float(total / items)
         if run is not None:
             seconds = time.perf_counter() - began

@@ -20,13 +20,14 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
         return TrainerCase(folder=str(tmp_path / name), **changes)
 
     watched = {"guard": {"sample_every": 1, "sample_cost": 1.0}}
+    timed = {**watched, "eval_dataloader": "synthetic:128", "eval_every": "0.001s", "eval_batches": 1}
     run_cases(fit, [case("grown", stop_at=3)], world=1)
     two = run_cases(
         fit,
         [
             case("moved", layout={"sharding": "zero3"}, stop_at=3),
             case("low", layout={"sharding": "zero2"}, precision="mxfp8", options=watched),
-            case("ddp", layout={"sharding": "ddp"}, precision="mxfp8", options=watched),
+            case("ddp", layout={"sharding": "ddp"}, precision="mxfp8", options=timed),
             case("grown", layout={"sharding": "zero2"}),
         ],
         world=2,
@@ -34,6 +35,8 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
     grown = two.pop()
     one = run_cases(fit, [case("moved"), case("whole"), case("low alone", precision="mxfp8")], world=1)
     moved, whole, low = one
+    # Of clocks the first rank's counts, and all ranks evaluate then.
+    assert len([event for event in two[2]["events"] if event["kind"] == "eval"]) >= 2
     assert two[0]["began"] == 0 and moved["began"] == 3
     assert losses(moved) == pytest.approx(losses(whole), rel=2e-5)
     assert grown["began"] == 3 and losses(grown) == pytest.approx(losses(whole), rel=2e-5)
