@@ -13,6 +13,7 @@ from torch import nn
 
 import deepwell as dw
 from deepwell.errors import ConfigError, NumericsError
+from deepwell.precision import PrecisionPolicy
 from deepwell.train.feed import Feed, count_items
 from deepwell.train.log import EventLog
 
@@ -306,3 +307,23 @@ def test_a_full_disk_keeps_events_until_it_takes_them(tmp_path: Path, capsys: py
     log.close()
     lines = (b"".join(written) + log.path.read_bytes()).decode().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_formats_of_step_ranges_are_in_the_record(tiny_llama: Any, tmp_path: Path) -> None:
+    policy = PrecisionPolicy("bf16")
+    policy.set_layer_precision("*up_proj", "mxfp8", steps=(2, 4))
+
+    def changes(folder: str, *stops: int | None) -> list[tuple[int, str]]:
+        for stop in stops:
+            torch._dynamo.reset()
+            trainer = dw.Trainer.from_engine(
+                dw.compile(tiny_llama(), precision_policy=policy), dataloader="synthetic:128",
+                run_dir=tmp_path / folder, seq_len=16, global_batch=2, steps=5, warmup=0, save_every=0, quiet=True,
+            )  # fmt: skip
+            trainer.fit(stop_at=stop)
+        found = [event for event in events_of(trainer) if event["kind"] == "formats"]
+        return [(event["step"], event["formats"]["model.layers.0.mlp.up_proj"]) for event in found]
+
+    high, low = "bf16|bf16|bf16", "mxfp8|mxfp8|mxfp8"
+    assert changes("whole", None) == [(0, high), (2, low), (4, high)]
+    assert changes("parts", 3, None) == [(0, high), (2, low), (3, low), (4, high)]

@@ -63,6 +63,8 @@ class FitRun:
         self._is_due = False  # a checkpoint
         self._figures: Figures | None = None
         self._is_first = True
+        self._bound: Any = None  # what `_formats` are of
+        self._formats: dict[str, str] = {}
         self.start: Start | None = None
         self._fence: Fence | None = None
         self._restart: dict[str, Any] | None = None  # written when the first step is over
@@ -122,7 +124,6 @@ class FitRun:
             global_batch=trainer.sizes.global_batch, steps=trainer.settings.steps, start_step=trainer.step,
             settings=trainer.settings.to_dict(), host=platform.node(),
         )  # fmt: skip
-        self.formats()
         notes = [trainer.plan_note, *trainer.notes]
         notes.append(trainer.loader.note)
         for text in filter(None, notes):
@@ -149,8 +150,13 @@ class FitRun:
         self.console.say(f"start {generation}: {where} at step {trainer.step}, {lost} steps lost; before: {cause}")
 
     def formats(self) -> None:
-        """What each linear's GEMMs run in from now on."""
-        self.log.write("formats", step=self.trainer.step, formats=self.trainer.watch.formats())
+        """Where it changed, what each linear's GEMMs run in from now on."""
+        bound = self.trainer.engine.deepwell.bound
+        if bound is self._bound:
+            return
+        self._bound, before, self._formats = bound, self._formats, self.trainer.watch.formats()
+        if self._formats != before:
+            self.log.write("formats", step=self.trainer.step, formats=self._formats)
 
     def note(self, text: str) -> None:
         self.log.write("note", text=text)
@@ -190,8 +196,7 @@ class FitRun:
         for found in events:
             self.log.write("guard", **found.to_dict())
             self.console.say(f"guard: {found}")
-        if any(found.what in ("fallback", "recover") for found in events):
-            self.formats()
+        self.formats()
         self.console.at(done.step)
         self.scalars.step(event)
         self._poll()

@@ -214,6 +214,7 @@ class Trainer:
     def _train_step(self, run: FitRun, stop: StopSignal) -> None:
         step = self.step
         self.engine.deepwell.at_step(step)
+        run.formats()
         self.rate.factor = self.watch.lr_scale
         lr = self.rate.set(step)
         batches = self._batches()
@@ -269,7 +270,9 @@ class Trainer:
     def _batches(self) -> list[Mapping[str, Tensor]]:
         """This rank's micro-batches of the step that comes."""
         rank, sizes = self.runner.dp_rank, self.sizes
-        batches = [self.loader.batch(self.cursor, sizes.indices(rank, m)) for m in range(sizes.accumulation)]
+        batches: list[Mapping[str, Tensor]] = [
+            self.loader.batch(self.cursor, sizes.indices(rank, m)) for m in range(sizes.accumulation)
+        ]
         for batch in batches:
             check_tokens(batch, self._vocabulary)
         return batches
