@@ -50,7 +50,7 @@ def mx_cases(x: Tensor) -> Iterator[tuple[str, str, float, Callable[[], object],
         for op, rows, columns, per_element in (("rows", True, False, 1.03), ("both", True, True, 2.06)):
 
             def run(
-                y: Tensor = x, rows: bool = rows, columns: bool = columns, config: Q.MxConfig = config
+                y: Tensor = x, rows: bool = rows, columns: bool = columns, config: Q.TileConfig = config
             ) -> Q.MxCopies:
                 return Q.quantize_mxfp8(y, rows=rows, columns=columns, config=config)
 
@@ -73,7 +73,7 @@ def nv_cases(x: Tensor) -> Iterator[tuple[str, str, float, Callable[[], object],
         for op, square, bits in (("1x16", False, None), ("16x16", True, None), ("1x16 stochastic", False, random)):
 
             def run(
-                y: Tensor = x, square: bool = square, bits: Tensor | None = bits, config: Q.NvConfig = config
+                y: Tensor = x, square: bool = square, bits: Tensor | None = bits, config: Q.TileConfig = config
             ) -> Q.NvRows:
                 given = None if bits is None else bits[: y.shape[0]]
                 return Q.quantize_nvfp4(y, largest, square=square, random_bits=given, config=config)

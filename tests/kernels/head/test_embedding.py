@@ -204,7 +204,7 @@ def test_a_recorded_graph_follows_new_indices():
 COMPILED = [*((90, config) for config in E.CONFIGS), (100, E.CONFIGS[0])]
 
 
-def _arguments(config: E.EmbeddingConfig, dtype: torch.dtype) -> dict[str, object]:
+def _arguments(config: E.TileConfig, dtype: torch.dtype) -> dict[str, object]:
     return {
         **dict.fromkeys(("grad_ptr", "dw_ptr"), dtype),
         "sorted_ptr": torch.int32,

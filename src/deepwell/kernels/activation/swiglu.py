@@ -385,10 +385,7 @@ def swiglu(
     options: GluOptions | None = None,
     config: RowConfig | None = None,
 ) -> Activated:
-    """act(gate) * up of `gate_up_T2F` (gate first), or of a gate and an up given apart. See `GluOptions`, `RowFactors`.
-
-    Raises ConfigError on a wrong argument.
-    """
+    """act(gate) * up of `gate_up_T2F` (gate first), or of a gate and an up given apart."""
     g, u = _split("gate_up_T2F", gate_up_T2F, up_TF)
     return forward(g, u, options or GluOptions(), config, factors=factors)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.layout import padded_shape
 from deepwell.kernels.cutlass.build import arch_of, read_manifest
+from deepwell.kernels.device.triton_support import num_sms
 from deepwell.kernels.tune.sources import sources_hash
 
 ABI_VERSION = 1
@@ -375,16 +376,10 @@ def _check_operands(a_MK: Tensor, b_NK: Tensor, scales: Sequence[Tensor]) -> Non
             raise ConfigError(f"the operands lie on {a_MK.device} and {x.device}; move one of them")
 
 
-@lru_cache(maxsize=64)
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _run(library: Library, family: str, gemm: _GemmCall, config: int | str | None, out: Tensor) -> Tensor:
     gemm.config = library.config_index(family, config)
     if out.is_cuda:
-        index = out.device.index
-        gemm.device, gemm.num_sms = index, _num_sms(index)
+        gemm.device, gemm.num_sms = out.device.index, num_sms(out)
         gemm.stream = torch.cuda.current_stream(out.device).cuda_stream
     pointer = ctypes.byref(gemm)
     needed = getattr(library.handle, f"dw_{family}_workspace")(pointer)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -64,6 +65,20 @@ def _launch_errors() -> tuple[type[Exception], ...]:
 LAUNCH_ERRORS = _launch_errors()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileConfig:
+    """The tile of rows x columns that a program takes at a time.
+
+    `packing` is how codes are made: "bytes" one by one; "words", four of a column in one, to be transposed at a quarter
+    of the cost; "asm" by PTX instructions.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    packing: str = "bytes"
+
+
 @lru_cache(maxsize=64)
 def _check_device(index: int) -> None:
     capability = torch.cuda.get_device_capability(index)
@@ -110,6 +125,13 @@ def _capability(index: int) -> tuple[int, int]:
 def num_sms(x: Tensor) -> int:
     """Streaming multiprocessors of x's GPU, for kernels whose programs stay and loop; 2 where interpreted."""
     return _num_sms(x.device.index) if x.is_cuda else 2
+
+
+def block_descriptor(x: Tensor, *block: int) -> Any:
+    """A TMA descriptor of blocks of a tensor."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, list(block))
 
 
 # ---- compiled before they are launched ----

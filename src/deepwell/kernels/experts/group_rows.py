@@ -18,7 +18,6 @@ Cost: memory bound. Bytes per element: gather of codes 1 + 1 (their quantization
 
 # Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K or D width of a row.
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, quantize_tile
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import TileConfig, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 
 # Rows that a group is padded to: 16 bytes of FP8 along the contraction of a wgrad.
@@ -102,18 +101,8 @@ def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor
 
 # ---- configs: what the tuner may choose from ----
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CopyConfig:
-    """A program moves so many rows of so many columns at a time."""
-
-    rows: int
-    columns: int
-    num_warps: int
-
-
-GATHER_CONFIGS = (CopyConfig(rows=4, columns=2048, num_warps=4), CopyConfig(rows=1, columns=4096, num_warps=4))
-COMBINE_CONFIGS = (CopyConfig(rows=1, columns=2048, num_warps=4), CopyConfig(rows=4, columns=512, num_warps=4))
+GATHER_CONFIGS = (TileConfig(rows=4, columns=2048, num_warps=4), TileConfig(rows=1, columns=4096, num_warps=4))
+COMBINE_CONFIGS = (TileConfig(rows=1, columns=2048, num_warps=4), TileConfig(rows=4, columns=512, num_warps=4))
 _LAYOUT_BLOCK = 128
 
 # ---- kernels ----
@@ -264,7 +253,7 @@ def gather_rows(
     slot_P: Tensor,
     top_k: int,
     *,
-    config: CopyConfig | None = None,
+    config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(q_PK, scale_P)`: the FP8 row of each padded row's token; codes with `scale_T`, or numbers quantized on the way.
 
@@ -309,18 +298,15 @@ def gather_rows(
     return codes, scale
 
 
-def default_gather_config(columns: int) -> CopyConfig:
+def default_gather_config(columns: int) -> TileConfig:
     """Some 8 KiB a program, in rows of at most 4 KiB; not measured yet (benchmarks/bench_moe.py)."""
     return GATHER_CONFIGS[1] if columns > 2048 else GATHER_CONFIGS[0]
 
 
 def combine_rows(
-    x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor | None = None, *, config: CopyConfig | None = None
+    x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor | None = None, *, config: TileConfig | None = None
 ) -> Tensor:
-    """`y_TD`: each token's sum over the rows of its choices, weighted where weights are given.
-
-    Raises ConfigError on a wrong argument.
-    """
+    """`y_TD`: each token's sum over the rows of its choices, weighted where weights are given."""
     check_matrix("x_PD", x_PD)
     if weight_S is not None:
         check_vector("weight_S", weight_S, place_S.shape[0], x_PD)

@@ -19,9 +19,8 @@ from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, word_of_codes
-from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import TileConfig, is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import quantize_rows
-from deepwell.kernels.quantize.transpose import TileConfig
 
 _FP8 = torch.float8_e4m3fn
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.device.triton_support import launch, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import block_descriptor, launch, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
     constants,
@@ -38,7 +38,6 @@ from deepwell.kernels.experts.row_tiles import (
     Rows,
     RowTile,
     a_tile,
-    block_descriptor,
     check_operands,
     descriptor,
     halves,

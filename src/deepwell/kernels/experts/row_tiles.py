@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.device.triton_support import launch, num_sms, tl, triton
+from deepwell.kernels.device.triton_support import block_descriptor, launch, num_sms, tl, triton
 
 _LINE_BYTES = 16
 _TABLE_BLOCK = 64
@@ -186,12 +186,6 @@ def descriptor(w_ENK: Tensor, block_n: int, block_k: int) -> Any:
     if is_kn(w_ENK):
         return block_descriptor(w_ENK.transpose(1, 2).reshape(-1, w_ENK.shape[1]), block_k, block_n)
     return block_descriptor(w_ENK.reshape(-1, w_ENK.shape[2]), block_n, block_k)
-
-
-def block_descriptor(x: Tensor, *block: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(x, list(block))
 
 
 def check_operands(a: Tensor, w_ENK: Tensor, rows: Rows, bias_EN: Tensor | None) -> None:

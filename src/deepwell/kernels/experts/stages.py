@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ _RULES = Rules(default=TORCH, least_gain=0.02, leaders=2, budget_s=0.06, record=
 # tensor cores' short accumulator.
 _FLOOR_DB, _FP8_FLOOR_DB = 40.0, 35.0
 
-Parts = tuple[Tensor, ...]
-Ways = Mapping[str, Callable[[], Parts]]
+# What a way gives: a tensor or several.
+Ways = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +125,9 @@ def up(
     own = partial(row_products.up_product, x, w_EGD, rows, how, bias_EG=bias_EG)
     if not x.is_cuda:
         return own()
-    ways: dict[str, Callable[[], Parts]] = {TORCH: partial(_torch_up, x, w_EGD, rows, how, bias_EG)}
-    ways |= {tile.name: partial(own, tile=tile) for tile in UP_TILES}
+    ways = _ways(partial(_torch_up, x, w_EGD, rows, how, bias_EG), own, UP_TILES)
     stage = _stage("up", x, w_EGD, rows, f"{how}{' bias' * (bias_EG is not None)}", form=f"{how} ")
-    return by_the_fastest(stage, ways, rows)  # type: ignore[return-value]
+    return by_the_fastest(stage, ways, rows)
 
 
 def product(
@@ -142,12 +142,11 @@ def product(
     own = partial(row_products.row_product, a, w_ENK, rows, scales=scales, bias_EN=bias_EN)
     if not a.is_cuda:
         return own()
-    ways: dict[str, Callable[[], Parts]] = {TORCH: lambda: (_torch_product(a, w_ENK, rows, scales, bias_EN),)}
-    tiles = PRODUCT_TILES if scales is None else FP8_TILES
-    ways |= {tile.name: partial(_one, own, tile) for tile in tiles}
+    by_torch = partial(_torch_product, a, w_ENK, rows, scales, bias_EN)
+    ways = _ways(by_torch, own, PRODUCT_TILES if scales is None else FP8_TILES)
     details = ("gathered " * (rows.slot is not None)) + "bias" * (bias_EN is not None)
     kernel = "product" if scales is None else "codes"
-    return by_the_fastest(_stage("product", a, w_ENK, rows, details, kernel=kernel), ways, rows)[0]
+    return by_the_fastest(_stage("product", a, w_ENK, rows, details, kernel=kernel), ways, rows)
 
 
 def grads(
@@ -157,8 +156,7 @@ def grads(
     given = (dy, w_EFD, gate_up_PG, weight_S, rows, how)
     if not dy.is_cuda:
         return row_products.hidden_grads(*given)
-    ways: dict[str, Callable[[], Parts]] = {TORCH: partial(_torch_grads, *given)}
-    ways |= {tile.name: partial(row_products.hidden_grads, *given, tile=tile) for tile in GRADS_TILES}
+    ways = _ways(partial(_torch_grads, *given), partial(row_products.hidden_grads, *given), GRADS_TILES)
     return HiddenGrads(*by_the_fastest(_stage("grads", dy, w_EFD, rows, str(how), form=f"{how} "), ways, rows))
 
 
@@ -167,8 +165,7 @@ def wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
     own = partial(token_products.token_product, left, right, rows, gathers)
     if not left.is_cuda:
         return own()
-    ways: dict[str, Callable[[], Parts]] = {TORCH: lambda: (_torch_wgrad(left, right, rows, gathers),)}
-    ways |= {tile.name: partial(_one, own, tile) for tile in WEIGHT_TILES}
+    ways = _ways(partial(_torch_wgrad, left, right, rows, gathers), own, WEIGHT_TILES)
     assert rows.slot is not None
     stage = ExpertStage(
         name="wgrad",
@@ -180,11 +177,11 @@ def wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
         device=str(left.device),
         kernel="wgrad",
     )
-    return by_the_fastest(stage, ways, rows)[0]
+    return by_the_fastest(stage, ways, rows)
 
 
-def _one(own: Callable[..., Tensor], tile: object) -> Parts:
-    return (own(tile=tile),)
+def _ways(by_torch: Callable[[], Any], own: Callable[..., Any], tiles: Sequence[Any]) -> dict[str, Callable[[], Any]]:
+    return {TORCH: by_torch, **{tile.name: partial(own, tile=tile) for tile in tiles}}
 
 
 # ---- torch's way ----
@@ -201,14 +198,16 @@ def _torch_product(
     return c_PN if bias_EN is None else c_PN.add_(bias_EN[expert_of_rows(rows.ends, c_PN.shape[0])])
 
 
-def _torch_up(x: Tensor, w_EGD: Tensor, rows: Rows, how: ExpertActivation, bias_EG: Tensor | None) -> Parts:
+def _torch_up(
+    x: Tensor, w_EGD: Tensor, rows: Rows, how: ExpertActivation, bias_EG: Tensor | None
+) -> tuple[Tensor, Tensor]:
     gate_up = _torch_product(x, w_EGD, rows, None, bias_EG)
     return gate_up, hidden_rows.hidden_rows(gate_up, how)
 
 
 def _torch_grads(
     dy: Tensor, w_EFD: Tensor, gate_up_PG: Tensor, weight_S: Tensor, rows: Rows, how: ExpertActivation
-) -> Parts:
+) -> HiddenGrads:
     assert rows.slot is not None
     dh_PF = _torch_product(dy, w_EFD, rows, None, None)
     return hidden_rows.weighted_grads(dh_PF, gate_up_PG, weight_S, rows.slot, how)
@@ -242,7 +241,7 @@ def _stage(
     )
 
 
-def by_the_fastest(stage: ExpertStage, ways: Ways, rows: Rows) -> Parts:
+def by_the_fastest(stage: ExpertStage, ways: Ways, rows: Rows) -> Any:
     """The results of the way that is fastest for a stage."""
     if _only:
         way = _only[-1]
@@ -287,7 +286,7 @@ def _choose(stage: ExpertStage, ways: Ways, rows: Rows, *, may_time: bool) -> st
 
 def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
     """The operands are those of the call; some rows of every part are compared with torch's before a way is timed."""
-    parts = [_flat(part) for part in ways[TORCH]()]
+    parts = _flat(ways[TORCH]())
     picked = [_picked(part, rows) for part in parts]
     wanted = [part[where] for part, where in zip(parts, picked, strict=True)]
     shape = tuple(parts[0].shape)
@@ -301,7 +300,7 @@ def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
 
         def run() -> Tensor:
             nonlocal is_checked
-            got = [_flat(part) for part in candidate.fn()]
+            got = _flat(candidate.fn())
             if not is_checked:
                 _compare(got, wanted, picked, floor)
                 is_checked = True
@@ -313,9 +312,10 @@ def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
     return TimingSetup(inputs=[()], call=call, case=lambda candidate: case)
 
 
-def _flat(part: Tensor) -> Tensor:
-    """A weight's gradient as rows of all experts."""
-    return part.flatten(0, 1) if part.dim() == 3 else part
+def _flat(made: Any) -> list[Tensor]:
+    """The tensors that a way gave, a weight's gradient as rows of all experts."""
+    parts = [made] if isinstance(made, Tensor) else made
+    return [part.flatten(0, 1) if part.dim() == 3 else part for part in parts]
 
 
 def _picked(part: Tensor, rows: Rows) -> Tensor:

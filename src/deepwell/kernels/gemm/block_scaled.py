@@ -27,7 +27,7 @@ from deepwell.formats import layout
 from deepwell.formats.elements import decode, decode_e8m0, unpack_codes
 from deepwell.formats.spec import E2M1, E4M3, E5M2, ElementFormat
 from deepwell.kernels.cutlass import library as cutlass_library
-from deepwell.kernels.device.triton_support import LAUNCH_ERRORS, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import LAUNCH_ERRORS, block_descriptor, on_device, runs_kernel, tl, triton
 from deepwell.kernels.tune.out_of_memory import is_shortage
 
 _ELEMENTS: dict[torch.dtype, ElementFormat] = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1}
@@ -209,11 +209,11 @@ def _triton(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype, config: 
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
     with on_device(a.data):
         _block_scaled_kernel[grid](
-            _descriptor(a.data, [config.block_m, config.block_k // pack]),
+            block_descriptor(a.data, config.block_m, config.block_k // pack),
             _scale_descriptor(a, config.block_m, config.block_k),
-            _descriptor(b.data, [config.block_n, config.block_k // pack]),
+            block_descriptor(b.data, config.block_n, config.block_k // pack),
             _scale_descriptor(b, config.block_n, config.block_k),
-            _descriptor(out, [config.block_m, config.block_n]),
+            block_descriptor(out, config.block_m, config.block_n),
             a.global_scale,
             b.global_scale,
             m,
@@ -239,19 +239,13 @@ def _default_config(a: ScaledOperand) -> BlockConfig:
     return (NV_CONFIGS if a.data.dtype == torch.uint8 else MX_CONFIGS)[0]
 
 
-def _descriptor(x: Tensor, block: list[int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(x, block)
-
-
 def _scale_descriptor(x: ScaledOperand, rows: int, length: int) -> Any:
     """Tiles of 512 bytes as (1, row tiles, column tiles, 2, 256): the rank and inner size that TMA takes."""
     high, wide = layout.padded_shape(x.data.shape[0], -(-x.length // x.block))
     raw = x.scale.view(torch.uint8) if x.scale.dtype == torch.float8_e8m0fnu else x.scale
     tiles = raw.view(1, high // layout.TILE_ROWS, wide // layout.TILE_COLUMNS, 2, 256)
     columns = length // x.block // layout.TILE_COLUMNS
-    return _descriptor(tiles, [1, rows // layout.TILE_ROWS, columns, 2, 256])
+    return block_descriptor(tiles, 1, rows // layout.TILE_ROWS, columns, 2, 256)
 
 
 # ---- public wrapper ----

@@ -14,7 +14,6 @@ Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N.
 # Shapes: M rows of the result, N columns, K contraction; both operands lie along K.
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import block_descriptor, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.gemm.fp8 import ALIGNMENT, check_operands, fp8_gemm_ref
 
 ACTIVATIONS = ("gelu", "silu", "relu")
@@ -234,9 +233,9 @@ def fp8_gemm_triton(
     halves = config.writes_halves
     with on_device(a_MK):
         _fp8_gemm_kernel[(programs,)](
-            _descriptor(a_MK, config.block_m, config.block_k),
-            _descriptor(b_NK, config.block_n, config.block_k),
-            _descriptor(c_MN, config.block_m, config.block_n // 2 if halves else config.block_n),
+            block_descriptor(a_MK, config.block_m, config.block_k),
+            block_descriptor(b_NK, config.block_n, config.block_k),
+            block_descriptor(c_MN, config.block_m, config.block_n // 2 if halves else config.block_n),
             scale_a,
             scale_b,
             bias,
@@ -283,9 +282,3 @@ def _check_shape(a_MK: Tensor, b_NK: Tensor) -> None:
         capability = torch.cuda.get_device_capability(a_MK.device)
         if capability < _MIN_CAPABILITY:
             raise UnsupportedError(f"fp8_gemm_triton needs compute capability 9.0, the GPU has {capability}")
-
-
-def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

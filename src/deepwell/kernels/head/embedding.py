@@ -15,14 +15,12 @@ Cost: memory bound. Bytes for dW [V, D], T tokens of which R differ, in bf16: 2 
 
 # Shapes: T tokens, D width of a row, V rows of the weight; positions p of the sorted indices, pieces of CHUNK of them.
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_matrix, check_shape
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import TileConfig, on_device, runs_kernel, tl, triton
 
 # Rows that one program adds up at most: a token that fills half a batch is many programs' work.
 CHUNK = 64
@@ -45,24 +43,14 @@ def embedding_backward_ref(grad_TD: Tensor, index_T: Tensor, num_weights: int, p
 
 # ---- configs: what the tuner may choose from ----
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddingConfig:
-    """A program adds so many rows of so many columns at a time (powers of two)."""
-
-    rows: int
-    columns: int
-    num_warps: int
-
-
 CONFIGS = (
-    EmbeddingConfig(rows=4, columns=2048, num_warps=8),
-    EmbeddingConfig(rows=4, columns=1024, num_warps=4),
-    EmbeddingConfig(rows=16, columns=256, num_warps=4),
+    TileConfig(rows=4, columns=2048, num_warps=8),
+    TileConfig(rows=4, columns=1024, num_warps=4),
+    TileConfig(rows=16, columns=256, num_warps=4),
 )
 
 
-def default_config(columns: int) -> EmbeddingConfig:
+def default_config(columns: int) -> TileConfig:
     """Few long rows: each waits for its own reads alone.
 
     One H200, 2026-11-15 (benchmarks/bench_embedding.py), 16384 tokens by Zipf's law, 128256 x 4096: 4 x 2048 444 us,
@@ -154,7 +142,7 @@ def embedding_backward(
     num_weights: int,
     padding_idx: int = NO_PADDING,
     *,
-    config: EmbeddingConfig | None = None,
+    config: TileConfig | None = None,
 ) -> Tensor:
     """`dW_VD` in the gradient's dtype for `num_weights` rows; the row `padding_idx`, unless it is -1, stays zero.
 
@@ -180,7 +168,7 @@ def embedding_backward(
     return dw_VD
 
 
-def _launch(grad_TD: Tensor, index_T: Tensor, dw_VD: Tensor, padding_idx: int, config: EmbeddingConfig) -> None:
+def _launch(grad_TD: Tensor, index_T: Tensor, dw_VD: Tensor, padding_idx: int, config: TileConfig) -> None:
     (t, d), v = grad_TD.shape, dw_VD.shape[0]
     # A radix sort makes a pass for every few bits of a key.
     keys = (index_T.to(torch.int32) if v <= _INT32_MAX else index_T).contiguous()

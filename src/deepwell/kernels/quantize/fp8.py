@@ -31,8 +31,16 @@ from deepwell.kernels.device.fp8 import (
     saturate,
     word_of_codes,
 )
-from deepwell.kernels.device.triton_support import is_interpreted, num_sms, on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.transpose import TileConfig, transpose_codes
+from deepwell.kernels.device.triton_support import (
+    TileConfig,
+    is_interpreted,
+    num_sms,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
+from deepwell.kernels.quantize.transpose import transpose_codes
 
 __all__ = ["amax", "quantize_rows", "quantize_weight", "transpose_codes"]
 
@@ -265,10 +273,7 @@ def _quantize_both_kernel(
 def quantize_rows(
     x_TK: Tensor, *, pow2: bool = True, dtype: torch.dtype = torch.float8_e4m3fn, config: RowConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize each row of `x_TK` (fp32, bf16, fp16) with its own scale. Returns `(q_TK, scale_T)`, scales in fp32.
-
-    Raises ConfigError on a wrong argument.
-    """
+    """Quantize each row of `x_TK` (fp32, bf16, fp16) with its own scale. Returns `(q_TK, scale_T)`, scales in fp32."""
     check_matrix("x_TK", x_TK)
     fp8_max = check_fp8("dtype", dtype)
     if not runs_kernel(x_TK, _quantize_rows_kernel):

@@ -14,7 +14,6 @@ Cost: memory bound; bytes per element (bf16 in): mxfp8 rows 2 + 1.03, both copie
 
 # Shapes: T tokens, K columns of a row (the contraction), C scale blocks of a row.
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from deepwell.formats import layout
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.checks import check_fp8, check_matrix, check_number
 from deepwell.kernels.device.fp8 import FLT_MAX, INF_BITS, magnitude_bits, saturate
-from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import TileConfig, is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import amax as measure_amax
 
 MX_BLOCK = 32
@@ -88,37 +87,17 @@ def quantize_nvfp4_ref(
 # ---- configs: what the tuner may choose from ----
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MxConfig:
-    """The tile of one program; both sides are multiples of 32."""
-
-    rows: int
-    columns: int
-    num_warps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NvConfig:
-    """The tile of one program (rows a multiple of 16) and how codes are made.
-
-    packing "asm" is Blackwell's conversion of two numbers to a byte; "compare" counts thresholds, on any GPU.
-    """
-
-    rows: int
-    columns: int
-    num_warps: int
-    packing: str = "compare"
-
-
+# Both sides are multiples of 32.
 MX_CONFIGS = (
-    MxConfig(rows=128, columns=128, num_warps=8),
-    MxConfig(rows=64, columns=128, num_warps=4),
-    MxConfig(rows=128, columns=64, num_warps=4),
+    TileConfig(rows=128, columns=128, num_warps=8),
+    TileConfig(rows=64, columns=128, num_warps=4),
+    TileConfig(rows=128, columns=64, num_warps=4),
 )
+# Rows are multiples of 16. "asm" is Blackwell's conversion of two numbers to a byte; the others count thresholds.
 NV_CONFIGS = (
-    NvConfig(rows=16, columns=256, num_warps=4),
-    NvConfig(rows=64, columns=128, num_warps=8),
-    NvConfig(rows=16, columns=256, num_warps=4, packing="asm"),
+    TileConfig(rows=16, columns=256, num_warps=4),
+    TileConfig(rows=64, columns=128, num_warps=8),
+    TileConfig(rows=16, columns=256, num_warps=4, packing="asm"),
 )
 
 
@@ -341,7 +320,7 @@ def quantize_mxfp8(
     columns: bool = True,
     swizzled: bool = True,
     dtype: torch.dtype = torch.float8_e4m3fn,
-    config: MxConfig | None = None,
+    config: TileConfig | None = None,
 ) -> MxCopies:
     """Quantize `x_TK` (fp32, bf16, fp16) to MXFP8 along its rows, along its columns (transposed), or both in one pass.
 
@@ -363,7 +342,7 @@ def quantize_mxfp8(
     return copies
 
 
-def _launch_mx(x_TK: Tensor, copies: MxCopies, swizzled: bool, fp8_max: float, config: MxConfig) -> None:
+def _launch_mx(x_TK: Tensor, copies: MxCopies, swizzled: bool, fp8_max: float, config: TileConfig) -> None:
     t, k = x_TK.shape
     # The tile order is padded to 128 rows and 4 blocks of 32 either way.
     grid_t, grid_k = (layout.padded_shape(n, 0)[0] if swizzled else n for n in (t, k))
@@ -411,7 +390,7 @@ def quantize_nvfp4(
     square: bool = False,
     swizzled: bool = True,
     random_bits: Tensor | None = None,
-    config: NvConfig | None = None,
+    config: TileConfig | None = None,
 ) -> NvRows:
     """Quantize the rows of `x_TK` (fp32, bf16, fp16) to NVFP4: 1x16 blocks, or 16x16 ones where `square`.
 
@@ -433,7 +412,7 @@ def quantize_nvfp4(
 
 
 def _launch_nv(
-    x_TK: Tensor, amax: Tensor, square: bool, swizzled: bool, random_bits: Tensor | None, config: NvConfig
+    x_TK: Tensor, amax: Tensor, square: bool, swizzled: bool, random_bits: Tensor | None, config: TileConfig
 ) -> NvRows:
     t, k = x_TK.shape
     blocks = -(-k // NV_BLOCK)

@@ -50,17 +50,6 @@ def _quantize_weights(weights: Sequence[Tensor], scale_per_row: bool = False) ->
     return *quantize_group(weights, partials, transposed=False, scale_per_row=scale_per_row), partials
 
 
-def _quantize_weights_transposed(
-    weights: Sequence[Tensor], partials: Tensor, after: Tensor, scale_per_row: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The transposed copy of the same codes, for the backward: (q [K, N], scale).
-
-    Made when the backward asks for it, from weights that are there anyway: kept from the forward it would cost a byte
-    per parameter at the peak. `after` is any tensor of the backward: it keeps a compiler from moving this forward.
-    """
-    return quantize_group(weights, partials, transposed=True, scale_per_row=scale_per_row)
-
-
 def _fake_quantize_weights(weights: Sequence[Tensor], scale_per_row: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     k, n = weights[0].shape[1], sum(w.shape[0] for w in weights)
     scale, partials = (
@@ -136,10 +125,15 @@ register_op(
     _quantize_weights,
     _fake_quantize_weights,
 )
+# The transposed copy of the same codes, for the backward: (q [K, N], scale). Made when the backward asks for it, from
+# weights that are there anyway: kept from the forward it would cost a byte per parameter at the peak. `after` is any
+# tensor of the backward: it keeps a compiler from moving this forward.
 register_op(
     "quantize_weights_transposed(Tensor[] weights, Tensor partials, Tensor after, bool scale_per_row=False)"
     " -> (Tensor, Tensor)",
-    _quantize_weights_transposed,
+    lambda weights, partials, after, scale_per_row=False: quantize_group(
+        weights, partials, transposed=True, scale_per_row=scale_per_row
+    ),
     _fake_quantize_weights_transposed,
 )
 register_op(

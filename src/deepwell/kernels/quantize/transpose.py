@@ -12,7 +12,7 @@ Cost: memory bound, one byte read and one written per code; 4 bytes per row of s
 
 # Shapes: T tokens, N columns of the codes (rows of the result).
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_out, check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, code_bytes, saturate
-from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import TileConfig, is_interpreted, on_device, runs_kernel, tl, triton
 
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
@@ -54,16 +54,6 @@ class Gathered(NamedTuple):
 
 
 # ---- configs: what the tuner may choose from ----
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileConfig:
-    """A tile of rows x columns, transposed as single bytes, or as words of four ("asm": packed by PTX instructions)."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    packing: str
 
 
 TRANSPOSE_CONFIGS = (

@@ -135,15 +135,7 @@ def qk_norm_rope_backward_ref(
 # ---- configs: what the tuner may choose from ----
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardConfig:
-    """Warps of a program, which has one token."""
-
-    num_warps: int
-
-
-FORWARD_CONFIGS = tuple(ForwardConfig(num_warps=n) for n in (2, 4, 1, 8))
-
+FORWARD_CONFIGS = tuple(RopeConfig(rows=1, num_warps=n) for n in (2, 4, 1, 8))
 BACKWARD_CONFIGS = (
     BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=2),
     BackwardConfig(num_warps=4, programs_per_sm=4),
@@ -153,9 +145,9 @@ BACKWARD_CONFIGS = (
 )
 
 
-def default_forward_config(columns: int) -> ForwardConfig:
+def default_forward_config(columns: int) -> RopeConfig:
     """At most 96 elements a thread: what a thread does once is shared by many, and 16 warps fit. Not timed yet."""
-    return ForwardConfig(num_warps=min(16, triton.next_power_of_2(triton.cdiv(columns, 32 * 96))))
+    return RopeConfig(rows=1, num_warps=min(16, triton.next_power_of_2(triton.cdiv(columns, 32 * 96))))
 
 
 def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
@@ -395,7 +387,7 @@ def qk_norm_rope(
     *,
     heads: Heads,
     norm: QkNorm | None = None,
-    config: ForwardConfig | None = None,
+    config: RopeConfig | None = None,
 ) -> NormedHeads:
     """Norm and rotate the heads of q and k of merged rows; `weights` are those of q's and k's norm, [D].
 

@@ -331,8 +331,6 @@ def rope_qkv(
     """Rotated q and k, and v, of merged rows, each in a buffer of its own: [B, S, H, D], contiguous.
 
     `cos` and `sin` are [S, R], [1, S, R] or [B, S, R]; `factor_T` multiplies the rows.
-
-    Raises ConfigError on a wrong argument.
     """
     check_operand("qkv_BSW", qkv_BSW, 3)
     b, s, w = qkv_BSW.shape
@@ -359,10 +357,7 @@ def rope_qkv_backward(
     options: RowOptions | None = None,
     config: RopeConfig | None = None,
 ) -> RopeGrads:
-    """Gradient of `rope_qkv` at its merged rows, [T, W], from those of q, k, v: [B, S, H, D] of any strides, D dense.
-
-    Raises ConfigError on a wrong argument.
-    """
+    """Gradient of `rope_qkv` at its merged rows, [T, W], from those of q, k, v, [B, S, H, D] with D dense."""
     options = options or RowOptions()
     heads = heads_of_grads(grads, packing, convention)
     dq = grads[0]
