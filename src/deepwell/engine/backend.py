@@ -21,7 +21,8 @@ from deepwell.engine.nested_graphs import in_common, nested, separate
 from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.cache_weights import cache_weights, name_sources
 from deepwell.engine.passes.cross_entropy import DeferredOutput
-from deepwell.engine.passes.work import BackendOptions, Work, scheme_of
+from deepwell.engine.passes.edit import scheme_of
+from deepwell.engine.passes.work import BackendOptions, Work
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
 from deepwell.engine.weight_cache import KeptGroup, refreshing
 from deepwell.errors import CaptureError

@@ -18,12 +18,10 @@ from deepwell.engine.overrides import Overrides
 from deepwell.engine.passes.work import BackendOptions
 from deepwell.engine.recompute import LayerRecompute
 from deepwell.engine.report import EngineReport
-from deepwell.engine.runtime import BindAt, Runtime
+from deepwell.engine.runtime import Runtime
 from deepwell.engine.weight_cache import WeightCache
 from deepwell.errors import UnsupportedError
 from deepwell.graph.ir import IR
-from deepwell.planner.plan import Plan
-from deepwell.precision.policy import PrecisionPolicy
 
 # What is set on an engine and stays there: how it is called, not what it computes.
 _OWN = ("forward", "training", "_compiled_call_impl")
@@ -46,18 +44,9 @@ class Engine(nn.Module):
         has_parts = all(hasattr(model, name) for name in ("__getitem__", "__len__", "__iter__"))
         return super().__new__(EngineOfParts if has_parts else cls)
 
-    def __init__(
-        self,
-        ir: IR,
-        bound: Bound,
-        policy: PrecisionPolicy,
-        *,
-        options: BackendOptions,
-        device: str,
-        bind_at: BindAt | None = None,
-        plan: Plan | None = None,
-    ) -> None:
-        runtime = Runtime(ir, bound, policy, options=options, device=device, bind_at=bind_at, plan=plan)
+    def __init__(self, ir: IR, *args: Any, **kwargs: Any) -> None:
+        """Of the arguments of a `Runtime`."""
+        runtime = Runtime(ir, *args, **kwargs)
         super().__init__()
         runtime.engine, model, own = self, runtime.model, self.__dict__
         own["deepwell"], runtime.generation = runtime, Generation(model, self)

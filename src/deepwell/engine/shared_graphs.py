@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch._guards import Guard, Source, TracingContext
 
+from deepwell.engine.passes.edit import scheme_of
 from deepwell.errors import CaptureError
 
 # While other tensors at every call take the places of a part's parameters (local parts of DTensors): which part it is.
@@ -50,7 +51,7 @@ class KnownParameters:
         self._known = kept | {key: self._entry(tensor, found) for key, (tensor, found) in names.items()}
 
     def _entry(self, tensor: Tensor, names: Names) -> tuple[weakref.ref[Tensor], Names, str | None]:
-        scheme = self.schemes.get(_path_of(names, self.schemes), "") if names else None
+        scheme = scheme_of(names, self.schemes)[1] if names else None
         return weakref.ref(tensor), names, scheme
 
     def _find(self, tensor: Tensor) -> tuple[weakref.ref[Tensor], Names, str | None]:
@@ -68,7 +69,7 @@ class KnownParameters:
         if any(id(parameter) not in given for _, parameter in now if parameter.dim() >= 2):
             return False
         # A pipeline's stage shows one part of the model at a time: there are weights that are not to be seen now.
-        return {_path_of((name,), self.schemes) for name, _ in now} >= self.schemes.keys()
+        return {_path(name) for name, _ in now} >= self.schemes.keys()
 
     def has(self, value: Any) -> bool:
         """Whether it was one of the model's when they were last read."""
@@ -90,14 +91,9 @@ def renamed(pairs: Iterable[tuple[Names, Names]], schemes: Mapping[str, str]) ->
     for before, now in pairs:
         new |= dict(zip(map(_path, before), map(_path, now), strict=False))
         if now:
-            new[_path_of(before, schemes)] = _path_of(now, schemes)  # also where one has more names
+            new[scheme_of(before, schemes)[0]] = scheme_of(now, schemes)[0]  # also where one has more names
     new.pop("", None)
     return new
-
-
-def _path_of(names: Names, schemes: Mapping[str, str]) -> str:
-    """The path that a parameter of these names has its scheme by, "" where it has none."""
-    return next((path for path in map(_path, names) if path in schemes), "")
 
 
 def _path(name: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.arguments import check_flags, policy_of
+from deepwell.engine.arguments import check_flags, check_sizes, policy_of
 from deepwell.engine.backend import compile_graph, parameter_names
 from deepwell.engine.binding import Binding, Bound, Target, as_model_runs_them, bind, with_gains
 from deepwell.engine.compile import check_fallback, device_of, measured_fallback, registry_for, use_inductor
@@ -76,11 +76,12 @@ def deepwell(
         raise ConfigError(f"options has {unknown[0]!r}; backend='deepwell' takes {', '.join(OPTIONS)}")
     policy = policy_of(None, chosen.get("precision"), chosen.get("precision_policy"))
     check_flags(**{name: chosen[name] for name in _FLAGS if name in chosen})
+    check_sizes(num_layers=chosen.get("num_layers"))
     fallback = check_fallback(chosen.get("fallback", "safe"))
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     device = device_of(tensors)
     names = parameter_names(graph_module.graph, example_inputs)
-    ir = ir_of_graph(graph_module.graph, names, call.layers, _num_layers(chosen.get("num_layers")))
+    ir = ir_of_graph(graph_module.graph, names, call.layers, chosen.get("num_layers") or 0)
     resolution = policy.copy().freeze().resolve(ir)
     bound = bind(ir, resolution, device, fallback=fallback)
     registry, missing = registry_for(chosen.get("kernel_registry"), chosen.get("use_cutlass", False), device)
@@ -190,14 +191,6 @@ def _cuda_graphs(mode: str | None, device: Target) -> tuple[bool, list[str]]:
     if asked and device.kind != "cuda":
         return False, [f"mode={mode!r} records CUDA graphs, which needs a GPU; on the {device} it changes nothing"]
     return asked, []
-
-
-def _num_layers(given: Any) -> int:
-    if given is None:
-        return 0
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConfigError(f"options: num_layers is {given!r}; it must be a whole number of at least 1")
-    return given
 
 
 def ir_of_graph(

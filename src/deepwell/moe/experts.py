@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from deepwell.kernels.experts.mlp import experts_mlp
 from deepwell.moe.config import MoEConfig
+from deepwell.moe.hugging_face import weights_of
 
 
 class DeepwellExperts(nn.Module):
@@ -47,13 +46,7 @@ class DeepwellExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [T, H], their choices and weights [T, K]: tokens."""
-        w_gate_up: Any = self.gate_up_proj if self.has_gate else self.up_proj
-        w_down: Any = self.down_proj
-        if self.is_transposed:
-            w_gate_up, w_down = w_gate_up.transpose(1, 2), w_down.transpose(1, 2)
-        biases: Any = (None, None)
-        if self.has_bias:
-            biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias)
+        w_gate_up, w_down, biases = weights_of(self)
         if hasattr(w_down, "to_local"):  # spread over ranks
             w_gate_up, w_down = w_gate_up.to_local(), w_down.to_local()
             biases = tuple(None if bias is None else bias.to_local() for bias in biases)

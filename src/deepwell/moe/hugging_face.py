@@ -30,16 +30,20 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    first = self.gate_up_proj if self.has_gate else self.up_proj
-    w_gate_up, w_down, biases = first, self.down_proj, (None, None)
-    if self.is_transposed:
-        w_gate_up, w_down = first.transpose(1, 2), self.down_proj.transpose(1, 2)
-    if self.has_bias:
-        biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias)
-    x = hidden_states.to(first.dtype)  # under autocast a norm may have made it another one
+    w_gate_up, w_down, biases = weights_of(self)
+    x = hidden_states.to(w_down.dtype)  # under autocast a norm may have made it another one
     index, weight = top_k_index.reshape(len(x), -1), top_k_weights.reshape(len(x), -1)
     out = experts_mlp(x, w_gate_up, w_down, index, weight, biases=biases, activation=how)
     return out.to(hidden_states.dtype)
+
+
+def weights_of(module: Any) -> tuple[Any, Any, Any]:
+    """([E, G, H], [E, H, F], both biases or None) of an experts module, as views."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    weights = (getattr(module, first), module.down_proj)
+    w_gate_up, w_down = (w.transpose(1, 2) for w in weights) if module.is_transposed else weights
+    biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+    return w_gate_up, w_down, biases
 
 
 def register() -> None:

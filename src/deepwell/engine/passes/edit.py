@@ -1,5 +1,6 @@
 """Changing FX graphs: put one node in the place of another, and drop what nobody reads any more."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ def runs_in_kernels(*nodes: Any) -> bool:
     """Whether these are tensors of one dtype that the kernels take; a float64 model is left as it is."""
     dtypes = {value.dtype if (value := value_of(node)) is not None else None for node in nodes}
     return len(dtypes) == 1 and dtypes <= KERNEL_DTYPES
+
+
+def scheme_of(names: Iterable[str], schemes: Mapping[str, str]) -> tuple[str, str]:
+    """The path of a parameter that has a scheme and that scheme, empty where it has none."""
+    paths = (name.removesuffix(".weight") for name in names)
+    return next(((path, schemes[path]) for path in paths if path in schemes), ("", ""))
 
 
 def erase_unread(graph: fx.Graph) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels
+from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels, scheme_of
 from deepwell.graph.fx import (
     GROUPED_FALLBACK,
     Writes,
@@ -76,9 +76,8 @@ def find_experts(
             continue
         x, weight, offs, is_kn = parts
         names = weights.get(weight.name, ()) if isinstance(weight, fx.Node) else ()
-        path = next((name for name in (n.removesuffix(".weight") for n in names) if name in schemes), None)
-        if path is not None and runs_in_kernels(x, weight):
-            scheme = schemes[path]
+        path, scheme = scheme_of(names, schemes)
+        if path and runs_in_kernels(x, weight):
             sites.append(ExpertSite(node=node, weight=weight, offs=offs, is_kn=is_kn, scheme=scheme, path=path))
     return sites
 

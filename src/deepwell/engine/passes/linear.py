@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels
+from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels, scheme_of
 from deepwell.graph.fx import Writes, linear_parts, value_of
 from deepwell.kernels.gemm.linear import low_precision_linear, split_columns
 
@@ -44,11 +44,9 @@ def find_linears(
             continue
         x, weight, bias, is_kn = parts
         names = weights.get(weight.name, ()) if isinstance(weight, fx.Node) else ()
-        paths = [name.removesuffix(".weight") for name in names]
-        path = next((path for path in paths if path in schemes), None)
-        if path is None or not runs_in_kernels(x, weight) or value_of(weight).dim() != 2:
-            continue
-        sites.append(LinearSite(node=node, x=x, weight=weight, bias=bias, is_kn=is_kn, scheme=schemes[path], path=path))
+        path, scheme = scheme_of(names, schemes)
+        if path and runs_in_kernels(x, weight) and value_of(weight).dim() == 2:
+            sites.append(LinearSite(node=node, x=x, weight=weight, bias=bias, is_kn=is_kn, scheme=scheme, path=path))
     return sites
 
 

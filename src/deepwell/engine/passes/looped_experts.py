@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import replace, runs_in_kernels, scheme_of
 from deepwell.graph.fx import Writes, argument, op_of, value_of
 
 
@@ -36,8 +36,8 @@ def group_loops(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], schemes
         loop = _loop_of(node)
         if loop is None or writes.between(loop.x, loop.split, node) or writes.between(loop.weight, loop.split, node):
             continue
-        paths = (name.removesuffix(".weight") for name in weights.get(loop.weight.name, ()))
-        if any(path in schemes for path in paths) and runs_in_kernels(loop.x, loop.weight):
+        path, _ = scheme_of(weights.get(loop.weight.name, ()), schemes)
+        if path and runs_in_kernels(loop.x, loop.weight):
             _group(graph, node, loop)
             found += 1
     return found

@@ -12,6 +12,7 @@ from torch import fx
 from deepwell.engine.binding import LeftAlone
 from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
+from deepwell.engine.passes.edit import scheme_of
 from deepwell.engine.passes.experts import find_experts, rewrite_calls, rewrite_experts
 from deepwell.engine.passes.gain import keep_gaining
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
@@ -214,12 +215,6 @@ def choose_by_registry(graph: fx.Graph, work: Work) -> None:
     options = work.options
     if options.registry is not None:
         merge_rows(options.kernels, choose_kernels(graph, options.registry))
-
-
-def scheme_of(names: tuple[str, ...], schemes: Mapping[str, str]) -> tuple[str, str]:
-    """The path of a parameter that has a scheme and that scheme, empty where it has none."""
-    paths = (name.removesuffix(".weight") for name in names)
-    return next(((path, schemes[path]) for path in paths if path in schemes), ("", ""))
 
 
 def _of_tied(
