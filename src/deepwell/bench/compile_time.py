@@ -13,7 +13,6 @@ from typing import Any
 from deepwell.bench.environment import environment, last_line
 from deepwell.bench.peers import PEERS
 from deepwell.bench.progress import bar
-from deepwell.errors import ConfigError
 
 
 def run_compile(model: str, entrants: list[str], device: str, *, timeout: float = 900.0) -> dict[str, Any]:
@@ -64,11 +63,5 @@ def first_step(model_name: str, entrant_name: str, device: str) -> dict[str, Any
     return {"build_s": built - started, "first_step_s": time.perf_counter() - built}
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) != 3:
-        raise ConfigError(f"compile_time takes MODEL ENTRANT DEVICE, got {arguments}")
-    print(json.dumps(first_step(*arguments)))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(json.dumps(first_step(*sys.argv[1:])))

@@ -5,7 +5,7 @@ all tokens of a step. Each result is checked against the reference at its own sh
 the profiler is asked afterwards whether the kernels ran that a row is named for.
 """
 
-import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,22 +105,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             by_kernel.setdefault(row["kernel"], []).append(row["speed"])
             key = tuple(row["shape"])
             best[key] = max(best.get(key, 0.0), row["speed"])
-    found = {
-        name: {"geomean": _geomean(speeds), "least": min(speeds), "shapes": len(speeds)}
-        for name, speeds in by_kernel.items()
-    }
     if best:
         # bf16 itself is among the candidates: what is chosen is never slower.
-        found["best of each shape"] = {
-            "geomean": _geomean(list(best.values())),
-            "least": min(best.values()),
-            "shapes": len(best),
-        }
+        by_kernel["best of each shape"] = list(best.values())
+    found = {
+        name: {"geomean": statistics.geometric_mean(speeds), "least": min(speeds), "shapes": len(speeds)}
+        for name, speeds in by_kernel.items()
+    }
     return {"chains": found, "num_shapes": len(shapes), "target": TARGET}
-
-
-def _geomean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def gemm_table(result: dict[str, Any]) -> str:

@@ -5,8 +5,8 @@ that are kept already are not run again.
 """
 
 import json
-import math
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def run_models(
             rows.append(_row(model, kept) if kept else lost)
             advance(1)
     speeds: list[float] = [row["speed"] for row in rows if "speed" in row]
-    mean = math.exp(sum(math.log(speed) for speed in speeds) / len(speeds)) if speeds else None
+    mean = statistics.geometric_mean(speeds) if speeds else None
     shown = f"geometric mean of {len(speeds)} rows {mean:.3f}" if mean else "no row ran"
     title = f"dw.compile(model) + AdamWDW beside torch.compile + fused AdamW, forward + backward + optimizer; {shown}"
     return {"bench": "models", "title": title, "geometric_mean": mean, "environment": environment(), "rows": rows}

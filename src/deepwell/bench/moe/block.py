@@ -179,10 +179,7 @@ def _backward(run: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tu
     return torch.autograd.grad(run(), leaves, dy)
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) != 3:
-        raise ConfigError(f"a row of the MoE race takes SHAPE WAY DEVICE, got {arguments}")
-    name, way, device = arguments
+def main(name: str, way: str, device: str) -> None:
     shape = (SHAPES | TINY)[name]
     if way == KERNELS:
         from deepwell.bench.moe.kernels import rows_of
@@ -193,4 +190,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])
