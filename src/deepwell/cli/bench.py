@@ -15,8 +15,21 @@ from deepwell.errors import ConfigError
 
 app = typer.Typer(help="Time training steps and kernels beside their peers.", no_args_is_help=True)
 
+
+def _check_file(json_file: str | None) -> str | None:
+    """Say now that a result could not be kept."""
+    from deepwell.bench.report import check_writable
+
+    if json_file not in (None, "-"):
+        check_writable(Path(str(json_file)))
+    return json_file
+
+
 Json = Annotated[
-    str | None, typer.Option("--json", help="Keep the result in this file; - prints JSON instead of the table.")
+    str | None,
+    typer.Option(
+        "--json", callback=_check_file, help="Keep the result in this file; - prints JSON instead of the table."
+    ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU where there is one.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")]
@@ -71,7 +84,6 @@ def step_command(
     from deepwell.bench.step import Entrant, StepOptions, run_steps
     from deepwell.bench.variants import DEFAULT, parse_variants
 
-    _check_file(json_file)
     race = race_model(model, batch=batch, seq_len=seq_len).with_layers_checkpointed(checkpoint_layers)
     if variants is None:
         variants = DEFAULT if model.startswith(PREFIX) else "bf16,fp8"
@@ -84,7 +96,7 @@ def step_command(
         order="one by one" if one_by_one else "auto",
         gradients=gradients,
     )
-    _show(run_steps(race, entrants, how), step_table, json_file)
+    _show(run_steps(race, entrants, how), json_file, step_table)
 
 
 @app.command("models")
@@ -105,13 +117,11 @@ def models_command(
     from deepwell.bench.devices import pick_device
     from deepwell.bench.families import WIDTHS
     from deepwell.bench.model_table import run_models
-    from deepwell.bench.report import kernel_table
     from deepwell.bench.step import StepOptions
 
-    _check_file(json_file)
     names = [name.strip() for name in only.split(",") if name.strip()] or list(WIDTHS)
     how = StepOptions(device=pick_device(device), rounds=2 if quick else rounds, burst=1 if quick else burst)
-    _show(run_models(names, out, how, resume=resume, timeout=timeout), kernel_table, json_file)
+    _show(run_models(names, out, how, resume=resume, timeout=timeout), json_file)
 
 
 @app.command("gemm")
@@ -124,11 +134,10 @@ def gemm_command(
     from deepwell.bench.devices import pick_device
     from deepwell.bench.gemm import SHAPES, gemm_table, run_gemms
 
-    _check_file(json_file)
     where = pick_device(device, "--device cpu")
     shapes = (SHAPES[0], SHAPES[-1]) if quick else SHAPES
     # A CPU emulates: one small shape shows that it works.
-    _show(run_gemms(where, shapes=shapes if where == "cuda" else ((128, 192, 256),)), gemm_table, json_file)
+    _show(run_gemms(where, shapes=shapes if where == "cuda" else ((128, 192, 256),)), json_file, gemm_table)
 
 
 @app.command("attention")
@@ -145,14 +154,12 @@ def attention_command(
     """Time causal attention, forward and backward: softmax written out, flash, cuDNN, and what the engine calls."""
     from deepwell.bench.attention import AttentionShape, run_attention
     from deepwell.bench.devices import pick_device
-    from deepwell.bench.report import kernel_table
 
-    _check_file(json_file)
     where = pick_device(device, "--device cpu")
     # Softmax written out holds all scores: at 8192 those are 17 GB a tensor in a CPU's fp32.
     length = seq_len if seq_len is not None else 8192 if where == "cuda" else 512
     shape = AttentionShape(B=batch, H=heads, G=kv_heads, S=length, D=width)
-    _show(run_attention(shape, where, rounds=3 if quick else 10), kernel_table, json_file)
+    _show(run_attention(shape, where, rounds=3 if quick else 10), json_file)
 
 
 @app.command("adamw")
@@ -166,10 +173,8 @@ def adamw_command(
     from deepwell.bench.adamw import run_adamw
     from deepwell.bench.devices import pick_device
     from deepwell.bench.models import race_model
-    from deepwell.bench.report import kernel_table
 
-    _check_file(json_file)
-    _show(run_adamw(race_model(model), pick_device(device), rounds=3 if quick else 10), kernel_table, json_file)
+    _show(run_adamw(race_model(model), pick_device(device), rounds=3 if quick else 10), json_file)
 
 
 @app.command("moe")
@@ -186,13 +191,12 @@ def moe_command(
     from deepwell.bench.moe.race import run_moe
     from deepwell.bench.report import kernel_table, write
 
-    _check_file(json_file)
     names = [name.strip() for name in only.split(",") if name.strip()]
     keep = None if json_file in (None, "-") else (lambda result: write(result, Path(str(json_file))))
     result = run_moe(pick_device(device, "--device cpu"), names, timeout_s=timeout, keep=keep)
     if json_file != "-" and result["kernels"]:
         typer.echo(kernel_table({**result, "title": "MoE: every kernel of each stage", "rows": result["kernels"]}))
-    _show(result, kernel_table, json_file)
+    _show(result, json_file)
 
 
 @app.command("compile")
@@ -207,35 +211,25 @@ def compile_command(
     from deepwell.bench.devices import pick_device
     from deepwell.bench.models import race_model
     from deepwell.bench.peers import PEERS
-    from deepwell.bench.report import kernel_table
     from deepwell.bench.variants import DEFAULT, Variant
 
-    _check_file(json_file)
     names = [name.strip() for name in entrants.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"--entrants is empty; it takes variants and peers, such as torch,fp8 ({', '.join(PEERS)})")
     for name in names:
         if name not in (*PEERS, DEFAULT):
             Variant.parse(name).policy()  # a policy file is read here, not first in the process that compiles
-    _show(run_compile(race_model(model).name, names, pick_device(device)), kernel_table, json_file)
+    _show(run_compile(race_model(model).name, names, pick_device(device)), json_file)
 
 
-def _check_file(json_file: str | None) -> None:
-    """Say now that a result could not be kept."""
-    from deepwell.bench.report import check_writable
-
-    if json_file not in (None, "-"):
-        check_writable(Path(json_file))
-
-
-def _show(result: dict[str, Any], table: Callable[[dict[str, Any]], str], json_file: str | None) -> None:
+def _show(result: dict[str, Any], json_file: str | None, table: Callable[[dict[str, Any]], str] | None = None) -> None:
     """Print the table or the JSON, keep the file, and end with status 1 where a claim does not hold."""
-    from deepwell.bench.report import has_problems, write
+    from deepwell.bench.report import has_problems, kernel_table, write
 
     if json_file == "-":
         typer.echo(json.dumps(result))
     else:
-        typer.echo(table(result))
+        typer.echo((table or kernel_table)(result))
     if json_file not in (None, "-"):
         write(result, Path(json_file))
     if has_problems(result):
