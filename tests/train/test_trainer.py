@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepwell as dw
-from deepwell.errors import ConfigError, NumericsError
+from deepwell.errors import CheckpointError, ConfigError, NumericsError
 from deepwell.precision import PrecisionPolicy
 from deepwell.train.feed import Feed, count_items
 from deepwell.train.log import EventLog
@@ -327,3 +327,19 @@ def test_formats_of_step_ranges_are_in_the_record(tiny_llama: Any, tmp_path: Pat
     high, low = "bf16|bf16|bf16", "mxfp8|mxfp8|mxfp8"
     assert changes("whole", None) == [(0, high), (2, low), (4, high)]
     assert changes("parts", 3, None) == [(0, high), (2, low), (3, low), (4, high)]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_noted(make_trainer: Any) -> None:
+    make_trainer(save_every=2, async_save=False).fit(stop_at=4)
+    files = [
+        make_trainer().run_dir / "checkpoints" / f"step-0000000{step}" / "model-00000.safetensors" for step in (4, 2)
+    ]
+    damaged = bytearray(files[0].read_bytes())
+    damaged[-1] ^= 1
+    files[0].write_bytes(damaged)
+    trainer = make_trainer()
+    assert trainer.step == 2 and "step-00000004" in trainer.notes[-1] and "was changed" in trainer.notes[-1]
+    assert trainer.fit().step == 6
+    assert dw.load(trainer.run_dir).verify()
+    with pytest.raises(CheckpointError, match=r"step-00000004/model-00000\.safetensors was changed"):
+        make_trainer(resume=files[0].parent, folder="other")

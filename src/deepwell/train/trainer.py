@@ -22,10 +22,18 @@ import torch
 from torch import Tensor
 
 from deepwell import __version__
-from deepwell.artifacts.checkpoint import Saver, TrainState, latest, load, load_checkpoint, save_checkpoint
+from deepwell.artifacts.checkpoint import (
+    Saver,
+    TrainState,
+    latest,
+    list_checkpoints,
+    load,
+    load_checkpoint,
+    save_checkpoint,
+)
 from deepwell.engine.dryrun.plan import engine_device
 from deepwell.engine.engine import Engine
-from deepwell.errors import ConfigError
+from deepwell.errors import CheckpointError, ConfigError
 from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
 from deepwell.precision.guard import GuardEvent, GuardSettings
@@ -365,17 +373,24 @@ class Trainer:
         """Load what is to be gone on from; where there is nothing, None."""
         if resume is False or (resume == "auto" and self.run_dir is None):
             return None
-        if resume in ("auto", True):
-            assert self.run_dir is not None
-            found = latest(self.run_dir / CHECKPOINTS) if self.runner.is_main else None
-            name = self.control.first(None if found is None else str(found))
-            path = None if name is None else Path(name)
-        else:
+        if resume not in ("auto", True):
             path = latest(Path(str(resume))) or Path(str(resume))
-        if path is None:
-            return None
-        self.load(path)
-        return path
+            self.load(path)
+            return path
+        assert self.run_dir is not None
+        found = list_checkpoints(self.run_dir / CHECKPOINTS) if self.runner.is_main else []
+        names = self.control.first([str(path) for path in reversed(found)])
+        failed: CheckpointError | None = None
+        for name in names:
+            try:
+                self.load(name)
+                return Path(name)
+            except CheckpointError as error:  # on all ranks, and nothing was changed
+                failed = failed or error
+                self.notes.append(f"{error}; the checkpoint before it is tried")
+        if failed is not None:
+            raise failed
+        return None
 
     def _folder(self, given: Path | None) -> Path | None:
         """The run's folder: as given, else one under `runs/`, for an elastic run always the same."""
