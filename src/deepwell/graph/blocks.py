@@ -1,7 +1,5 @@
 """What a model repeats: a Block of ops stored once, and the Layers that are instances of it. Pure, no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deepwell.graph.ops import Attention, Op, TopK

@@ -1,7 +1,5 @@
 """`dw.capture`: any nn.Module to the IR, through the traced graph where there is one, else by walking the modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Writes the ops of a decoder from the fields of its config: what every family of configs uses. Pure, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

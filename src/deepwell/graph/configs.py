@@ -5,8 +5,6 @@ ops in execution order, the same edges. Families differ in a few facts (`_FAMILI
 config. A model type that is not listed is read as a Llama-style decoder and the IR's notes say so.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Every layer is norm, mixer, residual. The selective scan is written as the produ
 arXiv:2405.21060, section 6), so that its flops count; elementwise parts of the scan are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A site says what could become one kernel (or one GEMM), not that anything did: t
 measuring. Projections that a model stores fused already (GPT-2's `c_attn`) are no site, for nothing is left to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Ops to plain dicts and back. What is read is checked field by field: a wrong value is an error that names it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

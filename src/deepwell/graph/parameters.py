@@ -1,7 +1,5 @@
 """The parameters of a live model as the IR counts them: who owns a tied one, and in which words its dtype is named."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

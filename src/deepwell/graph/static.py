@@ -5,8 +5,6 @@ parameters; roles come from names. Order and row counts come from forward hooks 
 tensors, else from the tree. Edges are sequential and sums are not seen. Parameter counts are exact.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What single modules say about themselves: their ops by class, parameters and name, for the static walk."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

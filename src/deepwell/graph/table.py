@@ -1,7 +1,5 @@
 """Tables of text: aligned columns, counts to read, and the ops of a model as `print(ir)` shows them. Pure, no torch."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 device; their median over what the model says of the same shapes corrects the rate of their format.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 

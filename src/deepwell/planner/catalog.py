@@ -5,8 +5,6 @@ the last wave and the ragged edges compute nothing useful. The planner never imp
 word on the device.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

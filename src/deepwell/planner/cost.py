@@ -4,8 +4,6 @@ Communication here is what a block waits for: tensor, context and expert paralle
 belong to the step (`estimate.py`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -278,20 +276,28 @@ def _recompute(
     if chosen.kind in ("full", "block"):
         # The last product of a layer is not needed again, but frameworks rerun the whole layer.
         return sum(forward.values())
-    mlps = ("mlp", "shared_experts")
-    again = {
-        "core_attn": att_f,
-        "layernorm": 0.3 * point_f,
-        "mlp": sum(t for g, t in gemms if g.role in mlps and g.part != "down") + 0.3 * point_f,
-        "moe_act": 0.2 * point_f,
-        "moe": sum(t for g, t in gemms if g.role == "experts") + forward["ep"] + 0.3 * point_f,
-        "mla_up_proj": sum(t for g, t in gemms if g.part in ("q_b", "kv_b")),
-        "shared_experts": sum(t for g, t in gemms if g.role == "shared_experts"),
-        "mlp_act": 0.3 * point_f,
-        "half_matmuls": 0.5 * sum(t for _, t in gemms),  # torchtitan's per-op policy keeps every second product
-    }
-    modules = chosen.modules or ("core_attn",)
-    return sum(seconds for module, seconds in again.items() if module in modules)
+    modules = set(chosen.modules or ("core_attn",))
+    total = 0.0
+    if "core_attn" in modules:
+        total += att_f
+    if "layernorm" in modules:
+        total += 0.3 * point_f
+    if "mlp" in modules:
+        total += sum(t for g, t in gemms if g.role in ("mlp", "shared_experts") and g.part != "down") + 0.3 * point_f
+    if "moe_act" in modules:
+        total += 0.2 * point_f
+    if "moe" in modules:
+        total += sum(t for g, t in gemms if g.role == "experts") + forward["ep"] + 0.3 * point_f
+    if "mla_up_proj" in modules:
+        total += sum(t for g, t in gemms if g.part in ("q_b", "kv_b"))
+    if "shared_experts" in modules:
+        total += sum(t for g, t in gemms if g.role == "shared_experts")
+    if "mlp_act" in modules:
+        total += 0.3 * point_f
+    if "half_matmuls" in modules:
+        # torchtitan's per-op policy keeps attention and every second product.
+        total += 0.5 * sum(t for _, t in gemms)
+    return total
 
 
 def optimizer_s(dev: DeviceSpeed, params: float, state_bytes: float) -> float:

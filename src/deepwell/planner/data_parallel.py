@@ -1,7 +1,5 @@
 """Seconds that a step waits for gradient reduction and weight gathering over data-parallel ranks. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

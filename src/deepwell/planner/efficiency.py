@@ -8,8 +8,6 @@
 fitted on. Everything else is a data sheet's figure or carries its source.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -8,8 +8,6 @@ Blocks are priced once each (`cost.py`), stages are sums of blocks, and the sche
 together. Equations and constants stand in docs/planner.md.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -190,7 +188,7 @@ def _offload_s(job: StepJob, hw: Hardware, state_bytes: float) -> float:
     return 2 * job.layout.offload.optimizer * state_bytes / _pcie(hw)
 
 
-def _activation_offload_s(job: StepJob, hw: Hardware, stages: list[int], f: float, b: float) -> float:
+def _activation_offload_s(job: StepJob, hw: Hardware, stages: tuple[int, ...], f: float, b: float) -> float:
     """Activations go to the host beside a micro-batch's forward: what does not fit beside it. They come back beside its
     backward, or, where the stack fetches a layer's when it needs them, before it."""
     share = job.layout.offload.activations

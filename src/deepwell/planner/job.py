@@ -1,7 +1,5 @@
 """A workload on a layout with every switch read: what time and memory of a step are computed from. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,9 +42,9 @@ class StepJob:
     # Answers found once for all ranks; not an argument, so that `replace` starts afresh.
     known: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def rank_stages(self, rank: int) -> list[int]:
+    def rank_stages(self, rank: int) -> tuple[int, ...]:
         """Virtual stages of a pipeline rank: looped, or folded in a V."""
-        return list(rank_stages(self.layout.schedule, self.layout.pp, self.layout.virtual_stages, rank))
+        return rank_stages(self.layout.schedule, self.layout.pp, self.layout.virtual_stages, rank)
 
 
 def read_job(workload: Workload, layout: Layout, stack: Stack) -> StepJob:

@@ -9,8 +9,6 @@ and are cut there. One file for each device, driver and torch in the cache folde
 named machine has none. A damaged file is ignored with a note, and the next step that is recorded writes it anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -7,15 +7,11 @@ norm its input, a gated activation both inputs, attention q, k, v and its output
 34 s b h of Korthikanti et al. (arXiv 2205.05198), 10 + 24/t under tensor parallelism.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deepwell.planner.efficiency import UNFUSED_BYTES
 from deepwell.planner.layout import Layout, Recompute
 from deepwell.planner.shard import HALF, LocalBlock
-
-GIB = 1 << 30
 
 # Groups that recomputing a module frees; see Saved.group.
 _FREED = {

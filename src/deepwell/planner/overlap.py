@@ -5,8 +5,6 @@ computation holds SMs and bandwidth, so hiding it has a price. It switches nothi
 default may have no code for it; `overlap=` is where a user says that it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, replace
 

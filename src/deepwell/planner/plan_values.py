@@ -1,7 +1,5 @@
 """What a plan holds: its whole problem, the layout, the estimate, what was not chosen; its figures and JSON. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

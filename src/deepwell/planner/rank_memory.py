@@ -1,7 +1,5 @@
 """Memory of one pipeline rank of a job at the step's peak. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -106,7 +104,7 @@ def _working(job: StepJob, number: int, keeps: Keeps) -> float:
     return float(job.known["working", stage])
 
 
-def rank_params(job: StepJob, stages: list[int]) -> Parts:
+def rank_params(job: StepJob, stages: tuple[int, ...]) -> Parts:
     """Parameters of one rank before sharding over data parallelism."""
     dense = expert = ends = 0.0
     for index in stages:

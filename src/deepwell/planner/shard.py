@@ -7,8 +7,6 @@ norms and sums are split over tokens under sequence parallelism and repeated wit
 ranks and split by `etp`. What the ranks do together is what the IR says (`tests/planner/test_cost.py` holds it).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, field, replace

@@ -16,8 +16,6 @@ Copies (HSDP) agree on their shards once a step. Embedding, final norm and head 
 Other stacks keep what their names mean there: gradients under zero2 are shards that are reduced once a step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@
 A reason is one line that starts with the degree it refuses; empty where nothing speaks against it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deepwell.graph.ir import IR

@@ -146,11 +146,13 @@ class Workload:
         return f"{self.ir.name}, {policy}, {self.global_batch} x {self.seq_len:,} tokens, {self.optimizer}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ById:
     """A cache key by identity, which keeps its value alive: hashing hundreds of ops would cost more than the answer."""
 
-    value: Any
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ById) and self.value is other.value

@@ -10,8 +10,6 @@ scales after the hybrid that Transformer Engine and torchao train with, FP8 with
 2412.19437).
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ words; everything else is a path. `path:` in front makes a path of anything. Cou
 blocks, from 0; a percentage is rounded up to whole blocks.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import re

@@ -14,8 +14,6 @@ In all of them head, router, embeddings, norms and softmax attention stay in hig
 order of precedence (`rules`) and needs no rule here.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Only linear layers (grouped ones included) have formats to decide. Softmax atten
 ops keep the model's dtype whatever a policy says; a rule that names one of them gets a note, not silence.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The IR from the sites of a traced graph: edges, names, parameters, layers and blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Attention and rotary embeddings: fused calls, softmax between two products, and the rotations in front of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

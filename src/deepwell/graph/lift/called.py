@@ -1,7 +1,5 @@
 """Roles from the graphs of a call: what really runs decides them, a capture is their preview."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

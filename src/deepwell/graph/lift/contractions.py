@@ -1,7 +1,5 @@
 """Products with parameters, table lookups and the loss: linears, grouped linears, convolutions, embeddings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

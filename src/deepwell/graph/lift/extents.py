@@ -4,8 +4,6 @@ The example's sequence length is a prime that no dimension of the model shares, 
 sequence. Sizes off by a few (labels shifted by one, a convolution's padding) count as the sequence itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Reads see in-place writes: what was copied into a slice of a tensor is a source 
 whether it writes or not, and the name of another library's op is taken by its word (`graph/fx.py` says which is which).
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ of its own. What they compute is what their bodies compute, so lifting reads a c
 place; the traced graph itself stays as it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

@@ -1,7 +1,5 @@
 """Which modules are layers: the children of the model's outermost lists of blocks, in the order they run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import fx, nn

@@ -5,8 +5,6 @@ that length cannot be seen there; the numbers in the mask's own arithmetic are t
 in their place: the one that turns the mask into a band of that width is the window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Normalizations: modules that are one, calls that are one, and x * rsqrt(mean(x^2)) wherever it stands."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from deepwell.graph.fx import argument

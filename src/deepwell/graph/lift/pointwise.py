@@ -1,7 +1,5 @@
 """Activations, residual sums, and products of activations that are no attention."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from deepwell.graph.fx import argument, op_of, without_marks

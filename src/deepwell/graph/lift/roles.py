@@ -1,11 +1,9 @@
 """Roles and parts by dataflow: which linear makes queries, which one gates, which one is the head."""
 
-from __future__ import annotations
-
 from torch import fx, nn
 
 from deepwell.graph.lift.layers import layer_lists
-from deepwell.graph.lift.site import LiftedSite, LiftState, parent
+from deepwell.graph.lift.site import LiftedSite, LiftState, is_inside, parent
 
 # What stands between a projection and the op it serves.
 _BETWEEN = ("norm", "rope", "conv")
@@ -15,7 +13,9 @@ def assign_roles(found: LiftState) -> None:
     _attention(found)
     _head(found)
     mixers = _mixer_modules(found)
-    _mixers(found, mixers)
+    for site in found.sites:
+        if site.role == "other" and any(is_inside(site.name, mixer) for mixer in mixers):
+            site.role = "mixer"
     _feed_forward(found)
     _leftovers(found)
 
@@ -87,7 +87,7 @@ def _mixer_modules(found: LiftState) -> set[str]:
     }
     found_mixers: set[str] = set()
     for path in linears - {""}:
-        if any(a == path or a.startswith(path + ".") or path.startswith(a + ".") for a in attending):
+        if any(is_inside(a, path) or is_inside(path, a) for a in attending):
             continue
         module = found.flow.module(path)
         own = [n for n, p in module.named_parameters(recurse=False) if p.dim() <= 2 and n not in ("weight", "bias")]
@@ -97,12 +97,6 @@ def _mixer_modules(found: LiftState) -> set[str]:
         if (own and not is_router) or conv or matmul:
             found_mixers.add(path)
     return found_mixers
-
-
-def _mixers(found: LiftState, mixers: set[str]) -> None:
-    for site in found.sites:
-        if site.role == "other" and any(site.name == m or site.name.startswith(m + ".") for m in mixers):
-            site.role = "mixer"
 
 
 # ---- feed forward ----
@@ -115,7 +109,7 @@ def _feed_forward(found: LiftState) -> None:
         bent: fx.Node = act.facts.pop("bent")
         if act.role not in ("other", "experts"):
             continue
-        attends = any(act.path == a or act.path.startswith(a + ".") for a in attending)
+        attends = any(is_inside(act.path, a) for a in attending)
         if act.role == "other" and attends and not _stands_between(found, act):
             act.role = "attention"
             continue
@@ -148,7 +142,7 @@ def _moe_modules(found: LiftState) -> list[tuple[str, str]]:
 
 def _attends(found: LiftState, holder: str) -> bool:
     """Does the module also hold attention? Then it is the whole layer and not its feed-forward part."""
-    return any(site.path.startswith(holder + ".") or site.path == holder for site in found.of("attention"))
+    return any(is_inside(site.path, holder) for site in found.of("attention"))
 
 
 def _common(paths: list[str]) -> str:
@@ -163,7 +157,7 @@ def _common(paths: list[str]) -> str:
 def _mlp_role(act: LiftedSite, moe: list[tuple[str, str]]) -> str:
     if act.role == "experts":
         return "experts"
-    beside = any(act.path == holder or act.path.startswith(holder + ".") for holder, _ in moe if holder)
+    beside = any(is_inside(act.path, holder) for holder, _ in moe if holder)
     return "shared_experts" if beside else "mlp"
 
 
@@ -226,7 +220,7 @@ def _head(found: LiftState) -> None:
             continue
         n = site.facts["n"]
         is_known = n in vocabularies or any(n == loss.facts["vocab"] for loss in losses)
-        is_outside = not any(site.name == path or site.name.startswith(f"{path}.") for path in layers)
+        is_outside = not any(is_inside(site.name, path) for path in layers)
         is_tied = any(id(found.flow.parameter(node)) in embedded for node in site.params)
         if is_tied or (site in feeds_loss and is_known) or (site in last and is_outside and (is_known or is_model)):
             site.role, site.part = "head", ""
@@ -239,7 +233,7 @@ def _leftovers(found: LiftState) -> None:
     for site in sorted(found.sites, key=found.order):
         if site.kind == "add" and all(s.role == "embedding" for s in found.sites_behind(site.node.all_input_nodes)):
             site.role = "embedding"
-        if site.role == "residual" and any(site.path == h or site.path.startswith(h + ".") for h in holders):
+        if site.role == "residual" and any(is_inside(site.path, h) for h in holders):
             site.role = "shared_experts"
         if site.role != "other" or site.kind in ("other",):
             continue

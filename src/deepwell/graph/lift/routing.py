@@ -1,11 +1,9 @@
 """Mixture-of-experts routing: the choice of experts, and the gather and scatter around grouped linears."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from deepwell.graph.fx import argument
-from deepwell.graph.lift.site import LiftedSite, LiftState, joined, parent
+from deepwell.graph.lift.site import LiftedSite, LiftState, is_inside, joined, parent
 from deepwell.graph.ops import Extent
 
 
@@ -117,8 +115,10 @@ def _surround(found: LiftState, path: str, sites: list[LiftedSite], topk: Lifted
     data = list(first.reads or ())
     cone = {
         n
-        for n in flow.back(flow.sources[first.node], lambda n: not found.is_free(n) or not _inside(flow.path(n), path))
-        if found.is_free(n) and _inside(flow.path(n), path) and n in found.live and n not in flow.weights
+        for n in flow.back(
+            flow.sources[first.node], lambda n: not found.is_free(n) or not is_inside(flow.path(n), path)
+        )
+        if found.is_free(n) and is_inside(flow.path(n), path) and n in found.live and n not in flow.weights
     }
     reads = {s: None for n in cone for s in flow.sources[n] if s not in cone} if cone else dict.fromkeys(data)
     rows = {"rows": first.facts["rows"]} if "rows" in first.facts else {"dims": first.facts["dims"]}
@@ -155,7 +155,7 @@ def _follows(found: LiftState, site: LiftedSite, group: set[LiftedSite]) -> bool
 
 def _merge_activations(found: LiftState, path: str, sites: list[LiftedSite]) -> None:
     """The activations of a loop over experts are one; those of a grouped product stand alone already."""
-    inner = [s for s in found.of("activation") if _inside(s.path, path)]
+    inner = [s for s in found.of("activation") if is_inside(s.path, path)]
     for site in inner:
         site.role = "experts"
     rows = sites[0].facts.get("rows")
@@ -168,10 +168,6 @@ def _merge_activations(found: LiftState, path: str, sites: list[LiftedSite]) -> 
             found.owner[node] = first
         found.sites.remove(site)
     first.facts["rows"] = rows
-
-
-def _inside(path: str, holder: str) -> bool:
-    return path == holder or path.startswith(holder + ".")
 
 
 def _combine_end(found: LiftState, path: str, lasts: list[LiftedSite]) -> fx.Node | None:
@@ -188,7 +184,7 @@ def _combine_end(found: LiftState, path: str, lasts: list[LiftedSite]) -> fx.Nod
     )
     while end is not None:
         readers = flow.readers.get(end, [])
-        if len(readers) != 1 or not _inside(flow.path(readers[0]), path) or not found.is_free(readers[0]):
+        if len(readers) != 1 or not is_inside(flow.path(readers[0]), path) or not found.is_free(readers[0]):
             break
         others = [s for s in flow.sources[readers[0]] if s is not end and s in found.live]
         foreign = [site for site in found.sites_behind(others) if site.role not in ("experts", "router")]

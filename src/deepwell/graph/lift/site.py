@@ -148,3 +148,8 @@ def joined(*parts: str) -> str:
 
 def parent(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def is_inside(path: str, holder: str) -> bool:
+    """Whether a path is that of a module, or of something in it."""
+    return path == holder or path.startswith(f"{holder}.")

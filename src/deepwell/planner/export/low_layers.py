@@ -1,7 +1,5 @@
 """The low format of a plan and the layers that have it, for engines that know one format and bf16 at the ends. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deepwell.errors import UnsupportedError

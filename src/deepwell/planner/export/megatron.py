@@ -4,8 +4,6 @@ Names are those of `export_names.json`; values follow the two projects' own mean
 (zero-bubble schedules, weights in formats they lack) is refused with what to plan instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from deepwell.errors import UnsupportedError

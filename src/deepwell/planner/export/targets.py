@@ -3,8 +3,6 @@
 The names that each engine publishes stand in `export_names.json`; the tests hold the exports to them.
 """
 
-from __future__ import annotations
-
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.export.megatron import bridge_overrides, megatron_arguments
 from deepwell.planner.export.torchtitan import torchtitan_config

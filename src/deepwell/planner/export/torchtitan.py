@@ -5,8 +5,6 @@
 torchtitan builds models from its own registry; a model that is not there is refused.
 """
 
-from __future__ import annotations
-
 import json
 from typing import NamedTuple
 
@@ -83,7 +81,8 @@ def torchtitan_config(plan: PlanValues) -> str:
         *(f"        {line}," for line in _parallelism(plan)),
         "    )",
     ]
-    lines += [f"    config.activation_checkpoint = {_checkpointing(plan)}", "    return config", ""]
+    kinds = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+    lines += [f"    config.activation_checkpoint = {kinds[plan.layout.recompute.kind]}", "    return config", ""]
     return "\n".join(lines)
 
 
@@ -199,8 +198,3 @@ def _parts(plan: PlanValues) -> list[list[str]]:
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "lm_head"]
     return parts
-
-
-def _checkpointing(plan: PlanValues) -> str:
-    kinds = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
-    return kinds[plan.layout.recompute.kind]

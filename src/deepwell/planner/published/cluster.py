@@ -1,7 +1,5 @@
 """The machine of a published run: its GPU's name however it is written, whole nodes, and a network that is stated."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ All are fractions. A relative error is predicted / measured - 1; regret is the p
 best measured one's, minus 1, so that 0 is a perfect pick.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

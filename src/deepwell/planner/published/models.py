@@ -4,8 +4,6 @@ Rows give layers, widths, heads and vocabulary; what they leave to notes (MLA ra
 experts, sliding windows) is read there. Hybrid models are named only, so their shapes stand here with their source.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -243,7 +241,8 @@ def with_prediction_heads(ir: IR, heads: int) -> IR:
     hidden = next(op.width for op in reversed(ir.tail) if isinstance(op, Norm))
     kinds = _prediction_blocks(ir)
     lead = _prediction_lead(hidden, ir.dtype)
-    first = tuple(_reading(op, "mtp.eh_proj") for op in ir.blocks[kinds[0]].ops)
+    reads = {BLOCK_INPUT: "mtp.eh_proj"}
+    first = (replace(op, inputs=tuple(reads.get(e, e) for e in op.inputs)) for op in ir.blocks[kinds[0]].ops)
     blocks = (*ir.blocks, Block(ops=(*lead, *first)))
     layers = list(ir.layers)
     for head in range(heads):
@@ -280,10 +279,6 @@ def _prediction_lead(hidden: int, dtype: str) -> tuple[Op, ...]:
         k=2 * hidden, n=hidden,
     )  # fmt: skip
     return norm("mtp.enorm"), norm("mtp.hnorm"), project
-
-
-def _reading(op: Op, source: str) -> Op:
-    return replace(op, inputs=tuple(source if edge == BLOCK_INPUT else edge for edge in op.inputs))
 
 
 def _again(op: Op, prefix: str) -> Op:

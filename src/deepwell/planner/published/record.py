@@ -1,7 +1,5 @@
 """The CSV of published runs, read strictly: what is malformed is an error that names line and column. Pure."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

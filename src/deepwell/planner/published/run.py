@@ -5,8 +5,6 @@ for run in read_runs("published_runs.csv"):
         estimate(run.workload, run.hardware, run.layout, run.stack)
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ import deepwell.planner.published.switches as software
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
+from deepwell.planner.estimate_values import GIB
 from deepwell.planner.layout import Layout, Offload, Recompute, Schedule, Sharding
 from deepwell.planner.published.cluster import hardware_of, is_nvidia
 from deepwell.planner.published.models import build_ir
@@ -26,7 +25,6 @@ from deepwell.planner.stack import Stack, get_stack
 from deepwell.planner.workload import Lora, Workload
 from deepwell.precision.policy import PrecisionPolicy
 
-GIB = 1 << 30
 _UNITS = {"tib": 1024.0 * GIB, "gib": float(GIB), "mib": 1024.0**2, "kib": 1024.0, "b": 1.0}
 _UNITS |= {"tb": 1e12, "gb": 1e9, "mb": 1e6, "kb": 1e3}
 MemoryKind = Literal["allocated", "rank0", "nvidia-smi"]

@@ -4,8 +4,6 @@ Sources write their switches into `notes`, `version`, `precision`, `dp_kind` and
 phrase that several sources use; none names a row. What a source leaves open is the stack's habit, and marked so.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

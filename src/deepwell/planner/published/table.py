@@ -1,7 +1,5 @@
 """A validation as text: one line per source and one for all, then why rows were not used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

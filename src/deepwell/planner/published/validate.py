@@ -10,8 +10,6 @@ NVLink domain, no recomputation before recomputation, then the smallest TP x PP 
 then the smallest TP.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +18,7 @@ from typing import Any
 
 from deepwell.errors import ConfigError, PlanError, UnsupportedError
 from deepwell.hardware.model import Hardware
-from deepwell.planner.estimate import Estimate, estimate
+from deepwell.planner.estimate import GIB, Estimate, estimate
 from deepwell.planner.layout import Layout
 from deepwell.planner.published import RunRow, recompute_candidates
 from deepwell.planner.published.metrics import (
@@ -35,7 +33,6 @@ from deepwell.planner.stack import Stack
 from deepwell.planner.workload import Workload
 
 SCHEMA = 1
-GIB = 1 << 30
 MIN_LAYOUTS = 4
 Predict = Callable[[Workload, Hardware, Layout, Stack], Estimate]
 

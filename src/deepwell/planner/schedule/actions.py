@@ -9,8 +9,6 @@ dualpipev the V-shaped half of DualPipe (arXiv:2412.19437). The lists equal thos
 which runs them; a test compares them action by action.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -67,7 +65,7 @@ def rank_stages(schedule: str, pp: int, virtual_stages: int, rank: int) -> tuple
     """The stages of a rank in model order."""
     if schedule in V_SHAPED:
         return (rank, 2 * pp - 1 - rank)
-    return tuple(rank + i * pp for i in range(virtual_stages))
+    return tuple(range(rank, rank + virtual_stages * pp, pp))
 
 
 def rank_actions(schedule: str, pp: int, microbatches: int, virtual_stages: int, rank: int) -> list[Action]:

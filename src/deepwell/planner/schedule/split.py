@@ -1,7 +1,5 @@
 """Layers per stage: an even split, corrected for what embedding and head cost the ranks that hold them. Pure."""
 
-from __future__ import annotations
-
 import functools
 
 from deepwell.graph.ops import GEMM_KINDS, InputSizes, Op

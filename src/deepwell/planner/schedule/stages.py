@@ -1,7 +1,5 @@
 """Seconds of every virtual stage for one micro-batch: what a step's estimate and its trace are both made of. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from deepwell.planner.comm import Network, send_s

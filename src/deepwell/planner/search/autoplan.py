@@ -4,8 +4,6 @@ Goals: `fastest` is the shortest step; `smallest` the fewest GPUs of the machine
 those; `cheapest` the fewest GPU-seconds per step over all machine sizes that hold it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Counts and names are the allowed values, so leaving one out of a list forbids it. What is not named stays open.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping

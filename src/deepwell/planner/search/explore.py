@@ -9,8 +9,6 @@
 Deterministic: no clocks, no randomness, ties are broken by what the layout says of itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -235,7 +233,8 @@ class Explorer:
             fastest = self._fastest(family, batch)
             if fastest is None or self._bound(family, batch, fastest) > self.bar:
                 continue
-            if not fastest.fits and not self._could_fit(family, batch):
+            lean = (self.price(family, layout) for layout in self._lean_layouts(family, batch))
+            if not fastest.fits and not any(scored.fits for scored in lean):
                 return  # not even its leanest form fits, and a larger micro-batch holds more
             for line in self._lines(family, batch, fastest):
                 for scored in self._fitting(family, batch, line):
@@ -282,9 +281,6 @@ class Explorer:
                 yield first
                 if first.layout.recompute == ladder[0] and sharding.kind == "zero1":
                     return  # neither recomputation nor more sharding can gain anything
-
-    def _could_fit(self, family: Family, batch: int) -> bool:
-        return any(self.price(family, layout).fits for layout in self._lean_layouts(family, batch))
 
     def _leanest(self, family: Family) -> Scored | None:
         batches = micro_batches(self.space, family)

@@ -1,7 +1,5 @@
 """Nothing fits: the nearest miss in words, and what would make it fit. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from deepwell.errors import ConfigError, DeepwellError, PlanError

@@ -4,8 +4,6 @@
 than 8 bits are only tried where the user lists them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard

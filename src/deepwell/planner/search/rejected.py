@@ -1,6 +1,6 @@
 """What a search did not choose, in words: runners-up with what they lose, and families with what binds them. Pure."""
 
-from __future__ import annotations
+from collections.abc import Iterator
 
 from deepwell.planner.estimate_values import PARTS
 from deepwell.planner.plan_values import COMMUNICATION, Alternative, Rejected
@@ -19,8 +19,9 @@ def rejected_families(space: Space, found: Found, best: Scored) -> tuple[Rejecte
 
 def alternative(scored: Scored, best: Scored) -> Alternative:
     """A runner-up with what it loses against the best."""
-    found = scored.estimate
+    found, losses = scored.estimate, _losses(scored, best)
     seconds = found.seconds
+    slower = f"{found.step_s / best.estimate.step_s - 1:.1%} slower"
     return Alternative(
         layout=scored.layout,
         gpus=scored.layout.gpus,
@@ -30,14 +31,8 @@ def alternative(scored: Scored, best: Scored) -> Alternative:
         peak_gib=found.peak_gib,
         bubble=seconds.get("bubble", 0.0) / found.step_s,
         exposed=sum(seconds.get(axis, 0.0) for axis in COMMUNICATION) / found.step_s,
-        why_not=_why_slower(scored, best),
+        why_not=f"{slower}: {losses}" if losses else slower,
     )
-
-
-def _why_slower(scored: Scored, best: Scored) -> str:
-    losses = _losses(scored, best)
-    gap = scored.estimate.step_s / best.estimate.step_s - 1
-    return f"{gap:.1%} slower" + (f": {losses}" if losses else "")
 
 
 def _losses(scored: Scored, best: Scored, without: tuple[str, ...] = ()) -> str:
@@ -45,10 +40,8 @@ def _losses(scored: Scored, best: Scored, without: tuple[str, ...] = ()) -> str:
     mine, theirs = scored.estimate, best.estimate
     parts = {_loss_word(name): 0.0 for name in PARTS}
     for name, value in mine.breakdown:
-        if name in without:
-            continue
-        word = _loss_word(name)
-        parts[word] += (value - theirs.seconds.get(name, 0.0)) / theirs.step_s
+        if name not in without:
+            parts[_loss_word(name)] += (value - theirs.seconds.get(name, 0.0)) / theirs.step_s
     worst = sorted(parts, key=lambda word: -parts[word])[:2]
     return ", ".join(f"{word} +{parts[word]:.1%}" for word in worst if parts[word] > 0.0005)
 
@@ -73,33 +66,21 @@ def _refused(refused: list[Refusal]) -> list[Rejected]:
     return out
 
 
-def _missed(space: Space, misses: list[Scored]) -> list[Rejected]:
-    shown = [
-        Rejected(family=s.family.describe(), kind="memory", reason=over_text(space, s)) for s in misses[:_MOST_SHOWN]
-    ]
-    if len(misses) > _MOST_SHOWN:
-        reason = f"at least {misses[_MOST_SHOWN].over_gib:.1f} GiB over in their leanest form"
-        shown.append(Rejected(family=f"{len(misses) - _MOST_SHOWN} more families", kind="memory", reason=reason))
-    return shown
+def _missed(space: Space, misses: list[Scored]) -> Iterator[Rejected]:
+    for one in misses[:_MOST_SHOWN]:
+        yield Rejected(family=one.family.describe(), kind="memory", reason=over_text(space, one))
+    for one in misses[_MOST_SHOWN : _MOST_SHOWN + 1]:
+        reason = f"at least {one.over_gib:.1f} GiB over in their leanest form"
+        yield Rejected(family=f"{len(misses) - _MOST_SHOWN} more families", kind="memory", reason=reason)
 
 
-def _slower(space: Space, slower: list[FamilyBound], best: Scored) -> list[Rejected]:
-    def gap(bound: FamilyBound) -> float:
-        return bound.seconds / best.estimate.step_s - 1
-
+def _slower(space: Space, slower: list[FamilyBound], best: Scored) -> Iterator[Rejected]:
     has_pairs = "dualpipev" in space.schedules
-
-    def why(bound: FamilyBound) -> str:
+    for place, bound in enumerate(slower[: _MOST_SHOWN + 1]):
+        family, reason = bound.family.describe(), f"at best {bound.seconds / best.estimate.step_s - 1:.0%} slower"
         # What the bound leaves out cannot be why it is slower: waiting, and exchanges that DualPipeV's pairs may hide.
         hidden = ("ep",) if has_pairs and bound.family.pp > 1 else ()
         losses = _losses(bound.scored, best, without=("bubble", "pp", "straggler", *hidden))
-        return f": {losses}" if losses else ""
-
-    shown = [
-        Rejected(family=b.family.describe(), kind="slower", reason=f"at best {gap(b):.0%} slower{why(b)}")
-        for b in slower[:_MOST_SHOWN]
-    ]
-    if len(slower) > _MOST_SHOWN:
-        reason = f"at best {gap(slower[_MOST_SHOWN]):.0%} slower"
-        shown.append(Rejected(family=f"{len(slower) - _MOST_SHOWN} more families", kind="slower", reason=reason))
-    return shown
+        if place == _MOST_SHOWN:
+            family, losses = f"{len(slower) - _MOST_SHOWN} more families", ""
+        yield Rejected(family=family, kind="slower", reason=f"{reason}: {losses}" if losses else reason)

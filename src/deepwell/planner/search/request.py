@@ -1,7 +1,5 @@
 """What `autoplan` was asked for, read and checked: model, machine, engine, formats and MoE settings. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a plan hangs on: one step of each degree, less memory, a slower network, another overlap. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

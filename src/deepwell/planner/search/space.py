@@ -5,14 +5,13 @@ stages, sharding and recomputation. Constraints narrow any of them; a degree tha
 rule of thumb (not a law) speaks against it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
+from deepwell.planner.estimate_values import GIB
 from deepwell.planner.executable import (
     CONTEXT_KINDS,
     check_constraints,
@@ -108,7 +107,7 @@ class Space:
         asked, whole = self.constraints.max_memory, self.hw.memory_bytes
         if whole is None:
             return asked
-        return (1 - RESERVE) * whole / (1 << 30) if asked is None else min(asked, whole / (1 << 30))
+        return (1 - RESERVE) * whole / GIB if asked is None else min(asked, whole / GIB)
 
 
 # What an engine runs, where that is less than the planner knows: see `planner/export`.
