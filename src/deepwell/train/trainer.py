@@ -63,19 +63,6 @@ class FitResult:
     run_dir: Path | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerOptions:
-    """What of a trainer's arguments is neither a setting nor the engine's."""
-
-    eval_data: Any = None
-    optimizer_options: Mapping[str, Any] | None = None
-    callbacks: tuple[Callback, ...] = ()
-    loss: LossFunction | None = None
-    layout: Layout | Mapping[str, Any] | None = None
-    guard: Any = None
-    quiet: bool = False
-
-
 class Trainer:
     """Trains an engine. Make one with `from_engine`, then call `fit`."""
 
@@ -89,7 +76,13 @@ class Trainer:
         elastic: bool,
         run_dir: Path | None,
         resume: str | bool | Path,
-        options: TrainerOptions,
+        eval_data: Any = None,
+        optimizer_options: Mapping[str, Any] | None = None,
+        callbacks: tuple[Callback, ...] = (),
+        loss: LossFunction | None = None,
+        layout: Layout | Mapping[str, Any] | None = None,
+        guard: Any = None,
+        quiet: bool = False,
     ) -> None:
         self.engine, self.settings, self.elastic = engine, settings, elastic
         self.device = engine_device(engine)
@@ -99,15 +92,15 @@ class Trainer:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         seed_all(settings.seed, self.world.rank)
-        self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, options.layout)
+        self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, layout)
         self.notes: list[str] = [self.world.note(elastic)]
-        feed = Feed(engine.deepwell.model, options.loss)
+        feed = Feed(engine.deepwell.model, loss)
         self._vocabulary = vocabulary_of(engine.deepwell.model)
         spread = ParallelSettings(fp8_all_gather=settings.fp8_all_gather)
         self.runner = parallelize(engine, self.layout, feed=feed, device=self.device, settings=spread)
         self.notes += self.runner.notes
         self.loader = _loader(dataloader, settings, self.plan)
-        self.eval_loader = None if options.eval_data is None else _loader(options.eval_data, settings, self.plan)
+        self.eval_loader = None if eval_data is None else _loader(eval_data, settings, self.plan)
         if self.eval_loader is None and Every.read("eval_every", settings.eval_every) != Every():
             raise ConfigError(
                 f"eval_every is {settings.eval_every!r} and there is no held-out data: give eval_dataloader"
@@ -115,22 +108,22 @@ class Trainer:
         self.sizes = batch_sizes(settings, self.plan, self.runner.dp, self.loader.rows)
         self.optimizer = make_optimizer(
             optimizer, engine, self.runner.named_parameters(), settings,
-            is_sharded=self.world.size > 1, options=options.optimizer_options,
+            is_sharded=self.world.size > 1, options=optimizer_options,
         )  # fmt: skip
         self.rate = LearningRate(self.optimizer, settings)
-        self.callbacks = options.callbacks
+        self.callbacks = callbacks
         self.step = 0  # finished steps
         self.cursor = 0  # samples that were read
         self.tokens = 0  # tokens that were trained on
         self.last_loss = math.nan
         self.skipped = 0
-        self.quiet = options.quiet or not self.runner.is_main
+        self.quiet = quiet or not self.runner.is_main
         self.run_dir = self._folder(run_dir)
         self.goodput = Goodput()
         several = self.world.size > 1
         reduce = self.runner.all_reduce if several else None
-        guard = guard_settings(options.guard)
-        self.watch = Watch(engine, guard, reduce, rank=self.world.rank, dp=self.runner.dp, repair=self._repair)
+        checks = guard_settings(guard)
+        self.watch = Watch(engine, checks, reduce, rank=self.world.rank, dp=self.runner.dp, repair=self._repair)
         self.readback = Readback(self.device)
         self.saver = None
         if self.run_dir is not None:
@@ -185,13 +178,11 @@ class Trainer:
         for name, value, kind in checked:
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{name} is a {type(value).__name__}; see the help of Trainer.from_engine")
-        options = TrainerOptions(
-            eval_data=eval_dataloader, optimizer_options=optimizer_options, callbacks=callbacks, loss=loss,
-            layout=layout, guard=guard, quiet=quiet,
-        )  # fmt: skip
         return cls(
             engine, optimizer, dataloader, settings=(settings or TrainSettings()).changed(**changes), elastic=elastic,
-            run_dir=None if run_dir is None else Path(run_dir), resume=resume, options=options,
+            run_dir=None if run_dir is None else Path(run_dir), resume=resume, eval_data=eval_dataloader,
+            optimizer_options=optimizer_options, callbacks=callbacks, loss=loss, layout=layout, guard=guard,
+            quiet=quiet,
         )  # fmt: skip
 
     # ---- training ----
