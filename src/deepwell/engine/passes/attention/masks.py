@@ -116,7 +116,7 @@ def packed_of(mask: fx.Node) -> PackedMask | None:
     if value is None or value.dim() != 4 or (value.dtype is not torch.bool and not value.dtype.is_floating_point):
         return None
     order = _subgraph(mask, reads_inputs=True)
-    if order is None or _is_written(order):
+    if order is None or _is_written(order) or any(written_by(node) for node in order):
         return None
     found = _follow(order, has_rows=True)
     if not isinstance(found, _Split) or found.batch not in (None, 4):
