@@ -108,6 +108,16 @@ def test_a_wrong_start_is_an_error(arguments: list[str], word: str) -> None:
     assert found.exit_code == 2 and word in found.output
 
 
+def test_a_run_that_gives_up_ends_with_1(tmp_path: Path) -> None:
+    folder = tmp_path / 'a "quoted" folder'
+    folder.mkdir()
+    starts = [json.dumps({"generation": number, "step": 0, "world": 1, "t": 1.0}) for number in range(7)]
+    (folder / "starts.jsonl").write_text("\n".join(starts))
+    found = CliRunner().invoke(app, ["train", str(RECIPES / "tiny.toml"), "--run-dir", str(folder), "--json"])
+    assert found.exit_code == 1 and "brought no new checkpoint" in found.output
+    assert json.loads((folder / "events.jsonl").read_text().splitlines()[-1])["exit"] == 1
+
+
 def test_launch_files_are_sound() -> None:
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((RECIPES / "launch" / "pytorchjob.yaml").read_text())

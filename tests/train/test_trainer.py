@@ -215,6 +215,8 @@ def test_starts_without_progress_give_up(make_trainer: Any) -> None:
         ({"loss": "mse"}, "loss is a str"),
         ({"layout": 2}, "layout is a int"),
         ({"eval_every": 2}, "no held-out data"),
+        ({"optimizer": "muon"}, "optimizer: Muon cannot be made"),
+        ({"optimizer": "lbfgs"}, "optimizer: LBFGS cannot be made"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(make_trainer: Any, options: dict[str, Any], word: str) -> None:
@@ -272,7 +274,9 @@ def test_settings_of_a_resumed_run_stand_and_changes_are_noted(make_trainer: Any
     assert not any("was" in note for note in make_trainer(optimizer="adamw").notes)
     with pytest.raises(ConfigError, match="the checkpoint is of AdamW and this run has SGD"):
         make_trainer(optimizer="sgd")
-    assert make_trainer(optimizer="adamw_dw").step == 2
+    lower = make_trainer(optimizer="adamw_dw", precision="mxfp8")
+    assert lower.step == 2 and "another precision policy" in lower.notes[-1]
+    assert make_trainer(optimizer="adafactor", folder="another", steps=2).fit().step == 2
 
 
 def test_data_that_the_model_cannot_read_is_named(make_trainer: Any) -> None:

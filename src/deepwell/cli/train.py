@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepwell.errors import ConfigError, NumericsError
+from deepwell.errors import ConfigError, DeepwellError
 
 _Text = str | None
 _Count = int | None
@@ -40,8 +40,9 @@ def train_command(
 
     changes = list(overrides or ())
     changes += [f"train.steps={steps}"] if steps is not None else []
-    changes += [f'run.dir="{run_dir}"'] if run_dir is not None else []
-    changes += [f"run.resume={json.dumps(False if resume == 'never' else resume)}"] if resume is not None else []
+    changes += [f"run.dir={json.dumps(run_dir, ensure_ascii=False)}"] if run_dir is not None else []
+    where = False if resume == "never" else resume
+    changes += [f"run.resume={json.dumps(where, ensure_ascii=False)}"] if resume is not None else []
     found = Recipe.read(recipe, changes)
     if dry_run:
         _dry_run(found, as_json)
@@ -50,9 +51,12 @@ def train_command(
         arguments = ["train", str(recipe), *changes, *(["--json"] if as_json else [])]
         folder = Path(found.section("run").get("dir", f"runs/{found.path.stem}"))
         raise typer.Exit(_torchrun(arguments, processes or "gpu", nodes or "1", rendezvous, restarts, folder))
+    trainer = found.trainer(quiet=as_json)
     try:
-        result = found.trainer(quiet=as_json).fit()
-    except NumericsError as error:
+        result = trainer.fit()
+    except DeepwellError as error:
+        if isinstance(error, ConfigError):
+            raise
         typer.echo(f"deepwell: {error}", err=True)
         raise typer.Exit(1) from error
     if int(os.environ.get("RANK", "0")) == 0:

@@ -95,10 +95,14 @@ def _of_torch(
     _check_options(kind, given)
     takes = inspect.signature(kind).parameters
     known = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    own = {name: value for name, value in known.items() if name in takes}
+    # Adafactor's eps is a pair of its own meaning.
+    own = {name: value for name, value in known.items() if name in takes and type(value) is type(takes[name].default)}
     if "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-    return kind(groups, **{**own, **given})
+    try:
+        return kind(groups, **{**own, **given})
+    except (TypeError, ValueError) as error:  # Muon takes matrices only, LBFGS no groups
+        raise ConfigError(f"optimizer: {kind.__name__} cannot be made for this model: {error}") from error
 
 
 def check_same_optimizer(saved: str | None, optimizer: torch.optim.Optimizer) -> None:

@@ -348,6 +348,8 @@ class Trainer:
         is_elsewhere = self.elastic and saved.world != self.world.size
         meta = load_checkpoint(saved.path, state, round_moments=is_elsewhere)
         self.notes += self.settings.changes_since(meta.get("settings", {})) + keep_options(self.optimizer, own)
+        if meta.get("policy") not in (None, self.engine.deepwell.policy.to_dict()):
+            self.notes.append("resumed with another precision policy than the checkpoint's")
         self.step, self.cursor, self.tokens = meta["step"], meta["cursor"], meta["tokens"]
         self.skipped = meta.get("skipped", 0)
         self.last_loss = math.nan if meta.get("loss") is None else meta["loss"]
