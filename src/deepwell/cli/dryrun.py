@@ -43,7 +43,9 @@ def dryrun_command(
         raise ConfigError(f"--measure: {hw!r} is a name; only this machine can be measured, so leave --hw out")
     wanted = _Wanted(model=model, hw=hw, seq=seq, batch=batch, precision=precision)
     try:
-        run = _live(wanted, plan, steps, measure) if _is_live(wanted, plan, measure) else _simulated(wanted, plan)
+        # Built here where it was asked for, or where a small model of the race was named and nothing else.
+        is_live = hw is None and plan is None and _race_model(model) is not None if measure is None else measure
+        run = _live(wanted, plan, steps, measure) if is_live else _simulated(wanted, plan)
     except PlanError as error:
         refuse(error, as_json)
     if trace is not None:
@@ -74,13 +76,6 @@ def _race_model(name: str | None) -> Any:
     from deepwell.bench.models import MODELS
 
     return MODELS.get(name)
-
-
-def _is_live(wanted: _Wanted, plan: Path | None, measure: bool | None) -> bool:
-    """Whether a model is to be built here: where it was asked for, or a small model of the race was named."""
-    if measure is not None:
-        return measure
-    return wanted.hw is None and plan is None and _race_model(wanted.model) is not None
 
 
 # ---- simulated ----

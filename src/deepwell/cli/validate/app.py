@@ -99,7 +99,11 @@ def parity_command(
     from deepwell.bench.parity.run import Pace
 
     # Everything that can be wrong with the options and the folder comes before the text, which can take minutes.
-    _check_numbers(tokens, bound, budget)
+    for name, value in (("--tokens", tokens), ("--bound", bound)):
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} is {value}; give a number")
+    if budget is not None and not budget > 0:
+        raise ConfigError(f"--budget is {budget:g}; give seconds above 0, or leave it out")
     setup = PairSetup(
         model=model,
         tokens=int(tokens),
@@ -125,25 +129,13 @@ def parity_command(
     took = time.perf_counter() - started
     results, left = run_plan(plan, corpus, out, pace, say)
     if left and budget is not None and took > budget:
-        _refuse_budget(budget, took, corpus)
+        # An error: every call reads the text, so calling again and again might never begin a run.
+        raise ConfigError(
+            f"--budget is {budget:g} s, but starting and preparing the text took {took:.1f} s, so no run was begun; "
+            f"its tokens are kept in {Path(corpus.train).parent}: call again, and give a larger --budget if reading "
+            "the text alone takes as long"
+        )
     _show(results, left, bound, as_json, say)
-
-
-def _check_numbers(tokens: float, bound: float, budget: float | None) -> None:
-    for name, value in (("--tokens", tokens), ("--bound", bound)):
-        if not math.isfinite(value):
-            raise ConfigError(f"{name} is {value}; give a number")
-    if budget is not None and not budget > 0:
-        raise ConfigError(f"--budget is {budget:g}; give seconds above 0, or leave it out")
-
-
-def _refuse_budget(budget: float, took: float, corpus: Any) -> None:
-    """Said as an error: every call reads the text, so calling again and again might never begin a run."""
-    raise ConfigError(
-        f"--budget is {budget:g} s, but starting and preparing the text took {took:.1f} s, so no run was begun; its "
-        f"tokens are kept in {Path(corpus.train).parent}: call again, and give a larger --budget if reading the text "
-        "alone takes as long"
-    )
 
 
 def _arms(text: str, say: Callable[[str], None]) -> tuple[Any, ...]:
