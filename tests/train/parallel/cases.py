@@ -69,6 +69,11 @@ def make_model(name: str) -> nn.Module:
 
         sizes = {"width": WIDTH, "num_heads": 4, "num_kv_heads": 4, "hidden": 128, "num_layers": 2, "vocab": VOCAB}
         return Llama(LlamaConfig(**sizes, max_positions=64)).init_weights()
+    if name == "deepwell":  # experts of our own, which a bias balances step by step, one of them for all tokens
+        model: Any = make_model("plain")
+        for layer in model.layers:
+            layer.mlp = dw.DeepwellMoE(WIDTH, 64, 4, 2, shared_ffn=64, shared_gate=True, router={"bias_rate": 0.5})
+        return model
     import transformers
 
     sizes = {
@@ -77,6 +82,8 @@ def make_model(name: str) -> nn.Module:
     }  # fmt: skip
     if name == "odd":  # no number of ranks divides its MLP
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, "intermediate_size": 129}))
+    if name == "gqa":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 2}))
     if name in ("llama", "tied"):
         config = transformers.LlamaConfig(**sizes, tie_word_embeddings=name == "tied")
         return transformers.LlamaForCausalLM(config)

@@ -25,6 +25,7 @@ def run(case: Case) -> Outcome:
         norms.append(float(runner.grad_norm(case.clip)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        runner.end_step()
     total, items = runner.evaluate(parts(make_batch(99, case.labels), runner, 1)[0])
     weights = _together({name: whole(p) for name, p in runner.named_parameters()})
     for found in (grads, weights) if case.model.startswith("tied") else ():

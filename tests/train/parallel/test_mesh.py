@@ -17,6 +17,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.layout import Layout, Offload
 from deepwell.train.feed import Feed
 from deepwell.train.parallel import ParallelSettings, make_meshes, parallelize
+from deepwell.train.parallel.batches import part_of
 from deepwell.train.parallel.runner import predictable
 from deepwell.train.parallel.shard import check_shardable, fsdp_options
 from deepwell.train.parallel.single import Runner
@@ -95,6 +96,23 @@ def test_what_cannot_be_executed_is_refused() -> None:
         ParallelSettings(param_dtype="float8")
     with pytest.raises(ConfigError, match="bucket_mib is 0"):
         ParallelSettings(bucket_mib=0)
+
+
+def test_ranks_of_tp_read_all_tokens_of_their_context_and_predict_a_part() -> None:
+    ids = torch.arange(16).view(2, 8)
+    batch, model = {"input_ids": ids, "labels": ids}, make_model("moe")
+    with world(3, 4):  # the second half of the sequence, and of that the second half
+        mine = part_of(batch, make_meshes(Layout(dp=1, tp=2, cp=2), "cpu"), model)
+    assert torch.equal(mine["input_ids"], ids[:, 4:])
+    assert mine["shift_labels"].tolist() == [[7, -100], [15, -100]]
+    masked = {**batch, "attention_mask": torch.ones_like(ids)}
+    with world(0, 2):
+        meshes = make_meshes(Layout(dp=1, tp=2), "cpu")
+        assert part_of(masked, meshes, model)["attention_mask"] is masked["attention_mask"]
+        model.config.output_router_logits = True
+        with pytest.raises(UnsupportedError, match="output_router_logits=True adds a loss of routers"):
+            part_of(masked, meshes, model)
+        assert "attention_mask" not in part_of(batch, meshes, model)
 
 
 def test_a_batch_without_labels_still_runs_and_counts_nothing() -> None:

@@ -14,6 +14,7 @@ _TWICE = {**_PP, "virtual_stages": 2}
 _LOW = {"precision": "mxfp8", "labels": "all"}
 _ULYSSES = {"dp": 1, "cp": 2, "context_parallel_kind": "ulysses"}
 _EP = {"dp": 2, "ep": 2, "sharding": "zero3"}
+_HOST = {"offload": Offload(optimizer=1.0, activations=1.0)}
 _TP_EP = {"dp": 1, "tp": 2, "ep": 2, "sharding": "zero3"}
 _TP_CP = {"dp": 1, "tp": 2, "cp": 2, "context_parallel_kind": "ulysses"}
 
@@ -57,18 +58,22 @@ MATRIX = (
     Case(name="ep 4", layout={"dp": 4, "ep": 4, "sharding": "zero3"}, model="moe"),
     Case(
         name="pp 2 x ep 2, host memory", model="moe", accumulation=2,
-        layout={**_PP, "dp": 2, "ep": 2, "sharding": "zero3", "offload": Offload(optimizer=1.0, activations=1.0)},
+        layout={**_PP, "dp": 2, "ep": 2, "sharding": "zero3", **_HOST},
     ),
     Case(name="cp 2 x ep 2, ddp", layout={"dp": 2, "cp": 2, "ep": 2, "sharding": "ddp"}, model="moe"),
     Case(name="tp 2 x ep 2", layout=_TP_EP, model="moe", accumulation=2, clip=0.5),
     Case(name="tp 2 x ep 2 mxfp8", layout=_TP_EP, model="moe", first=5, **_LOW),
     Case(name="tp 2 x ep 2 shared", layout=_TP_EP, model="shared", recompute=True),
     Case(name="tp 2 x ep 2 glm", layout=_TP_EP, model="glm", optimizer="adamw_dw"),
+    Case(name="tp 2 x ep 2 deepwell", layout=_TP_EP, model="deepwell"),
+    Case(name="tp 2 x ep 2 all tokens to one expert", layout=_TP_EP, model="skewed", steps=1),
+    Case(name="tp 2 x ep 2, host memory", layout={**_TP_EP, **_HOST}, model="moe", accumulation=2),
     Case(name="tp 2 moe", layout={"dp": 1, "tp": 2}, model="moe"),
     Case(name="fsdp 2 x tp 2 x ep 2", layout={**_TP_EP, "dp": 2}, model="moe", accumulation=2, recompute=True),
     Case(name="tp 2 x ep 4, ddp", layout={**_TP_EP, "dp": 2, "ep": 4, "sharding": "ddp"}, model="shared"),
     Case(name="pp 2 x tp 2 x ep 2", layout={**_TP_EP, "pp": 2, "sharding": "zero2"}, model="moe", accumulation=2),
     Case(name="tp 2 x cp 2", layout=_TP_CP, steps=20),
+    Case(name="tp 2 x cp 2 gqa", layout=_TP_CP, model="gqa", accumulation=2),
     Case(name="tp 2 x cp 2 mxfp8", layout=_TP_CP, **_LOW),
     Case(
         name="tp 2 x cp 2 allgather", layout={**_TP_CP, "context_parallel_kind": "allgather"}, model="qwen3",

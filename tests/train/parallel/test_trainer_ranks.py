@@ -47,3 +47,30 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
         assert found["samples"] >= 2  # layers are looked at under FSDP2 and DDP too, and training goes on
         assert not [event for event in found["events"] if event["kind"] == "guard" and event["what"] == "skip"]
         assert all(event["world"] == 2 for event in found["events"] if event["kind"] == "run")
+
+
+@pytest.mark.slow
+def test_tensor_experts_and_contexts_stop_and_go_on_anywhere(tmp_path: Path) -> None:
+    def case(name: str, **changes: Any) -> TrainerCase:
+        return TrainerCase(folder=str(tmp_path / name), **{"model": "shared", **changes})
+
+    split = {"tp": 2, "ep": 2, "sharding": "zero3"}
+    context = {"tp": 2, "cp": 2, "context_parallel_kind": "ulysses", "sharding": "zero2"}
+    begun = run_cases(
+        fit, [case("down", layout=split, stop_at=3), case("again", layout=split, stop_at=2)], world=2, timeout=400
+    )
+    assert [each["began"] for each in begun] == [0, 0]
+    # From four ranks of other degrees, from two back to four, and each of them to one process.
+    four = [
+        case("again", layout={**split, "dp": 2, "ep": 4}, stop_at=4),
+        case("long", model="", layout=context, stop_at=3),
+    ]
+    assert [each["began"] for each in run_cases(fit, four, world=4, timeout=400)] == [2, 0]
+    one = run_cases(
+        fit, [case("down"), case("again"), case("long", model=""), case("whole"), case("dense", model="")], 1
+    )
+    down, again, long, whole, dense = one
+    assert [each["began"] for each in one] == [3, 4, 3, 0, 0]
+    assert losses(down) == pytest.approx(losses(whole), rel=1e-4)
+    assert losses(again) == pytest.approx(losses(whole), rel=1e-4)
+    assert losses(long) == pytest.approx(losses(dense), rel=2e-5)

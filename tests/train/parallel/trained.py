@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import make_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepwell as dw
@@ -22,6 +23,7 @@ class TrainerCase:
 
     folder: str
     layout: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""  # of `cases.make_model`; else a small Llama with fewer key heads
     precision: str = "bf16"
     optimizer: str = "adamw_dw"
     stop_at: int | None = None
@@ -35,7 +37,8 @@ def fit(case: TrainerCase) -> dict[str, Any]:
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "use_cache": False,
     }  # fmt: skip
-    engine = dw.compile(LlamaForCausalLM(LlamaConfig(**sizes)), precision=case.precision)
+    model = make_model(case.model) if case.model else LlamaForCausalLM(LlamaConfig(**sizes))
+    engine = dw.compile(model, precision=case.precision)
     trainer = dw.Trainer.from_engine(
         engine, optimizer=case.optimizer, dataloader=f"synthetic:{VOCAB}", run_dir=case.folder, quiet=True, steps=6,
         seq_len=32, global_batch=8, micro_batch=2, lr=1e-2, warmup=0, save_every=0, layout=case.layout or None,

@@ -6,16 +6,25 @@ Labels are shifted before they are split: the last token of one part predicts th
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.feed import Batch, shifted
 from deepwell.train.parallel.mesh import Meshes
 
 
-def part_of(batch: Batch, meshes: Meshes) -> Batch:
-    """This rank's part: of cp, a part of every sequence; of tp, all its tokens and a part of their labels."""
+def part_of(batch: Batch, meshes: Meshes, model: nn.Module) -> Batch:
+    """This rank's part: of cp, a part of every sequence; of tp, all its tokens and a part of their labels.
+
+    Raises ConfigError and UnsupportedError where it cannot be split for the model.
+    """
     layout, ranks = meshes.layout, meshes.ranks
+    has_router_loss = getattr(getattr(model, "config", None), "output_router_logits", False)
+    if layout.tp > 1 and has_router_loss and "attention_mask" in batch:
+        raise UnsupportedError(
+            "tp: the batch has an attention_mask, and output_router_logits=True adds a loss of routers that masks "
+            "whole sequences, of which a rank of tp routes a part; leave out the mask (pack the sequences), or the loss"
+        )
     if layout.cp > 1:
         batch = split_context(batch, layout.cp, ranks.get_local_rank("cp"))
     return split_labels(batch, layout.tp, ranks.get_local_rank("tp")) if layout.tp > 1 else batch

@@ -49,7 +49,7 @@ class DistributedRunner(Runner):
 
     def part(self, batch: Batch) -> Batch:
         """What this rank reads of its samples."""
-        return part_of(batch, self.meshes)
+        return part_of(batch, self.meshes, self.model)
 
     def begin(self) -> None:
         """Before a step, and before any other call of the model."""
