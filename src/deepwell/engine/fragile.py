@@ -28,11 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.engine.binding import Bound, Fragile
-from deepwell.engine.grouped_calls import GroupedCall, GroupedCalls, groups
+from deepwell.engine.grouped_calls import GroupedCall, GroupedCalls
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.formats.spec import E2M1, E4M3, E5M2, get_format
 from deepwell.kernels.experts.autograd import grouped_linear
+from deepwell.kernels.experts.row_tiles import groups
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.gemm.schemes import STEPS, GemmScheme, parse_scheme
 from deepwell.kernels.tune.verify import FLOORS_DB
@@ -235,12 +236,12 @@ class _Probe:
         if getattr(parse_scheme(scheme), step).method == "bf16":
             return
         few: list[tuple[int, int, float]] = []  # expert, rows, dB
-        for e, begin, end in groups(call.offs):
+        for e, part in groups(call.offs):
             # Rows of zeros are no rows: so Llama 4 gives an expert the tokens that did not choose it.
-            count = int(call.x_SK[begin:end].any(1).sum())
+            count = int(call.x_SK[part].any(1).sum())
             if not count:
                 continue
-            decibels = self._decibels(call.path, step, *of_expert(e, slice(begin, end)))
+            decibels = self._decibels(call.path, step, *of_expert(e, part))
             if count < _MIN_ROWS:
                 few.append((e, count, decibels))
             else:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -69,9 +68,3 @@ class GroupedCalls(TorchFunctionMode):
         if not is_kn and (right.shape, right.stride()) != (transposed.shape, transposed.stride()):
             return None
         return GroupedCall(path=path, x_SK=x, weight=stored, offs=offs, is_kn=is_kn)
-
-
-def groups(offs: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, begin, end) of each group that has rows."""
-    ends = [int(end) for end in torch.as_tensor(offs).tolist()]
-    return [(e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > begin]

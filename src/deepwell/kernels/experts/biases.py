@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
-from deepwell.kernels.experts.row_tiles import expert_of_rows
+from deepwell.kernels.experts.row_tiles import expert_of_rows, groups
 
 _BLOCK_T, _BLOCK_G, _WARPS = 64, 128, 4
 
@@ -51,11 +51,8 @@ def sums_by_expert(rows_PG: Tensor, ends: Tensor, slot: Tensor) -> Tensor:
 
 def code_sums_ref(q_PG: Tensor, scale_P: Tensor, ends_E: Tensor) -> Tensor:
     """Reference for `code_sums`."""
-    rows, begin, out = q_PG.float() * scale_P[:, None], 0, []
-    for end in ends_E.tolist():
-        out.append(rows[begin:end].sum(0))
-        begin = end
-    return torch.stack(out)
+    rows = q_PG.float() * scale_P[:, None]
+    return torch.stack([rows[part].sum(0) for _, part in groups(ends_E)])
 
 
 @triton.jit

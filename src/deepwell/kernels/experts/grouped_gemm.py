@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.experts.group_rows import GROUP_ALIGNMENT
+from deepwell.kernels.experts.row_tiles import groups
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
@@ -38,21 +39,19 @@ _FLOOR_DB = 40.0
 
 def grouped_gemm_ref(a_PK: Tensor, scale_P: Tensor, b_ENK: Tensor, scale_EN: Tensor, ends_E: Tensor) -> Tensor:
     """Reference for `grouped_gemm`: a loop over the groups, fp32 products of the dequantized operands, rounded once."""
-    out, begin = [], 0
-    for e, end in enumerate(ends_E.tolist()):
-        a = a_PK[begin:end].float() * scale_P[begin:end, None]
-        out.append(a @ (b_ENK[e].float() * scale_EN[e][:, None]).T)
-        begin = end
+    out = []
+    for e, part in groups(ends_E):
+        a, b = a_PK[part].float() * scale_P[part, None], b_ENK[e].float() * scale_EN[e][:, None]
+        out.append(a @ b.T)
     return torch.cat(out).to(torch.bfloat16)
 
 
 def grouped_wgrad_ref(a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor) -> Tensor:
     """Reference for `grouped_wgrad`."""
-    out, begin = [], 0
-    for e, end in enumerate(ends_E.tolist()):
-        a, b = a_NP[:, begin:end].float() * scale_a_E[e], b_KP[:, begin:end].float() * scale_b_E[e]
+    out = []
+    for e, part in groups(ends_E):
+        a, b = a_NP[:, part].float() * scale_a_E[e], b_KP[:, part].float() * scale_b_E[e]
         out.append(a @ b.T)
-        begin = end
     return torch.stack(out).to(torch.bfloat16)
 
 

@@ -40,6 +40,7 @@ from deepwell.kernels.experts.row_tiles import (
     a_tile,
     check_operands,
     descriptor,
+    groups,
     halves,
     is_kn,
     programs,
@@ -81,11 +82,10 @@ def row_product_ref(
     if rows.slot is not None:
         a_PK = a_PK.masked_fill((rows.slot < 0)[:, None], 0.0)
     w = w_ENK.to(wide) if scales is None else w_ENK.to(wide) * scales[1][:, :, None]
-    out, begin = [], 0
-    for e, end in enumerate(rows.ends.tolist()):
-        part = a_PK[begin:end] @ w[e].T
-        out.append(part if bias_EN is None else part + bias_EN[e].to(wide))
-        begin = end
+    out = []
+    for e, part in groups(rows.ends):
+        c = a_PK[part] @ w[e].T
+        out.append(c if bias_EN is None else c + bias_EN[e].to(wide))
     return torch.cat(out).to(dtype or a.dtype)
 
 

@@ -9,6 +9,8 @@ ceil(P / block_m) + E: a small kernel writes a table of them, so that nothing wa
 
 # Shapes: P padded rows, E experts, N and K the widths of a product.
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,6 +41,11 @@ class Rows(NamedTuple):
         if not a.shape[0]:
             return a.new_zeros((self.slot.shape[0], a.shape[1]))
         return a[self.slot.clamp(min=0) // self.top_k]
+
+
+def groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert with its rows; waits for the device."""
+    return enumerate(slice(*bounds) for bounds in itertools.pairwise((0, *ends_E.tolist())))
 
 
 def expert_of_rows(ends_E: Tensor, rows: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.device.triton_support import launch, num_sms, on_device, runs_kernel, tl, triton
-from deepwell.kernels.experts.row_tiles import Rows
+from deepwell.kernels.experts.row_tiles import Rows, groups
 
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
@@ -32,10 +32,7 @@ def token_product_ref(
     i = ("left", "right").index(gathers)
     assert rows.slot is not None
     sides[i] = rows.gathered(sides[i]).masked_fill((rows.slot < 0)[:, None], 0.0)
-    out, begin = [], 0
-    for end in rows.ends.tolist():
-        out.append(sides[0][begin:end].T @ sides[1][begin:end])
-        begin = end
+    out = [sides[0][part].T @ sides[1][part] for _, part in groups(rows.ends)]
     return torch.stack(out).to(dtype or left.dtype)
 
 

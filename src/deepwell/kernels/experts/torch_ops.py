@@ -17,7 +17,7 @@ from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group
 from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
 from deepwell.kernels.experts.hidden_codes import grad_codes, hidden_codes
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
-from deepwell.kernels.experts.row_tiles import Rows
+from deepwell.kernels.experts.row_tiles import Rows, groups
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward, expert_swiglu_kept
 from deepwell.kernels.quantize.torch_ops import rounded
 from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
@@ -223,23 +223,19 @@ def _grouped_emulated(a: Tensor, b: Tensor, offs: Tensor, lhs: str, rhs: str) ->
     a is [S, K] and b [E, N, K]. An operand is written "format,rounding,hadamard"; "fp32" rounds nothing. Rows past the
     last group are zeros.
     """
-    out, begin = a.new_zeros((a.shape[0], b.shape[1])), 0
-    left, right = _operand(lhs), _operand(rhs)
-    for e, end in enumerate(offs.tolist()):
-        if end > begin:
-            out[begin:end] = _rounded(a[begin:end], *left) @ _rounded(b[e], *right).T
-        begin = end
+    out, left, right = a.new_zeros((a.shape[0], b.shape[1])), _operand(lhs), _operand(rhs)
+    for e, part in groups(offs):
+        if part.stop > part.start:
+            out[part] = _rounded(a[part], *left) @ _rounded(b[e], *right).T
     return out
 
 
 def _grouped_emulated_wgrad(a: Tensor, b: Tensor, offs: Tensor, lhs: str, rhs: str) -> Tensor:
     """`a[rows of e].T @ b[rows of e]`, [E, N, K], rounded along the rows; a is [S, N] and b [S, K]."""
-    out, begin = a.new_zeros((offs.shape[0], a.shape[1], b.shape[1])), 0
-    left, right = _operand(lhs), _operand(rhs)
-    for e, end in enumerate(offs.tolist()):
-        if end > begin:
-            out[e] = _rounded(a[begin:end].T, *left) @ _rounded(b[begin:end].T, *right).T
-        begin = end
+    out, left, right = a.new_zeros((offs.shape[0], a.shape[1], b.shape[1])), _operand(lhs), _operand(rhs)
+    for e, part in groups(offs):
+        if part.stop > part.start:
+            out[e] = _rounded(a[part].T, *left) @ _rounded(b[part].T, *right).T
     return out
 
 
