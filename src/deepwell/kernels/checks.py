@@ -30,11 +30,13 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> N
         raise ConfigError(f"{name} is on {x.device}, the other tensors on {like.device}; move one of them")
 
 
-def check_vector(name: str, x: Tensor, length: int, like: Tensor) -> None:
-    """Raise ConfigError unless x is a contiguous vector of that length on the device of `like`."""
+def check_vector(name: str, x: Tensor, length: int, like: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Raise ConfigError unless x is a contiguous vector of that length, and dtype, on the device of `like`."""
     check_shape(name, x, (length,), like)
     if length > 1 and x.stride(0) != 1:
         raise ConfigError(f"{name} has stride {x.stride(0)}; call .contiguous() first")
+    if dtype not in (None, x.dtype):
+        raise ConfigError(f"{name} has dtype {x.dtype}; pass {str(dtype).removeprefix('torch.')}")
 
 
 def check_out(name: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype, like: Tensor) -> None:

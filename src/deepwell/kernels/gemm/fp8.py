@@ -12,6 +12,7 @@ Cost: 2*M*N*K flops; bytes M*K + N*K + 2*M*N.
 # Shapes: M rows of the result, N columns, K contraction.
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
@@ -44,6 +45,11 @@ def fp8_gemm_ref(
 def _as_rows(scale: Tensor, rows: int) -> Tensor:
     """One scale or one per row, as a column of `rows` scales."""
     return scale.reshape(-1, 1).expand(rows, 1)
+
+
+def padded_codes(q: Tensor, rows: int, columns: int = 0) -> Tensor:
+    """FP8 codes with so many rows and columns of zeros (the byte 0) appended."""
+    return F.pad(q.view(torch.uint8), (0, columns, 0, rows)).view(q.dtype)
 
 
 # ---- a scale of one ----

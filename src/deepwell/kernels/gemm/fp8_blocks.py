@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.gemm.fp8 import ALIGNMENT
+from deepwell.kernels.gemm.fp8 import ALIGNMENT, padded_codes
 from deepwell.kernels.quantize.fp8_blocks import BLOCK, SCALE_LINE, quantize_1x128_both_ref, quantize_128x128_ref
 from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.problem import Problem
@@ -66,9 +66,9 @@ def fp8_gemm_blocks(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor
         return torch.zeros((m, n), dtype=torch.bfloat16, device=a_MK.device)
     more_m, more_n = -m % ALIGNMENT, -n % ALIGNMENT
     if more_m:
-        a_MK, scale_a = _filled(a_MK, more_m), F.pad(scale_a, (0, more_m), value=1.0)
+        a_MK, scale_a = padded_codes(a_MK, more_m), F.pad(scale_a, (0, more_m), value=1.0)
     if more_n:
-        b_NK = _filled(b_NK, more_n)
+        b_NK = padded_codes(b_NK, more_n)
         scale_b = scale_b if square else F.pad(scale_b, (0, more_n), value=1.0)
     kinds = F.ScalingType
     # torch takes a's scales as [M, B] and those of b as [N, B] or [B, N / 128]: the first two are views of [B, .].
@@ -83,11 +83,6 @@ def fp8_gemm_blocks(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor
         use_fast_accum=False,
     )
     return c_MN[:m, :n].contiguous() if more_m or more_n else c_MN
-
-
-def _filled(q: Tensor, rows: int) -> Tensor:
-    """FP8 codes with rows of zeros (the byte 0) appended."""
-    return F.pad(q.view(torch.uint8), (0, 0, 0, rows)).view(q.dtype)
 
 
 def _check(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, square: bool) -> None:

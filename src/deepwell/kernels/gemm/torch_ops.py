@@ -35,16 +35,11 @@ def _fp8_gemm(
         if bias_N is None:
             return fastest_fp8_gemm(a_MK, scale_a, b_NK, scale_b, fast=fast)
         return gemm.fp8_gemm(a_MK, scale_a, b_NK, scale_b, fast=fast, bias_N=bias_N)
-    a, b = _filled(a_MK, 0, more_k), _filled(b_NK, more_n, more_k)
+    a, b = gemm.padded_codes(a_MK, 0, more_k), gemm.padded_codes(b_NK, more_n, more_k)
     if scale_b.numel() > 1:
         scale_b = F.pad(scale_b.reshape(-1), (0, more_n), value=1.0)
     bias = None if bias_N is None else F.pad(bias_N, (0, more_n))
     return gemm.fp8_gemm(a, scale_a, b, scale_b, fast=fast, bias_N=bias)[:, :n].contiguous()
-
-
-def _filled(q: Tensor, rows: int, columns: int) -> Tensor:
-    """FP8 codes with zeros (the byte 0) appended."""
-    return F.pad(q.view(torch.uint8), (0, columns, 0, rows)).view(q.dtype)
 
 
 register_op(

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_out, check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, code_bytes, saturate
@@ -340,9 +339,7 @@ def _in_words(q_TN: Tensor, other_TK: Tensor, ratio_T: Tensor) -> bool:
 
 def _check_rows(q_TN: Tensor, name: str, numbers_T: Tensor) -> int:
     check_matrix("q_TN", q_TN, tuple(ELEMENTS))
-    check_vector(name, numbers_T, q_TN.shape[0], q_TN)
-    if numbers_T.dtype != torch.float32:
-        raise ConfigError(f"{name} has dtype {numbers_T.dtype}; pass float32")
+    check_vector(name, numbers_T, q_TN.shape[0], q_TN, torch.float32)
     return q_TN.shape[0]
 
 

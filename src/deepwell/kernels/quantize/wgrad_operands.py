@@ -137,9 +137,7 @@ def balance_scales(scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None =
     """
     t = scale_a_T.shape[0] if scale_a_T.dim() else 0
     for name, scale in (("scale_a_T", scale_a_T), ("scale_b_T", scale_b_T)):
-        check_vector(name, scale, t, scale_a_T)
-        if scale.dtype != torch.float32:
-            raise ConfigError(f"{name} has dtype {scale.dtype}; pass float32")
+        check_vector(name, scale, t, scale_a_T, torch.float32)
     if ends_E is not None and (ends_E.dtype != torch.int32 or ends_E.dim() != 1):
         raise ConfigError(f"ends_E must be a vector of int32, got {ends_E.dtype} {tuple(ends_E.shape)}")
     if not runs_kernel(scale_a_T, _balance_kernel):
