@@ -240,7 +240,9 @@ def _with_inductor(
         "post_grad_custom_pre_pass": Level(pipeline.COMPILED),
         "joint_custom_pre_pass": Level(pipeline.JOINT),
     }
-    if options.cuda_graphs is False or not any(_is_on_gpu(value) for value in example_inputs):
+    if options.cuda_graphs is False or not any(
+        isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs
+    ):
         return compile_fx(graph_module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
     replay = Replay("always" if options.cuda_graphs else "measured")
     options.replays.append(replay)
@@ -253,7 +255,3 @@ def _with_inductor(
     with compiling(replay):
         run: Any = compile_fx(graph_module, list(example_inputs), inner_compile, config_patches=patches)
     return lambda *inputs: replay.outputs(run(*inputs))
-
-
-def _is_on_gpu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda

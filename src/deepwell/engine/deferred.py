@@ -102,7 +102,8 @@ class DeferredLogits(torch.Tensor):
         if self._value is None:
             # Those of the call, whatever is in force where they are read.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                if not _same(_content(self._parameters), self._made_with):
+                now = _content(self._parameters)
+                if now.shape != self._made_with.shape or not torch.equal(now, self._made_with):
                     raise NumericsError(
                         "these logits were not computed with the loss, and the head's weight has changed since: "
                         "read them before optimizer.step(), or compile with fuse_head=False"
@@ -247,10 +248,6 @@ def _content(parameters: Sequence[Tensor]) -> Tensor:
         if any(p.numel() and not p.untyped_storage().size() for p in parameters):
             return torch.zeros(0, dtype=torch.int64)
         return torch.cat([fingerprint(p) for p in parameters])
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a, b))
 
 
 def _is_of_a_wrapper(func: Any, args: tuple) -> bool:

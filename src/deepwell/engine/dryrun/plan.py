@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -116,7 +115,8 @@ def engine_plan(engine: Engine, batch: int, seq_len: int, micro_batches: int = 1
             Recompute(kind="full") if count == engine.deepwell.ir.num_layers else Recompute(kind="block", layers=count)
         )
     workload = Workload(
-        ir=_without_module(engine.deepwell.ir), seq_len=seq_len, global_batch=batch * micro_batches,
+        ir=replace(engine.deepwell.ir, module=None, graph=None),  # a plan is a value: it keeps no live module
+        seq_len=seq_len, global_batch=batch * micro_batches,
         policy=engine.deepwell.policy, optimizer=optimizer or optimizer_of(engine),
     )  # fmt: skip
     layout = Layout(
@@ -152,8 +152,3 @@ def shape_of(plan: Plan | None, ir: IR) -> tuple[int, int]:
     if plan is not None:
         return plan.layout.micro_batch, plan.workload.seq_len
     return 1, min(DEFAULT_SEQ_LEN, ir.max_positions or DEFAULT_SEQ_LEN)
-
-
-def _without_module(ir: IR) -> Any:
-    """A plan is a value: it keeps no live module."""
-    return replace(ir, module=None, graph=None)

@@ -268,7 +268,7 @@ def _chains() -> tuple[Candidate, ...]:
     ]
     for name, multiply, how in _own_gemms("triton_fp8_row", _sources(gemm_triton, quantizers), sources):
         found.append(chain(name, partial(_chain, multiply=multiply, fused=True), prepare=_prepare_rows, **how))
-    if _has_transformer_engine():
+    if importlib.util.find_spec("transformer_engine") is not None:
         found.append(
             chain(
                 "transformer_engine_fp8",
@@ -314,7 +314,7 @@ def _own_gemms(
     prefix: str, of_triton: str, of_cutlass: str
 ) -> Iterator[tuple[str, Callable[..., Tensor], dict[str, Any]]]:
     """(name, GEMM of rows, the rest of a candidate) of each configuration of Triton and of CUTLASS that is here."""
-    for config in CONFIGS if _has_triton() else ():
+    for config in CONFIGS if isinstance(triton, ModuleType) else ():  # it may be absent
         how = {"origin": "triton", "fast": not config.promote, "fingerprint": of_triton + config.name}
         yield f"{prefix}:{config.name}", partial(fp8_gemm_triton, config=config), {**how, "refuses": _needs_hopper}
     for name, multiply, digest in rowwise_gemms():
@@ -329,14 +329,6 @@ def register_library(registry: KernelRegistry, path: str) -> None:
         registry.register(f"{name} (file)", multiply, op="fp8_gemm", **how)
         chain = partial(_chain, multiply=multiply, fused=True)
         registry.register(f"{name} (file)", chain, op="gemm", prepare=_prepare_rows, **how)
-
-
-def _has_triton() -> bool:
-    return isinstance(triton, ModuleType)
-
-
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 __all__ = ["EMULATED", "built_in", "emulated_gemm", "gemm_ref", "register_library"]
