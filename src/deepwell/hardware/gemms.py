@@ -29,11 +29,8 @@ def _plain(dtype_name: str) -> Callable[..., Call]:
 
 
 def _fp8_tensor(torch: Any, m: int, n: int, k: int, device: Any) -> Call:
-    one = torch.ones(1, device=device)
-    recipe = _recipes(torch).TensorWise
-    return _scaled(
-        torch, _fp8(torch, m, k, device), _fp8(torch, n, k, device).t(), (one, recipe), (one, recipe), fast=True
-    )
+    side = (torch.ones(1, device=device), _recipes(torch).TensorWise)
+    return _scaled(torch, _fp8(torch, m, k, device), _fp8(torch, n, k, device).t(), side, side, fast=True)
 
 
 def _fp8_row(torch: Any, m: int, n: int, k: int, device: Any) -> Call:

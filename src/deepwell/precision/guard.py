@@ -318,12 +318,7 @@ class Guard:
                 continue
             times = "" if severe else f", {len(history.found)} times within {self.settings.window} steps"
             reason = "; ".join(dict.fromkeys(f.reason for f in found)) + times
-            path, gemm = key
-            events.append(
-                GuardEvent(
-                    step=step, what="fallback", path=path, gemm=gemm, before=gemms[key].now, after=to, reason=reason
-                )
-            )
+            events.append(_moved(step, "fallback", key, (gemms[key].now, to), reason))
             history.found, history.changed = [], step
             history.quiet_until = step + self.settings.cool_down
         return events
@@ -341,11 +336,7 @@ class Guard:
                 continue
             history.changed, history.recoveries, history.quiet_until = step, history.recoveries + 1, 0
             reason = f"{clean} clean steps (recovery {history.recoveries} of {self.settings.max_recoveries})"
-            events.append(
-                GuardEvent(
-                    step=step, what="recover", path=key[0], gemm=key[1], before=gemm.now, after=to, reason=reason
-                )
-            )
+            events.append(_moved(step, "recover", key, (gemm.now, to), reason))
         return events
 
     def _check_budget(
@@ -405,6 +396,11 @@ class Guard:
             self._gemms = {(path, gemm): _History(**history) for path, gemm, history in state["gemms"]}
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not the guard's state: {type(error).__name__}: {error}") from error
+
+
+def _moved(step: int, what: str, key: Key, formats: tuple[str, str], reason: str) -> GuardEvent:
+    (path, gemm), (before, after) = key, formats
+    return GuardEvent(step=step, what=what, path=path, gemm=gemm, before=before, after=after, reason=reason)
 
 
 def changes(events: Sequence[GuardEvent], gemms: Mapping[Key, GuardedGemm]) -> dict[str, dict[Key, str | None]]:

@@ -34,6 +34,7 @@ from deepwell.planner.workload import Workload
 
 SCHEMA = 1
 MIN_LAYOUTS = 4
+_COLUMNS = ("row_id", "source", "version", "model", "gpu", "num_gpus", "tier")  # of a row, those that a report repeats
 Predict = Callable[[Workload, Hardware, Layout, Stack], Estimate]
 
 
@@ -79,13 +80,7 @@ class Checked:
         run, found = self.run, self.estimate
         measured = run.measured
         return {
-            "row_id": run.row_id,
-            "source": run.source,
-            "version": run.version,
-            "model": run.model,
-            "gpu": run.gpu,
-            "num_gpus": run.num_gpus,
-            "tier": run.tier,
+            **{name: getattr(run, name) for name in _COLUMNS},
             "layout": None if run.layout is None else str(run.layout),
             "stack": None if run.stack is None else str(run.stack),
             "predicted": None if found is None else _predicted(found, self.predicted_bytes),

@@ -201,27 +201,20 @@ def _machine(plan: PlanValues) -> Iterator[Change]:
 def _less_memory(plan: PlanValues, limit: float) -> Change:
     """HBM -10%: the plan itself where it still fits, else a new search under the same constraints."""
     less = 0.9 * limit
+    change = partial(Change, what="HBM -10%", kind="machine")
     if plan.peak_gib <= less:
-        return Change(
-            what="HBM -10%", kind="machine", step_s=plan.step_s, slower=0.0, peak_gib=plan.peak_gib, fits=True,
-            note="the plan still fits",
-        )  # fmt: skip
+        return change(step_s=plan.step_s, slower=0.0, peak_gib=plan.peak_gib, fits=True, note="the plan still fits")
     try:
         space = make_space(plan.workload, plan.hardware, plan.stack, replace(plan.limits, max_memory=less))
         ranked = Explorer(space).run().ranked
     except DeepwellError as error:
-        return Change(what="HBM -10%", kind="machine", note=str(error))
+        return change(note=str(error))
     if not ranked:
         given = "" if plan.constraints == "none" else f" with {plan.constraints}"
-        return Change(what="HBM -10%", kind="machine", peak_gib=plan.peak_gib, note=f"nothing fits any more{given}")
-    return _instead(plan, ranked[0].layout, ranked[0].estimate.step_s, ranked[0].estimate.peak_gib)
-
-
-def _instead(plan: PlanValues, layout: Layout, step_s: float, peak_gib: float) -> Change:
-    return Change(
-        what="HBM -10%", kind="machine", step_s=step_s, slower=step_s / plan.step_s - 1, peak_gib=peak_gib, fits=True,
-        note=f"the plan no longer fits; best then: {layout.describe()}",
-    )  # fmt: skip
+        return change(peak_gib=plan.peak_gib, note=f"nothing fits any more{given}")
+    found, best = ranked[0].estimate, ranked[0].layout.describe()
+    slower, note = found.step_s / plan.step_s - 1, f"the plan no longer fits; best then: {best}"
+    return change(step_s=found.step_s, slower=slower, peak_gib=found.peak_gib, fits=True, note=note)
 
 
 # ---- communication beside computation ----
