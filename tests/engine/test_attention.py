@@ -16,7 +16,9 @@ from deepwell.engine.passes.attention import narrow_values
 from deepwell.engine.passes.attention.rewrite import rewrite_attention
 from deepwell.engine.passes.work import BackendOptions
 from deepwell.formats.metrics import assert_no_worse_than
-from deepwell.kernels.tune.choose import why_rejected
+from deepwell.kernels.attention import flex
+from deepwell.kernels.tune.choose import proof_of
+from deepwell.kernels.tune.problem import Problem
 
 # ---- values narrower than keys ----
 
@@ -457,7 +459,9 @@ def test_models_run_in_flex_attention_with_the_same_gradients(
 def test_models_train_with_flex_attention_on_a_gpu(monkeypatch, model_type, overrides, name) -> None:
     # Whether it gains is measured at real sizes; here it runs in any case, compiled by Inductor, if it is right.
     device = torch.device("cuda", 0)
-    assert not why_rejected("flex_attention", device, "bf16")
+    (candidate,) = (each for each in flex.built_in(flex.OP) if each.name == flex.FLEX)
+    proof = proof_of(candidate, Problem(op=flex.OP, precision="bf16", device=str(device)))
+    assert proof.is_passed, proof.reason
     monkeypatch.setattr(flexible_pass, "gains", lambda *given: True)
     model = zoo_models.tiny_model(model_type, use_cache=False, **overrides).to(device, torch.bfloat16)
     ids = torch.randint(3, zoo_models.VOCAB, (2, 512), generator=torch.Generator().manual_seed(0)).to(device)

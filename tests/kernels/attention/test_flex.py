@@ -1,6 +1,7 @@
 """Attention inside documents, windows and under a soft cap: FlexAttention against the reference, and its blocks."""
 
 import itertools
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -104,7 +105,8 @@ def test_flex_attention_that_is_wrong_does_not_run(monkeypatch, wrong) -> None:
 
 def test_what_is_written_stays_unless_flex_attention_gains(monkeypatch) -> None:
     shape = FlexShape(B=1, H=2, G=1, S=40, D=16, V=16, has_documents=True)
-    monkeypatch.setattr(flex, "flex_attention", lambda *given: torch.zeros_like(given[0]))
+    monkeypatch.setattr(flex, "sources_hash", lambda *modules: "wrong on purpose")  # its proof is not the real one's
+    monkeypatch.setattr(flex, "flex_attention", lambda q, *given: q * 0)
     assert not flex.gains(shape, torch.bfloat16, "cpu")  # never a wrong one
     assert known_choice(flex._problem(shape, torch.bfloat16, "cpu"), flex.built_in("flex_attention")).kernel != FLEX
     seen = []
@@ -130,12 +132,24 @@ def test_it_is_timed_in_a_process_of_its_own(monkeypatch) -> None:
     assert flex.measured_apart(shape, torch.bfloat16, "cpu") == (None, "ended its process with status 3")
 
 
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor on a CPU needs a compiler")
+def test_what_inductor_makes_of_a_candidate_has_its_gradients() -> None:
+    # FlexAttention itself has no backward on a CPU: what is written stands for it.
+    q, k, v = (torch.randn(1, heads, 20, 8).requires_grad_() for heads in (4, 2, 2))
+    mask = torch.zeros(20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+    run = flex.compiled(flex.as_written, [q, k, v], (mask, 0.3, 5.0), by_inductor=True)
+    results = []
+    for out in (run(q, k, v), flex_attention_ref(q, k, v, None, 0.3, NO_WINDOW, 5.0)):
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 GPU_SHAPES = [
     FlexShape(B=2, H=8, G=2, S=1024, D=128, V=128, has_documents=True),
     FlexShape(B=1, H=4, G=4, S=700, D=64, V=64, window=200, has_documents=True),
     FlexShape(B=1, H=4, G=2, S=1024, D=256, V=256, cap=50.0),
     FlexShape(B=2, H=4, G=2, S=640, D=256, V=256, window=300, cap=50.0),
-    FlexShape(B=1, H=4, G=4, S=512, D=192, V=128, has_documents=True),
 ]
 
 

@@ -245,8 +245,9 @@ def as_written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap:
     """SDPA with a mask of all pairs; under a cap products and a softmax, as Hugging Face writes it."""
     if cap == NO_CAP:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    times = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    batch, groups, size, _ = k.shape
+    grown = (batch, groups, q.shape[1] // groups, size, -1)
+    k, v = (t[:, :, None].expand(grown).reshape(batch, q.shape[1], size, t.shape[-1]) for t in (k, v))
     s = torch.tanh(q @ k.mT * scale / cap) * cap + mask
     return s.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
