@@ -327,8 +327,9 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None], file: str = "m
     (path / "COMMITTED").write_text(hashlib.sha256((path / file).read_bytes()).hexdigest())
 
 
-def test_other_schemas_are_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, TrainState(model=Net(), meta={"step": 1}))
+def test_schemas_migrate_forward_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    path = save_checkpoint(tmp_path, TrainState(model=net, meta={"step": 1, "cursor": 5}))
     rewrite(path, lambda data: data.update(schema=manifests.SCHEMA + 1))
     with pytest.raises(
         CheckpointError, match=r"manifest.json has schema 2; this Deepwell reads up to 1: install a newer"
@@ -337,6 +338,19 @@ def test_other_schemas_are_refused(tmp_path: Path) -> None:
     rewrite(path, lambda data: data.update(schema=0))
     with pytest.raises(CheckpointError, match="has schema 0, and nothing leads from it"):
         load(path)
+    rewrite(path, lambda data: data.update(position=data.pop("cursor")), "state.json")
+    monkeypatch.setattr(manifests, "MIGRATIONS", {})
+
+    @manifests.migration(0)
+    def rename(documents: manifests.Documents) -> manifests.Documents:
+        state = dict(documents["state"])
+        state["cursor"] = state.pop("position")
+        return {**documents, "state": state}
+
+    assert load(path).meta == {"step": 1, "cursor": 5}
+    other = Net()
+    load_checkpoint(path, TrainState(model=other))
+    assert_same(other.up.weight.detach(), net.up.weight.detach())
 
 
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:

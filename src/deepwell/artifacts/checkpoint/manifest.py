@@ -14,6 +14,7 @@ The folder is built under a temporary name. All files are safetensors or JSON: r
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,22 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 # A checkpoint that another of its step is just taking the place of; see `files_of_saves`.
 _REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-z-]+\.old")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+# The JSON documents of a checkpoint: {"manifest": ..., "state": ..., "index": ...}.
+Documents = dict[str, dict[str, Any]]
+# Schema -> what makes its documents those of the next schema.
+MIGRATIONS: dict[int, Callable[[Documents], Documents]] = {}
+
+
+def migration(schema: int) -> Callable[[Callable[[Documents], Documents]], Callable[[Documents], Documents]]:
+    """Register a function that turns the documents of `schema` into those of the one after it."""
+
+    def register(function: Callable[[Documents], Documents]) -> Callable[[Documents], Documents]:
+        MIGRATIONS[schema] = function
+        return function
+
+    return register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +74,26 @@ def step_of(path: Path) -> int | None:
 def open_documents(path: Path) -> Opened:
     """Read a checkpoint's documents. Raises CheckpointError naming the file that is missing, damaged or too new."""
     manifest = read_manifest(path)
-    if manifest["schema"] < SCHEMA:
-        raise CheckpointError(
-            f"{path / 'manifest.json'} has schema {manifest['schema']}, and nothing leads from it to {SCHEMA}"
-        )
     files = records(manifest, path)
-    documents = {}
+    documents: Documents = {"manifest": manifest}
     for name in ("state", "index"):
         record = files.get(f"{name}.json")
-        if record is None:
+        if record is not None:
+            documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
+    schema = manifest["schema"]
+    while schema < SCHEMA:
+        if schema not in MIGRATIONS:
+            raise CheckpointError(
+                f"{path / 'manifest.json'} has schema {schema}, and nothing leads from it to {SCHEMA}"
+            )
+        documents = MIGRATIONS[schema](documents)
+        schema += 1
+    for name in ("state", "index"):
+        if name not in documents:
             raise CheckpointError(f"{path / 'manifest.json'} names no {name}.json; this is no checkpoint of a run")
-        documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
-    return Opened(path=path, manifest=manifest, files=files, **documents)
+    return Opened(
+        path=path, manifest=documents["manifest"], state=documents["state"], index=documents["index"], files=files
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
