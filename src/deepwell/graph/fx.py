@@ -44,6 +44,8 @@ _CASTS = {
 _IN_PLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor", "imatmul"}
 _PLAIN_UNDERSCORE = {"and_", "or_", "not_", "xor_"}
 
+CHANGED = "deepwell_changed"  # on a node: see `mark_changed`
+
 GROUPED_FALLBACK = "transformers::grouped_mm_fallback"  # Hugging Face's, for dtypes that torch's does not take
 
 # The arguments of an op by position, behind a bar those that torch takes by name alone.
@@ -128,6 +130,10 @@ VIEWS = SHAPE_OPS | {
 
 def op_of(node: Any) -> str:
     """The op that a node calls, "" for what is no call. The top of this file says what a name means."""
+    return f"{_op_of(node)} (changed)" if is_changed(node) else _op_of(node)
+
+
+def _op_of(node: Any) -> str:
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return ""
     name, is_write = _name(node.target)
@@ -309,7 +315,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 def linear_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
     """(x, weight, bias, whether the weight is [K, N]) where the node is a linear, else None."""
-    op = op_of(node)
+    op = _op_of(node)
     if op not in ("linear", "addmm", "matmul"):
         return None
     given = arguments(node)
@@ -334,7 +340,7 @@ def grouped_parts(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
 
     A batch of products has no `offs`: x is [E, T, K].
     """
-    is_batch = op_of(node) == "matmul"
+    is_batch = _op_of(node) == "matmul"
     if not is_batch and not is_grouped_product(node.target):
         return None
     given = arguments(node)
@@ -360,7 +366,7 @@ def _are_as_many(batch: Any, experts: Any) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node writes into: `x.add_(y)`, `x += y`, `x[i] = y`, `f(x, inplace=True)`, `f(x, out=y)`."""
-    op = op_of(node)
+    op = _op_of(node)
     targets: list[Any] = [node.kwargs.get("out")]
     if op == "setitem" or (op.endswith("_") and op not in _PLAIN_UNDERSCORE):
         targets += node.args[:1] or [argument(node, "input")]
@@ -390,11 +396,11 @@ def memory_of(node: Any) -> Any:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The node in whose memory a node's result lies by what its op is."""
-    op = op_of(node)
+    op = _op_of(node)
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not (op in VIEWS or op == "getitem"):
         return None
-    if op == "getitem" and (has_index_tensor(node) or (value_of(source) is None and op_of(source) not in VIEWS)):
+    if op == "getitem" and (has_index_tensor(node) or (value_of(source) is None and _op_of(source) not in VIEWS)):
         return None  # rows are copied, or it is one of several results of a call: the indices of a top-k
     return source
 
@@ -403,6 +409,21 @@ def has_index_tensor(node: fx.Node) -> bool:
     """Whether an indexing copies rows by a tensor of indices, and so is no view."""
     index = node.args[1] if len(node.args) > 1 else None
     return any(isinstance(entry, fx.Node) for entry in (index if isinstance(index, tuple) else (index,)))
+
+
+def mark_changed(graph: fx.Graph) -> None:
+    """Mark tensors that are written into and read after that: they are not what their op computed.
+
+    `op_of` gives them a name that no pattern has; a product with a weight stays one, whatever becomes of its result.
+    """
+    writes = Writes(graph)
+    for node in graph.nodes if writes.memory else ():
+        if node.users and node.op in ("call_function", "call_method") and writes.between_readers(node):
+            node.meta[CHANGED] = True
+
+
+def is_changed(node: Any) -> bool:
+    return isinstance(node, fx.Node) and CHANGED in node.meta
 
 
 class Writes:
@@ -431,6 +452,10 @@ class Writes:
     def while_read(self, tensor: fx.Node, last: fx.Node) -> bool:
         """Whether a tensor's memory is written between its first reader and a node."""
         return self.between(tensor, min(tensor.users, key=lambda node: self._order.get(node, -1)), last)
+
+    def between_readers(self, tensor: fx.Node) -> bool:
+        """Whether a tensor's memory is written after it was made and before its last reader."""
+        return self.between(tensor, tensor, max(tensor.users, key=lambda node: self._order.get(node, -1)))
 
     @property
     def memory(self) -> set[Any]:

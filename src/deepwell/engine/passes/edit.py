@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.graph.fx import PURE, op_of, value_of, written_by
+from deepwell.graph.fx import CHANGED, PURE, op_of, value_of, written_by
 
 KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -37,7 +37,7 @@ def erase_unread(graph: fx.Graph) -> None:
 def replace(old: fx.Node, new: fx.Node) -> None:
     """Put `new` in the place of `old` and drop `old`."""
     new.meta.setdefault("example_value", old.meta.get("example_value"))
-    for key in ("nn_module_stack", "stack_trace", "module_path"):
+    for key in ("nn_module_stack", "stack_trace", "module_path", CHANGED):
         if key in old.meta:
             new.meta.setdefault(key, old.meta[key])
     old.replace_all_uses_with(new)

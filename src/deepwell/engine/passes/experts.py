@@ -15,6 +15,7 @@ Experts that are one call already (`run_experts`: DeepwellMoE's, and Hugging Fac
 precision as an argument.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,12 @@ from deepwell.graph.fx import (
     argument,
     arguments,
     grouped_parts,
+    is_changed,
     only_user,
     op_of,
     skip_casts,
     value_of,
+    written_by,
 )
 from deepwell.kernels.activation.autograd import swiglu_packed
 from deepwell.kernels.experts.autograd import FP8_METHOD, batched_linear, fused_experts, grouped_linear
@@ -96,8 +99,8 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
         if down.scheme != _FP8:
             continue
         found = _block_around(down, by_node)
-        if not isinstance(found, str) and writes.between(found[1].x, found[1].order, found[1].total):
-            found = "their tokens are written into before the experts are done"
+        if not isinstance(found, str) and _is_written(writes, found[0], down, found[1]):
+            found = "what they read is written into before the experts are done"
         if isinstance(found, str):
             reasons[down.path.rpartition(".")[0]] = found
             continue
@@ -212,18 +215,20 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
     hidden = skip_casts(down.node.args[0])
     if hidden.target is not swiglu_packed or only_user(hidden) is None:
         return "their gate is not act(first half) * second half of one product without a bias"
-    gate_up = sites.get(_masked(hidden.args[0]))
+    gate_up = next((site for node, site in sites.items() if _masked(hidden.args[0], site) is node), None)
+    if any(map(is_changed, (hidden, down.node, gate_up and gate_up.node))):
+        return "their rows are written into on the way"
     if gate_up is None or gate_up.scheme != _FP8 or gate_up.offs is not down.offs:
         return "gate and up are not one FP8 product over the same groups"
     if down.offs is None:
         return "they are a batch of products with as many rows for each expert"
     if gate_up.is_kn or down.is_kn:
         return "their weights are stored [E, K, N]"
-    gathered = _gathered(skip_casts(gate_up.node.args[0]))
+    gathered = _gathered(skip_casts(gate_up.node.args[0]), gate_up)
     if gathered is None:
         return "their rows are not tokens taken in the order of experts"
     x, order, top_k = gathered
-    summed = _summed(down.node, order, top_k)
+    summed = _summed(down, order, top_k)
     if summed is None or not runs_in_kernels(x, gate_up.weight, down.weight):
         return "their rows are not weighted and added up by token, or dtypes differ"
     weights, total = summed
@@ -231,18 +236,34 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
     return gate_up, block
 
 
-def _masked(node: Any) -> Any:
+def _is_written(writes: Writes, gate_up: ExpertSite, down: ExpertSite, block: _Block) -> bool:
+    """Whether something that a block reads is another when its sum is computed."""
+    read = (block.x, block.weights, block.order, down.offs, gate_up.weight, down.weight)
+    return any(writes.between(node, block.order, block.total) for node in read)
+
+
+def _masked(node: Any, site: ExpertSite) -> Any:
     """What a `masked_fill(y, rows of no expert, 0)` fills, the node itself where it is none."""
-    if op_of(node) != "masked_fill" or argument(node, "value") != 0:
-        return node
-    mask = argument(node, "mask")
-    is_sentinel = op_of(mask) == "unsqueeze" and op_of(mask.args[0]) == "ge"
-    return node.args[0] if is_sentinel and only_user(node.args[0]) is node else node
+    is_mask = op_of(node) == "masked_fill" and _is_of_no_expert(node, site)
+    return node.args[0] if is_mask and only_user(node.args[0]) is node else node
 
 
-def _gathered(rows: Any) -> tuple[fx.Node, fx.Node, int] | None:
-    """(x, order, top_k) where the rows are `x[order // top_k]`."""
-    if op_of(rows) != "getitem" or not isinstance(rows.args[1], fx.Node):
+def _is_of_no_expert(fill: fx.Node, site: ExpertSite) -> bool:
+    """Whether a node fills rows with zeros whose expert, in the order of rows, is none of the weight's."""
+    mask = argument(fill, "mask")
+    if argument(fill, "value") != 0 or op_of(mask) != "unsqueeze" or op_of(mask.args[0]) != "ge":
+        return False
+    ids, experts = mask.args[0].args
+    is_sorted = isinstance(ids, fx.Node) and ids.target is operator.getitem
+    return is_sorted and isinstance(experts, int) and experts == value_of(site.weight).shape[0]
+
+
+def _gathered(rows: Any, site: ExpertSite) -> tuple[fx.Node, fx.Node, int] | None:
+    """(x, order, top_k) where the rows are `x[order // top_k]`, those of no expert zero."""
+    if not isinstance(rows, fx.Node) or rows.target is not operator.getitem or not isinstance(rows.args[1], fx.Node):
+        return None
+    others = [user for user in rows.users if op_of(user) != "masked_fill_" or not _is_of_no_expert(user, site)]
+    if is_changed(rows) and (len(others) != 1 or written_by(others[0])):
         return None
     x, token = rows.args
     if op_of(token) != "floordiv" or not isinstance(token.args[1], int):
@@ -252,10 +273,11 @@ def _gathered(rows: Any) -> tuple[fx.Node, fx.Node, int] | None:
     return (x, order, top_k) if is_matrix and isinstance(order, fx.Node) else None
 
 
-def _summed(down: fx.Node, order: fx.Node, top_k: int) -> tuple[fx.Node, fx.Node] | None:
-    """(the router's weights, the sum) where the rows of `down` are weighted, put back in order and added up."""
+def _summed(site: ExpertSite, order: fx.Node, top_k: int) -> tuple[fx.Node, fx.Node] | None:
+    """(the router's weights, the sum) where a product's rows are weighted, put back in order and added up."""
+    down = site.node
     node = only_user(down)
-    node = only_user(node) if node is not None and _masked(node) is down else node
+    node = only_user(node) if node is not None and _masked(node, site) is down else node
     if node is None or op_of(node) not in ("mul", "mul_") or len(node.args) != 2:
         return None
     weights = _weights_of(node.args[1], order)
@@ -286,8 +308,8 @@ def _weights_of(node: Any, order: fx.Node) -> fx.Node | None:
 
 def _is_inverse(node: Any, order: fx.Node) -> bool:
     """Whether the node is `inv = empty_like(order); inv[order] = arange(...)`."""
-    if op_of(node) != "empty_like" or node.args[0] is not order:
+    if not op_of(node).startswith("empty_like") or node.args[0] is not order:
         return False
-    writes = [user for user in node.users if op_of(user) == "setitem" and user.args[0] is node]
-    values = [user.args[2] for user in writes if user.args[1] is order]
-    return len(writes) == 1 and [op_of(value) for value in values] == ["arange"]
+    writes = [user for user in node.users if node in written_by(user)]
+    values = [user.args[2] for user in writes if op_of(user) == "setitem" and user.args[1] is order]
+    return len(writes) == 1 and [op_of(value) for value in values] == ["arange"] and len(values[0].args) == 1

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels, scheme_of
-from deepwell.graph.fx import Writes, linear_parts, value_of
+from deepwell.graph.fx import Writes, linear_parts, memory_of, value_of
 from deepwell.kernels.gemm.linear import low_precision_linear, split_columns
 
 
@@ -52,14 +52,16 @@ def find_linears(
 
 def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]:
     """Replace the sites, merging those of one input and scheme. Returns (linears replaced, groups merged)."""
-    groups: dict[tuple[fx.Node, str, bool], list[LinearSite]] = defaultdict(list)
-    for site in sites:
-        groups[site.x, site.scheme, site.bias is None].append(site)
-    merged = 0
+    groups: dict[tuple[fx.Node, str, fx.Node | bool], list[LinearSite]] = defaultdict(list)
     writes = Writes(graph)
-    for (x, scheme, _), group in groups.items():
+    for site in sites:
+        is_written = memory_of(site.node) in writes.memory  # columns of a merged result share memory
+        groups[site.x, site.scheme, site.node if is_written else site.bias is None].append(site)
+    merged = 0
+    for (_, scheme, _), group in groups.items():
         are_ready = all(site.bias is None or site.bias.op == "placeholder" for site in group)
-        are_ready = are_ready and not writes.between(x, group[0].node, group[-1].node)
+        read = [node for site in group for node in (site.x, site.weight, site.bias)]
+        are_ready = are_ready and not any(writes.between(node, group[0].node, group[-1].node) for node in read)
         if len(group) > 1 and "emulate" not in scheme and "native" not in scheme and are_ready:
             _merge(graph, group)
             merged += 1

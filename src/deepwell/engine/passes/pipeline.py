@@ -41,7 +41,7 @@ from deepwell.engine.passes.work import (
     see_unmatched,
 )
 from deepwell.engine.times.ops import record_calls
-from deepwell.graph.fx import give_operands_by_position
+from deepwell.graph.fx import give_operands_by_position, mark_changed
 
 DYNAMO, JOINT, COMPILED = "dynamo", "joint", "compiled"
 
@@ -86,6 +86,7 @@ def files() -> tuple[str, ...]:
 # fmt: off
 PASSES: tuple[Pass, ...] = (
     Pass("",                                      DYNAMO,   give_operands_by_position),
+    Pass("",                                      DYNAMO,   mark_changed),
     Pass("",                                      DYNAMO,   see_unmatched, ("work",)),
     Pass("causal_mask kv_heads window attention", DYNAMO,   rewrite_attention, ("outer",)),
     Pass("packed soft_cap",                       DYNAMO,   rewrite_flexible, ("outer",), when="use_inductor"),

@@ -14,7 +14,7 @@ from torch import fx
 
 from deepwell.engine.passes.edit import erase_unread
 from deepwell.engine.passes.rope import Columns, RopeSite, columns_of, find_rope, replace_three, swaps_heads, tables_of
-from deepwell.graph.fx import Writes, memory_of, value_of
+from deepwell.graph.fx import Writes, is_changed, memory_of, value_of
 from deepwell.kernels.norm.autograd import rms_norm
 from deepwell.kernels.rope.autograd import qk_norm_rope
 
@@ -31,21 +31,27 @@ class NormedSite:
 def rewrite_qk_norm_rope(graph: fx.Graph) -> int:
     """Replace every pair of them and its v. Returns how many."""
     groups: dict[tuple[Any, ...], list[NormedSite]] = defaultdict(list)
+    writes = Writes(graph)
     for node in list(graph.nodes):
         found = _normed(find_rope(node))
-        if found is not None:
+        if found is not None and not any(writes.between(t, t, node) for t in _read_early(found)):
             _, eps, rounding = found.norm.args[1:]
             alike = (found.columns.source, *tables_of(found.site), found.site.convention, eps, rounding)
             groups[alike].append(found)
     if not groups:
         return 0
-    written, count = Writes(graph).memory, 0
+    count = 0
     for (source, *_), group in groups.items():
-        if len(group) == 2 and memory_of(source) not in written:
+        if len(group) == 2 and memory_of(source) not in writes.memory:
             query, key = sorted(group, key=lambda item: item.columns.start)
             count += _replace(graph, query, key)
     erase_unread(graph)
     return count
+
+
+def _read_early(found: NormedSite) -> tuple[fx.Node, ...]:
+    """What the joined op reads where the merged rows are made."""
+    return found.site.cos, found.site.sin, found.norm.args[1]
 
 
 def _normed(site: RopeSite | None) -> NormedSite | None:
@@ -53,7 +59,7 @@ def _normed(site: RopeSite | None) -> NormedSite | None:
     if site is None:
         return None
     norm = site.x.args[0] if swaps_heads(site.x) else site.x
-    if not isinstance(norm, fx.Node) or norm.target is not rms_norm:
+    if not isinstance(norm, fx.Node) or norm.target is not rms_norm or is_changed(norm):
         return None
     columns = columns_of(norm.args[0])
     if columns is None or value_of(site.cos).shape[-1] != columns.width:

@@ -32,7 +32,7 @@ def rewrite_residual_norm(graph: fx.Graph) -> int:
             continue
         parameters = norm.args[1:]
         late = _computed_after(total, [p for p in parameters if isinstance(p, fx.Node)], order)
-        if late is None:
+        if late is None or any(writes.between(node, total, norm) for node in _read_by(late, parameters)):
             continue
         for node in late:  # Gemma's weight is 1 + w, computed beside each norm
             total.prepend(node)
@@ -80,6 +80,13 @@ def _computed_after(total: fx.Node, parameters: list[fx.Node], order: dict[fx.No
         found.add(node)
         stack += [parent for parent in node.all_input_nodes if order.get(parent, -1) >= order[total]]
     return sorted(found, key=order.__getitem__)
+
+
+def _read_by(late: list[fx.Node], parameters: tuple[Any, ...]) -> set[fx.Node]:
+    """What is read earlier than it was where these nodes and the norm move up to the sum."""
+    return {parent for node in late for parent in node.all_input_nodes} | {
+        p for p in parameters if isinstance(p, fx.Node)
+    }
 
 
 def _join(graph: fx.Graph, total: fx.Node, views: list[fx.Node], norm: fx.Node) -> None:

@@ -16,14 +16,14 @@ from deepwell.engine.passes.attention.masks import MaskBand, band_of, packed_of
 from deepwell.engine.passes.attention.rewrite import keep_kv_heads
 from deepwell.engine.passes.attention.written import match_written
 from deepwell.engine.passes.edit import replace
-from deepwell.graph.fx import argument, op_of, value_of
+from deepwell.graph.fx import Writes, argument, op_of, value_of
 from deepwell.kernels.attention.flash import NO_WINDOW
 from deepwell.kernels.attention.flex import NO_CAP, FlexShape, flex_attention, gains
 
 
 def rewrite_flexible(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = None) -> tuple[int, int]:
     """Returns how many packed attentions and how many soft caps were replaced."""
-    outer, packed, caps = outer or {}, 0, 0
+    outer, packed, caps, writes = outer or {}, 0, 0, Writes(graph)
     rules: dict[tuple[fx.Node, bool], tuple[MaskBand, fx.Node | None] | None] = {}
     for node in list(graph.nodes):
         call = _packed_sdpa(node) or _capped(node)
@@ -39,7 +39,7 @@ def rewrite_flexible(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = None
             continue
         with graph.inserting_before(node):
             new = graph.call_function(flex_attention, (query, key, value, found[1], scale, window, cap))
-        keep_kv_heads(new)
+        keep_kv_heads(new, writes)
         shape = _shape(new)
         at = value_of(query)
         if shape is None or not gains(shape, at.dtype, str(at.device)):

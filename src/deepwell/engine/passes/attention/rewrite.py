@@ -13,7 +13,7 @@ from torch import fx
 from deepwell.engine.passes.attention.masks import MaskBand, band_of
 from deepwell.engine.passes.attention.written import rewrite_written
 from deepwell.engine.passes.edit import replace
-from deepwell.graph.fx import SHAPE_OPS, argument, has_index_tensor, op_of, value_of
+from deepwell.graph.fx import SHAPE_OPS, Writes, argument, has_index_tensor, op_of, value_of
 from deepwell.kernels.attention.autograd import windowed_attention
 from deepwell.kernels.attention.flash import why_not_flash
 from deepwell.kernels.tune.choose import why_rejected
@@ -27,11 +27,12 @@ def rewrite_attention(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = Non
     outer = outer or {}
     written = rewrite_written(graph, outer)
     masks = heads = windows = 0
+    writes = Writes(graph)
     bands: dict[fx.Node, MaskBand | None] = {}
     for node in list(graph.nodes):
         if op_of(node) != "scaled_dot_product_attention" and node.target is not windowed_attention:
             continue
-        heads += keep_kv_heads(node)
+        heads += keep_kv_heads(node, writes)
         if node.target is windowed_attention:
             continue
         mask = argument(node, "attn_mask")
@@ -84,7 +85,7 @@ def _set(node: fx.Node, **kwargs: Any) -> None:
     node.kwargs = {key: value for key, value in merged.items() if value is not None or key == "scale"}
 
 
-def keep_kv_heads(node: fx.Node) -> bool:
+def keep_kv_heads(node: fx.Node, writes: Writes) -> bool:
     """Undo repeat_kv on key and value where both were repeated alike."""
     key, value = (_unrepeated(node.args[i]) for i in (1, 2))
     query = value_of(node.args[0])
@@ -94,6 +95,8 @@ def keep_kv_heads(node: fx.Node) -> bool:
         return False
     if query.shape[1] != value_of(node.args[1]).shape[1]:
         return False  # one head of queries for all of the keys'
+    if any(writes.between(source, node.args[i], node) for i, source in ((1, key), (2, value))):
+        return False  # what was repeated is a copy from before the write
     node.args = (node.args[0], key, value, *node.args[3:])
     if op_of(node) == "scaled_dot_product_attention":
         _set(node, enable_gqa=True)
