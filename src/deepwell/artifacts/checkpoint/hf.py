@@ -49,15 +49,20 @@ def save_pretrained(
     _check_empty(folder)
     source = model.model if isinstance(model, TrainState) else model
     path = save_checkpoint(folder / _WORK, TrainState(model=source, meta={"step": 0}), process_group=process_group)
+    _wait_for_all(process_group)  # until every rank has seen that the checkpoint is there, which rank 0 removes
     try:
         if _is_main(process_group):
             consolidate(path, folder, max_shard_bytes=max_shard_bytes, verify=False)
     finally:
         if _is_main(process_group):
             remove_folder(folder / _WORK)
-        if is_distributed(process_group):
-            torch.distributed.barrier(group=process_group)
+        _wait_for_all(process_group)
     return folder
+
+
+def _wait_for_all(process_group: Any) -> None:
+    if is_distributed(process_group):
+        torch.distributed.barrier(group=process_group)
 
 
 def consolidate(
