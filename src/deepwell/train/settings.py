@@ -53,7 +53,7 @@ class TrainSettings:
     keep_every: int | None = None  # steps: checkpoints at its multiples stay for good
     async_save: bool = True
     tensorboard: bool = False
-    fp8_all_gather: bool = False  # zero2 and zero3: weights that are rounded to MXFP8 travel so
+    fp8_all_gather: bool = False  # zero1, 2, 3: weights that are rounded to MXFP8 travel so
     hang_after: str = "30m"  # a rank that finishes no step for so long is dumped and ended; "0" never
     give_up_after: int = 5  # restarts in a row without a new checkpoint
 

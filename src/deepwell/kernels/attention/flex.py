@@ -7,7 +7,7 @@
 Of blocks of 128 x 128 pairs, those without an open pair are skipped, and those that are open as a whole need no mask.
 Which is which follows from the block's place and, with documents, from the least and the greatest number in it: no
 mask of S x S, and nothing that the host waits for. (torch's flash attention takes packed sequences by their bounds: how
-many there are must be known when it is launched, and it is no faster: 337 and 289 TFLOP/s on an H200.)
+many there are must be known when it is launched.)
 Numerics: bf16 or fp16 operands, fp32 sums, cap and softmax, p rounded to the operands' dtype for its GEMM. In eager
     mode FlexAttention holds all scores; it is for graphs that Inductor compiles.
 Cost: 4 flops a pair of an open block and a head's width forward, 10 backward; lists of (S / 128)^2 blocks.

@@ -5,8 +5,8 @@
     padded_cudnn    values padded with zeros to the keys' width, and what is padded of the result dropped
     padded_flash    the same by torch's flash attention
 
-torch 2.11 gives cuDNN widths of 192 and 128 on sm_90 and sm_100 (up to 256 on sm_90), flash attention one width alone.
-Which of them is right and fastest differs with the versions of both: each is compared with the reference and timed,
+torch's flash attention has one width alone. Which of them runs, is right and fastest differs with the versions of torch
+and cuDNN: each is compared with the reference and timed,
 forward and backward, and torch's own choice stays unless another gains on it.
 Numerics: those of `flash`; columns of zeros change no sum.
 Cost: padded, 2 * D instead of D + V a pair and a head, and one more pass over values, result and its gradient.
