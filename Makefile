@@ -26,7 +26,7 @@ slow: setup ## the tests that `make test` leaves out for their length: the other
 	@# Where there is a CUDA compiler, csrc is compiled: that needs CUTLASS's headers, 6 MB and nothing else of the package.
 	@if PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc >/dev/null && ! $(python) -c 'import cutlass_library' 2>/dev/null; then \
 	  $(python) -m pip install -q --no-deps "$$(sed -n 's/^cutlass = \["\(.*\)"\]/\1/p' pyproject.toml)"; fi
-	@$(test_env) $(python) -m pytest -n 2 --dist worksteal -m "slow" --durations=10 $(ARGS)
+	@$(test_env) $(python) -m pytest -n 2 --dist worksteal -o faulthandler_timeout=3600 -m "slow" --durations=10 $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy
 	@echo "lint: ruff check, ruff format --check, mypy"
