@@ -23,7 +23,7 @@ from deepwell.kernels.activation.functions import act_and_slope, act_ref
 from deepwell.kernels.activation.swiglu import Activated, GluOptions, activation_backward, forward
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.fp8 import quantize_row
-from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, next_power_of_2, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.norm.rms_norm import BackwardConfig, sum_programs_kernel
 from deepwell.kernels.quantize.fp8 import RowConfig
 
@@ -61,7 +61,7 @@ BACKWARD_CONFIGS = (
 
 def default_backward_config(columns: int) -> BackwardConfig:
     """Eight elements of each row a thread, 32 warps on a multiprocessor in all."""
-    num_warps = min(32, max(4, triton.next_power_of_2(columns) // 256))
+    num_warps = min(32, max(4, next_power_of_2(columns) // 256))
     return BackwardConfig(num_warps=num_warps, programs_per_sm=32 // num_warps, num_stages=2)
 
 
@@ -156,11 +156,11 @@ def bias_activation_backward(
             FP8_MAX=options.fp8_max,
             POW2=options.pow2,
             ACT=options.act,
-            BLOCK=max(128, triton.next_power_of_2(f)),
+            BLOCK=max(128, next_power_of_2(f)),
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )
-        sum_programs_kernel[(triton.cdiv(f, 32),)](db_PF, made.db, num_programs, f, BLOCK_P=32, BLOCK_D=32, num_warps=4)
+        sum_programs_kernel[(cdiv(f, 32),)](db_PF, made.db, num_programs, f, BLOCK_P=32, BLOCK_D=32, num_warps=4)
     return made
 
 

@@ -11,7 +11,7 @@ quick_gelu act(g) = g * s(1.702 g)            relu  act(g) = max(g, 0)
 import torch
 from torch import Tensor
 
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "quick_gelu", "relu")
 
@@ -39,7 +39,7 @@ def act_ref(g: Tensor, act: str) -> tuple[Tensor, Tensor]:
 # ---- kernel functions ----
 
 # exp2 and reciprocal as the GPU has them, two units off; beyond |g| = 87 the logistic function is 0 or 1.
-_SIGMOID = tl.constexpr("""{
+_SIGMOID = constant("""{
     .reg .f32 e;
     mul.ftz.f32 e, $1, 0fBFB8AA3B;
     ex2.approx.ftz.f32 e, e;

@@ -27,13 +27,13 @@ from deepwell.kernels.activation.functions import ACTIVATIONS, act_and_slope, ac
 from deepwell.kernels.checks import check_matrix, check_shape
 from deepwell.kernels.device.bf16_words import bits_of, encoded, floats, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import constant, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, times_factor, times_rows
 from deepwell.kernels.quantize.fp8 import RowConfig, RowOptions, empty_codes, quantize_rows_ref
 
 # The widest row a whole-row config takes; wider ones go in two passes.
 MAX_WHOLE_ROW = 16384
-_E4M3_MAX = tl.constexpr(448.0)
+_E4M3_MAX = constant(448.0)
 
 
 class Activated(NamedTuple):

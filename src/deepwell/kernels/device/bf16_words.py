@@ -7,11 +7,11 @@ leave it: each function here has the plain form beside it, for the interpreter a
 # ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
 
 from deepwell.kernels.device.fp8 import magnitude_bits
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 
 # ---- to fp32 and back ----
 
-_FLOATS = tl.constexpr("""{
+_FLOATS = constant("""{
     .reg .b32 w;
     shl.b32 w, $2, 16;
     mov.b32 $0, w;
@@ -29,7 +29,7 @@ def floats(x, ASM: tl.constexpr):
         return x.to(tl.float32)
 
 
-_ROUND = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_ROUND = constant("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def rounded(x, DTYPE: tl.constexpr, ASM: tl.constexpr):
         return x.to(DTYPE)
 
 
-_PRODUCT = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
+_PRODUCT = constant("mul.rn.bf16x2 $0, $1, $2;")
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def product(x, y, ASM: tl.constexpr):
         return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
 
 
-_SUM = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
+_SUM = constant("fma.rn.bf16x2 $0, $1, $2, $3;")
 
 
 @triton.jit
@@ -69,14 +69,14 @@ def product_plus(x, y, z, ASM: tl.constexpr):
 
 # ---- magnitudes: |x| as bits of fp32, so that a maximum keeps inf and NaN ----
 
-_BITS = tl.constexpr("""{
+_BITS = constant("""{
     .reg .b32 w;
     and.b32 w, $2, 0x7FFF7FFF;
     shl.b32 $0, w, 16;
     and.b32 $1, w, 0x7FFF0000;
 }""")
-_LARGER = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
-_LARGER_BITS = tl.constexpr("""{
+_LARGER = constant("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+_LARGER_BITS = constant("""{
     .reg .b32 w, z;
     and.b32 w, $2, 0x7FFF7FFF;
     and.b32 z, $3, 0x7FFF7FFF;
@@ -173,10 +173,10 @@ _ENCODE_POW2 = """{
     cvt.rn.satfinite.KINDx2.f32 high, d, c;
     mov.b32 $0, {low, high};
 }"""
-_POW2_E4M3 = tl.constexpr(_ENCODE_POW2.replace("KIND", "e4m3"))
-_POW2_E5M2 = tl.constexpr(_ENCODE_POW2.replace("KIND", "e5m2"))
-_ENCODE_E4M3 = tl.constexpr(_ENCODE.replace("KIND", "e4m3"))
-_ENCODE_E5M2 = tl.constexpr(_ENCODE.replace("KIND", "e5m2"))
+_POW2_E4M3 = constant(_ENCODE_POW2.replace("KIND", "e4m3"))
+_POW2_E5M2 = constant(_ENCODE_POW2.replace("KIND", "e5m2"))
+_ENCODE_E4M3 = constant(_ENCODE.replace("KIND", "e4m3"))
+_ENCODE_E5M2 = constant(_ENCODE.replace("KIND", "e5m2"))
 
 
 @triton.jit

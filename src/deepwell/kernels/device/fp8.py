@@ -9,13 +9,13 @@ import torch
 
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
 from deepwell.formats.spec import E4M3, E5M2, ElementFormat
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 
 ELEMENTS: dict[torch.dtype, ElementFormat] = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
-FLT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-INF_BITS = tl.constexpr(0x7F800000)
-ZERO_ROW = tl.constexpr(ZERO_ROW_MULTIPLIER)
+FLT_MAX = constant(torch.finfo(torch.float32).max)
+INF_BITS = constant(0x7F800000)
+ZERO_ROW = constant(ZERO_ROW_MULTIPLIER)
 
 
 @triton.jit
@@ -82,13 +82,13 @@ def code_bytes(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
     return saturate(x, FP8_MAX).to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-_PACK_E4M3 = tl.constexpr(
+_PACK_E4M3 = constant(
     """{ .reg .b16 lo, hi;
     cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
     cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
     mov.b32 $0, {lo, hi}; }"""
 )
-_PACK_E5M2 = tl.constexpr(_PACK_E4M3.value.replace("e4m3", "e5m2"))
+_PACK_E5M2 = constant(_PACK_E4M3.value.replace("e4m3", "e5m2"))
 
 
 @triton.jit

@@ -18,12 +18,12 @@ Numerics: both forms are bit-equal. Cost: about 45 integer instructions a call, 
 import torch
 from torch import Tensor
 
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 
 # Elements that share one call: 128 bits in halves of 16.
 PER_CALL = 8
 ROUNDS = 7
-_NUM_ROUNDS = tl.constexpr(ROUNDS)
+_NUM_ROUNDS = constant(ROUNDS)
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -89,8 +89,8 @@ def _words(call, seed, tensor, step, STREAM: tl.constexpr):
 
 
 # A half of a word, moved up by eight bits, with 0x80 below it.
-_LOW_HALF = tl.constexpr("prmt.b32 $0, $1, 0x80, 0x5104;")
-_HIGH_HALF = tl.constexpr("prmt.b32 $0, $1, 0x80, 0x5324;")
+_LOW_HALF = constant("prmt.b32 $0, $1, 0x80, 0x5104;")
+_HIGH_HALF = constant("prmt.b32 $0, $1, 0x80, 0x5324;")
 
 
 @triton.jit

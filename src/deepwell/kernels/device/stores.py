@@ -1,9 +1,9 @@
 """Stores of numbers that several threads hold alike: scales of blocks, one number a head."""
 
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 
-_STORE_WORD = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }")
-_STORE_BYTE = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b8 [$1], $2; mov.b32 $0, 0; }")
+_STORE_WORD = constant("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }")
+_STORE_BYTE = constant("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b8 [$1], $2; mov.b32 $0, 0; }")
 
 
 @triton.jit

@@ -53,6 +53,32 @@ triton: Any = _load("triton")
 tl: Any = _load("triton.language")
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. `triton.cdiv` is made for kernels and takes a host 5 us a call."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n; 0 for 0, as Triton's, which takes a host 6 us."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def _constant_class() -> Any:
+    if isinstance(tl, _Absent):
+        return tl.constexpr
+
+    class Constant(tl.constexpr):
+        """A global that kernels read. Each launch compares it with what was compiled, 1 us by constexpr's own `!=`."""
+
+        def __ne__(self, other: object) -> bool:
+            return not isinstance(other, tl.constexpr) or self.value != other.value
+
+    return Constant
+
+
+constant = _constant_class()
+
+
 def _launch_errors() -> tuple[type[Exception], ...]:
     try:
         return RuntimeError, ValueError, importlib.import_module("triton.errors").TritonError

@@ -27,7 +27,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, quantize_tile
-from deepwell.kernels.device.triton_support import TileConfig, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import TileConfig, cdiv, next_power_of_2, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 
 # Rows that a group is padded to: 16 bytes of FP8 along the contraction of a wgrad.
@@ -231,7 +231,7 @@ def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGro
     slot = torch.empty(rows, dtype=torch.int32, device=device)
     place = torch.full((choices,), -1, dtype=torch.int32, device=device)
     with on_device(offs_E):
-        _layout_kernel[(triton.cdiv(rows, _LAYOUT_BLOCK),)](
+        _layout_kernel[(cdiv(rows, _LAYOUT_BLOCK),)](
             offs_E.contiguous(),
             order_S,
             ends,
@@ -240,7 +240,7 @@ def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGro
             rows,
             experts,
             ALIGNMENT=GROUP_ALIGNMENT,
-            BLOCK_E=max(16, triton.next_power_of_2(experts)),
+            BLOCK_E=max(16, next_power_of_2(experts)),
             BLOCK_P=_LAYOUT_BLOCK,
             num_warps=4,
         )
@@ -274,11 +274,11 @@ def gather_rows(
     codes = torch.empty((p, k), dtype=_FP8 if quantizes else x_TK.dtype, device=x_TK.device)
     scale = torch.empty(p, dtype=torch.float32, device=x_TK.device)
     config = config or default_gather_config(k)
-    block = max(128, triton.next_power_of_2(k)) if quantizes else min(config.columns, triton.next_power_of_2(k))
+    block = max(128, next_power_of_2(k)) if quantizes else min(config.columns, next_power_of_2(k))
     rows = max(1, min(16, 4096 // block)) if quantizes else config.rows
     if p:
         with on_device(x_TK):
-            _gather_kernel[(triton.cdiv(p, rows),)](
+            _gather_kernel[(cdiv(p, rows),)](
                 x_TK if quantizes else x_TK.view(torch.uint8),
                 scale_T,
                 slot_P,
@@ -318,10 +318,10 @@ def combine_rows(
     t, d = place_S.shape[0] // top_k, x_PD.shape[1]
     y_TD = torch.empty((t, d), dtype=x_PD.dtype, device=x_PD.device)
     config = config or COMBINE_CONFIGS[0]
-    block = min(config.columns, max(128, triton.next_power_of_2(d)))
+    block = min(config.columns, max(128, next_power_of_2(d)))
     if t and d:
         with on_device(x_PD):
-            _combine_kernel[(triton.cdiv(t, config.rows), triton.cdiv(d, block))](
+            _combine_kernel[(cdiv(t, config.rows), cdiv(d, block))](
                 x_PD,
                 place_S,
                 weight_S,

@@ -18,7 +18,15 @@ from torch import Tensor
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import (
+    constant,
+    next_power_of_2,
+    on_device,
+    runs_kernel,
+    runs_ptx,
+    tl,
+    triton,
+)
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
     constants,
@@ -32,7 +40,7 @@ from deepwell.kernels.experts.row_products import weighted_grads_ref
 from deepwell.kernels.experts.swiglu import ExpertGrads, no_grads, weights_of_rows
 from deepwell.kernels.quantize.fp8 import empty_codes, quantize_rows_ref
 
-_E4M3_MAX = tl.constexpr(448.0)
+_E4M3_MAX = constant(448.0)
 _BLOCK, _WARPS = 1024, 4
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
@@ -214,7 +222,7 @@ def grad_codes(
 def _constants(rows: Tensor, f: int, how: ExpertActivation) -> dict[str, object]:
     return {
         **constants(how),
-        "BLOCK": min(_BLOCK, max(128, triton.next_power_of_2(f))),
+        "BLOCK": min(_BLOCK, max(128, next_power_of_2(f))),
         "ASM": runs_ptx(rows, _hidden_codes_kernel),
     }
 

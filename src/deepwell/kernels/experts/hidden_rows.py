@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import next_power_of_2, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
     constants,
@@ -119,4 +119,4 @@ def weighted_grads(
 
 
 def _block(f: int) -> int:
-    return min(_BLOCK, max(128, triton.next_power_of_2(f)))
+    return min(_BLOCK, max(128, next_power_of_2(f)))

@@ -20,12 +20,12 @@ Cost: three bytes written beside the hidden row, where bf16 takes four; three re
 import torch
 from torch import Tensor
 
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 
 # Of a row's largest biased exponent: below it the smallest code would be no normal number of bf16.
 _LEAST_TOP = 22
-_LEAST = tl.constexpr(_LEAST_TOP)
-_NOT_FINITE = tl.constexpr(255)
+_LEAST = constant(_LEAST_TOP)
+_NOT_FINITE = constant(255)
 
 # ---- reference ----
 
@@ -61,7 +61,7 @@ def _by_powers_of_two(x_PF: Tensor, power_P: Tensor) -> Tensor:
 # ---- in Triton ----
 
 # Four numbers of gate and four of up, as fp32, to four bytes of each plane.
-_PACK = tl.constexpr("""{
+_PACK = constant("""{
     .reg .b32 a, b, c, d;
     cvt.rn.bf16x2.f32 a, $4, $3;
     cvt.rn.bf16x2.f32 b, $6, $5;
@@ -81,7 +81,7 @@ _PACK = tl.constexpr("""{
     or.b32 c, c, d;
     or.b32 $2, a, c;
 }""")
-_UNPACK = tl.constexpr("""{
+_UNPACK = constant("""{
     .reg .b32 g, u, w;
     shl.b32 g, $10, 4;
     and.b32 g, g, 0x80808080;

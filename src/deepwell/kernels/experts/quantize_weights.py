@@ -19,7 +19,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, word_of_codes
-from deepwell.kernels.device.triton_support import TileConfig, is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import TileConfig, cdiv, is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import quantize_rows
 
 _FP8 = torch.float8_e4m3fn
@@ -99,7 +99,7 @@ def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor, *, config: TileC
     packing = "words" if is_interpreted(_turn_experts_kernel) else config.packing
     q_ECR = torch.empty((experts, columns, rows), dtype=_FP8, device=w_ERC.device)
     if q_ECR.numel():
-        grid = (triton.cdiv(columns, config.columns), triton.cdiv(rows, config.rows), experts)
+        grid = (cdiv(columns, config.columns), cdiv(rows, config.rows), experts)
         with on_device(w_ERC):
             _turn_experts_kernel[grid](
                 w_ERC,

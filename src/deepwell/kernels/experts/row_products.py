@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.device.triton_support import block_descriptor, launch, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import block_descriptor, cdiv, launch, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
     constants,
@@ -461,7 +461,7 @@ def hidden_grads(
     f, p = w_EFD.shape[1], rows.count(dy)
     tile = tile or GRADS_TILES[0]
     grads, hidden = torch.empty_like(gate_up_PG), gate_up_PG.new_empty((p, f))
-    parts = torch.empty((triton.cdiv(f, tile.block_n), p), dtype=torch.float32, device=dy.device)
+    parts = torch.empty((cdiv(f, tile.block_n), p), dtype=torch.float32, device=dy.device)
     ahead = not tile.persistent and tile.block_n <= _AHEAD
     if p:
         with on_device(dy):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.device.triton_support import block_descriptor, launch, num_sms, tl, triton
+from deepwell.kernels.device.triton_support import block_descriptor, cdiv, launch, next_power_of_2, num_sms, tl, triton
 
 _LINE_BYTES = 16
 _TABLE_BLOCK = 64
@@ -170,20 +170,20 @@ def tile_constants(w_ENK: Tensor, rows: Rows, tile: RowTile) -> dict[str, Any]:
 
 def _tiles(rows: Rows, count: int, tile: RowTile) -> int:
     """As many row tiles as any distribution has at most: each group wastes less than one."""
-    return triton.cdiv(count, tile.block_m) + rows.ends.shape[0]
+    return cdiv(count, tile.block_m) + rows.ends.shape[0]
 
 
 def programs(a: Tensor, rows: Rows, columns: int, tile: RowTile) -> int:
-    tiles = _tiles(rows, rows.count(a), tile) * triton.cdiv(columns, tile.block_n)
+    tiles = _tiles(rows, rows.count(a), tile) * cdiv(columns, tile.block_n)
     return min(tiles, num_sms(a) * tile.per_sm) if tile.persistent else tiles
 
 
 def table(a: Tensor, rows: Rows, tile: RowTile) -> Tensor:
     tiles, experts = _tiles(rows, rows.count(a), tile), rows.ends.shape[0]
     table = torch.empty(1 + 3 * tiles, dtype=torch.int32, device=a.device)
-    launch(_table_kernel, (triton.cdiv(tiles, _TABLE_BLOCK),))(
+    launch(_table_kernel, (cdiv(tiles, _TABLE_BLOCK),))(
         rows.ends, table, tiles, experts,
-        BLOCK_M=tile.block_m, BLOCK_E=max(16, triton.next_power_of_2(experts)), BLOCK_T=_TABLE_BLOCK,
+        BLOCK_M=tile.block_m, BLOCK_E=max(16, next_power_of_2(experts)), BLOCK_T=_TABLE_BLOCK,
     )  # fmt: skip
     return table
 

@@ -34,7 +34,7 @@ from deepwell.kernels.activation.swiglu import (
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import bits_of, encoded, floats, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import constant, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.experts.kept_rows import (
     load_packed,
     pack_rows_ref,
@@ -46,7 +46,7 @@ from deepwell.kernels.quantize.fp8 import RowConfig, empty_codes, quantize_rows_
 
 __all__ = ["BACKWARD_CONFIGS", "FORWARD_CONFIGS", "expert_swiglu", "expert_swiglu_backward", "expert_swiglu_kept"]
 
-_E4M3_MAX = tl.constexpr(448.0)
+_E4M3_MAX = constant(448.0)
 
 
 class ExpertGrads(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.device.triton_support import launch, num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, launch, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.row_tiles import Rows, groups
 
 # ---- reference: what the kernel must compute, in the plainest torch ----
@@ -129,7 +129,7 @@ def token_product(left: Tensor, right: Tensor, rows: Rows, gathers: str, *, tile
     tile = tile or WEIGHT_TILES[0]
     experts, n, k = rows.ends.shape[0], left.shape[1], right.shape[1]
     out_ENK = torch.empty((experts, n, k), dtype=left.dtype, device=left.device)
-    tiles = experts * triton.cdiv(n, tile.block_n) * triton.cdiv(k, tile.block_k)
+    tiles = experts * cdiv(n, tile.block_n) * cdiv(k, tile.block_k)
     programs = min(tiles, num_sms(left)) if tile.persistent else tiles
     with on_device(left):
         launch(_token_product_kernel, (programs,))(

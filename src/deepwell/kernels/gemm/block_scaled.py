@@ -27,7 +27,15 @@ from deepwell.formats import layout
 from deepwell.formats.elements import decode, decode_e8m0, unpack_codes
 from deepwell.formats.spec import E2M1, E4M3, E5M2, ElementFormat
 from deepwell.kernels.cutlass import library as cutlass_library
-from deepwell.kernels.device.triton_support import LAUNCH_ERRORS, block_descriptor, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    LAUNCH_ERRORS,
+    block_descriptor,
+    cdiv,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 from deepwell.kernels.tune.out_of_memory import is_shortage
 
 _ELEMENTS: dict[torch.dtype, ElementFormat] = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1}
@@ -206,7 +214,7 @@ def _triton(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype, config: 
     m, n, k = a.data.shape[0], b.data.shape[0], a.length
     pack = 2 if a.data.dtype == torch.uint8 else 1
     out = torch.empty((m, n), dtype=out_dtype, device=a.data.device)
-    grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
+    grid = (cdiv(m, config.block_m) * cdiv(n, config.block_n),)
     with on_device(a.data):
         _block_scaled_kernel[grid](
             block_descriptor(a.data, config.block_m, config.block_k // pack),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.device.triton_support import block_descriptor, num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import block_descriptor, cdiv, num_sms, on_device, runs_kernel, tl, triton
 from deepwell.kernels.gemm.fp8 import ALIGNMENT, check_operands, fp8_gemm_ref
 
 ACTIVATIONS = ("gelu", "silu", "relu")
@@ -228,7 +228,7 @@ def fp8_gemm_triton(
     if m == 0:
         return c_MN
     config = config or default_config(m, n)
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     programs = min(tiles, num_sms(a_MK))
     halves = config.writes_halves
     with on_device(a_MK):

@@ -36,7 +36,7 @@ from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_vector
 from deepwell.kernels.device.bf16_words import floats, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import constant, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, times_rows
 from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_rows_ref
 
@@ -178,16 +178,16 @@ def default_config(vocabulary: int, options: LossOptions) -> LossConfig:
 
 # ---- kernel ----
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
+_LOG2E = constant(1.4426950408889634)
+_LN2 = constant(0.6931471805599453)
 # The largest of nothing: finite, without the NaN of inf - inf. What is not there has a logit of -inf.
-_LOWEST = tl.constexpr(-(2.0**127))
+_LOWEST = constant(-(2.0**127))
 # Logits of one thread's load.
-_WIDE = tl.constexpr(8)
+_WIDE = constant(8)
 
 
 # Without the cases of results below 2^-126, which count as 0 here.
-_EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+_EXP2 = constant("ex2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _exp2(y, ASM: tl.constexpr):
 # product is rounded, which moves all that share a top alike, by 2^excess: what they are multiplied with takes it back.
 # (In PTX of its own: the compiler would leave the rounding out here, where that spares an instruction, and not there.)
 # `rate` is log2 e, for logits that wait for a row's factor that many times: by a power of two the same numbers.
-_PRODUCT = tl.constexpr("mul.rn.f32 $0, $1, $2;")
+_PRODUCT = constant("mul.rn.f32 $0, $1, $2;")
 
 
 @triton.jit

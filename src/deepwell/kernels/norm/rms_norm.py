@@ -27,7 +27,16 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import encoded, floats, product, product_plus, rounded, row_bits
 from deepwell.kernels.device.fp8 import row_scale
-from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import (
+    cdiv,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    runs_kernel,
+    runs_ptx,
+    tl,
+    triton,
+)
 from deepwell.kernels.gemm.row_factors import check_factor, factor_like, times_factor, times_rows
 from deepwell.kernels.quantize.fp8 import RowConfig, RowOptions
 
@@ -168,7 +177,7 @@ def default_backward_config(columns: int) -> BackwardConfig:
     4096 columns: 163 us, 174 with 16 warps twice; 2048: 87 us, 119 with 16 warps and three stages; floors 142 and 71.
     Wider rows keep eight elements of each row a thread: weight, its gradient and three rows fit 64 registers.
     """
-    width = triton.next_power_of_2(columns)
+    width = next_power_of_2(columns)
     if width <= 1024:
         return BackwardConfig(num_warps=4, programs_per_sm=8, num_stages=2)
     if width == 2048:
@@ -449,7 +458,7 @@ def norm(
     rows = config.rows_per_program(d)
     if x_TD.numel():
         with on_device(x_TD):
-            _norm_kernel[(triton.cdiv(t, rows),)](
+            _norm_kernel[(cdiv(t, rows),)](
                 x_TD,
                 factor_T,
                 residual_TD,
@@ -517,7 +526,7 @@ def norm_backward(
     num_programs = min(t, config.programs_per_sm * num_sms(x_TD))
     dw_PD = torch.empty((num_programs, d), dtype=torch.float32, device=x_TD.device)
     db_PD = torch.empty_like(dw_PD) if options.center else None
-    block = max(128, triton.next_power_of_2(d))
+    block = max(128, next_power_of_2(d))
     with on_device(x_TD):
         _norm_backward_kernel[(num_programs,)](
             dy_TD,
@@ -548,7 +557,5 @@ def norm_backward(
         )
         for partial, out in ((dw_PD, dw), (db_PD, db)):
             if partial is not None:
-                sum_programs_kernel[(triton.cdiv(d, 32),)](
-                    partial, out, num_programs, d, BLOCK_P=32, BLOCK_D=32, num_warps=4
-                )
+                sum_programs_kernel[(cdiv(d, 32),)](partial, out, num_programs, d, BLOCK_P=32, BLOCK_D=32, num_warps=4)
     return NormGrads(dx, q, scale, dw, db)

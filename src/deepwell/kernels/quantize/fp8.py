@@ -33,7 +33,9 @@ from deepwell.kernels.device.fp8 import (
 )
 from deepwell.kernels.device.triton_support import (
     TileConfig,
+    cdiv,
     is_interpreted,
+    next_power_of_2,
     num_sms,
     on_device,
     runs_kernel,
@@ -125,7 +127,7 @@ class RowConfig:
 
     def block(self, columns: int) -> int:
         """Columns of one load."""
-        return self.tile or max(128, triton.next_power_of_2(columns))
+        return self.tile or max(128, next_power_of_2(columns))
 
     def rows_per_program(self, columns: int) -> int:
         return 1 if self.tile else self.rows or max(1, min(16, 4096 // self.block(columns)))
@@ -284,7 +286,7 @@ def quantize_rows(
     rows = config.rows_per_program(k)
     if t:
         with on_device(x_TK):
-            _quantize_rows_kernel[(triton.cdiv(t, rows),)](
+            _quantize_rows_kernel[(cdiv(t, rows),)](
                 x_TK,
                 q_TK,
                 scale_T,
@@ -317,7 +319,7 @@ def amax(tensors: Tensor | Sequence[Tensor]) -> Tensor:
     with on_device(tensors[0]):
         for x in tensors:
             t, k = x.shape
-            num_tiles = triton.cdiv(t, block_t) * triton.cdiv(k, block_k)
+            num_tiles = cdiv(t, block_t) * cdiv(k, block_k)
             if num_tiles:
                 grid = (min(num_tiles, 8 * num_sms(x)),)
                 _amax_kernel[grid](x, bits, t, k, x.stride(0), num_tiles, BLOCK_T=block_t, BLOCK_K=block_k, num_warps=4)
@@ -366,7 +368,7 @@ def quantize_weight(
     first, transposed = (q_t if q is None else q), (q if q_t is None else q_t)
     assert first is not None and transposed is not None
     # An empty tensor still has a scale: one program writes it.
-    grid = (max(1, triton.cdiv(k, config.columns)), max(1, triton.cdiv(n, config.rows)))
+    grid = (max(1, cdiv(k, config.columns)), max(1, cdiv(n, config.rows)))
     with on_device(w_NK):
         _quantize_both_kernel[grid](
             w_NK,

@@ -25,7 +25,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.checks import check_matrix, check_out
 from deepwell.kernels.device.fp8 import magnitude_bits, multiplier_from_bits, saturate, word_of_codes
-from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, is_interpreted, on_device, runs_kernel, tl, triton
 
 BLOCK = 128
 _FP8 = torch.float8_e4m3fn
@@ -220,7 +220,7 @@ def quantize_1x128(x_TK: Tensor, *, config: BlocksConfig = CONFIGS[0]) -> tuple[
     q_TK = torch.empty((t, k), dtype=_FP8, device=x_TK.device)
     scale_BT = torch.empty((k // BLOCK, t), dtype=torch.float32, device=x_TK.device)
     if t and k:
-        grid = (triton.cdiv(t, config.rows), triton.cdiv(k // BLOCK, config.blocks))
+        grid = (cdiv(t, config.rows), cdiv(k // BLOCK, config.blocks))
         with on_device(x_TK):
             _quantize_1x128_kernel[grid](
                 x_TK,

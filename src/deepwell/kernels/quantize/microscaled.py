@@ -24,15 +24,24 @@ from deepwell.formats import layout
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.checks import check_fp8, check_matrix, check_number
 from deepwell.kernels.device.fp8 import FLT_MAX, INF_BITS, magnitude_bits, saturate
-from deepwell.kernels.device.triton_support import TileConfig, is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    TileConfig,
+    cdiv,
+    constant,
+    is_interpreted,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 from deepwell.kernels.quantize.fp8 import amax as measure_amax
 
 MX_BLOCK = 32
 NV_BLOCK = 16
 _MX_FORMATS = {torch.float8_e4m3fn: "mxfp8", torch.float8_e5m2: "mxfp8_e5m2"}
 
-_MX = tl.constexpr(MX_BLOCK)
-_NV = tl.constexpr(NV_BLOCK)
+_MX = constant(MX_BLOCK)
+_NV = constant(NV_BLOCK)
 
 
 class MxCopies(NamedTuple):
@@ -346,7 +355,7 @@ def _launch_mx(x_TK: Tensor, copies: MxCopies, swizzled: bool, fp8_max: float, c
     t, k = x_TK.shape
     # The tile order is padded to 128 rows and 4 blocks of 32 either way.
     grid_t, grid_k = (layout.padded_shape(n, 0)[0] if swizzled else n for n in (t, k))
-    grid = (triton.cdiv(grid_k, config.columns), triton.cdiv(grid_t, config.rows))
+    grid = (cdiv(grid_k, config.columns), cdiv(grid_t, config.rows))
     scale, scale_t = (None if s is None else s.view(torch.uint8) for s in (copies.scale, copies.scale_t))
     with on_device(x_TK):
         _quantize_mx_kernel[grid](
@@ -422,7 +431,7 @@ def _launch_nv(
     global_scale = torch.empty((), dtype=torch.float32, device=x_TK.device)
     # Tiles are padded to 128 rows and 4 blocks of 16; an empty tensor still has a scale, which one program writes.
     grid_t, grid_k = (t + -t % 128, k + -k % (4 * NV_BLOCK)) if swizzled else (t, k)
-    grid = (max(1, triton.cdiv(grid_k, config.columns)), max(1, triton.cdiv(grid_t, config.rows)))
+    grid = (max(1, cdiv(grid_k, config.columns)), max(1, cdiv(grid_t, config.rows)))
     asm = config.packing == "asm" and not is_interpreted(_quantize_nv_kernel)
     with on_device(x_TK):
         _quantize_nv_kernel[grid](

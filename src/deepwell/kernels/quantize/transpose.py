@@ -21,7 +21,16 @@ from torch import Tensor
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_out, check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, code_bytes, saturate
-from deepwell.kernels.device.triton_support import TileConfig, is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    TileConfig,
+    cdiv,
+    constant,
+    is_interpreted,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 
 # ---- reference: what the kernel must compute, in the plainest torch ----
 
@@ -66,7 +75,7 @@ TRANSPOSE_CONFIGS = (
 
 # Four E4M3 codes of one word times an fp16 pair: exact where it matters, since E4M3 has 4 significant bits and what
 # falls below fp16's smallest number is far below half of E4M3's (2^-10).
-_SHIFT_E4M3 = tl.constexpr(
+_SHIFT_E4M3 = constant(
     """{ .reg .b16 lo, hi; .reg .b32 a, b;
     mov.b32 {lo, hi}, $1;
     cvt.rn.f16x2.e4m3x2 a, lo;
@@ -79,7 +88,7 @@ _SHIFT_E4M3 = tl.constexpr(
 )
 # The same of E5M2, which spans 2^32: the ratio comes as two factors, neither below fp16's smallest number. Exact again:
 # a product of 3 significant bits is inexact in fp16 only below 2^-22, and E5M2 rounds that to zero.
-_SHIFT_E5M2 = tl.constexpr(
+_SHIFT_E5M2 = constant(
     """{ .reg .b16 lo, hi; .reg .b32 a, b;
     mov.b32 {lo, hi}, $1;
     cvt.rn.f16x2.e5m2x2 a, lo;
@@ -93,7 +102,7 @@ _SHIFT_E5M2 = tl.constexpr(
     mov.b32 $0, {lo, hi}; }"""
 )
 # Bytes of four words, transposed: result c holds byte c of each word.
-_TRANSPOSE_BYTES = tl.constexpr(
+_TRANSPOSE_BYTES = constant(
     """{ .reg .b32 ab, cd;
     prmt.b32 ab, $4, $5, 0x5140;
     prmt.b32 cd, $6, $7, 0x5140;
@@ -378,8 +387,8 @@ def _launch(
     """`other` is a second operand (codes, ratios, result) that takes its words in the same launch."""
     config = _fit_packing(config, q_TN, q_NT)
     t, n = scale_T.shape[0], q_TN.shape[1]
-    tiles = triton.cdiv(n, config.columns) + (triton.cdiv(other[0].shape[1], config.columns) if other else 0)
-    grid = (tiles, triton.cdiv(t, config.rows))
+    tiles = cdiv(n, config.columns) + (cdiv(other[0].shape[1], config.columns) if other else 0)
+    grid = (tiles, cdiv(t, config.rows))
     fp8_max = check_fp8("q_TN.dtype", q_TN.dtype)
     tile = {"BLOCK_T": config.rows, "BLOCK_N": config.columns, "num_warps": config.num_warps}
     if config.packing == "bytes":

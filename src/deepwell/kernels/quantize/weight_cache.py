@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.device.fp8 import multiplier_from_bits, saturate, word_of_codes
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 from deepwell.kernels.quantize.fp8 import amax_ref, quantize_both_ref
 
 # The odd constants of splitmix64 (Steele, Lea, Flood 2014: its increment and its finalizer), as signed words.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
-GAMMA, MIX_1, MIX_2 = tl.constexpr(_GAMMA), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
+GAMMA, MIX_1, MIX_2 = constant(_GAMMA), constant(_MIX_1), constant(_MIX_2)
 # Positions of a group's second weight begin here: no weight has as many words.
 PLACE_BITS = 44
 

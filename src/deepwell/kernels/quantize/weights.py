@@ -22,7 +22,17 @@ from torch import Tensor
 
 from deepwell.kernels.device.bf16_words import bits_of, encoded
 from deepwell.kernels.device.fp8 import magnitude_bits, row_scale, word_of_codes
-from deepwell.kernels.device.triton_support import is_interpreted, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import (
+    cdiv,
+    constant,
+    is_interpreted,
+    next_power_of_2,
+    on_device,
+    runs_kernel,
+    runs_ptx,
+    tl,
+    triton,
+)
 from deepwell.kernels.quantize.fp8 import amax, amax_ref, quantize_both_ref, quantize_weight
 
 _FP8 = torch.float8_e4m3fn
@@ -132,7 +142,7 @@ def _place(
 
 
 # Two magnitudes of bf16 in a word are ordered as integers too: inf and NaN above all.
-_LARGER = tl.constexpr("""{
+_LARGER = constant("""{
     .reg .b32 w;
     and.b32 w, $2, 0x7FFF7FFF;
     max.u16x2 $0, $1, w;
@@ -169,7 +179,7 @@ def _partials_kernel(
 
 # Four rows of two columns: a word of four codes for each column. The multiplier is a power of two: exact in bf16, but
 # for what is 0 in FP8 anyhow.
-_WORDS = tl.constexpr("""{
+_WORDS = constant("""{
     .reg .b32 w, x;
     .reg .f32 a0, a1, b0, b1, c0, c1, d0, d1;
     .reg .b16 low, high;
@@ -331,11 +341,11 @@ def quantize_group(
         return q, scale.expand(q.shape[0]).contiguous() if scale_per_row else scale
     scale = weights[0].new_empty(q.shape[0] if scale_per_row else (), dtype=torch.float32)
     config = config or (TRANSPOSED_CONFIGS if transposed else ALONG_CONFIGS)[0]
-    num_tiles = sum(triton.cdiv(w.shape[0], config.rows) for w in weights) * triton.cdiv(k, config.columns)
+    num_tiles = sum(cdiv(w.shape[0], config.rows) for w in weights) * cdiv(k, config.columns)
     tiles = min(config.tiles, tiles_per_program(num_tiles))
     words = q.view(torch.int32) if transposed else q
     with on_device(q):
-        _codes_kernel[(triton.cdiv(num_tiles, tiles),)](
+        _codes_kernel[(cdiv(num_tiles, tiles),)](
             *_fours(weights),
             partials_P,
             words,
@@ -349,7 +359,7 @@ def quantize_group(
             PACKING="words" if is_interpreted(_codes_kernel) else "asm",
             ASM=runs_ptx(q, _codes_kernel),
             FP8_MAX=_FP8_MAX,
-            PARTIALS=triton.next_power_of_2(partials_P.numel()),
+            PARTIALS=next_power_of_2(partials_P.numel()),
             TILES=tiles,
             BLOCK_N=config.rows,
             BLOCK_K=config.columns,

@@ -25,7 +25,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ZERO_ROW_MULTIPLIER
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, next_power_of_2, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.transpose import Gathered, transpose_two_by_ratio
 
 # A dense product: each program reads all scales, whose maximum it needs, in one go if it can, and writes its share.
@@ -147,8 +147,8 @@ def balance_scales(scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None =
         torch.empty_like(scale_a_T), torch.empty_like(scale_b_T), scale_a_T.new_empty(shape), scale_a_T.new_empty(shape)
     )
     if ends_E is None:
-        grid = (1, max(1, min(_SLICES, triton.cdiv(t, _SLICE))))
-        block = min(_BLOCK, max(_SLICE, triton.next_power_of_2(t)))
+        grid = (1, max(1, min(_SLICES, cdiv(t, _SLICE))))
+        block = min(_BLOCK, max(_SLICE, next_power_of_2(t)))
         num_warps = _WARPS * block // _BLOCK
     else:
         grid, block, num_warps = (ends_E.shape[0], 1), _GROUP_BLOCK, _GROUP_WARPS

@@ -26,7 +26,16 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_shape, check_vector
 from deepwell.kernels.device.bf16_words import floats, product, rounded
 from deepwell.kernels.device.fp8 import row_scale
-from deepwell.kernels.device.triton_support import num_sms, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import (
+    cdiv,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    runs_kernel,
+    runs_ptx,
+    tl,
+    triton,
+)
 from deepwell.kernels.norm.rms_norm import ROUNDINGS, BackwardConfig, mean_of
 from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope.head_tiles import (
@@ -147,7 +156,7 @@ BACKWARD_CONFIGS = (
 
 def default_forward_config(columns: int) -> RopeConfig:
     """At most 96 elements a thread: what a thread does once is shared by many, and 16 warps fit. Not timed yet."""
-    return RopeConfig(rows=1, num_warps=min(16, triton.next_power_of_2(triton.cdiv(columns, 32 * 96))))
+    return RopeConfig(rows=1, num_warps=min(16, next_power_of_2(cdiv(columns, 32 * 96))))
 
 
 def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
@@ -156,8 +165,8 @@ def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
     16 warps of 128 registers then hold gradient, tables, weights and their gradients without a spill, 8 warps where
     threads have eight columns in each half of a head. Not timed yet.
     """
-    power = triton.next_power_of_2
-    fewest, most = (power(triton.cdiv(heads.total * width, 32 * elements)) for elements in (96, 48))
+    power = next_power_of_2
+    fewest, most = (power(cdiv(heads.total * width, 32 * elements)) for elements in (96, 48))
     columns = power(heads.k) * power(width)
     num_warps = min(16, max(fewest, min(most, columns // 256)))
     is_wide = heads.convention == "half" and 512 * num_warps <= columns
@@ -477,9 +486,7 @@ def qk_norm_rope_backward(
             maxnreg=config.max_registers,
         )
         # Rows of one sector, and all of them on their way at once or nearly.
-        _sum_kernel[(triton.cdiv(width, 8), 2)](
-            partials, *dws, num_programs, width, BLOCK_P=256, BLOCK_D=8, num_warps=8
-        )
+        _sum_kernel[(cdiv(width, 8), 2)](partials, *dws, num_programs, width, BLOCK_P=256, BLOCK_D=8, num_warps=8)
     return NormedHeadsGrads(*rows, *dws)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.device.bf16_words import encoded, larger, product
 from deepwell.kernels.device.fp8 import row_scale
-from deepwell.kernels.device.triton_support import on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, next_power_of_2, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, factor_like, times_rows
 from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope.head_tiles import (
@@ -156,7 +156,7 @@ def default_config(columns: int) -> RopeConfig:
     80.2, 88.1; the forward is the same for all three (`benchmarks/bench_rows.py --only rope`).
     """
     rows = 4 if columns <= 768 else 2 if columns <= 1536 else 1
-    return RopeConfig(rows=rows, num_warps=min(16, triton.next_power_of_2(triton.cdiv(columns, 32 * 96))))
+    return RopeConfig(rows=rows, num_warps=min(16, next_power_of_2(cdiv(columns, 32 * 96))))
 
 
 # ---- kernels: a pointer that is None is an operand or a result that was not asked for ----
@@ -470,7 +470,7 @@ def _launch(
     if b * s == 0:
         return
     with on_device(read[0]):
-        _rope_kernel[(triton.cdiv(b * s, config.rows),)](
+        _rope_kernel[(cdiv(b * s, config.rows),)](
             *_three(read),
             *tables,
             factor,
@@ -501,7 +501,7 @@ def blocks(
     heads: Sequence[int], width: int, rotated: int, config: RopeConfig, *, interleaved: bool = False
 ) -> dict[str, int]:
     """Sizes of the kernel's tiles, powers of two, for the heads of one operand or of three (`_head_tiles`)."""
-    power = triton.next_power_of_2
+    power = next_power_of_2
     pairs, threads = power(rotated // 2), 32 * config.num_warps
     # Columns in a row of one thread: 16 bytes of bf16, or 8 where that would leave threads without a head of k or v.
     fewest, columns = max(map(power, heads[1:] or heads)), config.rows * pairs * (2 if interleaved else 1)

@@ -26,7 +26,7 @@ about 40 of each of its threads.
 import torch
 from torch import Tensor
 
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -94,7 +94,7 @@ def encode_ref(x: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None, *
 # ---- kernel functions ----
 
 # Newton's step for the root of what is neither zero nor subnormal; of inf it is NaN.
-_ROOT = tl.constexpr(
+_ROOT = constant(
     """{ .reg .f32 y, s, h, e;
     rsqrt.approx.ftz.f32 y, $1;
     mul.rn.f32 s, $1, y;
@@ -105,7 +105,7 @@ _ROOT = tl.constexpr(
 )
 # Newton's step for the inverse, correctly rounded within 2^-126 .. 2^126: the compiler's own sequence without its check
 # for other exponents. Then 2^-120 of it, cut where it is subnormal.
-_INVERSE = tl.constexpr(
+_INVERSE = constant(
     """{ .reg .f32 y, e;
     rcp.approx.ftz.f32 y, $1;
     neg.f32 e, $1;
@@ -115,7 +115,7 @@ _INVERSE = tl.constexpr(
 )
 # Four codes: bits of |x| * 2^-120 / scale moved to the top, what rounds added, the sign in its place; a block that is
 # not finite drops all.
-_ENCODE = tl.constexpr(
+_ENCODE = constant(
     """{ .reg .b32 a, b, c, d;
     shl.b32 a, $1, 4;
     shl.b32 b, $2, 4;
@@ -135,7 +135,7 @@ _ENCODE = tl.constexpr(
     lop3.b32 $0, a, $13, 0, 0x30; }"""
 )
 # The same of roots: no sign, and no code is zero (127 more than any other passes 127).
-_ENCODE_ROOT = tl.constexpr(
+_ENCODE_ROOT = constant(
     """{ .reg .b32 a, b, c, d;
     shl.b32 a, $1, 4;
     shl.b32 b, $2, 4;

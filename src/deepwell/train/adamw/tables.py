@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.device.address_table import Table
-from deepwell.kernels.device.triton_support import is_interpreted, on_device, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, is_interpreted, on_device, tl
 from deepwell.train.adamw import scalars as adamw_scalars
 from deepwell.train.adamw import update as adamw
 from deepwell.train.adamw.scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hyper
@@ -180,7 +180,7 @@ class FusedAdamW:
                 num_warps=NORM_WARPS,
             )
         num_active = layout.active.numel()
-        adamw_scalars._prepare_kernel[(triton.cdiv(num_active, 128),)](
+        adamw_scalars._prepare_kernel[(cdiv(num_active, 128),)](
             layout.partials,
             layout.partials.numel(),
             layout.active,

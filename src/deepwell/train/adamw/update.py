@@ -46,7 +46,7 @@ from torch import Tensor
 from deepwell.kernels.device.bf16_words import floats
 from deepwell.kernels.device.philox import neighbour_bits_ref, random_bits, random_bits_ref, random_words
 from deepwell.kernels.device.stores import store_alike
-from deepwell.kernels.device.triton_support import tl, triton
+from deepwell.kernels.device.triton_support import constant, tl, triton
 from deepwell.train.adamw import moments as adamw_moments
 from deepwell.train.adamw.moments import (
     FP8,
@@ -170,10 +170,10 @@ def configs_for_moments(moment: torch.dtype) -> tuple[UpdateConfig, ...]:
 # ---- kernels ----
 
 # Root and inverse for what is stored in 8 bits of mantissa: the GPU's own, without the cases of subnormal numbers.
-_ROOT = tl.constexpr("sqrt.approx.ftz.f32 $0, $1;")
-_INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+_ROOT = constant("sqrt.approx.ftz.f32 $0, $1;")
+_INVERSE = constant("rcp.approx.ftz.f32 $0, $1;")
 # Newton's step for it: correctly rounded within 2^-126 .. 2^126.
-_EXACT_INVERSE = tl.constexpr(
+_EXACT_INVERSE = constant(
     """{ .reg .f32 y, e;
     rcp.approx.ftz.f32 y, $1;
     neg.f32 e, $1;
@@ -193,8 +193,8 @@ _ROUND_TEXT = """{ .reg .b32 a, b, cut, least, may;
     dp2a.lo.u32.u32 b, $4, ODD, b;
     prmt.b32 a, a, b, 0x7632;
     lop3.b32 $0, a, cut, may, 0xE4; }"""
-_ROUND = tl.constexpr(_ROUND_TEXT.replace("EVEN", "0x1").replace("ODD", "0x100"))
-_ROUND_SWAPPED = tl.constexpr(_ROUND_TEXT.replace("EVEN", "0x100").replace("ODD", "0x1"))
+_ROUND = constant(_ROUND_TEXT.replace("EVEN", "0x1").replace("ODD", "0x100"))
+_ROUND_SWAPPED = constant(_ROUND_TEXT.replace("EVEN", "0x100").replace("ODD", "0x1"))
 
 
 @triton.jit
