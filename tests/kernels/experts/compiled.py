@@ -18,7 +18,7 @@ from deepwell.kernels.experts import hidden_rows as H
 from deepwell.kernels.experts import row_products as R
 from deepwell.kernels.experts import token_products as W
 from deepwell.kernels.experts.activation import ExpertActivation
-from deepwell.kernels.experts.group_rows import group_layout_ref
+from deepwell.kernels.experts.group_rows import group_layout_ref, padded_columns
 from launches import on_absent_gpu
 
 E4M3 = torch.float8_e4m3fn
@@ -77,6 +77,7 @@ class _Operands:
         self.rows, self.lying = R.Rows(ends, slot, model.top_k), R.Rows(ends)
         p = slot.shape[0]
         self.x, self.wide, self.hidden = bf16(_TOKENS, model.d), bf16(p, g), bf16(p, model.f)
+        self.dy = bf16(p, model.d)
         self.up, self.down = self.weight(g, model.d), self.weight(model.d, model.f)
         self.bias_up, self.bias_down = (bf16(model.experts, n) if model.kn else None for n in (g, model.d))
         self.weight_S = torch.empty(choices)
@@ -111,16 +112,19 @@ def up_and_grads(model: Model) -> Iterator[Form]:
         up = partial(R.up_product, o.x, o.up, o.rows, model.how, bias_EG=o.bias_up, tile=tile)
         yield Form(name=f"up {model.name} {tile.name}", kernel="_up_kernel", call=up)
     for tile in R.GRADS_TILES:
-        given = (o.x, o.down.transpose(1, 2), o.wide, o.weight_S, o.rows, model.how)
+        given = (o.dy, o.down.transpose(1, 2), o.wide, o.weight_S, o.rows, model.how)
         dh = partial(R.hidden_grads, *given, tile=tile)
         yield Form(name=f"dH {model.name} {tile.name}", kernel="_grads_kernel", call=dh)
 
 
 def weight_grads(model: Model) -> Iterator[Form]:
     o = _Operands(model)
+    columns, scale = padded_columns(o.hidden.shape[0], model.experts), torch.empty(model.experts)
+    codes = {side.shape[1]: torch.empty((side.shape[1], columns), dtype=E4M3) for side in (o.x, o.hidden, o.wide)}
     for tile in W.WEIGHT_TILES:
-        for label, given in (("dW2", (o.x, o.hidden, o.rows, "left")), ("dW1", (o.wide, o.x, o.rows, "right"))):
-            call = partial(W.token_product, *given, tile=tile)
+        for label, (left, right) in (("dW2", (o.x, o.hidden)), ("dW1", (o.wide, o.x))):
+            sides = (codes[left.shape[1]], scale, codes[right.shape[1]], scale)
+            call = partial(W.token_product, *sides, o.rows.ends, tile=tile)
             yield Form(name=f"{label} {model.name} {tile.name}", kernel="_token_product_kernel", call=call)
 
 

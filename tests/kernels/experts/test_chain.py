@@ -91,14 +91,10 @@ def small_tiles(monkeypatch, device):
     if device == "cuda":
         return
     from deepwell.kernels.experts import row_products as R
-    from deepwell.kernels.experts import token_products as W
 
     tile = R.RowTile(block_m=16, block_n=64, block_k=32, num_stages=2, num_warps=4)
     for name in ("PRODUCT_TILES", "UP_TILES", "GRADS_TILES"):
         monkeypatch.setattr(R, name, (tile,))
-    monkeypatch.setattr(
-        W, "WEIGHT_TILES", (W.WeightTile(block_n=32, block_k=32, block_t=16, num_stages=2, num_warps=4),)
-    )
 
 
 @pytest.mark.parametrize("spread", ["no tokens", "one token", "all to one", "nobody"])

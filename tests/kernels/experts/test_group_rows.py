@@ -39,6 +39,32 @@ def test_the_layout_is_the_references(device, tokens, top_k, experts, empty):
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "empty"), CASES)
+def test_columns_hold_each_group_in_whole_blocks(device, tokens, top_k, experts, empty):
+    order, offs = routed(tokens, top_k, experts, device, empty)
+    ends, slot, _ = G.group_layout(offs, order, tokens * top_k)
+    made = G.group_columns(ends, slot.shape[0])
+    for name, got, ref in zip(made._fields, made, G.group_columns_ref(ends, slot.shape[0]), strict=True):
+        assert_bitwise_equal(got, ref.to(device), name)
+    # Said without the reference: every row in one column, those of a group in order and within its own ends.
+    rows = (made.blocks.cpu()[:, None] * 16 + torch.arange(16)).flatten()
+    begin = row = 0
+    for end, row_end in zip(made.ends.tolist(), ends.tolist(), strict=True):
+        assert begin < end <= rows.shape[0] and end % G.COLUMN_ALIGNMENT == 0
+        live = rows[begin:end][rows[begin:end] >= 0]
+        assert live.tolist() == list(range(row, row_end))
+        begin, row = end, row_end
+    assert (rows[begin:] < 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_copied_as_they_are(device, dtype):
+    x = torch.randn(5, 24).to(dtype).to(device)
+    slot = torch.tensor([3, -1, 9, 0] * 5, dtype=torch.int32, device=device)
+    assert_bitwise_equal(G.copy_rows(x, slot, 2), G.copy_rows_ref(x.cpu(), slot.cpu(), 2).to(device))
+    assert not G.copy_rows(x[:0], slot, 2).any()
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "empty"), CASES)
 def test_every_choice_has_one_row_in_a_group_of_whole_lines(device, tokens, top_k, experts, empty):
     # What the products rely on, said without the reference: no group without rows, all rows in a group.
     order, offs = routed(tokens, top_k, experts, device, empty)

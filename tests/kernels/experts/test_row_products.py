@@ -11,9 +11,11 @@ from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import row_products as R
 from deepwell.kernels.experts import token_products as W
 from deepwell.kernels.experts.activation import ExpertActivation, hidden_and_slopes_ref
-from deepwell.kernels.experts.group_rows import group_layout
+from deepwell.kernels.experts.group_rows import group_columns, group_layout
 from deepwell.kernels.experts.quantize_weights import quantize_experts
+from deepwell.kernels.experts.row_tiles import groups
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 
 sys.path.append(str(Path(__file__).parent))
 import compiled
@@ -24,7 +26,8 @@ HOW = {"swiglu": ExpertActivation(), "gpt_oss": GPT_OSS, "plain": PLAIN, "clampe
 # Tiles that a CPU can interpret; on a GPU those that are launched there.
 SMALL = R.RowTile(block_m=16, block_n=64, block_k=32, num_stages=2, num_warps=4, group_m=2)
 AHEAD = R.RowTile(block_m=16, block_n=128, block_k=32, num_stages=2, num_warps=4, persistent=False)
-SMALL_WEIGHT = W.WeightTile(block_n=32, block_k=64, block_t=32, num_stages=2, num_warps=4)
+SMALL_WEIGHT = W.WeightTile(block_n=32, block_k=64, num_stages=2, num_warps=4)
+HALVES = W.WeightTile(block_n=256, block_k=64, num_stages=2, num_warps=4)
 # bf16 results of sums in fp32.
 FLOOR_DB = 45.0
 
@@ -127,13 +130,13 @@ def test_gradients_between_the_products(device, name, kn):
     how = HOW[name]
     rows, _, tokens = routed((19, 0, 34, 1), dropped=2, device=device)
     f, d = 72, 48
-    dy, w = unit(tokens, d, device=device), weights(4, f, d, kn=kn, device=device)
+    dy, w = unit(rows.slot.shape[0], d, device=device), weights(4, f, d, kn=kn, device=device)
     gate_up = unit(rows.slot.shape[0], f * (1 + how.gated), device=device)
     weight = torch.rand(tokens * 2).to(device)
     weight_P = R.weights_of_rows(weight, rows.slot).cpu().double()
     inner = gate_up.cpu().double().requires_grad_()
     hidden = how.of_rows(inner) * weight_P[:, None]
-    dh = R.row_product_ref(*wide(dy, w), on_cpu(rows))
+    dh = R.row_product_ref(*wide(dy, w), R.Rows(rows.ends.cpu()))
     (d_inner,) = torch.autograd.grad(hidden, inner, dh)
     live = rows.slot.cpu() >= 0
     for tile in tiles(device, R.GRADS_TILES):
@@ -143,30 +146,53 @@ def test_gradients_between_the_products(device, name, kn):
         close(got.dw_P[live.to(device)], (dh * how.of_rows(inner)).sum(1)[live], 90)
 
 
-@pytest.mark.parametrize("gathers", ["left", "right"])
+def columns_of(rows, *sides):
+    """Operands of `token_product` and what they stand for: FP8 rows, and in fp64 what their numbers are."""
+    codes = [quantize_rows_ref(side.cpu()) for side in sides]
+    numbers = [(q.double() * scale[:, None]) for q, scale in codes]
+    given = [part.to(rows.ends.device) for side in codes for part in side]
+    columns = group_columns(rows.ends, sides[0].shape[0])
+    return (*wgrad_operands(*given, rows.ends, blocks=columns.blocks), columns.ends), numbers
+
+
 @pytest.mark.parametrize("spread", COUNTS)
-def test_gradients_of_weights(device, spread, gathers):
+def test_gradients_of_weights(device, spread):
     torch.manual_seed(0)
-    rows, _, tokens = routed(COUNTS[spread], dropped=2 if spread == "ragged" else 0, device=device)
-    by_token, by_row = unit(tokens, 48, device=device), unit(rows.slot.shape[0], 72, device=device)
-    sides = (by_token, by_row) if gathers == "left" else (by_row, by_token)
-    for tile in W.WEIGHT_TILES if device == "cuda" else (SMALL_WEIGHT,):
-        got = W.token_product(*sides, rows, gathers, tile=tile)
-        wanted = W.token_product_ref(*wide(*sides), on_cpu(rows), gathers)
-        for e, count in enumerate(COUNTS[spread]):
-            if count:
-                close(got[e], wanted[e])
+    rows, _, _ = routed(COUNTS[spread], dropped=2 if spread == "ragged" else 0, device=device)
+    live = (rows.slot >= 0)[:, None]
+    left, right = (unit(len(live), n, device=device) * live for n in (48, 80))
+    operands, numbers = columns_of(rows, left, right)
+    for tile in W.WEIGHT_TILES if device == "cuda" else (SMALL_WEIGHT, HALVES):
+        got = W.token_product(*operands, tile=tile)
+        for e, part in groups(on_cpu(rows).ends):
+            if COUNTS[spread][e]:
+                close(got[e], numbers[0][part].T @ numbers[1][part], 50)
             else:
                 assert not got[e].any()
 
 
 def test_a_wide_weight_is_walked_in_blocks(device):
     torch.manual_seed(0)
-    rows, _, tokens = routed((19, 4, 7), device=device)
-    width = W._GROUP_N * 32 + 40  # some tiles more than a block is high
-    by_token, by_row = unit(tokens, 96, device=device), unit(rows.slot.shape[0], width, device=device)
-    got = W.token_product(by_row, by_token, rows, "right", tile=SMALL_WEIGHT)
-    close(got, W.token_product_ref(*wide(by_row, by_token), on_cpu(rows), "right"))
+    rows, _, _ = routed((19, 4, 7), device=device)
+    width = W._GROUP_N * 32 + 48  # some tiles more than a block is high
+    sides = (unit(rows.slot.shape[0], n, device=device) for n in (width, 96))
+    operands, numbers = columns_of(rows, *sides)
+    for tile in (SMALL_WEIGHT, HALVES):
+        got = W.token_product(*operands, tile=tile)
+        for e, part in groups(on_cpu(rows).ends):
+            close(got[e], numbers[0][part].T @ numbers[1][part], 50)
+
+
+def test_sums_over_many_rows_with_a_mean_are_those_of_fp32(device):
+    # The tensor cores' own accumulator would lose the small numbers: 2,048 rows show 44 dB, 16,384 below 40.
+    torch.manual_seed(0)
+    count = 16384 if device == "cuda" else 512
+    rows, _, _ = routed((2, count), device=device)
+    sides = (unit(rows.slot.shape[0], n, device=device).abs() for n in (16, 32))
+    operands, numbers = columns_of(rows, *sides)
+    for tile in W.WEIGHT_TILES if device == "cuda" else (SMALL_WEIGHT,):
+        part = slice(int(rows.ends[0]), None)
+        close(W.token_product(*operands, tile=tile)[1], numbers[0][part].T @ numbers[1][part], 50)
 
 
 def test_a_nan_stays_in_its_expert(device):
@@ -175,7 +201,8 @@ def test_a_nan_stays_in_its_expert(device):
     x, by_row = unit(tokens, 32, device=device), unit(rows.slot.shape[0], 32, device=device)
     by_row[: int(rows.ends[0])] = float("nan")
     tile = W.WEIGHT_TILES[0] if device == "cuda" else SMALL_WEIGHT
-    dw = W.token_product(by_row, x, rows, "right", tile=tile)
+    operands, _ = columns_of(rows, by_row, rows.gathered(x))
+    dw = W.token_product(*operands, tile=tile)
     assert dw[0].isnan().any() and dw[1:].isfinite().all()
     assert (
         R.row_product(by_row, weights(3, 32, 32, device=device), R.Rows(rows.ends))[int(rows.ends[0]) :]
@@ -190,16 +217,16 @@ def test_wrong_arguments_are_named():
         R.row_product(unit(2, 8), weights(2, 8, 16), rows)
     with pytest.raises(ConfigError, match="bias_EN"):
         R.row_product(unit(2, 16), weights(2, 8, 16), rows, bias_EN=unit(2, 9))
-    with pytest.raises(ConfigError, match="gathers"):
-        W.token_product(unit(2, 8), unit(48, 8), rows, "both")
-    with pytest.raises(ConfigError, match="48 rows"):
-        W.token_product(unit(2, 8), unit(7, 8), rows, "left")
+    with pytest.raises(ConfigError, match="a row and the choice of each"):
+        R.hidden_grads(unit(2, 8), weights(2, 8, 8), unit(48, 16), torch.ones(4), rows, ExpertActivation())
 
 
 # ---- compiled for GPUs that are not here ----
 
 # Bytes, at the most of all models: what is combined with a tile needs a few registers more than there are.
-SPILLS = {"FP8 up 128x256x128-s4-w8-each": 16, "dH 128x128x64-s3-w8-each": 32, "dH 128x256x64-s3-w8-each": 56}
+SPILLS = {"FP8 up 128x256x128-s4-w8-each": 16, "dH 128x128x64-s3-w8-each": 48, "dH 128x256x64-s3-w8-each": 304}
+# Two sums of a tile in half of the registers.
+SPILLS |= {f"{name} 128x128-s3-w8-each": 148 for name in ("dW1", "dW2")}
 FORMS = {form.name: form for form in compiled.forms()}
 # One of each kernel, weights stored both ways; the others take minutes.
 KINDS = ("up qwen3", "up ragged", "dX ragged", "dH qwen3", "dW1 qwen3", "FP8 up qwen3")
@@ -219,8 +246,8 @@ def test_every_launch_fits_hopper(name):
     if not name.startswith(("hidden", "table")):
         assert made.count(r"wgmma\.mma_async") >= 4 and not made.serializes_products
         # Gathered rows come by their addresses, some stages ahead; rows that lie and weights by TMA.
-        assert name.startswith(("down", "dX")) or made.count(r"cp\.async\.c[ag]") >= 12
-        assert name.startswith("dW") or made.count(r"cp\.async\.bulk\.tensor") >= 3
+        assert not name.startswith(("up", "FP8 up")) or made.count(r"cp\.async\.c[ag]") >= 12
+        assert made.count(r"cp\.async\.bulk\.tensor") >= 3
 
 
 @pytest.mark.slow

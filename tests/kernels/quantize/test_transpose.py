@@ -160,6 +160,28 @@ def test_rows_of_one_operand_are_gathered_on_the_way_in(everywhere, widths, is_o
         assert_bitwise_equal(got.view(torch.uint8), TR.transpose_by_ratio_ref(codes, by).view(torch.uint8))
 
 
+@pytest.mark.parametrize("widths", [(64, 32), (20, 44), (6, 8)], ids=str)
+@pytest.mark.parametrize("gathers", [False, True])
+def test_columns_are_blocks_of_rows_in_another_order_with_zeros_between(everywhere, widths, gathers):
+    torch.manual_seed(0)
+    blocks = torch.tensor([2, -1, 0, 1, -1, -1], dtype=torch.int32, device=everywhere)
+    slot = torch.randint(-1, 10, (48,), dtype=torch.int32, device=everywhere)
+    gathered = TR.Gathered(slot, 2, True) if gathers else None
+    ratios = [torch.exp2(-torch.randint(0, 9, (48,)).float()).to(everywhere) for _ in range(2)]
+    ratios[0][20] = float("nan")
+    q = torch.randn(48, widths[0]).to(E4M3).to(everywhere)
+    other = torch.randn(5 if gathers else 48, widths[1]).to(E4M3).to(everywhere)
+    made = TR.transpose_two_by_ratio(q, ratios[0], other, ratios[1], gathered, blocks)
+    other = other if gathered is None else gathered.rows(other)
+    row = [16 * block + i if block >= 0 else None for block in blocks.tolist() for i in range(16)]
+    for got, codes, by in zip(made, (q, other), ratios, strict=True):
+        whole = TR.transpose_by_ratio_ref(codes, by).view(torch.uint8)
+        assert got.shape == (codes.shape[1], 96)
+        for column, source in enumerate(row):
+            wanted = torch.zeros_like(whole[:, 0]) if source is None else whole[:, source]
+            assert_bitwise_equal(got.view(torch.uint8)[:, column], wanted)
+
+
 def test_the_byte_permutations_turn_a_four_by_four_block_over():
     # Byte n of word t is 16 t + n; transposed over, byte t of word n is.
     words = [sum((16 * t + n) << 8 * n for n in range(4)) for t in range(4)]
@@ -180,6 +202,7 @@ def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch,
         **dict.fromkeys(("T4", "N4", "stride_qt", "stride_on"), "i32"),
         **dict.fromkeys(("other_N4", "other_stride_qt", "other_stride_on"), "i32"),
         "slot_ptr": torch.int32 if two == "gathered" else None,
+        "blocks_ptr": torch.int32 if two == "gathered" else None,
         "TOP_K": 8,
         "GATHERS_OTHER": True,
         "FP8": fp8,
@@ -187,6 +210,7 @@ def test_the_packed_kernel_moves_words_of_sixteen_bytes_and_spills_nothing(arch,
         "ASM": True,
         "BLOCK_T": config.rows,
         "BLOCK_N": config.columns,
+        "BLOCK_ROWS": TR.BLOCK_ROWS,
     }
     made = aot.compile_kernel(TR._transpose_words_kernel, arguments, arch=arch, num_warps=config.num_warps)
     assert made.spill_bytes == made.stack_bytes == 0

@@ -12,12 +12,13 @@ from deepwell.bench.moe.shapes import MoEShape
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import ExpertActivation
-from deepwell.kernels.experts.group_rows import COMBINE_CONFIGS, combine_rows, group_layout
+from deepwell.kernels.experts.group_rows import COMBINE_CONFIGS, combine_rows, group_columns, group_layout
 from deepwell.kernels.experts.quantize_weights import quantize_experts
 from deepwell.kernels.experts.row_products import FP8_TILES, GRADS_TILES, PRODUCT_TILES, UP_TILES
 from deepwell.kernels.experts.row_tiles import Rows
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.quantize.fp8 import quantize_rows
+from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 from deepwell.kernels.tune.verify import FAILURES, why_failed
 
 _FLOOR_DB = 35.0
@@ -45,20 +46,21 @@ def rows_of(shape: MoEShape, device: str, budget_s: float = 0.2) -> list[dict[st
     rows, lying = Rows(groups.ends, groups.slot, k), Rows(groups.ends)
     p = groups.slot.shape[0]
     x, up, down = unit(t, d), weight(2 * f, d), weight(d, f)
-    wide, hidden, chosen = unit(p, 2 * f), unit(p, f), torch.rand(t * k, device=device)
+    wide, hidden, dy, chosen = unit(p, 2 * f), unit(p, f), unit(p, d), torch.rand(t * k, device=device)
     live = groups.slot >= 0
     flops = 2 * t * k * d * f
     calls: list[tuple[str, Callable[[], Any], Sequence[Any], int]] = [
         ("up", lambda: stages.up(x, up, rows, how), UP_TILES, 2 * flops),
         ("down", lambda: stages.product(hidden, down, lying), PRODUCT_TILES, flops),
-        ("dH", lambda: stages.grads(x, down.transpose(1, 2), wide, chosen, rows, how), GRADS_TILES, flops),
-        ("dW2", lambda: stages.wgrad(x, hidden, rows, "left"), WEIGHT_TILES, flops),
+        ("dH", lambda: stages.grads(dy, down.transpose(1, 2), wide, chosen, rows, how), GRADS_TILES, flops),
         ("dX", lambda: stages.product(wide, up.transpose(1, 2), lying), PRODUCT_TILES, 2 * flops),
-        ("dW1", lambda: stages.wgrad(wide, x, rows, "right"), WEIGHT_TILES, 2 * flops),
     ]
     if not is_kn:
         (q, scale), (q_w, scale_w) = quantize_rows(x), quantize_experts(up)
         calls.append(("FP8 up", lambda: stages.product(q, q_w, rows, scales=(scale, scale_w)), FP8_TILES, 2 * flops))
+    columns, blocks = group_columns(groups.ends, p)
+    sides = wgrad_operands(*quantize_rows(wide), *quantize_rows(dy), groups.ends, blocks=blocks)
+    calls.append(("FP8 dW1", lambda: stages.wgrad_of_codes(*sides, columns), WEIGHT_TILES, 2 * flops))
     found = []
     for stage, call, tiles, count in calls:
         names = [stages.TORCH, *(tile.name for tile in tiles)] if device == "cuda" else [stages.TORCH]

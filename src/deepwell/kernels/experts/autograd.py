@@ -96,7 +96,8 @@ class _GroupedLinear(torch.autograd.Function):
                 x_rows = ops.gather_rows(x, x_scale, slot, 1, dy_SN)
                 # The gradient as the weight is stored: [E, N, K], or [E, K, N].
                 sides = (*x_rows, *dy_rows) if ctx.is_kn else (*dy_rows, *x_rows)
-                dw = ops.grouped_wgrad(*ops.wgrad_operands(*sides, ends), ends).to(weight.dtype)
+                columns = ops.group_columns(ends, slot.shape[0])
+                dw = _wgrad_of_rows(weight, sides, ends, columns=columns)
             else:
                 dw = _plain_wgrad(how.wgrad, dy_SN, x, offs)
                 dw = dw.transpose(1, 2) if ctx.is_kn else dw
@@ -214,19 +215,21 @@ class _FusedExperts(torch.autograd.Function):
         dy_TD, top_k = grads[0].contiguous(), ctx.top_k
         wants_x, wants_gate_up, wants_down, wants_bias_up, wants_bias_down, _, wants_weight = ctx.needs_input_grad[:7]
         dx = d_gate_up = d_down = d_bias_up = d_bias_down = d_weight = None
+        columns = ops.group_columns(ends, slot.shape[0])
         dy_codes = ops.quantize_rows(dy_TD)
         transposed_down = _along_n(*_stored(down), down_rows, dy_TD)
         dh_PF = ops.expert_product(*dy_codes, *transposed_down, None, ends, slot, top_k).to(x_TD.dtype)
         q, scale, q_h, scale_h, dw_S = _grad_codes(dh_PF, kept, weight_S, slot, ctx.act)
-        if wants_down:
-            d_down = _fused_wgrad(down, dy_codes, (q_h, scale_h), (ends, slot, top_k), gathers_right=False)
+        # The order that needs the least memory: rows of dx and the larger gradient before the other one is there.
         if wants_x:
             transposed_gate_up = _along_n(*_stored(gate_up), gate_up_rows, dy_TD)
             dx_PD = ops.expert_product(q, scale, *transposed_gate_up, None, ends, None, 1)
             dx = ops.combine_rows(dx_PD, place, top_k).to(dy_TD.dtype)
         if wants_gate_up:
             x_codes = ops.quantize_rows_again(x_TD, dy_TD)
-            d_gate_up = _fused_wgrad(gate_up, (q, scale), x_codes, (ends, slot, top_k), gathers_right=True)
+            d_gate_up = _fused_wgrad(gate_up, (q, scale), x_codes, (ends, slot, top_k), columns, gathers_right=True)
+        if wants_down:
+            d_down = _fused_wgrad(down, dy_codes, (q_h, scale_h), (ends, slot, top_k), columns, gathers_right=False)
         if wants_bias_up:
             d_bias_up = ops.expert_code_sums(q, scale, ends).to(ctx.dtypes[0])
         if wants_bias_down:
@@ -274,6 +277,7 @@ def _fused_wgrad(
     left: tuple[Tensor, Tensor],
     right: tuple[Tensor, Tensor],
     rows: tuple[Tensor, Tensor, int],
+    columns: tuple[Tensor, Tensor],
     *,
     gathers_right: bool,
 ) -> Tensor:
@@ -282,7 +286,12 @@ def _fused_wgrad(
     One side lies by row, the other by token.
     """
     if is_kn(weight):
-        swapped = _fused_wgrad(weight.transpose(1, 2), right, left, rows, gathers_right=not gathers_right)
+        swapped = _fused_wgrad(weight.transpose(1, 2), right, left, rows, columns, gathers_right=not gathers_right)
         return swapped.transpose(1, 2)
-    sides = ops.wgrad_operands(*left, *right, *rows, gathers_right)
-    return ops.grouped_wgrad(*sides, rows[0]).to(weight.dtype)
+    return _wgrad_of_rows(weight, (*left, *right), *rows, gathers_right, columns=columns)
+
+
+def _wgrad_of_rows(weight: Tensor, sides: tuple[Tensor, ...], *how: Any, columns: tuple[Tensor, Tensor]) -> Tensor:
+    """The gradient of FP8 rows of both sides, transposed to whole blocks of each expert's columns."""
+    column_ends, blocks = columns
+    return _in(weight.dtype, ops.grouped_wgrad(*ops.wgrad_operands(*sides, *how, blocks=blocks), column_ends))

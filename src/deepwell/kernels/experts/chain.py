@@ -1,8 +1,8 @@
-"""A block of experts in bf16 with its gradients, without a copy of the tokens by choice for the backward.
+"""A block of experts in bf16 with its gradients; no copy of the tokens by choice is kept for the backward.
 
     forward    gate and up of gathered rows with their activation; down; each token's weighted sum
-    backward   dh of gathered dy, from it gradients of gate and up, the weighted hidden rows and the router's gradient;
-               both weights' gradients over gathered rows; rows of dx and each token's sum
+    backward   rows of dy, gathered once for dh and for down's gradient; from dh gradients of gate and up, the weighted
+               hidden rows and the router's gradient; both weights' gradients; rows of dx and each token's sum
 
 Kept beside the inputs: the rows of gate and up, and integers. The hidden rows are recomputed; the experts' outputs are
 not needed: the router's gradient <dy, down h> is <dy down, h>. Nothing waits for the host, so that CUDA graphs can
@@ -61,14 +61,16 @@ class _Chain(torch.autograd.Function):
         wants_x, wants_up, wants_down, wants_bias_up, wants_bias_down, wants_weight = ctx.needs_input_grad[:6]
         top_k, dy_TD = ctx.top_k, grads[0].contiguous()
         dx = d_up = d_down = d_bias_up = d_bias_down = d_weight = None
+        dy_PD = ops.expert_rows(dy_TD, slot, top_k)
         d_rows_PG, hidden_PF, dw_P = ops.expert_grads(
-            dy_TD, down.transpose(1, 2), rows_PG, weight_S.contiguous(), ends, slot, top_k, ctx.act
+            dy_PD, down.transpose(1, 2), rows_PG, weight_S.contiguous(), ends, slot, ctx.act
         )
+        del rows_PG
         if wants_down:
-            d_down = _wgrad(down, dy_TD, hidden_PF, (ends, slot, top_k), "left")
-        del hidden_PF
+            d_down = _wgrad(down, dy_PD, hidden_PF, ends)
+        del dy_PD, hidden_PF
         if wants_up:
-            d_up = _wgrad(gate_up, d_rows_PG, x_TD, (ends, slot, top_k), "right")
+            d_up = _wgrad(gate_up, d_rows_PG, ops.expert_rows(x_TD, slot, top_k, dy_TD), ends)
         if wants_x:
             dx_PD = ops.expert_product(d_rows_PG, None, gate_up.transpose(1, 2), None, None, ends, None, 1)
             dx = ops.combine_rows(dx_PD, place, top_k)
@@ -87,9 +89,8 @@ class _Chain(torch.autograd.Function):
         return dx, d_up, d_down, d_bias_up, d_bias_down, d_weight, None, None, None, None
 
 
-def _wgrad(weight: Tensor, left: Tensor, right: Tensor, rows: tuple[Tensor, Tensor, int], gathers: str) -> Tensor:
+def _wgrad(weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The gradient of a weight [E, N, K], laid out as the weight is stored."""
     if is_kn(weight):
-        other = "left" if gathers == "right" else "right"
-        return ops.expert_wgrad(right, left, *rows, other).transpose(1, 2)
-    return ops.expert_wgrad(left, right, *rows, gathers)
+        return ops.expert_wgrad(right, left, ends).transpose(1, 2)
+    return ops.expert_wgrad(left, right, ends)

@@ -32,6 +32,8 @@ from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 
 # Rows that a group is padded to: 16 bytes of FP8 along the contraction of a wgrad.
 GROUP_ALIGNMENT = 16
+# Columns that a group's transposed rows are padded to: a step of a wgrad's kernel.
+COLUMN_ALIGNMENT = 128
 MAX_EXPERTS = 1024
 # The widest row that is quantized on its way.
 MAX_WHOLE_ROW = 16384
@@ -46,6 +48,19 @@ class RowGroups(NamedTuple):
     ends: Tensor
     slot: Tensor
     place: Tensor
+
+
+class GroupColumns(NamedTuple):
+    """Columns of transposed rows, groups padded to whole blocks of `COLUMN_ALIGNMENT`: `ends` [E], and of every 16
+    columns which 16 rows they are; -1 of columns that are zeros."""
+
+    ends: Tensor
+    blocks: Tensor
+
+
+def padded_columns(rows: int, experts: int) -> int:
+    """Columns that hold any groups of so many rows, each of whole lines of 16."""
+    return cdiv(rows + (COLUMN_ALIGNMENT - GROUP_ALIGNMENT) * experts, COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
 
 
 def padded_rows(choices: int, experts: int) -> int:
@@ -76,6 +91,19 @@ def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Ro
     return RowGroups(*(part.to(offs_E.device) for part in made))
 
 
+def group_columns_ref(ends_E: Tensor, rows: int) -> GroupColumns:
+    """Reference for `group_columns`."""
+    blocks = torch.full((padded_columns(rows, ends_E.shape[0]) // GROUP_ALIGNMENT,), -1, dtype=torch.int32)
+    ends, start, begin = [], 0, 0
+    for end in ends_E.tolist():
+        here = torch.arange(begin, end, GROUP_ALIGNMENT) // GROUP_ALIGNMENT
+        blocks[start // GROUP_ALIGNMENT : start // GROUP_ALIGNMENT + here.shape[0]] = here.int()
+        start += cdiv(end - begin, COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+        begin = end
+        ends.append(start)
+    return GroupColumns(*(part.to(ends_E.device) for part in (torch.tensor(ends, dtype=torch.int32), blocks)))
+
+
 def gather_rows_ref(x_TK: Tensor, scale_T: Tensor | None, slot_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Reference for `gather_rows`."""
     q_TK, scale_T = quantize_rows_ref(x_TK) if scale_T is None else (x_TK, scale_T)
@@ -85,6 +113,11 @@ def gather_rows_ref(x_TK: Tensor, scale_T: Tensor | None, slot_P: Tensor, top_k:
         return zeros.view(q_TK.dtype), torch.full_like(slot_P, _ZERO_SCALE, dtype=torch.float32)
     codes = torch.where(is_live[:, None], q_TK.view(torch.uint8)[token], 0)
     return codes.to(torch.uint8).view(q_TK.dtype), torch.where(is_live, scale_T[token], _ZERO_SCALE)
+
+
+def copy_rows_ref(x_TK: Tensor, slot_P: Tensor, top_k: int) -> Tensor:
+    """Reference for `copy_rows`."""
+    return x_TK[slot_P.clamp(min=0).long() // top_k].masked_fill((slot_P < 0)[:, None], 0)
 
 
 def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor | None = None) -> Tensor:
@@ -143,6 +176,28 @@ def _layout_kernel(
 
 
 @triton.jit
+def _columns_kernel(
+    ends_ptr, column_ends_ptr, blocks_ptr, BLOCKS, E,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Every program computes the table of groups, as above; ROWS rows are one block, COLUMNS what a group is padded to.
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(ends_ptr + e, mask=e < E, other=0)
+    begin = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    padded = tl.where(e < E, (end - begin + COLUMNS - 1) // COLUMNS * COLUMNS, 0)
+    column_end = tl.cumsum(padded, axis=0)
+    first = (column_end - padded) // ROWS
+    count = tl.where(e < E, (end - begin) // ROWS, 0)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    holds = (i[:, None] >= first[None, :]) & (i[:, None] < (first + count)[None, :])
+    live = tl.sum(holds.to(tl.int32), axis=1) > 0
+    block = i + tl.sum(tl.where(holds, (begin // ROWS - first)[None, :], 0), axis=1)
+    tl.store(blocks_ptr + i, tl.where(live, block, -1), mask=i < BLOCKS)
+    if tl.program_id(0) == 0:
+        tl.store(column_ends_ptr + e, column_end, mask=e < E)
+
+
+@triton.jit
 def _gather_kernel(
     x_ptr,
     scale_t_ptr,
@@ -176,8 +231,10 @@ def _gather_kernel(
             k = start + columns
             codes = tl.load(x_row + k, mask=live[:, None] & (k < K), other=0)
             tl.store(q_row + k, codes, mask=(p < P)[:, None] & (k < K))
-        scale = tl.load(scale_t_ptr + t, mask=live, other=ZERO_SCALE)
-    tl.store(scale_ptr + p, scale, mask=p < P)
+        if scale_t_ptr is not None:
+            scale = tl.load(scale_t_ptr + t, mask=live, other=ZERO_SCALE)
+    if scale_ptr is not None:
+        tl.store(scale_ptr + p, scale, mask=p < P)
 
 
 @triton.jit
@@ -247,6 +304,29 @@ def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGro
     return RowGroups(ends, slot, place)
 
 
+def group_columns(ends_E: Tensor, rows: int) -> GroupColumns:
+    """Where the transposed rows of groups lie whose ends are `ends_E`: those of `group_layout`, which cover all rows.
+
+    Raises ConfigError on a wrong argument.
+    """
+    if ends_E.dim() != 1 or ends_E.dtype != torch.int32 or rows % GROUP_ALIGNMENT:
+        raise ConfigError(
+            f"ends_E is {ends_E.dtype} {tuple(ends_E.shape)} of {rows} rows; it must be a vector of int32 as "
+            f"group_layout gives it, and rows a multiple of {GROUP_ALIGNMENT}"
+        )
+    if not runs_kernel(ends_E, _columns_kernel):
+        return group_columns_ref(ends_E, rows)
+    experts = ends_E.shape[0]
+    blocks = ends_E.new_empty(padded_columns(rows, experts) // GROUP_ALIGNMENT)
+    made = GroupColumns(torch.empty_like(ends_E), blocks)
+    with on_device(ends_E):
+        _columns_kernel[(cdiv(blocks.shape[0], _LAYOUT_BLOCK),)](
+            ends_E, *made, blocks.shape[0], experts, ROWS=GROUP_ALIGNMENT, COLUMNS=COLUMN_ALIGNMENT,
+            BLOCK_E=max(16, next_power_of_2(experts)), BLOCK=_LAYOUT_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return made
+
+
 def gather_rows(
     x_TK: Tensor,
     scale_T: Tensor | None,
@@ -296,6 +376,27 @@ def gather_rows(
                 num_warps=8 if quantizes and block > 8192 else config.num_warps,
             )
     return codes, scale
+
+
+def copy_rows(x_TK: Tensor, slot_P: Tensor, top_k: int) -> Tensor:
+    """`x_PK`: the row of each padded row's token, numbers as they are; zeros without one. Raises as `gather_rows`."""
+    if x_TK.dim() == 2 and not x_TK.shape[0]:
+        return x_TK.new_zeros((slot_P.shape[0], x_TK.shape[1]))
+    check_matrix("x_TK", x_TK)
+    _check_choices("slot_P", slot_P, x_TK)
+    if not runs_kernel(x_TK, _gather_kernel):
+        return copy_rows_ref(x_TK, slot_P, top_k)
+    p, k = slot_P.shape[0], x_TK.shape[1] * x_TK.element_size()
+    rows_PK = x_TK.new_empty((p, x_TK.shape[1]))
+    config = default_gather_config(k)
+    if p:
+        with on_device(x_TK):
+            _gather_kernel[(cdiv(p, config.rows),)](
+                x_TK.view(torch.uint8), None, slot_P, rows_PK.view(torch.uint8), None,
+                p, k, x_TK.stride(0) * x_TK.element_size(), top_k, ZERO_SCALE=_ZERO_SCALE, FP8_MAX=0.0, QUANTIZE=False,
+                ROWS=config.rows, BLOCK=min(config.columns, next_power_of_2(k)), num_warps=config.num_warps,
+            )  # fmt: skip
+    return rows_PK
 
 
 def default_gather_config(columns: int) -> TileConfig:

@@ -89,15 +89,10 @@ def grouped_wgrad(
     a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor, *, fast: bool = False
 ) -> Tensor:
     """`C_ENK` in bf16, of operands transposed by `wgrad_operands`. Raises as `grouped_gemm` does."""
-    n, p = a_NP.shape
-    k, other_p = b_KP.shape
-    if p != other_p:
-        raise ConfigError(f"a_NP has {p} rows of tokens and b_KP {other_p}; they must be equal")
-    _check_operand("a_NP", a_NP, scale_a_E, ends_E.shape)
-    _check_operand("b_KP", b_KP, scale_b_E, ends_E.shape)
+    check_wgrad(a_NP, scale_a_E, b_KP, scale_b_E, ends_E)
     if not a_NP.is_cuda:
         return grouped_wgrad_ref(a_NP, scale_a_E, b_KP, scale_b_E, ends_E)
-    _check_sizes(n, k, p)
+    n, k = a_NP.shape[0], b_KP.shape[0]
     return torch._scaled_grouped_mm(
         a_NP,
         b_KP.transpose(-2, -1),
@@ -107,6 +102,16 @@ def grouped_wgrad(
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+
+
+def check_wgrad(a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor) -> None:
+    """Raise ConfigError on operands that do not fit, UnsupportedError on sizes that no kernel takes."""
+    if a_NP.shape[1] != b_KP.shape[1]:
+        raise ConfigError(f"a_NP has {a_NP.shape[1]} rows of tokens and b_KP {b_KP.shape[1]}; they must be equal")
+    _check_operand("a_NP", a_NP, scale_a_E, ends_E.shape)
+    _check_operand("b_KP", b_KP, scale_b_E, ends_E.shape)
+    if a_NP.is_cuda:
+        _check_sizes(a_NP.shape[0], b_KP.shape[0], a_NP.shape[1])
 
 
 def _check_operand(name: str, codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:

@@ -19,6 +19,7 @@ from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import bits_of, encoded, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels.device.triton_support import (
+    cdiv,
     constant,
     next_power_of_2,
     on_device,
@@ -42,6 +43,8 @@ from deepwell.kernels.quantize.fp8 import empty_codes, quantize_rows_ref
 
 _E4M3_MAX = constant(448.0)
 _BLOCK, _WARPS = 1024, 4
+# Of a row that stays in registers.
+_MAX_TILES = 4
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
@@ -99,9 +102,9 @@ def _hidden(
 def _hidden_codes_kernel(
     gu_ptr, weight_ptr, slot_ptr, q_ptr, scale_ptr, F,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    # One program, one row.
+    # One program, one row: its tiles stay in registers, or where TILES is 0 they are computed again for their codes.
     FP8: tl.constexpr = q_ptr.dtype.element_ty
     p = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + p)
@@ -109,14 +112,25 @@ def _hidden_codes_kernel(
     row = gu_ptr + p * (2 * F if GATED else F)
     columns = tl.arange(0, BLOCK)
     bits = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, F, BLOCK):
-        h = _hidden(row, start + columns, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
-        bits = tl.maximum(bits, bits_of(h, ASM))
-    enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
-    for start in range(0, F, BLOCK):
-        f = start + columns
-        h = _hidden(row, f, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
-        tl.store(q_ptr + p * F + f, encoded(h, enc, FP8, ASM), mask=f < F)
+    if TILES:
+        tiles = ()
+        for i in tl.static_range(TILES):
+            h = _hidden(row, i * BLOCK + columns, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
+            bits = tl.maximum(bits, bits_of(h, ASM))
+            tiles = tiles + (h,)  # noqa: RUF005 (the compiler knows no star)
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        for i in tl.static_range(TILES):
+            f = i * BLOCK + columns
+            tl.store(q_ptr + p * F + f, encoded(tiles[i], enc, FP8, ASM), mask=f < F)
+    else:
+        for start in range(0, F, BLOCK):
+            h = _hidden(row, start + columns, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
+            bits = tl.maximum(bits, bits_of(h, ASM))
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            h = _hidden(row, f, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
+            tl.store(q_ptr + p * F + f, encoded(h, enc, FP8, ASM), mask=f < F)
     tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
 
 
@@ -141,13 +155,29 @@ def _grads(
 
 
 @triton.jit
+def _store_grads(
+    q_row, qh_row, f, F, dg, du, h, enc, enc_h, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr
+):
+    FP8: tl.constexpr = q_row.dtype.element_ty
+    dg = encoded(dg, enc, FP8, ASM)
+    if not GATED:
+        tl.store(q_row + f, dg, mask=f < F)
+    elif INTERLEAVED:
+        both = tl.join(dg, encoded(du, enc, FP8, ASM))
+        tl.store(q_row + (2 * f)[:, None] + tl.arange(0, 2)[None, :], both, mask=(f < F)[:, None])
+    else:
+        tl.store(q_row + f, dg, mask=f < F)
+        tl.store(q_row + F + f, encoded(du, enc, FP8, ASM), mask=f < F)
+    tl.store(qh_row + f, encoded(h, enc_h, FP8, ASM), mask=f < F)
+
+
+@triton.jit
 def _grad_codes_kernel(
     dh_ptr, gu_ptr, weight_ptr, slot_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr, dw_ptr, F,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    # One program, one row.
-    FP8: tl.constexpr = q_ptr.dtype.element_ty
+    # One program, one row, as above.
     p = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + p)
     w = tl.load(weight_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
@@ -157,27 +187,35 @@ def _grad_codes_kernel(
     bits = tl.zeros([BLOCK], dtype=tl.int32)
     bits_h = tl.zeros([BLOCK], dtype=tl.int32)
     terms = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, F, BLOCK):
-        dg, du, h, term = _grads(dh_row, row, start + columns, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
+    tiles = ()
+    for i in tl.static_range(TILES):
+        f = i * BLOCK + columns
+        dg, du, h, term = _grads(dh_row, row, f, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
         bits = tl.maximum(bits, larger_bits(dg, du, ASM))
         bits_h = tl.maximum(bits_h, bits_of(h, ASM))
         terms += term
+        tiles = tiles + (dg, du, h)  # noqa: RUF005
+    if not TILES:
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            dg, du, h, term = _grads(dh_row, row, f, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
+            bits = tl.maximum(bits, larger_bits(dg, du, ASM))
+            bits_h = tl.maximum(bits_h, bits_of(h, ASM))
+            terms += term
     tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
     enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
     enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, True, ZERO_ROW)
-    for start in range(0, F, BLOCK):
-        f = start + columns
-        dg, du, h, term = _grads(dh_row, row, f, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
-        dg = encoded(dg, enc, FP8, ASM)
-        if not GATED:
-            tl.store(q_row + f, dg, mask=f < F)
-        elif INTERLEAVED:
-            both = tl.join(dg, encoded(du, enc, FP8, ASM))
-            tl.store(q_row + (2 * f)[:, None] + tl.arange(0, 2)[None, :], both, mask=(f < F)[:, None])
-        else:
-            tl.store(q_row + f, dg, mask=f < F)
-            tl.store(q_row + F + f, encoded(du, enc, FP8, ASM), mask=f < F)
-        tl.store(qh_ptr + p * F + f, encoded(h, enc_h, FP8, ASM), mask=f < F)
+    qh_row = qh_ptr + p * F
+    for i in tl.static_range(TILES):
+        f = i * BLOCK + columns
+        _store_grads(
+            q_row, qh_row, f, F, tiles[3 * i], tiles[3 * i + 1], tiles[3 * i + 2], enc, enc_h, GATED, INTERLEAVED, ASM
+        )
+    if not TILES:
+        for start in range(0, F, BLOCK):
+            f = start + columns
+            dg, du, h, term = _grads(dh_row, row, f, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
+            _store_grads(q_row, qh_row, f, F, dg, du, h, enc, enc_h, GATED, INTERLEAVED, ASM)
     tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
     tl.store(scale_h_ptr + p, tl.div_rn(1.0, enc_h))
 
@@ -220,9 +258,12 @@ def grad_codes(
 
 
 def _constants(rows: Tensor, f: int, how: ExpertActivation) -> dict[str, object]:
+    block = min(_BLOCK, max(128, next_power_of_2(f)))
+    tiles = cdiv(f, block)
     return {
         **constants(how),
-        "BLOCK": min(_BLOCK, max(128, next_power_of_2(f))),
+        "BLOCK": block,
+        "TILES": tiles if tiles <= _MAX_TILES else 0,
         "ASM": runs_ptx(rows, _hidden_codes_kernel),
     }
 

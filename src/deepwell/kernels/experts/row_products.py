@@ -2,7 +2,7 @@
 
     product   C[p] = A[r(p)] W[e(p)]^T * scales + bias[e(p)]
     up        H[p] = A[r(p)] W[e(p)]^T + bias[e(p)],  h[p] = act(H[p])
-    grads     dh[p] = dy[r(p)] W[e(p)],  dH[p] = w[p] dh[p] act'(H[p])
+    grads     dh[p] = dy[p] W[e(p)],  dH[p] = w[p] dh[p] act'(H[p])
               h'[p] = w[p] act(H[p]),  dw[p] = <dh[p], act(H[p])>
 
 r(p) is slot[p] // top_k, or p itself; rows lie as `group_rows.group_layout` puts them, those without a choice read
@@ -10,8 +10,8 @@ zeros. Gathered rows are loaded by their addresses, others and weights through T
 tile after tile (`persistent`), or each takes one; `row_tiles` says which there are.
 Numerics: bf16 products summed in fp32; FP8 in the tensor cores' own accumulator. H is rounded once and h made of what
     was rounded, so that the backward finds the same h. dw is summed in fp32, tile by tile, always in the same order.
-Cost: 2*P*N*K flops. Nothing of P rows is written but the results: no gathered copy of the tokens; the output rows of
-    the down projection are needed neither by `grads` nor by the router's gradient.
+Cost: 2*P*N*K flops. Nothing of P rows is written but the results; the output rows of the down projection are needed
+    neither by `grads` nor by the router's gradient.
 """
 
 # ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
@@ -44,6 +44,7 @@ from deepwell.kernels.experts.row_tiles import (
     halves,
     is_kn,
     programs,
+    row_constants,
     sources_of,
     table,
     tile_constants,
@@ -102,7 +103,7 @@ def hidden_grads_ref(
 ) -> HiddenGrads:
     """Reference for `hidden_grads`."""
     assert rows.slot is not None
-    dh = row_product_ref(dy, w_EFD, rows, dtype=torch.float32)
+    dh = row_product_ref(dy, w_EFD, Rows(rows.ends), dtype=torch.float32)
     return weighted_grads_ref(dh, gate_up_PG, weights_of_rows(weight_S, rows.slot), how)
 
 
@@ -323,20 +324,18 @@ def _store_grads(
 
 @triton.jit
 def _grads_kernel(
-    dy_ptr, w_desc, gu_ptr, weight_ptr, slot_ptr, table_ptr, dgu_ptr, hidden_ptr, dw_ptr,
-    F, K, P, stride_dy, PROGRAMS,
+    dy_desc, w_desc, gu_ptr, weight_ptr, slot_ptr, table_ptr, dgu_ptr, hidden_ptr, dw_ptr,
+    F, K, P, PROGRAMS,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr,
-    TOP_K: tl.constexpr, W_KN: tl.constexpr, WHOLE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr,
+    W_KN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.load(table_ptr)
     tiles_n = tl.cdiv(F, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=PERSISTENT):
         e, row, end, column = tile_of(tile, table_ptr, tiles_m, tiles_n, GROUP_M)
         p = row + tl.arange(0, BLOCK_M)
-        source, live = sources_of(slot_ptr, p, end, TOP_K)
-        dy_rows = dy_ptr + source[:, None] * stride_dy
         f = column * BLOCK_N
         WIDTH: tl.constexpr = 32
         PIECES: tl.constexpr = BLOCK_N // WIDTH
@@ -350,7 +349,7 @@ def _grads_kernel(
             )
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, tl.cdiv(K, BLOCK_K)):
-            dy = a_tile(dy_rows, live, k * BLOCK_K, K, BLOCK_K, WHOLE_K)
+            dy = dy_desc.load([row, k * BLOCK_K])  # rows of the next group give rows that are not stored
             acc = tl.dot(dy, w_tile(w_desc, e, f, k * BLOCK_K, F, K, W_KN), acc)
         slot = tl.load(slot_ptr + p, mask=p < end, other=-1)
         w = tl.load(weight_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
@@ -405,7 +404,7 @@ def row_product(
                 descriptor(w_ENK, tile.block_n, tile.block_k), scale_a, scale_w, _dense(bias_EN),
                 rows.slot, table(a, rows, tile), c_PN,
                 n, w_ENK.shape[2], a.stride(0), programs(a, rows, n, tile),
-                **tile_constants(w_ENK, rows, tile),
+                **tile_constants(w_ENK, tile), **row_constants(w_ENK, rows, tile),
             )  # fmt: skip
     return c_PN
 
@@ -434,7 +433,7 @@ def up_product(
                 x, _up_descriptor(w_EGD, tile, how), _dense(bias_EG),
                 rows.slot, table(x, rows, tile), gate_up, hidden,
                 f, w_EGD.shape[2], x.stride(0), programs(x, rows, f, tile),
-                **constants(how), **tile_constants(w_EGD, rows, tile),
+                **constants(how), **tile_constants(w_EGD, tile), **row_constants(w_EGD, rows, tile),
             )  # fmt: skip
     return gate_up, hidden
 
@@ -451,11 +450,14 @@ def hidden_grads(
 ) -> HiddenGrads:
     """What the backward needs of the rows between the products; `w_EFD` is a view of the down projection.
 
-    Raises as above.
+    `dy` lies by row: the weight's gradient reads the same copy. Raises as above.
     """
     check_operands(dy, w_EFD, rows, None)
-    if rows.slot is None:
-        raise ConfigError("rows.slot is None; gradients of hidden rows need the choice of each row")
+    if rows.slot is None or dy.shape[0] != rows.slot.shape[0]:
+        raise ConfigError(
+            f"dy is {tuple(dy.shape)} and rows.slot {None if rows.slot is None else tuple(rows.slot.shape)}; gradients "
+            "of hidden rows need a row and the choice of each"
+        )
     if not runs_kernel(dy, _grads_kernel):
         return hidden_grads_ref(dy, w_EFD, gate_up_PG, weight_S, rows, how)
     f, p = w_EFD.shape[1], rows.count(dy)
@@ -466,10 +468,10 @@ def hidden_grads(
     if p:
         with on_device(dy):
             launch(_grads_kernel, (programs(dy, rows, f, tile),))(
-                dy, descriptor(w_EFD, tile.block_n, tile.block_k), gate_up_PG,
-                weight_S, rows.slot, table(dy, rows, tile), grads, hidden, parts,
-                f, w_EFD.shape[2], p, dy.stride(0), programs(dy, rows, f, tile),
-                AHEAD=ahead, **constants(how), **tile_constants(w_EFD, rows, tile),
+                block_descriptor(dy, tile.block_m, tile.block_k), descriptor(w_EFD, tile.block_n, tile.block_k),
+                gate_up_PG, weight_S, rows.slot, table(dy, rows, tile), grads, hidden, parts,
+                f, w_EFD.shape[2], p, programs(dy, rows, f, tile),
+                AHEAD=ahead, **constants(how), **tile_constants(w_EFD, tile),
             )  # fmt: skip
     return HiddenGrads(grads, hidden, parts.sum(0))
 

@@ -32,7 +32,7 @@ from deepwell.kernels.experts.row_products import (
     UP_TILES,
     HiddenGrads,
 )
-from deepwell.kernels.experts.row_tiles import Rows, expert_of_rows, is_kn
+from deepwell.kernels.experts.row_tiles import Rows, expert_of_rows, groups, is_kn
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
@@ -46,8 +46,8 @@ TORCH = "torch"
 LEAST_FLOPS = 1e11
 _RULES = Rules(default=TORCH, least_gain=0.02, leaders=2, budget_s=0.06, record=False)
 # Against torch's own kernels: the same sums in another order, rounded to bf16 once or (h of H) twice; FP8 sums in the
-# tensor cores' short accumulator.
-_FLOOR_DB, _FP8_FLOOR_DB = 40.0, 35.0
+# tensor cores' short accumulator, and those of wgrads in fp32.
+_FLOOR_DB, _FP8_FLOOR_DB, _EXACT_FLOOR_DB = 40.0, 35.0, 50.0
 
 # What a way gives: a tensor or several.
 Ways = Mapping[str, Callable[[], Any]]
@@ -69,6 +69,7 @@ class ExpertStage:
     device: str
     kernel: str
     form: str = ""
+    floor_db: float = _FLOOR_DB
 
     @property
     def problem(self) -> Problem:
@@ -160,24 +161,36 @@ def grads(
     return HiddenGrads(*by_the_fastest(_stage("grads", dy, w_EFD, rows, str(how), form=f"{how} "), ways, rows))
 
 
-def wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
-    """`dw_ENK`, summed over the rows of each expert."""
-    own = partial(token_products.token_product, left, right, rows, gathers)
-    if not left.is_cuda:
+def wgrad(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
+    """`dw_ENK`, summed over the rows of each expert: both sides lie by row. torch's kernel, the fastest there is.
+
+    Own tiles, which gathered one side on the way in, took 1.3 to 1.6 times as long (docs/gotchas.md).
+    """
+    if left.is_cuda:
+        return torch._grouped_mm(left.T, right, offs=ends_E)
+    wide = torch.float64 if left.dtype == torch.float64 else torch.float32
+    return torch.stack([left[part].to(wide).T @ right[part].to(wide) for _, part in groups(ends_E)]).to(left.dtype)
+
+
+def wgrad_of_codes(a_NC: Tensor, scale_a_E: Tensor, b_KC: Tensor, scale_b_E: Tensor, ends_E: Tensor) -> Tensor:
+    """`dw_ENK`, summed over the columns of each expert; of operands as `token_products` takes them."""
+    given = (a_NC, scale_a_E, b_KC, scale_b_E, ends_E)
+    own = partial(token_products.token_product, *given)
+    if not a_NC.is_cuda:
         return own()
-    ways = _ways(partial(_torch_wgrad, left, right, rows, gathers), own, WEIGHT_TILES)
-    assert rows.slot is not None
     stage = ExpertStage(
         name="wgrad",
-        m=rows.slot.shape[0],
-        n=left.shape[1],
-        k=right.shape[1],
-        details=f"{rows.ends.shape[0]} experts {gathers}",
-        precision=str(left.dtype).removeprefix("torch."),
-        device=str(left.device),
+        m=a_NC.shape[1],
+        n=a_NC.shape[0],
+        k=b_KC.shape[0],
+        details=f"{ends_E.shape[0]} experts",
+        precision=str(a_NC.dtype).removeprefix("torch."),
+        device=str(a_NC.device),
         kernel="wgrad",
+        floor_db=_EXACT_FLOOR_DB,
     )
-    return by_the_fastest(stage, ways, rows)
+    ways = _ways(partial(grouped_gemm.grouped_wgrad, *given), own, WEIGHT_TILES)
+    return by_the_fastest(stage, ways, Rows(ends_E))
 
 
 def _ways(by_torch: Callable[[], Any], own: Callable[..., Any], tiles: Sequence[Any]) -> dict[str, Callable[[], Any]]:
@@ -209,16 +222,8 @@ def _torch_grads(
     dy: Tensor, w_EFD: Tensor, gate_up_PG: Tensor, weight_S: Tensor, rows: Rows, how: ExpertActivation
 ) -> HiddenGrads:
     assert rows.slot is not None
-    dh_PF = _torch_product(dy, w_EFD, rows, None, None)
+    dh_PF = _torch_product(dy, w_EFD, Rows(rows.ends), None, None)
     return hidden_rows.weighted_grads(dh_PF, gate_up_PG, weight_S, rows.slot, how)
-
-
-def _torch_wgrad(left: Tensor, right: Tensor, rows: Rows, gathers: str) -> Tensor:
-    if gathers == "left":
-        left = rows.gathered(left)
-    else:
-        right = rows.gathered(right)
-    return torch._grouped_mm(left.T, right, offs=rows.ends)
 
 
 # ---- choosing ----
@@ -238,6 +243,7 @@ def _stage(
         device=str(a.device),
         kernel=kernel or name,
         form=form + stored,
+        floor_db=_FLOOR_DB if a.dtype == torch.bfloat16 else _FP8_FLOOR_DB,
     )
 
 
@@ -281,19 +287,19 @@ def _choose(stage: ExpertStage, ways: Ways, rows: Rows, *, may_time: bool) -> st
     proofs = tiles_proof.proofs(stage.kernel, stage.form, stage.device)
     _rejected.update({f"{stage.kernel} {name}": proof.reason for name, proof in proofs.items() if proof.reason})
     able = {name: run for name, run in ways.items() if name not in proofs or proofs[name].is_passed}
-    return fastest_or_default(problem, candidates, partial(_setup, problem, able, rows), _RULES, proofs)
+    return fastest_or_default(problem, candidates, partial(_setup, stage, able, rows), _RULES, proofs)
 
 
-def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
+def _setup(stage: ExpertStage, ways: Ways, rows: Rows) -> TimingSetup:
     """The operands are those of the call; some rows of every part are compared with torch's before a way is timed."""
     parts = _flat(ways[TORCH]())
     picked = [_picked(part, rows) for part in parts]
     wanted = [part[where] for part, where in zip(parts, picked, strict=True)]
     shape = tuple(parts[0].shape)
     del parts  # before another result stands beside it
-    if problem.device.startswith("cuda"):
+    if stage.device.startswith("cuda"):
         compile_ahead([run for name, run in ways.items() if name != TORCH])
-    floor = _FLOOR_DB if problem.precision == "bfloat16" else _FP8_FLOOR_DB
+    floor = stage.floor_db
 
     def call(candidate: Candidate, given: tuple[object, ...]) -> Callable[[], Tensor]:
         is_checked = candidate.name == TORCH
@@ -308,7 +314,9 @@ def _setup(problem: Problem, ways: Ways, rows: Rows) -> TimingSetup:
 
         return run
 
-    case = Case(label=problem.size, operands=(), wanted=wanted[0].float(), floor_db=floor, rows=picked[0], shape=shape)
+    case = Case(
+        label=stage.problem.size, operands=(), wanted=wanted[0].float(), floor_db=floor, rows=picked[0], shape=shape
+    )
     return TimingSetup(inputs=[()], call=call, case=lambda candidate: case)
 
 

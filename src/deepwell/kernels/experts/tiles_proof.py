@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.experts.activation import parse_activation
-from deepwell.kernels.experts.group_rows import group_layout_ref
+from deepwell.kernels.experts.group_rows import GROUP_ALIGNMENT, group_columns_ref, group_layout_ref
+from deepwell.kernels.experts.grouped_gemm import grouped_wgrad_ref
 from deepwell.kernels.experts.quantize_weights import quantize_experts
 from deepwell.kernels.experts.row_products import (
     FP8_TILES,
@@ -32,8 +33,9 @@ from deepwell.kernels.experts.row_products import (
     up_product_ref,
 )
 from deepwell.kernels.experts.row_tiles import Rows
-from deepwell.kernels.experts.token_products import WEIGHT_TILES, token_product, token_product_ref
+from deepwell.kernels.experts.token_products import WEIGHT_TILES, token_product
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.choose import on_real_tensors, proofs_of
 from deepwell.kernels.tune.problem import Problem
@@ -44,6 +46,8 @@ OP = "experts_tiles"
 # Some twenty kernels are compiled, side by side.
 _TIMEOUT_S = 240.0
 _FLOOR_DB = 40.0
+# Of weight gradients, whose sums over so many rows with a mean a tensor core's own accumulator would not hold.
+_WGRAD_FLOOR_DB, _LONG = 50.0, 16384
 _COUNTS, _TOP_K, _D, _F = (300, 0, 65, 1), 2, 192, 160
 _TILES: dict[str, tuple[Any, ...]] = {
     "up": UP_TILES,
@@ -77,12 +81,14 @@ def proofs(stage: str, form: str, device: str) -> dict[str, Proof]:
 
 def _with_its_followers(stage: str, form: str) -> list[tuple[str, str]]:
     """A stage, and behind the first one those of the rest of the block and of its backward."""
+    if stage == "codes":
+        return [(stage, form), ("wgrad", "")]
     if stage != "up":
         return [(stage, form)]
     how, stored = form.split()
     # The backward multiplies by the same weights the other way round.
     grads = f"{how} {'kn' if stored == 'nk' else 'nk'}"
-    return [(stage, form), ("product", "nk"), ("product", "kn"), ("grads", grads), ("wgrad", "")]
+    return [(stage, form), ("product", "nk"), ("product", "kn"), ("grads", grads)]
 
 
 @lru_cache(maxsize=1)
@@ -93,7 +99,7 @@ def built_in(op: str) -> tuple[Candidate, ...]:
         Candidate(
             name=f"{stage} {tile.name}",
             op=op,
-            precision="fp8" if stage == "codes" else "bf16",
+            precision="fp8" if stage in ("codes", "wgrad") else "bf16",
             fn=_run,
             origin="triton",
             fingerprint=sources,
@@ -118,7 +124,7 @@ def _run(name: str, how: str, ends: Tensor, slot: Tensor, *given: Any) -> Tensor
     if stage == "codes":
         a, scale, w, scale_w = given
         return row_product(a, w, rows, scales=(scale, scale_w), tile=tile)[live].float()
-    return token_product(given[0], given[1], rows, how, tile=tile).flatten(0, 1).float()
+    return token_product(*given, tile=tile).flatten(0, 1).float()
 
 
 def _side_by_side(grads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -147,7 +153,7 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
             label=f"{candidate.name} {how}".rstrip(),
             operands=(candidate.name, how, *(part.to(problem.device) for part in (ends, slot, *given))),
             wanted=wanted.float().to(problem.device),
-            floor_db=_FLOOR_DB,
+            floor_db=_WGRAD_FLOOR_DB if candidate.name.startswith("wgrad") else _FLOOR_DB,
         )
 
     stage, form = candidate.name.split()[0], problem.details.split()
@@ -160,9 +166,9 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
             up = weights(g, is_kn)
             yield case(torch.cat(up_product_ref(x, up, rows, how), 1)[live], x, up, how=form[0])
         else:
-            down, gate_up = weights(_F, is_kn), unit(p, g) * (how.limit or 1.0)
-            made = hidden_grads_ref(x, down, gate_up, weight, rows, how)
-            yield case(_side_by_side(made)[live], x, down, gate_up, weight, how=form[0])
+            dy, down, gate_up = unit(p, _D), weights(_F, is_kn), unit(p, g) * (how.limit or 1.0)
+            made = hidden_grads_ref(dy, down, gate_up, weight, rows, how)
+            yield case(_side_by_side(made)[live], dy, down, gate_up, weight, how=form[0])
     elif stage == "product":
         w = weights(2 * _F, is_kn)
         yield case(row_product_ref(x, w, rows)[live], x, w)
@@ -171,6 +177,14 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
         wanted = row_product_ref(q, q_w, rows, scales=(scale, scale_w), dtype=torch.bfloat16)[live]
         yield case(wanted, q, scale, q_w, scale_w)
     else:
-        by_row = unit(p, _F)
-        for side, given in (("left", (x, by_row)), ("right", (by_row, x))):
-            yield case(token_product_ref(*given, rows, side).flatten(0, 1), *given, how=side)
+        both = [quantize_rows_ref(unit(p, width)) for width in (_F, _D)]
+        yield _wgrad_case(case, both, ends, "ragged")
+        both = [quantize_rows_ref(unit(_LONG, width).abs()) for width in (_F, _D)]
+        yield _wgrad_case(case, both, torch.tensor([GROUP_ALIGNMENT, _LONG], dtype=torch.int32), "long")
+
+
+def _wgrad_case(case: Any, both: list[tuple[Tensor, Tensor]], ends: Tensor, how: str) -> Case:
+    columns, blocks = group_columns_ref(ends, both[0][0].shape[0])
+    given = (*wgrad_operands(*both[0], *both[1], ends, blocks=blocks), columns)
+    made: Case = case(grouped_wgrad_ref(*given).flatten(0, 1), *given, how=how)
+    return made

@@ -1,67 +1,62 @@
-"""Gradients of the experts' weights: a product over the rows of each expert, rows gathered on the way in.
+"""Gradients of the experts' weights in FP8: a product over the rows of each expert, of operands transposed before.
 
-    dW[e, n, k] = sum_p L[r(p), n] R[r(p), k]           over the rows p of group e; r as in `row_products`, of one side
+    dW[e, n, k] = scale_a[e] scale_b[e] sum_c A[n, c] B[k, c]              over the columns c of expert e
 
-A program sums one tile of one expert's weight over all of its rows; where many experts differ in length, the hardware
-hands out tiles as SMs come free (`persistent=False`), else programs stay and take tile after tile.
-Numerics: bf16 products summed in fp32, always in the same order, rounded once. Rows of other groups are not read, so a
-    NaN stays in its expert.
-Cost: 2*P*N*K flops; bytes P*(N + K) for each pass over the other side's tiles, out of L2 for the most part, + E*N*K.
+Operands are those of `wgrad_operands`: an expert's columns are padded with zeros to whole blocks of 128, so that no
+block holds columns of two experts and nothing is masked. Programs stay on their SM and take tile after tile
+(`persistent`), the next tile's operands on their way while one is stored, or each takes one.
+Numerics: FP8 products of 128 columns summed in the tensor cores' accumulator, those sums in fp32, always in the same
+    order, rounded to bf16 once. torch's own kernel without fast accumulation does the same.
+Cost: 2*C*N*K flops; bytes C*(N + K) for each pass over the other side's tiles, out of L2 for the most part, + 2*E*N*K.
 """
 
-# Shapes: P padded rows, E experts, N and K the widths of a weight as stored.
+# Shapes: C columns (tokens by expert, padded), E experts, N and K the widths of a weight as stored.
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deepwell.errors import ConfigError
-from deepwell.kernels.device.triton_support import cdiv, launch, num_sms, on_device, runs_kernel, tl, triton
-from deepwell.kernels.experts.row_tiles import Rows, groups
-
-# ---- reference: what the kernel must compute, in the plainest torch ----
-
-
-def token_product_ref(
-    left: Tensor, right: Tensor, rows: Rows, gathers: str, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Reference for `token_product`."""
-    wide = torch.float64 if left.dtype == torch.float64 else torch.float32
-    sides = [side.to(wide) for side in (left, right)]
-    i = ("left", "right").index(gathers)
-    assert rows.slot is not None
-    sides[i] = rows.gathered(sides[i]).masked_fill((rows.slot < 0)[:, None], 0.0)
-    out = [sides[0][part].T @ sides[1][part] for _, part in groups(rows.ends)]
-    return torch.stack(out).to(dtype or left.dtype)
-
+from deepwell.kernels.device.triton_support import (
+    block_descriptor,
+    cdiv,
+    launch,
+    num_sms,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
+from deepwell.kernels.experts.group_rows import COLUMN_ALIGNMENT
+from deepwell.kernels.experts.grouped_gemm import check_wgrad, grouped_wgrad_ref
 
 # ---- configs: what the tuner may choose from ----
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightTile:
-    """A tile of the weight, and how many tokens are read at a time."""
+    """A tile of the weight; every step reads `COLUMN_ALIGNMENT` columns."""
 
     block_n: int
     block_k: int
-    block_t: int
     num_stages: int
     num_warps: int
-    persistent: bool = False
+    persistent: bool = True
+    max_registers: int | None = None  # so that two programs fit an SM
 
     @property
     def name(self) -> str:
-        tile = f"{self.block_n}x{self.block_k}x{self.block_t}"
+        tile = f"{self.block_n}x{self.block_k}"
         return f"{tile}-s{self.num_stages}-w{self.num_warps}" + ("" if self.persistent else "-each")
 
 
 WEIGHT_TILES = (
-    # Rows are found through their slots, so that Triton keeps half as many buffers as stages, and one more.
-    WeightTile(block_n=128, block_k=256, block_t=64, num_stages=5, num_warps=8),
-    WeightTile(block_n=128, block_k=256, block_t=64, num_stages=5, num_warps=8, persistent=True),
-    WeightTile(block_n=128, block_k=128, block_t=64, num_stages=7, num_warps=8),
-    WeightTile(block_n=128, block_k=128, block_t=64, num_stages=5, num_warps=4),
+    WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=8),
+    WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=8, persistent=False),
+    WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=16),
+    WeightTile(block_n=128, block_k=128, num_stages=5, num_warps=8),
+    WeightTile(block_n=128, block_k=128, num_stages=3, num_warps=8, persistent=False, max_registers=128),  # two an SM
+    WeightTile(block_n=64, block_k=128, num_stages=3, num_warps=4, persistent=False),  # three an SM
 )
 
 _GROUP_N = 12
@@ -70,71 +65,76 @@ _GROUP_N = 12
 
 
 @triton.jit
+def _store_tile(out_ptr, tile, e, n, k, N, K):
+    ns = n + tl.arange(0, tile.shape[0])
+    ks = k + tl.arange(0, tile.shape[1])
+    out = out_ptr + (e.to(tl.int64) * N + ns)[:, None] * K + ks[None, :]
+    tl.store(out, tile.to(out_ptr.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
+
+
+@triton.jit
 def _token_product_kernel(
-    left_ptr, right_ptr, slot_ptr, ends_ptr, out_ptr, N, K, E, stride_left, stride_right, PROGRAMS,
-    TOP_K: tl.constexpr, GATHERS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
+    a_desc, b_desc, scale_a_ptr, scale_b_ptr, ends_ptr, out_ptr, N, K, E, PROGRAMS,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, GROUP_N: tl.constexpr, HALVES: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, PROGRAMS, flatten=PERSISTENT):
         # One expert after the other, and of a wide one blocks of tiles whose sides are alike: those that run at the
-        # same time read the same rows, out of L2.
+        # same time read the same columns, out of L2.
         e = tile // (tiles_n * tiles_k)
         inside = tile % (tiles_n * tiles_k)
         group = inside // (GROUP_N * tiles_k)
         height = tl.minimum(tiles_n - group * GROUP_N, GROUP_N)
         inside = inside % (GROUP_N * tiles_k)
-        ns = (group * GROUP_N + inside % height) * BLOCK_N + tl.arange(0, BLOCK_N)
-        ks = (inside // height) * BLOCK_K + tl.arange(0, BLOCK_K)
+        n = (group * GROUP_N + inside % height) * BLOCK_N
+        k = (inside // height) * BLOCK_K
         begin = tl.load(ends_ptr + e - 1, mask=e > 0, other=0)
         end = tl.load(ends_ptr + e)
-        acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-        for start in range(begin, end, BLOCK_T):
-            p = start + tl.arange(0, BLOCK_T)
-            slot = tl.load(slot_ptr + p, mask=p < end, other=-1)
-            live = slot >= 0
-            token = tl.where(live, slot // TOP_K, 0).to(tl.int64)
-            row = tl.where(live, p, 0).to(tl.int64)
-            lines = (token if GATHERS_LEFT else row) * stride_left
-            others = (row if GATHERS_LEFT else token) * stride_right
-            left = tl.load(left_ptr + lines[:, None] + ns[None, :], mask=live[:, None] & (ns < N)[None, :], other=0.0)
-            right = tl.load(
-                right_ptr + others[:, None] + ks[None, :], mask=live[:, None] & (ks < K)[None, :], other=0.0
-            )
-            acc = tl.dot(tl.trans(left), right, acc)
-        out = out_ptr + (e.to(tl.int64) * N + ns)[:, None] * K + ks[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
+        HALF: tl.constexpr = BLOCK_N // HALVES
+        acc = tl.zeros((HALF, BLOCK_K), dtype=tl.float32)
+        low = tl.zeros((HALF, BLOCK_K), dtype=tl.float32)
+        for c in range(begin, end, BLOCK_C):
+            b = b_desc.load([k, c]).T
+            acc = tl.dot(a_desc.load([n, c]), b, acc, max_num_imprecise_acc=BLOCK_C)
+            if HALVES == 2:  # one after the other: the sums of one step then need the registers of one half
+                low = tl.dot(a_desc.load([n + HALF, c]), b, low, max_num_imprecise_acc=BLOCK_C)
+        scale = tl.load(scale_a_ptr + e) * tl.load(scale_b_ptr + e)
+        _store_tile(out_ptr, acc * scale, e, n, k, N, K)
+        if HALVES == 2:
+            _store_tile(out_ptr, low * scale, e, n + HALF, k, N, K)
 
 
 # ---- public wrapper: check, allocate, launch ----
 
 
-def token_product(left: Tensor, right: Tensor, rows: Rows, gathers: str, *, tile: WeightTile | None = None) -> Tensor:
-    """`dw_ENK` of `left` [., N] and `right` [., K]; the side that `gathers` names lies by token, the other by row.
-
-    Raises ConfigError on operands that do not fit.
-    """
-    if gathers not in ("left", "right") or rows.slot is None:
-        raise ConfigError(f'gathers is {gathers!r}; it must be "left" or "right", with rows.slot')
-    by_row = right if gathers == "left" else left
-    if by_row.shape[0] != rows.slot.shape[0] or left.dtype != right.dtype:
-        raise ConfigError(
-            f"left is {left.dtype} {tuple(left.shape)} and right {right.dtype} {tuple(right.shape)}; the one by row "
-            f"must have {rows.slot.shape[0]} rows, and both one dtype"
-        )
-    if not runs_kernel(left, _token_product_kernel):
-        return token_product_ref(left, right, rows, gathers)
-    left, right = (side if side.stride(1) == 1 else side.contiguous() for side in (left, right))
+def token_product(
+    a_NC: Tensor,
+    scale_a_E: Tensor,
+    b_KC: Tensor,
+    scale_b_E: Tensor,
+    ends_E: Tensor,
+    *,
+    tile: WeightTile | None = None,
+) -> Tensor:
+    """`dw_ENK` in bf16. `ends_E` are those of `group_columns`: multiples of 128. Raises as `grouped_wgrad` does."""
+    check_wgrad(a_NC, scale_a_E, b_KC, scale_b_E, ends_E)
+    if not runs_kernel(a_NC, _token_product_kernel):
+        return grouped_wgrad_ref(a_NC, scale_a_E, b_KC, scale_b_E, ends_E)
     tile = tile or WEIGHT_TILES[0]
-    experts, n, k = rows.ends.shape[0], left.shape[1], right.shape[1]
-    out_ENK = torch.empty((experts, n, k), dtype=left.dtype, device=left.device)
+    experts, n, k = ends_E.shape[0], a_NC.shape[0], b_KC.shape[0]
+    out_ENK = torch.empty((experts, n, k), dtype=torch.bfloat16, device=a_NC.device)
     tiles = experts * cdiv(n, tile.block_n) * cdiv(k, tile.block_k)
-    programs = min(tiles, num_sms(left)) if tile.persistent else tiles
-    with on_device(left):
+    programs = min(tiles, num_sms(a_NC)) if tile.persistent else tiles
+    halves = 2 if tile.block_n > 128 else 1
+    with on_device(a_NC):
         launch(_token_product_kernel, (programs,))(
-            left, right, rows.slot, rows.ends, out_ENK, n, k, experts, left.stride(0), right.stride(0), programs,
-            TOP_K=rows.top_k, GATHERS_LEFT=gathers == "left", BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            BLOCK_T=tile.block_t, GROUP_N=_GROUP_N, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            block_descriptor(a_NC, tile.block_n // halves, COLUMN_ALIGNMENT),
+            block_descriptor(b_KC, tile.block_k, COLUMN_ALIGNMENT),
+            scale_a_E, scale_b_E, ends_E, out_ENK, n, k, experts, programs,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_C=COLUMN_ALIGNMENT, GROUP_N=_GROUP_N, HALVES=halves,
+            PERSISTENT=tile.persistent, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
         )  # fmt: skip
     return out_ENK

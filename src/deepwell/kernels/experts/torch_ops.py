@@ -13,8 +13,17 @@ from deepwell.kernels.activation.torch_ops import half
 from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import parse_activation
 from deepwell.kernels.experts.biases import code_sums
-from deepwell.kernels.experts.group_rows import combine_rows, gather_rows, group_layout, padded_rows
-from deepwell.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
+from deepwell.kernels.experts.group_rows import (
+    GROUP_ALIGNMENT,
+    combine_rows,
+    copy_rows,
+    gather_rows,
+    group_columns,
+    group_layout,
+    padded_columns,
+    padded_rows,
+)
+from deepwell.kernels.experts.grouped_gemm import grouped_gemm
 from deepwell.kernels.experts.hidden_codes import grad_codes, hidden_codes
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
 from deepwell.kernels.experts.row_tiles import Rows, groups
@@ -41,9 +50,23 @@ register_op(
     "group_layout(Tensor offs, Tensor? order, SymInt choices) -> (Tensor, Tensor, Tensor)", _layout, _fake_layout
 )
 register_op(
+    "group_columns(Tensor offs, SymInt rows) -> (Tensor, Tensor)",
+    lambda offs, rows: tuple(group_columns(offs, rows)),
+    lambda offs, rows: (
+        offs.new_empty(offs.shape),
+        offs.new_empty(padded_columns(rows, offs.shape[0]) // GROUP_ALIGNMENT),
+    ),
+)
+register_op(
     "gather_rows(Tensor q, Tensor scale, Tensor slot, int top_k, Tensor? after=None) -> (Tensor, Tensor)",
     lambda q, scale, slot, top_k, after=None: gather_rows(q, scale, slot, top_k),
     lambda q, scale, slot, *how: (q.new_empty((slot.shape[0], q.shape[1])), scale.new_empty(slot.shape[0])),
+)
+# Numbers as they are. `after`: the rows of x are gathered in the backward alone.
+register_op(
+    "expert_rows(Tensor x, Tensor slot, int top_k, Tensor? after=None) -> Tensor",
+    lambda x, slot, top_k, after=None: copy_rows(dense(x), slot, top_k),
+    lambda x, slot, top_k, after=None: x.new_empty((slot.shape[0], x.shape[1])),
 )
 register_op(
     "combine_rows(Tensor x, Tensor place, int top_k, Tensor? weight=None) -> Tensor",
@@ -146,7 +169,7 @@ register_op(
 )
 register_op(
     "grouped_wgrad(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs) -> Tensor",
-    grouped_wgrad,
+    stages.wgrad_of_codes,
     lambda a, scale_a, b, scale_b, offs: a.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=torch.bfloat16),
 )
 
@@ -191,23 +214,21 @@ register_op(
     ),
 )
 register_op(
-    "expert_grads(Tensor dy, Tensor w, Tensor gate_up, Tensor weight, Tensor offs, Tensor slot, int top_k, str act)"
+    "expert_grads(Tensor dy, Tensor w, Tensor gate_up, Tensor weight, Tensor offs, Tensor slot, str act)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda dy, w, gate_up, weight, ends, slot, top_k, act: tuple(
-        stages.grads(dense(dy), w, gate_up, weight.contiguous(), Rows(ends, slot, top_k), parse_activation(act))
+    lambda dy, w, gate_up, weight, ends, slot, act: tuple(
+        stages.grads(dense(dy), w, gate_up, weight.contiguous(), Rows(ends, slot), parse_activation(act))
     ),
-    lambda dy, w, gate_up, weight, ends, slot, top_k, act: (
+    lambda dy, w, gate_up, weight, ends, slot, act: (
         gate_up.new_empty(gate_up.shape),
         gate_up.new_empty((slot.shape[0], w.shape[1])),
         gate_up.new_empty(slot.shape[0], dtype=torch.float32),
     ),
 )
 register_op(
-    "expert_wgrad(Tensor left, Tensor right, Tensor offs, Tensor slot, int top_k, str gathers) -> Tensor",
-    lambda left, right, ends, slot, top_k, gathers: stages.wgrad(
-        dense(left), dense(right), Rows(ends, slot, top_k), gathers
-    ),
-    lambda left, right, ends, slot, top_k, gathers: left.new_empty((ends.shape[0], left.shape[1], right.shape[1])),
+    "expert_wgrad(Tensor left, Tensor right, Tensor offs) -> Tensor",
+    stages.wgrad,
+    lambda left, right, ends: left.new_empty((ends.shape[0], left.shape[1], right.shape[1])),
 )
 
 # ---- products that are emulated ----

@@ -12,7 +12,6 @@ nv_quantize_rows                    x, w, dy in NVFP4
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +33,7 @@ from deepwell.kernels.quantize.fp8_blocks import (
 )
 from deepwell.kernels.quantize.microscaled import quantize_mxfp8, quantize_nvfp4
 from deepwell.kernels.quantize.round_to import round_to
-from deepwell.kernels.quantize.transpose import Gathered
+from deepwell.kernels.quantize.transpose import BLOCK_ROWS, Gathered
 from deepwell.kernels.quantize.weights import as_stored, num_partials, partial_maxima, quantize_group
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, not_none, register_op
@@ -99,17 +98,27 @@ def _wgrad_operands(
     slot: Tensor | None = None,
     top_k: int = 1,
     gathers_b: bool = False,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gathered = None if slot is None else Gathered(slot, top_k, gathers_b)
-    return wgrad_operands(a, scale_a, b, scale_b, offs, gathered)
+    return wgrad_operands(a, scale_a, b, scale_b, offs, gathered, blocks)
 
 
 def _fake_wgrad_operands(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None, slot: Any = None, *how: Any
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    slot: Tensor | None = None,
+    top_k: int = 1,
+    gathers_b: bool = False,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = () if offs is None else (offs.shape[0],)
     rows = a.shape[0] if slot is None else slot.shape[0]
-    transposed = (q.new_empty((q.shape[1], rows)) for q in (a, b))
+    columns = rows if blocks is None else BLOCK_ROWS * blocks.shape[0]
+    transposed = (q.new_empty((q.shape[1], columns)) for q in (a, b))
     return next(transposed), scale_a.new_empty(shape), next(transposed), scale_b.new_empty(shape)
 
 
@@ -138,7 +147,7 @@ register_op(
 )
 register_op(
     "wgrad_operands(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? offs=None, Tensor? slot=None,"
-    " int top_k=1, bool gathers_b=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    " int top_k=1, bool gathers_b=False, Tensor? blocks=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _wgrad_operands,
     _fake_wgrad_operands,
 )

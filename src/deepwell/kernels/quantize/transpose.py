@@ -61,6 +61,18 @@ class Gathered(NamedTuple):
         return codes.masked_fill((self.slot_T < 0)[:, None], 0).view(q.dtype)
 
 
+# Rows of a block, where the columns of a result are blocks of rows in an order of their own.
+BLOCK_ROWS = 16
+
+
+def rows_of_blocks(x: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks of `BLOCK_ROWS` rows as `blocks` names them, zeros below 0, in plain torch; codes, or a number a row."""
+    row = (blocks.long()[:, None] * BLOCK_ROWS + torch.arange(BLOCK_ROWS, device=x.device)).flatten()
+    words = x.view(torch.uint8) if x.dim() == 2 else x
+    there = (row >= 0).view(-1, *[1] * (x.dim() - 1))
+    return words[row.clamp(min=0)].masked_fill(~there, 0).view(x.dtype)
+
+
 # ---- configs: what the tuner may choose from ----
 
 
@@ -178,6 +190,7 @@ def _transpose_words_kernel(
     other_t_ptr,
     other_out_ptr,
     slot_ptr,
+    blocks_ptr,
     T4,
     N4,
     stride_qt,
@@ -192,6 +205,7 @@ def _transpose_words_kernel(
     ASM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
     # Pointers, N4 and strides count words of four codes, T4 groups of four tokens. A 4 x 4 block of bytes is transposed
     # over in registers, so that shared memory moves whole words. (The mask compares i, not 4 * i: so it stays constant
@@ -210,13 +224,21 @@ def _transpose_words_kernel(
     n4 = tile_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     t = i * 4
     mask = (i[:, None] < T4) & (n4[None, :] < N4)
+    transposed = tl.trans(mask)
+    is_row = i < T4
+    if blocks_ptr is not None:
+        # Columns that are blocks of rows in another order, or zeros.
+        block = tl.load(blocks_ptr + t // BLOCK_ROWS, mask=is_row, other=-1).to(tl.int64)
+        is_row = block >= 0
+        t = tl.maximum(block, 0) * BLOCK_ROWS + t % BLOCK_ROWS
+        mask = mask & is_row[:, None]
     if slot_ptr is not None:
         # Rows of one of the two operands are found through their slots.
         gathers = is_other == GATHERS_OTHER
-        a = _gathered_words(q_ptr, t, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
-        b = _gathered_words(q_ptr, t + 1, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
-        c = _gathered_words(q_ptr, t + 2, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
-        d = _gathered_words(q_ptr, t + 3, stride_qt, n4, mask, i < T4, slot_ptr, gathers, TOP_K)
+        a = _gathered_words(q_ptr, t, stride_qt, n4, mask, is_row, slot_ptr, gathers, TOP_K)
+        b = _gathered_words(q_ptr, t + 1, stride_qt, n4, mask, is_row, slot_ptr, gathers, TOP_K)
+        c = _gathered_words(q_ptr, t + 2, stride_qt, n4, mask, is_row, slot_ptr, gathers, TOP_K)
+        d = _gathered_words(q_ptr, t + 3, stride_qt, n4, mask, is_row, slot_ptr, gathers, TOP_K)
     else:
         tile = q_ptr + t[:, None] * stride_qt + n4[None, :]
         a = tl.load(tile, mask=mask, other=0)
@@ -224,10 +246,10 @@ def _transpose_words_kernel(
         c = tl.load(tile + 2 * stride_qt, mask=mask, other=0)
         d = tl.load(tile + 3 * stride_qt, mask=mask, other=0)
     s_ptr = scale_t_ptr + t
-    a = _shift_word(a, _ratio(s_ptr, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
-    b = _shift_word(b, _ratio(s_ptr + 1, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
-    c = _shift_word(c, _ratio(s_ptr + 2, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
-    d = _shift_word(d, _ratio(s_ptr + 3, scale_ptr, i < T4)[:, None], FP8, FP8_MAX, ASM)
+    a = _shift_word(a, _ratio(s_ptr, scale_ptr, is_row)[:, None], FP8, FP8_MAX, ASM)
+    b = _shift_word(b, _ratio(s_ptr + 1, scale_ptr, is_row)[:, None], FP8, FP8_MAX, ASM)
+    c = _shift_word(c, _ratio(s_ptr + 2, scale_ptr, is_row)[:, None], FP8, FP8_MAX, ASM)
+    d = _shift_word(d, _ratio(s_ptr + 3, scale_ptr, is_row)[:, None], FP8, FP8_MAX, ASM)
     if ASM:
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
             _TRANSPOSE_BYTES,
@@ -245,7 +267,6 @@ def _transpose_words_kernel(
     if other_q_ptr is not None:
         stride_on = tl.where(is_other, other_stride_on, stride_on)
     out_tile = out_ptr + (n4.to(tl.int64) * 4)[:, None] * stride_on + i[None, :]
-    transposed = tl.trans(mask)
     tl.store(out_tile, tl.trans(w0), mask=transposed)
     tl.store(out_tile + stride_on, tl.trans(w1), mask=transposed)
     tl.store(out_tile + 2 * stride_on, tl.trans(w2), mask=transposed)
@@ -307,26 +328,38 @@ def transpose_by_ratio(
 
 
 def transpose_two_by_ratio(
-    q_TN: Tensor, ratio_T: Tensor, other_TK: Tensor, other_ratio_T: Tensor, gathered: Gathered | None = None
+    q_TN: Tensor,
+    ratio_T: Tensor,
+    other_TK: Tensor,
+    other_ratio_T: Tensor,
+    gathered: Gathered | None = None,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`transpose_by_ratio` of two operands of the same tokens, in one launch where both lie in whole words.
 
-    Rows of one of them may be `gathered` on the way in.
+    Rows of one of them may be `gathered` on the way in. With `blocks` (int32) the columns of the results are not rows
+    0, 1, ...: 16 at a time they are those of a block, or zeros (`rows_of_blocks`).
     """
-    if gathered is not None and not _in_words(q_TN, other_TK, ratio_T):
-        q_TN, other_TK = (
-            gathered.rows(q) if is_other == gathered.is_other else q
-            for q, is_other in ((q_TN, False), (other_TK, True))
-        )
-        gathered = None
-    t, n = ratio_T.shape[0], q_TN.shape[1]
+    if (gathered is not None or blocks is not None) and not _in_words(q_TN, other_TK, ratio_T):
+        if gathered is not None:
+            q_TN, other_TK = (
+                gathered.rows(q) if is_other == gathered.is_other else q
+                for q, is_other in ((q_TN, False), (other_TK, True))
+            )
+        if blocks is not None:
+            q_TN, ratio_T, other_TK, other_ratio_T = (
+                rows_of_blocks(x, blocks) for x in (q_TN, ratio_T, other_TK, other_ratio_T)
+            )
+        gathered = blocks = None
+    n = q_TN.shape[1]
+    t = ratio_T.shape[0] if blocks is None else BLOCK_ROWS * blocks.shape[0]
     for i, (q, name, ratio) in enumerate(((q_TN, "ratio_T", ratio_T), (other_TK, "other_ratio_T", other_ratio_T))):
         if gathered is None or gathered.is_other != bool(i):
             _check_rows(q, name, ratio)
     config = default_config(t, n + other_TK.shape[1])
     out_NT, out_KT = (torch.empty((q.shape[1], t), dtype=q.dtype, device=q.device) for q in (q_TN, other_TK))
     both = ((q_TN, ratio_T, out_NT), (other_TK, other_ratio_T, out_KT))
-    is_pair = q_TN.dtype == other_TK.dtype and t == other_ratio_T.shape[0] and min(t, n, other_TK.shape[1]) > 0
+    is_pair = q_TN.dtype == other_TK.dtype and ratio_T.shape == other_ratio_T.shape and min(t, n, other_TK.shape[1]) > 0
     if not (is_pair and runs_kernel(q_TN, _transpose_words_kernel)) or any(
         _fit_packing(config, q, out).packing == "bytes" for q, _, out in both
     ):
@@ -334,7 +367,7 @@ def transpose_two_by_ratio(
             transpose_by_ratio(q, ratio, out=out)
         return out_NT, out_KT
     with on_device(q_TN):
-        _launch(q_TN, ratio_T, None, out_NT, config, other=both[1], gathered=gathered)
+        _launch(q_TN, ratio_T, None, out_NT, config, other=both[1], gathered=gathered, blocks=blocks)
     return out_NT, out_KT
 
 
@@ -383,10 +416,11 @@ def _launch(
     config: TileConfig,
     other: tuple[Tensor, Tensor, Tensor] | None = None,
     gathered: Gathered | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """`other` is a second operand (codes, ratios, result) that takes its words in the same launch."""
     config = _fit_packing(config, q_TN, q_NT)
-    t, n = scale_T.shape[0], q_TN.shape[1]
+    n, t = q_NT.shape
     tiles = cdiv(n, config.columns) + (cdiv(other[0].shape[1], config.columns) if other else 0)
     grid = (tiles, cdiv(t, config.rows))
     fp8_max = check_fp8("q_TN.dtype", q_TN.dtype)
@@ -408,6 +442,7 @@ def _launch(
         out_words,
         *others,
         None if gathered is None else gathered.slot_T,
+        blocks,
         t // 4,
         n // 4,
         words.stride(0),
@@ -418,6 +453,7 @@ def _launch(
         TOP_K=1 if gathered is None else gathered.top_k,
         GATHERS_OTHER=gathered is not None and gathered.is_other,
         ASM=config.packing == "asm",
+        BLOCK_ROWS=BLOCK_ROWS,
         **tile,
     )
 

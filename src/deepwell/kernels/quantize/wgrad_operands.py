@@ -166,11 +166,12 @@ def wgrad_operands(
     scale_b_T: Tensor,
     ends_E: Tensor | None = None,
     gathered: Gathered | None = None,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(a_NT, scale_a, b_KT, scale_b)` as `fp8_gemm` (with groups `grouped_wgrad`) reads them.
 
-    Codes and scales of one side may lie by token and be `gathered` on the way in. Raises ConfigError on a wrong
-    argument.
+    Codes and scales of one side may lie by token and be `gathered` on the way in; columns of the results may be
+    `blocks` of rows and zeros between them (`group_columns`). Raises ConfigError on a wrong argument.
     """
     if gathered is not None:
         scale_a_T, scale_b_T = (
@@ -178,7 +179,7 @@ def wgrad_operands(
             for scale, is_other in ((scale_a_T, False), (scale_b_T, True))
         )
     balanced = balance_scales(scale_a_T, scale_b_T, ends_E)
-    a_NT, b_KT = transpose_two_by_ratio(q_a_TN, balanced.ratio_a_T, q_b_TK, balanced.ratio_b_T, gathered)
+    a_NT, b_KT = transpose_two_by_ratio(q_a_TN, balanced.ratio_a_T, q_b_TK, balanced.ratio_b_T, gathered, blocks)
     return a_NT, balanced.scale_a, b_KT, balanced.scale_b
 
 
