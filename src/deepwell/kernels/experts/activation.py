@@ -158,6 +158,42 @@ def hidden_width(gate_up_PG: Tensor, how: ExpertActivation) -> int:
 
 
 @triton.jit
+def load_gate_and_up(row, f, F, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(gate, up) of columns f in fp32; twice the same of experts without a gate."""
+    if not GATED:
+        x = tl.load(row + f, mask=f < F, other=0.0).to(tl.float32)
+        return x, x
+    elif INTERLEAVED and row.dtype.element_ty == tl.bfloat16:
+        # A word has one of both: loads of 16 bytes, and nothing to exchange between threads.
+        word = tl.load(row.to(tl.pointer_type(tl.int32)) + f, mask=f < F, other=0)
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        first = row + (2 * f if INTERLEAVED else f)
+        gate = tl.load(first, mask=f < F, other=0.0).to(tl.float32)
+        return gate, tl.load(first + (1 if INTERLEAVED else F), mask=f < F, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_gate_and_up(row, gate, up, f, F, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Columns f of rows of bf16 or FP8 values, of numbers in that dtype; without a gate only the first."""
+    SIZE: tl.constexpr = row.dtype.element_ty.primitive_bitwidth
+    if not GATED:
+        tl.store(row + f, gate, mask=f < F)
+    elif INTERLEAVED and SIZE == 16:
+        low = gate.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word = low | (up.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        tl.store(row.to(tl.pointer_type(tl.int32)) + f, word, mask=f < F)
+    elif INTERLEAVED and SIZE == 8:
+        low = gate.to(tl.uint8, bitcast=True).to(tl.int16)
+        pair = low | (up.to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+        tl.store(row.to(tl.pointer_type(tl.int16)) + f, pair, mask=f < F)
+    else:
+        first = row + (2 * f if INTERLEAVED else f)
+        tl.store(first, gate, mask=f < F)
+        tl.store(first + (1 if INTERLEAVED else F), up, mask=f < F)
+
+
+@triton.jit
 def _value_and_slope(g, ACT: tl.constexpr, ALPHA: tl.constexpr):
     if ACT == "":
         s = tl.sigmoid(ALPHA * g)

@@ -11,8 +11,6 @@ Cost: memory bound; a row is read twice, the second time out of L2.
 
 # Shapes: P padded rows, F hidden width, S choices, G = 2F where experts are gated, else F.
 
-# ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
-
 from torch import Tensor
 
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
@@ -35,7 +33,9 @@ from deepwell.kernels.experts.activation import (
     gated_slopes,
     hidden_and_slopes_ref,
     hidden_width,
+    load_gate_and_up,
     plain_hidden,
+    store_gate_and_up,
 )
 from deepwell.kernels.experts.row_products import weighted_grads_ref
 from deepwell.kernels.experts.swiglu import ExpertGrads, no_grads, weights_of_rows
@@ -71,26 +71,12 @@ def grad_codes_ref(
 
 
 @triton.jit
-def _columns(row, f, F, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(gate, up) of columns f in fp32; twice the same of experts without a gate."""
-    if not GATED:
-        x = tl.load(row + f, mask=f < F, other=0.0).to(tl.float32)
-        return x, x
-    elif INTERLEAVED:
-        both = tl.load(row + (2 * f)[:, None] + tl.arange(0, 2)[None, :], mask=(f < F)[:, None], other=0.0)
-        return tl.split(both.to(tl.float32))
-    else:
-        gate = tl.load(row + f, mask=f < F, other=0.0).to(tl.float32)
-        return gate, tl.load(row + F + f, mask=f < F, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _hidden(
     row, f, F, w, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """h of columns f, rounded to the rows' dtype."""
-    gate, up = _columns(row, f, F, GATED, INTERLEAVED)
+    gate, up = load_gate_and_up(row, f, F, GATED, INTERLEAVED)
     if GATED:
         h = gated_hidden(gate, up, ACT, ALPHA, LIMIT, SHIFT)
     else:
@@ -117,7 +103,7 @@ def _hidden_codes_kernel(
         for i in tl.static_range(TILES):
             h = _hidden(row, i * BLOCK + columns, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
             bits = tl.maximum(bits, bits_of(h, ASM))
-            tiles = tiles + (h,)  # noqa: RUF005 (the compiler knows no star)
+            tiles = tiles + (h,)  # type: ignore[assignment]  # noqa: RUF005 (the compiler knows no star)
         enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
         for i in tl.static_range(TILES):
             f = i * BLOCK + columns
@@ -141,7 +127,7 @@ def _grads(
 ):  # fmt: skip
     """(dgate, dup, h) of columns f, rounded to the rows' dtype; and the terms of dw in fp32."""
     DTYPE: tl.constexpr = row.dtype.element_ty
-    gate, up = _columns(row, f, F, GATED, INTERLEAVED)
+    gate, up = load_gate_and_up(row, f, F, GATED, INTERLEAVED)
     dh = tl.load(dh_row + f, mask=f < F, other=0.0).to(tl.float32)
     if GATED:
         h, slope_gate, slope_up = gated_slopes(gate, up, ACT, ALPHA, LIMIT, SHIFT)
@@ -160,14 +146,8 @@ def _store_grads(
 ):
     FP8: tl.constexpr = q_row.dtype.element_ty
     dg = encoded(dg, enc, FP8, ASM)
-    if not GATED:
-        tl.store(q_row + f, dg, mask=f < F)
-    elif INTERLEAVED:
-        both = tl.join(dg, encoded(du, enc, FP8, ASM))
-        tl.store(q_row + (2 * f)[:, None] + tl.arange(0, 2)[None, :], both, mask=(f < F)[:, None])
-    else:
-        tl.store(q_row + f, dg, mask=f < F)
-        tl.store(q_row + F + f, encoded(du, enc, FP8, ASM), mask=f < F)
+    du = encoded(du, enc, FP8, ASM)
+    store_gate_and_up(q_row, dg, du, f, F, GATED, INTERLEAVED)
     tl.store(qh_row + f, encoded(h, enc_h, FP8, ASM), mask=f < F)
 
 
@@ -194,7 +174,7 @@ def _grad_codes_kernel(
         bits = tl.maximum(bits, larger_bits(dg, du, ASM))
         bits_h = tl.maximum(bits_h, bits_of(h, ASM))
         terms += term
-        tiles = tiles + (dg, du, h)  # noqa: RUF005
+        tiles = tiles + (dg, du, h)  # type: ignore[assignment]  # noqa: RUF005
     if not TILES:
         for start in range(0, F, BLOCK):
             f = start + columns

@@ -22,7 +22,9 @@ from deepwell.kernels.experts.activation import (
     gated_slopes,
     hidden_and_slopes_ref,
     hidden_width,
+    load_gate_and_up,
     plain_hidden,
+    store_gate_and_up,
 )
 from deepwell.kernels.experts.row_products import HiddenGrads, weighted_grads_ref
 from deepwell.kernels.experts.swiglu import weights_of_rows
@@ -41,13 +43,11 @@ def _hidden_kernel(
     p = tl.program_id(0).to(tl.int64)
     for start in range(0, F, BLOCK):
         f = start + tl.arange(0, BLOCK)
+        gate, up = load_gate_and_up(gu_ptr + p * (2 * F if GATED else F), f, F, GATED, INTERLEAVED)
         if GATED:
-            first = gu_ptr + p * 2 * F + (2 * f if INTERLEAVED else f)
-            gate = tl.load(first, mask=f < F, other=0.0).to(tl.float32)
-            up = tl.load(first + (1 if INTERLEAVED else F), mask=f < F, other=0.0).to(tl.float32)
             h = gated_hidden(gate, up, ACT, ALPHA, LIMIT, SHIFT)
         else:
-            h, _ = plain_hidden(tl.load(gu_ptr + p * F + f, mask=f < F, other=0.0).to(tl.float32), ACT, ALPHA)
+            h, _ = plain_hidden(gate, ACT, ALPHA)
         tl.store(h_ptr + p * F + f, h.to(h_ptr.dtype.element_ty), mask=f < F)
 
 
@@ -58,6 +58,7 @@ def _grads_kernel(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = gu_ptr.dtype.element_ty
+    G = 2 * F if GATED else F
     p = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + p)
     w = tl.load(weight_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
@@ -65,18 +66,15 @@ def _grads_kernel(
     for start in range(0, F, BLOCK):
         f = start + tl.arange(0, BLOCK)
         dh = tl.load(dh_ptr + p * F + f, mask=f < F, other=0.0).to(tl.float32)
+        gate, up = load_gate_and_up(gu_ptr + p * G, f, F, GATED, INTERLEAVED)
         if GATED:
-            first = p * 2 * F + (2 * f if INTERLEAVED else f)
-            second = first + (1 if INTERLEAVED else F)
-            gate = tl.load(gu_ptr + first, mask=f < F, other=0.0).to(tl.float32)
-            up = tl.load(gu_ptr + second, mask=f < F, other=0.0).to(tl.float32)
             h, slope_gate, slope_up = gated_slopes(gate, up, ACT, ALPHA, LIMIT, SHIFT)
-            tl.store(dgu_ptr + first, (dh * w * slope_gate).to(DTYPE), mask=f < F)
-            tl.store(dgu_ptr + second, (dh * w * slope_up).to(DTYPE), mask=f < F)
         else:
-            rows = tl.load(gu_ptr + p * F + f, mask=f < F, other=0.0).to(tl.float32)
-            h, slope = plain_hidden(rows, ACT, ALPHA)
-            tl.store(dgu_ptr + p * F + f, (dh * w * slope).to(DTYPE), mask=f < F)
+            h, slope_gate = plain_hidden(gate, ACT, ALPHA)
+            slope_up = slope_gate
+        d_gate = (dh * w * slope_gate).to(DTYPE)
+        d_up = (dh * w * slope_up).to(DTYPE)
+        store_gate_and_up(dgu_ptr + p * G, d_gate, d_up, f, F, GATED, INTERLEAVED)
         tl.store(h_ptr + p * F + f, (h * w).to(DTYPE), mask=f < F)
         dw += dh * h
     tl.store(dw_ptr + p, tl.sum(dw, axis=0))

@@ -42,7 +42,6 @@ class WeightTile:
     num_stages: int
     num_warps: int
     persistent: bool = True
-    max_registers: int | None = None  # so that two programs fit an SM
 
     @property
     def name(self) -> str:
@@ -53,9 +52,6 @@ class WeightTile:
 WEIGHT_TILES = (
     WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=8),
     WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=8, persistent=False),
-    WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=16),
-    WeightTile(block_n=128, block_k=128, num_stages=5, num_warps=8),
-    WeightTile(block_n=128, block_k=128, num_stages=3, num_warps=8, persistent=False, max_registers=128),  # two an SM
     WeightTile(block_n=64, block_k=128, num_stages=3, num_warps=4, persistent=False),  # three an SM
 )
 
@@ -135,6 +131,5 @@ def token_product(
             scale_a_E, scale_b_E, ends_E, out_ENK, n, k, experts, programs,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_C=COLUMN_ALIGNMENT, GROUP_N=_GROUP_N, HALVES=halves,
             PERSISTENT=tile.persistent, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            maxnreg=tile.max_registers,
         )  # fmt: skip
     return out_ENK
