@@ -164,6 +164,17 @@ def test_settings_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @LINUX
+def test_agents_that_end_at_once_are_all_noticed(tmp_path: Path) -> None:
+    host = AgentHost(tmp_path / "host.log")
+    says = [*("sh", "-c"), r"printf 'ended 7 1\nended 8 0\nend'; sleep 0.2; echo 'ed 9 2'; read quit"]
+    with subprocess.Popen(says, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host._process:
+        deadline = time.monotonic() + 10.0
+        while len(host.ended) < 3 and time.monotonic() < deadline:
+            host.poll()
+        assert host.ended == {7: 1, 8: 0, 9: 2}
+
+
+@LINUX
 def test_a_run_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     result = run_faults(FaultSetup(kills=3, steps_per_kill=10, save_every=3, minutes=5.0), tmp_path, print)
     assert result.ok, str(result)

@@ -58,6 +58,7 @@ class AgentHost:
 
     def __init__(self, log: Path) -> None:
         self._log = log
+        self._unread = b""
         self.ended: dict[int, int] = {}  # agents that ended, with their status
 
     def __enter__(self) -> AgentHost:
@@ -96,9 +97,15 @@ class AgentHost:
         self.ended[int(words[1])] = int(words[2])
 
     def _line(self, seconds: float) -> str:
-        out = _pipe(self._process.stdout)
-        ready, _, _ = select.select([out], [], [], seconds)
-        return out.readline().strip() if ready else ""
+        # Not with readline(): of two lines at once it keeps the second to itself, and select() waits for a third.
+        out, deadline = _pipe(self._process.stdout).fileno(), time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([out], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready or not (data := os.read(out, 4096)):
+                return ""
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
 
     def __exit__(self, *_: object) -> None:
         try:
