@@ -29,7 +29,7 @@ from deepwell.artifacts.checkpoint import (
     list_checkpoints,
     load,
     load_checkpoint,
-    save_checkpoint,
+    save,
 )
 from deepwell.engine.dryrun.plan import engine_device
 from deepwell.engine.engine import Engine
@@ -337,7 +337,7 @@ class Trainer:
 
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint to a folder and wait until it is committed; `dw.save(trainer, path)` is the same."""
-        return save_checkpoint(Path(path), self.train_state())
+        return save(self, path)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, whatever world, plan or precision it was written with."""

@@ -183,6 +183,10 @@ def test_a_checkpoint_is_a_value(tmp_path: Path) -> None:
         save({}, tmp_path)
     with pytest.raises(CheckpointError, match="holds none"):
         load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="path is None; give a folder"):
+        save(net, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="path is 3; give a folder"):
+        load(3)  # type: ignore[arg-type]
 
 
 def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`dw.save` and `dw.load`: a checkpoint as a value."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def save(target: Any, path: Path | str) -> Path:
 
     `path` is the folder of a run: it may hold checkpoints of other steps. All ranks call it.
     """
-    return save_checkpoint(path, state_of(target))
+    return save_checkpoint(_folder(path), state_of(target))
 
 
 def load(path: Path | str) -> Checkpoint:
@@ -104,7 +105,7 @@ def load(path: Path | str) -> Checkpoint:
 
     Reads the small files; `.weights()`, `.optimizer_state()` and `.restore(...)` read the rest.
     """
-    found = find_checkpoint(path)
+    found = find_checkpoint(_folder(path))
     opened = open_documents(found)
     manifest = opened.manifest
     return Checkpoint(
@@ -115,6 +116,12 @@ def load(path: Path | str) -> Checkpoint:
         bytes=sum(record.size for record in opened.files.values()),
         versions=dict(manifest["versions"]),
     )
+
+
+def _folder(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path is {path!r}; give a folder: of a run or of a checkpoint, as str or Path")
+    return Path(path)
 
 
 def state_of(target: Any) -> TrainState:
