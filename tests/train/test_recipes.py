@@ -100,6 +100,21 @@ def test_overrides_reach_their_section() -> None:
     assert recipe.model_config()["vocab_size"] == 300
 
 
+def test_a_run_that_is_shortened_warms_up_for_all_of_it_and_says_so(tmp_path: Path) -> None:
+    where = f'run.dir="{tmp_path / "run"}"'
+    trainer = Recipe.read(RECIPES / "tiny.toml", ["train.steps=2", where, "precision.recipe=bf16"]).trainer(quiet=True)
+    assert (trainer.settings.steps, trainer.settings.warmup) == (2, 2)
+    assert "train.warmup is 2, not 5: train.steps=2 leaves no more steps" in trainer.notes
+    assert Recipe.read(RECIPES / "tiny.toml", ["train.steps=5"]).notes == ()
+    # What is asked for by name stays wrong, and so does a recipe that cannot be right by itself.
+    path = tmp_path / "wrong.toml"
+    path.write_text((RECIPES / "tiny.toml").read_text().replace("warmup = 5", "warmup = 61"))
+    asked = Recipe.read(RECIPES / "tiny.toml", ["train.steps=2", "train.warmup=5"])
+    for recipe in (asked, Recipe.read(path), Recipe.read(path, ["train.steps=2"])):
+        with pytest.raises(ConfigError, match="warmup is"):
+            recipe.settings  # noqa: B018 - reads [train]
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"), [(["--nproc", "two"], "--nproc"), (["--nproc", "2", "--nnodes", "2"], "--rdzv")]
 )

@@ -44,10 +44,14 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A recipe's sections as they stand in the file, overrides applied; `path` is where it was read."""
+    """A recipe's sections as they stand in the file, overrides applied; `path` is where it was read.
+
+    `notes` say what else was changed, for the run to print.
+    """
 
     path: Path
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -59,11 +63,13 @@ class Recipe:
             raise ConfigError(f"recipe: cannot read {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe: {path} is not TOML: {error}") from error
-        for text in overrides:
-            _override(data, text)
+        steps_before = _steps(data)
+        keys = [_override(data, text) for text in overrides]
         for name, section in data.items():
             _check(name, section, path)
-        return cls(path=path, sections=data)
+        is_shortened = "train.steps" in keys and "train.warmup" not in keys
+        notes = _shorten_warmup(data["train"], steps_before) if is_shortened else ()
+        return cls(path=path, sections=data, notes=notes)
 
     def section(self, name: str) -> dict[str, Any]:
         return dict(self.sections.get(name, {}))
@@ -197,7 +203,9 @@ class Recipe:
             "settings": self.settings,
             "guard": self.section("guard") or None,
         }
-        return Trainer.from_engine(engine, **{**arguments, **changes})
+        trainer = Trainer.from_engine(engine, **{**arguments, **changes})
+        trainer.notes += self.notes
+        return trainer
 
     def _data(self, key: str, model: Any) -> Any:
         section = self.section("data")
@@ -229,7 +237,8 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(f"recipe: {path} is not JSON: {error}") from error
 
 
-def _override(data: dict[str, Any], text: str) -> None:
+def _override(data: dict[str, Any], text: str) -> str:
+    """Change one key, and return it."""
     key, found, value = text.partition("=")
     names = key.strip().split(".")
     if not found or len(names) < 2 or not all(names):
@@ -244,6 +253,23 @@ def _override(data: dict[str, Any], text: str) -> None:
         if not isinstance(where, dict):
             raise ConfigError(f"override {text!r}: {name} is no section")
     where[names[-1]] = parsed
+    return ".".join(names)
+
+
+def _steps(data: Mapping[str, Any]) -> Any:
+    section = data.get("train")
+    return section.get("steps", TrainSettings().steps) if isinstance(section, dict) else None
+
+
+def _shorten_warmup(train: dict[str, Any], steps_before: Any) -> tuple[str, ...]:
+    """Of a run that an override made shorter than its warm-up; a recipe that was wrong by itself stays an error."""
+    steps, warmup = train["steps"], train.get("warmup")
+    if not all(isinstance(value, (int, float)) for value in (steps, warmup, steps_before)):
+        return ()
+    if not 0 < steps < warmup <= steps_before:
+        return ()
+    train["warmup"] = steps
+    return (f"train.warmup is {steps}, not {warmup}: train.steps={steps} leaves no more steps",)
 
 
 def _check(name: str, section: Any, path: Path) -> None:
