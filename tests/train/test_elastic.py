@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import deepwell as dw
 from deepwell.bench.faults import FaultSetup, run_faults
 from deepwell.bench.faults.checks import read_stream
 from deepwell.bench.faults.siege import AgentHost
@@ -127,6 +128,20 @@ def test_more_sigterms_change_nothing_and_the_handler_goes_back() -> None:
     thread.start()
     thread.join()
     assert seen == [""]  # in another thread than the main one nothing can be noted, and nothing is broken
+
+
+def test_a_sigterm_before_fit_ends_the_process_and_changes_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom deepwell.bench.faults.worker import WorkerJob, make_trainer\n"
+        "job = WorkerJob(folder=sys.argv[1], steps=9, world=1, seed=0, save_every=2, hang_after_s=0.0)\n"
+        "make_trainer(job).fit(stop_at=3)\n"
+        "trainer = make_trainer(job)\nassert trainer.step == 3\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\ntrainer.fit()\n"
+    )
+    done = run_python(code, str(tmp_path), timeout=120)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert dw.load(tmp_path).step == 3 and dw.load(tmp_path).verify()
+    assert len(Start.read_all(tmp_path)) == 1
 
 
 def test_the_watchdog_dumps_and_ends_a_process_that_hangs(tmp_path: Path) -> None:
