@@ -7,7 +7,7 @@ from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import ExpertActivation
 from deepwell.kernels.experts.chain import experts_chain
-from deepwell.kernels.experts.reference import experts_mlp_ref, group_ends
+from deepwell.kernels.experts.reference import experts_mlp_ref
 
 D, F, E, K = 32, 24, 4, 2
 GPT_OSS = ExpertActivation(interleaved=True, limit=0.9, alpha=1.702, up_shift=1.0)
@@ -34,10 +34,8 @@ def run(leaves, index, how, *, kn=False, reference=False):
     biases = tuple(biases) or (None, None)
     if reference:
         return experts_mlp_ref(x, w1, w2, index, weight, biases=biases, activation=how)
-    ids = index.flatten()
-    sorted_ids, order = torch.sort(torch.where(ids < 0, w1.shape[0], ids), stable=True)
-    routing = (order, weight.flatten(), group_ends(sorted_ids, w1.shape[0]))
-    return experts_chain(x, (w1, w2), routing, index.shape[1], how, biases)
+    groups = torch.ops.deepwell.choice_layout(index.flatten(), w1.shape[0])
+    return experts_chain(x, (w1, w2), weight.flatten(), groups, index.shape[1], how, biases)
 
 
 def _kept(rows):

@@ -38,6 +38,25 @@ def test_the_layout_is_the_references(device, tokens, top_k, experts, empty):
         assert_bitwise_equal(got, ref.to(device), name)
 
 
+# Choices past one block, past one block of blocks, of one expert, of no expert, of more experts than one sum takes.
+@pytest.mark.parametrize(("choices", "experts"), [(0, 3), (7, 1), (1100, 5), (70, 40), (2600, 128), (90, 1000)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_choices_are_laid_out_as_if_they_were_sorted(device, choices, experts, dtype):
+    torch.manual_seed(choices)
+    index = torch.randint(-1, experts + 2, (choices,), dtype=dtype)  # some of them name no expert
+    index[: choices // 4] = min(2, experts - 1)
+    made = G.choice_layout(index.to(device), experts)
+    for name, got, ref in zip(made._fields, made, G.choice_layout_ref(index, experts), strict=True):
+        assert_bitwise_equal(got, ref.to(device), name)
+
+
+def test_a_choice_layout_names_what_it_cannot_take():
+    with pytest.raises(ConfigError, match="index_S must be a vector of integers"):
+        G.choice_layout(torch.zeros(3), 2)
+    with pytest.raises(ConfigError, match="experts is 0"):
+        G.choice_layout(torch.zeros(3, dtype=torch.int32), 0)
+
+
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "empty"), CASES)
 def test_columns_hold_each_group_in_whole_blocks(device, tokens, top_k, experts, empty):
     order, offs = routed(tokens, top_k, experts, device, empty)

@@ -1,12 +1,14 @@
 """One row of the MoE race in this process: a block is made, compared with Hugging Face's, timed and weighed.
 
-Run as a module it is the process of one row: it takes SHAPE WAY DEVICE and prints the row as JSON. Every way has the
+Run as a module it is the process of one row: it takes SHAPE WAY DEVICE and prints the row as JSON; several shapes or
+ways, with commas between, share the process and what it compiled and proved. Every way has the
 same router (softmax in fp32, the largest top_k, their sum 1) before its experts, so that rows differ by experts alone.
 """
 
 import copy
 import gc
 import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -190,14 +192,19 @@ def _backward(run: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tu
     return torch.autograd.grad(run(), leaves, dy)
 
 
-def main(name: str, way: str, device: str) -> None:
-    shape = (SHAPES | TINY)[name]
-    if way == KERNELS:
-        from deepwell.bench.moe.kernels import rows_of
+def main(names: str, ways: str, device: str) -> None:
+    """A line for each shape and way; several of either are written with commas between."""
+    for name, way in itertools.product(names.split(","), ways.split(",")):
+        shape = (SHAPES | TINY)[name]
+        torch._dynamo.reset()
+        if way == KERNELS:
+            from deepwell.bench.moe.kernels import rows_of
 
-        print(json.dumps(rows_of(shape, device)))
-    else:
-        print(json.dumps(row_of(shape, way, device)))
+            print(json.dumps(rows_of(shape, device)), flush=True)
+        else:
+            print(json.dumps(row_of(shape, way, device)), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

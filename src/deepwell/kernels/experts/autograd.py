@@ -173,22 +173,38 @@ def fused_experts(
     act: str,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """`y[t] = sum_j w[t, j] (down[e] act(gate_up[e] x[t]) + bias)` over the experts e that token t chose, in FP8.
+    """`experts_in_fp8` of sorted choices, as Hugging Face's graphs have them.
 
-    `gate_up` is a view [E, G, D], `down` [E, D, F], stored so or the other way round. `act` is an activation as its
-    `str()` writes it, or the name of SwiGLU's function. `routing` holds the choices t * top_k + j sorted by expert,
-    their weights [S] in the order of tokens, and the ends of the experts' groups.
+    `routing` holds the choices t * top_k + j sorted by expert, their weights [S] in the order of tokens, and the ends
+    of the experts' groups. `act` may be the name of SwiGLU's function.
     """
     order, weight, offs = routing
     how = act if "," in act else str(ExpertActivation(function=act))
-    return _FusedExperts.apply(x, gate_up, down, *biases, order, weight, offs, top_k, how)
+    groups = ops.group_layout(offs, order, order.shape[0])
+    return experts_in_fp8(x, (gate_up, down), weight, groups, top_k, how, biases)
+
+
+def experts_in_fp8(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    weight_S: Tensor,
+    groups: tuple[Tensor, Tensor, Tensor],
+    top_k: int,
+    act: str,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """`y[t] = sum_j w[t, j] (down[e] act(gate_up[e] x[t]) + bias)` over the experts e that token t chose, in FP8.
+
+    `weights` are views [E, G, D] and [E, D, F], stored so or the other way round. `act` is an activation as its `str()`
+    writes it. `groups` say where the rows of each expert lie (`group_rows.RowGroups`).
+    """
+    return _FusedExperts.apply(x, *weights, *biases, weight_S, *groups, top_k, act)
 
 
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, *operands: Any) -> Tensor:
-        gate_up, down, bias_up, bias_down, order, weight_S, offs, top_k, act = operands
-        ends, slot, place = ops.group_layout(offs, order, order.shape[0])
+        gate_up, down, bias_up, bias_down, weight_S, ends, slot, place, top_k, act = operands
         q_TD, x_scale = ops.quantize_rows(x_TD)
         q_gate_up, gate_up_scale, gate_up_rows = _along_k(*_stored(gate_up))
         q_down, down_scale, down_rows = _along_k(*_stored(down))
@@ -213,7 +229,7 @@ class _FusedExperts(torch.autograd.Function):
         x_TD, gate_up, gate_up_rows, down, down_rows, bias_down, *rest = ctx.saved_tensors
         *kept, weight_S, ends, slot, place = rest
         dy_TD, top_k = grads[0].contiguous(), ctx.top_k
-        wants_x, wants_gate_up, wants_down, wants_bias_up, wants_bias_down, _, wants_weight = ctx.needs_input_grad[:7]
+        wants_x, wants_gate_up, wants_down, wants_bias_up, wants_bias_down, wants_weight = ctx.needs_input_grad[:6]
         dx = d_gate_up = d_down = d_bias_up = d_bias_down = d_weight = None
         columns = ops.group_columns(ends, slot.shape[0])
         dy_codes = ops.quantize_rows(dy_TD)
@@ -239,7 +255,7 @@ class _FusedExperts(torch.autograd.Function):
             if bias_down is not None:
                 dw_S = dw_S + down_bias_grad_of_weights(dy_TD, bias_down, ends, slot, place, top_k)
             d_weight = dw_S.to(weight_S.dtype)
-        return dx, d_gate_up, d_down, d_bias_up, d_bias_down, None, d_weight, None, None, None
+        return dx, d_gate_up, d_down, d_bias_up, d_bias_down, d_weight, None, None, None, None, None
 
 
 def _stored(weight: Tensor) -> tuple[Tensor, bool]:

@@ -22,31 +22,28 @@ from deepwell.kernels.experts.biases import down_bias_grad_of_weights, sums_by_e
 from deepwell.kernels.experts.row_tiles import is_kn
 from deepwell.kernels.experts.torch_ops import ops
 
-Routing = tuple[Tensor, Tensor, Tensor]
-
 
 def experts_chain(
     x: Tensor,
     weights: tuple[Tensor, Tensor],
-    routing: Routing,
+    weight_S: Tensor,
+    groups: tuple[Tensor, Tensor, Tensor],
     top_k: int,
     how: ExpertActivation,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """`y[t] = sum_j w[t, j] (down[e] act(gate_up[e] x[t]) + bias)` over the experts e that token t chose.
 
-    `weights` are views [E, G, D] and [E, D, F]. `routing` holds the choices t * top_k + j sorted by expert, their
-    weights [S] in the order of tokens, and the ends of the experts' groups.
+    `weights` are views [E, G, D] and [E, D, F]. `groups` say where the rows of each expert lie
+    (`group_rows.RowGroups`).
     """
-    order, weight, offs = routing
-    return _Chain.apply(x, *weights, *biases, weight, order, offs, top_k, str(how))
+    return _Chain.apply(x, *weights, *biases, weight_S, *groups, top_k, str(how))
 
 
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, *operands: Any) -> Tensor:
-        gate_up, down, bias_up, bias_down, weight_S, order, offs, top_k, act = operands
-        ends, slot, place = ops.group_layout(offs, order, order.shape[0])
+        gate_up, down, bias_up, bias_down, weight_S, ends, slot, place, top_k, act = operands
         x_TD = x_TD.contiguous()
         rows_PG, hidden_PF = ops.expert_up(x_TD, gate_up, bias_up, ends, slot, top_k, act)
         y_PD = ops.expert_product(hidden_PF, None, down, None, bias_down, ends, None, 1)
@@ -86,7 +83,7 @@ class _Chain(torch.autograd.Function):
                 d_weight = d_weight + down_bias_grad_of_weights(dy_TD, bias_down, ends, slot, place, top_k)
         if d_weight is not None:
             d_weight = d_weight.to(weight_S.dtype)
-        return dx, d_up, d_down, d_bias_up, d_bias_down, d_weight, None, None, None, None
+        return dx, d_up, d_down, d_bias_up, d_bias_down, d_weight, None, None, None, None, None
 
 
 def _wgrad(weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

@@ -91,6 +91,13 @@ def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Ro
     return RowGroups(*(part.to(offs_E.device) for part in made))
 
 
+def choice_layout_ref(index_S: Tensor, experts: int) -> RowGroups:
+    """Reference for `choice_layout`."""
+    ids, order = index_S.where((index_S >= 0) & (index_S < experts), experts).sort(stable=True)
+    offs = torch.searchsorted(ids, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
+    return group_layout_ref(offs, order, index_S.shape[0])
+
+
 def group_columns_ref(ends_E: Tensor, rows: int) -> GroupColumns:
     """Reference for `group_columns`."""
     blocks = torch.full((padded_columns(rows, ends_E.shape[0]) // GROUP_ALIGNMENT,), -1, dtype=torch.int32)
@@ -137,6 +144,8 @@ def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor
 GATHER_CONFIGS = (TileConfig(rows=4, columns=2048, num_warps=4), TileConfig(rows=1, columns=4096, num_warps=4))
 COMBINE_CONFIGS = (TileConfig(rows=1, columns=2048, num_warps=4), TileConfig(rows=4, columns=512, num_warps=4))
 _LAYOUT_BLOCK = 128
+# Choices by experts that a program compares at a time, and blocks of choices that are summed at a time.
+_CHOICE_TILE, _MAX_CHOICES, _SUM_BLOCKS, _SUM_EXPERTS = 16384, 512, 256, 16
 
 # ---- kernels ----
 
@@ -173,6 +182,58 @@ def _layout_kernel(
     tl.store(place_ptr + slot, p, mask=live & (p < P))
     if tl.program_id(0) == 0:
         tl.store(ends_ptr + e, tl.where(e == E - 1, P, padded_end), mask=e < E)
+
+
+@triton.jit
+def _is_choice(index_ptr, S, E, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """(choices of this program, whether each is of an expert, whether choice i is of expert e)."""
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index_ptr + s, mask=s < S, other=-1)
+    live = (expert >= 0) & (expert < E)
+    expert = tl.where(live, expert, -1).to(tl.int32)
+    return s, live, expert[:, None] == tl.arange(0, BLOCK_E)[None, :]
+
+
+@triton.jit
+def _count_choices_kernel(index_ptr, counts_ptr, S, E, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    _, _, chosen = _is_choice(index_ptr, S, E, BLOCK, BLOCK_E)
+    counts = tl.sum(chosen.to(tl.int32), axis=0)
+    tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit
+def _sum_choices_kernel(
+    counts_ptr, totals_ptr, BLOCKS, STRIDE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    # Of some experts: how many of their choices lie before each block, in the place of its count; and how many in all.
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    before = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for start in range(0, BLOCKS, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)
+        at = counts_ptr + b[:, None] * STRIDE + e[None, :]
+        counts = tl.load(at, mask=(b < BLOCKS)[:, None], other=0)
+        tl.store(at, before[None, :] + tl.cumsum(counts, axis=0) - counts, mask=(b < BLOCKS)[:, None])
+        before += tl.sum(counts, axis=0)
+    tl.store(totals_ptr + e, before)
+
+
+@triton.jit
+def _place_choices_kernel(
+    index_ptr, counts_ptr, totals_ptr, ends_ptr, slot_ptr, place_ptr, S, P, E,
+    ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    s, live, chosen = _is_choice(index_ptr, S, E, BLOCK, BLOCK_E)
+    e = tl.arange(0, BLOCK_E)
+    total = tl.load(totals_ptr + e)
+    padded = tl.where(e < E, tl.maximum(ALIGNMENT, (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT), 0)
+    end = tl.cumsum(padded, axis=0)
+    first = end - padded + tl.load(counts_ptr + tl.program_id(0) * BLOCK_E + e)
+    rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    p = tl.sum(tl.where(chosen, first[None, :] + rank, 0), axis=1)
+    tl.store(place_ptr + s, tl.where(live, p, -1), mask=s < S)
+    tl.store(slot_ptr + p, s, mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(ends_ptr + e, tl.where(e == E - 1, P, end), mask=e < E)
 
 
 @triton.jit
@@ -300,6 +361,38 @@ def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGro
             BLOCK_E=max(16, next_power_of_2(experts)),
             BLOCK_P=_LAYOUT_BLOCK,
             num_warps=4,
+        )
+    return RowGroups(ends, slot, place)
+
+
+def choice_layout(index_S: Tensor, experts: int) -> RowGroups:
+    """The layout of choices by expert, in their order; `index_S` names each choice's expert.
+
+    Choices that name none, below 0 or past the last, go nowhere. Nothing is sorted: experts are counted block by block.
+    Raises ConfigError on a wrong argument.
+    """
+    if index_S.dim() != 1 or index_S.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(f"index_S must be a vector of integers, got {index_S.dtype} {tuple(index_S.shape)}")
+    if not 0 < experts <= MAX_EXPERTS:
+        raise ConfigError(f"experts is {experts}; it must be between 1 and {MAX_EXPERTS}")
+    if not runs_kernel(index_S, _place_choices_kernel):
+        return choice_layout_ref(index_S, experts)
+    choices, width = index_S.shape[0], max(16, next_power_of_2(experts))
+    block = max(16, min(_MAX_CHOICES, _CHOICE_TILE // width))
+    blocks, rows = max(1, cdiv(choices, block)), padded_rows(choices, experts)
+    counts, totals, ends, place = (
+        torch.empty(size, dtype=torch.int32, device=index_S.device)
+        for size in (blocks * width, width, experts, choices)
+    )
+    slot = torch.full((rows,), -1, dtype=torch.int32, device=index_S.device)
+    tile = {"BLOCK": block, "BLOCK_E": width, "num_warps": 8}
+    with on_device(index_S):
+        _count_choices_kernel[(blocks,)](index_S, counts, choices, experts, **tile)
+        _sum_choices_kernel[(width // _SUM_EXPERTS,)](
+            counts, totals, blocks, STRIDE=width, BLOCK_B=_SUM_BLOCKS, BLOCK_E=_SUM_EXPERTS, num_warps=8
+        )
+        _place_choices_kernel[(blocks,)](
+            index_S, counts, totals, ends, slot, place, choices, rows, experts, ALIGNMENT=GROUP_ALIGNMENT, **tile
         )
     return RowGroups(ends, slot, place)
 

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.experts.activation import SWIGLU, ExpertActivation, parse_activation
-from deepwell.kernels.experts.autograd import FP8_METHOD, fused_experts
+from deepwell.kernels.experts.autograd import FP8_METHOD, experts_in_fp8
 from deepwell.kernels.experts.chain import experts_chain
-from deepwell.kernels.experts.reference import PLAIN_SCHEME, Biases, experts_mlp_ref, group_ends
+from deepwell.kernels.experts.reference import PLAIN_SCHEME, Biases, experts_mlp_ref
 from deepwell.kernels.experts.spelled_out import is_spelled_out
+from deepwell.kernels.experts.torch_ops import ops
 
 FP8_SCHEME = "|".join([FP8_METHOD] * 3)
 _SHORT = {"bf16": PLAIN_SCHEME, "fp8": FP8_SCHEME}
@@ -56,12 +57,11 @@ def run_experts(
     is_fp8 = schemes == (FP8_SCHEME, FP8_SCHEME) and is_fused_in_fp8(w_gate_up, w_down)
     is_bf16 = schemes == (PLAIN_SCHEME, PLAIN_SCHEME) and x_TH.is_cuda and is_fused_in_bf16(x_TH, w_gate_up, w_down)
     if is_fp8 or is_bf16:
-        experts, index = w_gate_up.shape[0], top_index.reshape(-1)
-        sorted_index, order = index.where(index >= 0, experts).sort(stable=True)
-        routing = (order, top_weight.reshape(-1), group_ends(sorted_index, experts))
+        groups = ops.choice_layout(top_index.reshape(-1), w_gate_up.shape[0])
+        weights, weight_S, top_k = (w_gate_up, w_down), top_weight.reshape(-1), top_index.shape[-1]
         if is_fp8:
-            return fused_experts(x_TH, w_gate_up, w_down, routing, top_index.shape[-1], str(how), biases)
-        return experts_chain(x_TH, (w_gate_up, w_down), routing, top_index.shape[-1], how, biases)
+            return experts_in_fp8(x_TH, weights, weight_S, groups, top_k, str(how), biases)
+        return experts_chain(x_TH, weights, weight_S, groups, top_k, how, biases)
     return experts_mlp_ref(
         x_TH, w_gate_up, w_down, top_index, top_weight, biases=biases, activation=how, schemes=schemes
     )

@@ -15,6 +15,7 @@ from deepwell.kernels.experts.activation import parse_activation
 from deepwell.kernels.experts.biases import code_sums
 from deepwell.kernels.experts.group_rows import (
     GROUP_ALIGNMENT,
+    choice_layout,
     combine_rows,
     copy_rows,
     gather_rows,
@@ -48,6 +49,18 @@ def _fake_layout(offs: Tensor, order: Tensor | None, choices: int) -> tuple[Tens
 
 register_op(
     "group_layout(Tensor offs, Tensor? order, SymInt choices) -> (Tensor, Tensor, Tensor)", _layout, _fake_layout
+)
+
+
+def _fake_choice_layout(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (experts, padded_rows(index.shape[0], experts), index.shape[0])
+    return tuple(index.new_empty(size, dtype=torch.int32) for size in sizes)  # type: ignore[return-value]
+
+
+register_op(
+    "choice_layout(Tensor index, int experts) -> (Tensor, Tensor, Tensor)",
+    lambda index, experts: tuple(choice_layout(dense(index), experts)),
+    _fake_choice_layout,
 )
 register_op(
     "group_columns(Tensor offs, SymInt rows) -> (Tensor, Tensor)",
