@@ -469,7 +469,7 @@ def test_every_kernel_of_a_block_can_be_timed_by_itself(batch, on_hopper):
     engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
     engine(**batch).loss.backward()
     rows = {row.op: row for row in engine.report(measure=True).kernels}
-    rows_of = ("group_layout", "combine_rows", "wgrad_operands", "grouped_wgrad")
+    rows_of = ("choice_layout", "group_columns", "combine_rows", "wgrad_operands", "grouped_wgrad")
     for name in (*rows_of, "expert_product"):
         assert rows[name].us, f"{name}: {rows[name].how}"
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepwell.engine.passes.choose_kernels import KernelRow, size_of
-from deepwell.kernels.experts.group_rows import GROUP_ALIGNMENT
+from deepwell.kernels.experts.group_rows import COLUMN_ALIGNMENT, GROUP_ALIGNMENT
 from deepwell.kernels.gemm.cublaslt import product_of_codes
 from deepwell.kernels.tune.fastest import TORCH, way_of
 from deepwell.kernels.tune.timing import median_us
@@ -57,7 +57,6 @@ class OpCall:
             "fp8_gemm_bias": "cublaslt_fast" if self.args[-1] is True else "cublaslt",
             "fp8_gemm_blocks": "cublaslt",
             "grouped_gemm": "torch_grouped",
-            "grouped_wgrad": "torch_grouped",
         }
         return vendors.get(self.name, "deepwell")
 
@@ -110,7 +109,7 @@ def _algorithm(call: OpCall) -> str:
 
 def _measure(call: OpCall) -> float:
     given: Any = map_aggregate(_plain(call.args), lambda arg: _random(arg, call.device))
-    given = _with_words(call, _with_groups(call, given))
+    given = _with_choices(call, _with_words(call, _with_groups(call, given)))
     return median_us(lambda: call.target(*given), call.device, budget_s=0.02)
 
 
@@ -121,10 +120,12 @@ def _with_groups(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
     if where >= len(given) or given[where] is None:
         return given
     experts = given[where].shape[0]
-    rows = given[names.index("choices")] if "choices" in names else given[0].shape[call.name == "grouped_wgrad"]
-    slot = dict(zip(names, given, strict=False)).get("slot")
-    rows = rows if slot is None else slot.shape[0]
-    each = rows // experts // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+    named, is_wgrad = dict(zip(names, given, strict=False)), call.name == "grouped_wgrad"
+    slot = named.get("slot")
+    rows = given[0].shape[is_wgrad] if slot is None else slot.shape[0]
+    rows = named.get("choices", named.get("rows", rows))
+    lines = COLUMN_ALIGNMENT if is_wgrad else GROUP_ALIGNMENT
+    each = rows // experts // lines * lines
     ends = torch.arange(1, experts + 1, device=call.device) * each
     ends[-1] = rows
     return (*given[:where], ends.to(given[where].dtype), *given[where + 1 :])
@@ -137,6 +138,14 @@ def _with_words(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
     grad, index, num_weights, padding_idx = given
     words = torch.randint(0, max(num_weights, 1), index.shape, device=call.device).to(index.dtype)
     return grad, words, num_weights, padding_idx
+
+
+def _with_choices(call: OpCall, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with choices of all experts alike."""
+    if call.name != "choice_layout":
+        return given
+    index, experts = given
+    return torch.randint(0, experts, index.shape, device=call.device).to(index.dtype), experts
 
 
 def _values(args: Any) -> list[Any]:
