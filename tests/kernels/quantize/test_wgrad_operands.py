@@ -154,7 +154,11 @@ def test_the_kernel_compiles_without_spills_and_reads_vectors(arch, grouped):
     arguments = {
         **dict.fromkeys(("a_ptr", "b_ptr", "ratio_a_ptr", "ratio_b_ptr", "scale_a_ptr", "scale_b_ptr"), torch.float32),
         "ends_ptr": torch.int32 if grouped else None,
+        "slot_a_ptr": torch.int32 if grouped else None,
+        "slot_b_ptr": None,
         "T": "i32",
+        "TOP_K": 8,
+        "ZERO_SCALE": W._ZERO_SCALE,
         "BLOCK": W._GROUP_BLOCK if grouped else W._BLOCK,
         "SLICE": W._SLICE,
     }

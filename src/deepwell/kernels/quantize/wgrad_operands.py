@@ -85,9 +85,20 @@ def _from_biased(exponent: Tensor) -> Tensor:
 
 
 @triton.jit
+def _exponents(scale_ptr, slot_ptr, t, end, TOP_K: tl.constexpr, ZERO_SCALE: tl.constexpr):
+    """Of the scales of rows t, which are positive or NaN; found through their slots where there are any."""
+    if slot_ptr is None:
+        scale = tl.load(scale_ptr + t, mask=t < end, other=0.0)
+    else:
+        slot = tl.load(slot_ptr + t, mask=t < end, other=-1)
+        scale = tl.load(scale_ptr + tl.maximum(slot, 0) // TOP_K, mask=slot >= 0, other=ZERO_SCALE)
+    return (scale.to(tl.int32, bitcast=True) >> 23) & 255
+
+
+@triton.jit
 def _balance_kernel(
-    a_ptr, b_ptr, ends_ptr, ratio_a_ptr, ratio_b_ptr, scale_a_ptr, scale_b_ptr, T,
-    BLOCK: tl.constexpr, SLICE: tl.constexpr,
+    a_ptr, b_ptr, slot_a_ptr, slot_b_ptr, ends_ptr, ratio_a_ptr, ratio_b_ptr, scale_a_ptr, scale_b_ptr, T,
+    TOP_K: tl.constexpr, ZERO_SCALE: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     # Program (e, s): slice s of group e; without groups all tokens are one.
     e = tl.program_id(0)
@@ -102,9 +113,8 @@ def _balance_kernel(
     single = tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(begin, end, BLOCK):
         t = start + lane
-        # Scales are positive or NaN.
-        a = (tl.load(a_ptr + t, mask=t < end, other=0.0).to(tl.int32, bitcast=True) >> 23) & 255
-        b = (tl.load(b_ptr + t, mask=t < end, other=0.0).to(tl.int32, bitcast=True) >> 23) & 255
+        a = _exponents(a_ptr, slot_a_ptr, t, end, TOP_K, ZERO_SCALE)
+        b = _exponents(b_ptr, slot_b_ptr, t, end, TOP_K, ZERO_SCALE)
         total = tl.maximum(total, a + b)
         single = tl.maximum(single, tl.maximum(a, b))
     largest = tl.max(total, axis=0)
@@ -116,8 +126,8 @@ def _balance_kernel(
         tl.store(scale_b_ptr + e, tl.where(is_bad, nan, ((largest - half) << 23).to(tl.float32, bitcast=True)))
     for start in range(begin + tl.program_id(1) * SLICE, end, tl.num_programs(1) * SLICE):
         t = start + tl.arange(0, SLICE)
-        a = (tl.load(a_ptr + t, mask=t < end, other=0.0).to(tl.int32, bitcast=True) >> 23) & 255
-        b = (tl.load(b_ptr + t, mask=t < end, other=0.0).to(tl.int32, bitcast=True) >> 23) & 255
+        a = _exponents(a_ptr, slot_a_ptr, t, end, TOP_K, ZERO_SCALE)
+        b = _exponents(b_ptr, slot_b_ptr, t, end, TOP_K, ZERO_SCALE)
         fall = largest - a - b
         down_a = fall // 2
         ratio_a = (tl.maximum(127 - down_a, 0) << 23).to(tl.float32, bitcast=True)
@@ -129,23 +139,33 @@ def _balance_kernel(
 # ---- public wrappers: check, allocate, launch ----
 
 
-def balance_scales(scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None = None) -> Balanced:
+def balance_scales(
+    scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None = None, gathered: Gathered | None = None
+) -> Balanced:
     """Split the products of two operands' token scales (powers of two) between them, for each group by itself.
 
     `ends_E` (int32) are the ends of the groups, which cover all rows; without it there is one and scales are scalars.
-    Raises ConfigError on a wrong argument.
+    Those of one side may be `gathered`. Raises ConfigError on a wrong argument.
     """
-    t = scale_a_T.shape[0] if scale_a_T.dim() else 0
-    for name, scale in (("scale_a_T", scale_a_T), ("scale_b_T", scale_b_T)):
-        check_vector(name, scale, t, scale_a_T, torch.float32)
+    runs = runs_kernel(scale_a_T, _balance_kernel)
+    slots: list[Tensor | None] = [None, None]
+    if gathered is not None and runs and scale_a_T.shape[0] and scale_b_T.shape[0]:
+        slots[gathered.is_other] = gathered.slot_T
+    elif gathered is not None:
+        scale_a_T, scale_b_T = (
+            _gathered_scales(scale, gathered) if is_other == gathered.is_other else scale
+            for scale, is_other in ((scale_a_T, False), (scale_b_T, True))
+        )
+    rows = scale_a_T if gathered is None or gathered.is_other else gathered.slot_T
+    t = rows.shape[0] if rows.dim() else 0
+    for name, scale, slot in (("scale_a_T", scale_a_T, slots[0]), ("scale_b_T", scale_b_T, slots[1])):
+        check_vector(name, scale, t if slot is None else scale.shape[0], scale_a_T, torch.float32)
     if ends_E is not None and (ends_E.dtype != torch.int32 or ends_E.dim() != 1):
         raise ConfigError(f"ends_E must be a vector of int32, got {ends_E.dtype} {tuple(ends_E.shape)}")
-    if not runs_kernel(scale_a_T, _balance_kernel):
+    if not runs:
         return balance_scales_ref(scale_a_T, scale_b_T, ends_E)
     shape = () if ends_E is None else (ends_E.shape[0],)
-    made = Balanced(
-        torch.empty_like(scale_a_T), torch.empty_like(scale_b_T), scale_a_T.new_empty(shape), scale_a_T.new_empty(shape)
-    )
+    made = Balanced(*(scale_a_T.new_empty(size) for size in ((t,), (t,), shape, shape)))
     if ends_E is None:
         grid = (1, max(1, min(_SLICES, cdiv(t, _SLICE))))
         block = min(_BLOCK, max(_SLICE, next_power_of_2(t)))
@@ -154,8 +174,9 @@ def balance_scales(scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None =
         grid, block, num_warps = (ends_E.shape[0], 1), _GROUP_BLOCK, _GROUP_WARPS
     with on_device(scale_a_T):
         _balance_kernel[grid](
-            scale_a_T, scale_b_T, ends_E, *made, t, BLOCK=block, SLICE=min(block, _SLICE), num_warps=num_warps
-        )
+            scale_a_T, scale_b_T, *slots, ends_E, *made, t, TOP_K=1 if gathered is None else gathered.top_k,
+            ZERO_SCALE=_ZERO_SCALE, BLOCK=block, SLICE=min(block, _SLICE), num_warps=num_warps,
+        )  # fmt: skip
     return made
 
 
@@ -173,12 +194,7 @@ def wgrad_operands(
     Codes and scales of one side may lie by token and be `gathered` on the way in; columns of the results may be
     `blocks` of rows and zeros between them (`group_columns`). Raises ConfigError on a wrong argument.
     """
-    if gathered is not None:
-        scale_a_T, scale_b_T = (
-            _gathered_scales(scale, gathered) if is_other == gathered.is_other else scale
-            for scale, is_other in ((scale_a_T, False), (scale_b_T, True))
-        )
-    balanced = balance_scales(scale_a_T, scale_b_T, ends_E)
+    balanced = balance_scales(scale_a_T, scale_b_T, ends_E, gathered)
     a_NT, b_KT = transpose_two_by_ratio(q_a_TN, balanced.ratio_a_T, q_b_TK, balanced.ratio_b_T, gathered, blocks)
     return a_NT, balanced.scale_a, b_KT, balanced.scale_b
 
