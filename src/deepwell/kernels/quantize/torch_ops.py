@@ -12,6 +12,7 @@ nv_quantize_rows                    x, w, dy in NVFP4
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,34 +90,24 @@ def _fake_round_to(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor
     return x.new_empty((*x.shape[:-1], width), dtype=torch.float32)
 
 
+def _how(
+    slot: Tensor | None = None, top_k: int = 1, gathers_b: bool = False, blocks: Tensor | None = None
+) -> tuple[Gathered | None, Tensor | None]:
+    return None if slot is None else Gathered(slot, top_k, gathers_b), blocks
+
+
 def _wgrad_operands(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None = None,
-    slot: Tensor | None = None,
-    top_k: int = 1,
-    gathers_b: bool = False,
-    blocks: Tensor | None = None,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    gathered = None if slot is None else Gathered(slot, top_k, gathers_b)
-    return wgrad_operands(a, scale_a, b, scale_b, offs, gathered, blocks)
+    return wgrad_operands(a, scale_a, b, scale_b, offs, *_how(*how))
 
 
 def _fake_wgrad_operands(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs: Tensor | None = None,
-    slot: Tensor | None = None,
-    top_k: int = 1,
-    gathers_b: bool = False,
-    blocks: Tensor | None = None,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor | None = None, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = () if offs is None else (offs.shape[0],)
-    rows = a.shape[0] if slot is None else slot.shape[0]
+    gathered, blocks = _how(*how)
+    rows = a.shape[0] if gathered is None else gathered.slot_T.shape[0]
     columns = rows if blocks is None else BLOCK_ROWS * blocks.shape[0]
     transposed = (q.new_empty((q.shape[1], columns)) for q in (a, b))
     return next(transposed), scale_a.new_empty(shape), next(transposed), scale_b.new_empty(shape)
