@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepwell.bench.moe.shapes import KERNELS, SHAPES, TINY, MoEShape
+from deepwell.bench.ran import watch
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import stages
@@ -32,6 +33,8 @@ from deepwell.kernels.tune.timing import times_us
 # Of outputs and gradients against Hugging Face's in fp32: rows rounded to bf16, and two FP8 products.
 _FLOOR_DB = {"bf16": 30.0, "fp8": 18.0}
 _SKEW = 1.2
+# Of the profile: steps, and the longest kernels of one. What idles between them is the host's.
+_WATCHED, _KERNELS = 4, 16
 _EXPERTS = {
     "qwen3_moe": ("qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeConfig"),
     "olmoe": ("olmoe.modeling_olmoe", "OlmoeExperts", "OlmoeConfig"),
@@ -138,6 +141,9 @@ def row_of(shape: MoEShape, way: str, device: str, budget_s: float = 1.0) -> dic
         row["forward ms"] = milliseconds(lambda: run(x), device, budget_s)
         row["ms"] = milliseconds(lambda: step(run), device, budget_s)
         row["TFLOP/s"] = 3e-9 * shape.flops / row["ms"]
+        if device == "cuda":
+            kernels, row["idle ms"] = watch(lambda: step(run), steps=_WATCHED)
+            row["longest"] = [(one.name[:80], one.count, round(one.ms, 3)) for one in kernels[:_KERNELS]]
         row["zipf"] = _skewed(run_experts, shape, (x, dy, [x, *experts.parameters()]), budget_s)
     if way.startswith("deepwell") and device == "cuda":
         row["chosen"] = stages.chosen()

@@ -11,6 +11,9 @@ from deepwell.bench.moe.shapes import KERNELS, SHAPES, STEPS, TINY, WAYS
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
 
+# Of each row, beside the table: which kernel each stage runs by, and the longest kernels of a step.
+_APART = ("chosen", "longest")
+
 
 def row_names(device: str, only: Sequence[str]) -> list[tuple[str, str]]:
     """(block, way) of every row, or (model, "step"); `only` names blocks, ways, models, "kernels" or "steps".
@@ -41,14 +44,15 @@ def run_moe(
     """All rows. `keep` gets the result after each of them."""
     title = "MoE: a block's forward and backward; memory beyond weights and input; steps as `deepwell bench step`"
     result: dict[str, Any] = {"bench": "moe", "title": title, "environment": environment(), "rows": [], "kernels": []}
-    result["chosen"] = {}
+    result |= {part: {} for part in _APART}
     names = row_names(device, only)
     with bar("moe", len(names)) as advance:
         for block, way in names:
             found = _step(block, timeout_s) if way == "step" else _in_process(block, way, device, timeout_s)
             for row in found:
-                if chosen := row.pop("chosen", None):
-                    result["chosen"][f"{block} {way}"] = chosen
+                for part in _APART:
+                    if found_part := row.pop(part, None):
+                        result[part][f"{block} {way}"] = found_part
             result["kernels" if way == KERNELS else "rows"] += found
             _compare(result["rows"])
             if keep is not None:
