@@ -197,12 +197,16 @@ def test_large_outputs_are_not_copied_at_every_call(on_cuda, monkeypatch) -> Non
     assert replay.state == "never" and "MiB would be copied" in replay.why
 
 
-def test_a_gradient_that_is_returned_twice_stays_one() -> None:
-    grad = torch.randn(3, 4).T
-    first, second, nothing, number = copied([grad, grad, None, 7])
+@pytest.mark.parametrize("large_bytes", [0, 48, 1 << 20])
+def test_gradients_are_copied_large_or_small_and_one_that_is_returned_twice_stays_one(large_bytes, monkeypatch) -> None:
+    monkeypatch.setattr("deepwell.engine.calls.replay._LARGE_BYTES", large_bytes)
+    grad, other = torch.randn(3, 4).T, torch.randn(5)
+    first, second, third, nothing, number = copied([grad, grad, other, None, 7])
     assert first is second and first is not grad and (nothing, number) == (None, 7)
     assert first.stride() == grad.stride()
-    assert_bitwise_equal(first, grad)
+    for made, given in ((first, grad), (third, other)):
+        assert made.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+        assert_bitwise_equal(made, given)
 
 
 # ---- on a GPU ----
