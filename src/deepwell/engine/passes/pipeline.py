@@ -30,6 +30,7 @@ from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residu
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
 from deepwell.engine.passes.swiglu import rewrite_swiglu
+from deepwell.engine.passes.top_k import rewrite_top_k
 from deepwell.engine.passes.work import (
     Work,
     choose_by_registry,
@@ -114,6 +115,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("",                                      COMPILED, choose_by_registry, ("work",)),
     Pass("bias_epilogue",                         COMPILED, fuse_bias),
     Pass("",                                      COMPILED, emulate_in_bf16),
+    Pass("top_k",                                 COMPILED, rewrite_top_k),
     Pass("",                                      COMPILED, record_calls, ("calls",)),
 )
 # fmt: on

@@ -29,6 +29,7 @@ from deepwell.kernels.experts.hidden_codes import grad_codes, hidden_codes
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
 from deepwell.kernels.experts.row_tiles import Rows, groups
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward, expert_swiglu_kept
+from deepwell.kernels.experts.top_k import top_k
 from deepwell.kernels.quantize.torch_ops import rounded
 from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
 
@@ -85,6 +86,19 @@ register_op(
     "combine_rows(Tensor x, Tensor place, int top_k, Tensor? weight=None) -> Tensor",
     lambda x, place, top_k, weight=None: combine_rows(x, place, top_k, None if weight is None else weight.contiguous()),
     lambda x, place, top_k, weight=None: x.new_empty((place.shape[0] // top_k, x.shape[1])),
+)
+
+
+def _top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Of rows of any number of dimensions."""
+    value, index = top_k(dense(x.reshape(-1, x.shape[-1])), k)
+    return value.view(*x.shape[:-1], k), index.view(*x.shape[:-1], k)
+
+
+register_op(
+    "top_k(Tensor x, int k) -> (Tensor, Tensor)",
+    _top_k,
+    lambda x, k: tuple(x.new_empty((*x.shape[:-1], k), dtype=dtype) for dtype in (x.dtype, torch.int64)),
 )
 
 # ---- weights ----
