@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import zoo_models
 from torch import Tensor, nn
 
 import deepwell as dw
@@ -203,3 +204,15 @@ def test_hooks_that_come_and_go_after_the_first_call_run(precision) -> None:
     model.layers[0].register_full_backward_hook(lambda module, grads, given: (3 * grads[0],))
     torch.testing.assert_close(gradient(engine), gradient(model), rtol=0.1, atol=0.5)
     assert (gradient(engine) - plain).norm() > 0.1 * plain.norm()
+
+
+def test_labels_that_are_the_ids_follow_labels_that_are_not(batch: dict[str, Tensor]) -> None:
+    model = zoo_models.tiny_model("llama", num_hidden_layers=1)
+    engine, ids = dw.compile(model, precision="bf16"), batch["input_ids"]
+    positions = torch.arange(37).expand(2, -1).contiguous()
+    engine(input_ids=ids, labels=ids.clone(), attention_mask=torch.ones_like(ids).tril(30))
+    for call in ({"labels": ids}, {"labels": ids.clone()}):
+        torch.testing.assert_close(
+            engine(input_ids=ids, position_ids=positions, **call).loss, model(**batch, position_ids=positions).loss
+        )
+    assert engine.report().graphs == 2  # one for both calls

@@ -254,6 +254,7 @@ class Runtime:
         running: AbstractContextManager[None] = self._running() if self.regions is None else self.regions.running()
         if self.regions is None and self.options.is_as_written:
             running = nullcontext()
+        args, kwargs = _each_once(args, kwargs)
         try:
             with running, recomputed:
                 out = self._compiled(*args, **kwargs)
@@ -454,6 +455,25 @@ def _chatter() -> set[Any]:
     """
     methods = ("debug", "info", "info_once", "warning_once")
     return {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)}
+
+
+def _each_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with a second tensor over the same memory where one is passed twice, as in labels=input_ids.
+
+    Dynamo would have a graph for that alone, and torch 2.13 raises KeyError where a call before it had the two apart
+    and another keyword beside them (docs/gotchas.md). One with a gradient stays.
+    """
+    seen: set[int] = set()
+
+    def apart(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
+            return value
+        if id(value) in seen:
+            return value.data
+        seen.add(id(value))
+        return value
+
+    return tuple(map(apart, args)), {name: apart(value) for name, value in kwargs.items()}
 
 
 def _device_type(model: nn.Module) -> str:
