@@ -57,9 +57,10 @@ EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
 }  # fmt: skip
 # Passes that work on Inductor's joint graph alone, which these tests do not make; and experts, whose schemes are the
 # binding's affair: tests/engine/test_experts.py counts them on Mixtral, Qwen3-MoE, OLMoE and GPT-OSS. Windows and other
-# attention beyond plain causal have a GPU's kernels: tests/engine/test_passes.py, tests/engine/test_attention.py.
+# attention beyond plain causal, and routers, have a GPU's kernels: tests/engine/test_passes.py, test_attention.py and
+# test_top_k.py.
 ATTENTION = {"window", "narrow_values", "packed", "soft_cap"}
-ELSEWHERE = {"recomputed", *ATTENTION, "experts", "fused_experts", "looped_experts", "plain_experts"}
+ELSEWHERE = {"recomputed", "top_k", *ATTENTION, "experts", "fused_experts", "looped_experts", "plain_experts"}
 
 
 @cache

@@ -173,8 +173,8 @@ def test_transposed_codes(fp8):
         "ASM": True,
         "FP8": tl.float8e4nv if fp8 else tl.float8e5,
     }
-    tile |= {"TOP_K": 1, "GATHERS_OTHER": False}
-    left_out = "scale other_q other_t other_out slot"
+    tile |= {"TOP_K": 1, "GATHERS_OTHER": False, "BLOCK_ROWS": T.BLOCK_ROWS}
+    left_out = "scale other_q other_t other_out slot blocks"
     given = arguments(T._transpose_words_kernel, left_out, q_ptr=I32, out_ptr=I32, **tile, **largest)
     made = aot.compile_kernel(T._transpose_words_kernel, given, arch=90, num_warps=config.num_warps)
     assert made.spill_bytes == made.stack_bytes == 0

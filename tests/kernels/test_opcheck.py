@@ -358,12 +358,22 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(s.tokens(s.d), _expert_weight(s), torch.randn(EXPERTS, s.f), *_routing(s)[:2], TOP_K),
         "silu,True,True,7.0,1.702,1.0",
     ),
+    "expert_rows": lambda s: (s.tokens(s.d), _routing(s)[1], TOP_K, s.tokens(1)),
     "expert_grads": lambda s: (
-        *(s.tokens(s.d), _expert_weight(s), torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16()),
-        *(s.vector(s.t * TOP_K), *_routing(s)[:2], TOP_K, "silu,True,False,None,None,0.0"),
+        s.matrix(_routing(s)[1].shape[0], s.d).contiguous(),
+        *(_expert_weight(s), torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16()),
+        *(s.vector(s.t * TOP_K), *_routing(s)[:2], "silu,True,False,None,None,0.0"),
     ),
     "expert_wgrad": lambda s: (
-        *(s.tokens(s.d), s.matrix(_routing(s)[1].shape[0], s.f), *_routing(s)[:2], TOP_K, "left"),
+        *(s.matrix(_routing(s)[1].shape[0], width) for width in (s.d, s.f)),
+        _routing(s)[0],
+    ),
+    "choice_layout": lambda s: (torch.arange(s.t * TOP_K) * 7 % (EXPERTS + 1) - 1, EXPERTS),
+    "group_columns": lambda s: (_routing(s)[0], _routing(s)[1].shape[0]),
+    "top_k": lambda s: (s.tokens(s.d), TOP_K),
+    "wgrad_operands, whole columns": lambda s: (
+        *(*_codes(s, s.t, s.d), *_codes(s, _routing(s)[1].shape[0], s.f), *_routing(s)[:2], TOP_K, False),
+        ops.group_columns(_routing(s)[0], _routing(s)[1].shape[0])[1],
     ),
     "wgrad_operands, gathered": lambda s: (
         *(*_codes(s, s.t, s.d), *_codes(s, _routing(s)[1].shape[0], s.f), *_routing(s)[:2], TOP_K, False),
