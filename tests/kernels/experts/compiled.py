@@ -77,7 +77,6 @@ class _Operands:
         self.rows, self.lying = R.Rows(ends, slot, model.top_k), R.Rows(ends)
         p = slot.shape[0]
         self.x, self.wide, self.hidden = bf16(_TOKENS, model.d), bf16(p, g), bf16(p, model.f)
-        self.dy = bf16(p, model.d)
         self.up, self.down = self.weight(g, model.d), self.weight(model.d, model.f)
         self.bias_up, self.bias_down = (bf16(model.experts, n) if model.kn else None for n in (g, model.d))
         self.weight_S = torch.empty(choices)
@@ -106,15 +105,11 @@ def products(model: Model) -> Iterator[Form]:
         yield Form(name=f"FP8 up {model.name} {tile.name}", kernel="_row_product_kernel", call=up)
 
 
-def up_and_grads(model: Model) -> Iterator[Form]:
+def up(model: Model) -> Iterator[Form]:
     o = _Operands(model)
     for tile in R.UP_TILES:
         up = partial(R.up_product, o.x, o.up, o.rows, model.how, bias_EG=o.bias_up, tile=tile)
         yield Form(name=f"up {model.name} {tile.name}", kernel="_up_kernel", call=up)
-    for tile in R.GRADS_TILES:
-        given = (o.dy, o.down.transpose(1, 2), o.wide, o.weight_S, o.rows, model.how)
-        dh = partial(R.hidden_grads, *given, tile=tile)
-        yield Form(name=f"dH {model.name} {tile.name}", kernel="_grads_kernel", call=dh)
 
 
 def weight_grads(model: Model) -> Iterator[Form]:
@@ -140,7 +135,7 @@ def row_kernels(model: Model) -> Iterator[Form]:
 
 
 def forms() -> list[Form]:
-    kinds = (products, up_and_grads, weight_grads, row_kernels)
+    kinds = (products, up, weight_grads, row_kernels)
     return [form for model in MODELS for kind in kinds for form in kind(model)]
 
 

@@ -64,7 +64,7 @@ def test_the_first_stage_of_a_model_proves_those_that_follow(monkeypatch):
     assert list(found) == [tile.name for tile in UP_TILES]
     forms = {(candidate.name.split()[0], problem.details) for candidate, problem in asked}
     how = "silu,True,False,None,None,0.0"
-    assert forms == {("up", f"{how} nk"), ("product", "nk"), ("product", "kn"), ("grads", f"{how} kn")}
+    assert forms == {("up", f"{how} nk"), ("product", "nk"), ("product", "kn")}
     asked.clear()
     assert list(tiles_proof.proofs("codes", "nk", "cpu")) == [tile.name for tile in FP8_TILES]
     assert {(candidate.name.split()[0], problem.details) for candidate, problem in asked} == {
@@ -76,8 +76,7 @@ def test_the_first_stage_of_a_model_proves_those_that_follow(monkeypatch):
 FORMS = [
     ("up", "silu,True,False,None,None,0.0 nk"),
     ("up", "silu,True,True,7.0,1.702,1.0 kn"),
-    ("grads", "silu,True,True,7.0,1.702,1.0 nk"),
-    ("grads", "relu2,False,False,None,None,0.0 kn"),
+    ("up", "relu2,False,False,None,None,0.0 kn"),
     *(("product", "kn"), ("codes", "nk"), ("wgrad", "")),
 ]
 

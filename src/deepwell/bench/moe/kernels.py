@@ -14,7 +14,7 @@ from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import ExpertActivation
 from deepwell.kernels.experts.group_rows import COMBINE_CONFIGS, combine_rows, group_columns, group_layout
 from deepwell.kernels.experts.quantize_weights import quantize_experts
-from deepwell.kernels.experts.row_products import FP8_TILES, GRADS_TILES, PRODUCT_TILES, UP_TILES
+from deepwell.kernels.experts.row_products import FP8_TILES, PRODUCT_TILES, UP_TILES
 from deepwell.kernels.experts.row_tiles import Rows
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
 from deepwell.kernels.quantize.fp8 import quantize_rows
@@ -52,7 +52,7 @@ def rows_of(shape: MoEShape, device: str, budget_s: float = 0.2) -> list[dict[st
     calls: list[tuple[str, Callable[[], Any], Sequence[Any], int]] = [
         ("up", lambda: stages.up(x, up, rows, how), UP_TILES, 2 * flops),
         ("down", lambda: stages.product(hidden, down, lying), PRODUCT_TILES, flops),
-        ("dH", lambda: stages.grads(dy, down.transpose(1, 2), wide, chosen, rows, how), GRADS_TILES, flops),
+        ("dH", lambda: stages.grads(dy, down.transpose(1, 2), wide, chosen, rows, how), PRODUCT_TILES, flops),
         ("dX", lambda: stages.product(wide, up.transpose(1, 2), lying), PRODUCT_TILES, 2 * flops),
     ]
     if not is_kn:

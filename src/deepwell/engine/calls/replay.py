@@ -213,11 +213,14 @@ def copied(grads: Sequence[Any]) -> list[Any]:
     """Gradients in memory of their own: large ones one by one, the others by few launches for all."""
     tensors = {id(grad): grad for grad in grads if isinstance(grad, Tensor)}
     copies = {key: torch.empty_like(grad) for key, grad in tensors.items()}
-    small = [key for key, grad in tensors.items() if grad.numel() * grad.element_size() < _LARGE_BYTES]
+    small = []
+    for key, grad in tensors.items():
+        if grad.numel() * grad.element_size() < _LARGE_BYTES:
+            small.append(key)
+        else:
+            copies[key].copy_(grad)
     if small:
         torch._foreach_copy_([copies[key] for key in small], [tensors[key] for key in small])
-    for key in tensors.keys() - set(small):
-        copies[key].copy_(tensors[key])
     return [copies.get(id(grad), grad) if isinstance(grad, Tensor) else grad for grad in grads]
 
 

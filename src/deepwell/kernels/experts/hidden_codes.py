@@ -37,7 +37,7 @@ from deepwell.kernels.experts.activation import (
     plain_hidden,
     store_gate_and_up,
 )
-from deepwell.kernels.experts.row_products import weighted_grads_ref
+from deepwell.kernels.experts.hidden_rows import weighted_grads_ref
 from deepwell.kernels.experts.swiglu import ExpertGrads, no_grads, weights_of_rows
 from deepwell.kernels.quantize.fp8 import empty_codes, quantize_rows_ref
 

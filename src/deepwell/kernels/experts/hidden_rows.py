@@ -1,4 +1,4 @@
-"""The rows between an expert's two products, where a GEMM's epilogue does not make them.
+"""The rows between an expert's two products: hidden rows where a GEMM's epilogue does not make them, and gradients.
 
     hidden    h[p] = act(H[p])
     grads     dH[p] = w[p] dh[p] act'(H[p]),  h'[p] = w[p] act(H[p]),  dw[p] = <dh[p], act(H[p])>
@@ -8,6 +8,8 @@ Cost: memory bound. Bytes per element of h in bf16, gated: forward 4 + 2, backwa
 """
 
 # Shapes: P rows, F hidden width of an expert, G = 2F where experts are gated, else F, S choices.
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +28,32 @@ from deepwell.kernels.experts.activation import (
     plain_hidden,
     store_gate_and_up,
 )
-from deepwell.kernels.experts.row_products import HiddenGrads, weighted_grads_ref
 from deepwell.kernels.experts.swiglu import weights_of_rows
 
 _BLOCK, _WARPS = 1024, 4
+
+
+class HiddenGrads(NamedTuple):
+    """Gradients of gate and up, the weighted hidden rows again, and the gradient of each row's router weight."""
+
+    d_gate_up_PG: Tensor
+    hidden_PF: Tensor
+    dw_P: Tensor
+
+
+# ---- reference: what the kernels must compute, in the plainest torch ----
+
+
+def weighted_grads_ref(dh_PF: Tensor, gate_up_PG: Tensor, weight_P: Tensor, how: ExpertActivation) -> HiddenGrads:
+    """Reference for `weighted_grads`, given the weight of each row; in fp32, rounded once."""
+    h, slopes = hidden_and_slopes_ref(gate_up_PG, how)
+    dh, w = dh_PF.float(), weight_P[:, None]
+    both = dh * w
+    if how.gated:
+        both = both.repeat_interleave(2, 1) if how.interleaved else torch.cat([both, both], 1)
+    dtype = gate_up_PG.dtype
+    return HiddenGrads((both * slopes).to(dtype), (h * w).to(dtype), (dh * h).sum(1))
+
 
 # ---- kernels: one program, one row ----
 

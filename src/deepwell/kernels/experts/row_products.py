@@ -2,16 +2,13 @@
 
     product   C[p] = A[r(p)] W[e(p)]^T * scales + bias[e(p)]
     up        H[p] = A[r(p)] W[e(p)]^T + bias[e(p)],  h[p] = act(H[p])
-    grads     dh[p] = dy[p] W[e(p)],  dH[p] = w[p] dh[p] act'(H[p])
-              h'[p] = w[p] act(H[p]),  dw[p] = <dh[p], act(H[p])>
 
 r(p) is slot[p] // top_k, or p itself; rows lie as `group_rows.group_layout` puts them, those without a choice read
 zeros. Gathered rows are loaded by their addresses, others and weights through TMA. Programs stay on their SM and take
 tile after tile (`persistent`), or each takes one; `row_tiles` says which there are.
 Numerics: bf16 products summed in fp32; FP8 in the tensor cores' own accumulator. H is rounded once and h made of what
-    was rounded, so that the backward finds the same h. dw is summed in fp32, tile by tile, always in the same order.
-Cost: 2*P*N*K flops. Nothing of P rows is written but the results; the output rows of the down projection are needed
-    neither by `grads` nor by the router's gradient.
+    was rounded, so that the backward finds the same h.
+Cost: 2*P*N*K flops. Nothing of P rows is written but the results.
 """
 
 # ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
@@ -19,18 +16,17 @@ Cost: 2*P*N*K flops. Nothing of P rows is written but the results; the output ro
 # Shapes: T tokens, S choices, P padded rows, E experts, N and K the widths of a product, F hidden width of an expert,
 # G = 2F where experts are gated, else F, D width of a token.
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.device.triton_support import block_descriptor, cdiv, launch, on_device, runs_kernel, tl, triton
+from deepwell.errors import UnsupportedError
+from deepwell.kernels.device.triton_support import block_descriptor, launch, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
     constants,
     gated_hidden,
-    gated_slopes,
     hidden_and_slopes_ref,
     plain_hidden,
 )
@@ -44,26 +40,12 @@ from deepwell.kernels.experts.row_tiles import (
     halves,
     is_kn,
     programs,
-    row_constants,
     sources_of,
     table,
     tile_constants,
     tile_of,
     w_tile,
 )
-from deepwell.kernels.experts.swiglu import weights_of_rows
-
-# Columns of gate and up that fit registers beside the sums of a tile.
-_AHEAD = 128
-
-
-class HiddenGrads(NamedTuple):
-    """Gradients of gate and up, the weighted hidden rows again, and the gradient of each row's router weight."""
-
-    d_gate_up_PG: Tensor
-    hidden_PF: Tensor
-    dw_P: Tensor
-
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
@@ -98,26 +80,6 @@ def up_product_ref(
     return gate_up, hidden_and_slopes_ref(gate_up, how)[0].to(x.dtype)
 
 
-def hidden_grads_ref(
-    dy: Tensor, w_EFD: Tensor, gate_up_PG: Tensor, weight_S: Tensor, rows: Rows, how: ExpertActivation
-) -> HiddenGrads:
-    """Reference for `hidden_grads`."""
-    assert rows.slot is not None
-    dh = row_product_ref(dy, w_EFD, Rows(rows.ends), dtype=torch.float32)
-    return weighted_grads_ref(dh, gate_up_PG, weights_of_rows(weight_S, rows.slot), how)
-
-
-def weighted_grads_ref(dh_PF: Tensor, gate_up_PG: Tensor, weight_P: Tensor, how: ExpertActivation) -> HiddenGrads:
-    """What `hidden_grads` makes of dh; in fp32, rounded once."""
-    h, slopes = hidden_and_slopes_ref(gate_up_PG, how)
-    dh, w = dh_PF.float(), weight_P[:, None]
-    both = dh * w
-    if how.gated:
-        both = both.repeat_interleave(2, 1) if how.interleaved else torch.cat([both, both], 1)
-    dtype = gate_up_PG.dtype
-    return HiddenGrads((both * slopes).to(dtype), (h * w).to(dtype), (dh * h).sum(1))
-
-
 # ---- configs: what the tuner may choose from ----
 
 
@@ -138,13 +100,6 @@ UP_TILES = (
     RowTile(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, persistent=False),
     RowTile(block_m=64, block_n=64, block_k=64, num_stages=4, num_warps=4, per_sm=2),
 )
-GRADS_TILES = (
-    RowTile(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8),
-    RowTile(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8, persistent=False),
-    RowTile(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, persistent=False),
-    RowTile(block_m=64, block_n=128, block_k=64, num_stages=4, num_warps=4, per_sm=2),
-)
-
 # ---- kernels ----
 
 
@@ -248,129 +203,6 @@ def _up_kernel(
         tl.store(out, hidden.to(DTYPE), mask=inside)
 
 
-@triton.jit
-def _pieces(x, COUNT: tl.constexpr):
-    """The columns in one, two or four parts."""
-    if COUNT == 1:
-        return x, x
-    else:
-        left, right = halves(x)
-        if COUNT == 2:
-            return left, right
-        else:
-            a, b = halves(left)
-            c, d = halves(right)
-            return a, b, c, d
-
-
-@triton.jit
-def _gate_and_up(
-    gu_ptr, row, end, f, F,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Columns f and on of gate and up, in the rows' dtype; twice the same where they are interleaved or not gated."""
-    p = row + tl.arange(0, BLOCK_M)
-    if not GATED:
-        fs = f + tl.arange(0, WIDTH)
-        at = gu_ptr + p.to(tl.int64)[:, None] * F + fs[None, :]
-        rows = tl.load(at, mask=(p < end)[:, None] & (fs < F)[None, :], other=0.0)
-        return rows, rows
-    elif INTERLEAVED:
-        cs = 2 * f + tl.arange(0, 2 * WIDTH)
-        at = gu_ptr + p.to(tl.int64)[:, None] * (2 * F) + cs[None, :]
-        both = tl.load(at, mask=(p < end)[:, None] & (cs < 2 * F)[None, :], other=0.0)
-        return both, both
-    else:
-        fs = f + tl.arange(0, WIDTH)
-        at = gu_ptr + p.to(tl.int64)[:, None] * (2 * F) + fs[None, :]
-        inside = (p < end)[:, None] & (fs < F)[None, :]
-        return tl.load(at, mask=inside, other=0.0), tl.load(at + F, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_grads(
-    dh, gate, up, dgu_ptr, hidden_ptr, row, end, w, f, F,
-    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Everything that follows from a tile of dh, from column f on; returns its part of each row's dw."""
-    DTYPE: tl.constexpr = dgu_ptr.dtype.element_ty
-    BLOCK_M: tl.constexpr = dh.shape[0]
-    WIDTH: tl.constexpr = dh.shape[1]
-    p = row + tl.arange(0, BLOCK_M)
-    fs = f + tl.arange(0, WIDTH)
-    inside = (p < end)[:, None] & (fs < F)[None, :]
-    line = p.to(tl.int64)[:, None] * (2 * F if GATED else F)
-    # What was read past the group or the width is neither stored nor summed.
-    if GATED:
-        if INTERLEAVED:
-            gate, up = tl.split(tl.reshape(gate, (BLOCK_M, WIDTH, 2)))
-        h, slope_gate, slope_up = gated_slopes(gate.to(tl.float32), up.to(tl.float32), ACT, ALPHA, LIMIT, SHIFT)
-        d_gate, d_up = dh * w[:, None] * slope_gate, dh * w[:, None] * slope_up
-        if INTERLEAVED:
-            cs = 2 * f + tl.arange(0, 2 * WIDTH)
-            grads = tl.reshape(tl.join(d_gate, d_up), (BLOCK_M, 2 * WIDTH)).to(DTYPE)
-            tl.store(dgu_ptr + line + cs[None, :], grads, mask=(p < end)[:, None] & (cs < 2 * F)[None, :])
-        else:
-            tl.store(dgu_ptr + line + fs[None, :], d_gate.to(DTYPE), mask=inside)
-            tl.store(dgu_ptr + line + F + fs[None, :], d_up.to(DTYPE), mask=inside)
-    else:
-        h, slope = plain_hidden(gate.to(tl.float32), ACT, ALPHA)
-        tl.store(dgu_ptr + line + fs[None, :], (dh * w[:, None] * slope).to(DTYPE), mask=inside)
-    hidden = hidden_ptr + p.to(tl.int64)[:, None] * F + fs[None, :]
-    tl.store(hidden, (h * w[:, None]).to(DTYPE), mask=inside)
-    return tl.sum(tl.where(fs[None, :] < F, dh * h, 0.0), axis=1)
-
-
-@triton.jit
-def _grads_kernel(
-    dy_desc, w_desc, gu_ptr, weight_ptr, slot_ptr, table_ptr, dgu_ptr, hidden_ptr, dw_ptr,
-    F, K, P, PROGRAMS,
-    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, AHEAD: tl.constexpr,
-    W_KN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr,
-):  # fmt: skip
-    tiles_m = tl.load(table_ptr)
-    tiles_n = tl.cdiv(F, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=PERSISTENT):
-        e, row, end, column = tile_of(tile, table_ptr, tiles_m, tiles_n, GROUP_M)
-        p = row + tl.arange(0, BLOCK_M)
-        f = column * BLOCK_N
-        WIDTH: tl.constexpr = 32
-        PIECES: tl.constexpr = BLOCK_N // WIDTH
-        if AHEAD:
-            # Read before the product, so that nothing is waited for behind it.
-            ahead = (
-                _gate_and_up(gu_ptr, row, end, f, F, BLOCK_M, WIDTH, GATED, INTERLEAVED),
-                _gate_and_up(gu_ptr, row, end, f + WIDTH, F, BLOCK_M, WIDTH, GATED, INTERLEAVED),
-                _gate_and_up(gu_ptr, row, end, f + 2 * WIDTH, F, BLOCK_M, WIDTH, GATED, INTERLEAVED),
-                _gate_and_up(gu_ptr, row, end, f + 3 * WIDTH, F, BLOCK_M, WIDTH, GATED, INTERLEAVED),
-            )
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
-            dy = dy_desc.load([row, k * BLOCK_K])  # rows of the next group give rows that are not stored
-            acc = tl.dot(dy, w_tile(w_desc, e, f, k * BLOCK_K, F, K, W_KN), acc)
-        slot = tl.load(slot_ptr + p, mask=p < end, other=-1)
-        w = tl.load(weight_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
-        # Some columns after the others: the tile, gate, up and their gradients do not fit registers at once in fp32.
-        dw = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        left, right = halves(acc)
-        for side in tl.static_range(2):
-            dhs = _pieces(left if side == 0 else right, PIECES // 2)
-            for i in tl.static_range(PIECES // 2):
-                at = f + (side * (PIECES // 2) + i) * WIDTH
-                if AHEAD:
-                    given = ahead[2 * side + i]
-                else:
-                    given = _gate_and_up(gu_ptr, row, end, at, F, BLOCK_M, WIDTH, GATED, INTERLEAVED)
-                dw += _store_grads(
-                    dhs[i], given[0], given[1], dgu_ptr, hidden_ptr, row, end, w, at, F,
-                    ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED,
-                )  # fmt: skip
-        tl.store(dw_ptr + column.to(tl.int64) * P + p, dw, mask=p < end)
-
-
 # ---- public wrappers: check, allocate, launch ----
 
 
@@ -404,7 +236,7 @@ def row_product(
                 descriptor(w_ENK, tile.block_n, tile.block_k), scale_a, scale_w, _dense(bias_EN),
                 rows.slot, table(a, rows, tile), c_PN,
                 n, w_ENK.shape[2], a.stride(0), programs(a, rows, n, tile),
-                **tile_constants(w_ENK, tile), **row_constants(w_ENK, rows, tile),
+                **tile_constants(w_ENK, rows, tile),
             )  # fmt: skip
     return c_PN
 
@@ -433,47 +265,9 @@ def up_product(
                 x, _up_descriptor(w_EGD, tile, how), _dense(bias_EG),
                 rows.slot, table(x, rows, tile), gate_up, hidden,
                 f, w_EGD.shape[2], x.stride(0), programs(x, rows, f, tile),
-                **constants(how), **tile_constants(w_EGD, tile), **row_constants(w_EGD, rows, tile),
+                **constants(how), **tile_constants(w_EGD, rows, tile),
             )  # fmt: skip
     return gate_up, hidden
-
-
-def hidden_grads(
-    dy: Tensor,
-    w_EFD: Tensor,
-    gate_up_PG: Tensor,
-    weight_S: Tensor,
-    rows: Rows,
-    how: ExpertActivation,
-    *,
-    tile: RowTile | None = None,
-) -> HiddenGrads:
-    """What the backward needs of the rows between the products; `w_EFD` is a view of the down projection.
-
-    `dy` lies by row: the weight's gradient reads the same copy. Raises as above.
-    """
-    check_operands(dy, w_EFD, rows, None)
-    if rows.slot is None or dy.shape[0] != rows.slot.shape[0]:
-        raise ConfigError(
-            f"dy is {tuple(dy.shape)} and rows.slot {None if rows.slot is None else tuple(rows.slot.shape)}; gradients "
-            "of hidden rows need a row and the choice of each"
-        )
-    if not runs_kernel(dy, _grads_kernel):
-        return hidden_grads_ref(dy, w_EFD, gate_up_PG, weight_S, rows, how)
-    f, p = w_EFD.shape[1], rows.count(dy)
-    tile = tile or GRADS_TILES[0]
-    grads, hidden = torch.empty_like(gate_up_PG), gate_up_PG.new_empty((p, f))
-    parts = torch.empty((cdiv(f, tile.block_n), p), dtype=torch.float32, device=dy.device)
-    ahead = not tile.persistent and tile.block_n <= _AHEAD
-    if p:
-        with on_device(dy):
-            launch(_grads_kernel, (programs(dy, rows, f, tile),))(
-                block_descriptor(dy, tile.block_m, tile.block_k), descriptor(w_EFD, tile.block_n, tile.block_k),
-                gate_up_PG, weight_S, rows.slot, table(dy, rows, tile), grads, hidden, parts,
-                f, w_EFD.shape[2], p, programs(dy, rows, f, tile),
-                AHEAD=ahead, **constants(how), **tile_constants(w_EFD, tile),
-            )  # fmt: skip
-    return HiddenGrads(grads, hidden, parts.sum(0))
 
 
 def _up_descriptor(w_EGD: Tensor, tile: RowTile, how: ExpertActivation) -> Any:

@@ -153,13 +153,10 @@ def is_kn(w_ENK: Tensor) -> bool:
     return w_ENK.stride(2) != 1
 
 
-def row_constants(w_ENK: Tensor, rows: Rows, tile: RowTile) -> dict[str, Any]:
-    """Of kernels that may gather rows."""
-    return {"TOP_K": rows.top_k, "WHOLE_K": w_ENK.shape[2] % tile.block_k == 0}
-
-
-def tile_constants(w_ENK: Tensor, tile: RowTile) -> dict[str, Any]:
+def tile_constants(w_ENK: Tensor, rows: Rows, tile: RowTile) -> dict[str, Any]:
     return {
+        "TOP_K": rows.top_k,
+        "WHOLE_K": w_ENK.shape[2] % tile.block_k == 0,
         "W_KN": is_kn(w_ENK),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

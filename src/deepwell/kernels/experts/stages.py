@@ -25,12 +25,11 @@ from deepwell.kernels.device.triton_support import compile_ahead
 from deepwell.kernels.experts import grouped_gemm, hidden_rows, row_products, tiles_proof, token_products
 from deepwell.kernels.experts.activation import ExpertActivation
 from deepwell.kernels.experts.group_rows import gather_rows
+from deepwell.kernels.experts.hidden_rows import HiddenGrads
 from deepwell.kernels.experts.row_products import (
     FP8_TILES,
-    GRADS_TILES,
     PRODUCT_TILES,
     UP_TILES,
-    HiddenGrads,
 )
 from deepwell.kernels.experts.row_tiles import Rows, expert_of_rows, groups, is_kn
 from deepwell.kernels.experts.token_products import WEIGHT_TILES
@@ -153,12 +152,13 @@ def product(
 def grads(
     dy: Tensor, w_EFD: Tensor, gate_up_PG: Tensor, weight_S: Tensor, rows: Rows, how: ExpertActivation
 ) -> HiddenGrads:
-    """Gradients between the products."""
-    given = (dy, w_EFD, gate_up_PG, weight_S, rows, how)
-    if not dy.is_cuda:
-        return row_products.hidden_grads(*given)
-    ways = _ways(partial(_torch_grads, *given), partial(row_products.hidden_grads, *given), GRADS_TILES)
-    return HiddenGrads(*by_the_fastest(_stage("grads", dy, w_EFD, rows, str(how), form=f"{how} "), ways, rows))
+    """Gradients between the products. `dy` lies by row: down's gradient reads the same copy.
+
+    Tiles that had all of it in their epilogue lost to a product and a kernel behind it (docs/gotchas.md).
+    """
+    assert rows.slot is not None
+    dh_PF = product(dy, w_EFD, Rows(rows.ends))
+    return hidden_rows.weighted_grads(dh_PF, gate_up_PG, weight_S, rows.slot, how)
 
 
 def wgrad(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
@@ -216,14 +216,6 @@ def _torch_up(
 ) -> tuple[Tensor, Tensor]:
     gate_up = _torch_product(x, w_EGD, rows, None, bias_EG)
     return gate_up, hidden_rows.hidden_rows(gate_up, how)
-
-
-def _torch_grads(
-    dy: Tensor, w_EFD: Tensor, gate_up_PG: Tensor, weight_S: Tensor, rows: Rows, how: ExpertActivation
-) -> HiddenGrads:
-    assert rows.slot is not None
-    dh_PF = _torch_product(dy, w_EFD, Rows(rows.ends), None, None)
-    return hidden_rows.weighted_grads(dh_PF, gate_up_PG, weight_S, rows.slot, how)
 
 
 # ---- choosing ----

@@ -22,11 +22,8 @@ from deepwell.kernels.experts.grouped_gemm import grouped_wgrad_ref
 from deepwell.kernels.experts.quantize_weights import quantize_experts
 from deepwell.kernels.experts.row_products import (
     FP8_TILES,
-    GRADS_TILES,
     PRODUCT_TILES,
     UP_TILES,
-    hidden_grads,
-    hidden_grads_ref,
     row_product,
     row_product_ref,
     up_product,
@@ -53,7 +50,6 @@ _TILES: dict[str, tuple[Any, ...]] = {
     "up": UP_TILES,
     "product": PRODUCT_TILES,
     "codes": FP8_TILES,
-    "grads": GRADS_TILES,
     "wgrad": WEIGHT_TILES,
 }
 
@@ -61,7 +57,7 @@ _TILES: dict[str, tuple[Any, ...]] = {
 def proofs(stage: str, form: str, device: str) -> dict[str, Proof]:
     """The proof of each tile of a stage, by the tile's name; new ones are made with those of the stages that follow.
 
-    `form` says what of a kernel depends on the model: "ACTIVATION nk" or "ACTIVATION kn" for up and grads, "nk" or
+    `form` says what of a kernel depends on the model: "ACTIVATION nk" or "ACTIVATION kn" for up, "nk" or
     "kn" for products.
     """
     asked = [
@@ -85,10 +81,8 @@ def _with_its_followers(stage: str, form: str) -> list[tuple[str, str]]:
         return [(stage, form), ("wgrad", "")]
     if stage != "up":
         return [(stage, form)]
-    how, stored = form.split()
     # The backward multiplies by the same weights the other way round.
-    grads = f"{how} {'kn' if stored == 'nk' else 'nk'}"
-    return [(stage, form), ("product", "nk"), ("product", "kn"), ("grads", grads)]
+    return [(stage, form), ("product", "nk"), ("product", "kn")]
 
 
 @lru_cache(maxsize=1)
@@ -116,20 +110,12 @@ def _run(name: str, how: str, ends: Tensor, slot: Tensor, *given: Any) -> Tensor
     rows, live = Rows(ends, slot, _TOP_K), slot >= 0
     if stage == "up":
         return torch.cat(up_product(given[0], given[1], rows, parse_activation(how), tile=tile), 1)[live].float()
-    if stage == "grads":
-        dy, down, gate_up, weight = given
-        return _side_by_side(hidden_grads(dy, down, gate_up, weight, rows, parse_activation(how), tile=tile))[live]
     if stage == "product":
         return row_product(given[0], given[1], rows, tile=tile)[live].float()
     if stage == "codes":
         a, scale, w, scale_w = given
         return row_product(a, w, rows, scales=(scale, scale_w), tile=tile)[live].float()
     return token_product(*given, tile=tile).flatten(0, 1).float()
-
-
-def _side_by_side(grads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    d_rows, hidden, dw = grads
-    return torch.cat([d_rows.float(), hidden.float(), dw[:, None] * dw.shape[0] ** -0.5], 1)
 
 
 def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
@@ -146,7 +132,7 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
     order = torch.randperm(choices, generator=generator)
     ends, slot, _ = group_layout_ref(torch.tensor(_COUNTS).cumsum(0).int(), order, choices)
     rows, live = Rows(ends, slot, _TOP_K), slot >= 0
-    p, x, weight = slot.shape[0], unit(choices // _TOP_K, _D), torch.rand(choices, generator=generator)
+    p, x = slot.shape[0], unit(choices // _TOP_K, _D)
 
     def case(wanted: Tensor, *given: Tensor, how: str = "") -> Case:
         return Case(
@@ -158,17 +144,11 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
 
     stage, form = candidate.name.split()[0], problem.details.split()
     is_kn = form[-1:] == ["kn"]
-    if stage in ("up", "grads"):
+    if stage == "up":
         how = parse_activation(form[0])
-        g = _F * (1 + how.gated)
         x = x * (how.limit or 1.0)  # so that some values are cut off
-        if stage == "up":
-            up = weights(g, is_kn)
-            yield case(torch.cat(up_product_ref(x, up, rows, how), 1)[live], x, up, how=form[0])
-        else:
-            dy, down, gate_up = unit(p, _D), weights(_F, is_kn), unit(p, g) * (how.limit or 1.0)
-            made = hidden_grads_ref(dy, down, gate_up, weight, rows, how)
-            yield case(_side_by_side(made)[live], dy, down, gate_up, weight, how=form[0])
+        up = weights(_F * (1 + how.gated), is_kn)
+        yield case(torch.cat(up_product_ref(x, up, rows, how), 1)[live], x, up, how=form[0])
     elif stage == "product":
         w = weights(2 * _F, is_kn)
         yield case(row_product_ref(x, w, rows)[live], x, w)
