@@ -358,7 +358,7 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(s.tokens(s.d), _expert_weight(s), torch.randn(EXPERTS, s.f), *_routing(s)[:2], TOP_K),
         "silu,True,True,7.0,1.702,1.0",
     ),
-    "expert_rows": lambda s: (s.tokens(s.d), _routing(s)[1], TOP_K, s.tokens(1)),
+    "expert_rows": lambda s: (s.tokens(s.d), *_routing(s)[1:], TOP_K, s.tokens(1)),
     "expert_grads": lambda s: (
         s.matrix(_routing(s)[1].shape[0], s.d).contiguous(),
         *(_expert_weight(s), torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16()),

@@ -76,11 +76,21 @@ def test_columns_hold_each_group_in_whole_blocks(device, tokens, top_k, experts,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_copied_as_they_are(device, dtype):
-    x = torch.randn(5, 24).to(dtype).to(device)
-    slot = torch.tensor([3, -1, 9, 0] * 5, dtype=torch.int32, device=device)
-    assert_bitwise_equal(G.copy_rows(x, slot, 2), G.copy_rows_ref(x.cpu(), slot.cpu(), 2).to(device))
-    assert not G.copy_rows(x[:0], slot, 2).any()
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(5, 2, 24), (40, 3, 2100), (7, 1, 8), (0, 2, 24)])
+def test_rows_are_copied_as_they_are(device, dtype, tokens, top_k, width):
+    wide = torch.randn(tokens, width + 8).to(dtype).to(device)
+    x = wide[:, :width]  # rows that do not touch
+    index = torch.randint(-1, 6, (tokens * top_k,), device=device)  # some choices name no expert
+    _, slot, place = G.choice_layout(index, 5)
+    got = G.copy_rows(x, slot, place, top_k)
+    assert_bitwise_equal(got, G.copy_rows_ref(x.cpu(), slot.cpu(), top_k).to(device))
+    assert not got[slot < 0].any()
+
+
+def test_places_of_other_tokens_are_an_error():
+    _, slot, place = G.choice_layout(torch.zeros(8, dtype=torch.int64), 2)
+    with pytest.raises(ConfigError, match="place_S has 8 choices of 3 tokens"):
+        G.copy_rows(torch.randn(3, 16), slot, place, 2)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "empty"), CASES)

@@ -58,7 +58,7 @@ class _Chain(torch.autograd.Function):
         wants_x, wants_up, wants_down, wants_bias_up, wants_bias_down, wants_weight = ctx.needs_input_grad[:6]
         top_k, dy_TD = ctx.top_k, grads[0].contiguous()
         dx = d_up = d_down = d_bias_up = d_bias_down = d_weight = None
-        dy_PD = ops.expert_rows(dy_TD, slot, top_k)
+        dy_PD = ops.expert_rows(dy_TD, slot, place, top_k)
         d_rows_PG, hidden_PF, dw_P = ops.expert_grads(
             dy_PD, down.transpose(1, 2), rows_PG, weight_S.contiguous(), ends, slot, ctx.act
         )
@@ -67,7 +67,7 @@ class _Chain(torch.autograd.Function):
             d_down = _wgrad(down, dy_PD, hidden_PF, ends)
         del dy_PD, hidden_PF
         if wants_up:
-            d_up = _wgrad(gate_up, d_rows_PG, ops.expert_rows(x_TD, slot, top_k, dy_TD), ends)
+            d_up = _wgrad(gate_up, d_rows_PG, ops.expert_rows(x_TD, slot, place, top_k, dy_TD), ends)
         if wants_x:
             dx_PD = ops.expert_product(d_rows_PG, None, gate_up.transpose(1, 2), None, None, ends, None, 1)
             dx = ops.combine_rows(dx_PD, place, top_k)

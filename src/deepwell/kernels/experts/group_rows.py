@@ -3,6 +3,7 @@
     layout    every expert gets max(16, its rows rounded up to 16) rows, the last one all that is left of P; padded row
               p holds slot[p] = t * top_k + j (choice j of token t) or -1; place[slot[p]] = p, -1 for dropped choices
     gather    q[p], scale[p] = FP8 row of x[slot[p] // top_k]; where slot[p] = -1: zeros with the smallest scale
+    copy      x[slot[p] // top_k] as it is; where slot[p] = -1: zeros
     combine   y[t] = sum_j w[t, j] x[place[t * top_k + j]]                  without w the transpose of gather
 
 Grouped FP8 products want groups of whole 16-byte lines along the contraction of a wgrad, and no group without rows.
@@ -12,7 +13,7 @@ choices an expert on. Since the last group reaches to the end, every row belongs
 Numerics: gather moves codes, or quantizes as `kernels/quantize/fp8.py` does: bit for bit. combine adds in fp32 in the
     order j = 0, 1 ... and rounds once.
 Cost: memory bound. Bytes per element: gather of codes 1 + 1 (their quantization, once per token, 2 + 1); gather that
-    quantizes 2 + 1; combine 2 + 2 / top_k. Qwen3-30B-A3B, 32768 tokens, width 2048, top 8, at 4.25 TB/s: codes
+    quantizes 2 + 1; copy 2 + 2 / top_k, by token: read by row, each token is read top_k times; combine 2 + 2 / top_k. Qwen3-30B-A3B, 32768 tokens, width 2048, top 8, at 4.25 TB/s: codes
     254 + 47 us against 380 us quantized on the way; combine 286 us.
 """
 
@@ -124,6 +125,8 @@ def gather_rows_ref(x_TK: Tensor, scale_T: Tensor | None, slot_P: Tensor, top_k:
 
 def copy_rows_ref(x_TK: Tensor, slot_P: Tensor, top_k: int) -> Tensor:
     """Reference for `copy_rows`."""
+    if not x_TK.shape[0]:
+        return x_TK.new_zeros((slot_P.shape[0], x_TK.shape[1]))
     return x_TK[slot_P.clamp(min=0).long() // top_k].masked_fill((slot_P < 0)[:, None], 0)
 
 
@@ -144,6 +147,8 @@ def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor
 GATHER_CONFIGS = (TileConfig(rows=4, columns=2048, num_warps=4), TileConfig(rows=1, columns=4096, num_warps=4))
 COMBINE_CONFIGS = (TileConfig(rows=1, columns=2048, num_warps=4), TileConfig(rows=4, columns=512, num_warps=4))
 _LAYOUT_BLOCK = 128
+# Of a row that is copied, numbers at a time; rows that a program looks at for some of nobody.
+_ROW_BLOCK, _DEAD_ROWS = 2048, 32
 # Choices by experts that a program compares at a time, and blocks of choices that are summed at a time.
 _CHOICE_TILE, _MAX_CHOICES, _SUM_BLOCKS, _SUM_EXPERTS = 16384, 512, 256, 16
 
@@ -292,10 +297,33 @@ def _gather_kernel(
             k = start + columns
             codes = tl.load(x_row + k, mask=live[:, None] & (k < K), other=0)
             tl.store(q_row + k, codes, mask=(p < P)[:, None] & (k < K))
-        if scale_t_ptr is not None:
-            scale = tl.load(scale_t_ptr + t, mask=live, other=ZERO_SCALE)
-    if scale_ptr is not None:
-        tl.store(scale_ptr + p, scale, mask=p < P)
+        scale = tl.load(scale_t_ptr + t, mask=live, other=ZERO_SCALE)
+    tl.store(scale_ptr + p, scale, mask=p < P)
+
+
+@triton.jit
+def _spread_kernel(
+    x_ptr, place_ptr, slot_ptr, out_ptr, T, P, K, stride_xt, TOP_K: tl.constexpr, BLOCK: tl.constexpr, DEAD: tl.constexpr
+):
+    # One program a token, which is read once and written to all of its places; those behind them look for rows of
+    # nobody, DEAD rows each, and make them zeros.
+    k = tl.arange(0, BLOCK)
+    t = tl.program_id(0).to(tl.int64)
+    if t < T:
+        for start in range(0, K, BLOCK):
+            inside = start + k < K
+            row = tl.load(x_ptr + t * stride_xt + start + k, mask=inside)
+            for j in tl.static_range(TOP_K):
+                p = tl.load(place_ptr + t * TOP_K + j).to(tl.int64)
+                tl.store(out_ptr + p * K + start + k, row, mask=inside & (p >= 0))
+    else:
+        p = (t - T) * DEAD + tl.arange(0, DEAD)
+        is_dead = tl.load(slot_ptr + p, mask=p < P, other=0) < 0
+        if tl.max(is_dead.to(tl.int32), axis=0) > 0:
+            for start in range(0, K, BLOCK):
+                at = out_ptr + p[:, None] * K + start + k[None, :]
+                zeros = tl.zeros((DEAD, BLOCK), dtype=out_ptr.dtype.element_ty)
+                tl.store(at, zeros, mask=is_dead[:, None] & (start + k < K)[None, :])
 
 
 @triton.jit
@@ -471,23 +499,23 @@ def gather_rows(
     return codes, scale
 
 
-def copy_rows(x_TK: Tensor, slot_P: Tensor, top_k: int) -> Tensor:
+def copy_rows(x_TK: Tensor, slot_P: Tensor, place_S: Tensor, top_k: int) -> Tensor:
     """`x_PK`: the row of each padded row's token, numbers as they are; zeros without one. Raises as `gather_rows`."""
-    if x_TK.dim() == 2 and not x_TK.shape[0]:
-        return x_TK.new_zeros((slot_P.shape[0], x_TK.shape[1]))
     check_matrix("x_TK", x_TK)
     _check_choices("slot_P", slot_P, x_TK)
-    if not runs_kernel(x_TK, _gather_kernel):
+    _check_choices("place_S", place_S, x_TK)
+    t, k = x_TK.shape
+    if place_S.shape[0] != t * top_k:
+        raise ConfigError(f"place_S has {place_S.shape[0]} choices of {t} tokens; there must be {top_k} of each")
+    if not runs_kernel(x_TK, _spread_kernel):
         return copy_rows_ref(x_TK, slot_P, top_k)
-    p, k = slot_P.shape[0], x_TK.shape[1] * x_TK.element_size()
-    rows_PK = x_TK.new_empty((p, x_TK.shape[1]))
-    config = default_gather_config(k)
+    p = slot_P.shape[0]
+    rows_PK = x_TK.new_empty((p, k))
     if p:
         with on_device(x_TK):
-            _gather_kernel[(cdiv(p, config.rows),)](
-                x_TK.view(torch.uint8), None, slot_P, rows_PK.view(torch.uint8), None,
-                p, k, x_TK.stride(0) * x_TK.element_size(), top_k, ZERO_SCALE=_ZERO_SCALE, FP8_MAX=0.0, QUANTIZE=False,
-                ROWS=config.rows, BLOCK=min(config.columns, next_power_of_2(k)), num_warps=config.num_warps,
+            _spread_kernel[(t + cdiv(p, _DEAD_ROWS),)](
+                x_TK, place_S, slot_P, rows_PK, t, p, k, x_TK.stride(0),
+                TOP_K=top_k, BLOCK=min(_ROW_BLOCK, max(16, next_power_of_2(k))), DEAD=_DEAD_ROWS, num_warps=4,
             )  # fmt: skip
     return rows_PK
 

@@ -78,9 +78,9 @@ register_op(
 )
 # Numbers as they are. `after`: the rows of x are gathered in the backward alone.
 register_op(
-    "expert_rows(Tensor x, Tensor slot, int top_k, Tensor? after=None) -> Tensor",
-    lambda x, slot, top_k, after=None: copy_rows(dense(x), slot, top_k),
-    lambda x, slot, top_k, after=None: x.new_empty((slot.shape[0], x.shape[1])),
+    "expert_rows(Tensor x, Tensor slot, Tensor place, int top_k, Tensor? after=None) -> Tensor",
+    lambda x, slot, place, top_k, after=None: copy_rows(dense(x), slot, place, top_k),
+    lambda x, slot, *how: x.new_empty((slot.shape[0], x.shape[1])),
 )
 register_op(
     "combine_rows(Tensor x, Tensor place, int top_k, Tensor? weight=None) -> Tensor",
