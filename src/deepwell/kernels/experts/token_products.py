@@ -4,7 +4,8 @@
 
 Operands are those of `wgrad_operands`: an expert's columns are padded with zeros to whole blocks of 128, so that no
 block holds columns of two experts and nothing is masked. Programs stay on their SM and take tile after tile
-(`persistent`), the next tile's operands on their way while one is stored, or each takes one.
+(`persistent`), the next tile's operands on their way while one is stored, or each takes one. Tiles leave through TMA,
+which clips what lies past N and K.
 Numerics: FP8 products of 128 columns summed in the tensor cores' accumulator, those sums in fp32, always in the same
     order, rounded to bf16 once. torch's own kernel without fast accumulation does the same.
 Cost: 2*C*N*K flops; bytes C*(N + K) for each pass over the other side's tiles, out of L2 for the most part, + 2*E*N*K.
@@ -42,6 +43,7 @@ class WeightTile:
     num_stages: int
     num_warps: int
     persistent: bool = True
+    per_sm: int = 1  # programs that fit one SM, where they stay
 
     @property
     def name(self) -> str:
@@ -50,9 +52,10 @@ class WeightTile:
 
 
 WEIGHT_TILES = (
-    WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=8),
+    WeightTile(block_n=256, block_k=128, num_stages=3, num_warps=8),
     WeightTile(block_n=256, block_k=128, num_stages=4, num_warps=8, persistent=False),
-    WeightTile(block_n=64, block_k=128, num_stages=3, num_warps=4, persistent=False),  # three an SM
+    WeightTile(block_n=64, block_k=128, num_stages=3, num_warps=4, per_sm=2),
+    WeightTile(block_n=64, block_k=128, num_stages=2, num_warps=4, persistent=False),  # three an SM
 )
 
 _GROUP_N = 12
@@ -61,16 +64,13 @@ _GROUP_N = 12
 
 
 @triton.jit
-def _store_tile(out_ptr, tile, e, n, k, N, K):
-    ns = n + tl.arange(0, tile.shape[0])
-    ks = k + tl.arange(0, tile.shape[1])
-    out = out_ptr + (e.to(tl.int64) * N + ns)[:, None] * K + ks[None, :]
-    tl.store(out, tile.to(out_ptr.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
+def _store_tile(out_desc, tile, e, n, k):
+    out_desc.store([e, n, k], tl.reshape(tile.to(out_desc.dtype), (1, tile.shape[0], tile.shape[1])))
 
 
 @triton.jit
 def _token_product_kernel(
-    a_desc, b_desc, scale_a_ptr, scale_b_ptr, ends_ptr, out_ptr, N, K, E, PROGRAMS,
+    a_desc, b_desc, scale_a_ptr, scale_b_ptr, ends_ptr, out_desc, N, K, E, PROGRAMS,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, GROUP_N: tl.constexpr, HALVES: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):  # fmt: skip
@@ -91,15 +91,16 @@ def _token_product_kernel(
         HALF: tl.constexpr = BLOCK_N // HALVES
         acc = tl.zeros((HALF, BLOCK_K), dtype=tl.float32)
         low = tl.zeros((HALF, BLOCK_K), dtype=tl.float32)
+        tl.assume(end > begin)  # no group is empty; without it the compiler leaves the loops as they are, one by one
         for c in range(begin, end, BLOCK_C):
             b = b_desc.load([k, c]).T
             acc = tl.dot(a_desc.load([n, c]), b, acc, max_num_imprecise_acc=BLOCK_C)
             if HALVES == 2:  # one after the other: the sums of one step then need the registers of one half
                 low = tl.dot(a_desc.load([n + HALF, c]), b, low, max_num_imprecise_acc=BLOCK_C)
         scale = tl.load(scale_a_ptr + e) * tl.load(scale_b_ptr + e)
-        _store_tile(out_ptr, acc * scale, e, n, k, N, K)
+        _store_tile(out_desc, acc * scale, e, n, k)
         if HALVES == 2:
-            _store_tile(out_ptr, low * scale, e, n + HALF, k, N, K)
+            _store_tile(out_desc, low * scale, e, n + HALF, k)
 
 
 # ---- public wrapper: check, allocate, launch ----
@@ -114,7 +115,10 @@ def token_product(
     *,
     tile: WeightTile | None = None,
 ) -> Tensor:
-    """`dw_ENK` in bf16. `ends_E` are those of `group_columns`: multiples of 128. Raises as `grouped_wgrad` does."""
+    """`dw_ENK` in bf16. `ends_E` are those of `group_columns`: multiples of 128, no group empty.
+
+    Raises as `grouped_wgrad` does.
+    """
     check_wgrad(a_NC, scale_a_E, b_KC, scale_b_E, ends_E)
     if not runs_kernel(a_NC, _token_product_kernel):
         return grouped_wgrad_ref(a_NC, scale_a_E, b_KC, scale_b_E, ends_E)
@@ -122,13 +126,14 @@ def token_product(
     experts, n, k = ends_E.shape[0], a_NC.shape[0], b_KC.shape[0]
     out_ENK = torch.empty((experts, n, k), dtype=torch.bfloat16, device=a_NC.device)
     tiles = experts * cdiv(n, tile.block_n) * cdiv(k, tile.block_k)
-    programs = min(tiles, num_sms(a_NC)) if tile.persistent else tiles
+    programs = min(tiles, num_sms(a_NC) * tile.per_sm) if tile.persistent else tiles
     halves = 2 if tile.block_n > 128 else 1
     with on_device(a_NC):
         launch(_token_product_kernel, (programs,))(
             block_descriptor(a_NC, tile.block_n // halves, COLUMN_ALIGNMENT),
             block_descriptor(b_KC, tile.block_k, COLUMN_ALIGNMENT),
-            scale_a_E, scale_b_E, ends_E, out_ENK, n, k, experts, programs,
+            scale_a_E, scale_b_E, ends_E, block_descriptor(out_ENK, 1, tile.block_n // halves, tile.block_k),
+            n, k, experts, programs,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_C=COLUMN_ALIGNMENT, GROUP_N=_GROUP_N, HALVES=halves,
             PERSISTENT=tile.persistent, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
