@@ -4,6 +4,7 @@ The names come from `benchmarks/results`, where every step keeps what the profil
 """
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from deepwell.bench.ran import (
     shares,
     watch,
 )
+from deepwell.kernels import experts
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROWS = {row["name"]: row for row in json.loads((RESULTS / "step-8b-4l-h200-2026-11-15.json").read_text())["rows"]}
@@ -100,11 +102,33 @@ def test_kept_codes_are_seen() -> None:
     ("qk_norm_rope", "_backward_kernel"),
     ("bias_activation", "_bias_activation_backward_kernel"),
     ("fused_experts", "_expert_swiglu_backward_kernel"),
+    ("fused_experts", "_grad_codes_kernel"),
+    ("top_k", "_top_k_kernel"),
 ])  # fmt: skip
 def test_a_pass_that_fired_asks_for_its_kernel(name: str, kernel: str) -> None:
     said = engine_claims({}, {name: 2}, "head")
     assert problems(said, [Kernel(name=kernel, count=2, ms=1.0)]) == []
     assert len(problems(said, [Kernel(name="triton_poi_fused_0", count=2, ms=1.0)])) == 1
+
+
+def test_every_kernel_of_a_block_of_experts_answers_its_claim() -> None:
+    # These work for single products, before a block or beside it.
+    shared = {
+        "group_rows": "layout count_choices sum_choices place_choices columns gather spread combine".split(),
+        "quantize_weights": ["turn_experts"],
+        "row_tiles": ["table"],
+        "token_products": ["token_product"],
+        "top_k": ["top_k"],
+    }
+    seen = set()
+    for path in sorted(Path(experts.__file__).parent.glob("*.py")):
+        names = re.findall(r"^@triton\.jit\ndef _(\w+)_kernel\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in names:
+            seen.add(name)
+            ran = [Kernel(name=f"_{name}_kernel", count=1, ms=1.0)]
+            lacking = problems(engine_claims({}, {"fused_experts": 1}, "head"), ran)
+            assert bool(lacking) == (name in shared.get(path.stem, ())), (path.stem, name)
+    assert {"hidden_codes", "expert_swiglu_backward"}.union(*shared.values()) <= seen
 
 
 def test_emulated_formats_claim_no_fp8_and_native_ones_a_kernel_of_theirs() -> None:

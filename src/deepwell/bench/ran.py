@@ -36,7 +36,9 @@ _PASS_KERNELS = {
     "qk_norm_rope": r"^_(forward|backward)_kernel",
     "bias_activation": r"_bias_activation_backward_kernel",
     "cached_weights": r"_fingerprint_kernel",
-    "fused_experts": r"_expert_swiglu\w*_kernel",
+    # Of a block, in FP8 or bf16; what lays out rows and quantizes runs for single products too.
+    "fused_experts": r"^_(expert_swiglu\w*|hidden(_codes)?|grad(s|_codes)|up|row_product|code_sums)_kernel",
+    "top_k": r"^_top_k_kernel",
     "embedding": r"_embedding_pieces_kernel",
 }
 
