@@ -178,6 +178,24 @@ def test_rows_are_kept_resumed_and_summed_up(folder, tmp_path, monkeypatch, in_p
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize(("ours", "is_wrong"), [([10.0, 8.0, 6.0], False), ([10.5, 9.0, 7.5], True)])
+def test_losses_are_compared_before_the_first_update(folder, tmp_path, monkeypatch, ours, is_wrong):
+    def run(name, path, options, timeout):
+        rows = [
+            {"name": "torch", "ms": 2.0, "peak_gb": 0, "losses": [10.0, 9.0, 7.5]},
+            {"name": "default", "ms": 1.0, "peak_gb": 0, "losses": ours, "problems": [], "gradients": None},
+        ]
+        samples = options.rounds * options.burst
+        result = {"bench": "step", "model": "hf:tiny-llama:1", "samples": samples, "device": "cpu", "batch": "1 x 1"}
+        path.write_text(json.dumps(result | {"rows": rows}))
+        return ""
+
+    monkeypatch.setattr(model_table, "_run", run)
+    (row,) = model_table.run_models([f"{folder}:1"], tmp_path, StepOptions(device="cpu"))["rows"]
+    assert row["default loss"] == ours[0] and row["torch loss"] == 10.0
+    assert row["problems"] == (["the first losses differ by 5.00%"] if is_wrong else [])
+
+
 @pytest.mark.slow
 def test_a_row_runs_in_a_process_of_its_own_beside_torch_compile(folder, tmp_path):
     race_one_row(folder, tmp_path, "torch")

@@ -19,7 +19,8 @@ from deepwell.bench.progress import bar
 from deepwell.bench.step import StepOptions
 
 PEER, OURS = "torch", "default"
-# Of the losses after the first steps: the same weights and tokens, FP8 and another order of sums.
+# Of the losses before the first update: the same weights and tokens, FP8 and another order of sums. After updates two
+# correct engines drift apart.
 _MAX_LOSS_GAP = 0.02
 
 
@@ -80,14 +81,14 @@ def _row(model: str, result: dict[str, Any]) -> dict[str, Any]:
         if found["ms"] is None:
             problems.append(f"{name}: {found['note']}")
             continue
-        row |= {f"{name} ms": found["ms"], f"{name} GB": found["peak_gb"], f"{name} loss": found["losses"][-1]}
+        row |= {f"{name} ms": found["ms"], f"{name} GB": found["peak_gb"], f"{name} loss": found["losses"][0]}
     if peer["ms"] and ours["ms"]:
         row["speed"] = peer["ms"] / ours["ms"]
         if peer["peak_gb"]:
             row["memory"] = ours["peak_gb"] / peer["peak_gb"]
         gap = row[f"{OURS} loss"] / row[f"{PEER} loss"] - 1
         if not abs(gap) <= _MAX_LOSS_GAP:
-            problems.append(f"the losses differ by {gap:.2%}")
+            problems.append(f"the first losses differ by {gap:.2%}")
     if ours["gradients"]:
         row["cosine"] = ours["gradients"]["cosine"]
     return row | {"problems": problems}
