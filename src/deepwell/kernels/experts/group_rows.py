@@ -13,8 +13,9 @@ choices an expert on. Since the last group reaches to the end, every row belongs
 Numerics: gather moves codes, or quantizes as `kernels/quantize/fp8.py` does: bit for bit. combine adds in fp32 in the
     order j = 0, 1 ... and rounds once.
 Cost: memory bound. Bytes per element: gather of codes 1 + 1 (their quantization, once per token, 2 + 1); gather that
-    quantizes 2 + 1; copy 2 + 2 / top_k, by token: read by row, each token is read top_k times; combine 2 + 2 / top_k. Qwen3-30B-A3B, 32768 tokens, width 2048, top 8, at 4.25 TB/s: codes
-    254 + 47 us against 380 us quantized on the way; combine 286 us.
+    quantizes 2 + 1; copy by token 2 + 2 / top_k (by row each token is read top_k times); combine 2 + 2 / top_k.
+    Qwen3-30B-A3B, 32768 tokens, width 2048, top 8, at 4.25 TB/s: codes 254 + 47 us against 380 us quantized on the
+    way; combine 286 us.
 """
 
 # Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K or D width of a row.
