@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from deepwell import ConfigError, DeepwellMoE
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.experts.torch_ops import ops
 from deepwell.moe.losses import balance_loss, count_choices, z_loss
 from deepwell.moe.router import router_logits, sinkhorn
 from deepwell.moe.statistics import Routers, end_step
@@ -293,3 +296,11 @@ def test_counts_and_biases_stay_fp32_and_leaves_under_casts_and_copies():
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         block(**options)
+
+
+def test_choices_on_a_gpu_are_found_by_the_kernel():
+    with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
+        gate = block().gate
+        made = make_fx(lambda x: gate(x).index_TK)(torch.empty(T, H))
+    found = [node.target for node in made.graph.nodes]
+    assert ops.top_k.default in found and torch.ops.aten.topk.default not in found

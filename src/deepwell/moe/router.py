@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepwell.kernels.experts.torch_ops import places_of_largest
 from deepwell.moe.config import MoEConfig
 from deepwell.moe.losses import balance_loss, count_choices, inject, z_loss
 
@@ -106,7 +107,7 @@ class Router(nn.Module):
             chosen = best.topk(how.top_groups, dim=-1).indices
             stays = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
             scores = grouped.masked_fill(~stays.unsqueeze(-1), -math.inf).view(-1, config.experts)
-        return scores.topk(config.top_k, dim=-1).indices
+        return places_of_largest(scores, config.top_k)
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, index_TK: Tensor) -> Tensor:
         """[T, E]: what each expert's output is multiplied by if this token goes there."""

@@ -1,12 +1,18 @@
 """The largest numbers of rows: bit for bit the reference, with ties, NaN, infinities and zeros of both signs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import aot
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.kernels.experts import top_k as K
+from deepwell.kernels.experts.spelled_out import spelled_out
+from deepwell.kernels.experts.torch_ops import ops, places_of_largest
 
 
 @pytest.fixture
@@ -53,6 +59,43 @@ def test_what_the_kernel_does_not_take_is_named():
     for columns, k in ((8, 9), (8, 0), (1025, 4), (64, 17)):
         with pytest.raises(ConfigError, match=f"k is {k} of {columns} columns"):
             K.top_k(torch.zeros(2, columns), k)
+
+
+def test_choices_on_a_cpu_are_torchs_own():
+    x = torch.randn(64, 16).bfloat16().float()  # with ties
+    assert_bitwise_equal(places_of_largest(x, 4), x.topk(4).indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_choices_on_a_gpu_are_torchs_where_there_are_no_ties():
+    x = torch.randn(4096, 128, device="cuda")
+    assert_bitwise_equal(torch.compile(places_of_largest, fullgraph=True)(x, 8), x.topk(8).indices)
+
+
+@pytest.mark.parametrize(("columns", "k", "spells", "is_ours"), [
+    (128, 8, False, True), (128, 17, False, False), (1025, 8, False, False), (128, 8, True, False),
+])  # fmt: skip
+def test_which_choices_on_a_gpu_are_the_kernels(columns, k, spells, is_ours):
+    with FakeTensorMode(), spelled_out() if spells else nullcontext():
+        x = torch.empty(64, columns, device="cuda")
+        made = make_fx(lambda x: places_of_largest(x, k))(x)
+    found = [node.target for node in made.graph.nodes]
+    assert (ops.top_k.default in found) == is_ours and (torch.ops.aten.topk.default in found) != is_ours
+
+
+def test_choices_are_one_graph():
+    """Dynamo reads what a GPU would run, of a fake one."""
+    seen = []
+
+    def backend(graph, _inputs):
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    with FakeTensorMode():
+        x = torch.empty(64, 128, device="cuda")
+        index = torch.compile(places_of_largest, backend=backend, fullgraph=True)(x, 8)
+    assert index.shape == (64, 8) and index.dtype == torch.int64 and ops.top_k in seen
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)

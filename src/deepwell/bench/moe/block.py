@@ -28,6 +28,7 @@ from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import ExpertActivation
 from deepwell.kernels.experts.mlp import experts_mlp
+from deepwell.kernels.experts.torch_ops import places_of_largest
 from deepwell.kernels.tune.timing import times_us
 
 # Of outputs and gradients against Hugging Face's in fp32: rows rounded to bf16, and two FP8 products.
@@ -104,9 +105,17 @@ def entered(way: str, experts: Any, shape: MoEShape) -> Iterator[tuple[Experts, 
             yield _deepwell(experts, shape, "fp8" if way.endswith("fp8") else "bf16"), True
 
 
-def block_of(experts: Experts, gate: Tensor, top_k: int) -> Callable[[Tensor], Tensor]:
+def block_of(experts: Experts, gate: Tensor, top_k: int, way: str) -> Callable[[Tensor], Tensor]:
+    """A block that chooses as a way does: bf16 logits have ties, of which torch's kernel and ours take other ones."""
+    is_ours = way.startswith("deepwell")
+
     def run(x: Tensor) -> Tensor:
-        weight, index = torch.softmax(F.linear(x.to(gate.dtype), gate).float(), dim=-1).topk(top_k)
+        scores = torch.softmax(F.linear(x.to(gate.dtype), gate).float(), dim=-1)
+        if is_ours:
+            index = places_of_largest(scores, top_k)
+            weight = scores.gather(1, index)
+        else:
+            weight, index = scores.topk(top_k)
         return experts(x, index, (weight / weight.sum(-1, keepdim=True)).to(x.dtype))
 
     return run
@@ -124,10 +133,10 @@ def row_of(shape: MoEShape, way: str, device: str, budget_s: float = 1.0) -> dic
         y = run(x)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
-    wanted = _in_fp32(experts, shape, gate, x, dy)
+    wanted = _in_fp32(experts, shape, way, (gate, x, dy))
     row: dict[str, Any] = {"block": shape.name, "way": way}
     with entered(way, experts, shape) as (run_experts, compiles):
-        run = block_of(run_experts, gate, shape.top_k)
+        run = block_of(run_experts, gate, shape.top_k, way)
         # A CPU tries the command out: what a compiler makes of it is not the question.
         run = torch.compile(run) if compiles and device == "cuda" else run
         got = step(run)
@@ -150,12 +159,13 @@ def row_of(shape: MoEShape, way: str, device: str, budget_s: float = 1.0) -> dic
     return row
 
 
-def _in_fp32(experts: nn.Module, shape: MoEShape, gate: Tensor, x: Tensor, dy: Tensor) -> list[Tensor]:
+def _in_fp32(experts: nn.Module, shape: MoEShape, way: str, given: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """Output and gradients of the same numbers by Hugging Face's loop in fp32; the router reads bf16 as ever."""
+    gate, x, dy = given
     wide: Any = copy.deepcopy(experts).float()
     wide.config._experts_implementation = "eager"
     leaf = x.detach().float().requires_grad_()
-    y = block_of(wide, gate, shape.top_k)(leaf)
+    y = block_of(wide, gate, shape.top_k, way)(leaf)
     grads = torch.autograd.grad(y, [leaf, gate, *wide.parameters()], dy.float())
     return [y.detach(), *grads]
 

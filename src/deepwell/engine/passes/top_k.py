@@ -10,7 +10,7 @@ from torch import fx
 
 from deepwell.engine.passes.edit import KERNEL_DTYPES, replace_by_call
 from deepwell.graph.fx import arguments
-from deepwell.kernels.experts.top_k import MAX_CHOICES, MAX_COLUMNS
+from deepwell.kernels.experts.top_k import takes
 from deepwell.kernels.experts.torch_ops import ops
 
 # Numbers below which torch's kernel costs no time to speak of.
@@ -35,5 +35,4 @@ def _fits(node: fx.Node) -> bool:
     if not (sizes and all(isinstance(size, int) for size in (*sizes, k))):
         return False
     last = given.get("dim", -1) in (-1, len(sizes) - 1) and given.get("largest", True) is True
-    few = 0 < k <= min(sizes[-1], MAX_CHOICES) and sizes[-1] <= MAX_COLUMNS
-    return last and few and value.is_cuda and value.dtype in KERNEL_DTYPES and value.numel() >= _LEAST
+    return last and takes(sizes[-1], k) and value.is_cuda and value.dtype in KERNEL_DTYPES and value.numel() >= _LEAST

@@ -60,11 +60,16 @@ def _top_k_kernel(
 # ---- public wrapper: check, allocate, launch ----
 
 
+def takes(columns: int, k: int) -> bool:
+    """Whether the kernel finds so many choices of a row."""
+    return 0 < k <= min(columns, MAX_CHOICES) and columns <= MAX_COLUMNS
+
+
 def top_k(x_TN: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`(value_TK, index_TK)`, int64 indices. Raises ConfigError on a wrong argument."""
     check_matrix("x_TN", x_TN)
     t, n = x_TN.shape
-    if not 0 < k <= min(n, MAX_CHOICES) or n > MAX_COLUMNS:
+    if not takes(n, k):
         raise ConfigError(f"k is {k} of {n} columns; it must be 1 to {MAX_CHOICES}, of at most {MAX_COLUMNS} columns")
     if not runs_kernel(x_TN, _top_k_kernel):
         return top_k_ref(x_TN, k)

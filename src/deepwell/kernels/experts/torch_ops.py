@@ -28,8 +28,9 @@ from deepwell.kernels.experts.grouped_gemm import grouped_gemm
 from deepwell.kernels.experts.hidden_codes import grad_codes, hidden_codes
 from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
 from deepwell.kernels.experts.row_tiles import Rows, groups
+from deepwell.kernels.experts.spelled_out import is_spelled_out
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward, expert_swiglu_kept
-from deepwell.kernels.experts.top_k import top_k
+from deepwell.kernels.experts.top_k import takes, top_k
 from deepwell.kernels.quantize.torch_ops import rounded
 from deepwell.kernels.torch_library import FP8, dense, fp8_rows_like, register_op
 
@@ -100,6 +101,14 @@ register_op(
     _top_k,
     lambda x, k: tuple(x.new_empty((*x.shape[:-1], k), dtype=dtype) for dtype in (x.dtype, torch.int64)),
 )
+
+
+def places_of_largest(x: Tensor, k: int) -> Tensor:
+    """Where the k largest scores (fp32) of each row are, int64: a router's choices. On a CPU they are torch's own."""
+    if x.is_cuda and takes(x.shape[-1], k) and not is_spelled_out():
+        return ops.top_k(x.detach(), k)[1]
+    return x.topk(k, dim=-1).indices
+
 
 # ---- weights ----
 
