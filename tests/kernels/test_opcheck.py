@@ -319,6 +319,7 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "gather_rows": lambda s: (*_codes(s, s.t, s.d), _routing(s)[1], TOP_K, s.tokens(1)),
     "combine_rows": lambda s: (s.matrix(_routing(s)[1].shape[0], s.d).contiguous(), _routing(s)[2], TOP_K),
     "quantize_experts": lambda s: (_expert_weight(s),),
+    "expert_scales": lambda s: (_expert_weight(s),),
     "quantize_experts_transposed": lambda s: (_expert_weight(s), ops.quantize_experts(_expert_weight(s))[1]),
     "expert_swiglu": lambda s: (
         *(torch.randn(_routing(s)[1].shape[0], 2 * s.f).bfloat16(), s.vector(s.t * TOP_K)),

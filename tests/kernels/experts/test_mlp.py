@@ -1,7 +1,10 @@
 """Experts as one function: every choice's own products, in all shapes that routers make."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
@@ -85,6 +88,35 @@ def test_any_distribution(spread, dtype):
         assert sqnr_db(wanted, y) > (120 if dtype == torch.float32 else 40)
     chosen = set(index[index >= 0].tolist())
     assert {e for e in range(E) if grads[1][e].any()} == chosen
+
+
+class _Counts(TorchDispatchMode):
+    """How often each op runs that reads weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("deepwell::")
+        if name in ("expert_scales", "quantize_experts", "quantize_experts_transposed"):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("is_kn", "forward", "backward"), [
+    (False, {"quantize_experts": 2}, {"quantize_experts_transposed": 2}),
+    (True, {"expert_scales": 2, "quantize_experts_transposed": 2}, {"quantize_experts": 2}),
+])  # fmt: skip
+def test_no_codes_of_weights_are_made_that_nobody_reads(is_kn, forward, backward):
+    how = ExpertActivation()
+    x, stored, _, index, weight = operands(9, how, is_kn=is_kn, dtype=torch.bfloat16)
+    with _Counts() as counts:
+        y = experts_mlp(x, *views(stored, is_kn), index, weight, precision="fp8")
+    assert counts.found == forward
+    with _Counts() as counts:
+        torch.autograd.grad(y.float().sum(), (x, *stored, weight))
+    assert counts.found == backward
 
 
 def test_bf16_is_no_worse_than_torch_and_widths_need_no_alignment():

@@ -25,7 +25,7 @@ def weights(*shape, device, dtype=torch.bfloat16):
     return (torch.randn(shape) * loud).to(dtype).to(device)
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 32), (2, 48, 144), (1, 4, 16)])
+@pytest.mark.parametrize("shape", [(3, 16, 32), (2, 48, 144), (1, 4, 16), (1, 3, 16400)])
 def test_rows_are_the_formats_own_for_each_expert(device, shape):
     w = weights(*shape, device=device)
     q, scale = W.quantize_experts(w)
@@ -33,6 +33,7 @@ def test_rows_are_the_formats_own_for_each_expert(device, shape):
         found = quantize(expert, "fp8_e4m3_row_pow2")
         assert_bitwise_equal(q[e], found.data.to(q.device), f"codes of expert {e}")
         assert_bitwise_equal(scale[e], found.scales.flatten().to(q.device), f"scales of expert {e}")
+    assert_bitwise_equal(W.expert_scales(w), scale, "scales alone")
 
 
 @pytest.mark.parametrize("config", W.TURN_CONFIGS, ids=str)
@@ -64,6 +65,7 @@ def test_an_expert_that_holds_nan_or_inf_is_nan_and_the_others_are_not(device):
     w = weights(3, 16, 16, device=device)
     w[1, 3, 3] = float("inf")
     q, scale = W.quantize_experts(w)
+    assert_bitwise_equal(W.expert_scales(w), scale, "scales alone")
     transposed = W.quantize_experts_transposed(w, scale.amax(1))
     assert transposed.float().isnan().flatten(1).all(1).tolist() == [False, True, False]
     assert q.float().isnan().flatten(1).any(1).tolist() == [False, True, False]
@@ -72,6 +74,7 @@ def test_an_expert_that_holds_nan_or_inf_is_nan_and_the_others_are_not(device):
 def test_an_expert_of_zeros_has_zero_codes(device):
     w = torch.zeros(1, 16, 16, device=device)
     q, scale = W.quantize_experts(w)
+    assert_bitwise_equal(W.expert_scales(w), scale, "scales alone")
     assert not q.view(torch.uint8).any()
     assert not W.quantize_experts_transposed(w, scale.amax(1)).view(torch.uint8).any()
 
@@ -81,6 +84,7 @@ def test_an_expert_of_zeros_has_zero_codes(device):
     [
         (lambda w: W.quantize_experts(w[0]), "w_ERC is"),
         (lambda w: W.quantize_experts(w.transpose(1, 2)), "contiguous"),
+        (lambda w: W.expert_scales(w.transpose(1, 2)), "contiguous"),
         (lambda w: W.quantize_experts_transposed(w, torch.ones(3)), "scale_E must have shape"),
         (lambda w: W.quantize_experts_transposed(w[:, :6], torch.ones(2)), "multiple of 4"),
         (lambda w: W.quantize_experts_transposed(w, torch.ones(2).double()), "must be float32"),

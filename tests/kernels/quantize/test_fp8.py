@@ -243,10 +243,10 @@ except UnsupportedError as error:
 # ---- what the compiler makes of them, without a GPU ----
 
 
-def compiled_rows(config, columns, arch):
+def compiled_rows(config, columns, arch, codes=E4M3):
     arguments = {
         "x_ptr": torch.bfloat16,
-        "q_ptr": E4M3,
+        "q_ptr": codes,
         "scale_ptr": torch.float32,
         **dict.fromkeys(("T", "K", "stride_xt", "stride_qt"), "i32"),
         "FP8_MAX": 448.0,
@@ -268,6 +268,15 @@ def test_row_kernels_compile_to_whole_vectors_exact_division_and_no_spills(arch,
     assert made.count(r"div\.(full|approx)|rcp\.approx") == 0
     assert made.count(r"div\.rn\.f32") > 0
     assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0
+
+
+@pytest.mark.parametrize("arch", aot.ARCHS)
+@pytest.mark.parametrize("columns", [4096, 20480])
+def test_scales_alone_compile_to_a_kernel_that_reads(arch, columns):
+    made = compiled_rows(Q.default_row_config(columns), columns, arch, codes=None)
+    assert made.spill_bytes == made.stack_bytes == 0
+    assert made.count(r"ld\.global\S*\.v4\.b32") > 0
+    assert made.count(r"st\.global\S*\.v4\.b32") == made.count(r"cvt\.rn\.satfinite") == 0
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)

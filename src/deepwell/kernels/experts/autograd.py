@@ -111,10 +111,10 @@ def _in(dtype: torch.dtype, made: Tensor) -> Tensor:
 
 def _along_k(weight: Tensor, is_kn: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [E, N, K], scales [E, N], the scales of the rows as stored) for the forward."""
-    q, row_scale = ops.quantize_experts(weight)
     if is_kn:
-        q, scale = ops.quantize_experts_transposed(weight, row_scale)
-        return q, scale, row_scale
+        row_scale = ops.expert_scales(weight)
+        return *ops.quantize_experts_transposed(weight, row_scale), row_scale
+    q, row_scale = ops.quantize_experts(weight)
     return q, row_scale, row_scale
 
 
@@ -123,7 +123,7 @@ def _along_n(weight: Tensor, is_kn: bool, row_scale: Tensor | None, after: Tenso
     if is_kn:
         return ops.quantize_experts(weight, after)
     if row_scale is None:
-        row_scale = ops.quantize_experts(weight, after)[1]
+        row_scale = ops.expert_scales(weight, after)
     return ops.quantize_experts_transposed(weight, row_scale, after)
 
 

@@ -1,13 +1,14 @@
 """Quantize the weights of all experts in one launch: along their rows, or transposed for the other direction's GEMM.
 
     rows          codes [E, R, C] with one power-of-two scale per row of an expert, as `quantize_rows` of [E * R, C]
+    scales        those of the rows, without codes: what a weight that is transposed first needs
     transposed    codes [E, C, R] with one scale per expert, its rows' largest: q[e, c, r] = RNE(w[e, r, c] / scale[e])
 
 A weight stored [E, N, K] is read along its rows by the forward, transposed by dgrad; [E, K, N] the other way.
 Numerics: bit for bit `deepwell.formats` ("fp8_e4m3_row_pow2", and "fp8_e4m3_tensor_pow2" of each expert). An expert
     that holds inf or NaN gets a NaN scale and NaN codes, transposed; the others stay as they are.
-Cost: memory bound, 2 + 1 bytes an element each (bf16). Qwen3-30B-A3B's gate and up (128 x 1536 x 2048) at 4.25 TB/s:
-    284 us; Mixtral's (8 x 28672 x 4096) 663 us.
+Cost: memory bound, 2 + 1 bytes an element each (bf16), 2 of scales alone. Qwen3-30B-A3B's gate and up
+    (128 x 1536 x 2048) at 4.25 TB/s: 284 us; Mixtral's (8 x 28672 x 4096) 663 us.
 """
 
 # Shapes: E experts, R rows and C columns of an expert's weight as stored.
@@ -20,7 +21,7 @@ from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, word_of_codes
 from deepwell.kernels.device.triton_support import TileConfig, cdiv, is_interpreted, on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.fp8 import quantize_rows
+from deepwell.kernels.quantize.fp8 import quantize_rows, row_scales
 
 _FP8 = torch.float8_e4m3fn
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,6 +82,13 @@ def quantize_experts(w_ERC: Tensor) -> tuple[Tensor, Tensor]:
     experts, rows, columns = w_ERC.shape
     q, scale = quantize_rows(w_ERC.reshape(experts * rows, columns))
     return q.view(experts, rows, columns), scale.view(experts, rows)
+
+
+def expert_scales(w_ERC: Tensor) -> Tensor:
+    """`scale_ER` of `quantize_experts`, alone. Raises ConfigError on a wrong argument."""
+    _check(w_ERC)
+    experts, rows, columns = w_ERC.shape
+    return row_scales(w_ERC.reshape(experts * rows, columns)).view(experts, rows)
 
 
 def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor, *, config: TileConfig | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from deepwell.kernels.experts.group_rows import (
 )
 from deepwell.kernels.experts.grouped_gemm import grouped_gemm
 from deepwell.kernels.experts.hidden_codes import grad_codes, hidden_codes
-from deepwell.kernels.experts.quantize_weights import quantize_experts, quantize_experts_transposed
+from deepwell.kernels.experts.quantize_weights import expert_scales, quantize_experts, quantize_experts_transposed
 from deepwell.kernels.experts.row_tiles import Rows, groups
 from deepwell.kernels.experts.spelled_out import is_spelled_out
 from deepwell.kernels.experts.swiglu import expert_swiglu, expert_swiglu_backward, expert_swiglu_kept
@@ -123,6 +123,11 @@ register_op(
     "quantize_experts(Tensor w, Tensor? after=None) -> (Tensor, Tensor)",
     lambda w, after=None: quantize_experts(w.detach()),
     lambda w, after=None: (w.new_empty(w.shape, dtype=FP8), w.new_empty(w.shape[:2], dtype=torch.float32)),
+)
+register_op(
+    "expert_scales(Tensor w, Tensor? after=None) -> Tensor",
+    lambda w, after=None: expert_scales(w.detach()),
+    lambda w, after=None: w.new_empty(w.shape[:2], dtype=torch.float32),
 )
 register_op(
     "quantize_experts_transposed(Tensor w, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",

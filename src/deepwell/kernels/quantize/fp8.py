@@ -44,7 +44,7 @@ from deepwell.kernels.device.triton_support import (
 )
 from deepwell.kernels.quantize.transpose import transpose_codes
 
-__all__ = ["amax", "quantize_rows", "quantize_weight", "transpose_codes"]
+__all__ = ["amax", "quantize_rows", "quantize_weight", "row_scales", "transpose_codes"]
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
@@ -53,10 +53,18 @@ def quantize_rows_ref(
     x_TK: Tensor, *, pow2: bool = True, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """Reference for `quantize_rows`."""
-    x = x_TK.float()
-    amax_T = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
-    multiplier_T = fp8_multiplier(amax_T, ELEMENTS[dtype], pow2=pow2, at_zero=ZERO_ROW_MULTIPLIER)
-    return encode(x * multiplier_T[:, None], ELEMENTS[dtype]).view(dtype), multiplier_T.reciprocal()
+    multiplier_T = _row_multipliers(x_TK, pow2=pow2, dtype=dtype)
+    return encode(x_TK.float() * multiplier_T[:, None], ELEMENTS[dtype]).view(dtype), multiplier_T.reciprocal()
+
+
+def row_scales_ref(x_TK: Tensor) -> Tensor:
+    """Reference for `row_scales`."""
+    return _row_multipliers(x_TK, pow2=True, dtype=torch.float8_e4m3fn).reciprocal()
+
+
+def _row_multipliers(x_TK: Tensor, *, pow2: bool, dtype: torch.dtype) -> Tensor:
+    amax_T = x_TK.float().abs().amax(1) if x_TK.shape[1] else x_TK.new_zeros(x_TK.shape[0], dtype=torch.float32)
+    return fp8_multiplier(amax_T, ELEMENTS[dtype], pow2=pow2, at_zero=ZERO_ROW_MULTIPLIER)
 
 
 def amax_ref(tensors: Sequence[Tensor]) -> Tensor:
@@ -173,11 +181,11 @@ def _quantize_rows_kernel(
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
 ):
+    # Without q_ptr only the scales are written.
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = t[:, None] < T
     columns = tl.arange(0, BLOCK)[None, :]
     x_row = x_ptr + t[:, None] * stride_xt
-    q_row = q_ptr + t[:, None] * stride_qt
     if TWO_PASSES:
         bits = tl.zeros([ROWS, BLOCK], dtype=tl.int32)
         for start in range(0, K, BLOCK):
@@ -185,17 +193,22 @@ def _quantize_rows_kernel(
             x = tl.load(x_row + k, mask=live & (k < K), other=0.0, eviction_policy="evict_last")
             bits = tl.maximum(bits, magnitude_bits(x.to(tl.float32)))
         enc = multiplier_from_bits(tl.max(bits, axis=1), FP8_MAX, POW2, ZERO_ROW)
-        for start in range(0, K, BLOCK):
-            k = start + columns
-            x = tl.load(x_row + k, mask=live & (k < K), other=0.0, eviction_policy="evict_first").to(tl.float32)
-            q = saturate(x * enc[:, None], FP8_MAX).to(q_ptr.dtype.element_ty)
-            tl.store(q_row + k, q, mask=live & (k < K))
+        if q_ptr is not None:
+            for start in range(0, K, BLOCK):
+                k = start + columns
+                x = tl.load(x_row + k, mask=live & (k < K), other=0.0, eviction_policy="evict_first").to(tl.float32)
+                q = saturate(x * enc[:, None], FP8_MAX).to(q_ptr.dtype.element_ty)
+                tl.store(q_ptr + t[:, None] * stride_qt + k, q, mask=live & (k < K))
         scale = tl.div_rn(1.0, enc)
     else:
         mask = live & (columns < K)
         x = tl.load(x_row + columns, mask=mask, other=0.0).to(tl.float32)
-        q, scale = quantize_tile(x, q_ptr.dtype.element_ty, FP8_MAX, POW2)
-        tl.store(q_row + columns, q, mask=mask)
+        if q_ptr is not None:
+            q, scale = quantize_tile(x, q_ptr.dtype.element_ty, FP8_MAX, POW2)
+            tl.store(q_ptr + t[:, None] * stride_qt + columns, q, mask=mask)
+        else:
+            enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX, POW2, ZERO_ROW)
+            scale = tl.div_rn(1.0, enc)
     tl.store(scale_ptr + t, scale, mask=t < T)
 
 
@@ -280,8 +293,24 @@ def quantize_rows(
     fp8_max = check_fp8("dtype", dtype)
     if not runs_kernel(x_TK, _quantize_rows_kernel):
         return quantize_rows_ref(x_TK, pow2=pow2, dtype=dtype)
+    q_TK = torch.empty(x_TK.shape, dtype=dtype, device=x_TK.device)
+    return q_TK, _launch_rows(x_TK, q_TK, fp8_max, pow2, config)
+
+
+def row_scales(x_TK: Tensor) -> Tensor:
+    """The scales of `quantize_rows` alone, in two thirds of its traffic: for codes that lie otherwise."""
+    check_matrix("x_TK", x_TK)
+    if not runs_kernel(x_TK, _quantize_rows_kernel):
+        return row_scales_ref(x_TK)
+    return _launch_rows(x_TK, None, check_fp8("dtype", torch.float8_e4m3fn), pow2=True)
+
+
+def _launch_rows(
+    x_TK: Tensor, q_TK: Tensor | None, fp8_max: float, pow2: bool, config: RowConfig | None = None
+) -> Tensor:
+    """Write the codes, if there is memory for them; the scales."""
     t, k = x_TK.shape
-    q_TK, scale_T = empty_codes(x_TK, t, k, dtype)
+    scale_T = torch.empty(t, dtype=torch.float32, device=x_TK.device)
     config = config or default_row_config(k)
     rows = config.rows_per_program(k)
     if t:
@@ -293,7 +322,7 @@ def quantize_rows(
                 t,
                 k,
                 x_TK.stride(0),
-                q_TK.stride(0),
+                k,
                 FP8_MAX=fp8_max,
                 POW2=pow2,
                 ROWS=rows,
@@ -301,7 +330,7 @@ def quantize_rows(
                 TWO_PASSES=config.tile > 0,
                 num_warps=config.num_warps,
             )
-    return q_TK, scale_T
+    return scale_T
 
 
 def amax(tensors: Tensor | Sequence[Tensor]) -> Tensor:
