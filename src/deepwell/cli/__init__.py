@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from deepwell import __version__
 from deepwell.cli import bench, build, data, dryrun, export, plan, report, train
+from deepwell.cli.options import option
 from deepwell.cli.validate import app as validate
 from deepwell.errors import ConfigError, DeepwellError
 
@@ -57,7 +58,7 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, option("Show the traceback of an error.", "--debug")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -68,11 +69,9 @@ def options(
 @app.command("probe")
 def probe_command(
     name: Annotated[str | None, typer.Argument(help="A named machine: H200, 8xB200, 64x8xH100, gb200-nvl72:4.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Time copies and GEMMs here and keep the results.")
-    ] = False,
-    budget: Annotated[float, typer.Option("--budget", help="Seconds to spend on measuring.")] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    measure: Annotated[bool, option("Time copies and GEMMs here and keep the results.", "--measure")] = False,
+    budget: Annotated[float, option("Seconds to spend on measuring.")] = 20.0,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Show the GPUs, their speeds and how they are connected: of this machine, or of a named one."""
     from deepwell.hardware.probe import probe
@@ -89,7 +88,7 @@ def probe_command(
 
 @app.command("doctor")
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Show what works here, what does not, and what to do. Ends with status 1 if something required is broken."""
     from deepwell.doctor.checks import diagnose

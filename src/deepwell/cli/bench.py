@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import ConfigError
 
 app = typer.Typer(help="Time training steps and kernels beside their peers.", no_args_is_help=True)
@@ -31,46 +32,36 @@ Json = Annotated[
         "--json", callback=_check_file, help="Keep the result in this file; - prints JSON instead of the table."
     ),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU where there is one.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")]
+Device = Annotated[str | None, option("cuda or cpu; the GPU where there is one.", "--device")]
+Quick = Annotated[bool, option("Fewer repetitions.", "--quick")]
 
 
 @app.command("step")
 def step_command(
     model: Annotated[
         str,
-        typer.Option(
-            "--model",
-            help="8b-4l, hf-8b-4l, 1b-16l, 768-12l, llama3-8b, tiny, hf-tiny, or hf:NAME[:layers]: a width of "
-            "`bench models`, a config.json, a model type of transformers.",
+        option(
+            "8b-4l, hf-8b-4l, 1b-16l, 768-12l, llama3-8b, tiny, hf-tiny, or hf:NAME[:layers]: a width of "
+            "`bench models`, a config.json, a model type of transformers."
         ),
     ] = "8b-4l",
     peers: Annotated[
-        str, typer.Option("--peers", help="eager, torch, torch-max, torchao, torchao-row, torchao-row-gw, liger, ...")
+        str, option("eager, torch, torch-max, torchao, torchao-row, torchao-row-gw, liger, ...")
     ] = "torch",
     variants: Annotated[
         str | None,
-        typer.Option(
-            "--variants",
-            help="Deepwell's own: default (dw.compile without options; of hf:NAME), bf16, fp8, fp8_cg, FILE.json, ...",
-        ),
+        option("Deepwell's own: default (dw.compile without options; of hf:NAME), bf16, fp8, fp8_cg, FILE.json, ..."),
     ] = None,
-    batch: Annotated[int | None, typer.Option("--batch", help="Sequences of a step, not the model's own.")] = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens of a sequence.")] = None,
+    batch: Annotated[int | None, option("Sequences of a step, not the model's own.")] = None,
+    seq_len: Annotated[int | None, option("Tokens of a sequence.")] = None,
     gradients: Annotated[
-        bool, typer.Option("--gradients", help="Compare Deepwell's gradients with eager's on a short sequence.")
+        bool, option("Compare Deepwell's gradients with eager's on a short sequence.", "--gradients")
     ] = False,
-    rounds: Annotated[int, typer.Option("--rounds", help="Turns of each entrant.")] = 5,
-    burst: Annotated[int, typer.Option("--burst", help="Timed steps of a turn.")] = 3,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="auto (Deepwell: adamw_dw, peers: torch's fused), torch, dw.")
-    ] = "auto",
-    one_by_one: Annotated[
-        bool, typer.Option("--one-by-one", help="Do not take turns: one entrant at a time in memory.")
-    ] = False,
-    checkpoint_layers: Annotated[
-        int, typer.Option("--checkpoint-layers", help="Layers that keep only their input (less memory).")
-    ] = 0,
+    rounds: Annotated[int, option("Turns of each entrant.")] = 5,
+    burst: Annotated[int, option("Timed steps of a turn.")] = 3,
+    optimizer: Annotated[str, option("auto (Deepwell: adamw_dw, peers: torch's fused), torch, dw.")] = "auto",
+    one_by_one: Annotated[bool, option("Do not take turns: one entrant at a time in memory.", "--one-by-one")] = False,
+    checkpoint_layers: Annotated[int, option("Layers that keep only their input (less memory).")] = 0,
     quick: Quick = False,
     device: Device = None,
     json_file: Json = None,
@@ -101,14 +92,12 @@ def step_command(
 
 @app.command("models")
 def models_command(
-    only: Annotated[
-        str, typer.Option("--only", help="Rows, such as gpt2-xl,mixtral:4; also whatever else hf:NAME takes.")
-    ] = "",
-    out: Annotated[Path, typer.Option("--out", help="The folder that keeps a JSON file of each row.")] = Path("models"),
-    resume: Annotated[bool, typer.Option("--resume", help="Do not run rows again that the folder holds.")] = False,
-    rounds: Annotated[int, typer.Option("--rounds", help="Turns of each entrant.")] = 5,
-    burst: Annotated[int, typer.Option("--burst", help="Timed steps of a turn.")] = 3,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds of one row at most.")] = 1800.0,
+    only: Annotated[str, option("Rows, such as gpt2-xl,mixtral:4; also whatever else hf:NAME takes.")] = "",
+    out: Annotated[Path, option("The folder that keeps a JSON file of each row.")] = Path("models"),
+    resume: Annotated[bool, option("Do not run rows again that the folder holds.", "--resume")] = False,
+    rounds: Annotated[int, option("Turns of each entrant.")] = 5,
+    burst: Annotated[int, option("Timed steps of a turn.")] = 3,
+    timeout: Annotated[float, option("Seconds of one row at most.")] = 1800.0,
     quick: Quick = False,
     device: Device = None,
     json_file: Json = None,
@@ -126,7 +115,7 @@ def models_command(
 
 @app.command("gemm")
 def gemm_command(
-    quick: Annotated[bool, typer.Option("--quick", help="The first and the last shape only.")] = False,
+    quick: Annotated[bool, option("The first and the last shape only.", "--quick")] = False,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
@@ -145,8 +134,8 @@ def attention_command(
     batch: Annotated[int, typer.Option("--batch")] = 2,
     heads: Annotated[int, typer.Option("--heads")] = 32,
     kv_heads: Annotated[int, typer.Option("--kv-heads")] = 8,
-    seq_len: Annotated[int | None, typer.Option("--seq-len", help="8192; on a CPU 512.")] = None,
-    width: Annotated[int, typer.Option("--width", help="Of a head.")] = 128,
+    seq_len: Annotated[int | None, option("8192; on a CPU 512.")] = None,
+    width: Annotated[int, option("Of a head.")] = 128,
     quick: Quick = False,
     device: Device = None,
     json_file: Json = None,
@@ -164,7 +153,7 @@ def attention_command(
 
 @app.command("adamw")
 def adamw_command(
-    model: Annotated[str, typer.Option("--model", help="Whose parameters.")] = "8b-4l",
+    model: Annotated[str, option("Whose parameters.")] = "8b-4l",
     quick: Quick = False,
     device: Device = None,
     json_file: Json = None,
@@ -179,10 +168,8 @@ def adamw_command(
 
 @app.command("moe")
 def moe_command(
-    only: Annotated[
-        str, typer.Option("--only", help="Rows by block, way, kernels or step, such as qwen3-32k,deepwell-fp8.")
-    ] = "",
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one row may take.")] = 300.0,
+    only: Annotated[str, option("Rows by block, way, kernels or step, such as qwen3-32k,deepwell-fp8.")] = "",
+    timeout: Annotated[float, option("Seconds that one row may take.")] = 300.0,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
@@ -202,7 +189,7 @@ def moe_command(
 @app.command("compile")
 def compile_command(
     model: Annotated[str, typer.Option("--model")] = "8b-4l",
-    entrants: Annotated[str, typer.Option("--entrants", help="Peers and variants.")] = "torch,fp8",
+    entrants: Annotated[str, option("Peers and variants.")] = "torch,fp8",
     device: Device = None,
     json_file: Json = None,
 ) -> None:

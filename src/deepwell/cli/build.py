@@ -10,15 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import UnsupportedError
 
 
 def build_command(
-    arch: Annotated[
-        str | None, typer.Option("--arch", help="Architectures, e.g. sm_90a,sm_100a; else those of the GPUs here.")
-    ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", help="Compilers at once; each takes about 6 GB of memory.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    arch: Annotated[str | None, option("Architectures, e.g. sm_90a,sm_100a; else those of the GPUs here.")] = None,
+    jobs: Annotated[int, option("Compilers at once; each takes about 6 GB of memory.")] = 1,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     r"""Compile the CUTLASS kernels into the cache folder. Needs nvcc and `pip install 'deepwell\[cutlass]'`.
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.options import option
+
 app = typer.Typer(help="Make token files from text, and look into them.", no_args_is_help=True)
 
 
@@ -15,23 +17,15 @@ def prepare_command(
     inputs: Annotated[
         list[str], typer.Argument(metavar="INPUT...", help=".txt .md .py .jsonl .json .parquet, folders, or stdlib.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the token files; call again to go on.")],
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="A tokenizer's JSON file or folder, or bytes (257 tokens).")
-    ] = "bytes",
-    eos: Annotated[
-        str | None, typer.Option("--eos", help="The token that ends a document, where it is none of the usual.")
-    ] = None,
-    text_key: Annotated[str, typer.Option("--text-key", help="Where JSON and Parquet keep the text.")] = "text",
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Remembered as the default length of windows; tokens are the same.")
-    ] = None,
-    val_fraction: Annotated[
-        float, typer.Option("--val-fraction", help="Share of the documents for FOLDER/val, chosen by content.")
-    ] = 0.0,
-    shard_tokens: Annotated[int, typer.Option("--shard-tokens", help="Tokens of a file, about.")] = 1 << 28,
-    restart: Annotated[bool, typer.Option("--restart", help="Remove what an earlier call wrote there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    out: Annotated[Path, option("Folder for the token files; call again to go on.", "--out", "-o")],
+    tokenizer: Annotated[str, option("A tokenizer's JSON file or folder, or bytes (257 tokens).")] = "bytes",
+    eos: Annotated[str | None, option("The token that ends a document, where it is none of the usual.")] = None,
+    text_key: Annotated[str, option("Where JSON and Parquet keep the text.")] = "text",
+    seq_len: Annotated[int | None, option("Remembered as the default length of windows; tokens are the same.")] = None,
+    val_fraction: Annotated[float, option("Share of the documents for FOLDER/val, chosen by content.")] = 0.0,
+    shard_tokens: Annotated[int, option("Tokens of a file, about.")] = 1 << 28,
+    restart: Annotated[bool, option("Remove what an earlier call wrote there.", "--restart")] = False,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Turn text into token files for training. Interrupted? The same command goes on, and writes the same bytes."""
     from deepwell.bench.progress import bar
@@ -69,9 +63,9 @@ def prepare_command(
 def info_command(
     folder: Annotated[Path, typer.Argument(help="A folder of token files, or one file.")],
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every token and compare hashes; status 2 where one differs.")
+        bool, option("Read every token and compare hashes; status 2 where one differs.", "--verify")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Show how many tokens and documents there are, their vocabulary, tokenizer and hash."""
     from deepwell.train.data.token_files import describe

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.cli.plan import NOTHING_FITS, read_model, refuse, write
 from deepwell.errors import ConfigError, PlanError
 
@@ -21,22 +22,16 @@ _File = Path | None
 
 def dryrun_command(
     *,
-    model: Annotated[
-        _Text, typer.Option("--model", help="A published model, a model of the race (8b-4l), or a config.json.")
-    ] = None,
-    hw: Annotated[_Text, typer.Option("--hw", help="The machine: H200, 8x8xB200; this one unless given.")] = None,
-    plan: Annotated[_File, typer.Option("--plan", help="A plan that `deepwell plan --save` wrote.")] = None,
-    seq: Annotated[_Count, typer.Option("--seq", help="Tokens of a sequence.")] = None,
-    batch: Annotated[_Count, typer.Option("--batch", help="Sequences of a step over all GPUs.")] = None,
-    precision: Annotated[_Text, typer.Option("--precision", help="bf16, fp8, mxfp8 or nvfp4.")] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Real steps that count.")] = 3,
-    measure: Annotated[
-        bool | None, typer.Option("--measure/--no-measure", help="Run real steps here, or none of them.")
-    ] = None,
-    trace: Annotated[
-        _File, typer.Option("--trace", help="Write a Chrome/Perfetto trace of the simulated step.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    model: Annotated[_Text, option("A published model, a model of the race (8b-4l), or a config.json.")] = None,
+    hw: Annotated[_Text, option("The machine: H200, 8x8xB200; this one unless given.")] = None,
+    plan: Annotated[_File, option("A plan that `deepwell plan --save` wrote.")] = None,
+    seq: Annotated[_Count, option("Tokens of a sequence.")] = None,
+    batch: Annotated[_Count, option("Sequences of a step over all GPUs.")] = None,
+    precision: Annotated[_Text, option("bf16, fp8, mxfp8 or nvfp4.")] = None,
+    steps: Annotated[int, option("Real steps that count.")] = 3,
+    measure: Annotated[bool | None, option("Run real steps here, or none of them.", "--measure/--no-measure")] = None,
+    trace: Annotated[_File, option("Write a Chrome/Perfetto trace of the simulated step.")] = None,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Simulate a training step, try it here where that can be, and list the risks. Ends with 3 if it does not fit."""
     if measure and hw is not None:

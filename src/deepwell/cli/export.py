@@ -5,19 +5,18 @@ from typing import Annotated
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import ConfigError
 
 
 def export_command(
     source: Annotated[Path, typer.Argument(help="A Hugging Face folder or a checkpoint; with --inspect, a file.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file, or the folder, to write.")] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="bf16, fp8, mxfp8 or nvfp4; a checkpoint brings its own.")
-    ] = None,
-    form: Annotated[str, typer.Option("--format", help="engine (one file) or hf (a folder).")] = "engine",
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; a GPU where there is one.")] = None,
-    inspect: Annotated[bool, typer.Option("--inspect", help="Check a file and show what it holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    output: Annotated[Path | None, option("The file, or the folder, to write.", "--output", "-o")] = None,
+    precision: Annotated[str | None, option("bf16, fp8, mxfp8 or nvfp4; a checkpoint brings its own.")] = None,
+    form: Annotated[str, option("engine (one file) or hf (a folder).", "--format")] = "engine",
+    device: Annotated[str | None, option("cpu or cuda; a GPU where there is one.")] = None,
+    inspect: Annotated[bool, option("Check a file and show what it holds.", "--inspect")] = False,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Write a model, its formats and its plan as one file that loads without anybody's code."""
     if inspect:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import ConfigError, PlanError
 
 NOTHING_FITS = 3
@@ -19,54 +20,46 @@ _Text = str | None
 _Flag = bool | None
 
 
-def _option(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text)
-
-
 def plan_command(
     *,
-    model: Annotated[str, _option("--model", "A published model (llama3-70b) or a config.json.")],
-    hw: Annotated[_Text, _option("--hw", "The machine: 8x8xB200, gb200-nvl72:4; this one unless given.")] = None,
-    seq: Annotated[int, _option("--seq", "Tokens of a sequence.")] = 4096,
-    batch: Annotated[int, _option("--batch", "Sequences of a step over all GPUs.")] = 1024,
-    precision: Annotated[_Text, _option("--precision", "bf16, fp8, mxfp8, nvfp4, several of them, or auto.")] = None,
-    goal: Annotated[str, _option("--goal", "fastest, smallest or cheapest.")] = "fastest",
-    optimizer: Annotated[str, _option("--optimizer", "What the optimizer keeps, e.g. adamw_8bit.")] = "adamw",
-    stack: Annotated[_Text, _option("--stack", "The engine that will run it: deepwell, megatron ...")] = None,
-    arch: Annotated[_Text, _option("--arch", "Check the machine: blackwell, hopper, ada, ampere or cpu.")] = None,
-    moe: Annotated[
-        _Text, _option("--moe", "experts=8,top_k=2 are checked; capacity_factor=, imbalance= are set.")
-    ] = None,
-    dp: Annotated[_Text, _option("--dp", "Data parallelism that is allowed: 8, or 4,8.")] = None,
-    tp: Annotated[_Text, _option("--tp", "Tensor parallelism that is allowed; 1 forbids it.")] = None,
-    pp: Annotated[_Text, _option("--pp", "Pipeline parallelism that is allowed.")] = None,
-    cp: Annotated[_Text, _option("--cp", "Context parallelism that is allowed.")] = None,
-    ep: Annotated[_Text, _option("--ep", "Expert parallelism that is allowed.")] = None,
-    etp: Annotated[_Text, _option("--etp", "Splits inside experts that are allowed.")] = None,
-    dp_replicate: Annotated[_Text, _option("--dp-replicate", "Copies of the shards inside dp (HSDP).")] = None,
-    gpus: Annotated[_Text, _option("--gpus", "Use so many of the machine's GPUs.")] = None,
-    micro_batch: Annotated[_Text, _option("--micro-batch", "Micro-batches that are allowed.")] = None,
-    virtual_stages: Annotated[_Text, _option("--virtual-stages", "Stages per pipeline rank.")] = None,
-    stage_layers: Annotated[_Text, _option("--stage-layers", "Layers of each stage, 10,11,11, or even.")] = None,
-    recompute: Annotated[_Text, _option("--recompute", "Of none, selective, full, block: those allowed.")] = None,
-    sharding: Annotated[_Text, _option("--sharding", "Of ddp, zero1, zero2, zero3: those allowed.")] = None,
-    schedule: Annotated[
-        _Text, _option("--schedule", "Of 1f1b, interleaved, zero_bubble, zbv, dualpipev: those allowed.")
-    ] = None,
-    sequence_parallel: Annotated[_Flag, _option("--sequence-parallel/--no-sequence-parallel", "With TP.")] = None,
-    cp_kind: Annotated[_Text, _option("--cp-kind", "ring, ulysses or allgather.")] = None,
-    offload: Annotated[_Text, _option("--offload", "In host memory: none, optimizer, activations or both.")] = None,
-    overlap: Annotated[_Text, _option("--overlap", "Of tp, grad_reduce, param_gather, ep, pp; all; none.")] = None,
-    kernels: Annotated[_Text, _option("--kernels", "Configurations of the catalog that may be proposed.")] = None,
-    cuda_graphs: Annotated[_Flag, _option("--cuda-graphs/--no-cuda-graphs", "Host time of graphs.")] = None,
-    max_memory: Annotated[float | None, _option("--max-memory", "GiB that a GPU may fill.")] = None,
-    html: Annotated[Path | None, _option("--html", "Write one self-contained page here.")] = None,
-    trace: Annotated[Path | None, _option("--trace", "Write a Chrome/Perfetto trace here.")] = None,
-    save: Annotated[Path | None, _option("--save", "Write the plan as JSON here.")] = None,
-    export: Annotated[_Text, _option("--export", "Print for megatron, megatron-bridge or torchtitan.")] = None,
-    explain: Annotated[bool, _option("--explain", "Say why this plan.")] = False,
-    sensitivity: Annotated[bool, _option("--sensitivity", "Show what one step of each degree does.")] = False,
-    as_json: Annotated[bool, _option("--json", "Print JSON only.")] = False,
+    model: Annotated[str, option("A published model (llama3-70b) or a config.json.")],
+    hw: Annotated[_Text, option("The machine: 8x8xB200, gb200-nvl72:4; this one unless given.")] = None,
+    seq: Annotated[int, option("Tokens of a sequence.")] = 4096,
+    batch: Annotated[int, option("Sequences of a step over all GPUs.")] = 1024,
+    precision: Annotated[_Text, option("bf16, fp8, mxfp8, nvfp4, several of them, or auto.")] = None,
+    goal: Annotated[str, option("fastest, smallest or cheapest.")] = "fastest",
+    optimizer: Annotated[str, option("What the optimizer keeps, e.g. adamw_8bit.")] = "adamw",
+    stack: Annotated[_Text, option("The engine that will run it: deepwell, megatron ...")] = None,
+    arch: Annotated[_Text, option("Check the machine: blackwell, hopper, ada, ampere or cpu.")] = None,
+    moe: Annotated[_Text, option("experts=8,top_k=2 are checked; capacity_factor=, imbalance= are set.")] = None,
+    dp: Annotated[_Text, option("Data parallelism that is allowed: 8, or 4,8.")] = None,
+    tp: Annotated[_Text, option("Tensor parallelism that is allowed; 1 forbids it.")] = None,
+    pp: Annotated[_Text, option("Pipeline parallelism that is allowed.")] = None,
+    cp: Annotated[_Text, option("Context parallelism that is allowed.")] = None,
+    ep: Annotated[_Text, option("Expert parallelism that is allowed.")] = None,
+    etp: Annotated[_Text, option("Splits inside experts that are allowed.")] = None,
+    dp_replicate: Annotated[_Text, option("Copies of the shards inside dp (HSDP).")] = None,
+    gpus: Annotated[_Text, option("Use so many of the machine's GPUs.")] = None,
+    micro_batch: Annotated[_Text, option("Micro-batches that are allowed.")] = None,
+    virtual_stages: Annotated[_Text, option("Stages per pipeline rank.")] = None,
+    stage_layers: Annotated[_Text, option("Layers of each stage, 10,11,11, or even.")] = None,
+    recompute: Annotated[_Text, option("Of none, selective, full, block: those allowed.")] = None,
+    sharding: Annotated[_Text, option("Of ddp, zero1, zero2, zero3: those allowed.")] = None,
+    schedule: Annotated[_Text, option("Of 1f1b, interleaved, zero_bubble, zbv, dualpipev: those allowed.")] = None,
+    sequence_parallel: Annotated[_Flag, option("With TP.", "--sequence-parallel/--no-sequence-parallel")] = None,
+    cp_kind: Annotated[_Text, option("ring, ulysses or allgather.")] = None,
+    offload: Annotated[_Text, option("In host memory: none, optimizer, activations or both.")] = None,
+    overlap: Annotated[_Text, option("Of tp, grad_reduce, param_gather, ep, pp; all; none.")] = None,
+    kernels: Annotated[_Text, option("Configurations of the catalog that may be proposed.")] = None,
+    cuda_graphs: Annotated[_Flag, option("Host time of graphs.", "--cuda-graphs/--no-cuda-graphs")] = None,
+    max_memory: Annotated[float | None, option("GiB that a GPU may fill.")] = None,
+    html: Annotated[Path | None, option("Write one self-contained page here.")] = None,
+    trace: Annotated[Path | None, option("Write a Chrome/Perfetto trace here.")] = None,
+    save: Annotated[Path | None, option("Write the plan as JSON here.")] = None,
+    export: Annotated[_Text, option("Print for megatron, megatron-bridge or torchtitan.")] = None,
+    explain: Annotated[bool, option("Say why this plan.", "--explain")] = False,
+    sensitivity: Annotated[bool, option("Show what one step of each degree does.", "--sensitivity")] = False,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Pick the parallel layout of a training job and predict its time and memory. Ends with 3 if nothing fits."""
     from deepwell.planner.search.autoplan import autoplan

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import ConfigError
 
 _PAGE = "report.html"
@@ -19,9 +20,9 @@ _PAGE = "report.html"
 def report_command(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders that runs write to.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page; report.html in the first RUN_DIR unless given.")
+        Path | None, option("The page; report.html in the first RUN_DIR unless given.", "-o", "--output")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON; a page only with -o.")] = False,
+    as_json: Annotated[bool, option("Print the figures as JSON; a page only with -o.", "--json")] = False,
     watch: Annotated[
         float | None, typer.Option("--watch", metavar="SECONDS", help="Write the page again and again until the end.")
     ] = None,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import ConfigError, DeepwellError
 
 _Text = str | None
@@ -23,17 +24,17 @@ def train_command(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Changes of the recipe: section.key=value, e.g. train.steps=100.")
     ] = None,
-    steps: Annotated[_Count, typer.Option("--steps", help="Steps of the whole run.")] = None,
-    run_dir: Annotated[_Text, typer.Option("--run-dir", help="Folder of events and checkpoints.")] = None,
-    resume: Annotated[_Text, typer.Option("--resume", help="auto, never, or the path of a checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and simulate a step; train nothing.")] = False,
+    steps: Annotated[_Count, option("Steps of the whole run.")] = None,
+    run_dir: Annotated[_Text, option("Folder of events and checkpoints.")] = None,
+    resume: Annotated[_Text, option("auto, never, or the path of a checkpoint.")] = None,
+    dry_run: Annotated[bool, option("Plan and simulate a step; train nothing.", "--dry-run")] = False,
     processes: Annotated[
-        _Text, typer.Option("--nproc", help="Processes on this node, started by torchrun: a number or 'gpu'.")
+        _Text, option("Processes on this node, started by torchrun: a number or 'gpu'.", "--nproc")
     ] = None,
-    nodes: Annotated[_Text, typer.Option("--nnodes", help="Nodes, or least:most for an elastic run, e.g. 2:4.")] = None,
-    rendezvous: Annotated[_Text, typer.Option("--rdzv", help="host:port of the rendezvous, for several nodes.")] = None,
-    restarts: Annotated[int, typer.Option("--max-restarts", help="Restarts after a crash, with --nproc.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only: how the run ended.")] = False,
+    nodes: Annotated[_Text, option("Nodes, or least:most for an elastic run, e.g. 2:4.", "--nnodes")] = None,
+    rendezvous: Annotated[_Text, option("host:port of the rendezvous, for several nodes.", "--rdzv")] = None,
+    restarts: Annotated[int, option("Restarts after a crash, with --nproc.", "--max-restarts")] = 10,
+    as_json: Annotated[bool, option("Print JSON only: how the run ended.", "--json")] = False,
 ) -> None:
     """Train what a recipe says; a run that was interrupted goes on."""
     from deepwell.train.recipe import Recipe

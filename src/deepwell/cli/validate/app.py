@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.cli.validate.faults import faults_command
 from deepwell.cli.validate.planner import planner_command
 from deepwell.errors import ConfigError
@@ -29,45 +30,31 @@ app.command("faults")(faults_command)
 
 @app.command("parity")
 def parity_command(
-    arms: Annotated[
-        str, typer.Option("--arms", help="What to compare with bf16: fp8, fp8_head, mxfp8_emulated, policy.json, ...")
-    ] = "fp8",
-    seeds: Annotated[str, typer.Option("--seeds", help="One pair of runs for each, e.g. 0,1,2.")] = "0",
-    tokens: Annotated[float, typer.Option("--tokens", help="Training tokens of a run.")] = 50e6,
-    model: Annotated[
-        str, typer.Option("--model", help="768-12l (135M parameters), 384-6l or tiny; moe-384-6l, moe-128-4l.")
-    ] = "768-12l",
-    batch: Annotated[int, typer.Option("--batch", help="Sequences of a step.")] = 32,
-    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence.")] = 1024,
-    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 3e-4,
-    warmup: Annotated[float, typer.Option("--warmup", help="Share of the steps in which the rate rises.")] = 0.1,
-    evals: Annotated[int, typer.Option("--evals", help="Held-out losses taken on the way.")] = 5,
-    eval_tokens: Annotated[int, typer.Option("--eval-tokens", help="Held-out tokens at the end.")] = 1 << 20,
-    bound: Annotated[float, typer.Option("--bound", help="Largest mean gap that passes, 0.0025 = 0.25%.")] = 0.0025,
-    out: Annotated[Path, typer.Option("--out", help="Folder of results and checkpoints; call again to go on.")] = Path(
-        "out/parity"
-    ),
-    budget: Annotated[
-        float | None, typer.Option("--budget", help="Seconds after which to save and stop; call again to go on.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", help="Steps between checkpoints.")] = 500,
-    log_every: Annotated[int, typer.Option("--log-every", help="Steps between two losses of the curve.")] = 50,
-    text: Annotated[
-        list[Path] | None, typer.Option("--text", help="Folder of text instead of the installed sources; repeatable.")
-    ] = None,
-    megabytes: Annotated[float, typer.Option("--megabytes", help="Text to use at most.")] = 190.0,
-    vocab: Annotated[int, typer.Option("--vocab", help="Size of the BPE that is trained on the text.")] = 32768,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="A tokenizer's JSON from an earlier call, instead of training.")
-    ] = None,
-    prepare: Annotated[
-        bool, typer.Option("--prepare", help="Only make the text's tokens, and say where they are kept.")
-    ] = False,
+    arms: Annotated[str, option("What to compare with bf16: fp8, fp8_head, mxfp8_emulated, policy.json, ...")] = "fp8",
+    seeds: Annotated[str, option("One pair of runs for each, e.g. 0,1,2.")] = "0",
+    tokens: Annotated[float, option("Training tokens of a run.")] = 50e6,
+    model: Annotated[str, option("768-12l (135M parameters), 384-6l or tiny; moe-384-6l, moe-128-4l.")] = "768-12l",
+    batch: Annotated[int, option("Sequences of a step.")] = 32,
+    seq_len: Annotated[int, option("Tokens of a sequence.")] = 1024,
+    lr: Annotated[float, option("Highest learning rate.")] = 3e-4,
+    warmup: Annotated[float, option("Share of the steps in which the rate rises.")] = 0.1,
+    evals: Annotated[int, option("Held-out losses taken on the way.")] = 5,
+    eval_tokens: Annotated[int, option("Held-out tokens at the end.")] = 1 << 20,
+    bound: Annotated[float, option("Largest mean gap that passes, 0.0025 = 0.25%.")] = 0.0025,
+    out: Annotated[Path, option("Folder of results and checkpoints; call again to go on.")] = Path("out/parity"),
+    budget: Annotated[float | None, option("Seconds after which to save and stop; call again to go on.")] = None,
+    checkpoint_every: Annotated[int, option("Steps between checkpoints.")] = 500,
+    log_every: Annotated[int, option("Steps between two losses of the curve.")] = 50,
+    text: Annotated[list[Path] | None, option("Folder of text instead of the installed sources; repeatable.")] = None,
+    megabytes: Annotated[float, option("Text to use at most.")] = 190.0,
+    vocab: Annotated[int, option("Size of the BPE that is trained on the text.")] = 32768,
+    tokenizer: Annotated[Path | None, option("A tokenizer's JSON from an earlier call, instead of training.")] = None,
+    prepare: Annotated[bool, option("Only make the text's tokens, and say where they are kept.", "--prepare")] = False,
     cuda_graphs: Annotated[
-        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay recorded steps; on a GPU by default.")
+        bool | None, option("Replay recorded steps; on a GPU by default.", "--cuda-graphs/--no-cuda-graphs")
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU where there is one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    device: Annotated[str | None, option("cuda or cpu; the GPU where there is one.")] = None,
+    as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Train the same model in bf16 and in other precisions and compare the held-out loss; status 1 where a gap fails.
 

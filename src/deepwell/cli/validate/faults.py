@@ -7,25 +7,22 @@ from typing import Annotated
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import ConfigError, DeepwellError
 
 
 def faults_command(
-    kills: Annotated[
-        int, typer.Option("--kills", help="SIGKILLs of workers and agents; other signals come on top.")
-    ] = 100,
-    world: Annotated[int, typer.Option("--world", help="Processes of the run.")] = 2,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is struck when.")] = 0,
-    minutes: Annotated[float, typer.Option("--minutes", help="No kill is begun later than this.")] = 60.0,
+    kills: Annotated[int, option("SIGKILLs of workers and agents; other signals come on top.")] = 100,
+    world: Annotated[int, option("Processes of the run.")] = 2,
+    seed: Annotated[int, option("Of what is struck when.")] = 0,
+    minutes: Annotated[float, option("No kill is begun later than this.")] = 60.0,
     json_out: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write every figure to FILE; - is stdout.")
     ] = None,
     keep: Annotated[
         Path | None, typer.Option("--keep", metavar="DIR", help="Keep the runs, their events and logs in DIR.")
     ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the tables as Markdown, for documents.")
-    ] = False,
+    as_markdown: Annotated[bool, option("Print the tables as Markdown, for documents.", "--markdown")] = False,
 ) -> None:
     """Kill a tiny run at random moments, inside checkpoint writes too, and compare it with an undisturbed one.
 

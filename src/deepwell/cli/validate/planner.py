@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from deepwell.cli.options import option
 from deepwell.errors import ConfigError
 
 
@@ -16,9 +17,7 @@ def planner_command(
     json_out: Annotated[
         str | None, typer.Option("--json", metavar="OUT", help="Write every figure and row to OUT; - is stdout.")
     ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as Markdown, for documents.")
-    ] = False,
+    as_markdown: Annotated[bool, option("Print the table as Markdown, for documents.", "--markdown")] = False,
 ) -> None:
     """Compare predicted step times, memory and picks with published runs, per source and overall."""
     from deepwell.bench.progress import bar
