@@ -37,8 +37,8 @@ def test_strided_groups_bring_one_nic_each_and_whole_nodes_all_of_theirs(h100s: 
 def test_an_nvl72_rack_keeps_groups_inside_that_leave_an_hgx_board() -> None:
     constants = GpuConstants()
     rack, boards = (Network.of(named_hardware(name), constants) for name in ("16x4xGB200", "8x8xB200"))
-    assert rack.is_local(64)
-    assert not boards.is_local(64)
+    assert rack.local(64) == 64
+    assert boards.local(64) < 64
     assert all_to_all_s(rack, 100 * MB, 64) < all_to_all_s(boards, 100 * MB, 64)
 
 

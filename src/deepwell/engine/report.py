@@ -15,6 +15,7 @@ from typing import Any
 from deepwell.engine.binding import Binding
 from deepwell.errors import ConfigError
 from deepwell.graph.table import WIDTH, layers_label, text_table
+from deepwell.hardware.codec import JsonValue
 from deepwell.kernels.tune.table import KernelRow, kernel_table, wrapped
 from deepwell.precision.gemm_format import GEMMS
 
@@ -30,7 +31,7 @@ _Line = tuple[str, tuple[_How, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
+class EngineReport(JsonValue):
     """What was bound to what and why, which passes fired how often, and what did not go as asked."""
 
     model: str
@@ -46,9 +47,6 @@ class EngineReport:
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples as JSON has them
         return data
-
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EngineReport:
@@ -66,14 +64,6 @@ class EngineReport:
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not the report of an engine: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def from_json(cls, text: str) -> EngineReport:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"not JSON: {error}") from error
-        return cls.from_dict(data)
 
     def __str__(self) -> str:
         since = f", from step {self.step} on" if self.step else ""

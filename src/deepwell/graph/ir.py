@@ -10,7 +10,6 @@ before) or `@earlier` (anything older).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
@@ -22,7 +21,7 @@ from deepwell.graph.fusion import FusionSite, fusion_sites
 from deepwell.graph.op_json import op_from_dict, op_to_dict
 from deepwell.graph.ops import DTYPE_BYTES, GEMM_KINDS, GroupedLinear, InputSizes, Op, TopK
 from deepwell.graph.table import OpGroup, fusion_summary, layers_label, op_table, short_count, wrapped
-from deepwell.hardware.codec import check_schema, decode_value, encode, read_json
+from deepwell.hardware.codec import JsonValue, check_schema, decode_value, encode
 
 SCHEMA = 1
 
@@ -38,7 +37,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IR:
+class IR(JsonValue):
     """A captured model. Frozen, printable, JSON; equal IRs describe the same computation."""
 
     name: str = field(compare=False)
@@ -196,9 +195,6 @@ class IR:
             "tail": [op_to_dict(op) for op in self.tail],
         }
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> IR:
         check_schema(data, SCHEMA, "IR")
@@ -215,10 +211,6 @@ class IR:
             raise ConfigError(f"not an IR: {type(error).__name__}: {error}") from error
         ir.check()
         return ir
-
-    @classmethod
-    def from_json(cls, text: str) -> IR:
-        return cls.from_dict(read_json(text, "IR"))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, dtype: str | None = None) -> IR:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from deepwell.errors import ConfigError
 
 T = TypeVar("T")
+_Value = TypeVar("_Value", bound="JsonValue")
 
 
 def encode(value: Any) -> Any:
@@ -43,6 +44,27 @@ def check_schema(data: object, schema: int, what: str) -> None:
 
 def _is_default(field: dataclasses.Field[Any], item: object) -> bool:
     return field.default is not dataclasses.MISSING and type(item) is type(field.default) and item == field.default
+
+
+class JsonValue:
+    """A value that round-trips through JSON. Dataclasses get the codec's two dicts unless they have their own."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = encode(self)
+        return data
+
+    @classmethod
+    def from_dict(cls: type[_Value], data: Any) -> _Value:
+        return decode(cls, data, cls.__name__.lower())
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls: type[_Value], text: str) -> _Value:
+        return cls.from_dict(read_json(text, cls.__name__))
 
 
 def decode(cls: type[T], data: object, where: str) -> T:

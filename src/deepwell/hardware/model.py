@@ -2,19 +2,19 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from deepwell.errors import ConfigError
 from deepwell.graph.table import text_table
 from deepwell.hardware.capability import FORMATS
-from deepwell.hardware.codec import decode, encode, read_json
+from deepwell.hardware.codec import JsonValue, decode, encode
 from deepwell.hardware.parts import Fabric, Figure, Gpu, Host, gib
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hardware:
+class Hardware(JsonValue):
     """A machine or a cluster of equal nodes. `gpus` are the devices of one node; `num_nodes` says how many nodes.
 
     Prints as a table and round-trips through JSON, so a plan made on a laptop can name the cluster it was made for.
@@ -89,7 +89,7 @@ class Hardware:
             return self.fabric.figure("nvlink_gb_per_s")
         return self.fabric.figure("pcie_gb_per_s" if inside(self.gpus_per_node) else "nic_gb_per_s")
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **encode(self)}
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -102,11 +102,6 @@ class Hardware:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise ConfigError(f"data: expected a Hardware object of schema {SCHEMA}, got {found!r}; probe again")
         return decode(cls, {key: value for key, value in data.items() if key != "schema"}, "hardware")
-
-    @classmethod
-    def from_json(cls, text: str) -> "Hardware":
-        """The value behind `to_json`'s output. Raises `ConfigError` for anything else."""
-        return cls.from_dict(read_json(text, "Hardware"))
 
     def __str__(self) -> str:
         return _text(self)

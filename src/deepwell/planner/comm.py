@@ -52,9 +52,6 @@ class Network:
             return size
         return max(1, min(size, self.domain // stride))
 
-    def is_local(self, size: int, stride: int = 1) -> bool:
-        return self.local(size, stride) >= size
-
     def ring(self, size: int, stride: int = 1) -> float:
         """Bus bandwidth of a ring over the group."""
         local = self.local(size, stride)

@@ -234,8 +234,8 @@ def _context_parallel(block: LocalBlock, p: Pricing, att_f: float, att_b: float)
                 one += all_to_all_s(p.network, HALF * a.batch * a.q_len * width, cp, p.layout.tp)
         return one, one
     # Ring: each of cp-1 hops runs beside the attention of the block that arrived before it.
-    local = p.network.is_local(cp, p.layout.tp)
-    hop = send_s(p.network, block.kv_bytes, 1 if local else p.network.domain)
+    is_local = p.network.local(cp, p.layout.tp) >= cp
+    hop = send_s(p.network, block.kv_bytes, 1 if is_local else p.network.domain)
     fwd = (cp - 1) * max(0.0, hop - att_f / cp) + cp * p.network.latency_s
     bwd = (cp - 1) * max(0.0, 2 * hop - att_b / cp) + cp * p.network.latency_s
     return fwd, bwd
@@ -276,27 +276,22 @@ def _recompute(
     if chosen.kind in ("full", "block"):
         # The last product of a layer is not needed again, but frameworks rerun the whole layer.
         return sum(forward.values())
-    modules = set(chosen.modules or ("core_attn",))
-    total = 0.0
-    if "core_attn" in modules:
-        total += att_f
-    if "layernorm" in modules:
-        total += 0.3 * point_f
-    if "mlp" in modules:
-        total += sum(t for g, t in gemms if g.role in ("mlp", "shared_experts") and g.part != "down") + 0.3 * point_f
-    if "moe_act" in modules:
-        total += 0.2 * point_f
-    if "moe" in modules:
-        total += sum(t for g, t in gemms if g.role == "experts") + forward["ep"] + 0.3 * point_f
-    if "mla_up_proj" in modules:
-        total += sum(t for g, t in gemms if g.part in ("q_b", "kv_b"))
-    if "shared_experts" in modules:
-        total += sum(t for g, t in gemms if g.role == "shared_experts")
-    if "mlp_act" in modules:
-        total += 0.3 * point_f
-    if "half_matmuls" in modules:
+    mlps = (t for g, t in gemms if g.role in ("mlp", "shared_experts") and g.part != "down")
+    seconds = {
+        "core_attn": att_f,
+        "layernorm": 0.3 * point_f,
+        "mlp": sum(mlps) + 0.3 * point_f,
+        "moe_act": 0.2 * point_f,
+        "moe": sum(t for g, t in gemms if g.role == "experts") + forward["ep"] + 0.3 * point_f,
+        "mla_up_proj": sum(t for g, t in gemms if g.part in ("q_b", "kv_b")),
+        "shared_experts": sum(t for g, t in gemms if g.role == "shared_experts"),
+        "mlp_act": 0.3 * point_f,
         # torchtitan's per-op policy keeps attention and every second product.
-        total += 0.5 * sum(t for _, t in gemms)
+        "half_matmuls": 0.5 * sum(t for _, t in gemms),
+    }
+    total = 0.0
+    for module, spent in seconds.items():
+        total += spent if module in (chosen.modules or ("core_attn",)) else 0.0
     return total
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import read_json
+from deepwell.hardware.codec import JsonValue
 
 GIB = 1 << 30
 
@@ -67,7 +66,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(JsonValue):
     """A predicted training step. Fractions are fractions, times seconds, memory bytes unless the name says GiB."""
 
     step_s: float
@@ -120,9 +119,6 @@ class Estimate:
         memory = [stage.to_dict() for stage in self.memory]
         return {**plain, "breakdown": dict(self.breakdown), "memory": memory, "notes": list(self.notes)}
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
         try:
@@ -135,10 +131,6 @@ class Estimate:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"data: not an estimate: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def from_json(cls, text: str) -> Estimate:
-        return cls.from_dict(read_json(text, "Estimate"))
 
     def __str__(self) -> str:
         lines = [

@@ -8,12 +8,11 @@ replicates the experts.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Literal
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import decode, encode, read_json
+from deepwell.hardware.codec import JsonValue
 
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
@@ -59,7 +58,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(JsonValue):
     """Degrees, schedule, micro-batch and recomputation of one training step."""
 
     dp: int
@@ -165,20 +164,4 @@ class Layout:
         words += [f"recompute {self.recompute}"] if self.recompute.kind != "none" else []
         return " ".join(words)
 
-    def __str__(self) -> str:
-        return self.describe()
-
-    def to_dict(self) -> dict[str, object]:
-        data: dict[str, object] = encode(self)
-        return data
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_dict(cls, data: object) -> Layout:
-        return decode(cls, data, "layout")
-
-    @classmethod
-    def from_json(cls, text: str) -> Layout:
-        return cls.from_dict(read_json(text, "Layout"))
+    __str__ = describe

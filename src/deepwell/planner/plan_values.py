@@ -1,12 +1,11 @@
 """What a plan holds: its whole problem, the layout, the estimate, what was not chosen; its figures and JSON. Pure."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import check_schema, decode, encode, read_json
+from deepwell.hardware.codec import JsonValue, check_schema, decode_value, encode
 from deepwell.hardware.model import Hardware
 from deepwell.planner.catalog import KernelChoice
 from deepwell.planner.estimate_values import Estimate, StageMemory
@@ -18,6 +17,12 @@ from deepwell.precision.explain import Explanation
 
 SCHEMA = 1
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
+# Of a plan's fields, those that the codec reads and writes, and those that do so by themselves.
+_ENCODED = (
+    *("model", "goal", "machine", "machine_gpus", "constraints", "limit_gib", "kernels", "runners_up", "rejected"),
+    *("searched", "warnings", "notes"),
+)
+_VALUES = ("layout", "estimate", "stack", "hardware", "workload")
 _Self = TypeVar("_Self", bound="PlanValues")
 
 
@@ -57,7 +62,7 @@ class Searched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanValues:
+class PlanValues(JsonValue):
     """The fields of a `Plan`. Equal ones solve the same problem the same way."""
 
     model: str
@@ -146,64 +151,24 @@ class PlanValues:
     # ---- JSON ----
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "model": self.model,
-            "goal": self.goal,
-            "machine": self.machine,
-            "machine_gpus": self.machine_gpus,
-            "constraints": self.constraints,
-            "limits": self.limits.keywords(),
-            "layout": self.layout.to_dict(),
-            "stage_layers": list(self.stage_layers),
-            "accumulation": self.accumulation,
-            "estimate": self.estimate.to_dict(),
-            "exposed": self.exposed,
-            "bubble": self.bubble,
-            "limit_gib": self.limit_gib,
-            "kernels": [encode(choice) for choice in self.kernels],
-            "runners_up": [{**encode(one), "layout": one.layout.to_dict()} for one in self.runners_up],
-            "rejected": [encode(one) for one in self.rejected],
-            "searched": encode(self.searched),
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
-            "stack": self.stack.to_dict(),
-            "hardware": self.hardware.to_dict(),
-            "workload": self.workload.to_dict(),
-        }
-
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
+        found = {name: encode(getattr(self, name)) for name in (*_ENCODED, "stage_layers", "accumulation")}
+        found |= {name: getattr(self, name).to_dict() for name in _VALUES}
+        figures = {"exposed": self.exposed, "bubble": self.bubble}
+        return {"schema": SCHEMA, **found, **figures, "limits": self.limits.keywords()}
 
     @classmethod
     def from_dict(cls: type[_Self], data: Mapping[str, Any]) -> _Self:
         """The plan behind `to_dict`. Raises ConfigError for anything else."""
         check_schema(data, SCHEMA, "plan")
+        hints = get_type_hints(cls)
         try:
             return cls(
-                layout=Layout.from_dict(data["layout"]),
-                estimate=Estimate.from_dict(data["estimate"]),
-                kernels=tuple(decode(KernelChoice, item, "plan.kernels") for item in data["kernels"]),
-                runners_up=tuple(decode(Alternative, item, "plan.runners_up") for item in data["runners_up"]),
-                rejected=tuple(decode(Rejected, item, "plan.rejected") for item in data["rejected"]),
-                searched=decode(Searched, data["searched"], "plan.searched"),
-                warnings=tuple(data["warnings"]),
-                notes=tuple(data["notes"]),
+                **{name: decode_value(hints[name], data[name], f"plan.{name}") for name in _ENCODED},
+                **{name: hints[name].from_dict(data[name]) for name in _VALUES},
                 limits=_read_limits(data.get("limits", {})),
-                stack=Stack.from_dict(data["stack"]),
-                hardware=Hardware.from_dict(data["hardware"]),
-                workload=Workload.from_dict(data["workload"]),
-                **{
-                    name: data[name]
-                    for name in ("model", "goal", "machine", "machine_gpus", "constraints", "limit_gib")
-                },
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not a plan: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def from_json(cls: type[_Self], text: str) -> _Self:
-        return cls.from_dict(read_json(text, "Plan"))
 
 
 def _read_limits(data: Any) -> Constraints:

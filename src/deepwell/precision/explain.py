@@ -10,11 +10,11 @@ import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepwell.graph.ops import InputSizes
 from deepwell.graph.table import WIDTH, layers_label, text_table
-from deepwell.hardware.codec import decode, encode
+from deepwell.hardware.codec import JsonValue
 from deepwell.precision.gemm_format import GEMMS
 from deepwell.precision.resolve import Decision, Resolver
 from deepwell.precision.rules import ALWAYS, Rule, Steps, change_steps, steps_text
@@ -63,7 +63,7 @@ class StepSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(JsonValue):
     """What a policy does to a model. Frozen, printable, JSON."""
 
     model: str
@@ -71,14 +71,6 @@ class Explanation:
     spans: tuple[StepSpan, ...]
     formats: tuple[str, ...]  # what each low-precision format in use means for each GEMM
     notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = encode(self)
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Explanation:
-        return decode(cls, data, "explanation")
 
     def __str__(self) -> str:
         out = [f"precision of {self.model}, {self.num_layers} layers"]

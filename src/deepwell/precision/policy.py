@@ -13,12 +13,11 @@ what a format means for each GEMM in `deepwell.precision.gemm_format`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import check_schema, read_json
+from deepwell.hardware.codec import JsonValue, check_schema
 from deepwell.precision.gemm_format import Precision, precision
 from deepwell.precision.resolve import BASE, BUILT_IN, Resolution, Resolver
 from deepwell.precision.rules import Rule, change_steps, make_rule
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-class PrecisionPolicy:
+class PrecisionPolicy(JsonValue):
     """Rules that give every GEMM its format. Open while it is built, closed by `freeze` (compiling does that).
 
     Equal policies hold equal rules in the same order; a frozen one can be hashed. Without any rule all is bf16.
@@ -171,9 +170,6 @@ class PrecisionPolicy:
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "rules": [rule.to_dict() for rule in self._rules]}
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
         """The open policy that `to_dict` described. Raises ConfigError where it is none."""
@@ -185,10 +181,6 @@ class PrecisionPolicy:
         for rule in rules:
             policy._add(Rule.from_dict(rule))
         return policy
-
-    @classmethod
-    def from_json(cls, text: str) -> PrecisionPolicy:
-        return cls.from_dict(read_json(text, "PrecisionPolicy"))
 
 
 def _formats(resolver: Resolver, step: int) -> dict[tuple[str, str], Precision]:

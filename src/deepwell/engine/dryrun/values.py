@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from deepwell.engine.report import EngineReport
 from deepwell.errors import ConfigError
 from deepwell.graph.table import WIDTH, text_table
-from deepwell.hardware.codec import decode, encode, read_json
+from deepwell.hardware.codec import JsonValue, check_schema, decode, encode
 from deepwell.planner.estimate_values import GIB
 from deepwell.planner.plan import Plan
 from deepwell.planner.step_memory import KINDS, Moment, RankTimeline
@@ -114,7 +113,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class Findings(JsonValue):
     """The part of a dry run that is plain values, which the codec reads and writes by itself."""
 
     model: str
@@ -166,15 +165,10 @@ class DryRun(Findings):
             "report": None if self.report is None else self.report.to_dict(),
         }
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DryRun:
         """The value behind `to_dict`. Raises ConfigError for anything else."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ConfigError(f"dry run has schema {got!r}; this Deepwell reads schema {SCHEMA}")
+        check_schema(data, SCHEMA, "dry run")
         names = [f.name for f in fields(Findings)]
         found = decode(Findings, {name: data[name] for name in names if name in data}, "dry run")
         if not isinstance(data.get("plan"), Mapping):
@@ -185,10 +179,6 @@ class DryRun(Findings):
             plan=Plan.from_dict(data["plan"]),
             report=None if report is None else EngineReport.from_dict(report),
         )
-
-    @classmethod
-    def from_json(cls, text: str) -> DryRun:
-        return cls.from_dict(read_json(text, "DryRun"))
 
 
 # ---- as text ----

@@ -1,6 +1,5 @@
 """What a plan hangs on: one step of each degree, less memory, a slower network, another overlap. Pure."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +7,7 @@ from typing import Any
 
 from deepwell.errors import ConfigError, DeepwellError
 from deepwell.graph.table import text_table
-from deepwell.hardware.codec import encode
+from deepwell.hardware.codec import JsonValue
 from deepwell.hardware.model import Hardware
 from deepwell.planner.estimate import estimate
 from deepwell.planner.executable import why_not_executable
@@ -34,19 +33,12 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
+class Sensitivity(JsonValue):
     """The changes that were tried."""
 
     step_s: float
     peak_gib: float
     changes: tuple[Change, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = encode(self)
-        return data
-
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
         rows = []
