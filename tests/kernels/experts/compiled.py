@@ -120,6 +120,11 @@ def weight_grads(model: Model) -> Iterator[Form]:
         for label, (left, right) in (("dW2", (o.x, o.hidden)), ("dW1", (o.wide, o.x))):
             sides = (codes[left.shape[1]], scale, codes[right.shape[1]], scale)
             call = partial(W.token_product, *sides, o.rows.ends, tile=tile)
+            yield Form(name=f"FP8 {label} {model.name} {tile.name}", kernel="_token_product_kernel", call=call)
+    for tile in W.ROW_TILES:
+        for label, (left, right) in (("dW2", (o.x, o.hidden)), ("dW1", (o.wide, o.x))):
+            side = bf16(o.hidden.shape[0], left.shape[1]), bf16(o.hidden.shape[0], right.shape[1])
+            call = partial(W.wgrad_of_rows, *side, o.rows.ends, tile=tile)
             yield Form(name=f"{label} {model.name} {tile.name}", kernel="_token_product_kernel", call=call)
 
 

@@ -30,6 +30,8 @@ SMALL = R.RowTile(block_m=16, block_n=64, block_k=32, num_stages=2, num_warps=4,
 AHEAD = R.RowTile(block_m=16, block_n=128, block_k=32, num_stages=2, num_warps=4, persistent=False)
 SMALL_WEIGHT = W.WeightTile(block_n=32, block_k=64, num_stages=2, num_warps=4)
 HALVES = W.WeightTile(block_n=256, block_k=64, num_stages=2, num_warps=4)
+SMALL_ROWS = W.WeightTile(block_n=32, block_k=64, block_c=32, num_stages=2, num_warps=4)
+HALVES_OF_ROWS = W.WeightTile(block_n=256, block_k=32, block_c=16, num_stages=2, num_warps=4, persistent=False)
 # bf16 results of sums in fp32.
 FLOOR_DB = 45.0
 
@@ -170,6 +172,19 @@ def test_gradients_of_weights(device, spread):
                 assert not got[e].any()
 
 
+@pytest.mark.parametrize("ends", [(19, 19, 53, 54), (0, 0, 40), (1, 2), (0, 0), (37, 80, 80)], ids=str)
+def test_gradients_of_weights_in_bf16(device, ends):
+    torch.manual_seed(0)
+    left, right = (unit(ends[-1], n, device=device) for n in (272, 80))
+    offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    for tile in W.ROW_TILES if device == "cuda" else (SMALL_ROWS, HALVES_OF_ROWS):
+        got = W.wgrad_of_rows(left, right, offs, tile=tile)
+        for e, part in groups(offs.cpu()):
+            a, b = wide(left[part], right[part])
+            close(got[e], a.T @ b, 50) if len(a) else None
+            assert len(a) or not got[e].any()
+
+
 def test_a_wide_weight_is_walked_in_blocks(device):
     torch.manual_seed(0)
     rows, _, _ = routed((19, 4, 7), device=device)
@@ -203,6 +218,8 @@ def test_a_nan_stays_in_its_expert(device):
     operands, _ = columns_of(rows, by_row, rows.gathered(x))
     dw = W.token_product(*operands, tile=tile)
     assert dw[0].isnan().any() and dw[1:].isfinite().all()
+    dw = W.wgrad_of_rows(by_row, rows.gathered(x), rows.ends, tile=W.ROW_TILES[0] if device == "cuda" else SMALL_ROWS)
+    assert dw[0].isnan().any() and dw[1:].isfinite().all()
     assert (
         R.row_product(by_row, weights(3, 32, 32, device=device), R.Rows(rows.ends))[int(rows.ends[0]) :]
         .isfinite()
@@ -214,6 +231,8 @@ def test_wrong_arguments_are_named():
     rows, _, _ = routed((3, 1))
     with pytest.raises(ConfigError, match="K and E must agree"):
         R.row_product(unit(2, 8), weights(2, 8, 16), rows)
+    with pytest.raises(ConfigError, match="dtypes and P must agree"):
+        W.wgrad_of_rows(unit(2, 8), unit(3, 8), rows.ends)
     with pytest.raises(ConfigError, match="bias_EN"):
         R.row_product(unit(2, 16), weights(2, 8, 16), rows, bias_EN=unit(2, 9))
 
@@ -224,7 +243,7 @@ def test_wrong_arguments_are_named():
 SPILLS = {"FP8 up 128x256x128-s4-w8-each": 16}
 FORMS = {form.name: form for form in compiled.forms()}
 # One of each kernel, weights stored both ways; the others take minutes.
-KINDS = ("up qwen3", "up ragged", "dX ragged", "dW1 qwen3", "FP8 up qwen3")
+KINDS = ("up qwen3", "up ragged", "dX ragged", "dW1 qwen3", "FP8 dW1 qwen3", "FP8 up qwen3")
 FIRST = [next(name for name in FORMS if name.startswith(kind)) for kind in KINDS]
 
 

@@ -304,7 +304,17 @@ def _gather_kernel(
 
 @triton.jit
 def _spread_kernel(
-    x_ptr, place_ptr, slot_ptr, out_ptr, T, P, K, stride_xt, TOP_K: tl.constexpr, BLOCK: tl.constexpr, DEAD: tl.constexpr
+    x_ptr,
+    place_ptr,
+    slot_ptr,
+    out_ptr,
+    T,
+    P,
+    K,
+    stride_xt,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEAD: tl.constexpr,
 ):
     # One program a token, which is read once and written to all of its places; those behind them look for rows of
     # nobody, DEAD rows each, and make them zeros.

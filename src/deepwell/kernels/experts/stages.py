@@ -31,8 +31,8 @@ from deepwell.kernels.experts.row_products import (
     PRODUCT_TILES,
     UP_TILES,
 )
-from deepwell.kernels.experts.row_tiles import Rows, expert_of_rows, groups, is_kn
-from deepwell.kernels.experts.token_products import WEIGHT_TILES
+from deepwell.kernels.experts.row_tiles import Rows, expert_of_rows, is_kn
+from deepwell.kernels.experts.token_products import ROW_TILES, WEIGHT_TILES
 from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.choose import Rules, TimingSetup, fastest_or_default, known_choice
@@ -162,14 +162,13 @@ def grads(
 
 
 def wgrad(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
-    """`dw_ENK`, summed over the rows of each expert: both sides lie by row. torch's kernel, the fastest there is.
-
-    Own tiles, which gathered one side on the way in, took 1.3 to 1.6 times as long (docs/gotchas.md).
-    """
-    if left.is_cuda:
-        return torch._grouped_mm(left.T, right, offs=ends_E)
-    wide = torch.float64 if left.dtype == torch.float64 else torch.float32
-    return torch.stack([left[part].to(wide).T @ right[part].to(wide) for _, part in groups(ends_E)]).to(left.dtype)
+    """`dw_ENK`, summed over the rows of each expert: both sides lie by row."""
+    own = partial(token_products.wgrad_of_rows, left, right, ends_E)
+    if not left.is_cuda:
+        return own()
+    stage = _wgrad_stage(left.shape, right.shape[1], ends_E, left.dtype, "rows")
+    by_torch = partial(torch._grouped_mm, left.T, right, offs=ends_E)
+    return by_the_fastest(stage, _ways(by_torch, own, ROW_TILES), Rows(ends_E))
 
 
 def wgrad_of_codes(a_NC: Tensor, scale_a_E: Tensor, b_KC: Tensor, scale_b_E: Tensor, ends_E: Tensor) -> Tensor:
@@ -178,19 +177,23 @@ def wgrad_of_codes(a_NC: Tensor, scale_a_E: Tensor, b_KC: Tensor, scale_b_E: Ten
     own = partial(token_products.token_product, *given)
     if not a_NC.is_cuda:
         return own()
-    stage = ExpertStage(
-        name="wgrad",
-        m=a_NC.shape[1],
-        n=a_NC.shape[0],
-        k=b_KC.shape[0],
-        details=f"{ends_E.shape[0]} experts",
-        precision=str(a_NC.dtype).removeprefix("torch."),
-        device=str(a_NC.device),
-        kernel="wgrad",
-        floor_db=_EXACT_FLOOR_DB,
-    )
+    stage = _wgrad_stage(a_NC.T.shape, b_KC.shape[0], ends_E, a_NC.dtype, "wgrad")
     ways = _ways(partial(grouped_gemm.grouped_wgrad, *given), own, WEIGHT_TILES)
     return by_the_fastest(stage, ways, Rows(ends_E))
+
+
+def _wgrad_stage(left: torch.Size, k: int, ends_E: Tensor, dtype: torch.dtype, kernel: str) -> ExpertStage:
+    return ExpertStage(
+        name="wgrad",
+        m=left[0],
+        n=left[1],
+        k=k,
+        details=f"{ends_E.shape[0]} experts",
+        precision=str(dtype).removeprefix("torch."),
+        device=str(ends_E.device),
+        kernel=kernel,
+        floor_db=_EXACT_FLOOR_DB,
+    )
 
 
 def _ways(by_torch: Callable[[], Any], own: Callable[..., Any], tiles: Sequence[Any]) -> dict[str, Callable[[], Any]]:

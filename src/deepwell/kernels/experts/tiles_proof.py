@@ -30,7 +30,13 @@ from deepwell.kernels.experts.row_products import (
     up_product_ref,
 )
 from deepwell.kernels.experts.row_tiles import Rows
-from deepwell.kernels.experts.token_products import WEIGHT_TILES, token_product
+from deepwell.kernels.experts.token_products import (
+    ROW_TILES,
+    WEIGHT_TILES,
+    token_product,
+    wgrad_of_rows,
+    wgrad_of_rows_ref,
+)
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 from deepwell.kernels.tune.candidate import Candidate
@@ -51,6 +57,7 @@ _TILES: dict[str, tuple[Any, ...]] = {
     "product": PRODUCT_TILES,
     "codes": FP8_TILES,
     "wgrad": WEIGHT_TILES,
+    "rows": ROW_TILES,
 }
 
 
@@ -82,7 +89,7 @@ def _with_its_followers(stage: str, form: str) -> list[tuple[str, str]]:
     if stage != "up":
         return [(stage, form)]
     # The backward multiplies by the same weights the other way round.
-    return [(stage, form), ("product", "nk"), ("product", "kn")]
+    return [(stage, form), ("product", "nk"), ("product", "kn"), ("rows", "")]
 
 
 @lru_cache(maxsize=1)
@@ -115,6 +122,9 @@ def _run(name: str, how: str, ends: Tensor, slot: Tensor, *given: Any) -> Tensor
     if stage == "codes":
         a, scale, w, scale_w = given
         return row_product(a, w, rows, scales=(scale, scale_w), tile=tile)[live].float()
+    if stage == "rows":
+        left, right = given
+        return wgrad_of_rows(left, right, ends, tile=tile).flatten(0, 1).float()
     return token_product(*given, tile=tile).flatten(0, 1).float()
 
 
@@ -139,7 +149,7 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
             label=f"{candidate.name} {how}".rstrip(),
             operands=(candidate.name, how, *(part.to(problem.device) for part in (ends, slot, *given))),
             wanted=wanted.float().to(problem.device),
-            floor_db=_WGRAD_FLOOR_DB if candidate.name.startswith("wgrad") else _FLOOR_DB,
+            floor_db=_WGRAD_FLOOR_DB if candidate.name.split()[0] in ("wgrad", "rows") else _FLOOR_DB,
         )
 
     stage, form = candidate.name.split()[0], problem.details.split()
@@ -156,6 +166,9 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
         (q, scale), (q_w, scale_w) = quantize_rows_ref(x), quantize_experts(unit(4, _F, _D))
         wanted = row_product_ref(q, q_w, rows, scales=(scale, scale_w), dtype=torch.bfloat16)[live]
         yield case(wanted, q, scale, q_w, scale_w)
+    elif stage == "rows":
+        left, right = unit(p, _F), unit(p, _D)
+        yield case(wgrad_of_rows_ref(left, right, ends).flatten(0, 1), left, right)
     else:
         both = [quantize_rows_ref(unit(p, width)) for width in (_F, _D)]
         yield _wgrad_case(case, both, ends, "ragged")
