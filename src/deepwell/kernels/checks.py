@@ -17,7 +17,7 @@ def check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = _FLOATS
         raise ConfigError(f"{name} must have two dimensions, got shape {tuple(x.shape)}; flatten the leading ones")
     if x.dtype not in dtypes:
         raise ConfigError(f"{name} has dtype {x.dtype}; pass one of {', '.join(map(str, dtypes))}")
-    if x.shape[1] > 1 and x.stride(1) != 1:
+    if x.numel() and x.shape[1] > 1 and x.stride(1) != 1:  # of an empty one .contiguous() keeps the strides
         raise ConfigError(f"{name} has stride {x.stride(1)} along its rows; call .contiguous() first")
 
 
