@@ -348,6 +348,8 @@ OPERANDS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
         *(torch.randn(_routing(s)[1].shape[0], s.f).bfloat16(), s.vector(s.t * TOP_K), _routing(s)[1]),
         "relu2,False,False,None,None,0.0",
     ),
+    "product_in_fp32": lambda s: (torch.randn(s.t, s.d), s.matrix(s.d, s.f)),
+    "add_down_bias": lambda s: (s.tokens(s.d).contiguous(), torch.rand(s.t, EXPERTS), s.matrix(EXPERTS, s.d)),
     "expert_code_sums": lambda s: (*_codes(s, _routing(s)[1].shape[0], s.f), _routing(s)[0]),
     "combine_rows, weighted": lambda s: (
         *(s.matrix(_routing(s)[1].shape[0], s.d).contiguous(), _routing(s)[2], TOP_K),

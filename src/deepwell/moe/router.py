@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepwell.kernels.experts.torch_ops import places_of_largest
+from deepwell.kernels.gemm.torch_ops import ops
 from deepwell.moe.config import MoEConfig
 from deepwell.moe.losses import balance_loss, count_choices, inject, z_loss
 
@@ -176,7 +177,7 @@ class _LogitsInFp32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
-        return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
+        return ops.product_in_fp32(x_TH, weight_EH.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.experts.activation import ExpertActivation, parse_activation
-from deepwell.kernels.experts.biases import down_bias_grad_of_weights, weights_by_expert
+from deepwell.kernels.experts.biases import down_bias_grad, down_bias_grad_of_weights, weights_by_expert
 from deepwell.kernels.experts.row_tiles import is_kn
 from deepwell.kernels.experts.torch_ops import ops
 from deepwell.kernels.gemm.schemes import GemmScheme, LinearScheme, parse_scheme
@@ -214,8 +214,7 @@ class _FusedExperts(torch.autograd.Function):
         y_PD = ops.expert_product(*hidden, q_down, down_scale, None, ends, None, 1)
         y_TD = _in(x_TD.dtype, ops.combine_rows(y_PD, place, top_k))
         if bias_down is not None:
-            weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
-            y_TD = _in(x_TD.dtype, y_TD + weight_TE @ bias_down.float())
+            y_TD = ops.add_down_bias(y_TD, weights_by_expert(weight_S, ends, slot, place, top_k), bias_down)
         ctx.top_k, ctx.act = top_k, act
         ctx.dtypes = [None if bias is None else bias.dtype for bias in (bias_up, bias_down)]
         ctx.save_for_backward(
@@ -249,8 +248,7 @@ class _FusedExperts(torch.autograd.Function):
         if wants_bias_up:
             d_bias_up = ops.expert_code_sums(q, scale, ends).to(ctx.dtypes[0])
         if wants_bias_down:
-            weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
-            d_bias_down = (weight_TE.T @ dy_TD.float()).to(ctx.dtypes[1])
+            d_bias_down = down_bias_grad(dy_TD, weight_S, ends, slot, place, top_k).to(ctx.dtypes[1])
         if wants_weight:
             if bias_down is not None:
                 dw_S = dw_S + down_bias_grad_of_weights(dy_TD, bias_down, ends, slot, place, top_k)

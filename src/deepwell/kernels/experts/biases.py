@@ -4,7 +4,8 @@
     db_down[e] = sum of w dy over the choices of e        db_up[e] = sum of dH over the rows of e
     dw[t, j] += <dy[t], b[e(t, j)]>
 
-Numerics: sums in fp32, always in the same order; FP8 rows are summed as they are.
+Numerics: sums in fp32, always in the same order; FP8 rows are summed as they are. The products are those of
+    `product_in_fp32`, on tensor cores; what a token gets is rounded once.
 """
 
 # Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, D width of a token, G of the first product.
@@ -15,6 +16,8 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.kernels.device.triton_support import cdiv, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.row_tiles import expert_of_rows, groups
+from deepwell.kernels.gemm.product_in_fp32 import halves, product_in_fp32_ref, runs_on_tensor_cores
+from deepwell.kernels.gemm.torch_ops import ops
 
 _BLOCK_T, _BLOCK_G, _WARPS = 64, 128, 4
 
@@ -26,11 +29,28 @@ def weights_by_expert(weight_S: Tensor, ends: Tensor, slot: Tensor, place: Tenso
     return weight_TE.scatter_add(1, _experts(ends, slot, place).view(-1, top_k), live_S.view(-1, top_k))
 
 
+def add_down_bias_ref(y_TD: Tensor, weight_TE: Tensor, bias_ED: Tensor) -> Tensor:
+    """Reference for `add_down_bias`."""
+    return (y_TD + product_in_fp32_ref(weight_TE, bias_ED)).to(y_TD.dtype)
+
+
+def add_down_bias(y_TD: Tensor, weight_TE: Tensor, bias_ED: Tensor) -> Tensor:
+    """What the experts give to each token, with their biases; weights in fp32."""
+    if not runs_on_tensor_cores(weight_TE, bias_ED) or y_TD.dtype != torch.bfloat16:
+        return add_down_bias_ref(y_TD, weight_TE, bias_ED)
+    return torch.addmm(y_TD, torch.cat(halves(weight_TE), 1), torch.cat((bias_ED, bias_ED)))
+
+
+def down_bias_grad(dy_TD: Tensor, weight_S: Tensor, ends: Tensor, slot: Tensor, place: Tensor, top_k: int) -> Tensor:
+    """[E, D] in fp32."""
+    return ops.product_in_fp32(weights_by_expert(weight_S, ends, slot, place, top_k).T, dy_TD)
+
+
 def down_bias_grad_of_weights(
     dy_TD: Tensor, bias_ED: Tensor, ends: Tensor, slot: Tensor, place: Tensor, top_k: int
 ) -> Tensor:
     """[S] in fp32: <dy, b> of each choice, 0 of those that nobody took."""
-    by_expert_TE = dy_TD.float() @ bias_ED.float().T
+    by_expert_TE = ops.product_in_fp32(dy_TD, bias_ED.T)
     of_bias_S = by_expert_TE.gather(1, _experts(ends, slot, place).view(-1, top_k)).flatten()
     return torch.where(place >= 0, of_bias_S, 0.0)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepwell.kernels.experts.activation import ExpertActivation
-from deepwell.kernels.experts.biases import down_bias_grad_of_weights, sums_by_expert, weights_by_expert
+from deepwell.kernels.experts.biases import down_bias_grad, down_bias_grad_of_weights, sums_by_expert
 from deepwell.kernels.experts.row_tiles import is_kn
 from deepwell.kernels.experts.torch_ops import ops
 
@@ -77,8 +77,7 @@ class _Chain(torch.autograd.Function):
             d_weight = torch.where(place >= 0, dw_P[place.clamp(min=0)], 0.0)
         if bias_down is not None:
             if wants_bias_down:
-                weight_TE = weights_by_expert(weight_S, ends, slot, place, top_k)
-                d_bias_down = (weight_TE.T @ dy_TD.float()).to(ctx.dtypes[1])
+                d_bias_down = down_bias_grad(dy_TD, weight_S, ends, slot, place, top_k).to(ctx.dtypes[1])
             if d_weight is not None:
                 d_weight = d_weight + down_bias_grad_of_weights(dy_TD, bias_down, ends, slot, place, top_k)
         if d_weight is not None:

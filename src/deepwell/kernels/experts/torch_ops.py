@@ -12,7 +12,7 @@ from torch import Tensor
 from deepwell.kernels.activation.torch_ops import half
 from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import parse_activation
-from deepwell.kernels.experts.biases import code_sums
+from deepwell.kernels.experts.biases import add_down_bias, code_sums
 from deepwell.kernels.experts.group_rows import (
     GROUP_ALIGNMENT,
     choice_layout,
@@ -194,6 +194,11 @@ register_op(
         grad_codes(dh, gate_up, weight.contiguous(), slot, parse_activation(act))
     ),
     _fake_grads_of_hidden,
+)
+register_op(
+    "add_down_bias(Tensor y, Tensor weight, Tensor bias) -> Tensor",
+    add_down_bias,
+    lambda y, weight, bias: y.new_empty(y.shape),
 )
 register_op(
     "expert_code_sums(Tensor q, Tensor scale, Tensor offs) -> Tensor",

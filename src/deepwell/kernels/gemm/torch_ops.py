@@ -1,4 +1,4 @@
-"""GEMMs as torch ops, with the shapes that tracing needs: FP8, block-scaled and emulated."""
+"""GEMMs as torch ops, with the shapes that tracing needs: FP8, block-scaled, emulated, and in fp32."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from deepwell.kernels.gemm.block_scaled import ScaledOperand, block_scaled_gemm
 from deepwell.kernels.gemm.emulated import emulated_mm
 from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks
 from deepwell.kernels.gemm.native_candidates import native_kernel
+from deepwell.kernels.gemm.product_in_fp32 import product_in_fp32
 from deepwell.kernels.quantize.round_to import round_to_bf16
 from deepwell.kernels.quantize.torch_ops import hadamard_operand
 from deepwell.kernels.torch_library import register_op
@@ -105,4 +106,12 @@ register_op(
     "emulated_mm(Tensor a, Tensor b, str lhs, str lhs_rounding, bool hadamard, str rhs, str rhs_rounding) -> Tensor",
     _emulated_mm,
     lambda a, b, *how: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.float32),
+)
+
+# ---- in fp32 ----
+
+register_op(
+    "product_in_fp32(Tensor a, Tensor b) -> Tensor",
+    product_in_fp32,
+    lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32),
 )
