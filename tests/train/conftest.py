@@ -1,6 +1,7 @@
 """Tiny models and data for the trainer's tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,27 @@ def tiny_llama() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def eager() -> Iterator[None]:
+    """Steps run as the model is written: of a test that asks what is done with an engine, not what it compiles."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@cache
+def _captured(**changes: Any) -> dw.IR:
+    return dw.capture(_tiny_llama(**changes))
+
+
+@pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., dw.Trainer]:
-    """A trainer of a tiny Llama on synthetic tokens; keywords are arguments of `Trainer.from_engine`."""
+    """A trainer of a tiny Llama on synthetic tokens; `changes` are of its config, others `Trainer.from_engine`'s."""
 
     def make(
-        model: Any = None, precision: str = "bf16", folder: str = "run", data: Any = None, **options: Any
+        precision: str = "bf16", folder: str = "run", data: Any = None, changes: Any = None, **options: Any
     ) -> dw.Trainer:
         torch._dynamo.reset()
-        engine = dw.compile(_tiny_llama() if model is None else model, precision=precision)
+        ir = _captured(**(changes or {})).attach(_tiny_llama(**(changes or {})))
+        engine = dw.compile(ir, precision=precision)
         settings = {
             "seq_len": 16, "global_batch": 4, "micro_batch": 2, "steps": 6, "lr": 1e-2, "warmup": 2, "save_every": 0,
             "quiet": True, "run_dir": tmp_path / folder,

@@ -32,6 +32,7 @@ def weights_of(trainer: dw.Trainer) -> dict[str, bytes]:
     return {n: p.detach().numpy().tobytes() for n, p in trainer.engine.named_parameters()}
 
 
+@pytest.mark.usefixtures("eager")
 def test_it_trains_what_a_loop_by_hand_trains(make_trainer: Any) -> None:
     # Two micro-batches, clipped, the same optimizer: bit for bit.
     trainer = make_trainer(optimizer="sgd", clip_norm=0.5, weight_decay=0.0)
@@ -59,13 +60,14 @@ def test_it_trains_what_a_loop_by_hand_trains(make_trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_dw", pytest.param("adamw", marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer: Any, tiny_llama: Any, optimizer: str) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make_trainer: Any, optimizer: str) -> None:
     # With dropout: random numbers belong to what is resumed.
-    whole = make_trainer(tiny_llama(attention_dropout=0.1), optimizer=optimizer, folder="whole")
+    options = {"changes": {"attention_dropout": 0.1}, "optimizer": optimizer}
+    whole = make_trainer(**options, folder="whole")
     whole.fit()
-    first = make_trainer(tiny_llama(attention_dropout=0.1), optimizer=optimizer, folder="parts")
+    first = make_trainer(**options, folder="parts")
     assert first.fit(stop_at=3).reason == "paused"
-    second = make_trainer(tiny_llama(attention_dropout=0.1), optimizer=optimizer, folder="parts")
+    second = make_trainer(**options, folder="parts")
     assert second.step == 3 and second.cursor == 12 and second.resumed_from is not None
     result = second.fit()
     assert result.reason == "done" and result.step == 6
@@ -92,6 +94,7 @@ def test_events_are_the_record(make_trainer: Any) -> None:
     assert 0.0 < [e for e in events if e["kind"] == "step"][-1]["goodput"] <= 1.0
 
 
+@pytest.mark.usefixtures("eager")
 def test_labels_that_are_left_out_count_nothing(make_trainer: Any) -> None:
     # Rows with other numbers of labels: the mean over tokens, not over micro-batches.
     generator = torch.Generator().manual_seed(3)
@@ -113,6 +116,7 @@ def test_labels_that_are_left_out_count_nothing(make_trainer: Any) -> None:
         torch.testing.assert_close(old - mine, other.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("eager")
 def test_a_step_without_labels_is_an_error(make_trainer: Any) -> None:
     rows = [{"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.full((8,), -100)}] * 4
     with pytest.raises(ConfigError, match="-100"):
@@ -148,6 +152,7 @@ def test_a_model_with_targets_and_one_with_logits_alone() -> None:
     torch.testing.assert_close(Feed(one)(one, shifted), Feed(two)(two, batch))
 
 
+@pytest.mark.usefixtures("eager")
 def test_a_bad_step_is_skipped_and_never_saved(make_trainer: Any) -> None:
     class Poison(dw.Callback):
         def on_step(self, trainer: dw.Trainer, event: Any) -> None:
@@ -167,6 +172,7 @@ def test_a_bad_step_is_skipped_and_never_saved(make_trainer: Any) -> None:
     assert dw.load(trainer.run_dir).step == 3
 
 
+@pytest.mark.usefixtures("eager")
 def test_sigterm_saves_and_exits_with_0(make_trainer: Any) -> None:
     class Stop(dw.Callback):
         def on_step(self, trainer: dw.Trainer, event: Any) -> None:
@@ -182,6 +188,7 @@ def test_sigterm_saves_and_exits_with_0(make_trainer: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) is not None
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.slow
 def test_starts_without_progress_give_up(make_trainer: Any) -> None:
     class Crash(dw.Callback):
@@ -237,6 +244,7 @@ def test_a_plan_of_another_machine_is_not_run_silently(tiny_llama: Any, tmp_path
     assert "planned anew" in trainer.plan_note
 
 
+@pytest.mark.usefixtures("eager")
 def test_a_longer_run_keeps_the_peak_of_the_learning_rate(make_trainer: Any) -> None:
     trainer = make_trainer(schedule="linear", warmup=0, steps=3)
     trainer.fit()
@@ -246,6 +254,7 @@ def test_a_longer_run_keeps_the_peak_of_the_learning_rate(make_trainer: Any) -> 
     assert rates[3:] == [trainer.settings.lr * schedule(step) for step in range(3, 6)]
 
 
+@pytest.mark.usefixtures("eager")
 def test_a_checkpoint_restores_a_trainer_and_never_a_bad_step(make_trainer: Any, tmp_path: Path) -> None:
     trainer = make_trainer()
     trainer.fit(stop_at=2)
@@ -260,6 +269,7 @@ def test_a_checkpoint_restores_a_trainer_and_never_a_bad_step(make_trainer: Any,
             save(trainer, tmp_path / "by-hand")
 
 
+@pytest.mark.usefixtures("eager")
 def test_settings_of_a_resumed_run_stand_and_changes_are_noted(make_trainer: Any) -> None:
     make_trainer(optimizer="adamw").fit(stop_at=2)
     changed = make_trainer(
@@ -279,6 +289,7 @@ def test_settings_of_a_resumed_run_stand_and_changes_are_noted(make_trainer: Any
     assert make_trainer(optimizer="adafactor", folder="another", steps=2).fit().step == 2
 
 
+@pytest.mark.usefixtures("eager")
 def test_data_that_the_model_cannot_read_is_named(make_trainer: Any) -> None:
     for token in (128, -1):
         with pytest.raises(ConfigError, match=f"token {token} of the batch is none of the model's 128"):
@@ -313,6 +324,7 @@ def test_a_full_disk_keeps_events_until_it_takes_them(tmp_path: Path, capsys: py
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("eager")
 def test_formats_of_step_ranges_are_in_the_record(tiny_llama: Any, tmp_path: Path) -> None:
     policy = PrecisionPolicy("bf16")
     policy.set_layer_precision("*up_proj", "mxfp8", steps=(2, 4))
@@ -333,6 +345,7 @@ def test_formats_of_step_ranges_are_in_the_record(tiny_llama: Any, tmp_path: Pat
     assert changes("parts", 3, None) == [(0, high), (2, low), (3, low), (4, high)]
 
 
+@pytest.mark.usefixtures("eager")
 def test_a_damaged_checkpoint_is_passed_over_and_noted(make_trainer: Any) -> None:
     make_trainer(save_every=2, async_save=False).fit(stop_at=4)
     files = [

@@ -57,13 +57,6 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def eager():
-    """What the watch does with the engine's formats is asked, not what the engine compiles: steps run as written."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def _batch(step):
     generator = torch.Generator().manual_seed(step)
     return {name: torch.randn(64, 32, generator=generator) for name in ("x", "y")}

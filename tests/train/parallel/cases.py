@@ -192,14 +192,14 @@ def run(case: Case) -> Outcome:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     engine.eval()
-    total, items = runner.evaluate(parts(make_batch(99, case.labels), runner, 1)[0])
+    evaluated = evaluate(runner, case)
     engine.train()
     report = engine.report()
     return Outcome(
         losses=losses,
         grads=grads,
         norms=norms,
-        evaluated=float(total / items),
+        evaluated=evaluated,
         passes=dict(report.passes),
         unmet=[note for note in report.notes if "not met" in note],
         notes=list(report.notes),
@@ -207,6 +207,13 @@ def run(case: Case) -> Outcome:
         weights={name: whole(p) for name, p in runner.named_parameters()},
         buckets=_num_buckets(runner),
     )
+
+
+def evaluate(runner: Runner, case: Case) -> float:
+    """The mean loss of a batch, in the micro-batches of a step: in the sizes that are compiled already."""
+    found = [runner.evaluate(part) for part in parts(make_batch(99, case.labels), runner, case.accumulation)]
+    total, items = (float(sum(each)) for each in zip(*found, strict=True))
+    return total / items
 
 
 def _num_buckets(runner: Runner) -> int:
@@ -218,7 +225,7 @@ def _num_buckets(runner: Runner) -> int:
 def _deferred(case: Case, engine: Engine, runner: Runner) -> bool | None:
     if case.model == "plain":
         return None
-    batch = parts(make_batch(0, "all"), runner, 1)[0]
+    batch = parts(make_batch(0, "all"), runner, case.accumulation)[0]
     out = engine(**runner.feed.keywords(runner.part(batch) if hasattr(runner, "part") else batch))
     out.loss.backward()
     engine.deepwell.model.zero_grad()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cases
 from cases import Case, Outcome
-from processes import Run, run_cases
+from processes import Run, run_groups
 
 from deepwell.planner.layout import Layout
 
@@ -46,14 +46,18 @@ def difference(found: Outcome, alone: Outcome) -> Difference:
 
 def outcomes(wanted: Sequence[Case], run: Run = cases.run) -> dict[str, tuple[Outcome, Outcome]]:
     """By name, (on the layout, in one process) of each case; a group of processes for each number of ranks."""
-    found: dict[str, Outcome] = {}
     singles = {_key(case.alone): case.alone for case in wanted}
-    alone = dict(zip(singles, run_cases(run, list(singles.values()), 1, _SECONDS * len(singles)), strict=True))
-    worlds = sorted({Layout(**case.layout).gpus for case in wanted})
-    for world in worlds:
-        some = [case for case in wanted if Layout(**case.layout).gpus == world]
-        results = run_cases(run, some, world, timeout=900)
-        found |= {case.name: result for case, result in zip(some, results, strict=True)}
+    groups: dict[int, list[Case]] = {1: list(singles.values())}
+    for case in sorted(wanted, key=lambda case: Layout(**case.layout).gpus):
+        groups.setdefault(Layout(**case.layout).gpus, []).append(case)
+    of_world = [(cases, world) for world, cases in groups.items()]
+    first, *others = run_groups(run, of_world, _SECONDS * len(singles) + 900 * (len(groups) - 1))
+    alone = dict(zip(singles, first, strict=True))
+    found = {
+        case.name: result
+        for (cases, _), results in zip(of_world[1:], others, strict=True)
+        for case, result in zip(cases, results, strict=True)
+    }
     return {case.name: (found[case.name], alone[_key(case.alone)]) for case in wanted}
 
 

@@ -1,11 +1,12 @@
 """Processes of a gloo group that run cases one after another, against one process that runs the same.
 
-Starting processes and importing torch costs more than a case: each group is forked from a warm server and serves many
-cases. Every wait has a limit.
+Starting processes and importing costs more than a case: groups are forked from a process that a warm server started and
+serve many cases. Every wait has a limit.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import deepwell.engine.compile as compiling
 from warm import CONTEXT
 
+FORK = multiprocessing.get_context("fork")
 Case = Any
 Run = Callable[[Case], Any]
 
@@ -29,33 +31,53 @@ Run = Callable[[Case], Any]
 def run_cases(run: Run, cases: Sequence[Case], world: int, timeout: float = 300.0) -> list[Any]:
     """What `run(case)` returned on rank 0 of a group of `world` processes, for each case. A case that raised on any
     rank fails here with that rank's traceback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    return run_groups(run, [(cases, world)], timeout)[0]
+
+
+def run_groups(run: Run, groups: Sequence[tuple[Sequence[Case], int]], timeout: float = 300.0) -> list[list[Any]]:
+    """The same of several groups, (cases, world), one after the other: what they import is imported once."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [(run, list(cases), rank, world, port, folder) for rank in range(world)]
-        processes = [CONTEXT.Process(target=_serve, args=each, daemon=True) for each in arguments]
+        process = CONTEXT.Process(target=_start_groups, args=(run, list(groups), folder, time.monotonic() + timeout))
+        process.start()
+        process.join()
+        failed = Path(folder) / "failed.txt"
+        assert process.exitcode == 0, failed.read_text() if failed.exists() else f"exit code {process.exitcode}"
+        return [torch.load(Path(folder) / f"{n}" / "found.pt", weights_only=False) for n in range(len(groups))]
+
+
+def _start_groups(run: Run, groups: list[tuple[list[Case], int]], folder: str, end: float) -> None:
+    """Fork each group's ranks; this process has imported what they need, and has no threads."""
+    for number, (cases, world) in enumerate(groups):
+        own = Path(folder) / str(number)
+        own.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        arguments = [(run, list(cases), rank, world, port, str(own)) for rank in range(world)]
+        processes = [FORK.Process(target=_serve, args=each, daemon=True) for each in arguments]
         for process in processes:
             process.start()
-        _wait(processes, Path(folder), time.monotonic() + timeout)
-        found: list[Any] = torch.load(Path(folder) / "found.pt", weights_only=False)
-    return found
+        problem = _wait(processes, own, end)
+        if problem:
+            (Path(folder) / "failed.txt").write_text(problem)
+            raise SystemExit(1)
 
 
-def _wait(processes: list[Any], folder: Path, end: float) -> None:
+def _wait(processes: list[Any], folder: Path, end: float) -> str:
+    """Wait for a group; what went wrong, "" where nothing did."""
     while any(process.is_alive() for process in processes):
-        failed = sorted(folder.glob("error-*.txt"))
-        if failed or time.monotonic() > end:
+        if any(folder.glob("error-*.txt")) or time.monotonic() > end:
             time.sleep(0.5)
             for process in processes:
                 process.kill()
-            texts = [path.read_text() for path in sorted(folder.glob("error-*.txt"))] or ["the group took too long"]
-            raise AssertionError("\n".join(texts))
+            return _errors(folder) or "the group took too long"
         time.sleep(0.02)
-    failed = sorted(folder.glob("error-*.txt"))
-    if failed or any(process.exitcode for process in processes):
-        codes = [process.exitcode for process in processes]
-        raise AssertionError("\n".join(path.read_text() for path in failed) or f"exit codes {codes}")
+    codes = [process.exitcode for process in processes]
+    return _errors(folder) or (f"exit codes {codes}" if any(codes) else "")
+
+
+def _errors(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("error-*.txt")))
 
 
 def _serve(run: Run, cases: list[Case], rank: int, world: int, port: int, folder: str) -> None:

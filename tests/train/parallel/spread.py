@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Case, Outcome, make_batch, make_model, make_optimizer, make_runner, parts, whole
+from cases import Case, Outcome, evaluate, make_batch, make_model, make_optimizer, make_runner, parts, whole
 from torch import Tensor
 
 from deepwell.train.feed import count_items
@@ -26,14 +26,14 @@ def run(case: Case) -> Outcome:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         runner.end_step()
-    total, items = runner.evaluate(parts(make_batch(99, case.labels), runner, 1)[0])
+    evaluated = evaluate(runner, case)
     weights = _together({name: whole(p) for name, p in runner.named_parameters()})
     for found in (grads, weights) if case.model.startswith("tied") else ():
         head = found.pop("lm_head.weight", None)
         assert head is None or torch.equal(head, found["model.embed_tokens.weight"])
     report = engine.report()
     return Outcome(
-        losses=losses, grads=grads, norms=norms, evaluated=float(total / items), passes=_added(dict(report.passes)),
+        losses=losses, grads=grads, norms=norms, evaluated=evaluated, passes=_added(dict(report.passes)),
         unmet=[note for notes in _gathered(report.notes) for note in notes if "not met" in note or "broke" in note],
         notes=[*report.notes, *getattr(runner, "notes", [])], deferred=None,
         weights=weights,

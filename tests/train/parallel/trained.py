@@ -27,11 +27,17 @@ class TrainerCase:
     precision: str = "bf16"
     optimizer: str = "adamw_dw"
     stop_at: int | None = None
+    is_eager: bool = False  # what the trainer does is asked, not what is compiled
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fit(case: TrainerCase) -> dict[str, Any]:
     """The events of a run, and where it resumed."""
+    with torch.compiler.set_stance("force_eager" if case.is_eager else "default"):
+        return _fit(case)
+
+
+def _fit(case: TrainerCase) -> dict[str, Any]:
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
