@@ -1,12 +1,13 @@
 """Products over the experts' rows: every kernel against fp64, at unit scale, for any distribution of tokens."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from deepwell.errors import ConfigError
+from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import hidden_rows as H
 from deepwell.kernels.experts import row_products as R
@@ -28,6 +29,8 @@ HOW = {"swiglu": ExpertActivation(), "gpt_oss": GPT_OSS, "plain": PLAIN, "clampe
 # Tiles that a CPU can interpret; on a GPU those that are launched there.
 SMALL = R.RowTile(block_m=16, block_n=64, block_k=32, num_stages=2, num_warps=4, group_m=2)
 AHEAD = R.RowTile(block_m=16, block_n=128, block_k=32, num_stages=2, num_warps=4, persistent=False)
+BY_TMA = replace(AHEAD, stores="tma", persistent=True)
+STORES = (SMALL, AHEAD, BY_TMA, replace(BY_TMA, stores="halves"), replace(BY_TMA, stores="late"))
 SMALL_WEIGHT = W.WeightTile(block_n=32, block_k=64, num_stages=2, num_warps=4)
 HALVES = W.WeightTile(block_n=256, block_k=64, num_stages=2, num_warps=4)
 SMALL_ROWS = W.WeightTile(block_n=32, block_k=64, block_c=32, num_stages=2, num_warps=4)
@@ -37,7 +40,7 @@ FLOOR_DB = 45.0
 
 
 def tiles(device, of):
-    return of if device == "cuda" else (SMALL, AHEAD)
+    return of if device == "cuda" else (SMALL, AHEAD, BY_TMA) if of is R.UP_TILES else STORES
 
 
 def routed(counts, *, top_k=2, dropped=0, device="cpu"):
@@ -126,6 +129,42 @@ def test_first_product_and_its_activation(device, name, kn):
         close(gate_up, wanted)
         # h is that of the rounded rows.
         close(hidden, hidden_and_slopes_ref(gate_up.cpu(), how)[0], 48)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gpt_oss"])
+@pytest.mark.parametrize("k", [32, 48])
+def test_nothing_is_stored_but_the_rows_of_groups(device, name, k, monkeypatch):
+    torch.manual_seed(0)
+    how, f, ends = HOW[name], 72, torch.tensor([19, 19, 53, 54, 54], dtype=torch.int32)
+    rows, n = R.Rows(ends.to(device), torch.arange(64, dtype=torch.int32, device=device)), f * (1 + how.gated)
+    x, w = unit(64, k, device=device), weights(5, n, k, device=device)
+    made, empty = [], torch.empty
+
+    def marked(*sizes, **how):
+        """Rows with more behind them, all of them 7."""
+        if not isinstance(sizes[0], tuple):
+            return empty(*sizes, **how)
+        made.append(torch.full((sizes[0][0] + 300, sizes[0][1]), 7.0, **how))
+        return made[-1][: sizes[0][0]]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", marked)
+        for tile in tiles(device, R.PRODUCT_TILES):
+            R.row_product(x, w, rows, tile=tile)
+            R.row_product(x, w, R.Rows(rows.ends), tile=tile)
+        for tile in tiles(device, R.UP_TILES):
+            R.up_product(x, w, rows, how, tile=tile)
+    wanted = R.row_product_ref(*wide(x[:54], w), R.Rows(ends))
+    for got in made:
+        assert (got[54:] == 7).all()
+        close(got[:54], wanted if got.shape[1] == n else hidden_and_slopes_ref(wanted, how)[0], 40)
+
+
+def test_tma_refuses_rows_of_broken_lines(device):
+    rows, _, tokens = routed((3, 1), device=device)
+    tile = R.PRODUCT_TILES[-1] if device == "cuda" else BY_TMA
+    with pytest.raises(UnsupportedError, match="16-byte lines"):
+        R.row_product(unit(tokens, 32, device=device), weights(2, 20, 32, device=device), rows, tile=tile)
 
 
 @pytest.mark.parametrize("name", HOW)

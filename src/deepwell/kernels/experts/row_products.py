@@ -5,7 +5,7 @@
 
 r(p) is slot[p] // top_k, or p itself; rows lie as `group_rows.group_layout` puts them, those without a choice read
 zeros. Gathered rows are loaded by their addresses, others and weights through TMA. Programs stay on their SM and take
-tile after tile (`persistent`), or each takes one; `row_tiles` says which there are.
+tile after tile (`persistent`), or each takes one; `row_tiles` says which there are and how they store.
 Numerics: bf16 products summed in fp32; FP8 in the tensor cores' own accumulator. H is rounded once and h made of what
     was rounded, so that the backward finds the same h.
 Cost: 2*P*N*K flops. Nothing of P rows is written but the results.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import UnsupportedError
+from deepwell.kernels.device.ragged_rows import store_rows
 from deepwell.kernels.device.triton_support import block_descriptor, launch, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
@@ -41,6 +42,7 @@ from deepwell.kernels.experts.row_tiles import (
     is_kn,
     programs,
     sources_of,
+    stored_rows,
     table,
     tile_constants,
     tile_of,
@@ -88,18 +90,27 @@ PRODUCT_TILES = (
     RowTile(block_m=128, block_n=256, block_k=64, num_stages=4, num_warps=8, persistent=False),
     RowTile(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=4, persistent=False),  # two an SM
     RowTile(block_m=64, block_n=128, block_k=64, num_stages=4, num_warps=4, per_sm=2),
+    RowTile(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, stores="tma"),
+    RowTile(block_m=128, block_n=256, block_k=64, num_stages=4, num_warps=8, stores="late"),
+    RowTile(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=4, stores="halves", per_sm=2),
 )
 FP8_TILES = (
     RowTile(block_m=128, block_n=256, block_k=128, num_stages=3, num_warps=8),
     RowTile(block_m=128, block_n=256, block_k=128, num_stages=4, num_warps=8, persistent=False),
     RowTile(block_m=128, block_n=128, block_k=128, num_stages=3, num_warps=4, persistent=False),
     RowTile(block_m=64, block_n=128, block_k=128, num_stages=4, num_warps=4, per_sm=2),
+    RowTile(block_m=128, block_n=256, block_k=128, num_stages=3, num_warps=8, stores="tma"),
+    RowTile(block_m=128, block_n=256, block_k=128, num_stages=4, num_warps=8, stores="late"),
+    RowTile(block_m=128, block_n=128, block_k=128, num_stages=3, num_warps=4, stores="halves", per_sm=2),
 )
 UP_TILES = (
     RowTile(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8),
     RowTile(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, persistent=False),
     RowTile(block_m=64, block_n=64, block_k=64, num_stages=4, num_warps=4, per_sm=2),
+    RowTile(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, stores="tma"),
+    RowTile(block_m=128, block_n=64, block_k=64, num_stages=3, num_warps=4, stores="tma", per_sm=2),
 )
+
 # ---- kernels ----
 
 
@@ -120,14 +131,39 @@ def _with_bias(acc, bias_ptr, e, ns, N, stride):
 
 
 @triton.jit
+def _store(ptr, desc, tile, p, row, end, n, N, stride):
+    """Store rows p, which are those from `row` on, up to `end`, and columns from n on up to N."""
+    if desc is None:
+        ns = n + tl.arange(0, tile.shape[1])
+        at = ptr + p.to(tl.int64)[:, None] * stride + ns[None, :]
+        tl.store(at, tile, mask=(p < end)[:, None] & (ns < N)[None, :])
+    else:
+        store_rows(desc, tile, row, end, n)
+
+
+@triton.jit
+def _finished(acc, scale_a_ptr, scale_w_ptr, bias_ptr, source, live, e, n, N, DTYPE: tl.constexpr):
+    """Sums of columns from n on, with their scales and bias, rounded."""
+    ns = n + tl.arange(0, acc.shape[1])
+    if scale_a_ptr is not None:
+        acc = acc * tl.load(scale_a_ptr + source, mask=live, other=0.0)[:, None]
+        acc = acc * tl.load(scale_w_ptr + e * N + ns, mask=ns < N, other=0.0)[None, :]
+    return _with_bias(acc, bias_ptr, e, ns, N, N).to(DTYPE)
+
+
+@triton.jit
 def _row_product_kernel(
-    a_ptr, w_desc, scale_a_ptr, scale_w_ptr, bias_ptr, slot_ptr, table_ptr, c_ptr,
+    a_ptr, w_desc, scale_a_ptr, scale_w_ptr, bias_ptr, slot_ptr, table_ptr, c_ptr, c_desc,
     N, K, stride_a, PROGRAMS,
     TOP_K: tl.constexpr, W_KN: tl.constexpr, WHOLE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
+    DTYPE: tl.constexpr = c_ptr.dtype.element_ty
+    HALF: tl.constexpr = BLOCK_N // 2
     tiles_m = tl.load(table_ptr)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_n, steps = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
+    if LATE:
+        late, late_row, late_end, late_n = tl.zeros((BLOCK_M, HALF), dtype=DTYPE), 0, 0, 0
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=PERSISTENT):
         e, row, end, column = tile_of(tile, table_ptr, tiles_m, tiles_n, GROUP_M)
         p = row + tl.arange(0, BLOCK_M)
@@ -136,24 +172,35 @@ def _row_product_kernel(
             a_rows = a_ptr + source[:, None] * stride_a
         n = column * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
+        tl.assume(steps > 0)  # without it there is a second version of the loops, for products of no columns
+        for k in range(0, steps):
             if slot_ptr is None:
                 a = a_ptr.load([row, k * BLOCK_K])  # rows of the next group give rows that are not stored
             else:
                 a = a_tile(a_rows, live, k * BLOCK_K, K, BLOCK_K, WHOLE_K)
             acc = tl.dot(a, w_tile(w_desc, e, n, k * BLOCK_K, N, K, W_KN), acc)
-        ns = n + tl.arange(0, BLOCK_N)
-        if scale_a_ptr is not None:
-            acc = acc * tl.load(scale_a_ptr + source, mask=live, other=0.0)[:, None]
-            acc = acc * tl.load(scale_w_ptr + e * N + ns, mask=ns < N, other=0.0)[None, :]
-        acc = _with_bias(acc, bias_ptr, e, ns, N, N)
-        c = c_ptr + p.to(tl.int64)[:, None] * N + ns[None, :]
-        tl.store(c, acc.to(c_ptr.dtype.element_ty), mask=(p < end)[:, None] & (ns < N)[None, :])
+            if LATE:
+                if k == 0:
+                    store_rows(c_desc, late, late_row, late_end, late_n)
+        if HALVES:
+            left, right = halves(acc)
+            left = _finished(left, scale_a_ptr, scale_w_ptr, bias_ptr, source, live, e, n, N, DTYPE)
+            store_rows(c_desc, left, row, end, n)
+            right = _finished(right, scale_a_ptr, scale_w_ptr, bias_ptr, source, live, e, n + HALF, N, DTYPE)
+            if LATE:
+                late, late_row, late_end, late_n = right, row, end, n + HALF
+            else:
+                store_rows(c_desc, right, row, end, n + HALF)
+        else:
+            c = _finished(acc, scale_a_ptr, scale_w_ptr, bias_ptr, source, live, e, n, N, DTYPE)
+            _store(c_ptr, c_desc, c, p, row, end, n, N, N)
+    if LATE:
+        store_rows(c_desc, late, late_row, late_end, late_n)
 
 
 @triton.jit
 def _up_kernel(
-    a_ptr, w_desc, bias_ptr, slot_ptr, table_ptr, h_ptr, out_ptr,
+    a_ptr, w_desc, bias_ptr, slot_ptr, table_ptr, h_ptr, out_ptr, h_desc, second_desc, out_desc,
     F, K, stride_a, PROGRAMS,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -164,7 +211,7 @@ def _up_kernel(
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     G = 2 * F if GATED else F
     tiles_m = tl.load(table_ptr)
-    tiles_n = tl.cdiv(F, BLOCK_N)
+    tiles_n, steps = tl.cdiv(F, BLOCK_N), tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=PERSISTENT):
         e, row, end, column = tile_of(tile, table_ptr, tiles_m, tiles_n, GROUP_M)
         p = row + tl.arange(0, BLOCK_M)
@@ -173,7 +220,8 @@ def _up_kernel(
         f = column * BLOCK_N
         # One sum for gate and up: with two of them a persistent kernel's products wait for each other.
         acc = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
+        tl.assume(steps > 0)
+        for k in range(0, steps):
             a = a_tile(a_rows, live, k * BLOCK_K, K, BLOCK_K, WHOLE_K)
             if GATED and not INTERLEAVED:
                 w = _both_tiles(w_desc, e, f, k * BLOCK_K, K, BLOCK_N, BLOCK_K, W_KN)
@@ -181,26 +229,28 @@ def _up_kernel(
                 w = w_tile(w_desc, e, column * WIDTH, k * BLOCK_K, G, K, W_KN)
             acc = tl.dot(a, w, acc)
         fs = f + tl.arange(0, BLOCK_N)
-        inside = (p < end)[:, None] & (fs < F)[None, :]
-        h_row = h_ptr + p.to(tl.int64)[:, None] * G
         if GATED and not INTERLEAVED:
             first, second = halves(acc)
             first = _with_bias(first, bias_ptr, e, fs, F, G).to(DTYPE)
             second = _with_bias(second, bias_ptr + F if bias_ptr is not None else None, e, fs, F, G).to(DTYPE)
-            tl.store(h_row + fs[None, :], first, mask=inside)
-            tl.store(h_row + F + fs[None, :], second, mask=inside)
+            _store(h_ptr, h_desc, first, p, row, end, f, F, G)
+            _store(h_ptr + F, second_desc, second, p, row, end, f, F, G)
             hidden = gated_hidden(first.to(tl.float32), second.to(tl.float32), ACT, ALPHA, LIMIT, SHIFT)
         else:
-            ns = column * WIDTH + tl.arange(0, WIDTH)
-            both = _with_bias(acc, bias_ptr, e, ns, G, G).to(DTYPE)
-            tl.store(h_row + ns[None, :], both, mask=(p < end)[:, None] & (ns < G)[None, :])
+            n = column * WIDTH
+            both = _with_bias(acc, bias_ptr, e, n + tl.arange(0, WIDTH), G, G).to(DTYPE)
+            if GATED and h_desc is not None:  # all that is stored then has one shape, and takes turns in a buffer
+                first, second = halves(both)
+                store_rows(h_desc, first, row, end, n)
+                store_rows(h_desc, second, row, end, n + BLOCK_N)
+            else:
+                _store(h_ptr, h_desc, both, p, row, end, n, G, G)
             if GATED:
                 gate, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK_M, BLOCK_N, 2)))
                 hidden = gated_hidden(gate, up, ACT, ALPHA, LIMIT, SHIFT)
             else:
                 hidden, _ = plain_hidden(both.to(tl.float32), ACT, ALPHA)
-        out = out_ptr + p.to(tl.int64)[:, None] * F + fs[None, :]
-        tl.store(out, hidden.to(DTYPE), mask=inside)
+        _store(out_ptr, out_desc, hidden.to(DTYPE), p, row, end, f, F, F)
 
 
 # ---- public wrappers: check, allocate, launch ----
@@ -230,13 +280,14 @@ def row_product(
     c_PN = torch.empty((p, n), dtype=dtype, device=a.device)
     scale_a, scale_w = (None, None) if scales is None else scales
     if p:
+        in_halves = tile.stores in ("halves", "late")
         with on_device(a):
             launch(_row_product_kernel, (programs(a, rows, n, tile),))(
                 a if rows.slot is not None else block_descriptor(a, tile.block_m, tile.block_k),
                 descriptor(w_ENK, tile.block_n, tile.block_k), scale_a, scale_w, _dense(bias_EN),
-                rows.slot, table(a, rows, tile), c_PN,
+                rows.slot, table(a, rows, tile), c_PN, stored_rows(c_PN, tile, tile.block_n // (1 + in_halves)),
                 n, w_ENK.shape[2], a.stride(0), programs(a, rows, n, tile),
-                **tile_constants(w_ENK, rows, tile),
+                HALVES=in_halves, LATE=tile.stores == "late", **tile_constants(w_ENK, rows, tile),
             )  # fmt: skip
     return c_PN
 
@@ -264,6 +315,7 @@ def up_product(
             launch(_up_kernel, (programs(x, rows, f, tile),))(
                 x, _up_descriptor(w_EGD, tile, how), _dense(bias_EG),
                 rows.slot, table(x, rows, tile), gate_up, hidden,
+                *_up_stored(gate_up, hidden, tile, how),
                 f, w_EGD.shape[2], x.stride(0), programs(x, rows, f, tile),
                 **constants(how), **tile_constants(w_EGD, rows, tile),
             )  # fmt: skip
@@ -282,3 +334,12 @@ def _up_descriptor(w_EGD: Tensor, tile: RowTile, how: ExpertActivation) -> Any:
 
 def _dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
+
+
+def _up_stored(gate_up: Tensor, hidden: Tensor, tile: RowTile, how: ExpertActivation) -> tuple[Any, Any, Any]:
+    """What the three stores of a tile go through: gate, up, hidden rows."""
+    out = stored_rows(hidden, tile, tile.block_n)
+    if not how.gated or how.interleaved:
+        return stored_rows(gate_up, tile, tile.block_n), None, out
+    gate, up = gate_up.chunk(2, dim=1)
+    return stored_rows(gate, tile, tile.block_n), stored_rows(up, tile, tile.block_n), out

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.kernels.device.ragged_rows import ragged_descriptor
 from deepwell.kernels.device.triton_support import block_descriptor, cdiv, launch, next_power_of_2, num_sms, tl, triton
 
 _LINE_BYTES = 16
@@ -56,7 +57,12 @@ def expert_of_rows(ends_E: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowTile:
-    """One tile and how it is pipelined; of a gated product `block_n` columns of the gate and as many of up."""
+    """One tile and how it is pipelined; of a gated product `block_n` columns of the gate and as many of up.
+
+    `stores` is how results leave: "masked", by their addresses; "tma", out of shared memory while the next tile is
+    summed; "halves", so by halves, which take turns there; "late", the right half kept in registers until the next
+    tile's first product runs.
+    """
 
     block_m: int
     block_n: int
@@ -66,11 +72,13 @@ class RowTile:
     group_m: int = 8
     persistent: bool = True
     per_sm: int = 1  # programs that fit one SM, where they stay
+    stores: str = "masked"
 
     @property
     def name(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{tile}-s{self.num_stages}-w{self.num_warps}" + ("" if self.persistent else "-each")
+        stores = "" if self.stores == "masked" else f"-{self.stores}"
+        return f"{tile}-s{self.num_stages}-w{self.num_warps}" + ("" if self.persistent else "-each") + stores
 
 
 # ---- in Triton ----
@@ -193,6 +201,17 @@ def descriptor(w_ENK: Tensor, block_n: int, block_k: int) -> Any:
     if is_kn(w_ENK):
         return block_descriptor(w_ENK.transpose(1, 2).reshape(-1, w_ENK.shape[1]), block_k, block_n)
     return block_descriptor(w_ENK.reshape(-1, w_ENK.shape[2]), block_n, block_k)
+
+
+def stored_rows(x: Tensor, tile: RowTile, columns: int) -> Any:
+    """The descriptor through which a tile's rows are stored, so many columns at a time; None by their addresses."""
+    if tile.stores == "masked":
+        return None
+    if x.stride(0) * x.element_size() % _LINE_BYTES or x.data_ptr() % _LINE_BYTES:
+        raise UnsupportedError(
+            f"TMA stores rows of whole 16-byte lines, and results have {x.shape[1]} of {x.stride(0)} columns"
+        )
+    return ragged_descriptor(x, tile.block_m, columns)
 
 
 def check_operands(a: Tensor, w_ENK: Tensor, rows: Rows, bias_EN: Tensor | None) -> None:
