@@ -29,12 +29,6 @@ MATRIX: tuple[Case, ...] = (
     Case(name="zero3 2 mxfp8", layout={"dp": 2, "sharding": "zero3"}, recompute=True, **_LOW),
     Case(name="zero3 2 tied", layout={"dp": 2, "sharding": "zero3"}, model="tied", accumulation=2, **_ADAMW),
     Case(name="zero3 2 plain", layout={"dp": 2, "sharding": "zero3"}, model="plain", recompute=True),
-    Case(
-        name="zero3 2 in bf16",
-        layout={"dp": 2, "sharding": "zero3"},
-        accumulation=2,
-        settings={"param_dtype": "bf16", "reduce_dtype": "fp32"},
-    ),
     Case(name="zero3 2, host memory", layout={"dp": 2, "sharding": "zero3", **_HOST}, accumulation=2, **_ADAMW),
     Case(name="zero2 2 mxfp8, host memory", layout={"dp": 2, "sharding": "zero2", **_HOST}, **{**_LOW, "steps": 3}),
     Case(

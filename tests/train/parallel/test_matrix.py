@@ -19,7 +19,7 @@ def found() -> dict[str, tuple[Outcome, Outcome]]:
 def test_matrix(case: Case, found: dict[str, tuple[Outcome, Outcome]]) -> None:
     here, alone = found[case.name]
     far = difference(here, alone)
-    is_exact = case.precision == "bf16" and "param_dtype" not in case.settings
+    is_exact = case.precision == "bf16"
     assert far.grad < (1e-5 if is_exact else 5e-2), far
     assert far.loss < (1e-5 if is_exact else 1e-2), far
     assert far.evaluated < (1e-5 if is_exact else 1e-2), far

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from deepwell.engine.engine import Engine
 from deepwell.errors import UnsupportedError
 from deepwell.planner.executable import why_not_in_host_memory
 from deepwell.planner.layout import Layout
 from deepwell.train.feed import Feed
-from deepwell.train.parallel.fp8_gather import Fp8Gather
 from deepwell.train.parallel.mesh import Meshes, check_world, make_meshes
 from deepwell.train.parallel.shard import (
     ParallelSettings,
@@ -58,41 +58,29 @@ def parallelize(
 def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, settings: ParallelSettings) -> Runner:
     check_shardable(engine, layout, settings)
     meshes = make_meshes(layout, device.type)
-    if settings.sync_weights:
-        sync_weights(engine.deepwell.model)
+    sync_weights(engine.deepwell.model)
     if layout.pp > 1:
         from deepwell.train.parallel.pipeline import PipelineRunner
 
-        return PipelineRunner(engine, feed, device, meshes, settings)
-    if layout.tp > 1 or layout.cp > 1 or layout.ep > 1:
+        return PipelineRunner(engine, feed, device, meshes)
+    notes: list[str] = []
+    inner: list[tuple[str, DeviceMesh]] = []
+    is_inside = layout.tp > 1 or layout.cp > 1 or layout.ep > 1
+    if is_inside:
         from deepwell.train.parallel.inside import prepare
         from deepwell.train.parallel.tensor import split_tokens, split_weights
 
-        notes: list[str] = []
         split = split_weights(engine, meshes, notes) if layout.tp > 1 else None
         inner = prepare(engine, meshes, notes)
         if split is not None:
             split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[0].path])
-        shard(engine, meshes, settings, inner)
-        runner = _sharded(engine, feed, device, meshes, settings)
-        runner.notes += notes
-        return runner
-    if engine.deepwell.ir.layers:
+    elif engine.deepwell.ir.layers:
         engine.deepwell.use_regions()
-    if layout.sharding == "ddp":
+    if layout.sharding == "ddp" and not is_inside:
         return ReplicatedRunner(engine, feed, device, meshes, settings)
-    shard(engine, meshes, settings)
-    return _sharded(engine, feed, device, meshes, settings)
-
-
-def _sharded(
-    engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, settings: ParallelSettings
-) -> ShardedRunner:
-    runner = ShardedRunner(engine, feed, device, meshes)
-    if settings.fp8_all_gather:
-        runner.fp8_gather = Fp8Gather(engine)
-        runner.begin()
-        runner.notes.append(runner.fp8_gather.note())
+    shard(engine, meshes, inner)
+    runner = ShardedRunner(engine, feed, device, meshes, settings)
+    runner.notes += notes
     return runner
 
 

@@ -100,8 +100,7 @@ def _is_whole(param: Any) -> bool:
     size, ranks = param._orig_size, param.mesh_info.shard_mesh_size
     if len(size) != 2 or ranks == 1 or size[0] % ranks or size[1] % MX_BLOCK or param._module_info.shared_modules:
         return False
-    dtype = param.mp_policy.param_dtype or param._sharded_local_tensor.dtype
-    return dtype in (torch.float32, torch.bfloat16)
+    return param._sharded_local_tensor.dtype in (torch.float32, torch.bfloat16)
 
 
 def _switch(param: Any, is_on: bool) -> None:
@@ -118,7 +117,7 @@ def _pack(shard: Tensor) -> Any:
     """FSDP2's `fsdp_pre_all_gather` of a shard: what travels, and what the receiver is handed besides."""
 
     def pre_all_gather(mesh: Any, size: Any, stride: Any, module: nn.Module, mp_policy: Any) -> tuple[Any, Any]:
-        copies = quantize_mxfp8(shard.to(mp_policy.param_dtype or shard.dtype), columns=False, swizzled=False)
+        copies = quantize_mxfp8(shard, columns=False, swizzled=False)
         assert copies.q_TK is not None and copies.scale is not None
         return (copies.q_TK.view(torch.uint8), copies.scale.view(torch.uint8)), None
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from deepwell.engine.engine import Engine
@@ -23,8 +21,8 @@ from deepwell.planner.layout import Layout
 from deepwell.train.feed import Batch, Feed, to_device
 from deepwell.train.parallel.inside import prepare
 from deepwell.train.parallel.mesh import Meshes
-from deepwell.train.parallel.runner import DistributedRunner, clip, local, predictable, squares
-from deepwell.train.parallel.shard import ParallelSettings, fsdp_options, sum_gradients
+from deepwell.train.parallel.runner import DistributedRunner, local
+from deepwell.train.parallel.shard import shard
 from deepwell.train.parallel.stages import Cut, StageModule, StageSpan, spans
 from deepwell.train.parallel.tensor import split_tokens, split_weights
 
@@ -63,14 +61,7 @@ def check_micro_batches(layout: Layout, count: int) -> None:
 class PipelineRunner(DistributedRunner):
     """Runs a rank's stages. The engine's model keeps this rank's layers, under the names that they had."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        feed: Feed,
-        device: torch.device,
-        meshes: Meshes,
-        settings: ParallelSettings,
-    ) -> None:
+    def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes) -> None:
         super().__init__(engine, feed, device, meshes)
         layout = meshes.layout
         check_schedule(layout)
@@ -80,19 +71,20 @@ class PipelineRunner(DistributedRunner):
         own = tuple(span for span in self._spans if span.index % layout.pp == self.pp_rank)
         split = split_weights(engine, meshes, self.notes) if layout.tp > 1 else None
         self.cut = Cut(engine, own, layout.tp)
-        self._dtype = settings.mixed_precision.param_dtype or next(engine.deepwell.model.parameters()).dtype
+        self._dtype = next(engine.deepwell.model.parameters()).dtype
         self._tied_group = _group_of_ends(meshes) if self.cut.is_tied else None
         inner = prepare(engine, meshes, self.notes)
         if split is not None:
             split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[span.layers[0]].path for span in own])
         self.stages = [StageModule(engine, feed, self.cut, span) for span in own]
-        for stage in self.stages:
-            shard_stage(stage, engine, meshes, settings, inner)
+        # The stage is FSDP2's root: torch's schedule then reduces gradients once, behind the last micro-batch.
+        for stage in self.stages if layout.dp * layout.cp * layout.tp > 1 else ():
+            shard(engine, meshes, inner, stage)
         self._schedules: dict[tuple[int, ...], Any] = {}
 
     def run(self, batches: Sequence[Batch], *, num_items: float) -> Tensor:
         check_micro_batches(self.meshes.layout, len(batches))
-        found = [predictable(self.part(batch)) for batch in batches]
+        found = [self.counted(batch) for batch in batches]
         shares = torch.tensor([items / num_items for _, items in found], device=self.device)
         whole = to_device(_joined([batch for batch, _ in found]), self.device)
         schedule = self._schedule(len(batches), whole["input_ids"].shape)
@@ -146,7 +138,7 @@ class PipelineRunner(DistributedRunner):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        part, items = predictable(self.part(batch))
+        part, items = self.counted(batch)
         loss = self._through(to_device(part, self.device))
         total = self.all_reduce(torch.stack((loss * items, torch.tensor(float(items), device=self.device))))
         return total[0], total[1] / self.meshes.layout.pp
@@ -171,45 +163,10 @@ class PipelineRunner(DistributedRunner):
         has_loss = self._spans[-1].index in stages
         return x.float().sum() if has_loss else torch.zeros((), device=self.device)
 
-    def grad_norm(self, max_norm: float | None = None) -> Tensor:
-        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+    def once(self, grads: list[Tensor]) -> list[Tensor]:
         last = self.stages[-1].span
         twice = self.cut.tied_weight(last) if last.is_last else None  # counted with the embedding
-        counted = [grad for grad in grads if twice is None or grad is not twice.grad]
-        stage_ranks = self.world // self.meshes.layout.pp
-        norm = self.all_reduce(squares(counted, stage_ranks, self.device)).sqrt()
-        if max_norm is not None:
-            clip(grads, max_norm, norm)
-        return norm
-
-
-def shard_stage(
-    stage: StageModule,
-    engine: Engine,
-    meshes: Meshes,
-    settings: ParallelSettings,
-    inner: Sequence[tuple[str, DeviceMesh]],
-) -> None:
-    """Shard the layers of a stage and the rest of it by FSDP2, where there is more than one rank to do so over.
-
-    The stage is FSDP2's root: torch's schedule then reduces gradients once, behind the last micro-batch.
-    """
-    layout = meshes.layout
-    if layout.dp * layout.cp * layout.tp == 1:
-        return
-    how = fsdp_options(meshes, settings)
-    inside = set(stage.modules())
-    for path, mesh in inner:
-        if engine.deepwell.model.get_submodule(path) in inside:
-            fully_shard(engine.deepwell.model.get_submodule(path), mesh=mesh, **how)
-    assert engine.deepwell.regions is not None, "stages are made of regions"
-    for path in engine.deepwell.regions.layers:
-        layer: nn.Module = engine.deepwell.model.get_submodule(path)
-        if layer in inside:
-            fully_shard(layer, mesh=meshes.layers, **how)
-    fully_shard(stage, mesh=meshes.rest, **{**how, "reshard_after_forward": False})
-    sum_gradients(stage)
-    assert isinstance(stage, FSDPModule)
+        return [grad for grad in grads if twice is None or grad is not twice.grad]
 
 
 def _loss_of(out: Tensor, target: Tensor) -> Tensor:
@@ -238,4 +195,4 @@ def _group_of_ends(meshes: Meshes) -> Any:
     return found
 
 
-__all__ = ["PipelineRunner", "check_micro_batches", "check_schedule", "shard_stage"]
+__all__ = ["PipelineRunner", "check_micro_batches", "check_schedule"]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepwell.engine.engine import Engine
-from deepwell.errors import ConfigError
-from deepwell.train.feed import IGNORED, Batch, Feed, count_items, to_device
+from deepwell.train.feed import IGNORED, Batch, Feed, count_items
 from deepwell.train.parallel.batches import part_of
 from deepwell.train.parallel.mesh import Meshes
 from deepwell.train.parallel.single import Runner
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class DistributedRunner(Runner):
@@ -26,21 +22,15 @@ class DistributedRunner(Runner):
     Every rank runs every micro-batch, also one in which none of its tokens is predicted: the others wait for it.
     """
 
+    is_awaited = True
+
     def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes) -> None:
         super().__init__(engine, feed, device)
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self.meshes, self.mesh = meshes, meshes.ranks
+        self.meshes = meshes
         self.dp, self.dp_rank = meshes.layout.dp, meshes.dp_rank
         if feed.own_loss is not None and meshes.layout.tp > 1:
             self.notes.append("tensor parallelism gives the loss function shift_labels of this rank's tokens")
-
-    @property
-    def called(self) -> nn.Module:
-        """What is called with a batch."""
-        return self.engine
-
-    # Gradients are summed over ranks as they are; where they are averaged, the loss is scaled up by as much.
-    averages_over = 1
 
     @property
     def token_group(self) -> dist.ProcessGroup | None:
@@ -51,59 +41,24 @@ class DistributedRunner(Runner):
         """What this rank reads of its samples."""
         return part_of(batch, self.meshes, self.model)
 
-    def begin(self) -> None:
-        """Before a step, and before any other call of the model."""
-
-    def micro_batch(self, index: int, count: int) -> AbstractContextManager[object]:
-        """Around forward and backward of one of `count` micro-batches: say what of their gradients travels."""
-        return nullcontext()
-
-    def run(self, batches: Sequence[Batch], *, num_items: float) -> Tensor:
-        """Forward and backward of a step's micro-batches; the step's loss, over all ranks.
-
-        Gradients are added to those that are there: those of the sum over all ranks' tokens, divided by `num_items`.
-        """
-        self.begin()
-        total = torch.zeros((), device=self.device)
-        for index, batch in enumerate(batches):
-            part, items = predictable(self.part(batch))
-            share = items / num_items
-            self.routers.set_loss_scale(share * self.averages_over)
-            with self.micro_batch(index, len(batches)):
-                loss = self.feed(self.called, to_device(part, self.device))
-                (loss * (share * self.averages_over)).backward()
-            self.routers.end_micro_batch()
-            total += loss.detach().float() * share
-        return self.all_reduce(total)
-
-    def sample(self, batch: Batch) -> Tensor:
-        self.begin()
-        return self.feed(self.engine, to_device(predictable(self.part(batch))[0], self.device))
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        self.begin()
-        part, items = predictable(self.part(batch))
-        loss = self.feed(self.engine, to_device(part, self.device)).detach().float()
-        total = self.all_reduce(torch.stack((loss * items, torch.tensor(float(items), device=self.device))))
-        return total[0], total[1]
+    def counted(self, batch: Batch) -> tuple[Batch, int]:
+        return predictable(self.part(batch))
 
     def grad_norm(self, max_norm: float | None = None) -> Tensor:
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        norm = self.all_reduce(squares(grads, self.world // self.meshes.layout.pp, self.device)).sqrt()
+        norm = self.all_reduce(squares(self.once(grads), self.world // self.meshes.layout.pp, self.device)).sqrt()
         if max_norm is not None:
             clip(grads, max_norm, norm)
         return norm
 
-    def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
-        if op not in _OPS:
-            raise ConfigError(f"op is {op!r}; choose one of {', '.join(_OPS)}")
-        out = value.detach().clone()
-        dist.all_reduce(out, _OPS[op])
-        return out
+    def once(self, grads: list[Tensor]) -> list[Tensor]:
+        """Those of its gradients that no other stage counts in the norm."""
+        return grads
 
-    def barrier(self) -> None:
-        dist.barrier()
+    def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
+        out = value.detach().clone()
+        dist.all_reduce(out, getattr(dist.ReduceOp, op.upper()))
+        return out
 
 
 def predictable(batch: Batch) -> tuple[Batch, int]:

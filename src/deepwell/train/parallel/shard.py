@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
@@ -45,39 +44,14 @@ _SYNC_BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
 )
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """What a layout leaves open.
+    """What a layout leaves open: the size of DDP's buckets, and whether weights travel in FP8 (`fp8_gather.py`)."""
 
-    `param_dtype` is what FSDP2 gathers and computes in, `reduce_dtype` what it sums gradients in ("fp32", "bf16",
-    "fp16"; None: the parameters' own). `bucket_mib` is the size of DDP's buckets. `sync_weights` has all ranks start
-    from rank 0's weights. `fp8_all_gather` has weights that are rounded to MXFP8 anyway travel so (`fp8_gather.py`).
-    """
-
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
     bucket_mib: float = 25.0
-    sync_weights: bool = True
     fp8_all_gather: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in _DTYPES:
-                raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(_DTYPES)}, or leave it out")
-        if not self.bucket_mib > 0:
-            raise ConfigError(f"bucket_mib is {self.bucket_mib!r}; it must be above 0")
-
-    @property
-    def mixed_precision(self) -> MixedPrecisionPolicy:
-        """FSDP2's."""
-        param = None if self.param_dtype is None else _DTYPES[self.param_dtype]
-        return MixedPrecisionPolicy(
-            param_dtype=param, reduce_dtype=None if self.reduce_dtype is None else _DTYPES[self.reduce_dtype]
-        )
 
 
 def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) -> None:
@@ -93,9 +67,6 @@ def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) 
         raise UnsupportedError(f"etp {layout.etp} is not executed: experts are not split inside; ep= spreads them")
     if settings.fp8_all_gather:
         _check_fp8_gather(engine, layout)
-    is_ddp = layout.sharding == "ddp" and layout.tp == 1
-    if is_ddp and (settings.param_dtype or settings.reduce_dtype):
-        raise UnsupportedError("param_dtype and reduce_dtype are FSDP2's; take zero1, 2 or 3, or cast the model")
 
 
 def _check_fp8_gather(engine: Engine, layout: Layout) -> None:
@@ -155,11 +126,16 @@ class ReplicatedRunner(DistributedRunner):
 class ShardedRunner(DistributedRunner):
     """FSDP2: parameters, gradients and optimizer states are sharded, as the layout's ZeRO says."""
 
-    def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes) -> None:
+    def __init__(
+        self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, settings: ParallelSettings
+    ) -> None:
         super().__init__(engine, feed, device, meshes)
         self._groups = [module for module in engine.deepwell.model.modules() if isinstance(module, FSDPModule)]
         self._zero = meshes.layout.sharding
-        self.fp8_gather: Fp8Gather | None = None
+        self.fp8_gather = Fp8Gather(engine) if settings.fp8_all_gather else None
+        if self.fp8_gather is not None:
+            self.fp8_gather.follow()
+            self.notes.append(self.fp8_gather.note())
 
     def begin(self) -> None:
         if self.fp8_gather is not None:
@@ -178,36 +154,38 @@ class ShardedRunner(DistributedRunner):
         return nullcontext()
 
 
-def shard(engine: Engine, meshes: Meshes, settings: ParallelSettings, others: Sequence[tuple[str, Any]] = ()) -> None:
-    """Shard an engine's model in place: its layers each, then the rest. `others` are (path, mesh) of inner groups.
+def shard(
+    engine: Engine, meshes: Meshes, others: Sequence[tuple[str, Any]] = (), root: nn.Module | None = None
+) -> None:
+    """Shard an engine's model in place, or a stage of it: its layers each, then the rest.
 
-    FSDP2's hooks are around a module's call, a region is inside of it.
+    `others` are (path, mesh) of inner groups. FSDP2's hooks are around a module's call, a region is inside of it.
     """
     regions: Regions | None = engine.deepwell.regions
     layout, model = meshes.layout, engine.deepwell.model
-    how = fsdp_options(meshes, settings)
-    for path, mesh in others:
-        fully_shard(model.get_submodule(path), mesh=mesh, **how)
+    root = model if root is None else root
+    inside, how = set(root.modules()), fsdp_options(meshes)
+    found = [(model.get_submodule(path), mesh) for path, mesh in others]
+    for module, mesh in found:
+        if module in inside:
+            fully_shard(module, mesh=mesh, **how)
     layers = [model.get_submodule(path) for path in (regions.layers if regions is not None else ())]
+    layers = [layer for layer in layers if layer in inside]
     for layer in layers:
         fully_shard(layer, mesh=meshes.layers, **how)
     # The rest is needed at both ends: it stays gathered from the embedding to the head's backward.
-    fully_shard(model, mesh=meshes.rest, **{**how, "reshard_after_forward": False})
-    sum_gradients(model)
-    if meshes.device_type == "cuda" and layout.overlap.param_gather is not False:
+    fully_shard(root, mesh=meshes.rest, **{**how, "reshard_after_forward": False})
+    sum_gradients(root)
+    if meshes.device_type == "cuda" and layout.overlap.param_gather is not False and layout.pp == 1:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
 
 
-def fsdp_options(meshes: Meshes, settings: ParallelSettings) -> dict[str, Any]:
+def fsdp_options(meshes: Meshes) -> dict[str, Any]:
     """Arguments of `fully_shard` for one layer."""
     layout = meshes.layout
     offload = CPUOffloadPolicy(pin_memory=meshes.device_type == "cuda") if layout.offload.optimizer else OffloadPolicy()
-    return {
-        "reshard_after_forward": layout.sharding == "zero3",
-        "mp_policy": settings.mixed_precision,
-        "offload_policy": offload,
-    }
+    return {"reshard_after_forward": layout.sharding == "zero3", "offload_policy": offload}
 
 
 def sum_gradients(model: nn.Module) -> None:

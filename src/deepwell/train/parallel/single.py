@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,20 +12,22 @@ from torch import Tensor, nn
 
 from deepwell.engine.engine import Engine
 from deepwell.moe.statistics import Routers, StepLoads
-from deepwell.train.feed import Feed, count_items, to_device
+from deepwell.train.feed import Batch, Feed, count_items, to_device
 
 
 class Runner:
-    """Runs the micro-batches of one step on one process. What several processes do otherwise, they override.
+    """Runs the micro-batches of one step. What several processes do otherwise, they override.
 
     `dp` ranks read different samples, `dp_rank` is this one's number among them.
     """
 
-    world = 1
     rank = 0
     dp = 1
     dp_rank = 0
-    mesh: Any = None
+    # Gradients are summed over ranks as they are; where they are averaged, the loss is scaled up by as much.
+    averages_over = 1
+    # Whether other ranks wait for this one in every micro-batch, also where none of its tokens is predicted.
+    is_awaited = False
 
     def __init__(self, engine: Engine, feed: Feed, device: torch.device) -> None:
         self.engine, self.feed, self.device = engine, feed, device
@@ -62,35 +65,58 @@ class Runner:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
 
-    def run(self, batches: Sequence[Mapping[str, Tensor]], *, num_items: float) -> Tensor:
-        """Forward and backward of a step's micro-batches; the step's loss, on the device.
+    @property
+    def called(self) -> nn.Module:
+        """What is called with a batch."""
+        return self.engine
 
-        Gradients are added to those that are there: those of the sum over all tokens, divided by `num_items`.
+    def begin(self) -> None:
+        """Before a step, and before any other call of the model."""
+
+    def counted(self, batch: Batch) -> tuple[Batch, int]:
+        """What this rank reads of its samples, and how many of the tokens are predicted."""
+        return batch, count_items(batch)
+
+    def micro_batch(self, index: int, count: int) -> AbstractContextManager[object]:
+        """Around forward and backward of one of `count` micro-batches: say what of their gradients travels."""
+        return nullcontext()
+
+    def run(self, batches: Sequence[Batch], *, num_items: float) -> Tensor:
+        """Forward and backward of a step's micro-batches; the step's loss, over all ranks, on the device.
+
+        Gradients are added to those that are there: those of the sum over all ranks' tokens, divided by `num_items`.
         """
-        total: Tensor | None = None
-        for batch in batches:
-            share = count_items(batch) / num_items
-            if not share:
+        self.begin()
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(batches):
+            part, items = self.counted(batch)
+            if not items and not self.is_awaited:
                 continue  # nothing is predicted: the mean of nothing would be NaN
-            self.routers.set_loss_scale(share)
-            loss = self.feed(self.engine, to_device(batch, self.device))
-            loss = loss if share == 1.0 else loss * share
-            loss.backward()
+            share = items / num_items
+            scale = share * self.averages_over
+            self.routers.set_loss_scale(scale)
+            with self.micro_batch(index, len(batches)):
+                loss = self.feed(self.called, to_device(part, self.device))
+                (loss if scale == 1.0 else loss * scale).backward()
             self.routers.end_micro_batch()
-            total = loss.detach() if total is None else total + loss.detach()
-        return torch.zeros((), device=self.device) if total is None else total.float()
+            total += loss.detach().float() * share
+        return self.all_reduce(total)
 
-    def sample(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def sample(self, batch: Batch) -> Tensor:
         """The mean loss of a few tokens, for who looks at single layers; runs as one call of the engine."""
-        return self.feed(self.engine, to_device(batch, self.device))
+        self.begin()
+        return self.feed(self.engine, to_device(self.counted(batch)[0], self.device))
 
     @torch.no_grad()
-    def evaluate(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of predicted tokens) of a batch, over all ranks."""
-        items = torch.tensor(float(count_items(batch)), device=self.device)
-        if not items:
-            return torch.zeros((), device=self.device), items
-        return self.feed(self.engine, to_device(batch, self.device)).detach().float() * items, items
+        self.begin()
+        part, items = self.counted(batch)
+        total = torch.zeros(2, device=self.device)
+        if items or self.is_awaited:
+            loss = self.feed(self.engine, to_device(part, self.device)).detach().float()
+            total = self.all_reduce(torch.stack((loss * items, torch.tensor(float(items), device=self.device))))
+        return total[0], total[1]
 
     def grad_norm(self, max_norm: float | None = None) -> Tensor:
         """The norm of all gradients; they are scaled down to `max_norm` in place where that is given."""
@@ -99,12 +125,6 @@ class Runner:
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
         """`value` summed ("sum") or its largest ("max") over all ranks."""
         return value
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def close(self) -> None:
-        """Leave the process group."""
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
