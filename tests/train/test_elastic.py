@@ -21,7 +21,7 @@ from deepwell.bench.faults.siege import AgentHost
 from deepwell.errors import ConfigError, DeepwellError
 from deepwell.train.elastic import StopSignal, Watchdog, World
 from deepwell.train.settings import TrainSettings
-from deepwell.train.starts import FILE, Fence, Journal, Start, last_events, note_end, note_start
+from deepwell.train.starts import FILE, Fence, Journal, last_events, note_end, note_start
 from warm import run_python
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -76,7 +76,7 @@ def test_it_gives_up_after_starts_without_progress_only(tmp_path: Path) -> None:
         note_start(tmp_path, 10, 1, 2)
     with pytest.raises(DeepwellError, match=r"3 starts in a row from step 10.*ended without a word"):
         note_start(tmp_path, 10, 1, 2)
-    assert len(Start.read_all(tmp_path)) == 3  # a start that was refused is none
+    assert len(Journal.read(tmp_path).starts) == 3  # a start that was refused is none
     # A later step is progress.
     for _ in range(3):
         note_start(tmp_path, 11, 1, 2)
@@ -141,7 +141,7 @@ def test_a_sigterm_before_fit_ends_the_process_and_changes_nothing(tmp_path: Pat
     done = run_python(code, str(tmp_path), timeout=120)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert dw.load(tmp_path).step == 3 and dw.load(tmp_path).verify()
-    assert len(Start.read_all(tmp_path)) == 1
+    assert len(Journal.read(tmp_path).starts) == 1
 
 
 def test_the_watchdog_dumps_and_ends_a_process_that_hangs(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_run_that_always_fails_gives_up_with_the_reason(tmp_path: Path, host: 
     job.until(lambda: agent in host.ended, "giving up")
     assert host.ended[agent] != 0
     # Step 4 is saved; of the starts from there three fail, and the next is refused.
-    assert [start.step for start in Start.read_all(job.folder)] == [0, 4, 4, 4]
+    assert [start.step for start in Journal.read(job.folder).starts] == [0, 4, 4, 4]
     end = job.events("end")[-1]
     assert end["reason"] == "gave up" and end["exit"] == 1
     assert "3 starts in a row from step 4" in end["error"] and "rank 1 failed: ValueError: planned" in end["error"]

@@ -24,43 +24,23 @@ from deepwell.planner.plan import Plan
 ENOUGH = 20  # steps before their median is worth keeping
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """What a plan, or one made of what the engine does here, says of a step; None where nothing can be said."""
+    """How long a step of a plan takes, or of one made of what the engine does here."""
 
-    step_s: float | None
-    tier: str
-    flops_per_token: float
-    mfu_seconds: float  # MFU times seconds: what the flops take at the bf16 peak of one GPU
-    weighted_seconds: float
     plan: Plan
+    step_s: float
 
-    @classmethod
-    def of_plan(cls, plan: Plan) -> StepPrediction:
-        return cls._of(plan, plan.step_s, plan.estimate.tier)
 
-    @classmethod
-    def of_engine(
-        cls, engine: Engine, batch: int, seq_len: int, micro_batches: int, optimizer: str | None
-    ) -> StepPrediction | None:
-        """Of an engine that has no plan, on the one device it is on; None where its machine cannot be described."""
-        try:
-            found = predict(engine, batch, seq_len, micro_batches, optimizer)
-        except DeepwellError:
-            return None
-        return cls._of(found.plan, found.step_s, found.tier)
-
-    @classmethod
-    def _of(cls, plan: Plan, step_s: float, tier: str) -> StepPrediction:
-        estimate = plan.estimate
-        return cls(
-            plan=plan,
-            step_s=step_s,
-            tier=tier,
-            flops_per_token=estimate.model_flops_per_token,
-            mfu_seconds=estimate.mfu_bf16 * estimate.step_s,
-            weighted_seconds=estimate.mfu_weighted * estimate.step_s,
-        )
+def predicted(
+    engine: Engine, batch: int, seq_len: int, micro_batches: int, optimizer: str | None
+) -> StepPrediction | None:
+    """Of an engine that has no plan, on the one device it is on; None where its machine cannot be described."""
+    try:
+        found = predict(engine, batch, seq_len, micro_batches, optimizer)
+    except DeepwellError:
+        return None
+    return StepPrediction(found.plan, found.step_s)
 
 
 class Figures:
@@ -88,14 +68,13 @@ class Figures:
             "predicted_s": None,
             "ratio": None,
         }
-        found = self.prediction
-        if found is not None:
-            figures["tflops"] = found.flops_per_token * tokens / self.world / seconds / 1e12
-            if found.mfu_seconds and self.device.type == "cuda":  # of a CPU's peak nobody knows enough
-                figures["mfu"] = found.mfu_seconds / seconds
-                figures["mfu_weighted"] = found.weighted_seconds / seconds
-            figures["predicted_s"] = found.step_s
-            figures["ratio"] = None if found.step_s is None else found.step_s / seconds
+        if self.prediction is not None:
+            found, step_s = self.prediction.plan.estimate, self.prediction.step_s
+            figures["tflops"] = found.model_flops_per_token * tokens / self.world / seconds / 1e12
+            if found.mfu_bf16 and self.device.type == "cuda":  # of a CPU's peak nobody knows enough
+                figures["mfu"] = found.mfu_bf16 * found.step_s / seconds
+                figures["mfu_weighted"] = found.mfu_weighted * found.step_s / seconds
+            figures |= {"predicted_s": step_s, "ratio": step_s / seconds}
         return figures
 
     def keep_measured(self) -> str:

@@ -140,12 +140,6 @@ class Console:
             self._progress.stop()
             self._progress = None
 
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Scalars:
     """TensorBoard's view of the events; nothing where it was not asked for."""

@@ -15,7 +15,7 @@ from deepwell.engine.engine import Engine
 from deepwell.errors import DeepwellError
 from deepwell.precision.guard import GuardEvent, GuardStop
 from deepwell.train.elastic import HUNG, Watchdog, begin
-from deepwell.train.figures import Figures, StepPrediction
+from deepwell.train.figures import Figures, StepPrediction, predicted
 from deepwell.train.log import SCHEMA, Console, EventLog, Scalars, step_line
 from deepwell.train.readback import Finished
 from deepwell.train.settings import Every
@@ -227,14 +227,12 @@ class FitRun:
         trainer = self.trainer
         prediction = None
         if trainer.plan is not None:
-            prediction = StepPrediction.of_plan(trainer.plan)
+            prediction = StepPrediction(trainer.plan, trainer.plan.step_s)
         elif trainer.world.size == 1:
             sizes = trainer.sizes
             seq_len = max(1, tokens // sizes.global_batch)
             optimizer = optimizer_of(trainer.engine)
-            prediction = StepPrediction.of_engine(
-                trainer.engine, sizes.micro_batch, seq_len, sizes.accumulation, optimizer
-            )
+            prediction = predicted(trainer.engine, sizes.micro_batch, seq_len, sizes.accumulation, optimizer)
         self._figures = Figures(prediction, trainer.world.size, trainer.device)
         return self._figures
 

@@ -38,11 +38,6 @@ class Start:
     world: int
     t: float
 
-    @classmethod
-    def read_all(cls, run_dir: Path) -> list[Start]:
-        """The starts of a run so far."""
-        return Journal.read(run_dir).starts
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
@@ -187,7 +182,7 @@ class Fence:
         if size == self._size:
             return
         self._size = size
-        later = [start for start in Start.read_all(self.run_dir) if start.generation > self.generation]
+        later = [start for start in Journal.read(self.run_dir).starts if start.generation > self.generation]
         if later:
             raise DeepwellError(
                 f"{self.run_dir}: the run was started again (start {later[-1].generation}) while this one, start "

@@ -294,6 +294,27 @@ def test_refuses_parameters_and_gradients_it_cannot_update():
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"exp_avg": torch.zeros(128)}, r"the state of parameter 0: exp_avg is \(128,\) on cpu, unlike"),
+        ({"exp_avg_sq": torch.zeros(256).to(torch.float8_e4m3fn)}, "exp_avg_sq is float8_e4m3fn and has no scales"),
+        ({"exp_avg_scales": torch.ones(2)}, "exp_avg_scales must be float32 and of float8_e4m3fn moments"),
+        ({"master": torch.zeros(256, dtype=torch.bfloat16)}, "a master copy is float32"),
+    ],
+)
+def test_refuses_a_loaded_state_that_is_not_its_parameters(changes, message):
+    param = torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
+    optimizer = AdamWDW([param], moments="fp32", master_weights="fp32")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0] |= changes
+    optimizer.load_state_dict(state)
+    with pytest.raises(ConfigError, match=message):
+        optimizer.step()
+
+
 def test_refuses_groups_that_disagree_on_what_is_one():
     first, second = parameters()[:2]
     with pytest.raises(ConfigError, match=r"clip_norm=2\.0 differs"):

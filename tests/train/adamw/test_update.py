@@ -7,8 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from adamw_forms import BF16, FP32, GROUPS, Case, assert_same, make, slot_of
-from deepwell.errors import ConfigError, UnsupportedError
+from adamw_forms import BF16, FP32, GROUPS, Case, assert_same, make
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.train.adamw import scalars as adamw_scalars
 from deepwell.train.adamw.moments import encode_ref, fma_ref
@@ -292,37 +291,6 @@ def test_codes_are_right_on_average(magnitude):
     encode_ref(x, codes, scales, noise, is_root=False)
     found = (codes.float() * scales.repeat_interleave(128)).view(-1, 128)[:, 1:].double().mean()
     assert float(found) == pytest.approx(-magnitude, rel=1e-2)
-
-
-# ---- refusals ----
-
-
-@pytest.mark.parametrize(
-    "slot, error, message",
-    [
-        (slot_of(param=torch.zeros(256, dtype=torch.float16)), ConfigError, "param has dtype torch.float16"),
-        (slot_of(param=torch.zeros(512, dtype=BF16)[::2]), UnsupportedError, "gaps or overlaps"),
-        (slot_of(exp_avg=torch.zeros(256)), ConfigError, "moments of torch.float32 and torch.bfloat16"),
-        (slot_of(exp_avg=torch.zeros(128, dtype=BF16)), ConfigError, "exp_avg is laid out"),
-        (slot_of(master=torch.zeros(256, dtype=BF16)), ConfigError, "a master copy is float32"),
-        (slot_of(exp_avg_scales=torch.ones(2)), ConfigError, "only for them"),
-    ],
-)
-def test_refuses_a_wrong_slot_by_name(slot, error, message):
-    with pytest.raises(error, match=message):
-        FusedAdamW([slot], steps=torch.zeros(1, dtype=torch.int64))
-
-
-def test_refuses_a_wrong_gradient_by_name():
-    fused = FusedAdamW([slot_of()], steps=torch.zeros(1, dtype=torch.int64))
-    groups = torch.tensor(GROUPS, dtype=torch.float64)
-    for grad, error, message in (
-        (torch.zeros(256).to_sparse(), UnsupportedError, r"grads\[0\] is sparse"),
-        (torch.zeros(256, dtype=torch.float16), ConfigError, r"grads\[0\] has dtype torch.float16"),
-        (torch.zeros(128), ConfigError, r"grads\[0\] is laid out \(128,\)"),
-    ):
-        with pytest.raises(error, match=message):
-            fused.step([grad], groups)
 
 
 def test_scalars_are_those_of_the_reference(device):

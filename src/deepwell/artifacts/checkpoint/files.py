@@ -19,9 +19,6 @@ class FileRecord:
     size: int
     sha256: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "size": self.size, "sha256": self.sha256}
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "FileRecord":
         return cls(name=str(data["name"]), size=int(data["size"]), sha256=str(data["sha256"]))

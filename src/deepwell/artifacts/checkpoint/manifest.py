@@ -14,7 +14,6 @@ The folder is built under a temporary name. All files are safetensors or JSON: r
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,9 @@ _REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-z-]+\.old")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-# The JSON documents of a checkpoint: {"manifest": ..., "state": ..., "index": ...}.
-Documents = dict[str, dict[str, Any]]
-# Schema -> what makes its documents those of the next schema.
-MIGRATIONS: dict[int, Callable[[Documents], Documents]] = {}
-
-
-def migration(schema: int) -> Callable[[Callable[[Documents], Documents]], Callable[[Documents], Documents]]:
-    """Register a function that turns the documents of `schema` into those of the one after it."""
-
-    def register(function: Callable[[Documents], Documents]) -> Callable[[Documents], Documents]:
-        MIGRATIONS[schema] = function
-        return function
-
-    return register
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A committed checkpoint's documents, in the schema of this Deepwell."""
+    """A committed checkpoint's documents."""
 
     path: Path
     manifest: dict[str, Any]
@@ -75,25 +58,13 @@ def open_documents(path: Path) -> Opened:
     """Read a checkpoint's documents. Raises CheckpointError naming the file that is missing, damaged or too new."""
     manifest = read_manifest(path)
     files = records(manifest, path)
-    documents: Documents = {"manifest": manifest}
+    documents = {}
     for name in ("state", "index"):
         record = files.get(f"{name}.json")
-        if record is not None:
-            documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
-    schema = manifest["schema"]
-    while schema < SCHEMA:
-        if schema not in MIGRATIONS:
-            raise CheckpointError(
-                f"{path / 'manifest.json'} has schema {schema}, and nothing leads from it to {SCHEMA}"
-            )
-        documents = MIGRATIONS[schema](documents)
-        schema += 1
-    for name in ("state", "index"):
-        if name not in documents:
+        if record is None:
             raise CheckpointError(f"{path / 'manifest.json'} names no {name}.json; this is no checkpoint of a run")
-    return Opened(
-        path=path, manifest=documents["manifest"], state=documents["state"], index=documents["index"], files=files
-    )
+        documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
+    return Opened(path=path, manifest=manifest, files=files, **documents)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -110,10 +81,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     schema = manifest.get("schema")
     if manifest.get("writer") != WRITER or not isinstance(schema, int) or isinstance(schema, bool):
         raise CheckpointError(f"{path / 'manifest.json'} is not a manifest of Deepwell's")
-    if schema > SCHEMA:
-        raise CheckpointError(
-            f"{path / 'manifest.json'} has schema {schema}; this Deepwell reads up to {SCHEMA}: install a newer one"
-        )
+    if schema != SCHEMA:
+        what = f"reads up to {SCHEMA}: install a newer one" if schema > SCHEMA else f"reads {SCHEMA}"
+        raise CheckpointError(f"{path / 'manifest.json'} has schema {schema}; this Deepwell {what}")
     return manifest
 
 
@@ -127,14 +97,6 @@ def records(manifest: dict[str, Any], path: Path) -> dict[str, FileRecord]:
         if not _FILE.fullmatch(record.name):
             raise CheckpointError(f"{path / 'manifest.json'} names {record.name!r}, which is no file of a checkpoint")
     return {record.name: record for record in found}
-
-
-def check_whole(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there in their sizes. Raises CheckpointError naming one."""
-    manifest = read_manifest(path)
-    for record in records(manifest, path).values():
-        check_size(path, record)
-    return manifest
 
 
 def check_size(path: Path, record: FileRecord) -> None:
@@ -192,8 +154,10 @@ def latest(folder: Path | str) -> Path | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
+    """Whether it is committed, and its files are all there in their sizes."""
     try:
-        check_whole(path)
+        for record in records(read_manifest(path), path).values():
+            check_size(path, record)
     except (CheckpointError, OSError):
         return False
     return True

@@ -1,7 +1,6 @@
 """What goes into a checkpoint, and what is said about a save."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,10 +35,3 @@ class SaveEvent:
     bytes: int = 0
     committed: bool = False
     error: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "SaveEvent":
-        return cls(**data)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def _write_own(job: WriteJob, staging: Staging) -> dict[str, Any]:
         write_file(job.temporary / file.name, (file.header, *staging.read(file.begin, file.end))) for file in job.files
     ]
     held = {name: getattr(job.contents, name) for name in ("tied", "values", "groups")}
-    return {"error": "", "files": [record.to_dict() for record in files], "tensors": list(job.tensors), **held}
+    return {"error": "", "files": [asdict(record) for record in files], "tensors": list(job.tensors), **held}
 
 
 def _reports(job: WriteJob, own: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
@@ -229,7 +229,7 @@ def _commit(job: WriteJob, reports: Sequence[dict[str, Any]]) -> int:
             "torch": str(torch.__version__),
             "python": sys.version.split()[0],
         },
-        "files": [record.to_dict() for record in files],
+        "files": [asdict(record) for record in files],
     }
     data = _json_bytes(manifest, "manifest")
     write_file(temporary / "manifest.json", [data])

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -74,8 +74,8 @@ class Manifest:
             "versions": self.versions,
             "device": self.device,
             "step": self.step,
-            "options": self.options.to_dict(),
-            "pins": [pin.to_dict() for pin in self.pins],
+            "options": asdict(self.options),
+            "pins": [asdict(pin) for pin in self.pins],
             "tensors": {name: entry.to_dict() for name, entry in self.tensors.items()},
             "tied": self.tied,
             "checked": self.is_checked,

@@ -27,9 +27,6 @@ class Pin:
     format: str
     reason: str
 
-    def to_dict(self) -> dict[str, str]:
-        return {"path": self.path, "gemm": self.gemm, "format": self.format, "reason": self.reason}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -40,9 +37,6 @@ class EngineOptions:
     fuse_head: bool = True
     cache_weights: bool = False
     recompute: str = "hidden"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def of(cls, engine: Engine) -> EngineOptions:

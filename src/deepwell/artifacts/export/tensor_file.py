@@ -7,16 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.artifacts.checkpoint.tensor_file import TensorSlot, header, in_file_order
+from deepwell.artifacts.checkpoint.tensor_file import TORCH_DTYPES, TensorSlot, header, in_file_order
 from deepwell.artifacts.export.container import ALIGNMENT
 from deepwell.artifacts.export.plain_json import Refuse, read_json
 
 # What a tensor may be, by its name in the file. Names of safetensors; E8M0 scales lie there as bytes.
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "F16": torch.float16,
-    "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
+DTYPES = {name: TORCH_DTYPES[name] for name in "BOOL U8 I8 I16 I32 I64 F8_E4M3 F8_E5M2 BF16 F16 F32 F64".split()}
 _MAX_HEADER_BYTES = 1 << 28
 _PIECE = 1 << 26
 

@@ -12,7 +12,7 @@ from deepwell.artifacts.checkpoint import latest, list_checkpoints, verify
 from deepwell.bench.faults.result import KILLS, FaultClaim, FaultSetup, Strike
 from deepwell.errors import CheckpointError
 from deepwell.report.run.data import read_events
-from deepwell.train.starts import Start
+from deepwell.train.starts import Journal
 
 # Sample number -> checksum of its tokens, for each step.
 Stream = dict[int, dict[int, int]]
@@ -148,7 +148,7 @@ def costs(run: Path) -> dict[str, Any]:
     events = read_events(run)
     restarts = [event for event in events if event["kind"] == "restart"]
     steps = [event for event in events if event["kind"] == "step"]
-    starts = Start.read_all(run)
+    starts = Journal.read(run).starts
     reasons = Counter(_short(event["reason"]) for event in restarts)
     return {
         "starts": len(starts),

@@ -180,6 +180,7 @@ class AdamWDW(torch.optim.Optimizer):
             _check_group(f"param_groups[{number}]", group, self.param_groups[0])
             for param in group["params"]:
                 if self._is_updated(param):
+                    _check_state(f"the state of parameter {index}", param, self.state[param])
                     self._fit_state(param, group)
                     members.setdefault(param.device, []).append((index, number, param))
                 index += 1
@@ -383,6 +384,23 @@ def _check_param(name: str, param: Tensor) -> None:
         raise UnsupportedError(f"{name} is sparse ({param.layout}); adamw_dw updates dense parameters")
     if not is_dense(_local(param)):
         raise UnsupportedError(f"{name} has gaps or overlaps (strides {param.stride()}); make it contiguous")
+
+
+def _check_state(name: str, param: Tensor, state: dict[str, Any]) -> None:
+    """Raise ConfigError for a loaded state that is not one of this parameter: the kernels go by addresses alone."""
+    local = _local(param)
+    blocks = -(-local.numel() // adamw.BLOCK)
+    for key in (key for key in _STATE[1:] if key in state):
+        kept, moment = _local(state[key]), state.get(key.removesuffix("_scales"))
+        is_scales = key.endswith("_scales")
+        if tuple(kept.shape) != ((blocks,) if is_scales else tuple(local.shape)) or kept.device != local.device:
+            raise ConfigError(f"{name}: {key} is {tuple(kept.shape)} on {kept.device}, unlike its parameter")
+        if is_scales and (kept.dtype != torch.float32 or moment is None or moment.dtype != adamw.FP8):
+            raise ConfigError(f"{name}: {key} must be float32 and of float8_e4m3fn moments")
+        if key == "master" and (kept.dtype != torch.float32 or kept.stride() != local.stride()):
+            raise ConfigError(f"{name}: a master copy is float32 and laid out as its parameter")
+        if kept.dtype == adamw.FP8 and f"{key}_scales" not in state:
+            raise ConfigError(f"{name}: {key} is float8_e4m3fn and has no scales")
 
 
 OPTIMIZERS = {"adamw_dw": AdamWDW}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.errors import ConfigError
 from deepwell.kernels.device.address_table import Table
 from deepwell.kernels.device.triton_support import cdiv, is_interpreted, on_device, tl
 from deepwell.train.adamw import scalars as adamw_scalars
@@ -24,14 +24,16 @@ from deepwell.train.adamw.scalars import NORM_ROWS, NORM_TILES, NORM_WARPS, Hype
 from deepwell.train.adamw.update import Noise, UpdateConfig, adamw_ref, configs_for_moments
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, adamw.FP8: tl.uint8}
-_PARAM_DTYPES = (torch.float32, torch.bfloat16)
 # Kinds of gradients seen (a parameter may go without one): each keeps its tables, the oldest goes first.
 _MAX_LAYOUTS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slot:
-    """One parameter and its state. FP8 moments have fp32 scales, one for each 128 elements in memory order."""
+    """One parameter and its state, dense and laid out alike on one device (the optimizer checks it).
+
+    FP8 moments have fp32 scales, one for each 128 elements in memory order.
+    """
 
     param: Tensor
     exp_avg: Tensor
@@ -42,10 +44,6 @@ class Slot:
     # The row of scalars it uses, and its number among all parameters: the key of its random bits.
     group: int = 0
     index: int = 0
-
-    @property
-    def has_fp8_moments(self) -> bool:
-        return self.exp_avg.dtype == adamw.FP8
 
     def addresses(self, grad: Tensor, number: int) -> tuple[int, ...]:
         """Its row of the table of addresses."""
@@ -97,12 +95,7 @@ class FusedAdamW:
         config: UpdateConfig | None = None,
     ) -> None:
         self.slots = tuple(slots)
-        self.device = _check_slots(self.slots)
-        if steps.dtype != torch.int64 or steps.shape != (len(self.slots),) or steps.device != self.device:
-            raise ConfigError(
-                f"steps is {steps.dtype} {tuple(steps.shape)} on {steps.device}; "
-                f"it must be int64 ({len(self.slots)},) on {self.device}"
-            )
+        self.device = self.slots[0].param.device
         if not 0 <= seed < 2**63:
             raise ConfigError(f"seed={seed} must lie within 0 .. 2^63 - 1")
         self.steps = steps
@@ -129,13 +122,13 @@ class FusedAdamW:
         return self.control[adamw_scalars.CONTROL_SKIPPED]
 
     def step(self, grads: Sequence[Tensor | None], groups: Tensor) -> None:
-        """Update every slot whose gradient is not None. `groups` is the fp64 (G, 7) table of the groups' scalars."""
-        if groups.dtype != torch.float64 or groups.dim() != 2 or groups.shape[1] != adamw_scalars.GROUP_COLUMNS:
-            raise ConfigError(f"groups is {groups.dtype} {tuple(groups.shape)}; it must be float64 (G, 7)")
-        # Gradients that lie where they lay at the last step need no check and no table: the host's time for a step.
-        key = tuple(_place(i, grad) for i, grad in enumerate(grads))
+        """Update every slot whose gradient, laid out as its parameter, is not None.
+
+        `groups` is the fp64 (G, 7) table of the groups' scalars.
+        """
+        # Gradients that lie where they lay at the last step need no table: the host's time for a step.
+        key = tuple(None if grad is None else (grad.data_ptr(), grad.dtype, grad.stride()) for grad in grads)
         if key != self._last_key or self._last_layout is None:
-            _check_grads(self.slots, grads)
             active = [i for i, grad in enumerate(grads) if grad is not None and grad.numel() > 0]
             if not active:
                 return
@@ -334,15 +327,6 @@ def _new_launch(
     )
 
 
-def _place(i: int, grad: Tensor | None) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
-    """Where a gradient lies and how. Raises UnsupportedError for a sparse one."""
-    if grad is None:
-        return None
-    if grad.layout != torch.strided:
-        raise UnsupportedError(f"grads[{i}] is sparse ({grad.layout}); adamw takes dense gradients")
-    return grad.data_ptr(), grad.dtype, grad.stride()
-
-
 def _grad(grads: Sequence[Tensor | None], i: int) -> Tensor:
     grad = grads[i]
     assert grad is not None
@@ -378,58 +362,3 @@ def is_dense(tensor: Tensor) -> bool:
             return tensor.numel() == 0
         expected *= size
     return True
-
-
-def _check_slots(slots: tuple[Slot, ...]) -> torch.device:
-    if not slots:
-        raise ConfigError("slots is empty; pass at least one parameter with its state")
-    device = slots[0].param.device
-    if device.type not in {"cuda", "cpu"}:
-        raise UnsupportedError(f"slots[0].param is on {device}; adamw runs on CUDA and CPU tensors")
-    for i, slot in enumerate(slots):
-        _check_slot(f"slots[{i}]", slot, device)
-    return device
-
-
-def _check_slot(name: str, slot: Slot, device: torch.device) -> None:
-    param = slot.param
-    if param.dtype not in _PARAM_DTYPES:
-        raise ConfigError(f"{name}.param has dtype {param.dtype}; adamw updates float32 and bfloat16 parameters")
-    if not is_dense(param):
-        raise UnsupportedError(f"{name}.param has gaps or overlaps (strides {param.stride()}); pass a contiguous copy")
-    if slot.exp_avg.dtype != slot.exp_avg_sq.dtype or slot.exp_avg.dtype not in _TRITON_DTYPES:
-        got = f"{slot.exp_avg.dtype} and {slot.exp_avg_sq.dtype}"
-        raise ConfigError(f"{name} has moments of {got}; both must be float32, bfloat16 or float8_e4m3fn")
-    for field in ("exp_avg", "exp_avg_sq", "master"):
-        state = getattr(slot, field)
-        if state is not None and (state.shape != param.shape or state.stride() != param.stride()):
-            raise ConfigError(f"{name}.{field} is laid out {tuple(state.shape)} {state.stride()}, unlike its parameter")
-        if state is not None and state.device != device:
-            raise ConfigError(f"{name}.{field} is on {state.device}; all tensors must be on {device}")
-    if slot.master is not None and slot.master.dtype != torch.float32:
-        raise ConfigError(f"{name}.master has dtype {slot.master.dtype}; a master copy is float32")
-    if param.device != device:
-        raise ConfigError(f"{name}.param is on {param.device}; all tensors must be on {device}")
-    num_blocks = -(-param.numel() // adamw.BLOCK)
-    for field in ("exp_avg_scales", "exp_avg_sq_scales"):
-        scales = getattr(slot, field)
-        if (scales is not None) != slot.has_fp8_moments:
-            raise ConfigError(f"{name}.{field} must be given for float8_e4m3fn moments and only for them")
-        if scales is not None and (scales.dtype != torch.float32 or scales.shape != (num_blocks,)):
-            got = f"{scales.dtype} {tuple(scales.shape)}"
-            raise ConfigError(f"{name}.{field} is {got}; it must be float32 ({num_blocks},)")
-
-
-def _check_grads(slots: tuple[Slot, ...], grads: Sequence[Tensor | None]) -> None:
-    if len(grads) != len(slots):
-        raise ConfigError(f"grads has {len(grads)} entries for {len(slots)} slots")
-    for i, (slot, grad) in enumerate(zip(slots, grads, strict=True)):
-        if grad is None:
-            continue
-        if grad.dtype not in _PARAM_DTYPES:
-            raise ConfigError(f"grads[{i}] has dtype {grad.dtype}; adamw takes float32 and bfloat16 gradients")
-        if grad.shape != slot.param.shape or grad.stride() != slot.param.stride():
-            got = f"{tuple(grad.shape)} {grad.stride()}"
-            raise ConfigError(f"grads[{i}] is laid out {got}, unlike its parameter; copy it to the parameter's layout")
-        if grad.device != slot.param.device:
-            raise ConfigError(f"grads[{i}] is on {grad.device}, its parameter on {slot.param.device}")
