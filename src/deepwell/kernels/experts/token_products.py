@@ -180,6 +180,8 @@ def wgrad_of_rows(a_PN: Tensor, b_PK: Tensor, ends_E: Tensor, *, tile: WeightTil
         )
     if not runs_kernel(a_PN, _token_product_kernel):
         return wgrad_of_rows_ref(a_PN, b_PK, ends_E)
+    if not a_PN.shape[0]:  # lies nowhere, and TMA takes an address
+        return a_PN.new_zeros((ends_E.shape[0], a_PN.shape[1], b_PK.shape[1]))
     tile = tile or ROW_TILES[0]
     a = ragged_descriptor(a_PN, tile.block_c, tile.block_n // tile.halves)
     b = ragged_descriptor(b_PK, tile.block_c, tile.block_k)
