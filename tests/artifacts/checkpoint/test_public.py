@@ -25,6 +25,7 @@ from deepwell.artifacts.checkpoint import (
     save_checkpoint,
     verify,
 )
+from deepwell.artifacts.checkpoint import manifest as manifests
 from deepwell.errors import CheckpointError, ConfigError, NumericsError, UnsupportedError
 from deepwell.precision.policy import PrecisionPolicy
 from deepwell.train.adamw.optimizer import AdamWDW
@@ -330,12 +331,29 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None], file: str = "m
     (path / "COMMITTED").write_text(hashlib.sha256((path / file).read_bytes()).hexdigest())
 
 
-def test_another_schema_is_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, TrainState(model=Net(), meta={"step": 1, "cursor": 5}))
-    for schema, what in ((2, "reads up to 1: install a newer one"), (0, "reads 1")):
-        rewrite(path, lambda data, schema=schema: data.update(schema=schema))  # type: ignore[misc]
-        with pytest.raises(CheckpointError, match=f"manifest.json has schema {schema}; this Deepwell {what}"):
-            load(path)
+def test_schemas_migrate_forward_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    path = save_checkpoint(tmp_path, TrainState(model=net, meta={"step": 1, "cursor": 5}))
+    rewrite(path, lambda data: data.update(schema=manifests.SCHEMA + 1))
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json has schema 2; this Deepwell reads up to 1: install a newer"
+    ):
+        load(path)
+    rewrite(path, lambda data: data.update(schema=0))
+    with pytest.raises(CheckpointError, match="has schema 0, and nothing leads from it"):
+        load(path)
+    rewrite(path, lambda data: data.update(position=data.pop("cursor")), "state.json")
+
+    def rename(documents: manifests.Documents) -> manifests.Documents:
+        state = dict(documents["state"])
+        state["cursor"] = state.pop("position")
+        return {**documents, "state": state}
+
+    monkeypatch.setitem(manifests.MIGRATIONS, 0, rename)
+    assert load(path).meta == {"step": 1, "cursor": 5}
+    other = Net()
+    load_checkpoint(path, TrainState(model=other))
+    assert_same(other.up.weight.detach(), net.up.weight.detach())
 
 
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ The folder is built under a temporary name. All files are safetensors or JSON: r
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,15 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-z-]+\.old")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
+# The JSON documents of a checkpoint: {"manifest": ..., "state": ..., "index": ...}.
+Documents = dict[str, dict[str, Any]]
+# Schema -> what makes its documents those of the next schema.
+MIGRATIONS: dict[int, Callable[[Documents], Documents]] = {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A committed checkpoint's documents."""
+    """A committed checkpoint's documents, in the schema of this Deepwell."""
 
     path: Path
     manifest: dict[str, Any]
@@ -58,13 +64,21 @@ def open_documents(path: Path) -> Opened:
     """Read a checkpoint's documents. Raises CheckpointError naming the file that is missing, damaged or too new."""
     manifest = read_manifest(path)
     files = records(manifest, path)
-    documents = {}
+    documents = {"manifest": manifest}
     for name in ("state", "index"):
         record = files.get(f"{name}.json")
-        if record is None:
+        if record is not None:
+            documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
+    for schema in range(manifest["schema"], SCHEMA):
+        if schema not in MIGRATIONS:
+            raise CheckpointError(
+                f"{path / 'manifest.json'} has schema {schema}, and nothing leads from it to {SCHEMA}"
+            )
+        documents = MIGRATIONS[schema](documents)
+    for name in ("state", "index"):
+        if name not in documents:
             raise CheckpointError(f"{path / 'manifest.json'} names no {name}.json; this is no checkpoint of a run")
-        documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
-    return Opened(path=path, manifest=manifest, files=files, **documents)
+    return Opened(path=path, files=files, **documents)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -81,9 +95,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     schema = manifest.get("schema")
     if manifest.get("writer") != WRITER or not isinstance(schema, int) or isinstance(schema, bool):
         raise CheckpointError(f"{path / 'manifest.json'} is not a manifest of Deepwell's")
-    if schema != SCHEMA:
-        what = f"reads up to {SCHEMA}: install a newer one" if schema > SCHEMA else f"reads {SCHEMA}"
-        raise CheckpointError(f"{path / 'manifest.json'} has schema {schema}; this Deepwell {what}")
+    if schema > SCHEMA:
+        raise CheckpointError(
+            f"{path / 'manifest.json'} has schema {schema}; this Deepwell reads up to {SCHEMA}: install a newer one"
+        )
     return manifest
 
 
