@@ -83,13 +83,33 @@ def _deepwell(experts: Any, shape: MoEShape, precision: str) -> Experts:
 
 
 def _liger(experts: Any, shape: MoEShape) -> Experts:
+    function = _of_peer("liger_kernel.ops.fused_moe", shape).LigerFusedMoEFunction
+    return lambda x, index, weight: function.apply(x, experts.gate_up_proj, experts.down_proj, index.int(), weight)
+
+
+def _scattermoe(experts: Any, shape: MoEShape) -> Experts:
+    """As its own block of gated experts calls its two products."""
+    peer = _of_peer("scattermoe.parallel_experts", shape)
+
+    def run(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        up, down = (w.permute(0, 2, 1) for w in (experts.gate_up_proj, experts.down_proj))
+        rows = peer.flatten_sort_count(index, num_experts=shape.experts)
+        gate, linear = peer.parallel_linear(x, up, shape.top_k, *rows, grouped_out=True).chunk(2, dim=-1)
+        return peer.parallel_linear(F.silu(gate) * linear, down, 1, *rows, gates=weight, grouped_in=True)
+
+    return run
+
+
+def _of_peer(module: str, shape: MoEShape) -> Any:
     if shape.family == "gpt_oss":
-        raise ConfigError("Liger's fused_moe has neither biases nor clamps")
+        raise ConfigError(f"{module} is run with SwiGLU alone: without biases and clamps")
     try:
-        function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f"not installed: {error.name}") from error
-    return lambda x, index, weight: function.apply(x, experts.gate_up_proj, experts.down_proj, index.int(), weight)
+
+
+_PEERS = {"liger": _liger, "scattermoe": _scattermoe}
 
 
 @contextmanager
@@ -99,8 +119,8 @@ def entered(way: str, experts: Any, shape: MoEShape) -> Iterator[tuple[Experts, 
         if way in ("hf-grouped", "hf-eager"):
             experts.config._experts_implementation = "grouped_mm" if way == "hf-grouped" else "eager"
             yield experts, way == "hf-grouped"
-        elif way == "liger":
-            yield _liger(experts, shape), False
+        elif way in _PEERS:
+            yield _PEERS[way](experts, shape), False
         else:
             yield _deepwell(experts, shape, "fp8" if way.endswith("fp8") else "bf16"), True
 

@@ -49,6 +49,7 @@ WAYS = {
     "hf-grouped": "Hugging Face's grouped_mm, torch.compile",
     "hf-eager": "Hugging Face's loop over experts",
     "liger": "Liger's fused_moe, where it is installed",
+    "scattermoe": "ScatterMoE's two products, where it is installed",
     "deepwell-torch": "Deepwell in bf16, torch's kernels in every stage",
     "deepwell": "Deepwell in bf16, the fastest kernel of each stage",
     "deepwell-fp8": "Deepwell in FP8, the fastest kernel of each stage",
