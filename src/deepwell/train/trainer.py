@@ -38,7 +38,7 @@ from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
 from deepwell.precision.guard import GuardEvent, GuardSettings
 from deepwell.train.adamw.optimizer import AdamWDW
-from deepwell.train.data import Loader, check_same_data, make_loader
+from deepwell.train.data import Loader, check_same_data, make_held_out_loader, make_loader
 from deepwell.train.elastic import Control, StopSignal, Watchdog, join
 from deepwell.train.feed import Feed, LossFunction, check_tokens, count_items, count_tokens, vocabulary_of
 from deepwell.train.figures import Goodput
@@ -100,7 +100,7 @@ class Trainer:
         self.runner = parallelize(engine, self.layout, feed=feed, device=self.device, settings=spread)
         self.notes += self.runner.notes
         self.loader = _loader(dataloader, settings, self.plan)
-        self.eval_loader = None if eval_data is None else _loader(eval_data, settings, self.plan)
+        self.eval_loader = None if eval_data is None else _loader(eval_data, settings, self.plan, held_out=True)
         if self.eval_loader is None and Every.read("eval_every", settings.eval_every) != Every():
             raise ConfigError(
                 f"eval_every is {settings.eval_every!r} and there is no held-out data: give eval_dataloader"
@@ -420,9 +420,10 @@ def guard_settings(given: GuardSettings | Mapping[str, Any] | bool | None) -> Gu
     return given if isinstance(given, GuardSettings) else GuardSettings.from_dict(given)
 
 
-def _loader(data: Any, settings: TrainSettings, plan: Plan | None) -> Loader:
+def _loader(data: Any, settings: TrainSettings, plan: Plan | None, *, held_out: bool = False) -> Loader:
     seq_len = settings.seq_len or (None if plan is None else plan.workload.seq_len)
-    return make_loader(data, seq_len=seq_len, seed=settings.seed)
+    make = make_held_out_loader if held_out else make_loader
+    return make(data, seq_len=seq_len, seed=settings.seed)
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:

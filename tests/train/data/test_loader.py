@@ -19,6 +19,7 @@ from deepwell.train.data import (
     TextDocuments,
     check_same_data,
     count_items,
+    make_held_out_loader,
     make_loader,
     prepare_tokens,
 )
@@ -276,6 +277,21 @@ def test_synthetic_patterns_can_be_learned_and_noise_cannot() -> None:
         assert low <= share <= high
     again = make_loader("synthetic:64", seq_len=512).batch(8, range(8))["input_ids"]
     assert not torch.equal(noise, again)
+
+
+def test_synthetic_data_to_evaluate_on_is_not_what_is_trained_on() -> None:
+    trained, held_out = (
+        make("synthetic:64:pattern", seq_len=64, seed=1) for make in (make_loader, make_held_out_loader)
+    )
+    rows = [{tuple(row.tolist()) for row in one.batch(0, range(64))["input_ids"]} for one in (trained, held_out)]
+    assert len(rows[0]) == len(rows[1]) == 64 and not rows[0] & rows[1]
+    # But the same cycle: what follows a token most.
+    follows = []
+    for one in (trained, held_out):
+        tokens = one.batch(0, range(400))["input_ids"]
+        counts = torch.zeros(64, 64).index_put_((tokens[:, :-1], tokens[:, 1:]), torch.ones(400, 63), accumulate=True)
+        follows.append(counts.argmax(1))
+    assert torch.equal(*follows)
 
 
 def test_items_are_the_labels_that_are_predicted() -> None:

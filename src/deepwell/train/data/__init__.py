@@ -11,6 +11,7 @@ _NAMES = {
     "IndexedLoader": "deepwell.train.data.loader",
     "StreamLoader": "deepwell.train.data.streams",
     "make_loader": "deepwell.train.data.make",
+    "make_held_out_loader": "deepwell.train.data.make",
     "check_same_data": "deepwell.train.data.fingerprints",
     "Samples": "deepwell.train.data.samples",
     "count_items": "deepwell.train.feed",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from deepwell.train.data.fingerprints import check_same_data as check_same_data
     from deepwell.train.data.loader import IndexedLoader as IndexedLoader
     from deepwell.train.data.loader import Loader as Loader
+    from deepwell.train.data.make import make_held_out_loader as make_held_out_loader
     from deepwell.train.data.make import make_loader as make_loader
     from deepwell.train.data.prepare import prepare_tokens as prepare_tokens
     from deepwell.train.data.samples import Samples as Samples

@@ -52,6 +52,13 @@ def make_loader(
     return IndexedLoader(samples, seed=seed, shuffle=shuffle, seq_len=seq_len, workers=workers)
 
 
+def make_held_out_loader(data: Any, *, seq_len: int | None, seed: int) -> Loader:
+    """The loader of data to evaluate on. Of synthetic data other samples than training's."""
+    if isinstance(data, str) and data.startswith(PREFIX):
+        data = SyntheticSamples.parse(data, seq_len, seed).held_out()
+    return make_loader(data, seq_len=seq_len, seed=seed)
+
+
 def _samples(data: Any, seq_len: int | None, seed: int, tokenizer: Any, text_key: str) -> Samples | TokenFolder | None:
     """What is read by index; None for what is read in order."""
     if isinstance(data, str) and (data.startswith(PREFIX) or data == PREFIX[:-1]):

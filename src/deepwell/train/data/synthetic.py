@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class SyntheticSamples:
         if length < 1:
             raise ConfigError(f"synthetic data: length is {length}; give at least 1")
         self.vocab, self.seq_len, self.seed, self.pattern = vocab, seq_len, seed, pattern
-        self._length = length
+        self._length, self._first = length, 0
         self._key = words("synthetic", seed)[:1]
         self._cycle = Order(vocab, seed, 0)
 
@@ -42,13 +43,20 @@ class SyntheticSamples:
             raise ConfigError(f"data is {text!r}, which has no length of its own: give seq_len")
         return cls(int(vocab), seq_len, seed=seed, pattern=kind == "pattern")
 
+    def held_out(self) -> SyntheticSamples:
+        """As many samples of the same kind, of which none is one of these."""
+        other = copy.copy(self)
+        other._first = self._first + self._length
+        return other
+
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
-        numbers = np.arange(self.seq_len + 1, dtype=np.uint64) + np.uint64(index * (self.seq_len + 1))
+        place = (self._first + index) * (self.seq_len + 1)
+        numbers = np.arange(self.seq_len + 1, dtype=np.uint64) + np.uint64(place)
         random = mix(mix(numbers + self._key) + self._key)
         high, vocab = random >> np.uint64(32), np.uint64(self.vocab)
         ids = (high % vocab)[1:].astype(np.int64)
