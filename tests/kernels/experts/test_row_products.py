@@ -23,6 +23,8 @@ from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
 sys.path.append(str(Path(__file__).parent))
 import compiled
 
+from launches import on_absent_gpu
+
 GPT_OSS = ExpertActivation(interleaved=True, limit=0.9, alpha=1.702, up_shift=1.0)
 PLAIN = ExpertActivation(function="relu2", gated=False)
 HOW = {"swiglu": ExpertActivation(), "gpt_oss": GPT_OSS, "plain": PLAIN, "clamped": ExpertActivation(limit=0.7)}
@@ -180,10 +182,22 @@ def test_gradients_between_the_products(device, name):
     hidden = how.of_rows(inner) * weight_P[:, None]
     (d_inner,) = torch.autograd.grad(hidden, inner, dh.cpu().double())
     live = rows.slot.cpu() >= 0
-    got = H.weighted_grads(dh, gate_up, weight, rows.slot, how)
+    got = H.weighted_grads(dh.clone(), gate_up, weight, rows.slot, how)
     close(got.d_gate_up_PG, d_inner)
     close(got.hidden_PF, hidden)
     close(got.dw_P[live.to(device)], (dh.cpu().double() * how.of_rows(inner)).sum(1)[live], 90)
+
+
+@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("f", [72, 768, 2880])
+def test_hidden_rows_overwrite_dh_only_where_each_thread_writes_what_it_read(name, f):
+    how = HOW[name]
+    dh, gate_up = unit(16, f), unit(16, f * (1 + how.gated))
+    with on_absent_gpu() as launched:
+        got = H.weighted_grads(dh, gate_up, torch.rand(16), torch.arange(16).int(), how)
+    is_inside_threads = "convert_layout" not in launched[-1].made.asm["ttgir"]
+    assert (got.hidden_PF.data_ptr() == dh.data_ptr()) == (not how.interleaved)
+    assert is_inside_threads or how.interleaved
 
 
 def columns_of(rows, *sides):

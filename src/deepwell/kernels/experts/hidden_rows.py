@@ -123,16 +123,19 @@ def hidden_rows(gate_up_PG: Tensor, how: ExpertActivation) -> Tensor:
 def weighted_grads(
     dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation
 ) -> HiddenGrads:
-    """What follows from dh, with the router's weight of the choice that each row holds."""
+    """What follows from dh, with the router's weight of the choice that each row holds.
+
+    The hidden rows may lie where dh lay, which nobody reads again: that is the moment at which a backward holds most.
+    """
     f, p = hidden_width(gate_up_PG, how), gate_up_PG.shape[0]
     check_vector("slot_P", slot_P, p, gate_up_PG)
     if dh_PF.shape != (p, f) or not dh_PF.is_contiguous():
         raise ConfigError(f"dh_PF is {tuple(dh_PF.shape)}; it must be contiguous and {(p, f)}")
     if not runs_kernel(gate_up_PG, _grads_kernel):
         return weighted_grads_ref(dh_PF, gate_up_PG, weights_of_rows(weight_S, slot_P), how)
-    made = HiddenGrads(
-        torch.empty_like(gate_up_PG), gate_up_PG.new_empty((p, f)), dh_PF.new_empty(p, dtype=torch.float32)
-    )
+    # A thread writes what it read itself, but for interleaved gates, where numbers change threads on the way.
+    hidden_PF = torch.empty_like(dh_PF) if how.interleaved else dh_PF
+    made = HiddenGrads(torch.empty_like(gate_up_PG), hidden_PF, dh_PF.new_empty(p, dtype=torch.float32))
     with on_device(gate_up_PG):
         _grads_kernel[(max(1, p),)](
             dh_PF, gate_up_PG, weight_S, slot_P, *made, f, **constants(how), BLOCK=_block(f), num_warps=_WARPS
