@@ -146,10 +146,13 @@ def make_batch(step: int, labels: str) -> dict[str, Tensor]:
 
 
 def parts(batch: Mapping[str, Tensor], runner: Runner, accumulation: int) -> list[dict[str, Tensor]]:
-    """A rank's micro-batches: number m of rank r is rows (m * dp + r) * b and on, as the trainer reads them."""
+    """A rank's micro-batches: number m of rank r is rows (m * dp + r) * b and on, as the trainer reads them.
+
+    Tensors of their own, as a loader gives them: Dynamo guards what a view is one of.
+    """
     pieces = {key: value.chunk(runner.dp * accumulation) for key, value in batch.items()}
     numbers = [m * runner.dp + runner.dp_rank for m in range(accumulation)]
-    return [{key: value[n] for key, value in pieces.items()} for n in numbers]
+    return [{key: value[n].clone() for key, value in pieces.items()} for n in numbers]
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

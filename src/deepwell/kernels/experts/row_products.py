@@ -107,7 +107,7 @@ UP_TILES = (
     RowTile(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8),
     RowTile(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, persistent=False),
     RowTile(block_m=64, block_n=64, block_k=64, num_stages=4, num_warps=4, per_sm=2),
-    RowTile(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, stores="tma"),
+    RowTile(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8, stores="tma"),
     RowTile(block_m=128, block_n=64, block_k=64, num_stages=3, num_warps=4, stores="tma", per_sm=2),
 )
 
