@@ -17,12 +17,16 @@ one op, `one function` where `experts_mlp` runs them with grouped GEMMs inside, 
 is known, `product by product` where they are not of Hugging Face's experts interface.
 
 `--engine` compiles each model twice. `exact`: in fp32 under the bf16 policy, where every pass rewrites and nothing is
-rounded, each parameter's gradient is eager's up to the order of sums (1e-4 of its norm), and under mxfp8 all gradients
-together have a cosine of at least 0.9 with eager's. `error` is everything else. Dropout is off.
+rounded, each parameter's gradient is eager's up to the order of sums (1e-4 of its norm); under mxfp8 it is that of the
+model as written whose linears round their operands one by one, by the reference quantizers, up to single values that
+fall to the other side (1e-2). Where more than linears is
+in mxfp8 (experts), and where the graph broke, a cosine above 0.9 is enough. `error` is everything else.
+Dropout is off. Weights whose gradient is zero count as those without one.
 """
 
 import argparse
 import importlib.util
+import inspect
 import json
 import math
 import multiprocessing
@@ -30,8 +34,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5
+# They hand SDPA no mask in eager mode and see later tokens; compiled, by whomever, they do not.
+UNMASKED = ("doge", "gemma4_assistant", "gemma4_unified_assistant")
+# Of a gradient's norm: sums in another order; and single values that MXFP8 then rounds to the other side.
+_APART = {"bf16": 1e-4, "mxfp8": 1e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,29 +240,40 @@ def examine_engine(model_type: str) -> Row:
 
     import deepwell as dw
     from deepwell.engine import compile as compiling
+    from deepwell.graph.preserve import model_configs
 
     compiling.PLAIN_ON_CPU = False  # a CPU would run bf16 mode as written; the passes are the question
     zoo = load_zoo_models()
     torch.set_num_threads(1)
     model = without_dropout(zoo.tiny_model(model_type))
+    for config in model_configs(model) if model_type in UNMASKED else ():
+        config._attn_implementation_internal = "eager"
     tokens = torch.randint(3, zoo.VOCAB, (2, 37), generator=torch.Generator().manual_seed(0))
     batch = zoo.example_inputs(model_type, model) or {"input_ids": tokens, "labels": tokens}
     name, start = type(model).__name__, time.perf_counter()
-    loss, grads = step_of(model, model, batch)
-    noise = furthest(grads, step_of(model, model, batch)[1])[0]
+    wanted = step_of(model, model, batch)
+    noise = furthest(wanted[1], step_of(model, model, batch)[1])[0]
     problems, notes = [], []
     for precision in ("bf16", "mxfp8"):
         torch._dynamo.reset()
         engine = dw.compile(model, precision=precision)
-        own_loss, own_grads = step_of(engine, model, batch)
-        if own_grads.keys() != grads.keys():
-            problems.append(f"{precision}: other gradients than eager: {sorted(own_grads.keys() ^ grads.keys())[:3]}")
+        found = step_of(engine, model, batch)
+        rounded = {row.path for row in engine.deepwell.report().bindings if row.format == "mxfp8"}
+        linears = linears_of(model, rounded)
+        if linears:
+            with rounding(linears):
+                wanted = step_of(model, model, batch)
+        if found[1].keys() != wanted[1].keys():
+            problems.append(f"{precision}: others have gradients: {sorted(found[1].keys() ^ wanted[1].keys())[:3]}")
             continue
-        gap, (apart, where), cosine = abs(own_loss / loss - 1), furthest(grads, own_grads), cosine_of(grads, own_grads)
+        gap, (apart, where) = abs(found[0] / wanted[0] - 1), furthest(wanted[1], found[1])
+        cosine = cosine_of(wanted[1], found[1])
         notes.append(f"{precision}: loss {gap:.1e}, gradients {apart:.1e} ({where}), cosine {cosine:.4f}")
-        is_right = gap < 1e-5 and apart < max(1e-4, 4 * noise) if precision == "bf16" else gap < 0.05 and cosine > 0.9
+        is_right = gap < 1e-5 and apart < max(_APART[precision], 4 * noise)
+        has_others = linears is None or any("broke the graph" in note for note in engine.deepwell.report().notes)
+        if precision == "mxfp8" and has_others:  # eager parts round nothing in a backward that recomputes them
+            is_right = is_right or (gap < 0.05 and cosine > 0.9)
         problems += [] if is_right else [notes[-1]]
-        notes += [note[:80] for note in engine.deepwell.report().notes if "graph break" in note][:1]
     return Row(
         model_type=model_type,
         model_class=name,
@@ -262,16 +283,64 @@ def examine_engine(model_type: str) -> Row:
     )
 
 
+def linears_of(model: Any, paths: set[str]) -> set[Any] | None:
+    """The modules at those paths; None where one is no linear."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {modules.get(path) for path in paths}
+    return found if all(type(module) in (torch.nn.Linear, Conv1D) for module in found) else None
+
+
+@contextmanager
+def rounding(linears: set[Any]) -> Iterator[None]:
+    """Within it these modules round both operands of each of their three products to MXFP8, along what is summed."""
+    import torch
+
+    from deepwell.formats.quantize import dequantize, quantize
+
+    def rounded(x: Any, axis: int) -> Any:
+        return dequantize(quantize(x, "mxfp8", axis=axis), x.dtype)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, w: Any) -> Any:
+            ctx.save_for_backward(x, w)
+            return rounded(x, 1) @ rounded(w, 1).T
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any) -> Any:
+            x, w = ctx.saved_tensors
+            return rounded(dy, 1) @ rounded(w, 0), rounded(dy, 0).T @ rounded(x, 0)
+
+    def forward(module: Any, x: Any) -> Any:
+        w = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T
+        y = Product.apply(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], -1)
+        return y if module.bias is None else y + module.bias
+
+    for module in linears:
+        module.forward = partial(forward, module)
+    try:
+        yield
+    finally:
+        for module in linears:
+            del module.forward
+
+
 def step_of(run: Any, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
     """(loss, gradients by name) of one call."""
     import torch
 
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
-    out = run(**batch)
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    out = run(**batch, **({"use_cache": False} if takes_cache else {}))
     loss = out.loss if getattr(out, "loss", None) is not None else out.logits.float().logsumexp(-1).mean()
     loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    # Of a weight that nothing of the loss has read a compiler gives zeros, eager mode nothing.
+    return loss.item(), {name: grad for name, grad in grads.items() if grad.any()}
 
 
 def furthest(wanted: dict[str, Any], got: dict[str, Any]) -> tuple[float, str]:

@@ -54,7 +54,7 @@ MATRIX = (
     Case(name="cp 2 x fsdp 2 mxfp8", layout={"dp": 2, "cp": 2, "sharding": "zero2"}, steps=20, **_LOW),
     Case(name="cp 4", layout={"dp": 1, "cp": 4}),
     Case(name="ep 2 x fsdp 2", layout={"dp": 4, "ep": 2, "sharding": "zero2"}, model="moe", steps=20, clip=0.5),
-    Case(name="ep 2 x fsdp 2 mxfp8", layout={**_EP, "dp": 4}, model="moe", recompute=True, **_LOW),
+    Case(name="ep 2 x fsdp 2 mxfp8", layout={**_EP, "dp": 4}, model="moe", recompute=True, steps=20, **_LOW),
     Case(name="ep 4", layout={"dp": 4, "ep": 4, "sharding": "zero3"}, model="moe"),
     Case(
         name="pp 2 x ep 2, host memory", model="moe", accumulation=2,
