@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from deepwell.kernels.experts.activation import SWIGLU, ExpertActivation, parse_activation
 from deepwell.kernels.experts.autograd import AS_IS, grouped_linear
@@ -81,7 +82,9 @@ def _product(x_SK: Tensor, w_ENK: Tensor, offs: Tensor, scheme: str) -> Tensor:
 
 
 def _torch_has_it(x_SK: Tensor, w_ENK: Tensor) -> bool:
-    """Whether `torch._grouped_mm` and its gradients run for these; compiled, it knows bf16 alone."""
-    known = (torch.bfloat16,) if torch.compiler.is_compiling() or x_SK.is_cuda else (torch.bfloat16, torch.float32)
+    """Whether `torch._grouped_mm` and its gradients run for these; traced, it knows bf16 alone."""
+    # torch 2.11 does not say that it compiles where Dynamo asks what a call gives.
+    knows_fp32 = not (torch.compiler.is_compiling() or is_fake(x_SK) or x_SK.is_cuda)
+    known = (torch.bfloat16, torch.float32) if knows_fp32 else (torch.bfloat16,)
     whole = all(size * x_SK.element_size() % _LINE_BYTES == 0 for size in w_ENK.shape[1:])
     return x_SK.dtype == w_ENK.dtype and x_SK.dtype in known and whole
