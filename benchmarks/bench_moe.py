@@ -89,7 +89,6 @@ def bench_kernels(table: Table, shape: Shape) -> None:
         table.add(name, f"gather codes {gather.rows}x{gather.columns}", run, num_bytes=2 * p * d)
     run = lambda: group_rows.gather_rows(*quantize_rows(x), slot, k)  # noqa: E731
     table.add(name, "quantize, gather codes", run, num_bytes=2 * p * d + 3 * t * d)
-    table.add(name, "gather, quantize", lambda: group_rows.gather_rows(x, None, slot, k), num_bytes=3 * p * d)
     y = torch.randn(p, d, device="cuda", dtype=bf16)
     for combine in group_rows.COMBINE_CONFIGS:
         run = lambda c=combine: group_rows.combine_rows(y, place, k, config=c)  # noqa: E731

@@ -2,7 +2,7 @@
 
     layout    every expert gets max(16, its rows rounded up to 16) rows, the last one all that is left of P; padded row
               p holds slot[p] = t * top_k + j (choice j of token t) or -1; place[slot[p]] = p, -1 for dropped choices
-    gather    q[p], scale[p] = FP8 row of x[slot[p] // top_k]; where slot[p] = -1: zeros with the smallest scale
+    gather    FP8 row and scale of token slot[p] // top_k; where slot[p] = -1: zeros with the smallest scale
     copy      x[slot[p] // top_k] as it is; where slot[p] = -1: zeros
     combine   y[t] = sum_j w[t, j] x[place[t * top_k + j]]                  without w the transpose of gather
 
@@ -10,12 +10,10 @@ Grouped FP8 products want groups of whole 16-byte lines along the contraction of
 P is known on the host (no waiting for counts): ceil(S / 16) * 16 + 16 E rows for S choices, under 1% more from 1600
 choices an expert on. Since the last group reaches to the end, every row belongs to a group and nothing stays unwritten.
 
-Numerics: gather moves codes, or quantizes as `kernels/quantize/fp8.py` does: bit for bit. combine adds in fp32 in the
-    order j = 0, 1 ... and rounds once.
-Cost: memory bound. Bytes per element: gather of codes 1 + 1 (their quantization, once per token, 2 + 1); gather that
-    quantizes 2 + 1; copy by token 2 + 2 / top_k (by row each token is read top_k times); combine 2 + 2 / top_k.
-    Qwen3-30B-A3B, 32768 tokens, width 2048, top 8, at 4.25 TB/s: codes 254 + 47 us against 380 us quantized on the
-    way; combine 286 us.
+Numerics: gather moves codes as they are. combine adds in fp32 in the order j = 0, 1 ... and rounds once.
+Cost: memory bound. Bytes per element: gather 1 + 1 (the quantization before it, once per token, 2 + 1); copy by token
+    2 + 2 / top_k (by row each token is read top_k times); combine 2 + 2 / top_k. Qwen3-30B-A3B, 32768 tokens, width
+    2048, top 8, at 4.25 TB/s: gather 254 + 47 us against 380 us quantized on the way; combine 286 us.
 """
 
 # Shapes: T tokens, S = T * top_k choices, P padded rows, E experts, K or D width of a row.
@@ -28,20 +26,16 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
-from deepwell.kernels.device.fp8 import ELEMENTS, quantize_tile
+from deepwell.kernels.device.fp8 import ELEMENTS
 from deepwell.kernels.device.triton_support import TileConfig, cdiv, next_power_of_2, on_device, runs_kernel, tl, triton
-from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 
 # Rows that a group is padded to: 16 bytes of FP8 along the contraction of a wgrad.
 GROUP_ALIGNMENT = 16
 # Columns that a group's transposed rows are padded to: a step of a wgrad's kernel.
 COLUMN_ALIGNMENT = 128
 MAX_EXPERTS = 1024
-# The widest row that is quantized on its way.
-MAX_WHOLE_ROW = 16384
 # The scale of a row of zeros (`ZERO_ROW_MULTIPLIER`): no other row's is smaller, so it never is a group's largest.
 _ZERO_SCALE = 1.0 / ZERO_ROW_MULTIPLIER
-_FP8 = torch.float8_e4m3fn
 
 
 class RowGroups(NamedTuple):
@@ -113,12 +107,11 @@ def group_columns_ref(ends_E: Tensor, rows: int) -> GroupColumns:
     return GroupColumns(*(part.to(ends_E.device) for part in (torch.tensor(ends, dtype=torch.int32), blocks)))
 
 
-def gather_rows_ref(x_TK: Tensor, scale_T: Tensor | None, slot_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def gather_rows_ref(q_TK: Tensor, scale_T: Tensor, slot_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Reference for `gather_rows`."""
-    q_TK, scale_T = quantize_rows_ref(x_TK) if scale_T is None else (x_TK, scale_T)
     is_live, token = slot_P >= 0, slot_P.clamp(min=0).long() // top_k
-    if not x_TK.shape[0]:
-        zeros = torch.zeros((slot_P.shape[0], x_TK.shape[1]), dtype=torch.uint8, device=x_TK.device)
+    if not q_TK.shape[0]:
+        zeros = torch.zeros((slot_P.shape[0], q_TK.shape[1]), dtype=torch.uint8, device=q_TK.device)
         return zeros.view(q_TK.dtype), torch.full_like(slot_P, _ZERO_SCALE, dtype=torch.float32)
     codes = torch.where(is_live[:, None], q_TK.view(torch.uint8)[token], 0)
     return codes.to(torch.uint8).view(q_TK.dtype), torch.where(is_live, scale_T[token], _ZERO_SCALE)
@@ -276,8 +269,6 @@ def _gather_kernel(
     stride_xt,
     top_k,
     ZERO_SCALE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -288,17 +279,12 @@ def _gather_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     x_row = x_ptr + t[:, None] * stride_xt
     q_row = q_ptr + p[:, None] * K
-    if QUANTIZE:
-        x = tl.load(x_row + columns, mask=live[:, None] & (columns < K), other=0.0).to(tl.float32)
-        q, scale = quantize_tile(x, q_ptr.dtype.element_ty, FP8_MAX, True)
-        tl.store(q_row + columns, q, mask=(p < P)[:, None] & (columns < K))
-    else:
-        # Bytes: a code is a code, whatever it means.
-        for start in range(0, K, BLOCK):
-            k = start + columns
-            codes = tl.load(x_row + k, mask=live[:, None] & (k < K), other=0)
-            tl.store(q_row + k, codes, mask=(p < P)[:, None] & (k < K))
-        scale = tl.load(scale_t_ptr + t, mask=live, other=ZERO_SCALE)
+    # Bytes: a code is a code, whatever it means.
+    for start in range(0, K, BLOCK):
+        k = start + columns
+        codes = tl.load(x_row + k, mask=live[:, None] & (k < K), other=0)
+        tl.store(q_row + k, codes, mask=(p < P)[:, None] & (k < K))
+    scale = tl.load(scale_t_ptr + t, mask=live, other=ZERO_SCALE)
     tl.store(scale_ptr + p, scale, mask=p < P)
 
 
@@ -460,52 +446,36 @@ def group_columns(ends_E: Tensor, rows: int) -> GroupColumns:
 
 
 def gather_rows(
-    x_TK: Tensor,
-    scale_T: Tensor | None,
-    slot_P: Tensor,
-    top_k: int,
-    *,
-    config: TileConfig | None = None,
+    q_TK: Tensor, scale_T: Tensor, slot_P: Tensor, top_k: int, *, config: TileConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`(q_PK, scale_P)`: the FP8 row of each padded row's token; codes with `scale_T`, or numbers quantized on the way.
-
-    Raises ConfigError on a wrong argument, UnsupportedError where rows to be quantized are wider than 16384.
-    """
-    quantizes = scale_T is None
-    check_matrix("x_TK", x_TK, *(() if quantizes else (tuple(ELEMENTS),)))
-    _check_choices("slot_P", slot_P, x_TK)
-    if scale_T is not None:
-        check_vector("scale_T", scale_T, x_TK.shape[0], x_TK)
+    """`(q_PK, scale_P)`: the FP8 row of each padded row's token. Raises ConfigError on a wrong argument."""
+    check_matrix("q_TK", q_TK, tuple(ELEMENTS))
+    _check_choices("slot_P", slot_P, q_TK)
+    check_vector("scale_T", scale_T, q_TK.shape[0], q_TK)
     if top_k < 1:
         raise ConfigError(f"top_k is {top_k}; it must be at least 1")
-    p, k = slot_P.shape[0], x_TK.shape[1]
-    if quantizes and k > MAX_WHOLE_ROW:
-        raise UnsupportedError(f"x_TK has {k} columns; above {MAX_WHOLE_ROW} quantize the rows first")
-    if not runs_kernel(x_TK, _gather_kernel):
-        return gather_rows_ref(x_TK, scale_T, slot_P, top_k)
-    codes = torch.empty((p, k), dtype=_FP8 if quantizes else x_TK.dtype, device=x_TK.device)
-    scale = torch.empty(p, dtype=torch.float32, device=x_TK.device)
+    p, k = slot_P.shape[0], q_TK.shape[1]
+    if not runs_kernel(q_TK, _gather_kernel):
+        return gather_rows_ref(q_TK, scale_T, slot_P, top_k)
+    codes = torch.empty((p, k), dtype=q_TK.dtype, device=q_TK.device)
+    scale = torch.empty(p, dtype=torch.float32, device=q_TK.device)
     config = config or default_gather_config(k)
-    block = max(128, next_power_of_2(k)) if quantizes else min(config.columns, next_power_of_2(k))
-    rows = max(1, min(16, 4096 // block)) if quantizes else config.rows
     if p:
-        with on_device(x_TK):
-            _gather_kernel[(cdiv(p, rows),)](
-                x_TK if quantizes else x_TK.view(torch.uint8),
+        with on_device(q_TK):
+            _gather_kernel[(cdiv(p, config.rows),)](
+                q_TK.view(torch.uint8),
                 scale_T,
                 slot_P,
-                codes if quantizes else codes.view(torch.uint8),
+                codes.view(torch.uint8),
                 scale,
                 p,
                 k,
-                x_TK.stride(0),
+                q_TK.stride(0),
                 top_k,
                 ZERO_SCALE=_ZERO_SCALE,
-                FP8_MAX=ELEMENTS[codes.dtype].max,
-                QUANTIZE=quantizes,
-                ROWS=rows,
-                BLOCK=block,
-                num_warps=8 if quantizes and block > 8192 else config.num_warps,
+                ROWS=config.rows,
+                BLOCK=min(config.columns, next_power_of_2(k)),
+                num_warps=config.num_warps,
             )
     return codes, scale
 
