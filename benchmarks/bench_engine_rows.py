@@ -58,23 +58,23 @@ def residual_norm(table: Table, t: int, d: int) -> None:
         total = x + r
         return total, F.rms_norm(total, (d,), w, 1e-6)
 
-    out = rms_norm.rms_norm(x, w, residual_TD=r, options=options)
+    out = rms_norm.norm(x, w, residual_TD=r, options=options)
     total, y = apart(x, r)
     close(out.q.float() * out.scale[:, None], y, "add_rms_norm")
     op = f"add + rms_norm -> rows {t}x{d}"
     table.add(op, "torch.compile, then quantize_rows", 11 * t * d, lambda: quantize_rows(apart(x, r)[1]))
     for config in rms_norm.FORWARD_CONFIGS:
-        run = lambda c=config: rms_norm.rms_norm(x, w, residual_TD=r, options=options, config=c)  # noqa: E731
+        run = lambda c=config: rms_norm.norm(x, w, residual_TD=r, options=options, config=c)  # noqa: E731
         table.add(op, str(config), 7 * t * d, run)
     op = f"rms_norm backward + stream {t}x{d}"
-    grads = rms_norm.rms_norm_backward(dy, total, w, out.rstd, d_residual_TD=dr)
+    grads = rms_norm.norm_backward(dy, total, w, out.rstd, d_residual_TD=dr)
     leaf = total.clone().requires_grad_()
     ref = torch.autograd.grad(F.rms_norm(leaf, (d,), w, 1e-6), leaf, dy)[0] + dr
     close(grads.dx, ref, "rms_norm_backward")
-    alone = lambda: rms_norm.rms_norm_backward(dy, total, w, out.rstd).dx + dr  # noqa: E731
+    alone = lambda: rms_norm.norm_backward(dy, total, w, out.rstd).dx + dr  # noqa: E731
     table.add(op, "norm backward, then add", 12 * t * d, alone)
     for config in rms_norm.BACKWARD_CONFIGS:
-        run = lambda c=config: rms_norm.rms_norm_backward(dy, total, w, out.rstd, d_residual_TD=dr, config=c)  # noqa: E731
+        run = lambda c=config: rms_norm.norm_backward(dy, total, w, out.rstd, d_residual_TD=dr, config=c)  # noqa: E731
         table.add(op, str(config), 8 * t * d, run)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.kernels.norm.rms_norm import rms_norm, rms_norm_backward
+from deepwell.kernels.norm.rms_norm import norm, norm_backward
 from deepwell.kernels.quantize.fp8 import RowOptions, quantize_rows, quantize_rows_ref
 from deepwell.kernels.rope import qk_norm_rope as fused
 from deepwell.kernels.rope import rope
@@ -66,7 +66,7 @@ def forward_apart(qkv: Tensor, weights: tuple[Tensor, ...], tables: tuple[Tensor
     width = weights[0].numel()
     parts = heads.parts(qkv, width)
     for x, w in zip(parts, weights, strict=False):
-        y = rms_norm(x.reshape(-1, width), w).y
+        y = norm(x.reshape(-1, width), w).y
         assert y is not None
         rope.rope(y.view(x.shape), *tables)
 
@@ -80,7 +80,7 @@ def backward_apart(
     found = []
     for dy, x, w, rstd in zip(grads, heads.parts(qkv, width), weights, (made.rstd_q, made.rstd_k), strict=False):
         du = rope.rope(dy, *tables, backward=True)
-        out = rms_norm_backward(du.view(-1, width), x.reshape(-1, width), w, rstd.view(-1)).dx
+        out = norm_backward(du.view(-1, width), x.reshape(-1, width), w, rstd.view(-1)).dx
         assert out is not None
         found.append(out.view(dy.shape))
     quantize_rows(torch.cat((*found, grads[2]), dim=2).flatten(2).flatten(0, 1))

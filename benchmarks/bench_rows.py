@@ -176,7 +176,7 @@ def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
     for config in rms_norm.FORWARD_CONFIGS:
 
         def forward(c=config) -> rms_norm.Normed:
-            return rms_norm.rms_norm(x, w, residual_TD=r, options=to_q, config=c)
+            return rms_norm.norm(x, w, residual_TD=r, options=to_q, config=c)
 
         yield Case(
             op="rms_norm(x + r) -> q",
@@ -190,18 +190,18 @@ def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
         )
     plain = rms_norm.NormOptions()
     y = {"op": "rms_norm -> bf16", "shape": (t, d), "num_bytes": 4 * t * d}
-    yield Case(**y, variant="deepwell", run=lambda: rms_norm.rms_norm(x, w, options=plain))
+    yield Case(**y, variant="deepwell", run=lambda: rms_norm.norm(x, w, options=plain))
     yield Case(**y, variant="torch F.rms_norm", run=lambda: F.rms_norm(x, (d,), w, 1e-6))
     liger = _liger("liger_kernel.ops.rms_norm")
     if liger:
         yield Case(**y, variant="Liger", run=lambda: liger.rms_norm_forward(x, w, 1e-6, 0.0, "llama", None))
-    total = rms_norm.rms_norm(x, w, residual_TD=r, options=plain)
+    total = rms_norm.norm(x, w, residual_TD=r, options=plain)
     both = rms_norm.NormOptions(write=True, fp8=E4M3)
     want = rms_norm.norm_backward_ref(dy, total, w, r, both)
     for config in rms_norm.BACKWARD_CONFIGS:
 
         def backward(c=config) -> rms_norm.NormGrads:
-            return rms_norm.rms_norm_backward(dy, total.total, w, total.rstd, d_residual_TD=r, options=both, config=c)
+            return rms_norm.norm_backward(dy, total.total, w, total.rstd, d_residual_TD=r, options=both, config=c)
 
         yield Case(
             op="rms_norm backward -> dx, q",

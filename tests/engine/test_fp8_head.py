@@ -174,7 +174,7 @@ def test_compiled_code_frees_the_codes_before_the_rest_of_the_backward(cxx_compi
     model, (x, y) = Tiny().bfloat16(), torch.randint(0, V, (2, T))
     codes: list[StorageWeakRef] = []
     seen: list[bool] = []
-    made, norm = library_head.linear_cross_entropy_codes, rms_norm.rms_norm_backward
+    made, norm = library_head.linear_cross_entropy_codes, rms_norm.norm_backward
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         out = made(*args, **kwargs)
@@ -186,7 +186,7 @@ def test_compiled_code_frees_the_codes_before_the_rest_of_the_backward(cxx_compi
         return norm(*args, **kwargs)
 
     monkeypatch.setattr(library_head, "linear_cross_entropy_codes", noting)
-    monkeypatch.setattr(rms_norm, "rms_norm_backward", looking)
+    monkeypatch.setattr(rms_norm, "norm_backward", looking)
     options = BackendOptions(schemes={"lm_head": FP8}, use_inductor=True, parameters=model.named_parameters)
     loss = torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options))(x, y)
     assert len(codes) == 2 and not any(code.expired() for code in codes)

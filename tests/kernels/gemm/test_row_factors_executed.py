@@ -64,9 +64,9 @@ def test_a_norm_of_a_sum():
     x, r, w = make(5, 256), make(5, 256), make(256)
     r[0] = 0
     options = N.NormOptions(fp8=E4M3)
-    got = N.rms_norm(x, w, residual_TD=r, factor_T=FACTORS, options=options)
+    got = N.norm(x, w, residual_TD=r, factor_T=FACTORS, options=options)
     assert_bitwise_equal(got.total, (times(x, FACTORS).float() + r.float()).bfloat16())
-    check(got, N.rms_norm(times(x, FACTORS), w, residual_TD=r, options=options))
+    check(got, N.norm(times(x, FACTORS), w, residual_TD=r, options=options))
 
 
 @pytest.mark.usefixtures("executed")
@@ -74,8 +74,8 @@ def test_the_gradient_of_a_norm():
     dy, x, w, dr = make(5, 256), make(5, 256), make(256), make(5, 256)
     rstd = torch.rand(5) + 0.5
     options = N.NormOptions(fp8=E4M3)
-    got = N.rms_norm_backward(dy, x, w, rstd, d_residual_TD=dr, factor_T=FACTORS, options=options)
-    check(got, N.rms_norm_backward(times(dy, FACTORS), x, w, rstd, d_residual_TD=dr, options=options))
+    got = N.norm_backward(dy, x, w, rstd, d_residual_TD=dr, factor_T=FACTORS, options=options)
+    check(got, N.norm_backward(times(dy, FACTORS), x, w, rstd, d_residual_TD=dr, options=options))
 
 
 @pytest.mark.usefixtures("executed")

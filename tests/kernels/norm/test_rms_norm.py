@@ -8,7 +8,6 @@ import aot
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
 from deepwell.formats.quantize import quantize
-from deepwell.kernels.norm import layer_norm as L
 from deepwell.kernels.norm import rms_norm as N
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 
@@ -67,12 +66,11 @@ def test_forward_and_gradients_are_no_worse_than_torch(device, shape, kind):
     exact = torch_values(norm, exact_inputs, torch.float64)
     own = torch_values(norm, tensors, torch.bfloat16)
     if kind == "layer":
-        made = L.layer_norm(x, w, b, residual_TD=r)
-        grads = L.layer_norm_backward(dy, made.total, w, made.mean, made.rstd, d_residual_TD=dr)
+        options = N.NormOptions(eps=1e-5, rounding="torch", center=True)
     else:
         options = N.NormOptions(eps=1e-5, rounding=kind)
-        made = N.rms_norm(x, w, residual_TD=r, options=options)
-        grads = N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
+    made = N.norm(x, w, b if kind == "layer" else None, residual_TD=r, options=options)
+    grads = N.norm_backward(dy, made.total, w, made.rstd, made.mean, d_residual_TD=dr, options=options)
     assert_bitwise_equal(made.total, total, "x + residual")
     assert_no_worse_than(made.y, own[0], exact[0])
     assert_no_worse_than(grads.dx, own[1], exact[1])
@@ -89,8 +87,8 @@ def test_fp8_rows_are_the_quantized_result_bit_for_bit(device, dtype, pow2):
     r[2] = 0
     options = N.NormOptions(fp8=dtype, pow2=pow2)
     name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else "")
-    made = N.rms_norm(x, w, residual_TD=r, options=options)
-    grads = N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
+    made = N.norm(x, w, residual_TD=r, options=options)
+    grads = N.norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
     for got, high in ((made, made.y), (grads, grads.dx)):
         wanted = quantize(high, name)
         assert_bitwise_equal(got.q, wanted.data, "codes")
@@ -100,20 +98,20 @@ def test_fp8_rows_are_the_quantized_result_bit_for_bit(device, dtype, pow2):
 def test_codes_alone_are_those_written_beside_the_result(device):
     x, _, dy, _, w, _ = make(4, 130, device)
     alone, beside = N.NormOptions(write=False, fp8=E4M3), N.NormOptions(fp8=E4M3)
-    a, b = N.rms_norm(x, w, options=alone), N.rms_norm(x, w, options=beside)
+    a, b = N.norm(x, w, options=alone), N.norm(x, w, options=beside)
     assert a.y is None
     assert a.total is None
     assert_bitwise_equal(a.q, b.q, "codes")
-    c = N.rms_norm_backward(dy, x, w, a.rstd, options=alone)
+    c = N.norm_backward(dy, x, w, a.rstd, options=alone)
     assert c.dx is None
-    assert_bitwise_equal(c.q, N.rms_norm_backward(dy, x, w, a.rstd, options=beside).q, "codes of dx")
+    assert_bitwise_equal(c.q, N.norm_backward(dy, x, w, a.rstd, options=beside).q, "codes of dx")
 
 
 @pytest.mark.parametrize("config", N.FORWARD_CONFIGS, ids=str)
 def test_every_forward_config_agrees(device, config):
     # fp32 sums in another order: rstd may differ in its last bits, y not beyond one rounding.
     x, r, _, _, w, _ = make(21, 333, device)
-    made = N.rms_norm(x, w, residual_TD=r, options=N.NormOptions(fp8=E4M3), config=config)
+    made = N.norm(x, w, residual_TD=r, options=N.NormOptions(fp8=E4M3), config=config)
     ref = N.norm_ref(x, w, None, r, N.NormOptions(fp8=E4M3))
     assert_bitwise_equal(made.total, ref.total, "x + residual")
     torch.testing.assert_close(made.rstd, ref.rstd, rtol=1e-6, atol=0)
@@ -124,8 +122,8 @@ def test_every_forward_config_agrees(device, config):
 def test_every_backward_config_sums_all_rows_into_dw(device, config):
     # More rows than programs (interpreted: two per "multiprocessor" count), so that programs loop.
     x, _, dy, dr, w, _ = make(23, 200, device)
-    made = N.rms_norm(x, w)
-    got = N.rms_norm_backward(dy, x, w, made.rstd, d_residual_TD=dr, config=config)
+    made = N.norm(x, w)
+    got = N.norm_backward(dy, x, w, made.rstd, d_residual_TD=dr, config=config)
     exact = torch_values(torch_norm("llama", 1e-6), (x.double(), torch.zeros_like(x), dy, dr, w, w), torch.float64)
     own = torch_values(torch_norm("llama", 1e-6), (x, torch.zeros_like(x), dy, dr, w, w), torch.bfloat16)
     assert_no_worse_than(got.dx, own[1], exact[1])
@@ -134,17 +132,17 @@ def test_every_backward_config_sums_all_rows_into_dw(device, config):
 
 def test_the_weight_gradient_is_the_same_bits_every_time(device):
     x, _, dy, _, w, _ = make(50, 64, device)
-    rstd = N.rms_norm(x, w).rstd
-    first, second = (N.rms_norm_backward(dy, x, w, rstd).dw for _ in range(2))
+    rstd = N.norm(x, w).rstd
+    first, second = (N.norm_backward(dy, x, w, rstd).dw for _ in range(2))
     assert_bitwise_equal(first, second, "dw")
 
 
 def test_fp32_and_strided_rows_are_normalised(device):
     x, r, dy, dr, w, _ = make(6, 96, device, torch.float32)
     wide = torch.cat([x, x], dim=1)[:, 96:]
-    made, ref = N.rms_norm(wide, w, residual_TD=r), N.norm_ref(x, w, None, r, N.NormOptions())
+    made, ref = N.norm(wide, w, residual_TD=r), N.norm_ref(x, w, None, r, N.NormOptions())
     torch.testing.assert_close(made.y, ref.y)
-    grads = N.rms_norm_backward(torch.cat([dy, dy], 1)[:, :96], made.total, w, made.rstd, d_residual_TD=dr)
+    grads = N.norm_backward(torch.cat([dy, dy], 1)[:, :96], made.total, w, made.rstd, d_residual_TD=dr)
     wanted = N.norm_backward_ref(dy, ref, w, dr, N.NormOptions())
     torch.testing.assert_close(grads.dx, wanted.dx)
     torch.testing.assert_close(grads.dw, wanted.dw)
@@ -153,10 +151,10 @@ def test_fp32_and_strided_rows_are_normalised(device):
 def test_a_nan_stays_in_its_row_and_shows(device):
     x, _, dy, _, w, _ = make(4, 64, device)
     x[1, 5] = float("nan")
-    made = N.rms_norm(x, w, options=N.NormOptions(fp8=E4M3))
+    made = N.norm(x, w, options=N.NormOptions(fp8=E4M3))
     assert made.scale.isnan().tolist() == [False, True, False, False]
     assert made.y.isnan().any(1).tolist() == [False, True, False, False]
-    assert N.rms_norm_backward(dy, x, w, made.rstd).dw.isnan().any()
+    assert N.norm_backward(dy, x, w, made.rstd).dw.isnan().any()
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -166,15 +164,12 @@ def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, kind):
     x, r, dy, dr, w, b = make(5, 300, device)
     factor = torch.tensor([1.0, 2.0**-3, 2.0**4, 2.0**-20, 2.0**-1], device=device)
     scaled_x, scaled_dy = ((a.float() * factor[:, None]).to(a.dtype) for a in (x, dy))
-    options = N.NormOptions(eps=1e-5, rounding="torch", fp8=E4M3)
+    options = N.NormOptions(eps=1e-5, rounding="torch", center=kind == "layer", fp8=E4M3)
 
     def both(x, dy, factor):
         given = {"factor_T": factor, "options": options}
-        if kind == "layer":
-            made = L.layer_norm(x, w, b, residual_TD=r, **given)
-            return made, L.layer_norm_backward(dy, made.total, w, made.mean, made.rstd, d_residual_TD=dr, **given)
-        made = N.rms_norm(x, w, residual_TD=r, **given)
-        return made, N.rms_norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, **given)
+        made = N.norm(x, w, b if kind == "layer" else None, residual_TD=r, **given)
+        return made, N.norm_backward(dy, made.total, w, made.rstd, made.mean, d_residual_TD=dr, **given)
 
     (made, grads), (wanted, wanted_grads) = both(x, dy, factor), both(scaled_x, scaled_dy, None)
     assert not torch.equal(made.total, x + r)
@@ -186,26 +181,25 @@ def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, kind):
 
 def test_no_tokens_give_empty_results_and_a_zero_weight_gradient(device):
     x, w = torch.empty(0, 64, device=device), torch.ones(64, device=device)
-    made = N.rms_norm(x, w, options=N.NormOptions(fp8=E4M3))
+    made = N.norm(x, w, options=N.NormOptions(fp8=E4M3))
     assert (made.y.shape, made.q.shape, made.rstd.shape) == ((0, 64), (0, 64), (0,))
-    grads = N.rms_norm_backward(x, x, w, made.rstd)
+    grads = N.norm_backward(x, x, w, made.rstd)
     assert not grads.dw.any()
 
 
 @pytest.mark.parametrize(
     ("call", "error", "names"),
     [
-        (lambda x, w: N.rms_norm(x, w[:3]), ConfigError, "w_D must have shape"),
-        (lambda x, w: N.rms_norm(x, w, residual_TD=x[:1]), ConfigError, "residual_TD must have shape"),
-        (lambda x, w: N.rms_norm(x, w, residual_TD=x.double()), ConfigError, "residual_TD has dtype"),
-        (lambda x, w: N.rms_norm(x[:, :0], w[:0]), ConfigError, "no columns"),
-        (lambda x, w: N.rms_norm(x, w, factor_T=w[:2]), ConfigError, "factor_T is for an x that a residual"),
-        (lambda x, w: N.rms_norm(x, w, residual_TD=x, factor_T=w), ConfigError, "factor_T must have shape"),
-        (lambda x, w: N.rms_norm(x, w, residual_TD=x, factor_T=w[:2].half()), ConfigError, "factor_T is torch.float16"),
+        (lambda x, w: N.norm(x, w[:3]), ConfigError, "w_D must have shape"),
+        (lambda x, w: N.norm(x, w, residual_TD=x[:1]), ConfigError, "residual_TD must have shape"),
+        (lambda x, w: N.norm(x, w, residual_TD=x.double()), ConfigError, "residual_TD has dtype"),
+        (lambda x, w: N.norm(x[:, :0], w[:0]), ConfigError, "no columns"),
+        (lambda x, w: N.norm(x, w, factor_T=w[:2]), ConfigError, "factor_T is for an x that a residual"),
+        (lambda x, w: N.norm(x, w, residual_TD=x, factor_T=w), ConfigError, "factor_T must have shape"),
+        (lambda x, w: N.norm(x, w, residual_TD=x, factor_T=w[:2].half()), ConfigError, "factor_T is torch.float16"),
         (lambda x, w: N.NormOptions(rounding="up"), ConfigError, "rounding must be one of"),
         (lambda x, w: N.NormOptions(write=False), ConfigError, "nothing would be written"),
-        (lambda x, w: N.rms_norm(x, w, options=N.NormOptions(center=True)), ConfigError, "layer_norm"),
-        (lambda x, w: N.rms_norm_backward(x, x[:1], w, w[:1]), ConfigError, "dy_TD must have shape"),
+        (lambda x, w: N.norm_backward(x, x[:1], w, w[:1]), ConfigError, "dy_TD must have shape"),
     ],
 )
 def test_wrong_arguments_are_named(call, error, names):
@@ -216,7 +210,7 @@ def test_wrong_arguments_are_named(call, error, names):
 def test_rows_that_do_not_fit_registers_are_refused_on_every_device():
     x = torch.empty(1, N.MAX_COLUMNS + 1)
     with pytest.raises(UnsupportedError, match="32769 columns"):
-        N.rms_norm(x, x[0])
+        N.norm(x, x[0])
 
 
 # ---- what the compiler makes of them, without a GPU ----
@@ -303,7 +297,7 @@ def test_scales_of_rows_of_every_size_have_the_bits_of_a_division(device, dtype,
     options = N.NormOptions(fp8=dtype, pow2=pow2)
     # Gradients of 0 leave dx as the residual's.
     rstd = torch.ones(len(sizes), device=device)
-    got = N.rms_norm_backward(zero, zero, zero[0], rstd, d_residual_TD=dr, options=options)
+    got = N.norm_backward(zero, zero, zero[0], rstd, d_residual_TD=dr, options=options)
     assert_bitwise_equal(got.dx.nan_to_num(), dr.nan_to_num(), "dx")
     q, scale = quantize_rows_ref(dr, pow2=pow2, dtype=dtype)
     assert_bitwise_equal(got.scale.nan_to_num(nan=-1.0), scale.nan_to_num(nan=-1.0), "scale")

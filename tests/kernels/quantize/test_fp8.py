@@ -226,7 +226,7 @@ import torch
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.activation import swiglu
 from deepwell.kernels.head import cross_entropy
-from deepwell.kernels.norm import layer_norm, rms_norm
+from deepwell.kernels.norm import rms_norm
 from deepwell.kernels.quantize import fp8
 q, scale = fp8.quantize_rows(torch.ones(2, 16))
 assert scale.tolist() == [2.0**-8] * 2, scale

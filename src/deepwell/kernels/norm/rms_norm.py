@@ -1,8 +1,9 @@
-"""RMSNorm forward and backward in one pass each, with the residual addition before it and FP8 rows after it.
+"""RMSNorm and LayerNorm, forward and backward in one pass each, a residual added before and FP8 rows after.
 
     s = x + r (rounded to x's dtype; s = x without a residual)      rstd = 1 / sqrt(mean_d s^2 + eps)      n = s * rstd
     y = w * round(n) ("llama": n is rounded to x's dtype first) or round(w * n) ("torch": F.rms_norm)
     dx = rstd * (g - n * mean_d(g * n)) + dr,   g = dy * w;        dw = sum_t dy * n  (n in fp32)
+    LayerNorm takes the mean off: s - mean_d s for s in rstd and n, + b in y, - rstd * mean_d(g) in dx;  db = sum_t dy
     (q, scale) = FP8 rows of y or dx as `quantize_rows` makes them of the rounded values
     x before a residual is added, and dy, may come with factors of their rows (`row_factors`)
 
@@ -11,7 +12,6 @@ Numerics: fp32 inside; one rounding of each result. (q, scale) are bit-equal to 
 Cost: memory bound; bytes per element in bf16: forward x 2, residual 2 + 2 for the sum, y 2, q 1; backward dy 2, x 2,
     dr 2, dx 2, q 1. With residual and q only the forward moves 7 B: 16384 x 4096 in 111 us at 4.25 TB/s; the backward
     with dr, dx and q 9 B: 142 us.
-`layer_norm.py` runs the same kernels with the mean taken off and a bias added.
 """
 
 # ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
@@ -92,7 +92,7 @@ def norm_ref(
     options: NormOptions,
     factor_T: Tensor | None = None,
 ) -> Normed:
-    """Reference for `rms_norm` and `layer_norm`."""
+    """Reference for `norm`."""
     total = x_TD if residual_TD is None else (times_rows(x_TD, factor_T) + residual_TD.float()).to(x_TD.dtype)
     x = total.float()
     mean = x.mean(1) if options.center else None
@@ -117,7 +117,7 @@ def norm_backward_ref(
     options: NormOptions,
     factor_T: Tensor | None = None,
 ) -> NormGrads:
-    """Reference for the backward; `saved.total` is the input of the norm."""
+    """Reference for `norm_backward`; `saved.total` is the input of the norm."""
     assert saved.total is not None
     x, dy = saved.total.float(), times_rows(dy_TD, factor_T)
     if saved.mean is not None:
@@ -375,9 +375,17 @@ def sum_programs_kernel(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK
 # ---- public wrappers: check, allocate, launch ----
 
 
-def rms_norm(
+def _check_columns(d: int) -> None:
+    if d == 0:
+        raise ConfigError("x_TD has no columns; there is nothing to normalise")
+    if d > MAX_COLUMNS:
+        raise UnsupportedError(f"x_TD has {d} columns; the norm kernels hold a row in registers, up to {MAX_COLUMNS}")
+
+
+def norm(
     x_TD: Tensor,
     w_D: Tensor,
+    b_D: Tensor | None = None,
     *,
     residual_TD: Tensor | None = None,
     factor_T: Tensor | None = None,
@@ -391,51 +399,6 @@ def rms_norm(
     Raises ConfigError on a wrong argument, UnsupportedError on rows of more than 32768 columns.
     """
     options = options or NormOptions()
-    if options.center:
-        raise ConfigError("options.center is for layer_norm; call that instead")
-    return norm(x_TD, w_D, None, residual_TD, options, config, factor_T)
-
-
-def rms_norm_backward(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    w_D: Tensor,
-    rstd_T: Tensor,
-    *,
-    d_residual_TD: Tensor | None = None,
-    factor_T: Tensor | None = None,
-    options: NormOptions | None = None,
-    config: BackwardConfig | None = None,
-) -> NormGrads:
-    """Gradients of `rms_norm`: `x_TD` is what was normalised (`total` where there was a residual).
-
-    `d_residual_TD` is the gradient that reaches the residual stream past this norm; dx has it added, and is then the
-    gradient of x and of the residual both. `factor_T` multiplies the rows of dy.
-    """
-    options = options or NormOptions()
-    if options.center:
-        raise ConfigError("options.center is for layer_norm; call layer_norm_backward instead")
-    saved = Normed(None, None, None, x_TD, rstd_T, None)
-    return norm_backward(dy_TD, saved, w_D, d_residual_TD, options, config, factor_T)
-
-
-def _check_columns(d: int) -> None:
-    if d == 0:
-        raise ConfigError("x_TD has no columns; there is nothing to normalise")
-    if d > MAX_COLUMNS:
-        raise UnsupportedError(f"x_TD has {d} columns; the norm kernels hold a row in registers, up to {MAX_COLUMNS}")
-
-
-def norm(
-    x_TD: Tensor,
-    w_D: Tensor,
-    b_D: Tensor | None,
-    residual_TD: Tensor | None,
-    options: NormOptions,
-    config: RowConfig | None,
-    factor_T: Tensor | None = None,
-) -> Normed:
-    """The forward of both norms."""
     check_matrix("x_TD", x_TD)
     t, d = x_TD.shape
     _check_columns(d)
@@ -494,28 +457,35 @@ def _layout(block: int, columns: int, num_warps: int) -> dict[str, int | bool]:
 
 def norm_backward(
     dy_TD: Tensor,
-    saved: Normed,
+    x_TD: Tensor,
     w_D: Tensor,
-    d_residual_TD: Tensor | None,
-    options: NormOptions,
-    config: BackwardConfig | None,
+    rstd_T: Tensor,
+    mean_T: Tensor | None = None,
+    *,
+    d_residual_TD: Tensor | None = None,
     factor_T: Tensor | None = None,
+    options: NormOptions | None = None,
+    config: BackwardConfig | None = None,
 ) -> NormGrads:
-    """The backward of both norms; `saved` holds total, rstd and mean of the forward."""
-    x_TD = saved.total
-    assert x_TD is not None
+    """Gradients of `norm`: `x_TD` is what was normalised (`total` where there was a residual).
+
+    `d_residual_TD` is the gradient that reaches the residual stream past this norm; dx has it added, and is then the
+    gradient of x and of the residual both. `factor_T` multiplies the rows of dy.
+    """
+    options = options or NormOptions()
     check_matrix("x_TD", x_TD)
     t, d = x_TD.shape
     _check_columns(d)
     check_matrix("dy_TD", dy_TD)
     check_shape("dy_TD", dy_TD, (t, d), x_TD)
     check_vector("w_D", w_D, d, x_TD)
-    check_vector("rstd_T", saved.rstd, t, x_TD)
+    check_vector("rstd_T", rstd_T, t, x_TD)
     if d_residual_TD is not None:
         check_matrix("d_residual_TD", d_residual_TD)
         check_shape("d_residual_TD", d_residual_TD, (t, d), x_TD)
     check_factor("factor_T", factor_T, t, x_TD)
     if not runs_kernel(x_TD, _norm_backward_kernel):
+        saved = Normed(None, None, None, x_TD, rstd_T, mean_T)
         return norm_backward_ref(dy_TD, saved, w_D, d_residual_TD, options, factor_T)
     dx, q, scale = options.empty_rows(x_TD, t, d)
     dw = torch.empty_like(w_D)
@@ -533,8 +503,8 @@ def norm_backward(
             factor_T,
             x_TD,
             w_D,
-            saved.mean,
-            saved.rstd,
+            mean_T,
+            rstd_T,
             d_residual_TD,
             dx,
             q,

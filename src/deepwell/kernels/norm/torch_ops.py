@@ -10,71 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.kernels.norm import layer_norm, rms_norm
+from deepwell.kernels.norm import rms_norm
+from deepwell.kernels.norm.rms_norm import NormOptions
 from deepwell.kernels.torch_library import dense, dense_or_none, register_rows
 
 ops = torch.ops.deepwell
 
 
-def _rms_norm(
-    written: dict[str, Any],
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    rounding: str,
-    factor: Any = None,
-) -> rms_norm.Normed:
-    options = rms_norm.NormOptions(eps=eps, rounding=rounding, **written)
-    past = dense_or_none(residual)
-    return rms_norm.rms_norm(dense(x), dense(weight), residual_TD=past, factor_T=factor, options=options)
+# `past` is the gradient that reaches x past the norm, which dx has added; `factor` is of x's rows, or of dy's.
 
 
-def _layer_norm(
-    written: dict[str, Any],
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Any,
-    eps: float,
-    factor: Any = None,
-) -> rms_norm.Normed:
-    options = rms_norm.NormOptions(eps=eps, rounding="torch", **written)
-    tensors = (dense(x), dense(weight), dense_or_none(bias))
-    return layer_norm.layer_norm(*tensors, residual_TD=dense_or_none(residual), factor_T=factor, options=options)
+def _forward(options: NormOptions, x: Tensor, residual: Any, weight: Tensor, bias: Any, factor: Any) -> Any:
+    tensors, past = (dense(x), dense(weight), dense_or_none(bias)), dense_or_none(residual)
+    y, q, scale, total, rstd, mean = rms_norm.norm(*tensors, residual_TD=past, factor_T=factor, options=options)
+    return y, q, scale, total, mean, rstd
 
 
-# Of the backwards, `past` is the gradient that reaches x past the norm, which dx has added; `factor` is of dy's rows.
+def _backward(
+    options: NormOptions, dy: Tensor, x: Tensor, weight: Tensor, mean: Any, rstd: Tensor, past: Any, factor: Any
+) -> Any:
+    tensors, past = (dense(dy), dense(x), dense(weight), rstd, mean), dense_or_none(past)
+    return rms_norm.norm_backward(*tensors, d_residual_TD=past, factor_T=factor, options=options)
+
+
+def _rms_norm(written: Any, x: Any, residual: Any, weight: Any, eps: float, rounding: str, factor: Any = None) -> Any:
+    return _forward(NormOptions(eps=eps, rounding=rounding, **written), x, residual, weight, None, factor)
+
+
+def _layer_norm(written: Any, x: Any, residual: Any, weight: Any, bias: Any, eps: float, factor: Any = None) -> Any:
+    return _forward(NormOptions(eps=eps, center=True, rounding="torch", **written), x, residual, weight, bias, factor)
 
 
 def _rms_norm_backward(
-    written: dict[str, Any],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    rounding: str,
-    past: Any = None,
-    factor: Any = None,
-) -> rms_norm.NormGrads:
-    options = rms_norm.NormOptions(rounding=rounding, **written)
-    tensors = (dense(dy), dense(x), dense(weight), rstd)
-    return rms_norm.rms_norm_backward(*tensors, d_residual_TD=dense_or_none(past), factor_T=factor, options=options)
+    written: Any, dy: Any, x: Any, weight: Any, rstd: Any, rounding: str, past: Any = None, factor: Any = None
+) -> Any:
+    return _backward(NormOptions(rounding=rounding, **written), dy, x, weight, None, rstd, past, factor)
 
 
 def _layer_norm_backward(
-    written: dict[str, Any],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    past: Any = None,
-    factor: Any = None,
-) -> rms_norm.NormGrads:
-    options = rms_norm.NormOptions(rounding="torch", **written)
-    tensors = (dense(dy), dense(x), dense(weight), mean, rstd)
-    return layer_norm.layer_norm_backward(*tensors, d_residual_TD=dense_or_none(past), factor_T=factor, options=options)
+    written: Any, dy: Any, x: Any, weight: Any, mean: Any, rstd: Any, past: Any = None, factor: Any = None
+) -> Any:
+    return _backward(NormOptions(center=True, rounding="torch", **written), dy, x, weight, mean, rstd, past, factor)
 
 
 # ---- the ops ----
@@ -87,19 +63,15 @@ def _register(name: str, run: Callable[..., Any], how: str, backward: Callable[.
     def stats(x: Tensor) -> list[Tensor]:
         return [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(num_stats)]
 
-    def forward(*given: Any) -> tuple[Any, ...]:
-        y, q, scale, total, rstd, mean = run(*given)
-        return y, q, scale, total, mean, rstd
-
     register_rows(
         f"{name}(Tensor x, Tensor weight, {how})",
-        lambda written, x, *given: forward(written, x, None, *given),
+        lambda written, x, *given: run(written, x, None, *given),
         lambda x, *given: (x.new_empty(x.shape), *stats(x)),
         others=num_stats,
     )
     register_rows(
         f"add_{name}(Tensor x, Tensor residual, Tensor weight, {how}, Tensor? factor=None)",
-        forward,
+        run,
         lambda x, *given: (x.new_empty(x.shape), x.new_empty(x.shape), *stats(x)),
         others=1 + num_stats,
     )
