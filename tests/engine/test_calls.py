@@ -216,3 +216,42 @@ def test_labels_that_are_the_ids_follow_labels_that_are_not(batch: dict[str, Ten
             engine(input_ids=ids, position_ids=positions, **call).loss, model(**batch, position_ids=positions).loss
         )
     assert engine.report().graphs == 2  # one for both calls
+
+
+class Counting(nn.Module):
+    """Counts its calls, and what it returns depends on how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(32, 32), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * (1 + self.calls)
+
+
+def test_a_number_that_the_model_counts_up_does_not_compile_it_at_each_call() -> None:
+    model, x = Counting(), torch.randn(4, 32)
+    engine = dw.compile(model, precision="bf16", inductor=False)
+    for call in range(1, 16):
+        assert_bitwise_equal(engine(x), model.layer(x) * (1 + call))
+    assert model.calls == 15 and type(model.calls) is int
+    assert engine.report().graphs < 8
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_a_tensor_that_is_passed_twice_may_be_written_into(precision) -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            a.mul_(2)
+            return self.layer(a) * 0 + b
+
+    x = torch.randn(4, 32)
+    given = x.clone()
+    engine = dw.compile(Written(), precision=precision, inductor=False)
+    assert_bitwise_equal(engine(given, given), 2 * x)
+    assert_bitwise_equal(given, 2 * x)

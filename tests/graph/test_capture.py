@@ -278,6 +278,27 @@ def test_capture_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("reads_a_value", [False, True], ids=["not traced", "recorded"])
+def test_tensors_that_a_forward_writes_into_hold_what_they_held(reads_a_value: bool) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+            self.register_buffer("calls", torch.tensor(0))
+            self.row, self.attribute = torch.ones(1).expand(4), torch.tensor(0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.attribute.add_(1)
+            if reads_a_value and self.calls.item() > 5:
+                return x
+            return self.layer(x) + self.row.sum() + (0 if reads_a_value else torch.zeros(3, 7))
+
+    model = Counts()
+    assert capture(model).source == ("graph" if reads_a_value else "static")
+    assert model.calls.item() == model.attribute.item() == 0
+
+
 def test_a_compiled_model_is_captured_as_the_model_inside() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     assert capture(torch.compile(model)) == capture(model)  # type: ignore[arg-type]

@@ -51,6 +51,8 @@ _DYNAMO = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "fail
 # Under DistributedDataParallel Dynamo would cut the graph at its buckets, behind the engine's back. Compiled regions
 # give it the overlap that it does so for.
 _DYNAMO["optimize_ddp"] = False
+# Training and evaluation at fixed and open sizes are so many graphs of a function; the next may come from a counter.
+_GRAPHS_BEFORE_COUNTERS = 4
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Its name in torch 2.11 and later.
 _IGNORED_LOGGING = next(
@@ -315,7 +317,11 @@ class Runtime:
             self.use_regions()  # Dynamo would run checkpointed layers with FSDP2's hooks as they were written
 
     def _dynamo_settings(self) -> dict[str, Any]:
-        return {**_DYNAMO, "skip_nnmodule_hook_guards": not self._has_hooks, _IGNORED_LOGGING: _chatter()}
+        # A whole number that a module counts up in its forward would be a constant of every graph.
+        counts = max(self.options.frames.values(), default=0) >= _GRAPHS_BEFORE_COUNTERS
+        open_numbers = {"allow_unspec_int_on_nn_module": counts or torch._dynamo.config.allow_unspec_int_on_nn_module}
+        hooks = {"skip_nnmodule_hook_guards": not self._has_hooks}
+        return {**_DYNAMO, **hooks, **open_numbers, _IGNORED_LOGGING: _chatter()}
 
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ConfigError where the model was moved since, or an input lies elsewhere."""
@@ -469,7 +475,7 @@ def _each_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
         if not isinstance(value, torch.Tensor) or value.requires_grad:
             return value
         if id(value) in seen:
-            return value.data
+            return value.view_as(value)  # a view to autograd too, which the model may write into
         seen.add(id(value))
         return value
 

@@ -23,10 +23,13 @@ from deepwell.graph.example_inputs import ExampleInputs
 
 @contextmanager
 def preserved(model: nn.Module, *, values: bool) -> Iterator[None]:
-    """Restore attributes, hooks, configs, random states and gradients on exit; with `values`, buffers' contents too."""
+    """Restore attributes, hooks, configs, random states and gradients on exit; with `values`, what tensors hold too.
+
+    That is buffers and tensors that are attributes, not parameters: those of a large model have no room twice.
+    """
     namespaces = [module.__dict__ for module in model.modules()] + [vars(config) for config in model_configs(model)]
     before = [(space, _copied(space)) for space in namespaces]
-    buffers = [(b, b.detach().clone()) for b in model.buffers() if values and b.device.type != "meta"]
+    contents = [(t, t.detach().clone()) for t in _held_tensors(model)] if values else []
     grads = [(p, p.grad) for p in model.parameters()]
     grad_enabled = torch.is_grad_enabled()
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -40,10 +43,18 @@ def preserved(model: nn.Module, *, values: bool) -> Iterator[None]:
         for space, old in before:
             _restore(space, old)
         with torch.no_grad():
-            for buffer, old_value in buffers:
-                buffer.copy_(old_value)
+            for tensor, content in contents:
+                if not torch.equal(tensor, content):
+                    tensor.copy_(content)
         for parameter, grad in grads:
             parameter.grad = grad
+
+
+def _held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers, and attributes that are tensors, each once."""
+    held = [*model.buffers(), *(value for module in model.modules() for value in vars(module).values())]
+    tensors = {id(t): t for t in held if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+    return [t for t in tensors.values() if t.device.type != "meta"]
 
 
 def _copied(space: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _try_forward(model: nn.Module, example_inputs: Any) -> _ModuleRun:
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        with preserved(model, values=False), torch.no_grad(), quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        with preserved(model, values=True), torch.no_grad(), quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             model(*inputs.args, **inputs.kwargs)
     except MODEL_ERRORS as error:
         lines = str(error).strip().splitlines()

@@ -164,7 +164,7 @@ def _trace_call(model: nn.Module, inputs: ExampleInputs, deduplicate: bool | Non
         for wanted in (deduplicate, False) if deduplicate is not False else (False,):
             stubbed: dict[str, str] = {}
             try:
-                with preserved(model, values=way == "record"), spelled_out(), torch.enable_grad(), quiet():
+                with preserved(model, values=way in ("export", "record")), spelled_out(), torch.enable_grad(), quiet():
                     choose_traceable_implementations(model)
                     see_whole(model)
                     if way == "eval":
