@@ -19,7 +19,7 @@ SRC = ROOT / "src"
 # so `graph.ir` is pure while the rest of `graph` is torch code.
 # The package root is exempt: it only lists names.
 LAYERS = (
-    ("errors", "compat"),
+    ("errors", "compat", "files"),
     ("formats.spec",),
     (
         "graph.ir",

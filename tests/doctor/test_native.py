@@ -8,6 +8,7 @@ import pytest
 
 from deepwell.doctor import checks as doctor
 from deepwell.doctor import native as doctor_native
+from deepwell.files import hash_file
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.parts import Gpu, Host
 from deepwell.kernels.cutlass import build as cb
@@ -30,7 +31,7 @@ def build(folder, arch):
     target.mkdir(parents=True)
     library = target / f"libdeepwell_{arch}-0.so"
     library.write_bytes(b"code")
-    sha256 = cb.file_sha256(library)
+    sha256 = hash_file(library)
     sources = cb.SOURCES[arch]
     built = cb.Built(arch=arch, path=str(library), sha256=sha256, nvcc="13.0", cutlass="4.2.0", sources=sources)
     cb._write_manifest(target, built)

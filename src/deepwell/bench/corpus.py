@@ -10,8 +10,7 @@ import logging
 import os
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
+from deepwell.files import whole_file, write_whole
 from deepwell.hardware.cache import cache_dir
 from deepwell.train.data.documents import chunks
 
@@ -209,7 +209,7 @@ def _own_bpe(text: Text, vocab: int, folder: Path) -> tuple[Any, Path]:
         vocab_size=vocab, initial_alphabet=_alphabet(), special_tokens=[END], show_progress=sys.stderr.isatty()
     )
     bpe.train_from_iterator(_sample(text.train), trainer)
-    _write_atomically(path, lambda file: file.write(bpe.to_str().encode()))
+    write_whole(path, bpe.to_str())
     return bpe, path
 
 
@@ -293,11 +293,6 @@ def _tokenize(bpe: Any, texts: Sequence[str], path: Path, label: str) -> int:
                 pieces += [np.array(encoding.ids, dtype=np.uint16), end]
             advance(sum(map(len, chunk)))
     tokens = np.concatenate(pieces)
-    _write_atomically(path, lambda file: np.save(file, tokens))
+    with whole_file(path) as partial, partial.open("wb") as file:
+        np.save(file, tokens)
     return len(tokens)
-
-
-def _write_atomically(path: Path, write: Callable[[Any], object]) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        write(file)
-    Path(file.name).replace(path)

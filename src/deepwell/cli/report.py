@@ -4,7 +4,6 @@ Exit status: 0 done, 2 a folder has no record of a run. The run may still be wri
 """
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import typer
 
 from deepwell.cli.options import option
 from deepwell.errors import ConfigError
+from deepwell.files import write_whole
 
 _PAGE = "report.html"
 
@@ -82,12 +82,7 @@ def _show(found: list[dict[str, Any]]) -> None:
 
 
 def _write(page: Path, text: str) -> None:
-    """Whole or not at all: a browser may load the page at any moment."""
-    part = page.with_name(f".{page.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(page)
+        write_whole(page, text)  # a browser may load the page at any moment
     except OSError as error:
         raise ConfigError(f"-o: cannot write {page}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.files import write_whole
 from deepwell.formats import layout
 from deepwell.formats.blocks import broadcast_scales, group, ungroup
 from deepwell.formats.elements import STORAGE_DTYPES, decode, decode_e8m0, unpack_codes
@@ -115,13 +116,7 @@ class QuantizedTensor:
             "hadamard_signs": self.hadamard_signs,
             "sha256": _hash(tensors),
         }
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_bytes(save(tensors, metadata={_HEADER_KEY: json.dumps(header)}))
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(Path(path), save(tensors, metadata={_HEADER_KEY: json.dumps(header)}))
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> "QuantizedTensor":

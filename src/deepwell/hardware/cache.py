@@ -9,13 +9,13 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.files import write_whole
 from deepwell.hardware.codec import decode, encode
 from deepwell.hardware.parts import Curve, Gpu, Origin
 
@@ -104,18 +104,15 @@ def read_measurement(gpu: Gpu, environ: Mapping[str, str] | None = None) -> tupl
 def write_measurement(gpu: Gpu, measurement: Measurement, environ: Mapping[str, str] | None = None) -> Path:
     """Writes the file whole or not at all. Raises `ConfigError` where the folder cannot be written."""
     path = measurement_path(gpu, environ)
-    text = json.dumps({"schema": SCHEMA, **encode(measurement)}, indent=1)
-    write_whole(path, text)
+    write_cached(path, json.dumps({"schema": SCHEMA, **encode(measurement)}, indent=1))
     return path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_cached(path: Path, text: str) -> None:
     """Writes a file of the cache whole or not at all. Raises `ConfigError` where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise ConfigError(
             f"DEEPWELL_CACHE_DIR: {path.parent} cannot be written ({error.strerror}); set it to a folder that can"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from deepwell.errors import ConfigError
 from deepwell.graph.ops import Attention, GroupedLinear, Linear
-from deepwell.hardware.cache import measurement_path, write_whole
+from deepwell.hardware.cache import measurement_path, write_cached
 from deepwell.hardware.codec import decode, encode
 from deepwell.hardware.parts import Gpu
 from deepwell.planner.layout import Layout
@@ -80,7 +80,7 @@ def record_step(
     known, _ = read_steps(gpu)
     kept = [one for one in known if one.problem != step.problem]
     text = json.dumps({"schema": SCHEMA, "steps": encode((*kept[-(_MOST - 1) :], step))}, indent=1)
-    write_whole(steps_path(gpu), text)
+    write_cached(steps_path(gpu), text)
     return step
 
 

@@ -29,6 +29,7 @@ from deepwell.bench.environment import environment
 from deepwell.bench.parity.run import BASELINE, Pace, PairSetup, ParityRun, RunRecord
 from deepwell.bench.variants import Variant
 from deepwell.errors import ConfigError
+from deepwell.files import write_whole
 
 SCHEMA = 1
 BOUND = 0.0025
@@ -120,11 +121,8 @@ class Results:
     def put(self, record: RunRecord) -> None:
         """Add or replace a run and write the file, whole or not at all."""
         self.records = [*(old for old in self.records if old.key != record.key), record]
-        text = json.dumps(self.to_dict(), indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(self.path)
+        write_whole(self.path, json.dumps(self.to_dict(), indent=1))
 
     def verdicts(self, bound: float = BOUND) -> list[ArmVerdict]:
         """One for each arm and setup that has finished pairs."""

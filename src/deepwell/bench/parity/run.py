@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ from deepwell.bench.llama import Llama, LlamaConfig
 from deepwell.bench.progress import bar
 from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError
+from deepwell.files import whole_file
 from deepwell.graph.capture import capture
 from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.optimizers import parameter_groups
@@ -293,10 +293,8 @@ class ParityRun:
         tensors["pending"] = _stored(self._pending)
         facts = {"record": json.dumps(self.record.to_dict()), "num_pending": str(self._num_pending)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            pass
-        save_file(tensors, file.name, metadata=facts)
-        Path(file.name).replace(path)
+        with whole_file(path) as partial:
+            save_file(tensors, partial, metadata=facts)
 
     def load(self, path: Path) -> None:
         """Go on where `save` left off. Raises ConfigError where the file is another run's or damaged."""

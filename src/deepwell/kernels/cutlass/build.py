@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.files import hash_file, whole_file, write_whole
 from deepwell.hardware.cache import cache_dir
 
 MANIFEST = "manifest.json"
@@ -199,7 +199,7 @@ def build(
     built = Built(
         arch=arch,
         path=str(library),
-        sha256=file_sha256(library),
+        sha256=hash_file(library),
         nvcc=_dotted(tools.nvcc_version),
         cutlass=_dotted(tools.cutlass_version),
         sources=SOURCES[arch],
@@ -229,22 +229,11 @@ def _compile_all(arch: str, tools: Toolchain, todo: Mapping[str, Path], jobs: in
 
 
 def _compile(arch: str, tools: Toolchain, name: str, target: Path) -> None:
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    command = [
-        str(tools.nvcc),
-        *compile_flags(arch, tools),
-        "-c",
-        str(tools.sources / f"{name}.cu"),
-        "-o",
-        str(partial),
-    ]
-    try:
-        run = _run(command)
+    command = [str(tools.nvcc), *compile_flags(arch, tools), "-c", str(tools.sources / f"{name}.cu")]
+    with whole_file(target) as partial:
+        run = _run([*command, "-o", str(partial)])
         if run.returncode:
             raise UnsupportedError(f"nvcc could not compile csrc/{name}.cu for {arch}: {_last_words(run.stderr)}")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _link(arch: str, tools: Toolchain, objects: Sequence[Path], folder: Path) -> Path:
@@ -253,7 +242,6 @@ def _link(arch: str, tools: Toolchain, objects: Sequence[Path], folder: Path) ->
     target = folder / name
     if target.is_file():
         return target
-    partial = folder / f"{name}.{os.getpid()}.partial"
     # The runtime inside must not take the place of torch's own: its symbols stay hidden.
     command = [
         str(tools.nvcc),
@@ -265,13 +253,10 @@ def _link(arch: str, tools: Toolchain, objects: Sequence[Path], folder: Path) ->
         "-Xlinker",
         "-Bsymbolic",
     ]
-    try:
+    with whole_file(target) as partial:
         run = _run([*command, *map(str, objects), "-o", str(partial)])
         if run.returncode:
             raise UnsupportedError(f"nvcc could not link the library for {arch}: {_last_words(run.stderr)}")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
     return target
 
 
@@ -309,9 +294,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 def _write_manifest(folder: Path, built: Built) -> None:
     facts = {"schema": SCHEMA, **built.to_dict(), "path": Path(built.path).name}
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".partial", delete=False, encoding="utf-8") as file:
-        json.dump(facts, file, indent=1)
-    Path(file.name).replace(folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps(facts, indent=1))
 
 
 def read_manifest(arch: str, environ: Mapping[str, str] | None = None) -> Built:
@@ -330,7 +313,7 @@ def read_manifest(arch: str, environ: Mapping[str, str] | None = None) -> Built:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise UnsupportedError(f"the manifest of the library for {arch} cannot be read ({error}): {again}") from error
     try:
-        matches = file_sha256(Path(built.path)) == built.sha256
+        matches = hash_file(Path(built.path)) == built.sha256
     except OSError as error:
         raise UnsupportedError(f"{built.path} cannot be read ({error.strerror}): {again}") from error
     if not matches:
@@ -343,10 +326,6 @@ def _forget(folder: Path, keep: set[Path]) -> None:
     for path in [*folder.glob("libdeepwell_*.so"), *folder.glob("objects/*.o")]:
         if path not in keep:
             path.unlink(missing_ok=True)
-
-
-def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.cache import cache_dir, torch_version, write_whole
+from deepwell.hardware.cache import cache_dir, torch_version, write_cached
 from deepwell.kernels.tune.candidate import Candidate, Choice
 from deepwell.kernels.tune.out_of_memory import says_shortage
 from deepwell.kernels.tune.verify import Proof
@@ -117,7 +117,7 @@ class ChoiceCache:
             "choices": self.choices,
         }
         try:
-            write_whole(self.path, json.dumps(data, indent=1))
+            write_cached(self.path, json.dumps(data, indent=1))
         except ConfigError as error:
             # Without a cache everything still works; it is measured again next time.
             _log.warning("the choice of kernels could not be kept: %s", error)

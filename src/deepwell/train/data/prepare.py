@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepwell.errors import ConfigError
+from deepwell.files import hash_file
 from deepwell.train.data.documents import Document, Documents, FileDocuments, Place, chunks
 from deepwell.train.data.token_files import (
     DATASET,
@@ -28,7 +29,6 @@ from deepwell.train.data.token_files import (
     ShardInfo,
     describe,
     dtype_for,
-    hash_file,
     read_json,
     write_json,
 )

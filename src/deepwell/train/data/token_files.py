@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepwell.errors import ConfigError
+from deepwell.files import hash_file, write_whole
 
 FORMAT, SCHEMA = "deepwell tokens", 1
 DATASET = "dataset.json"  # of a prepared folder: written when everything is there
@@ -33,25 +32,9 @@ def dtype_for(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write `data` with a check of itself: all of it or nothing."""
-    text = json.dumps({**data, "check": _check_of(data)}, indent=1) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary = Path(file.name)
-    temporary.chmod(0o644)
-    temporary.replace(path)
+    write_whole(path, json.dumps({**data, "check": _check_of(data)}, indent=1) + "\n", synced=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
