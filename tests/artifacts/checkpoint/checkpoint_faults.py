@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepwell.artifacts.checkpoint import Saver, TrainState, files, latest, load, save_checkpoint, verify
+from deepwell import files
+from deepwell.artifacts.checkpoint import Saver, TrainState, latest, load, save_checkpoint, verify
 
 CALLS = ("open", "write", "fsync")
 PATH_CALLS = ("mkdir", "rename", "unlink")

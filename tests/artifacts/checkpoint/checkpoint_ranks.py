@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from deepwell import files
 from deepwell.artifacts.checkpoint import (
     Saver,
     TrainState,
-    files,
     latest,
     list_checkpoints,
     load,

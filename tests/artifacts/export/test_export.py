@@ -23,9 +23,9 @@ import deepwell as dw
 from deepwell.artifacts.export.artifact import inspect
 from deepwell.artifacts.export.container import MANIFEST, MEMBERS, TENSORS, Container, Member, Writer
 from deepwell.artifacts.export.read import load_engine
-from deepwell.artifacts.export.tensor_file import tensor_pieces
 from deepwell.artifacts.export.weights import Form, expected, pack, unpack
 from deepwell.artifacts.export.write import export
+from deepwell.artifacts.tensor_file import tensor_pieces
 from deepwell.bench.llama import Llama
 from deepwell.bench.llama import LlamaConfig as BenchConfig
 from deepwell.errors import CaptureError, CheckpointError, ConfigError, UnsupportedError

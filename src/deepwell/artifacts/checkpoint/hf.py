@@ -6,15 +6,14 @@ and any layout can be exported, pipeline stages too, since only files are read.
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from deepwell.artifacts.checkpoint.files import remove_folder, write_file, write_whole
 from deepwell.artifacts.checkpoint.manifest import latest, step_of
 from deepwell.artifacts.checkpoint.pieces import named_tensors
 from deepwell.artifacts.checkpoint.pretrained_config import model_of
@@ -23,8 +22,9 @@ from deepwell.artifacts.checkpoint.saver import save_checkpoint
 from deepwell.artifacts.checkpoint.shards import box_of, local_of
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import is_distributed
-from deepwell.artifacts.checkpoint.tensor_file import TensorSlot, as_bytes, header
+from deepwell.artifacts.tensor_file import TensorSlot, as_bytes, header
 from deepwell.errors import CheckpointError, ConfigError
+from deepwell.files import whole_file, write_whole
 
 MAX_SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
@@ -49,20 +49,19 @@ def save_pretrained(
     _check_empty(folder)
     source = model.model if isinstance(model, TrainState) else model
     path = save_checkpoint(folder / _WORK, TrainState(model=source, meta={"step": 0}), process_group=process_group)
-    _wait_for_all(process_group)  # until every rank has seen that the checkpoint is there, which rank 0 removes
+    is_alone = not is_distributed(process_group)
+    is_main = is_alone or dist.get_rank(process_group) == 0
+    if not is_alone:
+        dist.barrier(group=process_group)  # every rank has seen that the checkpoint is there, which rank 0 removes
     try:
-        if _is_main(process_group):
+        if is_main:
             consolidate(path, folder, max_shard_bytes=max_shard_bytes, verify=False)
     finally:
-        if _is_main(process_group):
-            remove_folder(folder / _WORK)
-        _wait_for_all(process_group)
+        if is_main:
+            shutil.rmtree(folder / _WORK, ignore_errors=True)
+        if not is_alone:
+            dist.barrier(group=process_group)
     return folder
-
-
-def _wait_for_all(process_group: Any) -> None:
-    if is_distributed(process_group):
-        torch.distributed.barrier(group=process_group)
 
 
 def consolidate(
@@ -74,25 +73,34 @@ def consolidate(
         raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
     _check_empty(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with Reader(path) as reader:
-        if verify:
-            reader.verify()
-        shards = _shards(reader, max_shard_bytes)
-        weight_map: dict[str, str] = {}
-        for number, slots in enumerate(shards, 1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-            partial = folder / f"{name}.part"
-            partial.unlink(missing_ok=True)
-            write_file(partial, _contents(reader, slots))
-            partial.rename(folder / name)
-            weight_map |= {slot.key: name for slot in slots}
-        if len(shards) > 1:
-            total = sum(slot.nbytes for slots in shards for slot in slots)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_whole(folder / _INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-        for name in _CONFIGS:
-            if name in reader.opened.files:
-                shutil.copyfile(path / name, folder / name)
+    reader = Reader(path)
+    if verify:
+        reader.verify()
+    shards: list[list[TensorSlot]] = [[]]
+    used = 0
+    for name, entry in reader.model.items():
+        slot = TensorSlot(key=name, dtype=entry.dtype, shape=entry.shape)
+        if shards[-1] and used + slot.nbytes > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(slot)
+        used += slot.nbytes
+    weight_map: dict[str, str] = {}
+    for number, slots in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        with whole_file(folder / name, synced=True) as partial, partial.open("wb") as file:
+            file.write(header(slots))
+            for slot in slots:
+                entry = reader.model[slot.key]
+                file.write(as_bytes(reader.read(entry, entry.whole).contiguous()).numpy().data)
+        weight_map |= {slot.key: name for slot in slots}
+    if len(shards) > 1:
+        total = sum(slot.nbytes for slots in shards for slot in slots)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_whole(folder / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for name in _CONFIGS:
+        if name in reader.opened.files:
+            shutil.copyfile(path / name, folder / name)
     return folder
 
 
@@ -164,27 +172,6 @@ def _by_transformers(model: nn.Module, folder: Path, missing: list[str]) -> dict
     return dict(whole.state_dict())
 
 
-def _shards(reader: Reader, max_bytes: int) -> list[list[TensorSlot]]:
-    """The tensors of each file, in the model's order."""
-    shards: list[list[TensorSlot]] = [[]]
-    used = 0
-    for name, entry in reader.model.items():
-        slot = TensorSlot(key=name, dtype=entry.dtype, shape=entry.shape)
-        if shards[-1] and used + slot.nbytes > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(slot)
-        used += slot.nbytes
-    return shards
-
-
-def _contents(reader: Reader, slots: list[TensorSlot]) -> Iterator[bytes | memoryview]:
-    yield header(slots)
-    for slot in slots:
-        entry = reader.model[slot.key]
-        yield as_bytes(reader.read(entry, entry.whole).contiguous()).numpy().data
-
-
 def find_checkpoint(path: Path | str) -> Path:
     """A checkpoint's folder itself, or the last one in the folder of a run. Raises CheckpointError if there is none."""
     path = Path(path)
@@ -201,7 +188,3 @@ def _check_empty(folder: Path) -> None:
     found = next(iter(sorted(folder.glob("*.safetensors*"))), None) if folder.is_dir() else None
     if found is not None:
         raise ConfigError(f"{folder} holds {found.name} already; choose an empty folder")
-
-
-def _is_main(group: Any) -> bool:
-    return not is_distributed(group) or torch.distributed.get_rank(group) == 0

@@ -1,11 +1,12 @@
 """Which checkpoints stay: the last few, and every n-th step for ever. And what a killed run left is put in order."""
 
 import re
+import shutil
 from pathlib import Path
 
-from deepwell.artifacts.checkpoint.files import remove_folder, rename_folder
 from deepwell.artifacts.checkpoint.manifest import list_checkpoints, step_of
 from deepwell.errors import ConfigError
+from deepwell.files import rename_synced
 
 # The names of what is under way: being written (tmp), being replaced (old), being deleted (gone), given up (failed).
 _UNDER_WAY = re.compile(r"\.(step-\d{8,})\.[0-9a-f]{12}-[\d-]+\.(tmp|old|gone|failed)")
@@ -14,28 +15,24 @@ _UNDER_WAY = re.compile(r"\.(step-\d{8,})\.[0-9a-f]{12}-[\d-]+\.(tmp|old|gone|fa
 def check_keep(keep_last: int, keep_every: int | None) -> None:
     """Raise ConfigError for numbers that would keep nothing."""
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1 on")
 
 
-def prune(folder: Path, saved: Path, save_id: str, keep_last: int, keep_every: int | None) -> list[Path]:
-    """Delete the checkpoints that need not stay; returns what they were called.
+def prune(folder: Path, saved: Path, save_id: str, keep_last: int, keep_every: int | None) -> None:
+    """Delete the checkpoints that need not stay.
 
     Only committed and whole checkpoints are counted and deleted: anything else in the folder is not ours to judge. The
     newest and the one that was just saved always stay.
     """
-    found = list_checkpoints(folder)
-    removed = []
-    for path in found[:-keep_last]:
+    for path in list_checkpoints(folder)[:-keep_last]:
         step = step_of(path)
         if path == saved or path.name.startswith(".") or (keep_every and step is not None and step % keep_every == 0):
             continue
         # Under another name first: half deleted, it must not look like a checkpoint.
         gone = folder / f".{path.name}.{save_id}.gone"
-        rename_folder(path, gone)
-        remove_folder(gone)
-        removed.append(path)
-    return removed
+        rename_synced(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def tidy(folder: Path, token: str) -> None:
@@ -49,9 +46,7 @@ def tidy(folder: Path, token: str) -> None:
             continue
         if path.is_file():
             path.unlink()
-            continue
-        name = path.with_name(match[1])
-        if match[2] == "old" and not name.exists():
-            rename_folder(path, name)
+        elif match[2] == "old" and not path.with_name(match[1]).exists():
+            rename_synced(path, path.with_name(match[1]))
         else:
-            remove_folder(path)
+            shutil.rmtree(path, ignore_errors=True)

@@ -14,22 +14,25 @@ The folder is built under a temporary name. All files are safetensors or JSON: r
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepwell.artifacts.checkpoint.files import FileRecord, hash_file
+from deepwell.artifacts.plain_json import fits, size
 from deepwell.errors import CheckpointError, ConfigError
+from deepwell.files import hash_file
 
 SCHEMA = 1
 WRITER = "deepwell"
 MARKER = "COMMITTED"
 _FOLDER = re.compile(r"step-(\d{8,})")
-# A checkpoint that another of its step is just taking the place of; see `files_of_saves`.
+# A checkpoint that another of its step is just taking the place of.
 _REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-z-]+\.old")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
+# A file as the manifest names it: its name, size and sha256.
+FileRecord = dict[str, Any]
 # The JSON documents of a checkpoint: {"manifest": ..., "state": ..., "index": ...}.
 Documents = dict[str, dict[str, Any]]
 # Schema -> what makes its documents those of the next schema.
@@ -47,9 +50,9 @@ class Opened:
     files: dict[str, FileRecord]
 
 
-def folder_name(step: int) -> str:
+def folder_name(step: Any) -> str:
     """The name of a step's checkpoint. Raises ConfigError for what is no step."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if type(step) is not int or step < 0:
         raise ConfigError(f"meta['step'] is {step!r}; it must be a whole number from 0 on")
     return f"step-{step:08d}"
 
@@ -68,7 +71,9 @@ def open_documents(path: Path) -> Opened:
     for name in ("state", "index"):
         record = files.get(f"{name}.json")
         if record is not None:
-            documents[name] = _object(_checked_bytes(path / record.name, record), path / record.name)
+            data = _bytes(path / record["name"])
+            _check(path, record, hashlib.sha256(data).hexdigest())
+            documents[name] = _object(data, path / record["name"])
     for schema in range(manifest["schema"], SCHEMA):
         if schema not in MIGRATIONS:
             raise CheckpointError(
@@ -78,6 +83,9 @@ def open_documents(path: Path) -> Opened:
     for name in ("state", "index"):
         if name not in documents:
             raise CheckpointError(f"{path / 'manifest.json'} names no {name}.json; this is no checkpoint of a run")
+    for name, wanted in (("step", size), ("world", size), ("versions", {str: str})):
+        if not fits(documents["manifest"].get(name), wanted):
+            raise CheckpointError(f"{path / 'manifest.json'}: its {name} cannot be read")
     return Opened(path=path, files=files, **documents)
 
 
@@ -85,50 +93,43 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a committed checkpoint, as it is on the disk."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; pass a checkpoint's folder (step-00000100)")
-    marker = path / MARKER
+    marker, file = path / MARKER, path / "manifest.json"
     if not marker.is_file():
         raise CheckpointError(f"{marker} is missing: {path} was never committed, or is no checkpoint of Deepwell's")
-    data = _bytes(path / "manifest.json")
-    if marker.read_bytes().strip() != hashlib.sha256(data).hexdigest().encode():
-        raise CheckpointError(f"{path / 'manifest.json'} is not the file that {MARKER} was written for")
-    manifest = _object(data, path / "manifest.json")
-    schema = manifest.get("schema")
-    if manifest.get("writer") != WRITER or not isinstance(schema, int) or isinstance(schema, bool):
-        raise CheckpointError(f"{path / 'manifest.json'} is not a manifest of Deepwell's")
-    if schema > SCHEMA:
+    data = _bytes(file)
+    if _bytes(marker).strip() != hashlib.sha256(data).hexdigest().encode():
+        raise CheckpointError(f"{file} is not the file that {MARKER} was written for")
+    manifest = _object(data, file)
+    if manifest.get("writer") != WRITER or type(manifest.get("schema")) is not int:
+        raise CheckpointError(f"{file} is not a manifest of Deepwell's")
+    if manifest["schema"] > SCHEMA:
         raise CheckpointError(
-            f"{path / 'manifest.json'} has schema {schema}; this Deepwell reads up to {SCHEMA}: install a newer one"
+            f"{file} has schema {manifest['schema']}; this Deepwell reads up to {SCHEMA}: install a newer one"
         )
     return manifest
 
 
 def records(manifest: dict[str, Any], path: Path) -> dict[str, FileRecord]:
     """The files that a manifest names. Raises CheckpointError for names that lead out of the folder."""
-    try:
-        found = [FileRecord.from_dict(item) for item in manifest["files"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / 'manifest.json'}: its list of files cannot be read ({error})") from error
+    found: Any = manifest.get("files")
+    if not fits(found, [{"name": str, "size": size, "sha256": str}]):
+        raise CheckpointError(f"{path / 'manifest.json'}: its list of files cannot be read")
     for record in found:
-        if not _FILE.fullmatch(record.name):
-            raise CheckpointError(f"{path / 'manifest.json'} names {record.name!r}, which is no file of a checkpoint")
-    return {record.name: record for record in found}
-
-
-def check_size(path: Path, record: FileRecord) -> None:
-    """Raise CheckpointError if a file is missing or has another size than the manifest says."""
-    file = path / record.name
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing; take an earlier checkpoint, or copy this one again")
-    size = file.stat().st_size
-    if size != record.size:
-        raise CheckpointError(f"{file} has {size} bytes, the manifest says {record.size}: it was cut or changed")
+        if not _FILE.fullmatch(record["name"]):
+            raise CheckpointError(
+                f"{path / 'manifest.json'} names {record['name']!r}, which is no file of a checkpoint"
+            )
+    return {record["name"]: record for record in found}
 
 
 def check_hash(path: Path, record: FileRecord) -> None:
     """Raise CheckpointError if a file is not what was written."""
-    check_size(path, record)
-    if hash_file(path / record.name) != record.sha256:
-        raise CheckpointError(f"{path / record.name} was changed: its SHA-256 is not the manifest's {record.sha256}")
+    _check_size(path, record)
+    try:
+        sha256 = hash_file(path / record["name"])
+    except OSError as error:
+        raise CheckpointError(f"{path / record['name']} cannot be read: {error.strerror}") from error
+    _check(path, record, sha256)
 
 
 def verify(path: Path | str) -> int:
@@ -137,7 +138,7 @@ def verify(path: Path | str) -> int:
     files = records(read_manifest(path), path)
     for record in files.values():
         check_hash(path, record)
-    return sum(record.size for record in files.values())
+    return sum(record["size"] for record in files.values())
 
 
 def read_meta(path: Path | str) -> dict[str, Any]:
@@ -147,35 +148,49 @@ def read_meta(path: Path | str) -> dict[str, Any]:
 
 def list_checkpoints(folder: Path | str) -> list[Path]:
     """The committed and whole checkpoints of a run's folder, oldest step first."""
-    folder = Path(folder)
-    found: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        step = step_of(path)
-        # Sorted, a name with a dot comes first: the folder of the proper name takes its place.
-        if step is not None and _is_checkpoint(path):
-            found[step] = path
-    return [found[step] for step in sorted(found)]
+    return [*_newest_first(Path(folder))][::-1]
 
 
 def latest(folder: Path | str) -> Path | None:
     """The checkpoint of the highest step that is committed and whole; None if there is none."""
-    folder = Path(folder)
-    found = [(step_of(path), path.name[0] != ".", path) for path in (folder.iterdir() if folder.is_dir() else [])]
+    return next(_newest_first(Path(folder)), None)
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    paths = [path for path in folder.iterdir() if step_of(path) is not None] if folder.is_dir() else []
+    given = None
     # Of two with one step, the one that has its proper name.
-    for _, _, path in sorted((item for item in found if item[0] is not None), reverse=True):
-        if _is_checkpoint(path):
-            return path
-    return None
+    for path in sorted(paths, key=lambda path: (step_of(path), path.name[0] != "."), reverse=True):
+        if step_of(path) != given and _is_checkpoint(path):
+            given = step_of(path)
+            yield path
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether it is committed, and its files are all there in their sizes."""
     try:
         for record in records(read_manifest(path), path).values():
-            check_size(path, record)
+            _check_size(path, record)
     except (CheckpointError, OSError):
         return False
     return True
+
+
+def _check_size(path: Path, record: FileRecord) -> None:
+    file = path / record["name"]
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; take an earlier checkpoint, or copy this one again")
+    if file.stat().st_size != record["size"]:
+        raise CheckpointError(
+            f"{file} has {file.stat().st_size} bytes, the manifest says {record['size']}: it was cut or changed"
+        )
+
+
+def _check(path: Path, record: FileRecord, sha256: str) -> None:
+    if sha256 != record["sha256"]:
+        raise CheckpointError(
+            f"{path / record['name']} was changed: its SHA-256 is not the manifest's {record['sha256']}"
+        )
 
 
 def _bytes(path: Path) -> bytes:
@@ -185,17 +200,10 @@ def _bytes(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _checked_bytes(path: Path, record: FileRecord) -> bytes:
-    data = _bytes(path)
-    if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise CheckpointError(f"{path} was changed: its SHA-256 is not the manifest's {record.sha256}")
-    return data
-
-
 def _object(data: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")

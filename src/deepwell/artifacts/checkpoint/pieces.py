@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.errors import ConfigError, UnsupportedError
 
 # What wrappers put into the names of parameters.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,24 +55,14 @@ class Contents:
 def contents_of(state: TrainState, rank: int) -> Contents:
     """What this rank holds of a state. Raises UnsupportedError naming what a checkpoint cannot hold."""
     tensors, tied = named_tensors(state.model)
-    is_parameter = {id(p) for p in state.model.parameters()}
-    pieces = [
-        Piece(
-            file="model",
-            name=name,
-            tensor=local_of(tensor),
-            box=box_of(tensor, name),
-            changes=id(tensor) not in is_parameter,
-        )
-        for name, tensor in tensors.items()
-    ]
+    fixed = {id(p) for p in state.model.parameters()}
+    pieces = [_piece("model", name, tensor, changes=id(tensor) not in fixed) for name, tensor in tensors.items()]
     values: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     if state.optimizer is not None:
         names = names_of(state.optimizer, tensors)
         for parameter, name in names.items():
-            box = box_of(parameter, name)
-            if not box.numel and parameter.numel():
+            if not box_of(parameter, name).numel and parameter.numel():
                 continue  # a rank without rows has counted no steps for them either
             for key, value in state.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
@@ -79,11 +70,14 @@ def contents_of(state: TrainState, rank: int) -> Contents:
                 else:
                     values.setdefault(name, {})[key] = _json(value, f"the optimizer's {key} of {name}")
         for number, group in enumerate(state.optimizer.param_groups):
-            groups.append(_group(group, names))
-            pieces += _tensor_options(number, group)
-    for key, tensor in state.rank_state.items():
-        name = f"rank.{rank}.{key}"
-        pieces.append(Piece(file="ranks", name=name, tensor=tensor, box=box_of(tensor, name), changes=True))
+            options = {}
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    pieces.append(_piece("optimizer", group_name(number), value, key=key, is_part=False, changes=True))
+                elif key not in {"params", "param_names"}:
+                    options[key] = _json(value, f"the optimizer's option {key}")
+            groups.append({"names": [names[parameter] for parameter in group["params"]], "options": options})
+    pieces += [_piece("ranks", f"rank.{rank}.{key}", value, changes=True) for key, value in state.rank_state.items()]
     return Contents(pieces=tuple(pieces), tied=tied, values=values, groups=groups)
 
 
@@ -98,22 +92,14 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     for raw, value in model.state_dict(keep_vars=True).items():
-        name = plain_name(raw)
+        name = _WRAPPERS.sub("", raw)
         if not isinstance(value, Tensor):
             raise UnsupportedError(f"{name} of the model's state is a {type(value).__name__}; only tensors are saved")
-        if id(value) in first:
+        if first.setdefault(id(value), name) == name:
+            tensors[name] = value
+        else:
             tied[name] = first[id(value)]
-            continue
-        first[id(value)] = name
-        tensors[name] = value
     return tensors, tied
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers added to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def names_of(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> dict[Tensor, str]:
@@ -131,6 +117,27 @@ def names_of(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) ->
     return names
 
 
+def group_name(number: int) -> str:
+    """What options that are tensors are filed under; reading their value here would wait for the device."""
+    return f"param_groups.{number}"
+
+
+def units_of(contents: Contents) -> dict[str, int]:
+    """What this rank could write, with its bytes: its part of each weight, and what there is once of each parameter."""
+    units: dict[str, int] = {}
+    for piece in contents.pieces:
+        if piece.file == "model" and (piece.box.numel or not math.prod(piece.box.whole)):  # some ranks have no rows
+            units[piece.unit] = piece.box.numel * piece.tensor.element_size()
+            units.setdefault(f"{piece.name}@", 0)  # its step count, which may not be there yet
+    return units | {f"{group_name(number)}@": 0 for number in range(len(contents.groups))}
+
+
+def _piece(file: str, name: str, tensor: Tensor, key: str = "", **facts: Any) -> Piece:
+    """A tensor that has its own place."""
+    what = f"the optimizer's {key} of {name}" if key else name
+    return Piece(file=file, name=name, key=key, tensor=local_of(tensor), box=box_of(tensor, what), **facts)
+
+
 def _state_piece(parameter: Tensor, name: str, key: str, value: Tensor) -> Piece:
     """A state's place: that of its parameter where it has one value per element, else the whole of itself."""
     box, local, what = box_of(parameter, name), local_of(parameter), f"the optimizer's {key} of {name}"
@@ -141,34 +148,12 @@ def _state_piece(parameter: Tensor, name: str, key: str, value: Tensor) -> Piece
     if is_dtensor(value) and value.dim():
         if value.shape != parameter.shape:
             raise UnsupportedError(f"{what} is a DTensor of shape {tuple(value.shape)}, unlike its parameter's")
-        return Piece(file="optimizer", name=name, key=key, tensor=local_of(value), box=box_of(value, what))
+        return _piece("optimizer", name, value, key)
     if key != "step" and value.shape == local.shape:
         return Piece(file="optimizer", name=name, key=key, tensor=value, box=box)
     if is_dtensor(parameter) and value.numel() != 1:
         raise UnsupportedError(f"{what} has shape {tuple(value.shape)}; how it is split over ranks is not known")
-    return Piece(file="optimizer", name=name, key=key, tensor=local_of(value), box=box_of(value, what), is_part=False)
-
-
-def _group(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
-    options = {
-        key: _json(value, f"the optimizer's option {key}")
-        for key, value in group.items()
-        if key not in {"params", "param_names"} and not isinstance(value, Tensor)
-    }
-    return {"names": [names[parameter] for parameter in group["params"]], "options": options}
-
-
-def group_name(number: int) -> str:
-    """What options that are tensors are filed under; reading their value here would wait for the device."""
-    return f"param_groups.{number}"
-
-
-def _tensor_options(number: int, group: Mapping[str, Any]) -> Iterator[Piece]:
-    for key, value in group.items():
-        if isinstance(value, Tensor):
-            box = box_of(value, f"the optimizer's option {key}")
-            piece = Piece(file="optimizer", name=group_name(number), key=key, tensor=local_of(value), box=box)
-            yield replace(piece, is_part=False, changes=True)
+    return _piece("optimizer", name, value, key, is_part=False)
 
 
 def _json(value: Any, what: str) -> Any:
@@ -176,15 +161,3 @@ def _json(value: Any, what: str) -> Any:
         return json.loads(json.dumps(value))
     except TypeError as error:
         raise UnsupportedError(f"{what} is a {type(value).__name__}, which JSON cannot hold") from error
-
-
-def units_of(contents: Contents) -> dict[str, int]:
-    """What this rank could write, with its bytes: its part of each weight, and what there is once of each parameter."""
-    units: dict[str, int] = {}
-    for piece in contents.pieces:
-        if piece.file == "model" and (piece.box.numel or not math.prod(piece.box.whole)):  # some ranks have no rows
-            units[piece.unit] = piece.box.numel * piece.tensor.element_size()
-            units.setdefault(f"{piece.name}@", 0)  # its step count, which may not be there yet
-    for number in range(len(contents.groups)):
-        units[f"{group_name(number)}@"] = 0
-    return units

@@ -48,22 +48,16 @@ class Checkpoint:
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state by parameter name, whole and plain, and its groups of options."""
-        with Reader(self.path) as reader:
-            state: dict[str, dict[str, Any]] = {}
-            for name, entries in reader.optimizer.items():
-                if name not in reader.model:
-                    continue
-                values: dict[str, Any] = dict(reader.values.get(name, {}))
-                for key, entry in entries.items():
-                    if not entry.block:
-                        values[key] = reader.read(entry, entry.whole)
-                        continue
-                    scales = reader.read_scales(entry, entry.whole)
-                    if scales is None:
-                        raise CheckpointError(f"{self.path}: {entry.name} has other blocks than the whole tensor's")
-                    values[key] = scales
-                state[name] = values
-            return {"state": state, "param_groups": reader.groups}
+        reader = Reader(self.path)
+        state: dict[str, dict[str, Any]] = {}
+        for name in (name for name in reader.optimizer if name in reader.model):
+            state[name] = dict(reader.values.get(name, {}))
+            for key, entry in reader.optimizer[name].items():
+                read = reader.read_scales if entry.block else reader.read
+                value = state[name][key] = read(entry, entry.whole)
+                if value is None:
+                    raise CheckpointError(f"{self.path}: {entry.name} has other blocks than the whole tensor's")
+        return {"state": state, "param_groups": reader.groups}
 
     def restore(self, target: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Load into a trainer, or into a model and an optimizer; returns the meta.
@@ -110,11 +104,11 @@ def load(path: Path | str) -> Checkpoint:
     manifest = opened.manifest
     return Checkpoint(
         path=found,
-        step=int(manifest["step"]),
+        step=manifest["step"],
         meta=opened.state,
-        world=int(manifest["world"]),
-        bytes=sum(record.size for record in opened.files.values()),
-        versions=dict(manifest["versions"]),
+        world=manifest["world"],
+        bytes=sum(record["size"] for record in opened.files.values()),
+        versions=manifest["versions"],
     )
 
 

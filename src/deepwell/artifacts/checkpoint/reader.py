@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,61 +12,60 @@ from torch import Tensor
 
 from deepwell.artifacts.checkpoint.manifest import Opened, check_hash, open_documents
 from deepwell.artifacts.checkpoint.shards import Box, overlap
-from deepwell.artifacts.checkpoint.tensor_file import TORCH_DTYPES
+from deepwell.artifacts.plain_json import fits, size
+from deepwell.artifacts.tensor_file import TORCH_DTYPES
 from deepwell.errors import CheckpointError
 
 _MOST_OPEN, _MOST_HASHED = 64, 4  # files at a time
+_INDEX = {
+    "model": dict, "optimizer": {str: dict}, "tied": {str: str}, "values": {str: dict},
+    "groups": [{"names": [str], "options": dict}],
+}  # fmt: skip
+# A part is [file, where it begins, how far it reaches].
+_PART = (lambda part: isinstance(part, list) and len(part) == 3 and fits(part, [(str, [size])]),)
+_ENTRY = {"dtype": tuple(TORCH_DTYPES), "shape": [size], "parts": [_PART], "block": size}
 
 
 class StoredTensor:
     """A whole tensor of a checkpoint, as the index has it."""
 
-    def __init__(self, name: str, stored: str, data: Mapping[str, Any], opened: Opened) -> None:
-        try:
-            self.name, self.stored = name, stored
-            self.dtype = TORCH_DTYPES[data["dtype"]]
-            self.shape = tuple(int(n) for n in data["shape"])
-            self.block = int(data.get("block", 0))
-            self.parts = [
-                (str(file), Box(offsets=tuple(begin), sizes=tuple(sizes), whole=self.shape))
-                for file, begin, sizes in data["parts"]
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{opened.path / 'index.json'}: {name} cannot be read ({error!r})") from error
-        for file, box in self.parts:
-            if file not in opened.files or not len(box.offsets) == len(box.sizes) == len(self.shape):
+    def __init__(self, name: str, stored: str, data: Any, opened: Opened) -> None:
+        if not fits({"block": 0, **data} if isinstance(data, dict) else data, _ENTRY):
+            raise CheckpointError(f"{opened.path / 'index.json'}: {name} cannot be read")
+        self.name, self.stored, self.block = name, stored, data.get("block", 0)
+        self.dtype, self.shape = TORCH_DTYPES[data["dtype"]], tuple(data["shape"])
+        self.parts: list[tuple[str, Box]] = []
+        for file, *place in data["parts"]:
+            if str(file) not in opened.files or any(len(numbers) != len(self.shape) for numbers in place):
                 raise CheckpointError(f"{opened.path / 'index.json'}: a part of {name} is in no file of the manifest")
+            begin, sizes = map(tuple, place)
+            self.parts.append((file, Box(offsets=begin, sizes=sizes, whole=self.shape)))
 
     @property
     def whole(self) -> Box:
         return Box(offsets=(0,) * len(self.shape), sizes=self.shape, whole=self.shape)
 
 
-class Reader(AbstractContextManager["Reader"]):
+class Reader:
     """The tensors of one checkpoint. Opens files as they are needed, and reads only the bytes that are asked for."""
 
     def __init__(self, path: Path) -> None:
         self.opened = open_documents(path)
         index = self.opened.index
-        try:
-            self.tied = {str(alias): str(name) for alias, name in index["tied"].items()}
-            self.groups: list[dict[str, Any]] = list(index["groups"])
-            self.values: dict[str, dict[str, Any]] = dict(index["values"])
-            model, optimizer = index["model"].items(), index["optimizer"].items()
-        except (KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{path / 'index.json'} is not an index of tensors ({error!r})") from error
-        self.model = {name: StoredTensor(name, name, data, self.opened) for name, data in model}
+        if not fits({name: index.get(name) for name in _INDEX}, _INDEX):
+            raise CheckpointError(f"{path / 'index.json'} is not an index of tensors")
+        self.tied: dict[str, str] = index["tied"]
+        self.groups: list[dict[str, Any]] = index["groups"]
+        self.values: dict[str, dict[str, Any]] = index["values"]
+        self.model = {name: StoredTensor(name, name, data, self.opened) for name, data in index["model"].items()}
         self.optimizer = {
             name: {
                 key: StoredTensor(f"the optimizer's {key} of {name}", f"state.{name}.{key}", data, self.opened)
                 for key, data in states.items()
             }
-            for name, states in optimizer
+            for name, states in index["optimizer"].items()
         }
         self._files: dict[str, Any] = {}
-
-    def __exit__(self, *_: object) -> None:
-        self._files = {}
 
     def verify(self, share: int = 0, of: int = 1) -> None:
         """Compare the hashes of every `of`-th file, from number `share` on."""
@@ -82,13 +80,13 @@ class Reader(AbstractContextManager["Reader"]):
         """A part of a tensor, on the host."""
         for file, part in entry.parts:
             if part == box:
-                return self._tensor(file, entry, part)[tuple(slice(None) for _ in box.sizes)]
+                return self._tensor(file, entry, part.sizes)[tuple(slice(None) for _ in box.sizes)]
         out = torch.empty(box.sizes, dtype=entry.dtype)
         filled = 0
         for file, part in entry.parts:
             shared = overlap(part, box)
             if shared is not None:
-                found = self._tensor(file, entry, part)[shared[0]]
+                found = self._tensor(file, entry, part.sizes)[shared[0]]
                 out[shared[1]] = found
                 filled += found.numel()
         if filled != out.numel():
@@ -119,11 +117,11 @@ class Reader(AbstractContextManager["Reader"]):
         for file, part in entry.parts:
             shared = overlap(part, box)
             if shared is not None:
-                scales = self._tensor(file, entry, None)[:]
+                scales = self._tensor(file, entry, (-(-part.numel // entry.block),))[:]
                 out[shared[1]] = scales.repeat_interleave(entry.block)[: part.numel].view(part.sizes)[shared[0]]
         return out
 
-    def _tensor(self, file: str, entry: StoredTensor, part: Box | None) -> Any:
+    def _tensor(self, file: str, entry: StoredTensor, sizes: tuple[int, ...]) -> Any:
         """A stored tensor to take slices of. Raises CheckpointError naming the file if it is not as the index says."""
         path = self.opened.path / file
         try:
@@ -134,8 +132,8 @@ class Reader(AbstractContextManager["Reader"]):
             stored = self._files[file].get_slice(entry.stored)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if part is not None and tuple(stored.get_shape()) != part.sizes:
-            raise CheckpointError(f"{path}: {entry.name} has shape {stored.get_shape()}, the index says {part.sizes}")
+        if tuple(stored.get_shape()) != sizes:
+            raise CheckpointError(f"{path}: {entry.name} has shape {stored.get_shape()}, the index says {sizes}")
         return stored
 
 
@@ -154,14 +152,11 @@ class Tensors(Mapping[str, Tensor]):
     """Whole tensors by name, each read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        with Reader(path) as reader:
-            self._reader = reader
-        self._names = [*reader.model, *(name for name in reader.tied if name not in reader.model)]
+        self._reader = Reader(path)
+        self._names = list(dict.fromkeys([*self._reader.model, *self._reader.tied]))
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._reader.model.get(self._reader.name_of(name))
-        if entry is None:
-            raise KeyError(name)
+        entry = self._reader.model[self._reader.name_of(name)]
         return self._reader.read(entry, entry.whole)
 
     def __iter__(self) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Brings a checkpoint into a live model and optimizer, whatever their layout, bit for bit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepwell.artifacts.checkpoint.pieces import group_name, named_tensors, names_of
-from deepwell.artifacts.checkpoint.reader import Reader, StoredTensor, requantize
+from deepwell.artifacts.checkpoint.reader import Reader, requantize
 from deepwell.artifacts.checkpoint.shards import box_of, is_dtensor, local_of
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import is_distributed
@@ -30,52 +30,41 @@ def load_checkpoint(
     of a rank's shard: where another layout cuts blocks elsewhere, an error says so, and `round_moments` accepts that
     they are rounded anew. Nothing is changed unless the whole checkpoint fits. Raises CheckpointError.
     """
-    with Reader(Path(path)) as reader:
-        tensors, tied = named_tensors(state.model)
-        names = {} if state.optimizer is None else names_of(state.optimizer, tensors)
-        rank, world = 0, 1
-        if is_distributed(process_group):
-            rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-
-        def check() -> None:
-            if verify:
-                reader.verify(rank, world)
-            _check_model(reader, tensors)
-            _check_optimizer(reader, names, round_moments)
-
-        held = _agree_on(check, {*tensors, *tied}, process_group)
-        _check_all_used(reader, held)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                entry = reader.model[reader.name_of(name)]
-                # The tensor itself where it can be, so that who watches its version sees it change.
-                target = local_of(tensor) if is_dtensor(tensor) else tensor
-                target.copy_(reader.read(entry, box_of(tensor, name)))
-        if state.optimizer is not None:
-            _load_optimizer(reader, state.optimizer, names, round_moments)
-        rank_state = _rank_state(reader, rank)
-        state.rank_state.clear()
-        state.rank_state.update(rank_state)
-        return reader.opened.state
-
-
-def _agree_on(check: Callable[[], None], names: set[str], group: Any) -> set[str]:
-    """Run a check on every rank; all raise where one does. Returns the names that any rank holds."""
-    problem = ""
+    tensors, tied = named_tensors(state.model)
+    names = {} if state.optimizer is None else names_of(state.optimizer, tensors)
+    is_alone = not is_distributed(process_group)
+    rank, world = (0, 1) if is_alone else (dist.get_rank(process_group), dist.get_world_size(process_group))
+    problem, held = "", {*tensors, *tied}
     try:
-        check()
+        reader = Reader(Path(path))
+        if verify:
+            reader.verify(rank, world)
+        _check_model(reader, tensors)
+        _check_optimizer(reader, names, round_moments)
     except CheckpointError as error:
-        if not is_distributed(group):
+        if is_alone:
             raise
         problem = str(error)
-    if not is_distributed(group):
-        return names
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (problem, sorted(names)), group=group)
-    for rank, (text, _) in enumerate(said):
-        if text:
-            raise CheckpointError(text if text == problem else f"rank {rank}: {text}")
-    return {name for _, held in said for name in held}
+    if not is_alone:  # all raise where one does
+        said: list[Any] = [None] * world
+        dist.all_gather_object(said, (problem, sorted(held)), group=process_group)
+        for other, (text, _) in enumerate(said):
+            if text:
+                raise CheckpointError(text if text == problem else f"rank {other}: {text}")
+        held = {name for _, names_there in said for name in names_there}
+    _check_all_used(reader, held)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            entry = reader.model[reader.name_of(name)]
+            # The tensor itself where it can be, so that who watches its version sees it change.
+            target = local_of(tensor) if is_dtensor(tensor) else tensor
+            target.copy_(reader.read(entry, box_of(tensor, name)))
+    if state.optimizer is not None:
+        _load_optimizer(reader, state.optimizer, names, round_moments)
+    rank_state = _rank_state(reader, rank)
+    state.rank_state.clear()
+    state.rank_state.update(rank_state)
+    return reader.opened.state
 
 
 def _check_model(reader: Reader, tensors: dict[str, Tensor]) -> None:
@@ -124,27 +113,21 @@ def _load_optimizer(
     reader: Reader, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], round_moments: bool
 ) -> None:
     """Give the optimizer its saved state and options through its own load_state_dict."""
-    loaded: dict[int, dict[str, Any]] = {}
-    groups = []
-    number = 0
     # A learning rate that is a tensor may be held by others, a compiled step for one: it stays that tensor.
     held = [{key: v for key, v in group.items() if isinstance(v, Tensor)} for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        ids = []
-        for parameter in group["params"]:
-            found = _states(reader, parameter, names[parameter], round_moments)
-            if found:
-                loaded[number] = found
-            ids.append(number)
-            number += 1
-        groups.append({**group, **_options(reader, group, names), "params": ids})
-    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [_states(reader, parameter, names[parameter], round_moments) for parameter in parameters]
+    numbers = iter(range(len(parameters)))
+    groups = [
+        {**group, **_options(reader, group, names), "params": [next(numbers) for _ in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict({"state": {n: s for n, s in enumerate(states) if s}, "param_groups": groups})
     for group, tensors in zip(optimizer.param_groups, held, strict=True):
         for key, tensor in tensors.items():
             group[key] = tensor.fill_(float(group[key]))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in enumerate(parameters):
-        for key, value in loaded.get(number, {}).items():
+    for parameter, state in zip(parameters, states, strict=True):
+        for key, value in state.items():
             live = optimizer.state[parameter].get(key)
             # torch casts a state to its parameter's dtype; an optimizer that keeps another one gets what it had.
             if key != "step" and isinstance(live, Tensor) and live.dtype != value.dtype:
@@ -152,34 +135,24 @@ def _load_optimizer(
 
 
 def _states(reader: Reader, parameter: Tensor, name: str, round_moments: bool) -> dict[str, Any]:
-    saved = reader.name_of(name)
+    saved, box = reader.name_of(name), box_of(parameter, name)
     entries = reader.optimizer.get(saved, {})
     states: dict[str, Any] = dict(reader.values.get(saved, {}))
     for key, entry in entries.items():
-        if entry.block:
-            continue
         scales = entries.get(f"{key}_scales")
         if scales is not None and scales.block:
-            states[key], states[f"{key}_scales"] = _moment(reader, entry, scales, parameter, name, round_moments)
-        elif entry.shape == tuple(parameter.shape) and key != "step":
-            local = _like(parameter, reader.read(entry, box_of(parameter, name)))
-            states[key] = _sharded_as(parameter, local)
-        else:
+            # An FP8 moment and its scales belong to the shard, so they are plain tensors as adamw_dw keeps them.
+            codes, found = reader.read(entry, box), reader.read_scales(scales, box)
+            if found is None:
+                assert round_moments
+                spread = reader.spread_scales(scales, box)
+                codes, found = requantize(codes, spread, scales.block, is_root=entry.stored.endswith("exp_avg_sq"))
+            states[key], states[f"{key}_scales"] = _like(parameter, codes), found.to(parameter.device)
+        elif entry.shape == tuple(parameter.shape) and key != "step" and not entry.block:
+            states[key] = _sharded_as(parameter, _like(parameter, reader.read(entry, box)))
+        elif not entry.block:
             states[key] = reader.read(entry, entry.whole)
     return states
-
-
-def _moment(
-    reader: Reader, entry: StoredTensor, scales: StoredTensor, parameter: Tensor, name: str, round_moments: bool
-) -> tuple[Tensor, Tensor]:
-    """An FP8 moment and its scales; both belong to the shard, so they are plain tensors as adamw_dw keeps them."""
-    box = box_of(parameter, name)
-    codes, found = reader.read(entry, box), reader.read_scales(scales, box)
-    if found is None:
-        assert round_moments
-        spread = reader.spread_scales(scales, box)
-        codes, found = requantize(codes, spread, scales.block, is_root=entry.stored.endswith("exp_avg_sq"))
-    return _like(parameter, codes), found.to(parameter.device)
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
@@ -215,10 +188,9 @@ def _options(reader: Reader, group: dict[str, Any], names: dict[Tensor, str]) ->
 
 
 def _rank_state(reader: Reader, rank: int) -> dict[str, Tensor]:
-    file = f"ranks-{rank:05d}.safetensors"
+    file, prefix = f"ranks-{rank:05d}.safetensors", f"rank.{rank}."
     if file not in reader.opened.files:
         return {}
-    prefix = f"rank.{rank}."
     try:
         with safe_open(str(reader.opened.path / file), framework="pt") as stored:
             return {key.removeprefix(prefix): stored.get_tensor(key) for key in stored.keys()}

@@ -1,8 +1,9 @@
 """Saves a run again and again: in the background, one at a time, keeping what should be kept."""
 
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from deepwell.artifacts.checkpoint.pieces import contents_of, units_of
 from deepwell.artifacts.checkpoint.staging import Staging
 from deepwell.artifacts.checkpoint.state import SaveEvent, TrainState
 from deepwell.artifacts.checkpoint.team import Team, agree
-from deepwell.artifacts.checkpoint.writer import WriteJob, check_healthy, failed_job, prepare, refused, run_job
-from deepwell.errors import CheckpointError, DeepwellError
+from deepwell.artifacts.checkpoint.writer import WriteJob, failed_job, prepare, run_job
+from deepwell.errors import CheckpointError, DeepwellError, NumericsError
 
 TIMEOUT_S = 600.0
 
@@ -31,8 +32,10 @@ def save_checkpoint(
     Raises NumericsError for a state that is not healthy or whose last loss is not finite, CheckpointError where the
     checkpoint could not be written (the message says why; what was there before is untouched).
     """
-    check_healthy(state, healthy)
-    folder_name(state.meta.get("step"))  # type: ignore[arg-type]
+    reason = _refused(state.meta, healthy)
+    if reason:
+        raise NumericsError(f"not saved: {reason}")
+    folder_name(state.meta.get("step"))
     team = agree(units_of(contents_of(state, 0)), process_group)
     staging = Staging()
     job = prepare(Path(folder), state, team, f"{team.token}-0", staging)
@@ -40,11 +43,14 @@ def save_checkpoint(
     return job.path
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    event: SaveEvent
-    began: float
-    future: "Future[tuple[int, float, str]]"
+def _refused(meta: dict[str, Any], healthy: bool) -> str:
+    """Why a state must not be saved; "" where it may."""
+    if not healthy:
+        return "the run is not healthy (non-finite numbers); the last good checkpoint stays"
+    loss = meta.get("loss")
+    if isinstance(loss, int | float) and not math.isfinite(loss):
+        return f"the last loss is {loss}; the last good checkpoint stays"
+    return ""
 
 
 class Saver:
@@ -84,7 +90,8 @@ class Saver:
         self._last: tuple[int, int] = (-1, 0)  # the step of the last save, and how often it was saved in a row
         self._is_tidy = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepwell-save")
-        self._running: _Running | None = None
+        # What the save under way will be, when it began, and (bytes, when it ended, what did not work).
+        self._running: tuple[SaveEvent, float, Future[tuple[int, float, str]]] | None = None
         self._finished: list[SaveEvent] = []
 
     def save(self, state: TrainState, healthy: bool = True) -> SaveEvent:
@@ -94,14 +101,13 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
-        step = state.meta.get("step")
-        folder_name(step)  # type: ignore[arg-type]  # raises for anything but a step
+        folder_name(state.meta.get("step"))  # raises for anything but a step
         if self._team is None:
             self._team = agree(units_of(contents_of(state, 0)), self._group)
-        job = self._prepare(state, self._team, refused(state.meta, healthy))
+        job = self._prepare(state, self._team, _refused(state.meta, healthy))
         future = self._pool.submit(self._run, job)
         event = SaveEvent(step=job.step, path=str(job.path), stall_s=time.perf_counter() - began)
-        self._running = _Running(event, began, future)
+        self._running = (event, began, future)
         if not self._asynchronous:
             self.wait()
             event = replace(self._finished[-1], stall_s=time.perf_counter() - began)
@@ -111,7 +117,7 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way: the next one would wait for it."""
-        return self._running is not None and not self._running.future.done()
+        return self._running is not None and not self._running[2].done()
 
     def before_update(self) -> None:
         """Call right before optimizer.step(): the update then waits for the copy of the state, on the device."""
@@ -119,24 +125,23 @@ class Saver:
 
     def poll(self) -> list[SaveEvent]:
         """The saves that ended since the last call, each once; does not wait."""
-        if self._running is not None and self._running.future.done():
+        if not self.is_busy:
             self.wait()
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self) -> None:
         """Wait until no save is under way."""
-        running = self._running
-        if running is None:
+        if self._running is None:
             return
-        error = running.future.exception()
+        event, began, future = self._running
+        error = future.exception()
         self._running = None  # only now: who is interrupted above has not waited
         if error is not None:
-            seconds = time.perf_counter() - running.began
-            event = replace(running.event, seconds=seconds, error=str(error) or type(error).__name__)
+            event = replace(event, seconds=time.perf_counter() - began, error=str(error) or type(error).__name__)
         else:
-            size, ended, note = running.future.result()
-            event = replace(running.event, seconds=ended - running.began, bytes=size, committed=True, error=note)
+            size, ended, note = future.result()
+            event = replace(event, seconds=ended - began, bytes=size, committed=True, error=note)
         self._finished.append(event)
 
     def hurry(self) -> None:
@@ -170,8 +175,8 @@ class Saver:
 
     def _run(self, job: WriteJob) -> tuple[int, float, str]:
         """In the background: write, commit, delete what need not stay; bytes, when it ended, what did not work."""
-        if job.error and job.team.world == 1:
-            raise CheckpointError(job.error)
+        if job.report["error"] and job.team.world == 1:
+            raise CheckpointError(job.report["error"])
         if job.team.is_main and not self._is_tidy:
             tidy(self.folder, job.team.token)
             self._is_tidy = True

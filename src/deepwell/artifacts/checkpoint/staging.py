@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deepwell.artifacts.checkpoint.tensor_file import as_bytes
+from deepwell.artifacts.tensor_file import as_bytes
 
 # Torch rounds pinned memory up to a power of two: whole chunks waste nothing, and the last is as large as is needed.
 _CHUNK = 64 << 20

@@ -9,46 +9,29 @@ safetensors. The files are its format all the same: `HuggingFaceStorageReader` r
 import hashlib
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import deepwell
-from deepwell.artifacts.checkpoint.files import (
-    FileRecord,
-    remove_folder,
-    rename_folder,
-    sync_folder,
-    write_file,
-    write_whole,
-)
 from deepwell.artifacts.checkpoint.manifest import MARKER, SCHEMA, WRITER, folder_name, read_manifest
-from deepwell.artifacts.checkpoint.pieces import Contents, Piece, contents_of
+from deepwell.artifacts.checkpoint.pieces import Piece, contents_of
 from deepwell.artifacts.checkpoint.pretrained_config import config_files
 from deepwell.artifacts.checkpoint.staging import Staging
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import Team, wait_for
-from deepwell.artifacts.checkpoint.tensor_file import TensorSlot, dtype_name, header, in_file_order
-from deepwell.errors import CheckpointError, ConfigError, NumericsError
+from deepwell.artifacts.tensor_file import TensorSlot, dtype_name, header, in_file_order
+from deepwell.errors import CheckpointError, ConfigError
+from deepwell.files import rename_synced, sync, write_file, write_whole
 
-_KINDS = ("model", "optimizer", "ranks")
 # A folder that another machine renamed may be seen under neither name for a moment.
 _RENAME_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class File:
-    """A file to write: its header, and where its tensors' bytes lie among those that were copied."""
-
-    name: str
-    header: bytes
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,161 +42,141 @@ class WriteJob:
     step: int
     save_id: str
     team: Team
-    files: tuple[File, ...] = ()
-    tensors: tuple[dict[str, Any], ...] = ()
-    contents: Contents | None = None
+    report: dict[str, Any]  # what the rank says of its tensors; an "error" where it cannot take part
+    files: tuple[tuple[str, bytes, int, int], ...] = ()  # name, header, and which of the copied bytes are in it
     documents: dict[str, bytes] = field(default_factory=dict)  # written by rank 0
-    error: str = ""  # why this rank cannot take part
 
     @property
     def path(self) -> Path:
         return self.folder / folder_name(self.step)
 
-    @property
-    def temporary(self) -> Path:
-        return self.folder / f".{folder_name(self.step)}.{self.save_id}.tmp"
+    def beside(self, what: str) -> Path:
+        """The checkpoint under construction (tmp), an earlier one of the step that is moved for it (old), or the file
+        that says to a rank that comes late that rank 0 has given up (failed).
+        """
+        return self.folder / f".{folder_name(self.step)}.{self.save_id}.{what}"
 
-    @property
-    def failed(self) -> Path:
-        """The file that says to a rank that comes late: rank 0 has given up."""
-        return self.folder / f".{folder_name(self.step)}.{self.save_id}.failed"
+    def own_report(self, rank: int) -> Path:
+        return self.beside("tmp") / f"report-{rank:05d}.json"
 
-    @property
-    def replaced(self) -> Path:
-        """Where an earlier checkpoint of the step is moved."""
-        return self.folder / f".{folder_name(self.step)}.{self.save_id}.old"
-
-
-def refused(meta: dict[str, Any], healthy: bool) -> str:
-    """Why a state must not be saved; "" where it may."""
-    if not healthy:
-        return "the run is not healthy (non-finite numbers); the last good checkpoint stays"
-    loss = meta.get("loss")
-    if isinstance(loss, int | float) and not math.isfinite(loss):
-        return f"the last loss is {loss}; the last good checkpoint stays"
-    return ""
+    def not_saved(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} was not saved: {why}")
 
 
 def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: Staging) -> WriteJob:
     """Decide what this rank writes and begin to copy it to the host."""
     step = state.meta.get("step")
-    folder_name(step)  # type: ignore[arg-type]  # raises for anything but a step
+    folder_name(step)  # raises for anything but a step
     contents = contents_of(state, team.rank)
     documents = {"state.json": _json_bytes(state.meta, "meta"), **config_files(state.model)}
     written = [p for p in contents.pieces if p.box.numel and (p.file == "ranks" or team.writes(p.unit))]
     places: dict[int, str] = {}
     files, ordered, begin = [], [], 0
-    for kind in _KINDS:
+    for kind in ("model", "optimizer", "ranks"):
         by_key = {piece.stored: piece for piece in written if piece.file == kind}
-        slots = in_file_order(_slot(piece) for piece in by_key.values())
+        slots = in_file_order(
+            TensorSlot(
+                key=key,
+                dtype=piece.tensor.dtype,
+                shape=tuple(piece.tensor.shape),
+                offsets=None if piece.block or kind == "ranks" else piece.box.offsets,
+            )
+            for key, piece in by_key.items()
+        )
         if slots:
-            name = f"{kind}-{team.rank:05d}.safetensors"
-            end = begin + sum(slot.nbytes for slot in slots)
-            files.append(File(name=name, header=header(slots), begin=begin, end=end))
+            name, end = f"{kind}-{team.rank:05d}.safetensors", begin + sum(slot.nbytes for slot in slots)
+            files.append((name, header(slots), begin, end))
             ordered += [by_key[slot.key] for slot in slots]
-            places |= {id(by_key[slot.key]): name for slot in slots}
+            places |= {id(piece): name for piece in by_key.values()}
             begin = end
     # In the model's order; what no rank has a part of still has a name and a shape.
     listed = [p for p in contents.pieces if id(p) in places or (not math.prod(p.box.whole) and p.file != "ranks")]
     staging.copy([piece.tensor for piece in ordered], [piece.changes for piece in ordered])
+    report = {
+        "error": "",
+        "tensors": [_entry(piece, places.get(id(piece), "")) for piece in listed],
+        **{name: getattr(contents, name) for name in ("tied", "values", "groups")},
+    }
     return WriteJob(
         folder=folder,
         step=int(state.meta["step"]),
         save_id=save_id,
         team=team,
+        report=report,
         files=tuple(files),
-        tensors=tuple(_entry(piece, places.get(id(piece), "")) for piece in listed),
-        contents=contents,
         documents=documents,
     )
 
 
 def failed_job(folder: Path, step: int, team: Team, save_id: str, error: str) -> WriteJob:
     """The job of a rank that cannot take part: it tells the others."""
-    return WriteJob(folder=folder, step=step, save_id=save_id, team=team, error=error)
+    return WriteJob(folder=folder, step=step, save_id=save_id, team=team, report={"error": error})
 
 
 def run_job(job: WriteJob, staging: Staging, timeout_s: float) -> int:
     """Write a checkpoint together with the other ranks; returns its bytes. Raises CheckpointError if there is none."""
-    done, has_reported = False, False
+    done, has_reported, temporary = False, False, job.beside("tmp")
     try:
-        job.temporary.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True, exist_ok=True)
         staging.wait()
-        report = _write_own(job, staging)
+        files = [write_file(temporary / name, (head, *staging.read(*span))) for name, head, *span in job.files]
+        report = {**job.report, "files": files}
         if job.team.is_main:
             size = _commit(job, _reports(job, report, timeout_s))
         else:
-            write_whole(job.temporary / f"report-{job.team.rank:05d}.json", _json_bytes(report, "report"))
+            write_whole(job.own_report(job.team.rank), _json_bytes(report, "report"))
             has_reported = True
-            if job.error:
-                raise CheckpointError(f"{job.path} was not saved: {job.error}")
-            size = _await_commit(job, timeout_s)
+            if job.report["error"]:
+                raise job.not_saved(job.report["error"])
+            _await_commit(job, timeout_s)
+            size = sum(file["size"] for file in files)
         done = True
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        raise CheckpointError(f"{job.path} was not saved: {where}{error.strerror or error}") from error
+        raise job.not_saved(f"{where}{error.strerror or error}") from error
     finally:
         if not done:
             _give_up(job, has_reported)
     return size
 
 
-def _slot(piece: Piece) -> TensorSlot:
-    offsets = None if piece.block or piece.file == "ranks" else piece.box.offsets
-    return TensorSlot(key=piece.stored, dtype=piece.tensor.dtype, shape=tuple(piece.tensor.shape), offsets=offsets)
-
-
 def _entry(piece: Piece, file: str) -> dict[str, Any]:
     box = piece.box
-    part = [[file, list(box.offsets), list(box.sizes)]] if file else []
     entry: dict[str, Any] = {
         "dtype": dtype_name(piece.tensor.dtype, piece.stored),
         "shape": list(box.whole),
-        "parts": part,
+        "parts": [[file, list(box.offsets), list(box.sizes)]] if file else [],
     }
     if piece.block:
         entry["block"] = piece.block
     return {"kind": piece.file, "name": piece.name, "key": piece.key, "entry": entry}
 
 
-def _write_own(job: WriteJob, staging: Staging) -> dict[str, Any]:
-    """Write this rank's files; what it reports about them."""
-    if job.error or job.contents is None:
-        return {"error": job.error}
-    files = [
-        write_file(job.temporary / file.name, (file.header, *staging.read(file.begin, file.end))) for file in job.files
-    ]
-    held = {name: getattr(job.contents, name) for name in ("tied", "values", "groups")}
-    return {"error": "", "files": [asdict(record) for record in files], "tensors": list(job.tensors), **held}
-
-
 def _reports(job: WriteJob, own: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
     """The reports of all ranks, in order. Raises CheckpointError for a rank that failed or is silent."""
-    paths = {rank: job.temporary / f"report-{rank:05d}.json" for rank in range(1, job.team.world)}
     found = {0: own}
 
     def look() -> bool:
-        for rank, path in paths.items():
-            if rank not in found and path.exists():
-                found[rank] = json.loads(path.read_bytes())
+        for rank in range(1, job.team.world):
+            if rank not in found and job.own_report(rank).exists():
+                found[rank] = json.loads(job.own_report(rank).read_bytes())
         return len(found) == job.team.world or any(report["error"] for report in found.values())
 
     is_complete = wait_for(look, timeout_s, job.team.in_a_hurry)
     for rank, report in sorted(found.items()):
         if report["error"]:
-            by = f"rank {rank}: " if job.team.world > 1 else ""
-            raise CheckpointError(f"{job.path} was not saved: {by}{report['error']}")
+            raise job.not_saved((f"rank {rank}: " if job.team.world > 1 else "") + report["error"])
     if not is_complete:
-        silent = sorted(set(paths) - set(found))
-        raise CheckpointError(f"{job.path} was not saved: nothing from ranks {silent} within {timeout_s:g} s")
+        silent = [rank for rank in range(job.team.world) if rank not in found]
+        raise job.not_saved(f"nothing from ranks {silent} within {timeout_s:g} s")
     return [found[rank] for rank in range(job.team.world)]
 
 
 def _commit(job: WriteJob, reports: Sequence[dict[str, Any]]) -> int:
     """Write index, state and manifest, then the marker, and give the folder its name."""
-    temporary = job.temporary
-    files = [FileRecord.from_dict(item) for report in reports for item in report["files"]]
+    temporary, replaced = job.beside("tmp"), job.beside("old")
     documents = {**job.documents, "index.json": _json_bytes(_merge(job, reports), "index")}
+    files = [record for report in reports for record in report["files"]]
     files += [write_file(temporary / name, [data]) for name, data in documents.items()]
     for path in temporary.glob("report-*.json"):
         path.unlink()
@@ -229,65 +192,59 @@ def _commit(job: WriteJob, reports: Sequence[dict[str, Any]]) -> int:
             "torch": str(torch.__version__),
             "python": sys.version.split()[0],
         },
-        "files": [asdict(record) for record in files],
+        "files": files,
     }
     data = _json_bytes(manifest, "manifest")
     write_file(temporary / "manifest.json", [data])
-    sync_folder(temporary)
+    sync(temporary)
     write_file(temporary / MARKER, [hashlib.sha256(data).hexdigest().encode()])
-    sync_folder(temporary)
+    sync(temporary)
     # Where the step was saved before, that checkpoint is moved first; it counts until this one has its name.
     if job.path.exists():
-        rename_folder(job.path, job.replaced)
-    rename_folder(temporary, job.path)
-    remove_folder(job.replaced)
-    return sum(record.size for record in files) + len(data)
+        rename_synced(job.path, replaced)
+    rename_synced(temporary, job.path)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return sum(record["size"] for record in files) + len(data)
 
 
 def _merge(job: WriteJob, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The index of all ranks' tensors. Raises CheckpointError where parts are missing or do not fit."""
-    model: dict[str, Any] = {}
-    optimizer: dict[str, dict[str, Any]] = {}
-    tied: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
+    index: dict[str, Any] = {"model": {}, "optimizer": {}, "tied": {}, "values": {}, "groups": []}
+    entries: dict[tuple[str, str], dict[str, Any]] = {}
     for report in reports:
         for item in report["tensors"]:
-            if item["kind"] != "ranks":
-                kind = model if item["kind"] == "model" else optimizer.setdefault(item["name"], {})
-                _join(kind, item["key"] or item["name"], item["entry"], job)
-        tied |= report["tied"]
-        values |= report["values"]
+            kind, name, key, entry = (item[fact] for fact in ("kind", "name", "key", "entry"))
+            if kind == "ranks":
+                continue
+            known = entries.setdefault((name, key), entry)
+            if known is entry:
+                (index["optimizer"].setdefault(name, {}) if key else index["model"])[key or name] = entry
+                continue
+            for fact in ("dtype", "shape", "block"):
+                if known.get(fact) != entry.get(fact):
+                    raise job.not_saved(
+                        f"ranks differ on the {fact} of {key or name}: {known.get(fact)}, {entry.get(fact)}"
+                    )
+            known["parts"] += entry["parts"]
+        index["tied"] |= report["tied"]
+        index["values"] |= report["values"]
         for number, group in enumerate(report["groups"]):
-            if number == len(groups):
-                groups.append({"names": [], "options": group["options"]})
-            groups[number]["names"] = list(dict.fromkeys([*groups[number]["names"], *group["names"]]))
-    entries = list(model.items())
-    entries += [(f"{key} of {name}", entry) for name, states in optimizer.items() for key, entry in states.items()]
-    for name, entry in entries:
+            if number == len(index["groups"]):
+                index["groups"].append({"names": [], "options": group["options"]})
+            known = index["groups"][number]
+            known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
+    for (name, key), entry in entries.items():
         held, whole = sum(math.prod(sizes) for _, _, sizes in entry["parts"]), math.prod(entry["shape"])
         if held != whole:
-            raise CheckpointError(f"{job.path} was not saved: ranks hold {held} of the {whole} elements of {name}")
-    return {"model": model, "optimizer": optimizer, "tied": tied, "values": values, "groups": groups}
+            raise job.not_saved(f"ranks hold {held} of the {whole} elements of {f'{key} of {name}' if key else name}")
+    return index
 
 
-def _join(entries: dict[str, Any], name: str, entry: dict[str, Any], job: WriteJob) -> None:
-    known = entries.setdefault(name, entry)
-    if known is entry:
-        return
-    for fact in ("dtype", "shape", "block"):
-        if known.get(fact) != entry.get(fact):
-            raise CheckpointError(
-                f"{job.path} was not saved: ranks differ on the {fact} of {name}: {known.get(fact)}, {entry.get(fact)}"
-            )
-    known["parts"] += entry["parts"]
-
-
-def _await_commit(job: WriteJob, timeout_s: float) -> int:
-    """Wait until rank 0 has given the checkpoint its name; returns this rank's bytes."""
+def _await_commit(job: WriteJob, timeout_s: float) -> None:
+    """Wait until rank 0 has given the checkpoint its name."""
 
     def is_decided() -> bool:
-        return not job.temporary.exists() or job.failed.exists()
+        return not job.beside("tmp").exists() or job.beside("failed").exists()
 
     def is_committed() -> bool:
         try:
@@ -296,43 +253,35 @@ def _await_commit(job: WriteJob, timeout_s: float) -> int:
             return False
 
     if not wait_for(is_decided, timeout_s, job.team.in_a_hurry):
-        raise CheckpointError(f"{job.path} was not saved: nothing from rank 0 within {timeout_s:g} s")
-    if job.failed.exists() or not wait_for(is_committed, _RENAME_S):
-        raise CheckpointError(f"{job.path} was not saved: another rank failed")
-    return sum(len(file.header) + file.end - file.begin for file in job.files)
+        raise job.not_saved(f"nothing from rank 0 within {timeout_s:g} s")
+    if job.beside("failed").exists() or not wait_for(is_committed, _RENAME_S):
+        raise job.not_saved("another rank failed")
 
 
 def _give_up(job: WriteJob, has_reported: bool) -> None:
     """Leave nothing behind; a rank other than 0 frees what it wrote and tells rank 0 if it can."""
+    temporary, failed = job.beside("tmp"), job.beside("failed")
     try:
         if job.team.is_main:
             if job.team.world > 1:
-                job.failed.touch()
-            remove_folder(job.temporary)
-            if job.replaced.exists() and not job.path.exists():
-                rename_folder(job.replaced, job.path)
-            return
-        if job.failed.exists():
-            remove_folder(job.temporary)  # which this rank has made, behind rank 0
-            return
-        for file in job.files:
-            (job.temporary / file.name).unlink(missing_ok=True)
-        if not has_reported and job.temporary.exists():
-            report = job.temporary / f"report-{job.team.rank:05d}.json"
-            write_whole(report, _json_bytes({"error": job.error or "its files could not be written"}, "report"))
+                failed.touch()
+            shutil.rmtree(temporary, ignore_errors=True)
+            if job.beside("old").exists() and not job.path.exists():
+                rename_synced(job.beside("old"), job.path)
+        elif failed.exists():
+            shutil.rmtree(temporary, ignore_errors=True)  # which this rank has made, behind rank 0
+        else:
+            for name, *_ in job.files:
+                (temporary / name).unlink(missing_ok=True)
+            if not has_reported and temporary.exists():
+                report = {"error": job.report["error"] or "its files could not be written"}
+                write_whole(job.own_report(job.team.rank), _json_bytes(report, "report"))
     except OSError:
         return  # a silent rank is missed in time, a checkpoint that was moved is found all the same
 
 
 def _json_bytes(value: Any, what: str) -> bytes:
     try:
-        return json.dumps(value, indent=None).encode()
+        return json.dumps(value).encode()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what} must be JSON: {error}") from error
-
-
-def check_healthy(state: TrainState, healthy: bool) -> None:
-    """Raise NumericsError for a state that must not be saved."""
-    reason = refused(state.meta, healthy)
-    if reason:
-        raise NumericsError(f"not saved: {reason}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepwell.artifacts.export.container import MANIFEST, Container
-from deepwell.artifacts.export.manifest import Manifest, read_manifest
+from deepwell.artifacts.export.manifest import read_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,26 +47,20 @@ class Artifact:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def artifact_of(container: Container, manifest: Manifest) -> Artifact:
-    """The value of an open file."""
+def inspect(path: str | os.PathLike[str]) -> Artifact:
+    """What a file holds, every member compared with its hash; no model is built. Raises CheckpointError."""
+    container = Container(Path(path))
+    manifest = read_manifest(container)
     return Artifact(
         path=str(container.path),
         format="engine",
         bytes=container.num_bytes,
         sha256=container.sha256(MANIFEST),
-        model=manifest.model,
+        model=manifest.data["model"],
         formats=manifest.formats(),
-        notes=manifest.notes,
-        manifest=manifest.to_dict(),
+        notes=tuple(manifest.data["notes"]),
+        manifest=manifest.data,
     )
-
-
-def inspect(path: str | os.PathLike[str]) -> Artifact:
-    """What a file holds, every member compared with its hash; no model is built. Raises CheckpointError."""
-    container = Container(Path(path))
-    manifest = read_manifest(container)
-    container.check_hashes(manifest.members)
-    return artifact_of(container, manifest)
 
 
 def _size(num_bytes: int) -> str:

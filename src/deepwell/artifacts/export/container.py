@@ -13,12 +13,12 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+from deepwell.artifacts.plain_json import read_json
 from deepwell.errors import CheckpointError, ConfigError
 
 ALIGNMENT = 64
@@ -102,22 +102,6 @@ def _end_of_directory(members: list[Member], manifest_sha256: str) -> bytes:
 Pieces = Iterable[bytes | memoryview]
 
 
-@contextmanager
-def replaced_when_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its name when all is written and on disk, and is gone where that failed."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"path: cannot write {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 class Writer:
     """Writes members one after the other; `finish` writes the manifest, with the hashes of all others, and the end."""
 
@@ -182,94 +166,82 @@ class Container:
             self.refuse(f"{name} is missing")
         return self._view[found.offset : found.end]
 
+    def json(self, name: str) -> dict[str, Any]:
+        return read_json(bytes(self.member(name)), name, self.refuse)
+
     def sha256(self, name: str) -> str:
         return hashlib.sha256(self.member(name)).hexdigest()
 
-    def check_hashes(self, wanted: Mapping[str, tuple[int, str]]) -> None:
-        """Compare every member with what the manifest says of it."""
+    def check_hashes(self, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        """Compare every member with what the manifest says of it: "bytes" and "sha256"."""
         for name in sorted(set(wanted) - set(self.members)):
             self.refuse(f"{name} is missing")
         for name in sorted(set(self.members) - set(wanted) - {MANIFEST}):
             self.refuse(f"{name} is not in its manifest")
-        for name, (size, sha256) in wanted.items():
-            if self.members[name].size != size or self.sha256(name) != sha256:
+        for name, entry in wanted.items():
+            if self.members[name].size != entry["bytes"] or self.sha256(name) != entry["sha256"]:
                 self.refuse(f"{name} does not match its hash: the file was changed or damaged")
 
     def _read_members(self) -> dict[str, Member]:
-        members, comment = self._directory()
-        names: set[str] = set()
-        for member in members:
-            if member.name in names:
-                self.refuse(f"the member {member.name} is there twice")
-            names.add(member.name)
-            if member.name != TENSORS and member.size > MAX_TEXT_BYTES:
-                self.refuse(f"{member.name} has {member.size:,} bytes, more than the {MAX_TEXT_BYTES:,} it may have")
+        members = self._directory()
         at = 0
-        for member in members:
+        for member in members.values():
             if member.header_offset != at:
                 where = "overlaps the one before it" if member.header_offset < at else "does not follow the one before"
                 self.refuse(f"the member {member.name} {where}")
             if member.end > self.num_bytes or self._view[at : member.offset] != member.header:
                 self.refuse(f"the header of {member.name} does not agree with the directory: changed, or not ours")
             at = member.end
-        if not members or members[-1].name != MANIFEST:
+        if next(reversed(members), "") != MANIFEST:
             self.refuse(f"{MANIFEST} is missing")
-        sha256 = hashlib.sha256(self._view[members[-1].offset : members[-1].end]).hexdigest()
-        if self._view[at:] != _end_of_directory(members, sha256):
-            if comment != _COMMENT + sha256.encode("ascii"):
+        manifest = members[MANIFEST]
+        sha256 = hashlib.sha256(self._view[manifest.offset : manifest.end]).hexdigest()
+        if self._view[at:] != _end_of_directory(list(members.values()), sha256):
+            if bytes(self._view[-64:]) != sha256.encode("ascii"):
                 self.refuse(f"{MANIFEST} does not match its hash: the file was changed or damaged")
             self.refuse("its directory is not as Deepwell writes it: changed, or not ours")
-        return {member.name: member for member in members}
+        return members
 
-    def _directory(self) -> tuple[list[Member], bytes]:
-        """The members that the directory names, and the file's comment. Nothing in it is believed yet."""
+    def _directory(self) -> dict[str, Member]:
+        """The members that the directory names. Nothing in it is believed yet."""
         at = self.num_bytes - 22 - _COMMENT_BYTES
-        if at < 0 or self._view[at : at + 4] != b"PK\x05\x06":
+        end = bytes(self._view[max(at, 0) :])
+        if at < 0 or end[:4] != b"PK\x05\x06" or not end[20:].startswith(struct.pack("<H", _COMMENT_BYTES) + _COMMENT):
             self._refuse_foreign()
-        *_, count, size, start, comment_bytes = struct.unpack("<4s4H2IH", self._view[at : at + 22])
-        comment = bytes(self._view[at + 22 :])
-        if comment_bytes != _COMMENT_BYTES or not comment.startswith(_COMMENT):
-            self._refuse_foreign()
+        count, size, start = struct.unpack_from("<HII", end, 10)
         if count > len(MEMBERS):
             self.refuse(f"it has {count} members, more than the {len(MEMBERS)} that an engine can have")
         if start == _FULL:
             start = at - size - 76  # the records of a large file lie between
         if start < 0 or start + size > at:
             self.refuse("its directory lies outside the file")
-        directory = self._view[start : start + size]
-        members, position = [], 0
+        left, found = self._view[start : start + size], dict[str, Member]()
         for _ in range(count):
-            if directory[position : position + 4] != b"PK\x01\x02" or len(directory) < position + 46:
+            if left[:4] != b"PK\x01\x02" or len(left) < 46:
                 self.refuse("its directory is damaged")
-            member, length = self._entry(directory[position:])
-            members.append(member)
-            position += length
-        return members, comment
-
-    def _entry(self, entry: memoryview) -> tuple[Member, int]:
-        fields = struct.unpack("<4s6H3I5H2I", entry[:46])
-        _, _, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes, *_, offset = fields
-        raw = bytes(entry[46 : 46 + name_bytes])
-        name = raw.decode("ascii", errors="backslashreplace")
-        if name not in MEMBERS:
-            is_path = name.startswith(("/", "\\")) or ".." in name or ":" in name
-            what = "a path out of the file's own folder" if is_path else "no member of an engine"
-            self.refuse(f"the member {name[:80]!r} is {what}")
-        if method or flags & 1:
-            how = "encrypted" if flags & 1 else "compressed"
-            self.refuse(f"the member {name} is {how}; an engine's members are stored as they are")
-        extra = entry[46 + name_bytes : 46 + name_bytes + extra_bytes]
-        count = max(0, len(extra) - 4) // 8
-        numbers = list(struct.unpack(f"<{count}Q", extra[4 : 4 + 8 * count]))
-        stored, size, offset = (
-            number if number != _FULL else numbers.pop(0) if numbers else _FULL for number in (stored, size, offset)
-        )
-        if stored != size or offset + size > self.num_bytes:
-            self.refuse(
-                f"the member {name} claims {size:,} bytes, the file has {self.num_bytes:,}: cut short or changed"
-            )
-        member = Member(name=name, size=size, crc=crc, header_offset=offset)
-        return member, 46 + name_bytes + extra_bytes
+            flags, method, crc, *sizes, name_bytes, extra_bytes, offset = struct.unpack("<8x2H4x3I2H10xI", left[:46])
+            raw, extra = bytes(left[46 : 46 + name_bytes]), bytes(left[46 + name_bytes :][:extra_bytes])
+            left = left[46 + name_bytes + extra_bytes :]
+            name = raw.decode("ascii", errors="backslashreplace")
+            if name not in MEMBERS:
+                is_path = name.startswith(("/", "\\")) or ".." in name or ":" in name
+                what = "a path out of the file's own folder" if is_path else "no member of an engine"
+                self.refuse(f"the member {name[:80]!r} is {what}")
+            if method or flags & 1:
+                how = "encrypted" if flags & 1 else "compressed"
+                self.refuse(f"the member {name} is {how}; an engine's members are stored as they are")
+            large = iter(struct.unpack_from(f"<{max(0, len(extra) - 4) // 8}Q", extra, min(4, len(extra))))
+            stored, size, offset = (next(large, _FULL) if n == _FULL else n for n in (*sizes, offset))
+            if stored != size or offset + size > self.num_bytes:
+                self.refuse(
+                    f"the member {name} claims {size:,} bytes, the file has {self.num_bytes:,}: cut short or changed"
+                )
+            if name in found:
+                self.refuse(f"the member {name} is there twice")
+            if name != TENSORS and size > MAX_TEXT_BYTES:
+                self.refuse(f"{name} has {size:,} bytes, more than the {MAX_TEXT_BYTES:,} it may have")
+            found[name] = Member(name=name, size=size, crc=crc, header_offset=offset)
+        return found
 
     def _refuse_foreign(self) -> NoReturn:
         """Say what a file is that does not end as an engine does."""

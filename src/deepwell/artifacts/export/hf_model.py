@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from deepwell.artifacts.export.plain_json import Refuse
+from deepwell.artifacts.plain_json import Refuse
 
 # Implementations that transformers has itself; others are fetched from a hub.
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")

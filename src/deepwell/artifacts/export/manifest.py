@@ -2,33 +2,46 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from deepwell.artifacts.export.container import MANIFEST, Container
-from deepwell.artifacts.export.plain_json import Refuse, read_json
-from deepwell.artifacts.export.same_engine import EngineOptions, Pin
-from deepwell.artifacts.export.tensor_file import DTYPES
+from deepwell.artifacts.export.same_engine import OPTIONS, PIN
 from deepwell.artifacts.export.weights import Form, expected
+from deepwell.artifacts.plain_json import Refuse, fits, size
+from deepwell.artifacts.tensor_file import EXPORTED
 from deepwell.formats.spec import FORMATS
-from deepwell.precision.gemm_format import GEMMS, POLICY_FORMATS
 
 SCHEMA = 1
 KIND = "deepwell.engine"
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in EXPORTED.values()}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NAME = re.compile(r"[^\s\x00-\x1f\"'\\/]{1,500}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_Kind = TypeVar("_Kind")
+# In the state dict or not: "buffer" or "temporary".
+_KINDS = ("parameter", "buffer", "temporary", "constant")
+# The shape of each field, and what is said of those whose name says too little.
+_FIELDS: dict[str, Any] = {
+    "options": OPTIONS, "tensors": dict, "tied": {str: str}, "step": size, "checked": bool, "versions": {str: str},
+    "model": lambda model: isinstance(model, dict) and type(model.get("parameters", 0)) is int,
+    "device": str, "pins": [PIN], "notes": [str], "members": dict,
+}  # fmt: skip
+_WORDS = {
+    "options": "the engine's options in its manifest are", "tied": "the tied tensors in its manifest are",
+    "checked": "the step in its manifest is", "step": "the step in its manifest is",
+    "pins": "a pinned format in its manifest is",
+}  # fmt: skip
+_MEMBER = {"bytes": int, "sha256": lambda text: isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTensor:
     """One tensor of the model. `form` is None where it is stored in its own dtype; `reason` says why, if asked."""
 
-    kind: str  # "parameter", "buffer" (in the state dict), "temporary" (a buffer that is not), "constant"
+    kind: str  # of _KINDS
     dtype: torch.dtype
     shape: tuple[int, ...]
     form: Form | None = None
@@ -38,6 +51,11 @@ class ExportedTensor:
     @property
     def format(self) -> str:
         return self.form.format if self.form else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of each of its parts in the file; "" is the tensor itself."""
+        return expected(self.form, self.shape) if self.form else {"": (self.dtype, self.shape)}
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -54,69 +72,50 @@ class ExportedTensor:
 class Manifest:
     """Everything of a file that is neither the model nor a number."""
 
-    model: dict[str, Any]  # name, form, class, parameters, dtype
-    versions: dict[str, str]
-    device: str
-    step: int
-    options: EngineOptions
-    pins: tuple[Pin, ...]
+    data: dict[str, Any]  # KIND, SCHEMA and _FIELDS
     tensors: dict[str, ExportedTensor]
-    tied: dict[str, str]
-    is_checked: bool
-    notes: tuple[str, ...]
-    members: dict[str, tuple[int, str]]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "model": self.model,
-            "versions": self.versions,
-            "device": self.device,
-            "step": self.step,
-            "options": asdict(self.options),
-            "pins": [asdict(pin) for pin in self.pins],
-            "tensors": {name: entry.to_dict() for name, entry in self.tensors.items()},
-            "tied": self.tied,
-            "checked": self.is_checked,
-            "notes": list(self.notes),
-            "members": {name: {"bytes": size, "sha256": sha} for name, (size, sha) in self.members.items()},
-        }
 
     @property
     def kinds(self) -> dict[str, str]:
         """What each tensor is, by all of its names."""
         kinds = {name: entry.kind for name, entry in self.tensors.items()}
-        return kinds | {name: kinds[target] for name, target in self.tied.items()}
+        return kinds | {name: kinds[target] for name, target in self.data["tied"].items()}
 
     def formats(self) -> dict[str, dict[str, int]]:
         """How many tensors, elements and bytes each format has."""
         rows = []
         for entry in self.tensors.values():
-            parts = expected(entry.form, entry.shape).values() if entry.form else [(entry.dtype, entry.shape)]
-            size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
-            rows.append((entry.format, math.prod(entry.shape), size))
+            num_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in entry.parts.values())
+            rows.append((entry.format, math.prod(entry.shape), num_bytes))
         return dict(sorted(count_formats(rows).items(), key=lambda item: -item[1]["bytes"]))
 
 
 def count_formats(rows: Iterable[tuple[str, int, int]]) -> dict[str, dict[str, int]]:
     """Tensors, elements and bytes of each format; `rows` are (format, elements, bytes) of tensors."""
     found: dict[str, dict[str, int]] = {}
-    for name, elements, size in rows:
+    for name, elements, num_bytes in rows:
         row = found.setdefault(name, {"tensors": 0, "elements": 0, "bytes": 0})
         row["tensors"] += 1
         row["elements"] += elements
-        row["bytes"] += size
+        row["bytes"] += num_bytes
     return found
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, name, tensor) of what a model holds, by all of its names."""
+    stored = model.state_dict(keep_vars=True)
+    yield from (("parameter", *item) for item in model.named_parameters(remove_duplicate=False))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield "buffer" if name in stored else "temporary", name, buffer
 
 
 # ---- reading ----
 
 
 def read_manifest(container: Container) -> Manifest:
-    """The manifest of an open file, every field checked; the members are compared with their hashes by the caller."""
+    """The manifest of an open file: every field checked, every member compared with its hash."""
     refuse = container.refuse
-    data = read_json(bytes(container.member(MANIFEST)), MANIFEST, refuse)
+    data = container.json(MANIFEST)
     if data.get("kind") != KIND:
         refuse(f"its manifest says {str(data.get('kind'))[:60]!r}, not {KIND!r}: this is no engine")
     schema = data.get("schema")
@@ -128,92 +127,44 @@ def read_manifest(container: Container) -> Manifest:
             f"it was written as schema {schema} by Deepwell {str(made)[:20]}, this Deepwell reads up to {SCHEMA} "
             "(install a newer Deepwell)"
         )
-    read = _ManifestReader(data, refuse)
-    options = EngineOptions.from_dict(data.get("options"))
-    if options is None:
-        refuse("the engine's options in its manifest are damaged")
-    tensors = {name: read.entry(name, entry) for name, entry in read.field("tensors", dict).items()}
-    tied = read.field("tied", dict)
-    if not all(name not in tensors and target in tensors for name, target in tied.items()):
-        refuse("the tied tensors in its manifest are damaged")
-    for name in tied:
-        read.check_name(name)
-    step = data.get("step")
-    if type(step) is not int or step < 0 or not isinstance(data.get("checked"), bool):
-        refuse("the step in its manifest is damaged")
-    return Manifest(
-        model=read.field("model", dict),
-        versions=read.texts("versions"),
-        device=read.field("device", str),
-        step=step,
-        options=options,
-        pins=tuple(read.pin(pin) for pin in read.field("pins", list)),
-        tensors=tensors,
-        tied=tied,
-        is_checked=data["checked"],
-        notes=tuple(str(note) for note in read.field("notes", list)),
-        members={name: read.member(name, entry) for name, entry in read.field("members", dict).items()},
-    )
+    for name, wanted in _FIELDS.items():
+        if not fits(data.get(name), wanted):
+            refuse(f"{_WORDS.get(name, f'{name} in its manifest is')} damaged")
+    tensors = {name: _entry(name, entry, refuse) for name, entry in data["tensors"].items()}
+    for name, target in data["tied"].items():
+        if name in tensors or target not in tensors:
+            refuse(f"{_WORDS['tied']} damaged")
+        _check_name(name, refuse)
+    for name, entry in data["members"].items():
+        if not fits(entry, _MEMBER):
+            refuse(f"the hash of {name} in its manifest is damaged")
+    container.check_hashes(data["members"])
+    return Manifest(data=data, tensors=tensors)
 
 
-class _ManifestReader:
-    def __init__(self, data: Mapping[str, Any], refuse: Refuse) -> None:
-        self._data, self._refuse = data, refuse
+def _check_name(name: str, refuse: Refuse) -> None:
+    if not _NAME.fullmatch(name) or any(not part for part in name.split(".")):
+        refuse(f"the tensor name {name[:80]!r} is none")
 
-    def field(self, name: str, kind: type[_Kind]) -> _Kind:
-        value = self._data.get(name)
-        if not isinstance(value, kind):
-            self._refuse(f"{name} in its manifest is damaged")
-        return value
 
-    def texts(self, name: str) -> dict[str, str]:
-        value = self.field(name, dict)
-        if not all(isinstance(item, str) for item in value.values()):
-            self._refuse(f"{name} in its manifest is damaged")
-        return value
-
-    def check_name(self, name: str) -> None:
-        if not _NAME.fullmatch(name) or any(not part for part in name.split(".")):
-            self._refuse(f"the tensor name {name[:80]!r} is none")
-
-    def entry(self, name: str, data: Any) -> ExportedTensor:
-        self.check_name(name)
-        shape: Any = data.get("shape") if isinstance(data, dict) else None
-        is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
-        dtype = _DTYPES.get(data.get("dtype", "")) if is_shape and isinstance(data.get("dtype"), str) else None
-        kinds = ("parameter", "buffer", "temporary", "constant")
-        if dtype is None or data.get("kind") not in kinds or len(shape) > 16:
-            self._refuse(f"tensor {name} in its manifest is damaged")
-        form = None
-        if "format" in data:
-            form = self._form(name, data, tuple(shape), dtype)
-        return ExportedTensor(
-            kind=data["kind"],
-            dtype=dtype,
-            shape=tuple(shape),
-            form=form,
-            requires_grad=data.get("requires_grad") is True,
-            reason=str(data.get("reason", ""))[:500],
-        )
-
-    def _form(self, name: str, data: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> Form:
+def _entry(name: str, data: Any, refuse: Refuse) -> ExportedTensor:
+    _check_name(name, refuse)
+    facts = {key: data.get(key) for key in ("kind", "dtype", "shape")} if isinstance(data, dict) else {}
+    is_sound = fits(facts, {"kind": _KINDS, "dtype": tuple(_DTYPES), "shape": [lambda n: size(n) and n < 1 << 48]})
+    if not is_sound or len(data["shape"]) > 16:
+        refuse(f"tensor {name} in its manifest is damaged")
+    shape, dtype, form = tuple(data["shape"]), _DTYPES[data["dtype"]], None
+    if "format" in data:
         fmt, axis, by_expert = data["format"], data.get("axis"), data.get("by_expert") is True
         is_known = isinstance(fmt, str) and fmt in FORMATS and FORMATS[fmt].is_scaled
-        first = 1 if by_expert else 0
-        is_float = dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if not is_known or type(axis) is not int or not first <= axis < len(shape) or not is_float:
-            self._refuse(f"tensor {name} has format {fmt!r} along axis {axis!r}, which does not fit it")
-        return Form(format=fmt, axis=axis, by_expert=by_expert)
-
-    def pin(self, data: Any) -> Pin:
-        fields = ("path", "gemm", "format", "reason")
-        is_sound = isinstance(data, dict) and all(isinstance(data.get(name), str) for name in fields)
-        if not is_sound or data["gemm"] not in GEMMS or data["format"] not in POLICY_FORMATS:
-            self._refuse("a pinned format in its manifest is damaged")
-        return Pin(**{name: data[name] for name in fields})
-
-    def member(self, name: str, data: Any) -> tuple[int, str]:
-        is_sound = isinstance(data, dict) and type(data.get("bytes")) is int and isinstance(data.get("sha256"), str)
-        if not is_sound or not _SHA256.fullmatch(data["sha256"]):
-            self._refuse(f"the hash of {name} in its manifest is damaged")
-        return data["bytes"], data["sha256"]
+        if not is_known or type(axis) is not int or not by_expert <= axis < len(shape) or dtype not in _FLOATS:
+            refuse(f"tensor {name} has format {fmt!r} along axis {axis!r}, which does not fit it")
+        form = Form(format=fmt, axis=axis, by_expert=by_expert)
+    return ExportedTensor(
+        kind=data["kind"],
+        dtype=dtype,
+        shape=shape,
+        form=form,
+        requires_grad=data.get("requires_grad") is True,
+        reason=str(data.get("reason", ""))[:500],
+    )

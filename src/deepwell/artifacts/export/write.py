@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from deepwell import __version__
 from deepwell.artifacts.export import forms
 from deepwell.artifacts.export.artifact import Artifact, inspect
-from deepwell.artifacts.export.container import TENSORS, Writer, replaced_when_whole
+from deepwell.artifacts.export.container import TENSORS, Writer
 from deepwell.artifacts.export.graph.form import capture_call
+from deepwell.artifacts.export.graph.model import build_graph
 from deepwell.artifacts.export.hf_folder import about, export_hf
 from deepwell.artifacts.export.hf_model import generation_of, hf_form
-from deepwell.artifacts.export.manifest import ExportedTensor, Manifest
-from deepwell.artifacts.export.plain_json import json_text
-from deepwell.artifacts.export.same_engine import EngineOptions, pins_of, rebuilt
-from deepwell.artifacts.export.tensor_file import is_storable, tensor_pieces
+from deepwell.artifacts.export.manifest import KIND, SCHEMA, ExportedTensor, tensors_of
+from deepwell.artifacts.export.same_engine import options_of, pins_of, rebuilt
+from deepwell.artifacts.plain_json import json_text
+from deepwell.artifacts.tensor_file import EXPORTED, tensor_pieces
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, DeepwellError, UnsupportedError
+from deepwell.files import whole_file
 from deepwell.graph.example_inputs import ExampleInputs
 
 FORMATS = ("engine", "hf")
@@ -64,49 +66,43 @@ def check_format(name: str) -> None:
 
 
 def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
-    calls = forms.runnable(engine.deepwell.model, forms.example_calls(engine.deepwell.model, example_inputs))
-    form, constants, notes = model_form(engine.deepwell.model, calls)
-    options, pins = EngineOptions.of(engine), pins_of(engine)
-    reference = rebuilt(
-        engine.deepwell.ir,
-        engine.deepwell.policy,
-        pins,
-        options,
-        step=engine.deepwell.step,
-        is_cuda=engine.deepwell.device_type == "cuda",
-    )
+    own = engine.deepwell
+    calls = forms.runnable(own.model, forms.example_calls(own.model, example_inputs))
+    form, constants, notes = model_form(own.model, calls)
+    options, pins = options_of(engine), pins_of(engine)
+    reference = rebuilt(own.ir, own.policy, pins, options, step=own.step, is_cuda=own.device_type == "cuda")
     choice = forms.choose_forms(reference, calls if reads_head(reference) else calls[:1])
-    notes += _notes(engine, choice)
-    tensors, entries, tied = collect(engine.deepwell.model, choice, constants)
-    members: dict[str, bytes] = {
-        "model.json": json_text(form),
-        "ir.json": json_text(engine.deepwell.ir.to_dict()),
-        "policy.json": json_text(engine.deepwell.policy.to_dict()),
-    }
-    if engine.deepwell.plan is not None:
-        members["plan.json"] = json_text(engine.deepwell.plan.to_dict())
-    generation = generation_of(engine.deepwell.model) if form["form"] == "transformers" else None
+    tensors, entries, tied = collect(own.model, choice, constants)
+    members = {"model.json": form, "ir.json": own.ir.to_dict(), "policy.json": own.policy.to_dict()}
+    if own.plan is not None:
+        members["plan.json"] = own.plan.to_dict()
+    generation = generation_of(own.model) if form["form"] == "transformers" else None
     if generation is not None:
-        members["generation.json"] = json_text(generation)
-    with replaced_when_whole(target) as file:
-        writer = Writer(file)
-        writer.add(TENSORS, *tensor_pieces(tensors))
-        for name, text in members.items():
-            writer.add(name, len(text), [text])
-        manifest = Manifest(
-            model=about(engine, form),
-            versions=_versions(),
-            device=engine.deepwell.device_name,
-            step=engine.deepwell.step,
-            options=options,
-            pins=pins,
-            tensors=entries,
-            tied=tied,
-            is_checked=choice.is_checked,
-            notes=tuple(notes),
-            members={name: (int(row["bytes"]), str(row["sha256"])) for name, row in writer.hashes.items()},
-        )
-        writer.finish(json_text(manifest.to_dict()))
+        members["generation.json"] = generation
+    texts = {name: json_text(data) for name, data in members.items()}
+    manifest = {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "model": about(engine, form),
+        "versions": _versions(),
+        "device": own.device_name,
+        "step": own.step,
+        "options": options,
+        "pins": pins,
+        "tensors": {name: entry.to_dict() for name, entry in entries.items()},
+        "tied": tied,
+        "checked": choice.is_checked,
+        "notes": notes + _notes(engine, choice),
+    }
+    try:
+        with whole_file(target, synced=True) as partial, partial.open("wb") as file:
+            writer = Writer(file)
+            writer.add(TENSORS, *tensor_pieces(tensors))
+            for name, text in texts.items():
+                writer.add(name, len(text), [text])
+            writer.finish(json_text({**manifest, "members": writer.hashes}))
+    except OSError as error:
+        raise ConfigError(f"path: cannot write {target}: {error.strerror or error}") from error
     return inspect(target)
 
 
@@ -119,11 +115,11 @@ def reads_head(engine: Engine) -> bool:
 
 def check_whole(model: nn.Module) -> None:
     """Raise UnsupportedError where parameters are shards, or have no values."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for _, name, tensor in tensors_of(model):
         if type(tensor).__name__ == "DTensor" or tensor.is_meta:
             what = "a shard of a distributed tensor" if not tensor.is_meta else "on the meta device"
             raise UnsupportedError(f"{name} is {what}; export the whole model: dw.save it and export the checkpoint")
-        if not is_storable(tensor):
+        if tensor.dtype not in EXPORTED.values():
             raise UnsupportedError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold")
 
 
@@ -160,20 +156,14 @@ def _check_graphs(
     model: nn.Module, form: dict[str, Any], constants: dict[str, Tensor], calls: list[ExampleInputs]
 ) -> None:
     """Raise UnsupportedError where the graph, read again, does not compute what the model does, bit for bit."""
-    from deepwell.artifacts.export.read import build_graph
-
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
+    held = [*tensors_of(model), *(("constant", *item) for item in constants.items())]
+    kinds = {name: kind for kind, name, _ in held}
+    device = next((tensor.device for _, _, tensor in held), torch.device("cpu"))
 
     def fail(reason: str) -> Any:
         raise UnsupportedError(f"{type(model).__name__} has no form without its code: {reason}")
 
-    kinds = {name: ("parameter" if isinstance(tensor, nn.Parameter) else "buffer") for name, tensor in named.items()}
-    kinds |= dict.fromkeys(constants, "constant")
-    again = build_graph(form, kinds, {**named, **constants}, device, fail)
+    again = build_graph(form, kinds, {name: tensor for _, name, tensor in held}, device, fail)
     with forms.evaluating(model):
         for call in calls[: len(form["graphs"])]:
             if not forms.same_tree(forms.run_call(model, call), forms.run_call(again, call)):
@@ -188,16 +178,7 @@ def collect(
     entries: dict[str, ExportedTensor] = {}
     tied: dict[str, str] = {}
     seen: dict[int, str] = {}
-    stored = set(model.state_dict(keep_vars=True))
-    named: list[tuple[str, str, Tensor]] = [
-        ("parameter", *item) for item in model.named_parameters(remove_duplicate=False)
-    ]
-    named += [
-        ("buffer" if name in stored else "temporary", name, tensor)
-        for name, tensor in model.named_buffers(remove_duplicate=False)
-    ]
-    named += [("constant", name, tensor) for name, tensor in constants.items()]
-    for kind, name, tensor in named:
+    for kind, name, tensor in (*tensors_of(model), *(("constant", *item) for item in constants.items())):
         if id(tensor) in seen:
             tied[name] = seen[id(tensor)]
             continue
@@ -211,10 +192,8 @@ def collect(
             requires_grad=tensor.requires_grad,
             reason="" if packed else choice.reasons.get(name, ""),
         )
-        if packed is None:
-            tensors[name] = tensor.detach()
-        else:
-            tensors |= {f"{name}:{part}": value for part, value in packed.parts.items()}
+        parts = {f"{name}:{part}": value for part, value in packed.parts.items()} if packed else {name: tensor.detach()}
+        tensors |= parts
     return tensors, entries, tied
 
 

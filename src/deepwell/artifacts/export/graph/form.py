@@ -20,6 +20,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
 from deepwell.artifacts.export.graph.ops import ATTRIBUTES, METHODS, keys
+from deepwell.artifacts.export.manifest import tensors_of
 from deepwell.errors import UnsupportedError
 from deepwell.graph.example_inputs import ExampleInputs
 from deepwell.graph.trace import MODEL_ERRORS, dynamo_settings, quiet, shapes_forgotten
@@ -30,7 +31,7 @@ _WORDS = {"Equality": "==", "Unequality": "!=", "LessThan": "<=", "StrictLessTha
           "StrictGreaterThan": ">", "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%",
           "PythonMod": "%", "Min": "min", "Max": "max", "And": "and", "Or": "or", "Not": "not"}  # fmt: skip
 _CHECKS = ("_assert_scalar.default", "sym_constrain_range.default", "sym_constrain_range_for_size.default", "_check")
-_UNREAD = (torch._C._set_grad_enabled, torch._C._log_api_usage_once)
+_UNREAD = ("_set_grad_enabled", "_log_api_usage_once", "_exit_autocast")
 
 
 def capture_call(model: nn.Module, inputs: ExampleInputs) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -77,7 +78,7 @@ def _capture(
             for dim in range(tensor.dim()):
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
     mine = {id(tensor): fresh[name] for name, tensor in arguments.items()}
-    call = pytree.tree_map(lambda leaf: mine.get(id(leaf), leaf), (inputs.args, dict(inputs.kwargs)))
+    args, kwargs = pytree.tree_map(lambda leaf: mine.get(id(leaf), leaf), (inputs.args, dict(inputs.kwargs)))
     taken: list[tuple[fx.GraphModule, list[Any], list[Any]]] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -89,13 +90,13 @@ def _capture(
         return run
 
     with _capturing():
-        result = torch.compile(model, backend=backend, fullgraph=True)(*call[0], **call[1])
+        result = torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
     if len(taken) != 1:
         raise UnsupportedError(f"the forward is {len(taken)} graphs, not one")
     module, values, outputs = taken[0]
     names = _names(model, fresh, values)
     graph = _GraphWriter(module, names, torch.device(next((v.device for v in values if isinstance(v, Tensor)), "cpu")))
-    positions = {id(leaf): i for i, leaf in enumerate(call[0])}
+    positions = {id(leaf): i for i, leaf in enumerate(args)}
     form = {
         "arguments": [
             {"name": name, "position": positions.get(id(tensor)), "shape": graph.shape_of(name, tensor),
@@ -103,50 +104,49 @@ def _capture(
             for name, tensor in fresh.items()
         ],
         "constants": constants,
-        "sizes": {symbol: [argument, dim] for symbol, (argument, dim) in graph.sizes.items()},
+        "sizes": {symbol: list(place) for symbol, place in graph.sizes.items()},
         "conditions": graph.conditions(),
-        "tensors": graph.tensors,
+        "tensors": [name for kind, name in names if kind in ("tensor", "constant")],
         "nodes": graph.nodes,
         "outputs": graph.outputs,
-        "result": _result(result, outputs, values, graph),
+        "result": _result(result, outputs),
     }  # fmt: skip
-    held = {name: value for (kind, name), value in zip(names, values, strict=True) if kind == "constant"}
-    return form, {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    held = zip(names, values, strict=True)
+    return form, {name: value for (kind, name), value in held if kind == "constant"}
 
 
 @contextmanager
 def _capturing() -> Iterator[None]:
     """Sizes stay open, one and zero included, and nothing of this is remembered or printed."""
     settings = {**dynamo_settings(), "assume_static_by_default": True, "capture_scalar_outputs": False}
-    config: Any = fx_config
     # A size is then not taken to be other than 0 and 1, which would go into the graph unseen.
-    oblivious = {"backed_size_oblivious": True} if hasattr(config, "backed_size_oblivious") else {}
-    with torch._dynamo.config.patch(settings), config.patch(oblivious), shapes_forgotten(), torch.no_grad(), quiet():
+    oblivious = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(settings), oblivious, shapes_forgotten(), torch.no_grad(), quiet():
         yield
 
 
 def _names(model: nn.Module, arguments: Mapping[str, Tensor], values: list[Any]) -> list[tuple[str, str]]:
     """(kind, name) of each value that the graph was called with: input, tensor of the model, constant or size."""
     known: dict[int, tuple[str, str]] = {id(tensor): ("input", name) for name, tensor in arguments.items()}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            known.setdefault(id(tensor), ("tensor", name))
-    found = []
-    for number, value in enumerate(values):
-        kind = ("size", "") if not isinstance(value, Tensor) else ("constant", f"{CONSTANT}{number}")
-        found.append(known.get(id(value), kind))
-    return found
+    for _, name, tensor in tensors_of(model):
+        known.setdefault(id(tensor), ("tensor", name))
+    return [
+        known.get(id(value), ("constant", f"{CONSTANT}{number}") if isinstance(value, Tensor) else ("size", ""))
+        for number, value in enumerate(values)
+    ]
 
 
 class _GraphWriter:
     """Writes one FX graph down. Values are numbered: inputs, tensors, then nodes."""
 
     def __init__(self, module: fx.GraphModule, names: list[tuple[str, str]], device: torch.device) -> None:
-        self._device, self._number = device, dict[fx.Node, int]()
+        self._device = device
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         pairs = list(zip(placeholders, names, strict=True))
         self._inputs = {name: node for node, (kind, name) in pairs if kind == "input"}
-        self.tensors = [name for _, (kind, name) in pairs if kind in ("tensor", "constant")]
+        held = [node for node, (kind, _) in pairs if kind in ("tensor", "constant")]
+        self._number = {node: number for number, node in enumerate([*self._inputs.values(), *held])}
+        self._next = len(self._number)
         self.sizes: dict[str, tuple[str, int]] = {}
         self._environment: Any = None
         for name, node in self._inputs.items():
@@ -154,33 +154,27 @@ class _GraphWriter:
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     self.sizes.setdefault(str(size.node.expr), (name, dim))
                     self._environment = size.node.shape_env
-        self._read = {node for node in module.graph.nodes if node.op == "placeholder" and node.users}
-        self.arguments = list(self._inputs)
-        for number, name in enumerate(self.arguments):
-            self._number[self._inputs[name]] = number
-        held = [node for node, (kind, _) in pairs if kind in ("tensor", "constant")]
-        for number, node in enumerate(held, start=len(self.arguments)):
-            self._number[node] = number
-        self._next = len(self.arguments) + len(held)
         self.nodes: list[dict[str, Any]] = []
-        for node, (kind, _) in pairs:
-            if kind == "size":
-                self._size(node)
         self.outputs: list[Any] = []
+        for node, (kind, _) in pairs:
+            if kind == "size" and node.users:
+                self._size(node)
         skipped = _checks(module.graph)
         for node in module.graph.nodes:
-            if node in skipped:
-                continue
             if node.op == "output":
                 self.outputs = [self._encode(item) for item in node.args[0]]
-            elif node.op != "placeholder":
-                self._node(node)
+            elif node.op != "placeholder" and node not in skipped and not _is_unread(node):
+                args = [self._encode(item) for item in node.args]
+                self._add(node, _op_of(node), args, {name: self._encode(item) for name, item in node.kwargs.items()})
 
     def shape_of(self, name: str, tensor: Tensor) -> list[int | str]:
+        """Open sizes as symbols, those that the forward fixed as numbers."""
         if name not in self._inputs:
             return list(tensor.shape)  # the forward does not read it
-        sizes = _value(self._inputs[name]).shape
-        return [_written(size) if isinstance(size, torch.SymInt) else int(size) for size in sizes]
+        sizes = (
+            size.node.expr if isinstance(size, torch.SymInt) else size for size in _value(self._inputs[name]).shape
+        )
+        return [int(size) if isinstance(size, (int, sympy.Integer)) else str(size) for size in sizes]
 
     def conditions(self) -> list[Any]:
         """What the forward decided by open sizes, as trees."""
@@ -197,8 +191,6 @@ class _GraphWriter:
 
     def _size(self, node: fx.Node) -> None:
         """A size that Dynamo hands in by itself is read off the argument that has it."""
-        if not node.users:
-            return
         value = _value(node)
         expr = value.node.expr if isinstance(value, torch.SymInt) else None
         if str(expr) not in self.sizes:
@@ -211,36 +203,23 @@ class _GraphWriter:
         self._number[node] = self._next
         self._next += 1
 
-    def _node(self, node: fx.Node) -> None:
-        if node.target in _UNREAD or _is_lost_autocast(node):
-            return
-        args = [self._encode(item) for item in node.args]
-        kwargs = {name: self._encode(item) for name, item in node.kwargs.items()}
-        self._add(node, _op_of(node), args, kwargs)
-
     def _encode(self, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, str)):
-            return value
         if isinstance(value, fx.Node):
             if value not in self._number:
                 raise UnsupportedError(f"a value of {value.name} is read that a file cannot hold")
             return {"n": self._number[value]}
-        if isinstance(value, int):
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, slice):
             return {"slice": [self._encode(part) for part in (value.start, value.stop, value.step)]}
         if isinstance(value, (tuple, list)):
             return {"tuple" if isinstance(value, tuple) else "list": [self._encode(item) for item in value]}
-        if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device) and value.type == self._device.type:
-            return {"device": True}
-        if isinstance(value, torch.memory_format):
-            return {"memory_format": str(value).removeprefix("torch.")}
-        if value is Ellipsis:
-            return {"ellipsis": True}
+        if isinstance(value, (torch.dtype, torch.memory_format)):
+            return {type(value).__name__: str(value).removeprefix("torch.")}
+        if value is Ellipsis or (isinstance(value, torch.device) and value.type == self._device.type):
+            return {"ellipsis" if value is Ellipsis else "device": True}
         raise UnsupportedError(f"a value of type {type(value).__name__} is read that a file cannot hold")
 
 
@@ -276,18 +255,10 @@ def _checks(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _written(size: torch.SymInt) -> int | str:
-    """An open size as its symbol; one that the forward fixed as its number."""
-    expr = size.node.expr
-    return int(expr) if isinstance(expr, sympy.Integer) else str(expr)
-
-
-def _is_lost_autocast(node: fx.Node) -> bool:
-    """Leaving or entering a region without autocast: there is none around it."""
+def _is_unread(node: fx.Node) -> bool:
+    """A setting that changes nothing here; entering or leaving a region without autocast: there is none around it."""
     name = getattr(node.target, "__name__", "")
-    if name == "_exit_autocast":
-        return True
-    return name == "_enter_autocast" and len(node.args) > 2 and node.args[2] is False
+    return name in _UNREAD or (name == "_enter_autocast" and len(node.args) > 2 and node.args[2] is False)
 
 
 def _tree(expr: Any, sizes: Mapping[str, Any]) -> Any:
@@ -309,7 +280,7 @@ def _tree(expr: Any, sizes: Mapping[str, Any]) -> Any:
     raise UnsupportedError(f"the forward decides by {expr} whether to go on")
 
 
-def _result(result: Any, outputs: list[Any], values: list[Any], graph: _GraphWriter) -> Any:
+def _result(result: Any, outputs: list[Any]) -> Any:
     """What the model returns, with the graph's outputs by number."""
     places = {id(output): number for number, output in enumerate(outputs) if isinstance(output, Tensor)}
 

@@ -49,3 +49,24 @@ def read_json(text: bytes, what: str, refuse: Refuse) -> dict[str, Any]:
     if not isinstance(data, dict):
         refuse(f"{what} is a {type(data).__name__}, not an object")
     return data
+
+
+def fits(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value has a shape: a type (a bool is no int), [of each item], {str: of each value},
+    {name: of each field}, (one of these), a function that says so, or the value itself.
+    """
+    if isinstance(wanted, type):
+        return type(value) is wanted
+    if isinstance(wanted, tuple):
+        return any(fits(value, one) for one in wanted)
+    if isinstance(wanted, list):
+        return type(value) is list and all(fits(item, wanted[0]) for item in value)
+    if isinstance(wanted, dict) and type(value) is dict:
+        named = dict.fromkeys(value, wanted[str]) if str in wanted else wanted
+        return set(value) == set(named) and all(fits(value[name], one) for name, one in named.items())
+    return bool(wanted(value)) if callable(wanted) else type(value) is type(wanted) and value == wanted
+
+
+def size(value: Any) -> bool:
+    """Whether a value is a number of bytes or elements that there can be."""
+    return type(value) is int and 0 <= value < 1 << 62
