@@ -14,6 +14,7 @@ from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
+from deepwell.graph.fx import mark_changed
 from deepwell.kernels.rope.autograd import qk_norm_rope
 
 FP8 = "fp8_row|fp8_row|fp8_row"
@@ -73,16 +74,65 @@ def _one_norm(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Te
     return _rope(q, cos, sin), _rope(k, cos, sin), v.transpose(1, 2)
 
 
+# ---- one norm of all heads: q and k by columns of the weight's [H * D] and [K * D] ----
+
+
+def _rows(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    rows = F.linear(x, w)
+    return rows[..., : H * D], rows[..., H * D : (H + K) * D], rows[..., (H + K) * D :]
+
+
+def _apart(x: Tensor) -> Tensor:
+    return x.view(B, S, -1, D).transpose(1, 2)
+
+
+def _olmo2(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _rows(x, w)
+    return _rope(_apart(_norm(q, wq)), cos, sin), _rope(_apart(_norm(k, wk)), cos, sin), _apart(v)
+
+
+def _k_by_head(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _rows(x, w)
+    k = _norm(k.view(B, S, K, D), wk[:D]).transpose(1, 2)
+    return _rope(_apart(_norm(q, wq)), cos, sin), _rope(k, cos, sin), _apart(v)
+
+
+def _two_heads_together(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = _rows(x, w)
+    q = _norm(q.view(B, S, H // 2, 2 * D), wq[: 2 * D]).view(B, S, H, D).transpose(1, 2)
+    return _rope(q, cos, sin), _rope(_apart(_norm(k, wk)), cos, sin), _apart(v)
+
+
+def _written_behind_the_norm(
+    x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    q, k, v = _rows(x, w)
+    q = _apart(_norm(q, wq)).mul_(2)
+    return _rope(q, cos, sin), _rope(_apart(_norm(k, wk)), cos, sin), _apart(v)
+
+
+def _other_columns(x: Tensor, w: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    rows = F.linear(x, w)  # every second column of q's and k's
+    q, k = (rows[..., start : H * D : 2].repeat(1, 1, 2)[..., : H * D] for start in (0, 1))
+    return _rope(_apart(_norm(q, wq)), cos, sin), _rope(_apart(_norm(k[..., : K * D], wk)), cos, sin), _apart(rows)
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
-    [(_qwen3, 1), (_gemma3, 1), (_read_twice, 1), (_another_eps, 0), (_a_part_of_each_head, 0), (_one_norm, 0)],
+    [
+        *((_qwen3, 1), (_gemma3, 1), (_read_twice, 1), (_another_eps, 0), (_a_part_of_each_head, 0), (_one_norm, 0)),
+        *((_olmo2, 1), (_k_by_head, 0), (_two_heads_together, 0), (_written_behind_the_norm, 0), (_other_columns, 0)),
+    ],
 )
 def test_norm_and_rotation_of_one_linears_rows_become_one_op(run_pass, function, found) -> None:
     angle = torch.outer(torch.arange(S).float(), 10.0 ** -(torch.arange(0, D, 2).float() / D)).repeat(1, 2)
-    tensors = [torch.randn(B, S, 24), torch.randn((H + 2 * K) * D, 24) * 0.2, *(1 + torch.randn(2, D) * 0.2)]
+    is_whole = function in (_olmo2, _k_by_head, _two_heads_together, _written_behind_the_norm, _other_columns)
+    weights = [1 + torch.randn(heads * D if is_whole else D) * 0.2 for heads in (H, K)]
+    tensors = [torch.randn(B, S, 24), torch.randn((H + 2 * K) * D, 24) * 0.2, *weights]
     inputs = [t.bfloat16() for t in (*tensors, angle.cos(), angle.sin())]
 
     def rewrite(graph: Any) -> int:
+        mark_changed(graph)
         assert rewrite_rms_norm(graph) == (1 if function is _one_norm else 2)
         return rewrite_qk_norm_rope(graph)
 
@@ -93,9 +143,11 @@ def test_norm_and_rotation_of_one_linears_rows_become_one_op(run_pass, function,
         assert_no_worse_than(mine, torchs, ref)
 
 
-def test_the_ops_gradients_are_no_worse_than_torchs() -> None:
+@pytest.mark.parametrize("is_whole", [False, True], ids=["each", "whole"])
+def test_the_ops_gradients_are_no_worse_than_torchs(is_whole) -> None:
     angle = torch.outer(torch.arange(S).float(), 10.0 ** -(torch.arange(0, D, 2).float() / D)).repeat(1, 2)
-    made = [torch.randn(B, S, (H + 2 * K) * D), *(1 + torch.randn(2, D) * 0.2)]
+    weights = [1 + torch.randn(heads * D if is_whole else D) * 0.2 for heads in (H, K)]
+    made = [torch.randn(B, S, (H + 2 * K) * D), *weights]
     grads = [torch.randn(B, h, S, D).bfloat16() for h in (H, K, K)]
 
     def run(function: Callable[..., Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -104,8 +156,12 @@ def test_the_ops_gradients_are_no_worse_than_torchs() -> None:
         return torch.autograd.grad(out, leaves, [g.to(dtype) for g in grads])
 
     def by_torch(rows: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in rows.split([H * D, K * D, K * D], dim=-1))
-        return _rope(_norm(q, wq), cos, sin), _rope(_norm(k, wk), cos, sin), v
+        q, k, v = rows.split([H * D, K * D, K * D], dim=-1)
+        if is_whole:
+            q, k = _norm(q, wq), _norm(k, wk)
+        q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
+        q, k = (q, k) if is_whole else (_norm(q, wq), _norm(k, wk))
+        return _rope(q, cos, sin), _rope(k, cos, sin), v
 
     def by_op(rows: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         three = qk_norm_rope(rows, (wq, wk), cos, sin, (H, K, K), 1e-6, "llama", "half")
@@ -116,10 +172,10 @@ def test_the_ops_gradients_are_no_worse_than_torchs() -> None:
         assert_no_worse_than(*triple)
 
 
-@pytest.mark.parametrize(("model_type", "found"), [("qwen3", 1), ("gemma3_text", 1), ("olmo2", 0)])
+@pytest.mark.parametrize(("model_type", "found"), [("qwen3", 1), ("gemma3_text", 1), ("olmo2", 1), ("persimmon", 0)])
 def test_models_train_with_the_numbers_they_had(model_type, found, batch, monkeypatch) -> None:
     one_layer = {"num_hidden_layers": 1, "num_key_value_heads": 2}
-    one_layer |= {} if model_type == "olmo2" else {"layer_types": ["full_attention"]}
+    one_layer |= {} if model_type in ("olmo2", "persimmon") else {"layer_types": ["full_attention"]}
     model = zoo_models.tiny_model(model_type, **one_layer).bfloat16().eval()
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
     runs = []
@@ -145,15 +201,17 @@ def test_models_train_with_the_numbers_they_had(model_type, found, batch, monkey
 @pytest.mark.parametrize(
     ("name", "fp8"), [("", False), ("_quantize", True), ("_beside", True)], ids=["plain", "rows", "beside"]
 )
-def test_an_ops_fake_has_the_shapes_and_dtypes_of_its_result(name, fp8) -> None:
+@pytest.mark.parametrize("is_whole", [False, True], ids=["each", "whole"])
+def test_an_ops_fake_has_the_shapes_and_dtypes_of_its_result(name, fp8, is_whole) -> None:
     ops = torch.ops.deepwell
-    rows, w = torch.randn(B, S, (H + 2 * K) * D).bfloat16(), torch.randn(D).bfloat16()
+    rows = torch.randn(B, S, (H + 2 * K) * D).bfloat16()
+    w_q, w_k = (torch.randn(heads * D if is_whole else D).bfloat16() for heads in (H, K))
     tables = [torch.randn(S, D)] * 2
-    inputs = (rows, w, w, *tables, [H, K, K], 1e-6, "llama", "half")
+    inputs = (rows, w_q, w_k, *tables, [H, K, K], 1e-6, "llama", "half")
     utils = ("test_faketensor",)
     torch.library.opcheck(ops.qk_norm_rope.default, inputs, test_utils=utils)
     q, k, v, rstd_q, rstd_k = ops.qk_norm_rope(*inputs)
     backward = getattr(ops, f"qk_norm_rope_backward{name}").default
-    out = backward(q, k, v, rows, w, w, rstd_q, rstd_k, *tables, "half")
+    out = backward(q, k, v, rows, w_q, w_k, rstd_q, rstd_k, *tables, "half")
     assert any(t.dtype is torch.float8_e4m3fn for t in out) == fp8
-    torch.library.opcheck(backward, (q, k, v, rows, w, w, rstd_q, rstd_k, *tables, "half"), test_utils=utils)
+    torch.library.opcheck(backward, (q, k, v, rows, w_q, w_k, rstd_q, rstd_k, *tables, "half"), test_utils=utils)

@@ -218,7 +218,7 @@ def _fp8_options(model: nn.Module) -> BackendOptions:
         ("llama", 1, "rope_qkv_backward_rows"),
         ("mistral", 1, "rope_qkv_backward_rows"),
         ("qwen2", 1, "rope_qkv_backward_beside"),  # its bias reads the gradient in high precision
-        ("olmo2", 0, "rope"),  # norms of all heads of q and of k lie between
+        ("persimmon", 0, "rope"),  # LayerNorms of q's and k's heads lie between
         ("phi3", 1, "rope_qkv_backward_rows"),  # one linear in the model itself
         ("gpt_neox", 1, "rope_qkv_backward_beside"),  # q, k, v of a head side by side, a quarter rotated; with bias
         ("stablelm", 1, "rope_qkv_backward_rows"),  # a quarter rotated

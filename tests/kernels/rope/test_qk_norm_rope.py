@@ -24,12 +24,15 @@ def device(everywhere):
     return everywhere
 
 
-def make(shape, device, *, b=2, s=5, convention="half", weights_of=torch.bfloat16, tables_of=torch.float32):
+def make(
+    shape, device, *, b=2, s=5, convention="half", weights_of=torch.bfloat16, tables_of=torch.float32, is_whole=False
+):
     hq, hk, hv, d = shape
     heads = Heads(q=hq, k=hk, v=hv, convention=convention)
     qkv = (torch.randn(b, s, heads.total * d) * torch.exp2(torch.randn(b, s, 1))).bfloat16().to(device)
     grads = tuple(torch.randn(b, s, h, d).bfloat16().to(device) for h in (hq, hk, hv))
-    weights = tuple((1 + 0.3 * torch.randn(d)).to(weights_of).to(device) for _ in range(2))
+    widths = (hq * d, hk * d) if is_whole else (d, d)
+    weights = tuple((1 + 0.3 * torch.randn(width)).to(weights_of).to(device) for width in widths)
     angle = torch.outer(torch.arange(s).float(), 100.0 ** -(torch.arange(0, d, 2).float() / d))
     angle = angle.repeat(1, 2) if convention == "half" else angle.repeat_interleave(2, dim=1)
     return heads, qkv, grads, weights, (angle.cos().to(tables_of).to(device), angle.sin().to(tables_of).to(device))
@@ -43,8 +46,9 @@ def as_models_write_it(qkv, weights, tables, heads, width, rounding, dtype):
     high = torch.promote_types(dtype, torch.float32)
 
     def one(x, w):
+        heads_alone, x = x.shape, x if len(w) == width else x.flatten(2)
         n = x.to(high) * torch.rsqrt(x.to(high).square().mean(-1, keepdim=True) + 1e-6)
-        u = w * n.to(dtype) if rounding == "llama" else (w.to(high) * n).to(dtype)
+        u = (w * n.to(dtype) if rounding == "llama" else (w.to(high) * n).to(dtype)).view(heads_alone)
         if heads.convention == "half":
             a, b = u.chunk(2, dim=-1)
             rotated = torch.cat((-b, a), dim=-1)
@@ -75,15 +79,17 @@ def run_backward(made, grads, qkv, weights, tables, heads, options=None, config=
 
 
 @pytest.mark.parametrize(
-    ("shape", "rounding", "convention"),
+    ("shape", "rounding", "convention", "is_whole"),
     [
-        *((SHAPES[0], rounding, convention) for rounding in ("llama", "torch") for convention in CONVENTIONS),
-        *((SHAPES[1], "llama", "interleaved"), (SHAPES[1], "torch", "half"), (SHAPES[2], "llama", "half")),
+        *((SHAPES[0], rounding, convention, False) for rounding in ("llama", "torch") for convention in CONVENTIONS),
+        *((SHAPES[1], "llama", "interleaved", False), (SHAPES[1], "torch", "half", False)),
+        *((SHAPES[2], "llama", "half", False), (SHAPES[2], "torch", "half", True)),
+        *((SHAPES[0], "llama", "half", True), (SHAPES[1], "torch", "interleaved", True)),
     ],
     ids=str,
 )
-def test_both_ways_are_no_worse_than_torch(device, shape, rounding, convention):
-    heads, qkv, grads, weights, tables = make(shape, device, convention=convention)
+def test_both_ways_are_no_worse_than_torch(device, shape, rounding, convention, is_whole):
+    heads, qkv, grads, weights, tables = make(shape, device, convention=convention, is_whole=is_whole)
     norm = Q.QkNorm(rounding=rounding)
     made = Q.qk_norm_rope(qkv, weights, *tables, heads=heads, norm=norm)
     exact, exact_backward = as_models_write_it(qkv, weights, tables, heads, shape[3], rounding, torch.float64)
@@ -100,9 +106,13 @@ def test_both_ways_are_no_worse_than_torch(device, shape, rounding, convention):
         assert_no_worse_than(mine, torchs, ref)
 
 
-@pytest.mark.parametrize(("shape", "pow2"), [*((shape, True) for shape in SHAPES), (SHAPES[1], False)], ids=str)
-def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, shape, pow2):
-    heads, qkv, grads, weights, tables = make(shape, device, s=3)
+@pytest.mark.parametrize(
+    ("shape", "pow2", "is_whole"),
+    [*((shape, True, False) for shape in SHAPES), (SHAPES[1], False, False), (SHAPES[0], True, True)],
+    ids=str,
+)
+def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, shape, pow2, is_whole):
+    heads, qkv, grads, weights, tables = make(shape, device, s=3, is_whole=is_whole)
     for grad in grads:
         grad[1, 2] = 0  # a whole row of zeros has a scale of its own
     made = Q.qk_norm_rope(qkv, weights, *tables, heads=heads)
@@ -120,8 +130,9 @@ _CONFIGS = [pytest.param(c, marks=[pytest.mark.slow] if i else []) for i, c in e
 
 
 @pytest.mark.parametrize("config", _CONFIGS, ids=str)
-def test_every_config_sums_all_tokens_into_the_weights_gradients(device, config):
-    heads, qkv, grads, weights, tables = make((2, 1, 1, 16), device, b=3, s=7)
+@pytest.mark.parametrize("is_whole", [False, True], ids=["each", "whole"])
+def test_every_config_sums_all_tokens_into_the_weights_gradients(device, config, is_whole):
+    heads, qkv, grads, weights, tables = make((2, 1, 1, 16), device, b=3, s=7, is_whole=is_whole)
     made = Q.qk_norm_rope(qkv, weights, *tables, heads=heads)
     got = run_backward(made, grads, qkv, weights, tables, heads, config=config)
     again = run_backward(made, grads, qkv, weights, tables, heads, config=config)
@@ -131,8 +142,9 @@ def test_every_config_sums_all_tokens_into_the_weights_gradients(device, config)
         assert_bitwise_equal(getattr(got, name), getattr(again, name), "deterministic")
 
 
-def test_rows_that_are_columns_of_others_gradients_of_any_strides_and_tables_of_each_sequence(device):
-    heads, qkv, grads, weights, tables = make((4, 2, 2, 32), device, weights_of=torch.float32)
+@pytest.mark.parametrize("is_whole", [False, True], ids=["each", "whole"])
+def test_rows_that_are_columns_of_others_gradients_of_any_strides_and_tables_of_each_sequence(device, is_whole):
+    heads, qkv, grads, weights, tables = make((4, 2, 2, 32), device, weights_of=torch.float32, is_whole=is_whole)
     wide = torch.cat([qkv, qkv], dim=-1)[..., : qkv.shape[-1]]  # rows further apart
     swapped = tuple(g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads)  # heads before positions
     spread = tuple(table.expand(2, -1, -1).contiguous() for table in tables)
@@ -161,12 +173,27 @@ def test_nothing_to_do_and_nan(device):
     assert got.scale.isnan().nonzero().flatten().tolist() == [8]
 
 
+def test_one_norm_of_all_heads_spreads_nan_over_one_token(device):
+    heads, qkv, grads, weights, tables = make((3, 1, 1, 16), device, is_whole=True)
+    qkv[1, 3, 5] = float("nan")  # of q
+    made = Q.qk_norm_rope(qkv, weights, *tables, heads=heads)
+    assert made.q[1, 3].isnan().all() and not made.q[1, :3].isnan().any() and not made.k.isnan().any()
+    got = run_backward(made, grads, qkv, weights, tables, heads, GradOptions(fp8=E4M3))
+    assert got.dw_q.isnan().all() and not got.dw_k.isnan().any()
+    assert got.scale.isnan().nonzero().flatten().tolist() == [8]
+
+
 def test_wrong_arguments_are_named():
     heads, qkv, grads, weights, tables = make((2, 1, 1, 16), "cpu")
     with pytest.raises(ConfigError, match="rounding must be one of llama, torch"):
         Q.QkNorm(rounding="up")
     with pytest.raises(ConfigError, match="w_k must have shape"):
         Q.qk_norm_rope(qkv, (weights[0], weights[1][:8]), *tables, heads=heads)
+    with pytest.raises(ConfigError, match=r"w_k must have shape \(16,\)"):
+        Q.qk_norm_rope(qkv, (weights[0], weights[1].repeat(2)), *tables, heads=heads)
+    with pytest.raises(UnsupportedError, match="at most 4096 columns"):
+        many = Heads(q=258, k=1, v=1)
+        Q.qk_norm_rope(qkv.repeat(1, 1, 65), (weights[0].repeat(258), weights[1]), *tables, heads=many)
     with pytest.raises(UnsupportedError, match="cos has 8 columns"):
         Q.qk_norm_rope(qkv, weights, *(table[:, :8] for table in tables), heads=heads)
     with pytest.raises(UnsupportedError, match="packing"):
@@ -185,7 +212,7 @@ PLAIN = {"code_ptr": None, "scale_ptr": None}
 BOTH = {"code_ptr": E4M3}
 
 
-def compiled(kernel, shape, arch, config, *, convention="half", **constexprs):
+def compiled(kernel, shape, arch, config, *, convention="half", is_whole=False, **constexprs):
     """The kernel for tensors as models have them: bf16, but for statistics, partial sums and scales in fp32; dense."""
     hq, hk, hv, d = shape
     fp32 = {"rq_ptr", "rk_ptr", "dw_ptr", "scale_ptr"}
@@ -195,7 +222,8 @@ def compiled(kernel, shape, arch, config, *, convention="half", **constexprs):
             arguments[name] = torch.float32 if name in fp32 else torch.bfloat16
         elif name.startswith("stride"):
             arguments[name] = "i32" if name.endswith("s") else None
-    arguments |= Q.sizes(Heads(q=hq, k=hk, v=hv, convention=convention), d, num_warps=config.num_warps)
+    heads = Heads(q=hq, k=hk, v=hv, convention=convention)
+    arguments |= Q.sizes(heads, d, num_warps=config.num_warps, is_whole=is_whole)
     limit = getattr(config, "max_registers", None)
     return aot.compile_kernel(
         kernel, arguments | constexprs, arch=arch, num_warps=config.num_warps, max_registers=limit
@@ -254,6 +282,23 @@ def test_the_backward_holds_its_rows_in_registers_without_spills(arch, shape, re
     assert made.count(r"cp\.async\.\S*shared") > 0
 
 
+# OLMoE and OLMo 2 7B: a thread holds the weights of all its heads, and their gradients.
+@pytest.mark.parametrize(("arch", "shape"), [(90, (16,) * 3), (90, (32,) * 3), (100, (32,) * 3)], ids=str)
+def test_norms_of_all_heads_are_held_in_registers_without_spills(arch, shape):
+    forward = forward_of((*shape, 128), arch, is_whole=True, ROUND_FIRST=False)
+    assert forward.spill_bytes == forward.stack_bytes == 0
+    assert forward.registers <= 128
+    heads = Heads(q=shape[0], k=shape[1], v=shape[2])
+    config = Q.default_backward_config(heads, 128, is_whole=True)
+    for results in (FP8, PLAIN):
+        made, _ = backward_of((*shape, 128), arch, config, is_whole=True, **results)
+        assert made.spill_bytes == made.stack_bytes == 0
+        assert made.registers * 32 * config.num_warps * config.programs_per_sm <= 65536
+        assert (made.shared_bytes + 1024) * config.programs_per_sm <= aot.MAX_SHARED_BYTES
+        assert made.count(r"cp\.async\.\S*shared") > 0
+        assert made.count(r"[ls][dt]\.global\S*\.b(8|16)\b") == 0
+
+
 @pytest.mark.parametrize("arch", aot.ARCHS)
 def test_codes_come_from_exact_divisions(arch):
     made, _ = backward_of(MODELS[0], arch, **FP8, POW2=False)
@@ -285,7 +330,7 @@ def test_other_gpus_heads_of_any_number_and_far_rows_compile(arch):
 @pytest.mark.parametrize("arch", aot.ARCHS)
 def test_the_programs_sums_are_read_many_at_once(arch):
     arguments = {"partial_ptr": torch.float32, "dwq_ptr": torch.bfloat16, "dwk_ptr": torch.float32, "P": "i32:any"}
-    arguments |= {"D": "i32", "BLOCK_P": 256, "BLOCK_D": 8}
+    arguments |= {"NQ": "i32", "NK": "i32", "BLOCK_P": 256, "BLOCK_D": 8}
     made = aot.compile_kernel(Q._sum_kernel, arguments, arch=arch, num_warps=8)
     assert made.spill_bytes == 0
     assert made.count(r"ld\.global") >= 2

@@ -127,7 +127,7 @@ def _rotated(node: Any) -> tuple[fx.Node, str] | None:
         return None
     if len(parts) != 2 or op_of(parts[0]) != "neg":
         return None
-    first, second = _slice(parts[1]), _slice(parts[0].args[0])
+    first, second = slice_of(parts[1]), slice_of(parts[0].args[0])
     if first is None or second is None or first.source is not second.source:
         return None
     source = first.source
@@ -151,7 +151,7 @@ def _site(total: fx.Node, source: fx.Node, cos: Any, sin: Any, convention: str) 
     if heads_dim is None:
         return None
     last, x = total, source
-    part = _slice(source)
+    part = slice_of(source)
     cat = only_user(total)
     if part is not None and cat is not None and op_of(cat) == "cat" and _passes_by(cat, total, part):
         last, x = cat, part.source
@@ -173,12 +173,12 @@ def _without_casts(last: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
     return last, x
 
 
-def _passes_by(cat: fx.Node, total: fx.Node, part: "_Slice") -> bool:
+def _passes_by(cat: fx.Node, total: fx.Node, part: "Slice") -> bool:
     """Whether a cat puts the rest of a head behind its rotated columns."""
     parts = cat.args[0]
     if len(parts) != 2 or parts[0] is not total or argument(cat, "dim", 0) not in (-1, 3):
         return False
-    rest = _slice(parts[1])
+    rest = slice_of(parts[1])
     width = int(value_of(part.source).shape[-1])
     rotated = len(part.columns)
     return (
@@ -349,14 +349,14 @@ def _only_three(graph: fx.Graph, source: fx.Node, total: int) -> fx.Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slice:
+class Slice:
     """A range of the last dimension of another tensor."""
 
     source: fx.Node
     columns: range
 
 
-def _slice(node: Any) -> _Slice | None:
+def slice_of(node: Any) -> Slice | None:
     """The columns that a node takes of another: `x[..., a:b:c]`, an item of chunk, split or a merged linear."""
     if op_of(node) != "getitem":
         return None
@@ -369,10 +369,10 @@ def _slice(node: Any) -> _Slice | None:
     if widths is None or not 0 <= index < len(widths):
         return None
     start = sum(widths[:index])
-    return _Slice(source=source.args[0], columns=range(start, start + widths[index]))
+    return Slice(source=source.args[0], columns=range(start, start + widths[index]))
 
 
-def _indexed(source: Any, index: tuple[Any, ...]) -> _Slice | None:
+def _indexed(source: Any, index: tuple[Any, ...]) -> Slice | None:
     value = value_of(source)
     if value is None:
         return None
@@ -383,7 +383,7 @@ def _indexed(source: Any, index: tuple[Any, ...]) -> _Slice | None:
         return None
     if any(part is not None and not isinstance(part, int) for part in (last.start, last.stop, last.step)):
         return None
-    return _Slice(source=source, columns=range(*last.indices(int(value.shape[-1]))))
+    return Slice(source=source, columns=range(*last.indices(int(value.shape[-1]))))
 
 
 def _widths(node: fx.Node) -> list[int] | None:
@@ -411,7 +411,7 @@ def columns_of(node: Any) -> Columns | None:
     value = value_of(node)
     if value is None or value.dim() != 4:
         return None
-    part = _slice(node)  # GPT-NeoX cuts each head's q, k, v after it told the heads apart
+    part = slice_of(node)  # GPT-NeoX cuts each head's q, k, v after it told the heads apart
     inner = part.source if part is not None else node
     heads_dim, inner = (1, inner.args[0]) if swaps_heads(inner) else (2, inner)
     if op_of(inner) not in ("view", "reshape") or not isinstance(inner.args[0], fx.Node):
@@ -423,7 +423,7 @@ def columns_of(node: Any) -> Columns | None:
     columns = part.columns if part is not None else range(step)
     if columns.step != 1:
         return None
-    row = _slice(inner.args[0])
+    row = slice_of(inner.args[0])
     source, start = (row.source, row.columns) if row is not None else (inner.args[0], range(heads * step))
     if start.step != 1 or len(start) != heads * step:
         return None

@@ -1,8 +1,10 @@
-"""RMSNorm of each head of q and k, then their rotary embedding, of merged q, k, v rows in one pass each way (Qwen3).
+"""RMSNorm of q and k, then their rotary embedding, of merged q, k, v rows in one pass each way.
 
-    n = x / sqrt(mean_d x^2 + eps) for each head   u = w * round(n) ("llama") or w * n ("torch"), rounded   y = rope(u)
+    n = x / sqrt(mean x^2 + eps)                  u = w * round(n) ("llama") or w * n ("torch"), rounded   y = rope(u)
     backward   du = the transposed rotation of dy, rounded      g = du * w
-               dx = rstd * (g - n * mean_d(g * n))              dw = sum over tokens and heads of du * n
+               dx = rstd * (g - n * mean(g * n))                dw = sum of du * n over all that share w
+    The mean is over each head, whose weight [D] all heads share (Qwen3, Gemma 3), or over all heads of a token, with
+    a weight of their width (OLMo 2, OLMoE): the width of the weights says which.
     v is copied; dqkv holds dq, dk, dv where the forward found q, k, v; (q, scale) = its FP8 rows, one scale a token
 
 Numerics: fp32 inside, rounded where norm and rotation apart would round: u, y, du, dx. dw is deterministic: a program
@@ -12,10 +14,9 @@ Cost: memory bound; bytes per element of a row in bf16: forward 2 + 2, backward 
     Floors at 4.25 TB/s: 16384 tokens of 48 heads x 128: forward 95 us, backward 134 us, to FP8 110 us.
 """
 
-# ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
-
 # Shapes: B batch, S sequence, T = B * S tokens, H heads, D head width, W row width, P programs of the backward.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_shape, check_vector
-from deepwell.kernels.device.bf16_words import floats, product, rounded
 from deepwell.kernels.device.fp8 import row_scale
 from deepwell.kernels.device.triton_support import (
     cdiv,
@@ -36,24 +36,20 @@ from deepwell.kernels.device.triton_support import (
     tl,
     triton,
 )
-from deepwell.kernels.norm.rms_norm import ROUNDINGS, BackwardConfig, mean_of
+from deepwell.kernels.norm.rms_norm import ROUNDINGS, BackwardConfig
 from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope.head_tiles import (
     heads_of,
     largest_of_groups,
-    load_group,
     load_groups,
-    load_of_heads,
     load_pairs,
     load_two,
-    pairs_of,
-    rotated,
     row_of,
     store_groups,
     store_groups_codes,
-    store_of_heads,
     store_two,
 )
+from deepwell.kernels.rope.normed_tiles import head_gradients, norm_and_rotate, row_gradients, zeros_like
 from deepwell.kernels.rope.rope import (
     MAX_WIDTH,
     Heads,
@@ -67,9 +63,15 @@ from deepwell.kernels.rope.rope import (
     table_strides,
 )
 
+# Columns of q, of a norm of all heads: 40 heads of 128 with their weights' gradients spill 144 bytes.
+MAX_WHOLE = 4096
+
 
 class NormedHeads(NamedTuple):
-    """What the forward gives: q and k normed and rotated, v, each [B, S, H, D], and 1 / rms of each head, [T, H]."""
+    """What the forward gives: q and k normed and rotated, v, each [B, S, H, D], and 1 / rms of each norm.
+
+    That is [T, H], and [T, 1] of norms of all heads.
+    """
 
     q: Tensor
     k: Tensor
@@ -110,10 +112,11 @@ def qk_norm_rope_ref(
     q, k, v = heads.parts(qkv_BSW, qkv_BSW.shape[-1] // heads.total)
     out, rstds = [], []
     for x, w in ((q, weights[0]), (k, weights[1])):
-        rstd = torch.rsqrt(x.float().square().mean(-1) + norm.eps)
-        n = x.float() * rstd[..., None]
+        rows = _normed_together(x, w)
+        rstd = torch.rsqrt(rows.float().square().mean(-1) + norm.eps)
+        n = rows.float() * rstd[..., None]
         n = n.to(x.dtype).float() if norm.rounding == "llama" else n
-        out.append(rotate_ref((n * w.float()).to(x.dtype), cos, sin, heads.convention))
+        out.append(rotate_ref((n * w.float()).to(x.dtype).view(x.shape), cos, sin, heads.convention))
         rstds.append(rstd.flatten(0, 1))
     return NormedHeads(out[0], out[1], v.clone(memory_format=torch.contiguous_format), rstds[0], rstds[1])
 
@@ -131,14 +134,20 @@ def qk_norm_rope_backward_ref(
     q, k, _ = heads.parts(qkv_BSW, grads[0].shape[-1])
     found, dws = [], []
     for dy, x, w, rstd in zip(grads, (q, k), weights, rstds, strict=False):
-        du = rotate_ref(dy, *tables, heads.convention, backward=True).float()
+        du = _normed_together(rotate_ref(dy, *tables, heads.convention, backward=True), w).float()
         r = rstd.unflatten(0, x.shape[:2])[..., None]
-        n, g = x.float() * r, du * w.float()
-        found.append(((g - n * (g * n).mean(-1, keepdim=True)) * r).to(dy.dtype))
+        n, g = _normed_together(x, w).float() * r, du * w.float()
+        found.append(((g - n * (g * n).mean(-1, keepdim=True)) * r).to(dy.dtype).view(x.shape))
         dws.append((du * n).sum((0, 1, 2)).to(w.dtype))
     still = (torch.ones_like(tables[0]), torch.zeros_like(tables[1]))  # a rotation by nothing puts the rows together
     merged = rope_qkv_backward_ref((*found, grads[2]), *still, heads, options)
     return NormedHeadsGrads(*merged, *dws)
+
+
+def _normed_together(x_BSHD: Tensor, weight: Tensor) -> Tensor:
+    """Rows as long as the weight, [B, S, H, D] or [B, S, 1, H * D]."""
+    together = len(weight) // x_BSHD.shape[3]
+    return x_BSHD.reshape(*x_BSHD.shape[:2], x_BSHD.shape[2] // together, len(weight))
 
 
 # ---- configs: what the tuner may choose from ----
@@ -159,13 +168,17 @@ def default_forward_config(columns: int) -> RopeConfig:
     return RopeConfig(rows=1, num_warps=min(16, next_power_of_2(cdiv(columns, 32 * 96))))
 
 
-def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
+def default_backward_config(heads: Heads, width: int, *, is_whole: bool = False) -> BackwardConfig:
     """48 to 96 elements of a row a thread, the more the fewer heads k has: each thread takes four columns of some.
 
     16 warps of 128 registers then hold gradient, tables, weights and their gradients without a spill, 8 warps where
-    threads have eight columns in each half of a head. Not timed yet.
+    threads have eight columns in each half of a head. Not timed yet. With norms of all heads together a thread also
+    has the weights of all its heads and their gradients: 24 elements.
     """
     power = next_power_of_2
+    if is_whole:
+        num_warps = min(16, power(cdiv(heads.total * width, 32 * 24)))
+        return BackwardConfig(num_warps=num_warps, programs_per_sm=16 // num_warps, num_stages=2)
     fewest, most = (power(cdiv(heads.total * width, 32 * elements)) for elements in (96, 48))
     columns = power(heads.k) * power(width)
     num_warps = min(16, max(fewest, min(most, columns // 256)))
@@ -180,64 +193,13 @@ def default_backward_config(heads: Heads, width: int) -> BackwardConfig:
 
 
 @triton.jit
-def _mean_of_heads(x1, x2, D: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The mean over the columns of each head of two tiles, or of the one that holds all: [1, heads, 1, 1]."""
-    total = tl.sum(x1 if INTERLEAVED else x1 + x2, axis=3)
-    return mean_of(total, D, D, D & (D - 1) == 0)[:, :, :, None]
-
-
-@triton.jit
-def _weighted(x, rstd, w, DTYPE: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr):
-    """A normed tile in DTYPE."""
-    n = x * rstd
-    if ROUND_FIRST:
-        n = rounded(n, DTYPE, ASM)
-    if ROUND_FIRST and w.dtype == DTYPE:
-        return product(n, w, ASM)
-    else:
-        return rounded(floats(n, ASM) * floats(w, ASM), DTYPE, ASM)
-
-
-@triton.jit
-def _normed(
-    x1, x2, w1, w2, eps, D: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr
-):
-    """Heads normed and rounded, and 1 / rms of each; masked columns of x must be 0."""
-    DTYPE: tl.constexpr = x1.dtype
-    x1, x2 = floats(x1, ASM), floats(x2, ASM)
-    rstd = tl.rsqrt(_mean_of_heads(x1 * x1, x2 * x2, D, INTERLEAVED) + eps)
-    u1 = _weighted(x1, rstd, w1, DTYPE, ROUND_FIRST, ASM)
-    if INTERLEAVED:
-        return u1, u1, rstd
-    else:
-        return u1, _weighted(x2, rstd, w2, DTYPE, ROUND_FIRST, ASM), rstd
-
-
-@triton.jit
-def _norm_and_rotate(
-    x, h, live, w_ptr, c1, c2, s1, s2, y_row, r_row, eps, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, RUN: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Norm, rotate and store heads group by group: few of them are in registers in fp32 then."""
-    w1, w2 = load_two(w_ptr, h, 0, live, D // 2, D, PAIRS, INTERLEAVED, RUN)
-    for i in tl.static_range(0, len(x), 2):
-        start = i // 2 * h.shape[1]
-        is_live = live & (h < H - start) if i // 2 * h.shape[1] + h.shape[1] > H else live
-        u1, u2, rstd = _normed(x[i], x[i + 1], w1, w2, eps, D, INTERLEAVED, ROUND_FIRST, ASM)
-        u1, u2 = pairs_of(u1, u2, INTERLEAVED, ASM)
-        y1, y2 = rotated(u1, u2, c1, c2, s1, s2, x[i].dtype, False, INTERLEAVED, ASM)
-        store_two(y_row + start * D, h, D, is_live, y1, y2, D // 2, D, PAIRS, INTERLEAVED, RUN)
-        store_of_heads(r_row + start, h, is_live, rstd, ASM)
-
-
-@triton.jit
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, yv_ptr, rq_ptr, rk_ptr,
     T, S, stride_b, stride_s, stride_cos_b, stride_cos_s, stride_sin_b, stride_sin_s, eps,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr,
-    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr,
+    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, ROUND_FIRST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    # One program, one token with all its heads.
+    # One program, one token with all its heads. WHOLE: one norm of all heads of q, and one of k's.
     t32 = tl.program_id(0)
     t, b, s = t32.to(tl.int64), (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
     h, live = heads_of(GROUP, GROUP), tl.full([1, 1, 1, 1], True, tl.int1)
@@ -253,63 +215,14 @@ def _forward_kernel(
     row = row_of(sin_ptr, s, b, s, stride_sin_b, stride_sin_s)
     s1, s2 = load_pairs(row, h, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
     store_groups(yv_ptr + t * (HV * D), h, live, v, HV, D, PAIRS, INTERLEAVED, RUN)
-    _norm_and_rotate(
-        q, h, live, wq_ptr, c1, c2, s1, s2, yq_ptr + t * (HQ * D), rq_ptr + t * HQ, eps, HQ, D, PAIRS, INTERLEAVED, RUN,
-        ROUND_FIRST, ASM,
+    norm_and_rotate(
+        q, h, live, wq_ptr, c1, c2, s1, s2, yq_ptr + t * (HQ * D), rq_ptr + t * (1 if WHOLE else HQ), eps, HQ, D, PAIRS,
+        INTERLEAVED, RUN, WHOLE, ROUND_FIRST, ASM,
     )  # fmt: skip
-    _norm_and_rotate(
-        k, h, live, wk_ptr, c1, c2, s1, s2, yk_ptr + t * (HK * D), rk_ptr + t * HK, eps, HK, D, PAIRS, INTERLEAVED, RUN,
-        ROUND_FIRST, ASM,
+    norm_and_rotate(
+        k, h, live, wk_ptr, c1, c2, s1, s2, yk_ptr + t * (HK * D), rk_ptr + t * (1 if WHOLE else HK), eps, HK, D, PAIRS,
+        INTERLEAVED, RUN, WHOLE, ROUND_FIRST, ASM,
     )  # fmt: skip
-
-
-@triton.jit
-def _group_gradients(
-    d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, live, D: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr
-):
-    """The gradients of a group of heads before their norm, rounded, and what they add to the weight's.
-
-    `live` is None where all heads are there: one past the last is 0 * NaN where w or a table holds one.
-    """
-    DTYPE: tl.constexpr = d1.dtype
-    d1, d2 = pairs_of(d1, d2, INTERLEAVED, ASM)
-    d1, d2 = rotated(d1, d2, c1, c2, s1, s2, DTYPE, True, INTERLEAVED, ASM)
-    d1, n1 = floats(d1, ASM), floats(x1, ASM) * rstd
-    g1 = d1 * floats(w1, ASM)
-    if INTERLEAVED:
-        d2, n2, g2 = d1, n1, g1
-    else:
-        d2, n2 = floats(d2, ASM), floats(x2, ASM) * rstd
-        g2 = d2 * floats(w2, ASM)
-    mean = _mean_of_heads(g1 * n1, g2 * n2, D, INTERLEAVED)
-    y1, y2, a1, a2 = (g1 - n1 * mean) * rstd, (g2 - n2 * mean) * rstd, d1 * n1, d2 * n2
-    if live is not None:
-        y1, y2 = tl.where(live, y1, 0.0), tl.where(live, y2, 0.0)
-        a1, a2 = tl.where(live, a1, 0.0), tl.where(live, a2, 0.0)
-    y1 = rounded(y1, DTYPE, ASM)
-    if INTERLEAVED:
-        return (y1, y1), a1, a1
-    else:
-        return (y1, rounded(y2, DTYPE, ASM)), a1, a2
-
-
-@triton.jit
-def _head_gradients(
-    d_row, h, stride_h, live, x_row, r_row, w1, w2, c1, c2, s1, s2, dw1, dw2, H: tl.constexpr, D: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr, NUM_STAGES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Gradients of one token's heads before their norm, rounded, two tiles a group, and the weight's so far."""
-    found = ()
-    for start in tl.static_range(0, H, h.shape[1]):
-        d1, d2 = load_group(d_row, h, stride_h, live, start, H, D, PAIRS, INTERLEAVED, RUN)
-        x1, x2 = load_group(x_row, h, None, live, start, H, D, PAIRS, INTERLEAVED, RUN)
-        rstd = load_of_heads(r_row + start, h, H - start, ASM and NUM_STAGES == 1)
-        is_live = h < H - start if start + h.shape[1] > H else None
-        two, a1, a2 = _group_gradients(d1, d2, x1, x2, rstd, w1, w2, c1, c2, s1, s2, is_live, D, INTERLEAVED, ASM)
-        dw1 += a1
-        dw2 += a2
-        found = found + two
-    return found, dw1, dw2
 
 
 @triton.jit
@@ -319,17 +232,20 @@ def _backward_kernel(
     T, S, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_b,
     stride_s, stride_cos_b, stride_cos_s, stride_sin_b, stride_sin_s,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr,
-    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, NUM_STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr,
+    NUM_STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     # A program walks over tokens and adds up what they give to the weights' gradients, dq's before dk's.
     HALF: tl.constexpr = D // 2
     W: tl.constexpr = (HQ + HK + HV) * D
     h, live = heads_of(GROUP, GROUP), tl.full([1, 1, 1, 1], True, tl.int1)
-    wq1, wq2 = load_two(wq_ptr, h, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
-    wk1, wk2 = load_two(wk_ptr, h, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
-    dwq1 = tl.zeros([1, GROUP, 1, 2 * PAIRS if INTERLEAVED else PAIRS], dtype=tl.float32)
-    dwq2, dwk1, dwk2 = dwq1, dwq1, dwq1
+    if WHOLE:
+        wq = load_groups(wq_ptr, h, None, live, HQ, D, PAIRS, INTERLEAVED, RUN)
+        wk = load_groups(wk_ptr, h, None, live, HK, D, PAIRS, INTERLEAVED, RUN)
+    else:
+        wq = load_two(wq_ptr, h, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
+        wk = load_two(wk_ptr, h, 0, live, HALF, D, PAIRS, INTERLEAVED, RUN)
+    dwq, dwk = zeros_like(wq), zeros_like(wk)
     for token in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=NUM_STAGES):
         t32 = tl.cast(token, tl.int32)  # the interpreter's token is a plain int
         t, b, s = t32.to(tl.int64), (t32 // S).to(tl.int64), (t32 % S).to(tl.int64)
@@ -338,15 +254,25 @@ def _backward_kernel(
         row = row_of(sin_ptr, s, b, s, stride_sin_b, stride_sin_s)
         s1, s2 = load_pairs(row, h, 0, live, D, PAIRS, INTERLEAVED, RUN, ASM)
         row, x_row = row_of(dq_ptr, t, b, s, stride_qb, stride_qs), row_of(q_ptr, t, b, s, stride_b, stride_s)
-        q, dwq1, dwq2 = _head_gradients(
-            row, h, stride_qh, live, x_row, rq_ptr + t * HQ, wq1, wq2, c1, c2, s1, s2, dwq1, dwq2, HQ, D, PAIRS,
-            INTERLEAVED, RUN, NUM_STAGES, ASM,
-        )  # fmt: skip
+        if WHOLE:
+            q, dwq = row_gradients(
+                row, h, stride_qh, live, x_row, rq_ptr + t, wq, c1, c2, s1, s2, dwq, HQ, D, PAIRS, INTERLEAVED, RUN, ASM
+            )
+        else:
+            q, dwq = head_gradients(
+                row, h, stride_qh, live, x_row, rq_ptr + t * HQ, wq, c1, c2, s1, s2, dwq, HQ, D, PAIRS, INTERLEAVED,
+                RUN, NUM_STAGES, ASM,
+            )  # fmt: skip
         row, x_row = row_of(dk_ptr, t, b, s, stride_kb, stride_ks), row_of(k_ptr, t, b, s, stride_b, stride_s)
-        k, dwk1, dwk2 = _head_gradients(
-            row, h, stride_kh, live, x_row, rk_ptr + t * HK, wk1, wk2, c1, c2, s1, s2, dwk1, dwk2, HK, D, PAIRS,
-            INTERLEAVED, RUN, NUM_STAGES, ASM,
-        )  # fmt: skip
+        if WHOLE:
+            k, dwk = row_gradients(
+                row, h, stride_kh, live, x_row, rk_ptr + t, wk, c1, c2, s1, s2, dwk, HK, D, PAIRS, INTERLEAVED, RUN, ASM
+            )
+        else:
+            k, dwk = head_gradients(
+                row, h, stride_kh, live, x_row, rk_ptr + t * HK, wk, c1, c2, s1, s2, dwk, HK, D, PAIRS, INTERLEAVED,
+                RUN, NUM_STAGES, ASM,
+            )  # fmt: skip
         row = row_of(dv_ptr, t, b, s, stride_vb, stride_vs)
         v = load_groups(row, h, stride_vh, live, HV, D, PAIRS, INTERLEAVED, RUN)
         if grad_ptr is not None:
@@ -362,27 +288,32 @@ def _backward_kernel(
             store_groups_codes(row + HQ * D, h, live, k, e, HK, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
             store_groups_codes(row + (HQ + HK) * D, h, live, v, e, HV, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
             tl.store(scale_ptr + t + tl.arange(0, 1), scale)
-    out, one = dw_ptr + tl.program_id(0).to(tl.int64) * (2 * D), heads_of(1, 1)
-    dwq1, dwq2 = tl.sum(dwq1, axis=1)[:, None, :, :], tl.sum(dwq2, axis=1)[:, None, :, :]
-    dwk1, dwk2 = tl.sum(dwk1, axis=1)[:, None, :, :], tl.sum(dwk2, axis=1)[:, None, :, :]
-    store_two(out, one, 0, live, dwq1, dwq2, HALF, D, PAIRS, INTERLEAVED, RUN)
-    store_two(out + D, one, 0, live, dwk1, dwk2, HALF, D, PAIRS, INTERLEAVED, RUN)
+    out, one = dw_ptr + tl.program_id(0).to(tl.int64) * ((HQ + HK if WHOLE else 2) * D), heads_of(1, 1)
+    if WHOLE:
+        store_groups(out, h, live, dwq, HQ, D, PAIRS, INTERLEAVED, RUN)
+        store_groups(out + HQ * D, h, live, dwk, HK, D, PAIRS, INTERLEAVED, RUN)
+    else:
+        dwq1, dwq2 = tl.sum(dwq[0], axis=1)[:, None, :, :], tl.sum(dwq[1], axis=1)[:, None, :, :]
+        dwk1, dwk2 = tl.sum(dwk[0], axis=1)[:, None, :, :], tl.sum(dwk[1], axis=1)[:, None, :, :]
+        store_two(out, one, 0, live, dwq1, dwq2, HALF, D, PAIRS, INTERLEAVED, RUN)
+        store_two(out + D, one, 0, live, dwk1, dwk2, HALF, D, PAIRS, INTERLEAVED, RUN)
 
 
 @triton.jit
-def _sum_kernel(partial_ptr, dwq_ptr, dwk_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
-    # The programs' sums [P, 2, D]; the second number of a program says whose weight.
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+def _sum_kernel(partial_ptr, dwq_ptr, dwk_ptr, P, NQ, NK, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    # The programs' sums, rows of NQ + NK; the second number of a program says whose weight.
+    is_k = tl.program_id(1)
+    d, limit = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.where(is_k == 1, NK, NQ)
     total = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
     for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        place = (2 * p + tl.program_id(1))[:, None] * D + d[None, :]
-        total += tl.load(partial_ptr + place, mask=(p[:, None] < P) & (d[None, :] < D), other=0.0)
+        place = p[:, None] * (NQ + NK) + is_k * NQ + d[None, :]
+        total += tl.load(partial_ptr + place, mask=(p[:, None] < P) & (d[None, :] < limit), other=0.0)
     dw = tl.sum(total, axis=0)
-    if tl.program_id(1) == 0:
-        tl.store(dwq_ptr + d, dw.to(dwq_ptr.dtype.element_ty), mask=d < D)
+    if is_k == 0:
+        tl.store(dwq_ptr + d, dw.to(dwq_ptr.dtype.element_ty), mask=d < NQ)
     else:
-        tl.store(dwk_ptr + d, dw.to(dwk_ptr.dtype.element_ty), mask=d < D)
+        tl.store(dwk_ptr + d, dw.to(dwk_ptr.dtype.element_ty), mask=d < NK)
 
 
 # ---- public wrappers: check, allocate, launch ----
@@ -398,18 +329,19 @@ def qk_norm_rope(
     norm: QkNorm | None = None,
     config: RopeConfig | None = None,
 ) -> NormedHeads:
-    """Norm and rotate the heads of q and k of merged rows; `weights` are those of q's and k's norm, [D].
+    """Norm and rotate the heads of q and k of merged rows.
 
-    `cos` and `sin` are [S, D], [1, S, D] or [B, S, D]: whole heads are rotated. Raises ConfigError on a wrong argument,
-    UnsupportedError on heads that lie otherwise or rows that registers do not hold.
+    `weights` are those of q's and k's norm: [D], or [H * D] of one norm of all heads. `cos` and `sin` are [S, D],
+    [1, S, D] or [B, S, D]: whole heads are rotated. Raises ConfigError on a wrong argument, UnsupportedError on heads
+    that lie otherwise or rows that registers do not hold.
     """
     norm = norm or QkNorm()
-    width = _check(qkv_BSW, weights, (cos, sin), heads)
+    width, is_whole = _check(qkv_BSW, weights, (cos, sin), heads)
     b, s, w = qkv_BSW.shape
     if not runs_kernel(qkv_BSW, _forward_kernel):
         return qk_norm_rope_ref(qkv_BSW, weights, cos, sin, heads, norm)
     out = [qkv_BSW.new_empty((b, s, h, width)) for h in (heads.q, heads.k, heads.v)]
-    rstds = [qkv_BSW.new_empty((b * s, h), dtype=torch.float32) for h in (heads.q, heads.k)]
+    rstds = [qkv_BSW.new_empty((b * s, n), dtype=torch.float32) for n in norms_of(qkv_BSW, weights, heads)]
     config = config or default_forward_config(w)
     if b * s:
         with on_device(qkv_BSW):
@@ -425,7 +357,7 @@ def qk_norm_rope(
                 *_row_strides(qkv_BSW),
                 *(stride for table in (cos, sin) for stride in _strides_of(table)),
                 norm.eps,
-                **sizes(heads, width, num_warps=config.num_warps),
+                **sizes(heads, width, is_whole=is_whole, num_warps=config.num_warps),
                 ROUND_FIRST=norm.rounding == "llama",
                 ASM=runs_ptx(qkv_BSW, _forward_kernel),
                 num_warps=config.num_warps,
@@ -450,19 +382,20 @@ def qk_norm_rope_backward(
     """
     options = options or RowOptions()
     dq, heads = grads[0], heads_of_grads(grads, "blocks", convention)
-    width = _check(qkv_BSW, weights, tables, heads)
+    width, is_whole = _check(qkv_BSW, weights, tables, heads)
     b, s, w = qkv_BSW.shape
-    for name, rstd, h in (("rstd_q", rstds[0], heads.q), ("rstd_k", rstds[1], heads.k)):
-        check_shape(name, rstd, (b * s, h), qkv_BSW)
+    for name, rstd, n in zip(("rstd_q", "rstd_k"), rstds, norms_of(qkv_BSW, weights, heads), strict=True):
+        check_shape(name, rstd, (b * s, n), qkv_BSW)
     if not runs_kernel(dq, _backward_kernel):
         return qk_norm_rope_backward_ref(grads, qkv_BSW, weights, rstds, tables, heads, options)
     rows = options.empty_rows(dq, b * s, w)
     dws = [torch.empty_like(weight) for weight in weights]
     if b * s == 0:
         return NormedHeadsGrads(*rows, dws[0].zero_(), dws[1].zero_())
-    config = config or default_backward_config(heads, width)
+    config = config or default_backward_config(heads, width, is_whole=is_whole)
     num_programs = min(b * s, config.programs_per_sm * num_sms(dq))
-    partials = dq.new_empty((num_programs, 2 * width), dtype=torch.float32)
+    n_q, n_k = map(len, weights)
+    partials = dq.new_empty((num_programs, n_q + n_k), dtype=torch.float32)
     with on_device(dq):
         _backward_kernel[(num_programs,)](
             *grads,
@@ -477,7 +410,7 @@ def qk_norm_rope_backward(
             *(stride for x in grads for stride in (*_row_strides(x), None if x.stride(2) == width else x.stride(2))),
             *_row_strides(qkv_BSW),
             *(stride for table in tables for stride in _strides_of(table)),
-            **sizes(heads, width, num_warps=config.num_warps),
+            **sizes(heads, width, is_whole=is_whole, num_warps=config.num_warps),
             FP8_MAX=options.fp8_max,
             POW2=options.pow2,
             NUM_STAGES=config.num_stages,
@@ -486,11 +419,24 @@ def qk_norm_rope_backward(
             maxnreg=config.max_registers,
         )
         # Rows of one sector, and all of them on their way at once or nearly.
-        _sum_kernel[(cdiv(width, 8), 2)](partials, *dws, num_programs, width, BLOCK_P=256, BLOCK_D=8, num_warps=8)
+        grid = (cdiv(max(n_q, n_k), 8), 2)
+        _sum_kernel[grid](partials, *dws, num_programs, n_q, n_k, BLOCK_P=256, BLOCK_D=8, num_warps=8)
     return NormedHeadsGrads(*rows, *dws)
 
 
-def sizes(heads: Heads, width: int, *, num_warps: int) -> dict[str, int | bool]:
+def norms_of(qkv: Tensor, weights: tuple[Tensor, Tensor], heads: Heads) -> tuple[int, int]:
+    """How many norms a token has of q, and how many of k."""
+    width = qkv.shape[-1] // heads.total
+    return heads.q * width // len(weights[0]), heads.k * width // len(weights[1])
+
+
+def is_of_all_heads(heads: Heads, width: int, weights: Sequence[Tensor]) -> bool:
+    """Whether weights are those of one norm of all heads of q, and one of k's."""
+    of_all = [(h * width,) for h in (heads.q, heads.k)]
+    return of_all != [(width,)] * 2 and [tuple(weight.shape) for weight in weights] == of_all
+
+
+def sizes(heads: Heads, width: int, *, num_warps: int, is_whole: bool = False) -> dict[str, int | bool]:
     """The constexprs that follow from the heads and from how many threads share a token."""
     is_interleaved = heads.convention == "interleaved"
     each = (heads.q, heads.k, heads.v)
@@ -502,6 +448,7 @@ def sizes(heads: Heads, width: int, *, num_warps: int) -> dict[str, int | bool]:
         "GROUP": tiles["GROUP"],
         "RUN": tiles["RUN"],
         "INTERLEAVED": is_interleaved,
+        "WHOLE": is_whole,
     }
 
 
@@ -516,8 +463,13 @@ def _strides_of(table: Tensor) -> tuple[int | None, int]:
     return between or None, step
 
 
-def _check(qkv_BSW: Tensor, weights: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], heads: Heads) -> int:
-    """The width of a head; raises ConfigError or UnsupportedError on what the kernels do not take."""
+def _check(
+    qkv_BSW: Tensor, weights: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], heads: Heads
+) -> tuple[int, bool]:
+    """The width of a head, whether one norm is of all heads.
+
+    Raises ConfigError or UnsupportedError on what the kernels do not take.
+    """
     check_operand("qkv_BSW", qkv_BSW, 3)
     w = qkv_BSW.shape[-1]
     if w % heads.total:
@@ -530,6 +482,9 @@ def _check(qkv_BSW: Tensor, weights: tuple[Tensor, Tensor], tables: tuple[Tensor
     check_tables(*tables, qkv_BSW, width)
     if tables[0].shape[-1] != width:
         raise UnsupportedError(f"cos has {tables[0].shape[-1]} columns; norms of q and k rotate whole heads of {width}")
-    for name, weight in zip(("w_q", "w_k"), weights, strict=True):
-        check_vector(name, weight, width, qkv_BSW)
-    return width
+    is_whole = is_of_all_heads(heads, width, weights)
+    for name, weight, h in zip(("w_q", "w_k"), weights, (heads.q, heads.k), strict=True):
+        check_vector(name, weight, h * width if is_whole else width, qkv_BSW)
+    if is_whole and max(map(len, weights)) > MAX_WHOLE:
+        raise UnsupportedError(f"weights of norms of all heads have at most {MAX_WHOLE} columns")
+    return width, is_whole

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope import rope
-from deepwell.kernels.rope.qk_norm_rope import QkNorm, qk_norm_rope, qk_norm_rope_backward
+from deepwell.kernels.rope.qk_norm_rope import QkNorm, norms_of, qk_norm_rope, qk_norm_rope_backward
 from deepwell.kernels.torch_library import dense, register_op, register_rows
 
 ops = torch.ops.deepwell
@@ -92,7 +92,9 @@ def _fake_qk_norm_rope(
 ) -> tuple[Tensor, ...]:
     b, s, w = qkv.shape
     out = (qkv.new_empty((b, s, h, w // sum(heads))) for h in heads)
-    return *out, *(qkv.new_empty((b * s, h), dtype=torch.float32) for h in heads[:2])
+    q, k, v = heads
+    norms = norms_of(qkv, (w_q, w_k), rope.Heads(q=q, k=k, v=v))
+    return *out, *(qkv.new_empty((b * s, n), dtype=torch.float32) for n in norms)
 
 
 def _qk_norm_grads(written: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
