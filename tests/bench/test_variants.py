@@ -56,11 +56,12 @@ def test_what_no_word_speaks_of_stays_as_the_engine_has_it() -> None:
 
 def test_the_head_stays_in_bf16_unless_the_name_says_otherwise() -> None:
     head = {
-        name: [row.scheme for row in engine_of(name).bound.bindings if row.path == "head"]
-        for name in ("fp8", "fp8_head")
+        name: {row.gemm: row.scheme for row in engine_of(name).bound.bindings if row.path == "head"}
+        for name in ("fp8", "fp8_head", "fp8_headgrads")
     }
-    assert set(head["fp8"]) == {"bf16"}
-    assert "bf16" not in head["fp8_head"]
+    assert set(head["fp8"].values()) == {"bf16"}
+    assert "bf16" not in head["fp8_head"].values()
+    assert head["fp8_headgrads"] == head["fp8_head"] | {"fwd": "bf16"}
 
 
 def test_wbf16_leaves_weight_gradients_in_bf16() -> None:

@@ -28,6 +28,7 @@ from deepwell.precision.recipes import RECIPES
 _SCALINGS = ("row", "tensor", "1x128")
 WORDS = {
     "head": "the head in the same format",
+    "headgrads": "the head's gradients in the same format, its forward in bf16",
     "wbf16": "weight gradients in bf16",
     "e5m2": "gradients in E5M2, with one scale per tensor",
     "emulated": "operands rounded exactly, products in fp32, on any device",
@@ -105,9 +106,11 @@ class Variant:
             policy = PrecisionPolicy.recipe("fp8", forward_bf16_from=None, ends=None, **self._fp8())
         else:
             policy = PrecisionPolicy.recipe(self.base)
-        if "head" in self.words:
+        if {"head", "headgrads"} & self.words:
             options = self._fp8() if self.base == "fp8" else {}
-            policy.set_layer_precision("head", "mxfp8" if self.base.endswith(".json") else self.base, **options)
+            how = "mxfp8" if self.base.endswith(".json") else self.base
+            gemms = None if "head" in self.words else ("dgrad", "wgrad")
+            policy.set_layer_precision("head", how, gemms=gemms, **options)
         if "wbf16" in self.words:
             policy.set_default("bf16", gemms="wgrad")
         return policy
