@@ -1,10 +1,12 @@
-"""The zoo: trace every causal language model of transformers on a tiny config, and say how each was captured.
+"""The zoo: trace every causal language model of transformers on a tiny config, and say how each was captured; or run
+models of every task by an engine.
 
     python benchmarks/zoo.py                         all of them, two at a time
     python benchmarks/zoo.py --only llama,gpt2       some of them
     python benchmarks/zoo.py --json zoo.json         the table as JSON too
     python benchmarks/zoo.py --experts               how the experts of the MoE models among them run in an engine
     python benchmarks/zoo.py --engine                a loss and all gradients of each by an engine, beside eager
+    python benchmarks/zoo.py --engine --task ctc     of the models of another task; `all` for all tasks
 
 A model counts as `graph` when one graph came back, the weight of every Linear and Conv1D that the eager forward calls
 is an input of it, and running it gives what the model gives eagerly (1e-5 in fp32, the same attention and experts
@@ -21,16 +23,19 @@ rounded, each parameter's gradient is eager's up to the order of sums (1e-4 of i
 model as written whose linears round their operands one by one, by the reference quantizers, up to single values that
 fall to the other side (1e-2). Where more than linears is
 in mxfp8 (experts), and where the graph broke, a cosine above 0.9 is enough. `error` is everything else.
-Dropout is off. Weights whose gradient is zero count as those without one.
+Dropout is off. Weights whose gradient is zero count as those without one. `not run` are models that need libraries
+which are not there, or that no batch was found for. A process past `--timeout` or `--memory` is ended. `--json` is
+written after each model, and what it has of earlier runs is not run again, errors apart.
 """
 
 import argparse
-import importlib.util
+import importlib
 import inspect
 import json
 import math
 import multiprocessing
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -46,7 +51,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5
 # They hand SDPA no mask in eager mode and see later tokens; compiled, by whomever, they do not.
-UNMASKED = ("doge", "gemma4_assistant", "gemma4_unified_assistant")
+UNMASKED = ("doge", "umt5", "gemma4_assistant", "gemma4_unified_assistant")
 # Of a gradient's norm: sums in another order; and single values that MXFP8 then rounds to the other side.
 _APART = {"bf16": 1e-4, "mxfp8": 1e-2}
 
@@ -55,6 +60,7 @@ _APART = {"bf16": 1e-4, "mxfp8": 1e-2}
 class Row:
     """What became of one model."""
 
+    task: str = "causal-lm"
     model_type: str
     model_class: str
     status: str
@@ -66,14 +72,12 @@ class Row:
     notes: str = ""
 
 
-def load_zoo_models() -> Any:
+def load_zoo_models(name: str = "zoo_models") -> Any:
     """The tiny configs live with the tests, which use them too."""
-    path = ROOT / "tests" / "graph" / "zoo_models.py"
-    spec = importlib.util.spec_from_file_location("zoo_models", path)
-    assert spec is not None and spec.loader is not None, f"{path} is part of the repository"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    path = str(ROOT / "tests" / "graph")
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    return importlib.import_module(name)
 
 
 # ---- one model, in its own process ----
@@ -171,7 +175,14 @@ def named_leaves(output: Any) -> dict[str, Any]:
     return {pytree.keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
-def work(model_type: str, look: Callable[[str], Row], answer: Connection) -> None:
+def failed(name: str, reason: str, seconds: float = 0.0) -> Row:
+    """A row of what gave no answer; `name` is task/model type, or a model type alone."""
+    task, _, model_type = name.rpartition("/")
+    kind = {"task": task} if task else {}
+    return Row(**kind, model_type=model_type, model_class="", status="error", seconds=seconds, notes=reason)
+
+
+def work(name: str, look: Callable[[str], Row], answer: Connection) -> None:
     """Entry of a worker process: anything that goes wrong becomes a row, for the run must go on."""
     import transformers
 
@@ -180,10 +191,10 @@ def work(model_type: str, look: Callable[[str], Row], answer: Connection) -> Non
     os.dup2(silence, 1)  # the file descriptors, since log handlers hold the streams
     os.dup2(silence, 2)
     try:
-        row = look(model_type)
+        row = look(name)
     except BaseException as error:  # a process boundary: whatever ends this worker is its result
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        row = Row(model_type=model_type, model_class="", status="error", notes=reason)
+        row = failed(name, reason)
     answer.send(row)
     answer.close()
 
@@ -234,7 +245,7 @@ def count_experts(model_types: list[str]) -> int:
 # ---- a step by an engine ----
 
 
-def examine_engine(model_type: str) -> Row:
+def examine_engine(name: str) -> Row:
     """Loss and gradients of one step by engines in bf16 mode and mxfp8, beside those of the model as written."""
     import torch
 
@@ -243,14 +254,16 @@ def examine_engine(model_type: str) -> Row:
     from deepwell.graph.preserve import model_configs
 
     compiling.PLAIN_ON_CPU = False  # a CPU would run bf16 mode as written; the passes are the question
-    zoo = load_zoo_models()
+    task, model_type = name.split("/")
     torch.set_num_threads(1)
-    model = without_dropout(zoo.tiny_model(model_type))
+    try:
+        model, batch = load_zoo_models("zoo_tasks").tiny_model(task, model_type)
+    except (LookupError, ImportError) as error:
+        return Row(task=task, model_type=model_type, model_class="", status="not run", notes=str(error)[:300])
+    without_dropout(model)
     for config in model_configs(model) if model_type in UNMASKED else ():
         config._attn_implementation_internal = "eager"
-    tokens = torch.randint(3, zoo.VOCAB, (2, 37), generator=torch.Generator().manual_seed(0))
-    batch = zoo.example_inputs(model_type, model) or {"input_ids": tokens, "labels": tokens}
-    name, start = type(model).__name__, time.perf_counter()
+    start = time.perf_counter()
     wanted = step_of(model, model, batch)
     noise = furthest(wanted[1], step_of(model, model, batch)[1])[0]
     problems, notes = [], []
@@ -258,7 +271,7 @@ def examine_engine(model_type: str) -> Row:
         torch._dynamo.reset()
         engine = dw.compile(model, precision=precision)
         found = step_of(engine, model, batch)
-        rounded = {row.path for row in engine.deepwell.report().bindings if row.format == "mxfp8"}
+        rounded = {row.path for row in engine.deepwell.report().bindings if row.binding == "emulated"}
         linears = linears_of(model, rounded)
         if linears:
             with rounding(linears):
@@ -275,8 +288,9 @@ def examine_engine(model_type: str) -> Row:
             is_right = is_right or (gap < 0.05 and cosine > 0.9)
         problems += [] if is_right else [notes[-1]]
     return Row(
+        task=task,
         model_type=model_type,
-        model_class=name,
+        model_class=type(model).__name__,
         status="error" if problems else "exact",
         seconds=time.perf_counter() - start,
         notes="; ".join(problems or notes),
@@ -330,13 +344,16 @@ def rounding(linears: set[Any]) -> Iterator[None]:
 
 def step_of(run: Any, model: Any, batch: Any) -> tuple[float, dict[str, Any]]:
     """(loss, gradients by name) of one call."""
+    import numpy
     import torch
 
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
     out = run(**batch, **({"use_cache": False} if takes_cache else {}))
-    loss = out.loss if getattr(out, "loss", None) is not None else out.logits.float().logsumexp(-1).mean()
+    loss = load_zoo_models("zoo_tasks").loss_of(out)
     loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     # Of a weight that nothing of the loss has read a compiler gives zeros, eager mode nothing.
@@ -361,11 +378,15 @@ def cosine_of(wanted: dict[str, Any], got: dict[str, Any]) -> float:
 def without_dropout(model: Any) -> Any:
     import torch
 
-    for module in model.modules():
-        for key, value in vars(module).items():
-            if ("dropout" in key or "layerdrop" in key) and isinstance(value, float):
+    from deepwell.graph.preserve import model_configs
+
+    for module in (*model.modules(), *model_configs(model)):
+        for key, value in list(vars(module).items()):
+            if any(word in key for word in ("dropout", "layerdrop", "drop_path", "drop_prob")) and isinstance(
+                value, float
+            ):
                 setattr(module, key, 0.0)
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, (torch.nn.Dropout, torch.nn.Dropout2d)):
             module.p = 0.0
     return model.train()
 
@@ -373,8 +394,28 @@ def without_dropout(model: Any) -> Any:
 # ---- all of them ----
 
 
-def run_all(model_types: list[str], look: Callable[[str], Row], jobs: int, timeout: float, on_row: Any) -> list[Row]:
-    """Look at each model in a fork of this process, `jobs` at a time; a worker past `timeout` seconds is ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How many processes at a time, and the seconds and GB of each."""
+
+    jobs: int
+    timeout: float
+    memory: float
+
+    def broken_by(self, pid: int | None, started: float) -> str:
+        """What a process is past, or ""."""
+        if time.perf_counter() - started > self.timeout:
+            return f"no answer after {self.timeout:.0f} s"
+        try:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):  # it has just ended, or this is no Linux
+            return ""
+        taken = pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return f"it took {taken:.1f} GB" if taken > self.memory else ""
+
+
+def run_all(names: list[str], look: Callable[[str], Row], bounds: Bounds, on_row: Any) -> list[Row]:
+    """Look at each model in a fork of this process; a worker past its bounds is ended."""
     import torch
     import torch._dynamo  # imported once here, so that no fork pays for it, and edits during a run do not mix in
     import transformers  # noqa: F401
@@ -383,54 +424,47 @@ def run_all(model_types: list[str], look: Callable[[str], Row], jobs: int, timeo
 
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
-    waiting, running, rows = list(model_types), {}, []
+    waiting, running, rows = list(names), {}, []
     while waiting or running:
-        while waiting and len(running) < jobs:
-            model_type = waiting.pop(0)
+        while waiting and len(running) < bounds.jobs:
+            name = waiting.pop(0)
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(model_type, look, sender))
+            process = context.Process(target=work, args=(name, look, sender))
             process.start()
             sender.close()
-            running[receiver] = (model_type, process, time.perf_counter())
+            running[receiver] = (name, process, time.perf_counter())
         ready = wait(list(running), timeout=0.5)
-        for receiver, (model_type, process, started) in list(running.items()):
-            overdue = time.perf_counter() - started > timeout
-            if receiver not in ready and not overdue:
+        for receiver, (name, process, started) in list(running.items()):
+            broken = bounds.broken_by(process.pid, started) if receiver not in ready else ""
+            if receiver not in ready and not broken:
                 continue
-            row = receive(receiver, model_type, timeout) if receiver in ready else timed_out(model_type, timeout)
-            process.kill() if overdue else process.join()
+            row = failed(name, broken, time.perf_counter() - started) if broken else receive(receiver, name)
+            process.kill() if broken else process.join()
             receiver.close()
             del running[receiver]
             rows.append(row)
             on_row(row)
-    return sorted(rows, key=lambda row: row.model_type)
+    return sorted(rows, key=lambda row: (row.task, row.model_type))
 
 
-def receive(receiver: Connection, model_type: str, timeout: float) -> Row:
+def receive(receiver: Connection, name: str) -> Row:
     try:
         return receiver.recv()
     except EOFError:
-        return Row(model_type=model_type, model_class="", status="error", notes="the process died")
-
-
-def timed_out(model_type: str, timeout: float) -> Row:
-    return Row(
-        model_type=model_type, model_class="", status="error", seconds=timeout, notes=f"no answer after {timeout:.0f} s"
-    )
+        return failed(name, "the process died")
 
 
 def show(rows: list[Row], seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model type", "result", "way", "graphs", "nodes", "seconds", "notes", title="Causal language models")
-    colors = {"graph": "green", "exact": "green", "static": "yellow", "error": "red"}
+    table = Table("model type", "result", "way", "graphs", "nodes", "seconds", "notes", title="Models of transformers")
+    colors = {"graph": "green", "exact": "green", "static": "yellow", "not run": "yellow", "error": "red"}
     for row in rows:
         result = f"[{colors[row.status]}]{row.status}[/]"
         way = row.way + (" (values)" if row.specialized else "")
-        table.add_row(
-            row.model_type, result, way, str(row.graphs), str(row.nodes), f"{row.seconds:.1f}", row.notes[:160]
-        )
+        name = row.model_type if row.task == "causal-lm" else f"{row.task}/{row.model_type}"
+        table.add_row(name, result, way, str(row.graphs), str(row.nodes), f"{row.seconds:.1f}", row.notes[:160])
     console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(table)
     console.print(summary(rows, seconds))
@@ -438,8 +472,10 @@ def show(rows: list[Row], seconds: float) -> None:
 
 def summary(rows: list[Row], seconds: float) -> str:
     status = Counter(row.status for row in rows)
-    if status["exact"]:
-        return f"{status['exact']} of {len(rows)} exact, {status['error']} errors, {seconds:.0f} s"
+    if status["exact"] or status["not run"]:
+        run = len(rows) - status["not run"]
+        rest = f", {status['not run']} not run" if status["not run"] else ""
+        return f"{status['exact']} of {run} exact, {status['error']} errors{rest}, {seconds:.0f} s"
     ways = Counter(row.way for row in rows if row.status == "graph")
     fixed = sum(row.specialized for row in rows if row.status == "graph")
     share = 100 * status["graph"] / max(1, len(rows))
@@ -453,43 +489,66 @@ def summary(rows: list[Row], seconds: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="model types, separated by commas")
+    parser.add_argument("--task", default="causal-lm", help="with --engine: tasks, separated by commas, or all")
     parser.add_argument("--json", type=Path, help="write the rows here as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one model")
+    parser.add_argument("--memory", type=float, default=3, help="GB for one model")
     parser.add_argument("--experts", action="store_true", help="how experts run in an engine; compiles nothing")
     parser.add_argument("--engine", action="store_true", help="a loss and its gradients by an engine, beside eager")
     options = parser.parse_args()
-    known = list(load_zoo_models().model_types())
-    chosen = options.only.split(",") if options.only else known
+    only = options.only.split(",") if options.only else None
     if options.experts:
-        return count_experts(chosen)
-
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[last]}"),
-    )
+        return count_experts(only or list(load_zoo_models().model_types()))
+    if options.engine:
+        chosen, done = not_yet_run(options.task, only, options.json)
+    else:
+        chosen, done = only or list(load_zoo_models().model_types()), []
+    bounds = Bounds(jobs=options.jobs, timeout=options.timeout, memory=options.memory)
     start = time.perf_counter()
-    with Progress(*columns) as bar:
+    ran: list[Row] = []
+
+    def keep() -> None:
+        if options.json:
+            from deepwell.bench.environment import environment
+
+            rows = sorted([*done, *ran], key=lambda row: (row.task, row.model_type))
+            kept = {"environment": environment(), "summary": summary(rows, sum(row.seconds for row in rows))}
+            options.json.write_text(json.dumps({**kept, "rows": [asdict(row) for row in rows]}, indent=1))
+
+    with progress() as bar:
         task = bar.add_task("compiling" if options.engine else "tracing", total=len(chosen), last="")
 
         def report(row: Row) -> None:
             bar.update(task, advance=1, last=f"{row.model_type}: {row.status}")
             if not sys.stdout.isatty():  # a log file shows no bar
-                print(row.model_type, row.status, row.way, f"{row.seconds:.1f} s", row.notes[:200], flush=True)
+                name = f"{row.task}/{row.model_type}" if options.engine else row.model_type
+                print(name, row.status, row.way, f"{row.seconds:.1f} s", row.notes[:200], flush=True)
+            ran.append(row)
+            keep()
 
-        rows = run_all(chosen, examine_engine if options.engine else examine, options.jobs, options.timeout, report)
-    seconds = time.perf_counter() - start
-    show(rows, seconds)
-    if options.json:
-        from deepwell.bench.environment import environment
+        rows = run_all(chosen, examine_engine if options.engine else examine, bounds, report)
+    show(rows, time.perf_counter() - start)
+    keep()
+    return 0 if all(row.status in ("graph", "exact", "not run") for row in rows) else 1
 
-        kept = {"environment": environment(), "summary": summary(rows, seconds)}
-        options.json.write_text(json.dumps({**kept, "rows": [asdict(row) for row in rows]}, indent=1))
-    return 0 if all(row.status in ("graph", "exact") for row in rows) else 1
+
+def not_yet_run(tasks: str, only: list[str] | None, path: Path | None) -> tuple[list[str], list[Row]]:
+    """Models as task/type, without those that the JSON at `path` has an answer for, and the rows of these."""
+    zoo = load_zoo_models("zoo_tasks")
+    chosen = ["causal-lm", *zoo.TASKS] if tasks == "all" else tasks.split(",")
+    names = [f"{task}/{name}" for task in chosen for name in zoo.model_types(task) if only is None or name in only]
+    kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
+    done = [row for row in (Row(**row) for row in kept) if row.status != "error"]
+    known = {f"{row.task}/{row.model_type}" for row in done}
+    return [name for name in names if name not in known], done
+
+
+def progress() -> Any:
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
+    return Progress(*Progress.get_default_columns(), *columns)
 
 
 if __name__ == "__main__":

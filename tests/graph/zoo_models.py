@@ -76,6 +76,8 @@ FIELDS: tuple[tuple[int, str], ...] = (
     (64, "max_source_positions"),
 )  # fmt: skip
 SMALL: dict[str, Any] = {name: value for value, names in FIELDS for name in names.split()}
+# Of some vision and audio models lists with an entry for each stage, which stay as they are.
+BY_STAGE = ("num_attention_heads", "num_heads", "conv_dim", "patch_size", "image_size", "depth", "hidden_size")
 # What one architecture needs beyond SMALL: fields that its own checks or its forward want set together.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {
@@ -146,12 +148,12 @@ def model_types() -> dict[str, str]:
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """A config of `model_type` with every size small; of the text part where the class takes that."""
-    config = _shrunk(model_class(model_type).config_class, OVERRIDES.get(model_type, {}) | overrides)
+    config = shrunk(model_class(model_type).config_class, OVERRIDES.get(model_type, {}) | overrides)
     if (
         model_type == "gemma3n"
     ):  # its vision tower comes from a library that text needs not; a small one of the same interface
         siglip = {"vocab_size": 8, "vocab_offset": VOCAB, "rms_norm_eps": 1e-6}
-        object.__setattr__(config, "vision_config", _shrunk(_config_class("siglip_vision_model"), siglip))
+        object.__setattr__(config, "vision_config", shrunk(_config_class("siglip_vision_model"), siglip))
     return config
 
 
@@ -169,15 +171,17 @@ def model_class(model_type: str) -> Any:
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
-def _shrunk(config_class: type, overrides: dict[str, Any]) -> Any:
+def shrunk(config_class: type, overrides: dict[str, Any]) -> Any:
+    """A config of that class with every size small and these fields as given; nested configs too."""
     # A pair stands for a nested config of another type: (model type, its overrides).
-    overrides = {k: _shrunk(_config_class(v[0]), v[1]) if _is_nested_pair(v) else v for k, v in overrides.items()}
+    overrides = {k: shrunk(_config_class(v[0]), v[1]) if _is_nested_pair(v) else v for k, v in overrides.items()}
     nested = {name: value for name, value in overrides.items() if name in getattr(config_class, "sub_configs", {})}
     default = config_class(**{name: value for name, value in nested.items() if not isinstance(value, dict)})
     values = vars(default)
     # A field that the default leaves at None or 0 is a feature switched off; giving it a size would switch it on. The
     # size of a head is the exception: None means "derive it", and some models derive it in the wrong place.
     kept = {name for name, value in values.items() if value or name == "head_dim" or name.endswith("token_id")}
+    kept -= {name for name in BY_STAGE if isinstance(values.get(name), (list, tuple))}
     small = {name: value for name, value in SMALL.items() if name in kept}
     if "qk_rope_head_dim" in small and "head_dim" in small:
         small["head_dim"] = small["qk_rope_head_dim"]  # these name the rotary part so
@@ -187,9 +191,9 @@ def _shrunk(config_class: type, overrides: dict[str, Any]) -> Any:
     for name in getattr(config_class, "sub_configs", {}):
         value = values.get(name)
         if value is not None and name not in overrides:
-            small[name] = _shrunk(type(value), {})
+            small[name] = shrunk(type(value), {})
         elif isinstance(overrides.get(name), dict):
-            small[name] = _shrunk(type(value), overrides[name])
+            small[name] = shrunk(type(value), overrides[name])
     small |= _layer_kinds(values, small)
     return config_class(**(small | {k: v for k, v in overrides.items() if k not in nested or not isinstance(v, dict)}))
 
