@@ -37,7 +37,7 @@ def measured(monkeypatch) -> list:
         asked.append(shape)
         return "padded_flash"
 
-    monkeypatch.setattr(narrow_values, "_is_measured", lambda *operands: True)
+    monkeypatch.setattr(narrow_values, "is_timed", lambda *operands: True)
     monkeypatch.setattr(narrow_values, "fastest_way", fastest)
     return asked
 
@@ -104,7 +104,7 @@ def test_torchs_choice_stays_where_nothing_gains_or_nothing_is_measured(run_pass
     monkeypatch.setattr(narrow_values, "fastest_way", lambda *given: pytest.fail("asked on a CPU"))
     assert run_pass(attention, narrow_values.rewrite_narrow_values, *_mla()).found == 0
     torch._dynamo.reset()
-    monkeypatch.setattr(narrow_values, "_is_measured", lambda *operands: True)
+    monkeypatch.setattr(narrow_values, "is_timed", lambda *operands: True)
     monkeypatch.setattr(narrow_values, "fastest_way", lambda *given: "sdpa")
     assert run_pass(attention, narrow_values.rewrite_narrow_values, *_mla()).found == 0
 
@@ -129,7 +129,7 @@ def test_torchs_choice_stays_where_algorithms_are_deterministic(run_pass, measur
 )
 def test_only_what_can_be_timed_is_measured(dtype, width, is_measured) -> None:
     tensor = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(2, 4, 12, width))
-    assert narrow_values._is_measured(tensor, tensor, tensor) is is_measured
+    assert narrow_values.is_timed(tensor, tensor, tensor) is is_measured
 
 
 # ---- packed sequences ----
@@ -143,7 +143,7 @@ def _heads(batch: int = 2, heads: int = 4, kv_heads: int = 4, size: int = 12) ->
 def flexible(monkeypatch) -> list:
     """A CPU's tensors count as a GPU's, and FlexAttention as faster; the shapes that were asked for."""
     asked: list = []
-    monkeypatch.setattr(flexible_pass, "_is_measured", lambda *operands: True)
+    monkeypatch.setattr(flexible_pass, "is_timed", lambda *operands: True)
     monkeypatch.setattr(flexible_pass, "gains", lambda shape, dtype, device: asked.append(shape) or True)
     return asked
 

@@ -8,6 +8,7 @@ from deepwell.errors import UnsupportedError
 from deepwell.formats.metrics import assert_no_worse_than
 from deepwell.kernels.attention import narrow_values
 from deepwell.kernels.attention.narrow_values import SDPA, WAYS, NarrowShape, fastest_way, narrow_values_attention
+from deepwell.kernels.tune import choose
 from deepwell.kernels.tune.choose import check, known_choice, proof_of
 from deepwell.kernels.tune.problem import Problem
 
@@ -30,7 +31,7 @@ def _results(function, operands, *given):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_is_attention_written_out(way) -> None:
-    operands = SHAPE.operands("cpu", torch.float64)
+    operands = SHAPE.tensors("cpu", torch.float64)
     wanted = _results(_written, operands, 0.3)
     for mine, theirs in zip(_results(narrow_values_attention, operands, 0.3, way), wanted, strict=True):
         assert mine.shape == theirs.shape
@@ -64,7 +65,7 @@ def test_torchs_own_way_runs_where_memory_is_short(monkeypatch) -> None:
     def short(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(narrow_values, "choose", short)
+    monkeypatch.setattr(choose, "choose", short)
     assert fastest_way(SHAPE, torch.bfloat16, "cpu") == SDPA
 
 
@@ -81,7 +82,7 @@ def test_torchs_own_way_runs_where_memory_is_short(monkeypatch) -> None:
 )
 def test_each_way_is_the_reference_on_a_gpu_or_says_why_not(way, shape) -> None:
     candidate = next(c for c in narrow_values.built_in("narrow_values") if c.name == way)
-    operands = shape.operands("cuda", torch.bfloat16)
+    operands = shape.tensors("cuda", torch.bfloat16)
     proof = proof_of(candidate, Problem(op="narrow_values", precision="bf16", device="cuda:0"))
     if proof.reason.startswith("does not take"):
         pytest.skip(proof.reason)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import put_call, runs_in_kernels, width_of
 from deepwell.engine.passes.swiglu import activation_of
-from deepwell.graph.fx import SHAPE_OPS, argument, only_user, op_of, value_of
+from deepwell.graph.fx import SHAPE_OPS, argument, only_user, op_of
 from deepwell.kernels.activation.autograd import activation, bias_activation
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.norm.autograd import layer_norm
@@ -22,15 +22,11 @@ def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
     norms = activations = biases = 0
     for node in list(graph.nodes):
         if op_of(node) == "layer_norm" and _feeds_fp8(node):
-            norms += _replace_norm(graph, node)
+            norms += _replace_norm(node)
         elif activation_of(node) and _feeds_fp8(node) and runs_in_kernels(node.args[0]):
             bias = _take_bias(node)
-            with graph.inserting_before(node):
-                if bias is None:
-                    new = graph.call_function(activation, (node.args[0], activation_of(node)))
-                else:
-                    new = graph.call_function(bias_activation, (node.args[0], bias, activation_of(node)))
-            replace(node, new)
+            function, operands = (activation, ()) if bias is None else (bias_activation, (bias,))
+            put_call(node, function, (node.args[0], *operands, activation_of(node)))
             activations += 1
             biases += bias is not None
     return norms, activations, biases
@@ -39,7 +35,7 @@ def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
 def _take_bias(activation: fx.Node) -> fx.Node | None:
     """Take the bias from the FP8 linear whose product the activation alone reads; None where there is none."""
     node = activation.args[0]
-    while op_of(node) in SHAPE_OPS and only_user(node) is not None and _width(node) == _width(node.args[0]):
+    while op_of(node) in SHAPE_OPS and only_user(node) is not None and width_of(node) == width_of(node.args[0]):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not low_precision_linear or only_user(node) is None:
         return None
@@ -50,21 +46,14 @@ def _take_bias(activation: fx.Node) -> fx.Node | None:
     return bias
 
 
-def _width(node: Any) -> Any:
-    value = value_of(node)
-    return value.shape[-1] if value is not None and value.dim() else None
-
-
-def _replace_norm(graph: fx.Graph, node: fx.Node) -> bool:
+def _replace_norm(node: fx.Node) -> bool:
     x, shape = node.args[0], argument(node, "normalized_shape")
     weight, bias = argument(node, "weight"), argument(node, "bias")
     # Under autocast the result may be in another dtype.
     operands: list[Any] = [node, x, weight] if bias is None else [node, x, weight, bias]
     if len(tuple(shape)) != 1 or not runs_in_kernels(*operands):
         return False
-    with graph.inserting_before(node):
-        new = graph.call_function(layer_norm, (x, weight, bias, argument(node, "eps", 1e-5)))
-    replace(node, new)
+    put_call(node, layer_norm, (x, weight, bias, argument(node, "eps", 1e-5)))
     return True
 
 

@@ -17,6 +17,12 @@ def runs_in_kernels(*nodes: Any) -> bool:
     return len(dtypes) == 1 and dtypes <= KERNEL_DTYPES
 
 
+def width_of(node: Any) -> Any:
+    """Of the last dimension, None where there is none."""
+    value = value_of(node)
+    return value.shape[-1] if value is not None and value.dim() else None
+
+
 def scheme_of(names: Iterable[str], schemes: Mapping[str, str]) -> tuple[str, str]:
     """The path of a parameter that has a scheme and that scheme, empty where it has none."""
     paths = (name.removesuffix(".weight") for name in names)
@@ -42,6 +48,13 @@ def replace(old: fx.Node, new: fx.Node) -> None:
             new.meta.setdefault(key, old.meta[key])
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+
+
+def put_call(old: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    """Put a call of what computes the same in the place of `old`."""
+    with old.graph.inserting_before(old):
+        new = old.graph.call_function(target, args, kwargs)
+    replace(old, new)
 
 
 def in_dtype_of(old: fx.Node, new: fx.Node, x: fx.Node) -> fx.Node:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import put_call, runs_in_kernels
 from deepwell.graph.fx import arguments, op_of, value_of
 from deepwell.kernels.head.autograd import embedding
 from deepwell.kernels.head.embedding import NO_PADDING
@@ -24,13 +24,9 @@ def rewrite_embedding(graph: fx.Graph) -> int:
     count = 0
     for node in list(graph.nodes):
         found = _lookup(node)
-        if found is None:
-            continue
-        index, weight, padding_idx = found
-        with graph.inserting_before(node):
-            new = graph.call_function(embedding, (index, weight, padding_idx))
-        replace(node, new)
-        count += 1
+        if found is not None:
+            put_call(node, embedding, found)
+            count += 1
     return count
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels, scheme_of
+from deepwell.engine.passes.edit import in_dtype_of, put_call, replace, runs_in_kernels, scheme_of
 from deepwell.graph.fx import (
     GROUPED_FALLBACK,
     Writes,
@@ -114,12 +114,8 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
             continue
         x = site.node.args[0]
         with graph.inserting_before(site.node):
-            if site.offs is None:
-                how = (x, site.weight, site.is_kn, site.scheme)
-                new = graph.call_function(batched_linear, how)
-            else:
-                grouped = (x, site.weight, site.offs, site.is_kn, site.scheme)
-                new = graph.call_function(grouped_linear, grouped)
+            function, offs = (batched_linear, ()) if site.offs is None else (grouped_linear, (site.offs,))
+            new = graph.call_function(function, (x, site.weight, *offs, site.is_kn, site.scheme))
         replace(site.node, in_dtype_of(site.node, new, x))
     return blocks, list(dict.fromkeys(reasons.values()))
 
@@ -168,9 +164,7 @@ def rewrite_fallback(graph: fx.Graph) -> int:
         if parts is None or parts[2] is None:
             continue
         x, weight, offs, is_kn = parts
-        with graph.inserting_before(node):
-            new = graph.call_function(grouped_linear, (x, weight, offs, is_kn, _PLAIN))
-        replace(node, new)
+        put_call(node, grouped_linear, (x, weight, offs, is_kn, _PLAIN))
         count += 1
     return count
 
@@ -181,12 +175,8 @@ def _replace_block(graph: fx.Graph, gate_up: ExpertSite, down: ExpertSite, block
         routing = (block.order, block.weights, down.offs)
         args = (block.x, gate_up.weight, down.weight, routing, block.top_k, block.act)
         new = graph.call_function(fused_experts, args)
-        wanted = value_of(total)
-        new.meta["example_value"] = wanted.to(value_of(block.x).dtype)
-        if wanted.dtype != value_of(block.x).dtype:
-            new = graph.call_method("to", (new, wanted.dtype))
     inside = list(_between(total, {block.x, block.order, block.weights, gate_up.weight, down.weight, down.offs}))
-    replace(total, new)
+    replace(total, in_dtype_of(total, new, block.x))
     for node in inside:
         for reader in [user for user in node.users if op_of(user) == "masked_fill_" and not user.users]:
             graph.erase_node(reader)

@@ -113,18 +113,11 @@ def _fuse(graph: fx.Graph, quantize: fx.Node, producer: fx.Node, alone: Any, bes
         parts = items_of(graph, call_with_value(graph, alone if is_alone else beside, producer.args))
     if not is_alone:
         outputs[0].replace_all_uses_with(parts.pop(0))
-    _adopt(quantize, parts[:2])
+    _replace_items(quantize, parts[:2])
     for index, output in outputs.items():
         if index:
             output.replace_all_uses_with(parts[index + 1])
     return True
-
-
-def _adopt(quantize: fx.Node, parts: list[fx.Node]) -> None:
-    """Let the readers of a quantization read the fused op's codes and scales."""
-    for user in list(quantize.users):
-        assert user.target is operator.getitem, "quantize_rows returns a pair"
-        user.replace_all_uses_with(parts[user.args[1]])
 
 
 def call_with_value(graph: fx.Graph, op: Any, args: tuple[Any, ...]) -> fx.Node:
@@ -195,6 +188,7 @@ def _follows_from(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _replace_items(node: fx.Node, items: list[fx.Node]) -> None:
+    """Let the readers of a quantization read codes and scales that another op gives."""
     for user in list(node.users):
         assert user.target is operator.getitem, "codes and scales are a pair"
         user.replace_all_uses_with(items[user.args[1]])

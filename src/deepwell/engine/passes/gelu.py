@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from deepwell.engine.passes.edit import erase_unread, replace, runs_in_kernels
+from deepwell.engine.passes.edit import erase_unread, put_call, runs_in_kernels
 from deepwell.graph.fx import Writes, only_user, op_of, value_of
 from deepwell.kernels.activation.autograd import quick_gelu
 
@@ -37,12 +37,12 @@ _KNOWN: tuple[tuple[Call, Tensor], ...] = (
 def rewrite_gelu(graph: fx.Graph) -> int:
     """Replace written-out activations whose inner values nobody else reads. Returns how many."""
     writes = Writes(graph)
-    count = sum(_rewrite_at(graph, bend, writes) for bend in list(graph.nodes) if op_of(bend) in _BENDS)
+    count = sum(_rewrite_at(bend, writes) for bend in list(graph.nodes) if op_of(bend) in _BENDS)
     erase_unread(graph)  # what is left of the expressions reads x no more
     return count
 
 
-def _rewrite_at(graph: fx.Graph, bend: fx.Node, writes: Writes) -> bool:
+def _rewrite_at(bend: fx.Node, writes: Writes) -> bool:
     above = _above(bend)
     results, node = [bend], bend
     for _ in range(_REACH_DOWN):
@@ -55,9 +55,7 @@ def _rewrite_at(graph: fx.Graph, bend: fx.Node, writes: Writes) -> bool:
         for x in above:
             call = _recognised(x, result) if not writes.while_read(x, result) else None
             if call is not None and runs_in_kernels(x) and _same_type(x, result):
-                with graph.inserting_before(result):
-                    new = graph.call_function(call[0], (x,), call[1])
-                replace(result, new)
+                put_call(result, call[0], (x,), call[1])
                 return True
     return False
 

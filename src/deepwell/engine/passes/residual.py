@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import replace, runs_in_kernels, width_of
 from deepwell.engine.passes.fuse_quantize import VIEWS
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
 from deepwell.graph.fx import PURE, SHAPE_OPS, Writes, arguments, op_of, value_of, written_by
@@ -45,15 +45,10 @@ def rewrite_residual_norm(graph: fx.Graph) -> int:
 def _behind_views(node: Any) -> tuple[Any, list[fx.Node]]:
     """The tensor whose rows a norm normalises, and the views of it on the way there, the last one first."""
     views = []
-    while op_of(node) in SHAPE_OPS and _width(node) is not None and _width(node) == _width(node.args[0]):
+    while op_of(node) in SHAPE_OPS and width_of(node) is not None and width_of(node) == width_of(node.args[0]):
         views.append(node)
         node = node.args[0]
     return node, views
-
-
-def _width(node: Any) -> Any:
-    value = value_of(node)
-    return value.shape[-1] if value is not None and value.dim() else None
 
 
 def _is_sum_of_two(node: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import put_call, runs_in_kernels
 from deepwell.graph.fx import (
     Writes,
     argument,
@@ -34,22 +34,19 @@ def rewrite_rms_norm(graph: fx.Graph) -> int:
     writes = Writes(graph)
     for node in list(graph.nodes):
         if op_of(node) == "rms_norm":
-            count += _from_function(graph, node)
+            count += _from_function(node)
         elif op_of(node) == "rsqrt":
-            count += _from_pattern(graph, node, writes)
+            count += _from_pattern(node, writes)
     return count
 
 
-def _from_function(graph: fx.Graph, node: fx.Node) -> bool:
+def _from_function(node: fx.Node) -> bool:
     x, shape = node.args[0], argument(node, "normalized_shape")
     weight, eps = argument(node, "weight"), argument(node, "eps")
     if weight is None or not runs_in_kernels(x) or not runs_in_kernels(weight) or len(tuple(shape)) != 1:
         return False
-    if not _same_dtype(node, x):  # under autocast
-        return False
     eps = _own_eps(value_of(x).dtype, value_of(x).device.type) if eps is None else eps
-    _insert(graph, node, x, weight, eps, "torch")
-    return True
+    return _put_norm(node, x, weight, eps, "torch")
 
 
 @lru_cache(maxsize=16)
@@ -65,7 +62,7 @@ def _own_eps(dtype: torch.dtype, device: str) -> float:
     return min(known, key=lambda eps: abs(y - size * (size**2 + eps) ** -0.5))
 
 
-def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
+def _from_pattern(rsqrt: fx.Node, writes: Writes) -> bool:
     found = _match_mean_square(rsqrt.args[0])
     scaled = only_user(rsqrt)
     if found is None or scaled is None or op_of(scaled) != "mul":
@@ -84,13 +81,13 @@ def _from_pattern(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> bool:
         product = only_user(last)
         if product is None or not multiplies(product, last) or not _is_weight(other_operand(product, last), x):
             return False
-        return _finish(graph, product, x, other_operand(product, last), eps, "llama")
+        return _put_norm(product, x, other_operand(product, last), eps, "llama")
     if multiplies(last, scaled) and _is_weight(skip_widening(other_operand(last, scaled)), x):
         weight = skip_widening(other_operand(last, scaled))
         cast = only_user(last)
         if cast is not None and op_of(cast) == "to" and _same_dtype(cast, x):
-            return _finish(graph, cast, x, weight, eps, "torch")
-        return _finish(graph, last, x, weight, eps, "torch") if _same_dtype(last, x) else False
+            return _put_norm(cast, x, weight, eps, "torch")
+        return _put_norm(last, x, weight, eps, "torch")
     return False
 
 
@@ -122,14 +119,8 @@ def _same_dtype(node: fx.Node, x: fx.Node) -> bool:
     return ours is not None and theirs is not None and ours.dtype == theirs.dtype
 
 
-def _finish(graph: fx.Graph, last: fx.Node, x: fx.Node, weight: fx.Node, eps: float, rounding: str) -> bool:
-    if not _same_dtype(last, x):
+def _put_norm(last: fx.Node, x: fx.Node, weight: fx.Node, eps: float, rounding: str) -> bool:
+    if not _same_dtype(last, x):  # under autocast
         return False
-    _insert(graph, last, x, weight, eps, rounding)
+    put_call(last, rms_norm, (x, weight, eps, rounding))
     return True
-
-
-def _insert(graph: fx.Graph, last: fx.Node, x: fx.Node, weight: fx.Node, eps: float, rounding: str) -> None:
-    with graph.inserting_before(last):
-        new = graph.call_function(rms_norm, (x, weight, eps, rounding))
-    replace(last, new)

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import put_call, runs_in_kernels
 from deepwell.graph.fx import Writes, argument, multiplies, only_user, op_of, other_operand, value_of
 from deepwell.kernels.activation.autograd import quick_gelu, swiglu, swiglu_packed
 from deepwell.kernels.gemm.linear import split_columns
@@ -22,13 +22,8 @@ def rewrite_swiglu(graph: fx.Graph) -> int:
             continue
         if not runs_in_kernels(gate, up) or value_of(gate).shape != value_of(up).shape or not value_of(gate).dim():
             continue
-        with graph.inserting_before(product):
-            packed = _packed(gate, up)
-            if packed is not None:
-                new = graph.call_function(swiglu_packed, (packed, act))
-            else:
-                new = graph.call_function(swiglu, (gate, up, act))
-        replace(product, new)
+        packed = _packed(gate, up)
+        put_call(product, *((swiglu, (gate, up, act)) if packed is None else (swiglu_packed, (packed, act))))
         count += 1
     return count
 

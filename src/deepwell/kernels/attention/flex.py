@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from deepwell.kernels.attention.flash import NO_WINDOW
-from deepwell.kernels.attention.proof import case_of, in_units
+from deepwell.kernels.attention.proof import AttentionShape, case_of, in_units
 from deepwell.kernels.tune.cache import cache_of
 from deepwell.kernels.tune.candidate import Candidate, Choice
 from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
@@ -135,25 +135,16 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlexShape:
+class FlexShape(AttentionShape):
     """One attention: its sizes, its window and cap, and whether it has documents."""
 
-    B: int
-    H: int
-    G: int
-    S: int
-    D: int
-    V: int
     window: int = NO_WINDOW
     cap: float = NO_CAP
     has_documents: bool = False
 
     def operands(self, device: str, dtype: torch.dtype, lengths: int = 0) -> tuple[Any, ...]:
         """q, k, v, documents (one a sequence, or of some `lengths`), the mask that is written out, and dout."""
-        generator = torch.Generator(device).manual_seed(0)
-        sizes = ((self.H, self.D), (self.G, self.D), (self.G, self.V), (self.H, self.V))
-        made = (torch.randn(self.B, self.S, *size, generator=generator, device=device, dtype=dtype) for size in sizes)
-        q, k, v, dout = (tensor.transpose(1, 2) for tensor in made)
+        q, k, v, dout = self.tensors(device, dtype)
         at = torch.arange(self.S, device=device).expand(self.B, -1)
         row = torch.arange(self.B, device=device)[:, None]
         documents = (at + 7 * row) // lengths if lengths else torch.zeros_like(at)
@@ -184,17 +175,8 @@ def gains(shape: FlexShape, dtype: torch.dtype, device: str) -> bool:
 
 
 def _problem(shape: FlexShape, dtype: torch.dtype, device: str) -> Problem:
-    return Problem(
-        op=OP,
-        m=shape.S,
-        n=shape.D,
-        k=shape.V,
-        precision="bf16",
-        dtype=str(dtype).removeprefix("torch."),
-        details=f"{shape.B}x{shape.H}x{shape.G} w{shape.window} c{shape.cap:g} d{shape.has_documents:d}",
-        exact_m=True,
-        device=device,
-    )
+    more = f" w{shape.window} c{shape.cap:g} d{shape.has_documents:d}"
+    return shape.problem(OP, dtype, device, more)
 
 
 def _measured(shape: FlexShape, dtype: torch.dtype, device: str) -> tuple[Choice | None, str]:

@@ -14,7 +14,6 @@ Cost: padded, 2 * D instead of D + V a pair and a head, and one more pass over v
 
 # Shapes: B batch, H query heads, G key-value heads, S tokens, D width of a head, V width of its values.
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -31,15 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.attention.autograd import windowed_attention
 from deepwell.kernels.attention.flash import NO_WINDOW, attention_backward_ref, attention_ref, padded
-from deepwell.kernels.attention.proof import case_of, in_units
+from deepwell.kernels.attention.proof import AttentionShape, case_of, in_units
 from deepwell.kernels.tune.candidate import Candidate
-from deepwell.kernels.tune.choose import Rules, TimingSetup, choose
-from deepwell.kernels.tune.out_of_memory import is_shortage, skipped
+from deepwell.kernels.tune.choose import Rules, TimingSetup, fastest_or_default
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import sources_hash
 from deepwell.kernels.tune.verify import FLOORS_DB, Case
-
-_log = logging.getLogger("deepwell.kernels")
 
 OP = "narrow_values"
 SDPA = "sdpa"
@@ -85,47 +81,14 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowShape:
-    """Sizes of one attention."""
-
-    B: int
-    H: int
-    G: int
-    S: int
-    D: int
-    V: int
-
-    def operands(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
-        """q, k, v and the result's gradient, which lie in memory as a model's do: [B, S, H, D]."""
-        generator = torch.Generator(device).manual_seed(seed)
-        sizes = ((self.H, self.D), (self.G, self.D), (self.G, self.V), (self.H, self.V))
-        made = (torch.randn(self.B, self.S, *size, generator=generator, device=device, dtype=dtype) for size in sizes)
-        return tuple(tensor.transpose(1, 2) for tensor in made)
+class NarrowShape(AttentionShape):
+    """Sizes whose V is below D."""
 
 
 def fastest_way(shape: NarrowShape, dtype: torch.dtype, device: str) -> str:
     """The way that was the fastest at this shape, measured once on this kind of device."""
-    problem = Problem(
-        op=OP,
-        m=shape.S,
-        n=shape.D,
-        k=shape.V,
-        precision="bf16",
-        dtype=str(dtype).removeprefix("torch."),
-        details=f"{shape.B}x{shape.H}x{shape.G}",
-        exact_m=True,
-        device=device,
-    )
-    try:
-        choice = choose(problem, built_in(OP), partial(_setup, shape, dtype, device), rules=_RULES)
-    except RuntimeError as error:
-        if not is_shortage(error):
-            raise
-        # For this process; the next one may have more memory.
-        _log.info("%s: not timed, %s", problem.key, skipped(error))
-        return SDPA
-    _log.info("%s", choice)
-    return choice.kernel
+    problem = shape.problem(OP, dtype, device)
+    return fastest_or_default(problem, built_in(OP), partial(_setup, shape, dtype, device), _RULES)
 
 
 def built_in(op: str) -> tuple[Candidate, ...]:
@@ -162,7 +125,7 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
     for shape in (NarrowShape(B=2, H=4, G=4, S=256, D=192, V=128), NarrowShape(B=1, H=4, G=2, S=131, D=96, V=64)):
         if (shape.D, shape.V) != (192, 128) and candidate.name == "cudnn":
             continue  # others are not what it is for everywhere; at the problem's own widths it is compared too
-        given = shape.operands(problem.device, dtype)
+        given = shape.tensors(problem.device, dtype)
         q, k, v, dout = (t.double() for t in given)
         out, lse = attention_ref(q, k, v, None, shape.D**-0.5, NO_WINDOW)
         grads = attention_backward_ref(dout, q, k, v, out, lse, shape.D**-0.5, NO_WINDOW)
@@ -171,7 +134,7 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
 
 def _setup(shape: NarrowShape, dtype: torch.dtype, device: str) -> TimingSetup:
     """Every way at this very shape. The first head's results are compared with those of torch's own choice."""
-    given = shape.operands(device, dtype)
+    given = shape.tensors(device, dtype)
     wanted = [t[:1, :1] for t in _both(SDPA, *given)]
     case = Case(label=str(shape), operands=given, wanted=in_units(wanted, wanted), floor_db=FLOORS_DB["bf16"])
 

@@ -9,7 +9,6 @@ Only in graphs that Inductor compiles: in eager mode FlexAttention holds all sco
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from deepwell.engine.passes.attention.masks import MaskBand, band_of, packed_of
@@ -19,6 +18,7 @@ from deepwell.engine.passes.edit import replace
 from deepwell.graph.fx import Writes, argument, op_of, value_of
 from deepwell.kernels.attention.flash import NO_WINDOW
 from deepwell.kernels.attention.flex import NO_CAP, FlexShape, flex_attention, gains
+from deepwell.kernels.attention.proof import is_timed
 
 
 def rewrite_flexible(graph: fx.Graph, outer: Mapping[str, fx.Node] | None = None) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def _window(query: fx.Node, mask: fx.Node, band: MaskBand) -> int | None:
 def _shape(call: fx.Node) -> FlexShape | None:
     """The sizes of a call of FlexAttention that can be timed here; None where it cannot."""
     query, key, value = operands = [value_of(arg) for arg in call.args[:3]]
-    if any(t is None or t.dim() != 4 for t in operands) or not _is_measured(*operands):
+    if any(t is None or t.dim() != 4 for t in operands) or not is_timed(*operands):
         return None
     if not all(isinstance(size, int) for t in operands for size in t.shape):
         return None
@@ -111,9 +111,3 @@ def _shape(call: fx.Node) -> FlexShape | None:
         cap=cap,
         has_documents=documents is not None,
     )
-
-
-def _is_measured(query: Any, key: Any, value: Any) -> bool:
-    """Whether the operands are of a kind that it is timed with."""
-    is_low = query.dtype in (torch.bfloat16, torch.float16) and query.dtype == key.dtype == value.dtype
-    return query.is_cuda and is_low

@@ -1,14 +1,13 @@
 """Run causal attention with values narrower than keys (latent attention) by the fastest way on this GPU."""
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from deepwell.engine.passes.choose_kernels import size_of
-from deepwell.engine.passes.edit import replace
+from deepwell.engine.passes.edit import put_call
 from deepwell.graph.fx import argument, op_of, value_of
 from deepwell.kernels.attention.narrow_values import SDPA, NarrowShape, fastest_way, narrow_values_attention
+from deepwell.kernels.attention.proof import is_timed
 
 
 def rewrite_narrow_values(graph: fx.Graph) -> int:
@@ -29,9 +28,7 @@ def rewrite_narrow_values(graph: fx.Graph) -> int:
             continue
         scale = argument(node, "scale")
         scale = shape.D**-0.5 if scale is None else scale
-        with node.graph.inserting_before(node):
-            new = graph.call_function(narrow_values_attention, (*node.args[:3], scale, way))
-        replace(node, new)
+        put_call(node, narrow_values_attention, (*node.args[:3], scale, way))
         count += 1
     return count
 
@@ -42,7 +39,7 @@ def _shape(node: fx.Node) -> NarrowShape | None:
     is_plain = argument(node, "is_causal", False) is True and argument(node, "attn_mask") is None
     if not is_plain or argument(node, "dropout_p", 0.0) or any(t is None or t.dim() != 4 for t in operands):
         return None
-    if not _is_measured(*operands) or not isinstance(argument(node, "scale"), (int, float, type(None))):
+    if not is_timed(*operands) or not isinstance(argument(node, "scale"), (int, float, type(None))):
         return None
     batch, heads, size, width = (size_of(each) for each in query.shape)
     groups, of_values = size_of(key.shape[1]), size_of(value.shape[-1])
@@ -54,10 +51,3 @@ def _shape(node: fx.Node) -> NarrowShape | None:
     if tuple(value.shape[:3]) != tuple(key.shape[:3]) or of_values >= width:
         return None
     return NarrowShape(B=batch, H=heads, G=groups, S=size, D=width, V=of_values)
-
-
-def _is_measured(query: Any, key: Any, value: Any) -> bool:
-    """Whether the operands are of a kind that the ways are timed with."""
-    widths = (query.shape[-1], value.shape[-1])
-    is_low = query.dtype in (torch.bfloat16, torch.float16) and query.dtype == key.dtype == value.dtype
-    return query.is_cuda and is_low and all(isinstance(width, int) for width in widths)

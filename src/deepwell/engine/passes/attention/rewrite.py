@@ -12,7 +12,7 @@ from torch import fx
 
 from deepwell.engine.passes.attention.masks import MaskBand, band_of
 from deepwell.engine.passes.attention.written import rewrite_written
-from deepwell.engine.passes.edit import replace
+from deepwell.engine.passes.edit import put_call
 from deepwell.graph.fx import SHAPE_OPS, Writes, argument, has_index_tensor, op_of, value_of
 from deepwell.kernels.attention.autograd import windowed_attention
 from deepwell.kernels.attention.flash import why_not_flash
@@ -69,10 +69,8 @@ def _windowed(node: fx.Node, window: int) -> bool:
     if operands[0].is_cuda and why_rejected("attention", operands[0].device, "bf16"):
         return False
     scale = argument(node, "scale")
-    with node.graph.inserting_before(node):
-        scale = operands[0].shape[-1] ** -0.5 if scale is None else scale
-        new = node.graph.call_function(windowed_attention, (*node.args[:3], None, scale, window))
-    replace(node, new)
+    scale = operands[0].shape[-1] ** -0.5 if scale is None else scale
+    put_call(node, windowed_attention, (*node.args[:3], None, scale, window))
     return True
 
 

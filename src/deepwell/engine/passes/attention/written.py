@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from deepwell.engine.passes.attention.masks import band_of
-from deepwell.engine.passes.edit import replace, runs_in_kernels
+from deepwell.engine.passes.edit import put_call, runs_in_kernels
 from deepwell.graph.fx import Writes, argument, op_of, value_of
 from deepwell.kernels.attention.autograd import windowed_attention
 from deepwell.kernels.attention.flash import NO_WINDOW, why_not_flash
@@ -45,9 +45,7 @@ def rewrite_written(graph: fx.Graph, outer: Mapping[str, fx.Node]) -> int:
             continue
         call = _as_sdpa(found) if found.sinks is None else _with_sinks(found, outer)
         if call is not None:
-            with graph.inserting_before(node):
-                new = graph.call_function(*call)
-            replace(node, new)
+            put_call(node, *call)
             count += 1
     return count
 
