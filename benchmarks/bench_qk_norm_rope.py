@@ -55,7 +55,7 @@ def difference(wanted: Any, got: Any) -> str | None:
 
 def beside(wanted: Any, got: Any) -> str | None:
     """Codes and scales must be those of the gradient beside them, bit for bit."""
-    codes, scales = quantize_rows_ref(got.grad, pow2=True, dtype=E4M3)
+    codes, scales = quantize_rows_ref(got.grad, dtype=E4M3)
     if not (torch.equal(codes.view(torch.uint8), got.q.view(torch.uint8)) and torch.equal(scales, got.scale)):
         return "WRONG: codes are not those of the gradient"
     return difference(wanted, got)

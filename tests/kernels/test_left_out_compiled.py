@@ -23,7 +23,7 @@ from deepwell.kernels.rope import rope as R
 from deepwell.train.adamw import scalars as adamw_scalars
 
 BF16, FP32, E4M3, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
-FP8 = {"FP8_MAX": 448.0, "POW2": True}
+FP8 = {"FP8_MAX": 448.0}
 
 
 def arguments(kernel: Any, left_out: str = "", **given: Any) -> dict[str, Any]:

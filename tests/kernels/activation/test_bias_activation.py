@@ -140,7 +140,6 @@ def test_the_backward_compiles_to_vectors_without_spills(arch, act, columns):
         **dict.fromkeys(("scale_ptr", "db_ptr"), torch.float32),
         **dict.fromkeys(("T", "F", "stride_dht", "stride_xt"), "i32"),
         "FP8_MAX": 448.0,
-        "POW2": True,
         "ACT": act,
         "BLOCK": 8192 if columns > 4096 else 4096,
         "NUM_STAGES": config.num_stages,

@@ -57,7 +57,7 @@ def test_a_loss_near_zero_keeps_its_digits(device):
     assert loss.item() == pytest.approx(exact.item(), rel=1e-3)  # 1 + 1.1e-4 itself is rounded by 6e-8
 
 
-def assert_rows_of(got, exact, targets, dtype, pow2, cancelled):
+def assert_rows_of(got, exact, targets, dtype, cancelled):
     """Codes and scales between those of a gradient a little smaller and a little larger than the exact one.
 
     `cancelled` is what the gradient at a target, its probability minus 1, may be off by in fp32.
@@ -65,7 +65,7 @@ def assert_rows_of(got, exact, targets, dtype, pow2, cancelled):
     places = torch.arange(len(targets), device=exact.device), targets.clamp(min=0)
     slack = 8e-6 * exact.abs()
     slack[places] += cancelled
-    fmt = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else "")
+    fmt = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row_pow2"
     others = exact.clone()
     others[places] = 0
     low, high = (
@@ -97,19 +97,16 @@ def test_logits_far_from_zero_keep_their_digits(device, far):
     assert_no_worse_than(got.grad, single[1], exact[1])
 
 
-@pytest.mark.parametrize(
-    ("v", "dtype", "pow2"),
-    [*((v, E5M2, True) for v in VOCABULARIES), (3001, E5M2, False), (3001, E4M3, True), (3001, E4M3, False)],
-)
-def test_fp8_rows_are_the_gradient_rounded_once(device, v, dtype, pow2):
+@pytest.mark.parametrize(("v", "dtype"), [*((v, E5M2) for v in VOCABULARIES), (3001, E4M3)])
+def test_fp8_rows_are_the_gradient_rounded_once(device, v, dtype):
     # The scale is foretold from the sums, without a pass over the gradient: it must be the one that pass would find.
     x, targets = make(9, v, device)
     scale = torch.tensor(1 / 9, device=device)
     exact = gradient(x, targets, 1 / 9, torch.float64)[1]
     targets[4], exact[4] = -100, 0
-    options = C.LossOptions(gradient="fp8", fp8=dtype, pow2=pow2)
+    options = C.LossOptions(gradient="fp8", fp8=dtype)
     got = C.cross_entropy(x, targets, grad_scale=scale, options=options, config=SMALL)
-    assert_rows_of(got, exact, targets, dtype, pow2, cancelled=2e-7 / 9)
+    assert_rows_of(got, exact, targets, dtype, cancelled=2e-7 / 9)
 
 
 @pytest.mark.parametrize("gradient", ["none", "new", "in_place", "fp8"])
@@ -139,15 +136,14 @@ def test_a_vocabulary_lies_within_the_columns(vocab):
         C.cross_entropy(torch.randn(2, 8), torch.zeros(2, dtype=torch.int64), vocab=vocab)
 
 
-@pytest.mark.parametrize("pow2", [True, False])
-def test_fp8_rows_of_a_row_that_is_sure_of_its_target(device, pow2):
+def test_fp8_rows_of_a_row_that_is_sure_of_its_target(device):
     # e^-80 to the others: the row's multiplier times anything but such small numbers is beyond fp32, and of a gradient
     # of 8 beyond it by a factor.
     x = torch.zeros(2, 1000, device=device)
     x[:, 7] = 80.0
     x[1, :500] = -float("inf")
     x[1, 7] = 80.0
-    options = C.LossOptions(gradient="fp8", fp8=E5M2, pow2=pow2)
+    options = C.LossOptions(gradient="fp8", fp8=E5M2)
     targets, scale = torch.tensor([7, 7], device=device), torch.tensor(8.0, device=device)
     got = C.cross_entropy(x, targets, grad_scale=scale, options=options, config=SMALL)
     made = got.q.double() * got.scale[:, None]
@@ -407,7 +403,6 @@ def compiled(arch, bent, gradient, *, has_factor):
         **dict.fromkeys(("W", "stride_xt", "stride_gt"), "i32"),
         "ignore_index": "i32:any",
         "FP8_MAX": 448.0,
-        "POW2": True,
         "SCALE": 0.0625 if bent in ("scale", "all") else 1.0,
         "CAP": options.soft_cap or 0.0,
         "BLOCK": config.block,

@@ -80,13 +80,12 @@ def test_forward_and_gradients_are_no_worse_than_torch(device, shape, kind):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("pow2", [True, False])
-def test_fp8_rows_are_the_quantized_result_bit_for_bit(device, dtype, pow2):
+def test_fp8_rows_are_the_quantized_result_bit_for_bit(device, dtype):
     x, r, dy, dr, w, _ = make(7, 200, device)
     x[2] = 0
     r[2] = 0
-    options = N.NormOptions(fp8=dtype, pow2=pow2)
-    name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else "")
+    options = N.NormOptions(fp8=dtype)
+    name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row_pow2"
     made = N.norm(x, w, residual_TD=r, options=options)
     grads = N.norm_backward(dy, made.total, w, made.rstd, d_residual_TD=dr, options=options)
     for got, high in ((made, made.y), (grads, grads.dx)):
@@ -229,7 +228,6 @@ def test_the_forward_with_residual_and_fp8_compiles_to_vectors_without_spills(ar
         **dict.fromkeys(("T", "D", "stride_xt", "stride_rt"), "i32"),
         "eps": "fp32",
         "FP8_MAX": 448.0,
-        "POW2": True,
         "ROUND_FIRST": True,
         "ROWS": config.rows_per_program(4096),
         "BLOCK": config.block(4096),
@@ -259,7 +257,6 @@ def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns, 
         "q_ptr": E4M3,
         **dict.fromkeys(("T", "D", "stride_dyt", "stride_xt", "stride_drt"), "i32"),
         "FP8_MAX": 448.0,
-        "POW2": True,
         "BLOCK": columns,
         "NUM_STAGES": config.num_stages,
         "DENSE": True,
@@ -282,8 +279,8 @@ def test_the_backward_holds_its_rows_in_registers_without_spills(arch, columns, 
     assert made.count(r"div\.") == 0
 
 
-@pytest.mark.parametrize(("dtype", "pow2"), [(E4M3, True), (E4M3, False), (E5M2, True)], ids=str)
-def test_scales_of_rows_of_every_size_have_the_bits_of_a_division(device, dtype, pow2):
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_scales_of_rows_of_every_size_have_the_bits_of_a_division(device, dtype):
     # Largest values on both sides of 1.75 times a power of two, where the scale's exponent changes; subnormal ones,
     # none at all, and rows that are not finite.
     exponents = torch.cat(
@@ -294,11 +291,11 @@ def test_scales_of_rows_of_every_size_have_the_bits_of_a_division(device, dtype,
     dr = torch.zeros(len(sizes), 128, dtype=torch.bfloat16)
     dr[:, 77] = sizes.to(torch.int16).view(torch.bfloat16)
     dr, zero = dr.to(device), torch.zeros_like(dr, device=device)
-    options = N.NormOptions(fp8=dtype, pow2=pow2)
+    options = N.NormOptions(fp8=dtype)
     # Gradients of 0 leave dx as the residual's.
     rstd = torch.ones(len(sizes), device=device)
     got = N.norm_backward(zero, zero, zero[0], rstd, d_residual_TD=dr, options=options)
     assert_bitwise_equal(got.dx.nan_to_num(), dr.nan_to_num(), "dx")
-    q, scale = quantize_rows_ref(dr, pow2=pow2, dtype=dtype)
+    q, scale = quantize_rows_ref(dr, dtype=dtype)
     assert_bitwise_equal(got.scale.nan_to_num(nan=-1.0), scale.nan_to_num(nan=-1.0), "scale")
     assert_bitwise_equal(got.q.float().nan_to_num(nan=-1.0), q.float().nan_to_num(nan=-1.0), "codes")

@@ -42,20 +42,19 @@ def rows_of_many_magnitudes(t, k, dtype, device):
     return x.to(dtype).to(device)
 
 
-def expected_rows(x, dtype, pow2):
-    found = quantize(x, f"fp8_{NAMES[dtype]}_row" + ("_pow2" if pow2 else ""))
+def expected_rows(x, dtype):
+    found = quantize(x, f"fp8_{NAMES[dtype]}_row_pow2")
     return found.data, found.scales[:, 0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("pow2", [True, False])
-def test_quantize_rows_equals_the_row_format_bit_for_bit(device, shape, dtype, pow2):
+def test_quantize_rows_equals_the_row_format_bit_for_bit(device, shape, dtype):
     for source in (torch.bfloat16, torch.float32, torch.float16):
         x = rows_of_many_magnitudes(*shape, source, device)
-        wanted = expected_rows(x, dtype, pow2)
+        wanted = expected_rows(x, dtype)
         for config in (None, SMALL_TILE):
-            q, scale = Q.quantize_rows(x, pow2=pow2, dtype=dtype, config=config)
+            q, scale = Q.quantize_rows(x, dtype=dtype, config=config)
             assert_bitwise_equal(q, wanted[0], f"codes of {source}")
             assert_bitwise_equal(scale, wanted[1], f"scales of {source}")
 
@@ -68,14 +67,14 @@ def test_quantize_rows_rounds_every_bf16_number_as_the_format_does(device):
     x = torch.cat([x.new_full((len(x), 1), 448.0), x], dim=1).to(device)
     q, scale = Q.quantize_rows(x)
     assert bool((scale == 1).all())
-    assert_bitwise_equal(q, expected_rows(x, E4M3, True)[0], "codes")
+    assert_bitwise_equal(q, expected_rows(x, E4M3)[0], "codes")
 
 
 @pytest.mark.parametrize("config", Q.ROW_CONFIGS, ids=str)
 def test_every_row_config_gives_the_same_bits(device, config):
     x = rows_of_many_magnitudes(9, 2100, torch.bfloat16, device)
     q, scale = Q.quantize_rows(x, config=config)
-    wanted = expected_rows(x, E4M3, True)
+    wanted = expected_rows(x, E4M3)
     assert_bitwise_equal(q, wanted[0], "codes")
     assert_bitwise_equal(scale, wanted[1], "scales")
 
@@ -84,7 +83,7 @@ def test_quantize_rows_takes_rows_of_a_larger_tensor_and_empty_ones(device):
     # Columns of a merged projection and every other token: rows lie apart, only the last dimension is contiguous.
     x = rows_of_many_magnitudes(12, 300, torch.bfloat16, device)[::2, 7:207]
     q, scale = Q.quantize_rows(x)
-    wanted = expected_rows(x, E4M3, True)
+    wanted = expected_rows(x, E4M3)
     assert_bitwise_equal(q, wanted[0], "codes")
     assert_bitwise_equal(scale, wanted[1], "scales")
     assert Q.quantize_rows(x[:0])[0].shape == (0, 200)
@@ -111,17 +110,16 @@ def test_amax_sees_every_element_of_every_tensor_and_keeps_nan(device):
 # T % 4 == 0 goes through words, the others through bytes; ragged tiles in both directions.
 @pytest.mark.parametrize("shape", [(4, 1), (64, 64), (68, 100), (30, 70), (129, 65)])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("pow2", [True, False])
-def test_quantize_weight_writes_both_copies_of_the_tensor_format(device, shape, dtype, pow2):
+def test_quantize_weight_writes_both_copies_of_the_tensor_format(device, shape, dtype):
     w = (torch.randn(shape, device=device) * 3).bfloat16()
-    wanted = quantize(w, f"fp8_{NAMES[dtype]}_tensor" + ("_pow2" if pow2 else ""))
-    q, q_t, scale = Q.quantize_weight(w, pow2=pow2, dtype=dtype)
+    wanted = quantize(w, f"fp8_{NAMES[dtype]}_tensor_pow2")
+    q, q_t, scale = Q.quantize_weight(w, dtype=dtype)
     assert_bitwise_equal(q, wanted.data, "row copy")
     assert_bitwise_equal(q_t, wanted.data.view(torch.uint8).T.contiguous().view(dtype), "transposed copy")
     assert_bitwise_equal(scale, wanted.scales, "scale")
     # Each copy alone is the same copy.
-    rows, no_columns, rows_scale = Q.quantize_weight(w, pow2=pow2, dtype=dtype, write="rows")
-    no_rows, columns, columns_scale = Q.quantize_weight(w, pow2=pow2, dtype=dtype, write="columns")
+    rows, no_columns, rows_scale = Q.quantize_weight(w, dtype=dtype, write="rows")
+    no_rows, columns, columns_scale = Q.quantize_weight(w, dtype=dtype, write="columns")
     assert no_columns is None and no_rows is None
     assert_bitwise_equal(rows, q, "rows alone")
     assert_bitwise_equal(columns, q_t, "columns alone")
@@ -250,7 +248,6 @@ def compiled_rows(config, columns, arch, codes=E4M3):
         "scale_ptr": torch.float32,
         **dict.fromkeys(("T", "K", "stride_xt", "stride_qt"), "i32"),
         "FP8_MAX": 448.0,
-        "POW2": True,
         "ROWS": config.rows_per_program(columns),
         "BLOCK": config.block(columns),
         "TWO_PASSES": config.tile > 0,
@@ -290,7 +287,6 @@ def test_the_weight_kernel_compiles_to_whole_vectors_both_ways_and_no_spills(arc
         "qt_ptr": E4M3 if packing == "bytes" else torch.int32,
         **dict.fromkeys(("GROUPS", "K", "stride_xt", "stride_qt", "stride_tk"), "i32"),
         "FP8_MAX": 448.0,
-        "POW2": True,
         "ROWS": True,
         "COLUMNS": True,
         "PACKING": packing,
@@ -318,7 +314,7 @@ def test_offsets_do_not_wrap_beyond_two_billion_elements():
     x = torch.zeros(70_000, 32_768, dtype=torch.bfloat16, device="cuda")
     x[-4:] = torch.randn(4, 32_768, device="cuda")
     q, scale = Q.quantize_rows(x)
-    wanted = expected_rows(x[-4:], E4M3, True)
+    wanted = expected_rows(x[-4:], E4M3)
     assert_bitwise_equal(q[-4:], wanted[0], "codes")
     assert_bitwise_equal(scale[-4:], wanted[1], "scales")
 

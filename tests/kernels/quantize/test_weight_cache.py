@@ -46,7 +46,7 @@ def expected(weights, is_kn):
     """(rows, columns, scale) of a group by the quantizer of single weights, given the group's amax."""
     as_nk = [w.T if kn else w for w, kn in zip(weights, is_kn, strict=True)]
     whole = torch.cat(as_nk).contiguous().cpu()
-    return Q.quantize_both_ref(whole, Q.amax_ref([whole]), pow2=True, dtype=torch.float8_e4m3fn)
+    return Q.quantize_both_ref(whole, Q.amax_ref([whole]), dtype=torch.float8_e4m3fn)
 
 
 def assert_codes_of(codes, weights):

@@ -23,7 +23,7 @@ def weights_of(rows, columns, device, dtype=torch.bfloat16):
 
 def expected(weights):
     largest = torch.stack([w.float().abs().amax() for w in weights]).amax()
-    codes, transposed, scale = quantize_both_ref(torch.cat(weights), largest, pow2=True, dtype=E4M3)
+    codes, transposed, scale = quantize_both_ref(torch.cat(weights), largest, dtype=E4M3)
     return {False: codes, True: transposed}, scale
 
 

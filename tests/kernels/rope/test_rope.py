@@ -120,22 +120,16 @@ def test_factors_of_rows_give_the_bits_of_rows_multiplied_before(device, shape, 
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "pow2"),
-    [
-        *((shape, E4M3, True) for shape in SHAPES),
-        (SHAPES[1], E4M3, False),
-        (SHAPES[0], E5M2, True),
-        (SHAPES[3], E5M2, False),
-    ],
+    ("shape", "dtype"), [*((shape, E4M3) for shape in SHAPES), (SHAPES[0], E5M2), (SHAPES[3], E5M2)]
 )
-def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, shape, dtype, pow2):
+def test_fp8_rows_are_the_quantized_gradient_bit_for_bit(device, shape, dtype):
     heads, _, grads, cos, sin = make(shape, device, tables_of=torch.float32)
     for grad in grads:
         grad[1, 2] = 0  # a whole row of zeros has a scale of its own
-    name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row" + ("_pow2" if pow2 else "")
-    beside = backward(grads, cos, sin, heads, GradOptions(fp8=dtype, pow2=pow2))
+    name = f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}_row_pow2"
+    beside = backward(grads, cos, sin, heads, GradOptions(fp8=dtype))
     wanted = quantize(beside.grad, name)
-    alone = backward(grads, cos, sin, heads, GradOptions(write=False, fp8=dtype, pow2=pow2))
+    alone = backward(grads, cos, sin, heads, GradOptions(write=False, fp8=dtype))
     assert alone.grad is None
     for got in (beside, alone):
         assert_bitwise_equal(got.q, wanted.data, "codes")
@@ -311,7 +305,7 @@ MODELS = [
 ]
 
 
-def compiled(shape, arch, *, fp8, interleaved=False, alone=False, pow2=True, asm=True, config=None, factor=None):
+def compiled(shape, arch, *, fp8, interleaved=False, alone=False, asm=True, config=None, factor=None):
     hq, hk, hv, d, r = shape
     config = config or R.default_config((hq + hk + hv) * d)
     arguments = {
@@ -323,7 +317,7 @@ def compiled(shape, arch, *, fp8, interleaved=False, alone=False, pow2=True, asm
         **dict.fromkeys((name for name in R._rope_kernel.arg_names if name.startswith("stride_")), "i32"),
         **{"T": "i32", "S": "i32", "HQ": hq, "HK": hk, "HV": hv, "D": d, "R": r, "ROWS": config.rows},
         **R.blocks((hq,) if alone else (hq, hk, hv), d, r, config, interleaved=interleaved),
-        **{"INTERLEAVED": interleaved, "BACKWARD": fp8, "FP8_MAX": 448.0, "POW2": pow2, "ASM": asm},
+        **{"INTERLEAVED": interleaved, "BACKWARD": fp8, "FP8_MAX": 448.0, "ASM": asm},
     }
     if alone:
         arguments |= dict.fromkeys(("k_ptr", "v_ptr", "yk_ptr", "yv_ptr"))
@@ -368,11 +362,7 @@ def test_interleaved_pairs_stay_within_a_thread(arch):
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-def test_codes_come_from_exact_divisions(arch):
-    made = compiled(MODELS[0], arch, fp8=True, pow2=False)
-    assert made.count(r"div\.rn\.f32") == 2
-    assert made.count(r"div\.(approx|full)|rcp\.approx") == 0
-    # A power of two needs none.
+def test_scales_that_are_powers_of_two_need_no_division(arch):
     assert compiled(MODELS[0], arch, fp8=True).count(r"div\.\S*f32|rcp\.approx") == 0
 
 

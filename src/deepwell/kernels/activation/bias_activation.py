@@ -82,7 +82,6 @@ def _bias_activation_backward_kernel(
     stride_dht,
     stride_xt,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -104,7 +103,7 @@ def _bias_activation_backward_kernel(
         if grad_ptr is not None:
             tl.store(grad_ptr + t * F + f, rounded, mask=mask)
         if q_ptr is not None:
-            q, scale = quantize_row(rounded.to(tl.float32), q_ptr.dtype.element_ty, FP8_MAX, POW2)
+            q, scale = quantize_row(rounded.to(tl.float32), q_ptr.dtype.element_ty, FP8_MAX)
             tl.store(q_ptr + t * F + f, q, mask=mask)
             tl.store(scale_ptr + t, scale)
     tl.store(db_ptr + tl.program_id(0) * F + f, db, mask=mask)
@@ -154,7 +153,6 @@ def bias_activation_backward(
             dh_TF.stride(0),
             x_TF.stride(0),
             FP8_MAX=options.fp8_max,
-            POW2=options.pow2,
             ACT=options.act,
             BLOCK=max(128, next_power_of_2(f)),
             NUM_STAGES=config.num_stages,

@@ -106,7 +106,7 @@ def swiglu_backward_ref(
     else:
         u = times_rows(u_TF, factors.gate_up)
         grad, h = torch.cat([dh * u * slope, dh * a], dim=1), a * u
-    rows_of_h = quantize_rows_ref(h.to(g_TF.dtype), pow2=options.pow2) if options.recompute_h else (None, None)
+    rows_of_h = quantize_rows_ref(h.to(g_TF.dtype)) if options.recompute_h else (None, None)
     return ActivationGrads(*options.rows_of(grad.to(g_TF.dtype)), *rows_of_h)
 
 
@@ -191,7 +191,6 @@ def _swiglu_kernel(
     stride_gt,
     stride_ut,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
@@ -213,7 +212,7 @@ def _swiglu_kernel(
                 tl.store(h_ptr + t * F + f, h, mask=f < F)
             bits = tl.maximum(bits, bits_of(h, ASM))
         if q_ptr is not None:
-            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2, ZERO_ROW)
+            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
                 h = _load_h(*row, f, f < F, DTYPE, ACT, "evict_first", ASM)
@@ -225,7 +224,7 @@ def _swiglu_kernel(
         if h_ptr is not None:
             tl.store(h_ptr + t * F + columns, h, mask=mask)
         if q_ptr is not None:
-            enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), FP8_MAX, POW2, ZERO_ROW)
+            enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), FP8_MAX, ZERO_ROW)
             tl.store(q_ptr + t * F + columns, encoded(h, enc, q_ptr.dtype.element_ty, ASM), mask=mask)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
 
@@ -281,7 +280,6 @@ def _backward_row(
     stride_gt,
     stride_ut,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     ASM: tl.constexpr,
@@ -297,14 +295,14 @@ def _backward_row(
     if grad_ptr is not None:
         _store_pair(grad_ptr + t * F * WIDTH, dg, du, columns, F, GATED)
     if q_ptr is not None:
-        enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED, ASM), axis=0), FP8_MAX, POW2, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(_largest_bits(dg, du, GATED, ASM), axis=0), FP8_MAX, ZERO_ROW)
         # Nothing saturates: the multiplier is of the row's own largest.
         dg_q = encoded(dg, enc, q_ptr.dtype.element_ty, ASM)
         du_q = encoded(du, enc, q_ptr.dtype.element_ty, ASM)
         _store_pair(q_ptr + t * F * WIDTH, dg_q, du_q, columns, F, GATED)
         tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
     if qh_ptr is not None:
-        enc_h = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, POW2, ZERO_ROW)
+        enc_h = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, ZERO_ROW)
         tl.store(qh_ptr + t * F + columns, encoded(h, enc_h, qh_ptr.dtype.element_ty, ASM), mask=mask)
         tl.store(scale_h_ptr + t, tl.div_rn(1.0, enc_h))
 
@@ -326,7 +324,6 @@ def _swiglu_backward_kernel(
     stride_gt,
     stride_ut,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
@@ -352,8 +349,8 @@ def _swiglu_backward_kernel(
             if grad_ptr is not None:
                 _store_pair(grad_ptr + t * F * WIDTH, dg, du, f, F, GATED)
         if (q_ptr is not None) or (qh_ptr is not None):
-            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, POW2, ZERO_ROW)
-            enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, POW2, ZERO_ROW)
+            enc = multiplier_from_bits(tl.max(bits, axis=0), FP8_MAX, ZERO_ROW)
+            enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, ZERO_ROW)
             for start in range(0, F, BLOCK):
                 f = start + columns
                 dg, du, h = _load_grads(*row, f, f < F, DTYPE, ACT, "evict_first", ASM)
@@ -370,7 +367,7 @@ def _swiglu_backward_kernel(
     else:
         _backward_row(
             t, dh_ptr, g_ptr, u_ptr, dh_factor_ptr, factor_ptr, grad_ptr, q_ptr, scale_ptr, qh_ptr, scale_h_ptr,
-            F, stride_dht, stride_gt, stride_ut, FP8_MAX, POW2, ACT, BLOCK, ASM,
+            F, stride_dht, stride_gt, stride_ut, FP8_MAX, ACT, BLOCK, ASM,
         )  # fmt: skip
 
 
@@ -482,7 +479,6 @@ def forward(
                 g_TF.stride(0),
                 u_TF.stride(0) if u_TF is not None else 0,
                 FP8_MAX=options.fp8_max,
-                POW2=options.pow2,
                 ACT=options.act,
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,
@@ -525,7 +521,6 @@ def _backward(
                 g_TF.stride(0),
                 u_TF.stride(0) if u_TF is not None else 0,
                 FP8_MAX=options.fp8_max,
-                POW2=options.pow2,
                 ACT=options.act,
                 BLOCK=config.block(f),
                 TWO_PASSES=config.tile > 0,

@@ -3,8 +3,6 @@
 They are `deepwell.formats.quantize` bit for bit: IEEE division, no approximate reciprocal, NaN and inf kept.
 """
 
-# ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
-
 import torch
 
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
@@ -25,35 +23,33 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr, AT_ZERO: tl.constexpr = 1.0):
-    """The encoding multiplier of an amax given by its bits; AT_ZERO where it is 0: ZERO_ROW for rows, 1 elsewhere."""
+def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, AT_ZERO: tl.constexpr = 1.0):
+    """The encoding multiplier of an amax given by its bits, a power of two.
+
+    AT_ZERO where the amax is 0: ZERO_ROW for rows, 1 elsewhere.
+    """
     enc = tl.minimum(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), FLT_MAX)
-    if POW2:
-        # Dropping the mantissa rounds the scale up: nothing saturates.
-        enc = (enc.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
+    # Dropping the mantissa rounds the scale up: nothing saturates.
+    enc = (enc.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
     enc = tl.where(bits == 0, AT_ZERO, enc)
     return tl.where(bits >= INF_BITS, float("nan"), enc)
 
 
 @triton.jit
-def row_scale(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+def row_scale(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr = True):
     """The encoding multiplier of a row, bit for bit `multiplier_from_bits`, and its scale, 1 / multiplier.
 
     A power of two is what a division's exponent would be: both largest elements are 1.75 * 2^k, so that k - e of
     amax = m * 2^e, one less where m > 1.75. Two divisions are some 40 instructions of every thread.
     """
-    if POW2:
-        TOP: tl.constexpr = 262 if FP8_MAX == 448.0 else 269  # 127 + 127 + k
-        field = tl.minimum(TOP - ((bits + 0x1FFFFF) >> 23), 254)
-        field = tl.where(bits == 0, 253, field)
-        enc = (field << 23).to(tl.float32, bitcast=True)
-        # 2^-127 is subnormal.
-        scale = tl.where(field == 254, 0x400000, (254 - field) << 23).to(tl.float32, bitcast=True)
-        is_nan = bits >= INF_BITS
-        return tl.where(is_nan, float("nan"), enc), tl.where(is_nan, float("nan"), scale)
-    else:
-        enc = multiplier_from_bits(bits, FP8_MAX, POW2, ZERO_ROW)
-        return enc, tl.div_rn(1.0, enc)
+    TOP: tl.constexpr = 262 if FP8_MAX == 448.0 else 269  # 127 + 127 + k
+    field = tl.minimum(TOP - ((bits + 0x1FFFFF) >> 23), 254)
+    field = tl.where(bits == 0, 253, field)
+    enc = (field << 23).to(tl.float32, bitcast=True)
+    # 2^-127 is subnormal.
+    scale = tl.where(field == 254, 0x400000, (254 - field) << 23).to(tl.float32, bitcast=True)
+    is_nan = bits >= INF_BITS
+    return tl.where(is_nan, float("nan"), enc), tl.where(is_nan, float("nan"), scale)
 
 
 @triton.jit
@@ -63,16 +59,16 @@ def saturate(x, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def quantize_tile(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+def quantize_tile(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
     """Codes and scales of whole rows in registers; masked columns of `y` must be 0. None saturates."""
-    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=1), FP8_MAX, POW2, ZERO_ROW)
+    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=1), FP8_MAX, ZERO_ROW)
     return (y * enc[:, None]).to(FP8), tl.div_rn(1.0, enc)
 
 
 @triton.jit
-def quantize_row(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
+def quantize_row(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
     """Codes and scale of one row in registers; masked columns of `y` must be 0. None saturates."""
-    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=0), FP8_MAX, POW2, ZERO_ROW)
+    enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=0), FP8_MAX, ZERO_ROW)
     return (y * enc).to(FP8), tl.div_rn(1.0, enc)
 
 

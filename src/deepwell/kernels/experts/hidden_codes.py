@@ -104,7 +104,7 @@ def _hidden_codes_kernel(
             h = _hidden(row, i * BLOCK + columns, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
             bits = tl.maximum(bits, bits_of(h, ASM))
             tiles = tiles + (h,)  # type: ignore[assignment]  # noqa: RUF005 (the compiler knows no star)
-        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, ZERO_ROW)
         for i in tl.static_range(TILES):
             f = i * BLOCK + columns
             tl.store(q_ptr + p * F + f, encoded(tiles[i], enc, FP8, ASM), mask=f < F)
@@ -112,7 +112,7 @@ def _hidden_codes_kernel(
         for start in range(0, F, BLOCK):
             h = _hidden(row, start + columns, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
             bits = tl.maximum(bits, bits_of(h, ASM))
-        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, ZERO_ROW)
         for start in range(0, F, BLOCK):
             f = start + columns
             h = _hidden(row, f, F, w, ACT, ALPHA, LIMIT, SHIFT, GATED, INTERLEAVED, ASM)
@@ -183,8 +183,8 @@ def _grad_codes_kernel(
             bits_h = tl.maximum(bits_h, bits_of(h, ASM))
             terms += term
     tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
-    enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
-    enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, True, ZERO_ROW)
+    enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, ZERO_ROW)
+    enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, ZERO_ROW)
     qh_row = qh_ptr + p * F
     for i in tl.static_range(TILES):
         f = i * BLOCK + columns

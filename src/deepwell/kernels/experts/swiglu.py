@@ -161,14 +161,14 @@ def _expert_swiglu_kernel(
         bits = tl.zeros([BLOCK], dtype=tl.int32)
         for start in range(0, F, BLOCK):
             bits = tl.maximum(bits, bits_of(_hidden(gu_row, start + columns, F, w, ACT, "evict_last", ASM), ASM))
-        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, ZERO_ROW)
         for start in range(0, F, BLOCK):
             f = start + columns
             h = _hidden(gu_row, f, F, w, ACT, "evict_first", ASM)
             tl.store(q_ptr + p * F + f, encoded(h, enc, FP8, ASM), mask=f < F)
     else:
         h = _hidden(gu_row, columns, F, w, ACT, "", ASM)
-        enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, ZERO_ROW)
         tl.store(q_ptr + p * F + columns, encoded(h, enc, FP8, ASM), mask=columns < F)
     tl.store(scale_ptr + p, tl.div_rn(1.0, enc))
     if kept_ptr is not None:
@@ -263,8 +263,8 @@ def _expert_swiglu_backward_kernel(
             bits_h = tl.maximum(bits_h, bits_of(h, ASM))
             terms += term
         tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
-        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, True, ZERO_ROW)
-        enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(bits, axis=0), _E4M3_MAX, ZERO_ROW)
+        enc_h = multiplier_from_bits(tl.max(bits_h, axis=0), _E4M3_MAX, ZERO_ROW)
         for start in range(0, F, BLOCK):
             f = start + columns
             dg, du, h, term = _expert_grads(dh_row, gu_row, top, f, F, w, ACT, "evict_first", ASM)
@@ -275,8 +275,8 @@ def _expert_swiglu_backward_kernel(
         dg, du, h, terms = _expert_grads(dh_row, gu_row, top, columns, F, w, ACT, "", ASM)
         # At once: held until the end, the terms alone would take half of the registers.
         tl.store(dw_ptr + slot, tl.sum(terms, axis=0), mask=slot >= 0)
-        enc = multiplier_from_bits(tl.max(larger_bits(dg, du, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
-        enc_h = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, True, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(larger_bits(dg, du, ASM), axis=0), _E4M3_MAX, ZERO_ROW)
+        enc_h = multiplier_from_bits(tl.max(bits_of(h, ASM), axis=0), _E4M3_MAX, ZERO_ROW)
         _store_codes(q_row, dg, columns, F, enc, FP8, ASM)
         _store_codes(q_row + F, du, columns, F, enc, FP8, ASM)
         _store_codes(qh_ptr + p * F, h, columns, F, enc_h, FP8, ASM)

@@ -58,7 +58,6 @@ class LossOptions:
 
     gradient: str = "in_place"
     fp8: torch.dtype = torch.float8_e4m3fn
-    pow2: bool = True
     ignore_index: int = -100
     logit_scale: float = 1.0
     soft_cap: float | None = None
@@ -119,7 +118,7 @@ def cross_entropy_ref(
     if options.gradient != "fp8" or options.soft_cap is not None:
         grad = grad.to(logits_TV.dtype)
     if options.gradient == "fp8":
-        return Losses(loss, None, *quantize_rows_ref(grad, pow2=options.pow2, dtype=options.fp8))
+        return Losses(loss, None, *quantize_rows_ref(grad, dtype=options.fp8))
     return Losses(loss, logits_TV.copy_(grad) if options.gradient == "in_place" else grad, None, None)
 
 
@@ -278,7 +277,6 @@ def _cross_entropy_kernel(
     stride_gt,
     ignore_index,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -353,7 +351,7 @@ def _cross_entropy_kernel(
         if q_ptr is not None:
             at_other = tl.where(total_other == 0.0, 0.0, _exp_from(top_other, highest, rate, ASM) * share)
             bits = tl.maximum(magnitude_bits(at_other), magnitude_bits(at_target))
-            enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, POW2, ZERO_ROW)
+            enc = multiplier_from_bits(tl.where(is_ignored, 0, bits), FP8_MAX, ZERO_ROW)
             tl.store(scale_ptr + t, tl.div_rn(1.0, enc))
             at_target *= enc
         # Of a row that is ignored nothing is read, and its gradient is 0 without a question about every logit.
@@ -431,7 +429,7 @@ def cross_entropy(
     if options.gradient == "fp8" and options.soft_cap is not None:
         high = _launch(*given, replace(options, gradient="new"), config, v)
         assert high.grad is not None
-        return Losses(high.loss, None, *quantize_rows(high.grad, pow2=options.pow2, dtype=options.fp8))
+        return Losses(high.loss, None, *quantize_rows(high.grad, dtype=options.fp8))
     return _launch(*given, options, config, v)
 
 
@@ -474,7 +472,6 @@ def _launch(
                 written.stride(0) if written is not None else 0,
                 options.ignore_index,
                 FP8_MAX=check_fp8("fp8", options.fp8),
-                POW2=options.pow2,
                 SCALE=options.logit_scale,
                 CAP=options.soft_cap or 0.0,
                 BLOCK=config.block,

@@ -235,7 +235,6 @@ def _norm_kernel(
     stride_rt,
     eps,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -282,8 +281,8 @@ def _norm_kernel(
         tl.store(y_ptr + packed, y, mask=mask)
     if q_ptr is not None:
         # A masked column holds 0 * rstd = NaN where rstd is not finite; the whole row is NaN then.
-        enc, scale = row_scale(row_bits(y, RUN, ASM), FP8_MAX, POW2)
-        tl.store(q_ptr + packed, encoded(y, enc[:, None], q_ptr.dtype.element_ty, ASM, POW2), mask=mask)
+        enc, scale = row_scale(row_bits(y, RUN, ASM), FP8_MAX)
+        tl.store(q_ptr + packed, encoded(y, enc[:, None], q_ptr.dtype.element_ty, ASM, True), mask=mask)
         tl.store(scale_ptr + t, scale, mask=live)
 
 
@@ -307,7 +306,6 @@ def _norm_backward_kernel(
     stride_xt,
     stride_drt,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     DENSE: tl.constexpr,
@@ -352,9 +350,9 @@ def _norm_backward_kernel(
         if dx_ptr is not None:
             tl.store(dx_ptr + place, y, mask=mask)
         if q_ptr is not None:
-            enc, scale = row_scale(row_bits(tl.reshape(y, [1, BLOCK]), RUN, ASM), FP8_MAX, POW2)
+            enc, scale = row_scale(row_bits(tl.reshape(y, [1, BLOCK]), RUN, ASM), FP8_MAX)
             # Nothing saturates: the multiplier is of the row's own largest.
-            tl.store(q_ptr + place, encoded(y, enc, q_ptr.dtype.element_ty, ASM, POW2), mask=mask)
+            tl.store(q_ptr + place, encoded(y, enc, q_ptr.dtype.element_ty, ASM, True), mask=mask)
             tl.store(scale_ptr + t + tl.arange(0, 1), scale)
     tl.store(dw_ptr + tl.program_id(0) * D + d, dw, mask=mask)
     if db_ptr is not None:
@@ -439,7 +437,6 @@ def norm(
                 residual_TD.stride(0) if residual_TD is not None else 0,
                 options.eps,
                 FP8_MAX=options.fp8_max,
-                POW2=options.pow2,
                 ROUND_FIRST=options.rounding == "llama",
                 ROWS=rows,
                 BLOCK=config.block(d),
@@ -517,7 +514,6 @@ def norm_backward(
             x_TD.stride(0),
             d_residual_TD.stride(0) if d_residual_TD is not None else 0,
             FP8_MAX=options.fp8_max,
-            POW2=options.pow2,
             BLOCK=block,
             NUM_STAGES=config.num_stages,
             DENSE=all(x is None or x.stride(0) == d for x in (dy_TD, x_TD, d_residual_TD)),

@@ -1,10 +1,10 @@
 """Quantize to FP8 in one pass: rows with their own scales, or a tensor with one scale and its transposed copy.
 
-    rows     enc[t] = min(MAX / amax_k |x[t, k]|, FLT_MAX), 2^126 where amax is 0; pow2: rounded down to 2^n
+    rows     enc[t] = min(MAX / amax_k |x[t, k]|, FLT_MAX), 2^126 where amax is 0; rounded down to 2^n
              scale[t] = 1 / enc[t]      q[t, k] = RNE(x[t, k] * enc[t])
     tensor   the same with one amax for the whole tensor, given or measured (1 where it is 0); q and q^T from one read
 
-Numerics: bit for bit `deepwell.formats.quantize` ("fp8_<element>_row[_pow2]", "fp8_<element>_tensor[_pow2]"). A row (a
+Numerics: bit for bit `deepwell.formats.quantize` ("fp8_<element>_row_pow2", "fp8_<element>_tensor_pow2"). A row (a
     tensor) that holds inf or NaN gets a NaN scale and NaN codes. With a given amax, inf saturates and NaN stays NaN.
 Cost: memory bound; bytes per element (bf16 in): rows 2 + 1; both copies 2 + 2; amax 2.
     Floors on one H200 (4.25 TB/s copied): rows of 16384 x 4096 47 us, of 16384 x 14336 166 us; both copies 63, 221 us.
@@ -14,6 +14,7 @@ Cost: memory bound; bytes per element (bf16 in): rows 2 + 1; both copies 2 + 2; 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,22 +50,20 @@ __all__ = ["amax", "quantize_rows", "quantize_weight", "row_scales", "transpose_
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
 
-def quantize_rows_ref(
-    x_TK: Tensor, *, pow2: bool = True, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
+def quantize_rows_ref(x_TK: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """Reference for `quantize_rows`."""
-    multiplier_T = _row_multipliers(x_TK, pow2=pow2, dtype=dtype)
+    multiplier_T = _row_multipliers(x_TK, dtype=dtype)
     return encode(x_TK.float() * multiplier_T[:, None], ELEMENTS[dtype]).view(dtype), multiplier_T.reciprocal()
 
 
 def row_scales_ref(x_TK: Tensor) -> Tensor:
     """Reference for `row_scales`."""
-    return _row_multipliers(x_TK, pow2=True, dtype=torch.float8_e4m3fn).reciprocal()
+    return _row_multipliers(x_TK, dtype=torch.float8_e4m3fn).reciprocal()
 
 
-def _row_multipliers(x_TK: Tensor, *, pow2: bool, dtype: torch.dtype) -> Tensor:
+def _row_multipliers(x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
     amax_T = x_TK.float().abs().amax(1) if x_TK.shape[1] else x_TK.new_zeros(x_TK.shape[0], dtype=torch.float32)
-    return fp8_multiplier(amax_T, ELEMENTS[dtype], pow2=pow2, at_zero=ZERO_ROW_MULTIPLIER)
+    return fp8_multiplier(amax_T, ELEMENTS[dtype], pow2=True, at_zero=ZERO_ROW_MULTIPLIER)
 
 
 def amax_ref(tensors: Sequence[Tensor]) -> Tensor:
@@ -73,11 +72,9 @@ def amax_ref(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(found).amax() if found else tensors[0].new_zeros((), dtype=torch.float32)
 
 
-def quantize_both_ref(
-    x_TK: Tensor, amax_of_x: Tensor, *, pow2: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_both_ref(x_TK: Tensor, amax_of_x: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Reference for `quantize_weight`: (q_TK, q_KT, scale)."""
-    multiplier = fp8_multiplier(amax_of_x.float().reshape(()), ELEMENTS[dtype], pow2=pow2)
+    multiplier = fp8_multiplier(amax_of_x.float().reshape(()), ELEMENTS[dtype], pow2=True)
     codes = encode(x_TK.float() * multiplier, ELEMENTS[dtype]).view(dtype)
     return codes, codes.view(torch.uint8).T.contiguous().view(dtype), multiplier.reciprocal()
 
@@ -88,7 +85,8 @@ class RowOptions:
 
     write: bool = True
     fp8: torch.dtype | None = None
-    pow2: bool = True
+    # Multipliers of rows are powers of two.
+    pow2: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.fp8 is not None:
@@ -103,7 +101,7 @@ class RowOptions:
 
     def rows_of(self, y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Reference: (y, its FP8 values and scales), None for what is not written."""
-        q, scale = (None, None) if self.fp8 is None else quantize_rows_ref(y, pow2=self.pow2, dtype=self.fp8)
+        q, scale = (None, None) if self.fp8 is None else quantize_rows_ref(y, dtype=self.fp8)
         return y if self.write else None, q, scale
 
     def empty_rows(self, like: Tensor, rows: int, columns: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -176,7 +174,6 @@ def _quantize_rows_kernel(
     stride_xt,
     stride_qt,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TWO_PASSES: tl.constexpr,
@@ -192,7 +189,7 @@ def _quantize_rows_kernel(
             k = start + columns
             x = tl.load(x_row + k, mask=live & (k < K), other=0.0, eviction_policy="evict_last")
             bits = tl.maximum(bits, magnitude_bits(x.to(tl.float32)))
-        enc = multiplier_from_bits(tl.max(bits, axis=1), FP8_MAX, POW2, ZERO_ROW)
+        enc = multiplier_from_bits(tl.max(bits, axis=1), FP8_MAX, ZERO_ROW)
         if q_ptr is not None:
             for start in range(0, K, BLOCK):
                 k = start + columns
@@ -204,10 +201,10 @@ def _quantize_rows_kernel(
         mask = live & (columns < K)
         x = tl.load(x_row + columns, mask=mask, other=0.0).to(tl.float32)
         if q_ptr is not None:
-            q, scale = quantize_tile(x, q_ptr.dtype.element_ty, FP8_MAX, POW2)
+            q, scale = quantize_tile(x, q_ptr.dtype.element_ty, FP8_MAX)
             tl.store(q_ptr + t[:, None] * stride_qt + columns, q, mask=mask)
         else:
-            enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX, POW2, ZERO_ROW)
+            enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX, ZERO_ROW)
             scale = tl.div_rn(1.0, enc)
     tl.store(scale_ptr + t, scale, mask=t < T)
 
@@ -238,7 +235,6 @@ def _quantize_both_kernel(
     stride_qt,
     stride_tk,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PACKING: tl.constexpr,
@@ -253,7 +249,7 @@ def _quantize_both_kernel(
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // GROUP) + tl.arange(0, BLOCK_T // GROUP)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (i[:, None] < GROUPS) & (k[None, :] < K)
-    enc = multiplier_from_bits(magnitude_bits(tl.load(amax_ptr)), FP8_MAX, POW2)
+    enc = multiplier_from_bits(magnitude_bits(tl.load(amax_ptr)), FP8_MAX)
     x_tile = x_ptr + (i * GROUP)[:, None] * stride_xt + k[None, :]
     q_tile = q_ptr + (i * GROUP)[:, None] * stride_qt + k[None, :]
     t_tile = qt_ptr + k.to(tl.int64)[:, None] * stride_tk + i[None, :]
@@ -286,15 +282,15 @@ def _quantize_both_kernel(
 
 
 def quantize_rows(
-    x_TK: Tensor, *, pow2: bool = True, dtype: torch.dtype = torch.float8_e4m3fn, config: RowConfig | None = None
+    x_TK: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, config: RowConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize each row of `x_TK` (fp32, bf16, fp16) with its own scale. Returns `(q_TK, scale_T)`, scales in fp32."""
     check_matrix("x_TK", x_TK)
     fp8_max = check_fp8("dtype", dtype)
     if not runs_kernel(x_TK, _quantize_rows_kernel):
-        return quantize_rows_ref(x_TK, pow2=pow2, dtype=dtype)
+        return quantize_rows_ref(x_TK, dtype=dtype)
     q_TK = torch.empty(x_TK.shape, dtype=dtype, device=x_TK.device)
-    return q_TK, _launch_rows(x_TK, q_TK, fp8_max, pow2, config)
+    return q_TK, _launch_rows(x_TK, q_TK, fp8_max, config)
 
 
 def row_scales(x_TK: Tensor) -> Tensor:
@@ -302,12 +298,10 @@ def row_scales(x_TK: Tensor) -> Tensor:
     check_matrix("x_TK", x_TK)
     if not runs_kernel(x_TK, _quantize_rows_kernel):
         return row_scales_ref(x_TK)
-    return _launch_rows(x_TK, None, check_fp8("dtype", torch.float8_e4m3fn), pow2=True)
+    return _launch_rows(x_TK, None, check_fp8("dtype", torch.float8_e4m3fn))
 
 
-def _launch_rows(
-    x_TK: Tensor, q_TK: Tensor | None, fp8_max: float, pow2: bool, config: RowConfig | None = None
-) -> Tensor:
+def _launch_rows(x_TK: Tensor, q_TK: Tensor | None, fp8_max: float, config: RowConfig | None = None) -> Tensor:
     """Write the codes, if there is memory for them; the scales."""
     t, k = x_TK.shape
     scale_T = torch.empty(t, dtype=torch.float32, device=x_TK.device)
@@ -324,7 +318,6 @@ def _launch_rows(
                 x_TK.stride(0),
                 k,
                 FP8_MAX=fp8_max,
-                POW2=pow2,
                 ROWS=rows,
                 BLOCK=config.block(k),
                 TWO_PASSES=config.tile > 0,
@@ -359,7 +352,6 @@ def quantize_weight(
     w_NK: Tensor,
     amax_of_w: Tensor | None = None,
     *,
-    pow2: bool = True,
     dtype: torch.dtype = torch.float8_e4m3fn,
     out: Tensor | None = None,
     out_t: Tensor | None = None,
@@ -387,7 +379,7 @@ def quantize_weight(
         q_t = torch.empty((k, n), dtype=dtype, device=w_NK.device) if q_t is None else q_t
         check_out("out_t", q_t, (k, n), dtype, w_NK)
     if not runs_kernel(w_NK, _quantize_both_kernel):
-        codes, codes_t, scale = quantize_both_ref(w_NK, given, pow2=pow2, dtype=dtype)
+        codes, codes_t, scale = quantize_both_ref(w_NK, given, dtype=dtype)
         for copy, made in ((q, codes), (q_t, codes_t)):
             if copy is not None:
                 copy.view(torch.uint8).copy_(made.view(torch.uint8))
@@ -411,7 +403,6 @@ def quantize_weight(
             first.stride(0),
             transposed.stride(0) if config.packing == "bytes" else transposed.stride(0) // 4,
             FP8_MAX=fp8_max,
-            POW2=pow2,
             ROWS=q is not None,
             COLUMNS=q_t is not None,
             PACKING=config.packing,

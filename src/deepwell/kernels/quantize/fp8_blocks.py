@@ -115,7 +115,7 @@ def _quantize_1x128_kernel(
     k = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (t[:, None] < T) & (k < K)
     x = tl.load(x_ptr + t[:, None] * stride_xt + k, mask=mask, other=0.0).to(tl.float32)
-    enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX, True)
+    enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX)
     q = saturate(x * enc[:, None], FP8_MAX).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + t[:, None] * stride_qt + k, q, mask=mask)
     tl.store(scale_ptr + b.to(tl.int64) * T + t, tl.div_rn(1.0, enc), mask=(t < T) & (b * BLOCK < K))
@@ -128,7 +128,7 @@ def _row_copy(x, enc, q_tile, live, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def _own_rows(x, scale, q_tile, live, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
-    enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX, True)
+    enc = multiplier_from_bits(tl.max(magnitude_bits(x), axis=1), FP8_MAX)
     tl.store(scale, tl.div_rn(1.0, enc), mask=live)
     _row_copy(x, enc[:, None], q_tile, live, FP8, FP8_MAX)
 
@@ -179,7 +179,7 @@ def _quantize_tiles_kernel(
     q_tile = q_ptr + t[:, None] * stride_qt + k[None, :]
     t_tile = qt_ptr + k.to(tl.int64)[:, None] * stride_tk + i[None, :]
     if SQUARE:
-        enc = multiplier_from_bits(tl.max(_column_bits(a, b, c, d), axis=0), FP8_MAX, True)
+        enc = multiplier_from_bits(tl.max(_column_bits(a, b, c, d), axis=0), FP8_MAX)
         scale = tl.div_rn(1.0, enc)
         if ROWS:
             tl.store(scale_ptr + tile_t * stride_s + tile_k, scale)
@@ -199,7 +199,7 @@ def _quantize_tiles_kernel(
             _own_rows(c, s_tile + 2, q_tile + 2 * stride_qt, t + 2 < T, FP8, FP8_MAX)
             _own_rows(d, s_tile + 3, q_tile + 3 * stride_qt, t + 3 < T, FP8, FP8_MAX)
         if COLUMNS:
-            enc = multiplier_from_bits(_column_bits(a, b, c, d), FP8_MAX, True)
+            enc = multiplier_from_bits(_column_bits(a, b, c, d), FP8_MAX)
             tl.store(scale_t_ptr + tile_t * stride_st + k, tl.div_rn(1.0, enc), mask=k < K)
             row = enc[None, :]
             word = word_of_codes(a * row, b * row, c * row, d * row, FP8, FP8_MAX, PACKING)

@@ -67,7 +67,7 @@ def quantize_group_ref(weights: list[Tensor], rows: list[Tensor], columns: list[
     """Reference for a group's codes, written in place; `rows` lie as each weight is stored, `columns` transposed."""
     largest = amax_ref(weights)
     for w, row, column in zip(weights, rows, columns, strict=True):
-        codes, codes_t, scale = quantize_both_ref(w, largest, pow2=True, dtype=torch.float8_e4m3fn)
+        codes, codes_t, scale = quantize_both_ref(w, largest, dtype=torch.float8_e4m3fn)
         row.view(torch.uint8).copy_(codes.view(torch.uint8))
         column.view(torch.uint8).copy_(codes_t.view(torch.uint8))
     return scale
@@ -262,7 +262,7 @@ def _refresh_kernel(
     state_ptr = tl.load(group_ptr + 4).to(tl.pointer_type(tl.int64))
     if (tl.load(state_ptr) != found) | (tl.load(state_ptr + 1) == 0):
         bits = tl.max(tl.load(amax_ptr + p, mask=live, other=0), axis=0)
-        enc = multiplier_from_bits(bits, 448.0, True)
+        enc = multiplier_from_bits(bits, 448.0)
         place = tl.load(tile_place_ptr + pid).to(tl.int64)
         width: tl.constexpr = COLUMNS * TILES
         across = tl.cdiv(tl.load(w_ptr + 2), width)

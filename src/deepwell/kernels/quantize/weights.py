@@ -56,7 +56,7 @@ def partial_maxima_ref(weights: Sequence[Tensor]) -> Tensor:
 
 def quantize_group_ref(weights: Sequence[Tensor], partials_P: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
     """Reference for `quantize_group`: codes and scale."""
-    made = [quantize_both_ref(w, partials_P.amax(), pow2=True, dtype=_FP8) for w in weights]
+    made = [quantize_both_ref(w, partials_P.amax(), dtype=_FP8) for w in weights]
     codes = torch.cat([codes.view(torch.uint8) for codes, _, _ in made])
     return (codes.T.contiguous() if transposed else codes).view(_FP8), made[0][2]
 
@@ -269,7 +269,7 @@ def _codes_kernel(
     p = tl.arange(0, PARTIALS)
     bits = tl.load(partials_ptr + p, mask=p < num_partials, other=0.0).to(tl.int32, bitcast=True)
     largest = tl.max(bits, axis=0)
-    enc, scale = row_scale(largest, FP8_MAX, True)
+    enc, scale = row_scale(largest, FP8_MAX)
     enc, scale = tl.where(largest == 0, 1.0, enc), tl.where(largest == 0, 1.0, scale)
     for step in tl.static_range(TILES):
         if step + 1 < TILES:

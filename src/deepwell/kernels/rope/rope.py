@@ -213,7 +213,6 @@ def _rope_kernel(
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
     FP8_MAX: tl.constexpr,
-    POW2: tl.constexpr,
     ASM: tl.constexpr,
 ):
     # One program, ROWS tokens with all their heads; y is written, c are its codes.
@@ -300,18 +299,18 @@ def _rope_kernel(
             rest = larger(magnitudes(q3, q3, ASM), magnitudes(k3, k3, ASM), ASM)
             bits = tl.maximum(bits, largest(rest, ASM))
         # Nothing saturates: the multiplier is of the row's own largest.
-        enc, scale = row_scale(bits, FP8_MAX, POW2)
+        enc, scale = row_scale(bits, FP8_MAX)
         e = enc[:, None, None, None]
         c_row = cq_ptr + t * stride_yqt
-        store_codes(c_row, hq, stride_yh, live_q, q1, q2, e, R // 2, R, P, INTERLEAVED, RUN, POW2, ASM)
+        store_codes(c_row, hq, stride_yh, live_q, q1, q2, e, R // 2, R, P, INTERLEAVED, RUN, True, ASM)
         if R < D:
-            store_columns(c_row, hq, stride_yh, live_q, encoded(q3, e, FP8, ASM, POW2), R, D, BLOCK_REST, RUN)
+            store_columns(c_row, hq, stride_yh, live_q, encoded(q3, e, FP8, ASM, True), R, D, BLOCK_REST, RUN)
         c_row = ck_ptr + t * stride_ykt
-        store_codes(c_row, hk, stride_yh, live_k, k1, k2, e, R // 2, R, P, INTERLEAVED, RUN, POW2, ASM)
+        store_codes(c_row, hk, stride_yh, live_k, k1, k2, e, R // 2, R, P, INTERLEAVED, RUN, True, ASM)
         if R < D:
-            store_columns(c_row, hk, stride_yh, live_k, encoded(k3, e, FP8, ASM, POW2), R, D, BLOCK_REST, RUN)
+            store_columns(c_row, hk, stride_yh, live_k, encoded(k3, e, FP8, ASM, True), R, D, BLOCK_REST, RUN)
         c_row = cv_ptr + t * stride_yvt
-        store_codes(c_row, hv, stride_yh, live_v, v1, v2, e, HALF, D, HALF, INTERLEAVED, RUN, POW2, ASM)
+        store_codes(c_row, hv, stride_yh, live_v, v1, v2, e, HALF, D, HALF, INTERLEAVED, RUN, True, ASM)
         token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         tl.store(scale_ptr + token, scale, mask=token < T)
 
@@ -491,7 +490,6 @@ def _launch(
             INTERLEAVED=convention == "interleaved",
             BACKWARD=backward,
             FP8_MAX=options.fp8_max,
-            POW2=options.pow2,
             ASM=runs_ptx(read[0], _rope_kernel),
             num_warps=config.num_warps,
         )
