@@ -254,6 +254,3 @@ def _is_of_a_wrapper(func: Any, args: tuple) -> bool:
     """Whether it is FSDP2 that hangs a hook on a model's outputs: it waits for the backward, not for a gradient."""
     owner = getattr(args[1], "__self__", None) if func == Tensor.register_hook and len(args) > 1 else None
     return type(owner).__module__.startswith("torch.distributed.")
-
-
-__all__ = ["DeferredLogits", "HeadLoss", "Step", "defer"]

@@ -276,6 +276,3 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-__all__ = ["REASON", "Regions", "find_glue", "has_module", "is_left_out", "is_sharded"]

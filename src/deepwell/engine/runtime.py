@@ -500,6 +500,3 @@ def _backend(options: BackendOptions) -> Callable[..., Any]:
         return compile_graph(graph_module, example_inputs, options)
 
     return deepwell
-
-
-__all__ = ["BindAt", "Runtime"]

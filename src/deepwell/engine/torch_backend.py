@@ -293,6 +293,3 @@ def _reaches_topk(node: fx.Node, steps: int) -> bool:
         if is_pointwise and value_of(user) is not None and _reaches_topk(user, steps - 1):
             return True
     return False
-
-
-__all__ = ["OPTIONS", "deepwell", "forget_reports", "ir_of_graph", "last_report"]

@@ -92,6 +92,3 @@ class Parameters:
                 params.append(replace(param, tied_to=None if is_owned else owner))
             result.append(replace(op, params=tuple(params)) if params != list(op.params) else op)
         return tuple(result)
-
-
-__all__ = ["Parameters", "dtype_name", "model_dtype", "positions"]

@@ -331,6 +331,3 @@ class _Assembly:
                 f"(first: {self.fixed[0]})"
             )
         return (*notes, *self.found.notes)
-
-
-__all__ = ["find_sites", "lift"]

@@ -44,7 +44,6 @@ class BiasActivationGrads(NamedTuple):
 
 
 def bias_activation_backward_ref(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, options: GluOptions) -> BiasActivationGrads:
-    """Reference for `bias_activation_backward`."""
     _, slope = act_ref(x_TF.float() + b_F.float(), options.act)
     exact = dh_TF.float() * slope
     return BiasActivationGrads(*options.rows_of(exact.to(x_TF.dtype)), exact.sum(0).to(b_F.dtype))

@@ -30,7 +30,6 @@ def weights_by_expert(weight_S: Tensor, ends: Tensor, slot: Tensor, place: Tenso
 
 
 def add_down_bias_ref(y_TD: Tensor, weight_TE: Tensor, bias_ED: Tensor) -> Tensor:
-    """Reference for `add_down_bias`."""
     return (y_TD + product_in_fp32_ref(weight_TE, bias_ED)).to(y_TD.dtype)
 
 
@@ -70,7 +69,6 @@ def sums_by_expert(rows_PG: Tensor, ends: Tensor, slot: Tensor) -> Tensor:
 
 
 def code_sums_ref(q_PG: Tensor, scale_P: Tensor, ends_E: Tensor) -> Tensor:
-    """Reference for `code_sums`."""
     rows = q_PG.float() * scale_P[:, None]
     return torch.stack([rows[part].sum(0) for _, part in groups(ends_E)])
 

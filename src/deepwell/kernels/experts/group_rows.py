@@ -68,7 +68,6 @@ def padded_rows(choices: int, experts: int) -> int:
 
 
 def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGroups:
-    """Reference for `group_layout`."""
     experts = offs_E.shape[0]
     rows = padded_rows(choices, experts)
     slot = torch.full((rows,), -1, dtype=torch.int32)
@@ -88,14 +87,12 @@ def group_layout_ref(offs_E: Tensor, order_S: Tensor | None, choices: int) -> Ro
 
 
 def choice_layout_ref(index_S: Tensor, experts: int) -> RowGroups:
-    """Reference for `choice_layout`."""
     ids, order = index_S.where((index_S >= 0) & (index_S < experts), experts).sort(stable=True)
     offs = torch.searchsorted(ids, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
     return group_layout_ref(offs, order, index_S.shape[0])
 
 
 def group_columns_ref(ends_E: Tensor, rows: int) -> GroupColumns:
-    """Reference for `group_columns`."""
     blocks = torch.full((padded_columns(rows, ends_E.shape[0]) // GROUP_ALIGNMENT,), -1, dtype=torch.int32)
     ends, start, begin = [], 0, 0
     for end in ends_E.tolist():
@@ -108,7 +105,6 @@ def group_columns_ref(ends_E: Tensor, rows: int) -> GroupColumns:
 
 
 def gather_rows_ref(q_TK: Tensor, scale_T: Tensor, slot_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Reference for `gather_rows`."""
     is_live, token = slot_P >= 0, slot_P.clamp(min=0).long() // top_k
     if not q_TK.shape[0]:
         zeros = torch.zeros((slot_P.shape[0], q_TK.shape[1]), dtype=torch.uint8, device=q_TK.device)
@@ -118,14 +114,12 @@ def gather_rows_ref(q_TK: Tensor, scale_T: Tensor, slot_P: Tensor, top_k: int) -
 
 
 def copy_rows_ref(x_TK: Tensor, slot_P: Tensor, top_k: int) -> Tensor:
-    """Reference for `copy_rows`."""
     if not x_TK.shape[0]:
         return x_TK.new_zeros((slot_P.shape[0], x_TK.shape[1]))
     return x_TK[slot_P.clamp(min=0).long() // top_k].masked_fill((slot_P < 0)[:, None], 0)
 
 
 def combine_rows_ref(x_PD: Tensor, place_S: Tensor, top_k: int, weight_S: Tensor | None = None) -> Tensor:
-    """Reference for `combine_rows`."""
     rows = x_PD.float()[place_S.clamp(min=0).long()]
     if weight_S is not None:
         rows = rows * weight_S.float()[:, None]

@@ -47,7 +47,6 @@ def grouped_gemm_ref(a_PK: Tensor, scale_P: Tensor, b_ENK: Tensor, scale_EN: Ten
 
 
 def grouped_wgrad_ref(a_NP: Tensor, scale_a_E: Tensor, b_KP: Tensor, scale_b_E: Tensor, ends_E: Tensor) -> Tensor:
-    """Reference for `grouped_wgrad`."""
     out = []
     for e, part in groups(ends_E):
         a, b = a_NP[:, part].float() * scale_a_E[e], b_KP[:, part].float() * scale_b_E[e]

@@ -52,7 +52,6 @@ _MAX_TILES = 4
 def hidden_codes_ref(
     gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation
 ) -> tuple[Tensor, Tensor]:
-    """Reference for `hidden_codes`."""
     h = hidden_and_slopes_ref(gate_up_PG, how)[0] * weights_of_rows(weight_S, slot_P)[:, None]
     return quantize_rows_ref(h.to(gate_up_PG.dtype))
 
@@ -60,7 +59,6 @@ def hidden_codes_ref(
 def grad_codes_ref(
     dh_PF: Tensor, gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: ExpertActivation
 ) -> ExpertGrads:
-    """Reference for `grad_codes`."""
     made = weighted_grads_ref(dh_PF, gate_up_PG, weights_of_rows(weight_S, slot_P), how)
     dw, is_live = no_grads(weight_S), slot_P >= 0
     dw[slot_P[is_live].long()] = made.dw_P[is_live]

@@ -77,7 +77,6 @@ def row_product_ref(
 def up_product_ref(
     x: Tensor, w_EGD: Tensor, rows: Rows, how: ExpertActivation, *, bias_EG: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Reference for `up_product`."""
     gate_up = row_product_ref(x, w_EGD, rows, bias_EN=bias_EG)
     return gate_up, hidden_and_slopes_ref(gate_up, how)[0].to(x.dtype)
 

@@ -75,7 +75,6 @@ def no_grads(weight_S: Tensor) -> Tensor:
 
 
 def expert_swiglu_ref(gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Reference for `expert_swiglu`."""
     g, u = gate_up_P2F.float().chunk(2, dim=1)
     h = act_ref(g, act)[0] * u * weights_of_rows(weight_S, slot_P)[:, None]
     return quantize_rows_ref(h.to(gate_up_P2F.dtype))
@@ -84,7 +83,6 @@ def expert_swiglu_ref(gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, act
 def expert_swiglu_backward_ref(
     dh_PF: Tensor, gate_up_P2F: Tensor, weight_S: Tensor, slot_P: Tensor, act: str
 ) -> ExpertGrads:
-    """Reference for `expert_swiglu_backward`."""
     (g, u), dh = gate_up_P2F.float().chunk(2, dim=1), dh_PF.float()
     w = weights_of_rows(weight_S, slot_P)[:, None]
     a, slope = act_ref(g, act)

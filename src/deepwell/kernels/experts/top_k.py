@@ -26,7 +26,6 @@ _NAN, _NONE = constant(0x7FFFFFFF), constant(-(1 << 63))
 
 
 def top_k_ref(x_TN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Reference for `top_k`."""
     index = x_TN.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
     return x_TN.gather(1, index), index
 

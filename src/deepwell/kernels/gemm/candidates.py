@@ -329,6 +329,3 @@ def register_library(registry: KernelRegistry, path: str) -> None:
         registry.register(f"{name} (file)", multiply, op="fp8_gemm", **how)
         chain = partial(_chain, multiply=multiply, fused=True)
         registry.register(f"{name} (file)", chain, op="gemm", prepare=_prepare_rows, **how)
-
-
-__all__ = ["EMULATED", "built_in", "emulated_gemm", "gemm_ref", "register_library"]

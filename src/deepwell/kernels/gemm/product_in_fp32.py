@@ -21,7 +21,6 @@ from deepwell.errors import ConfigError
 
 
 def product_in_fp32_ref(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """Reference for `product_in_fp32`."""
     return a_MK.float() @ b_KN.float()
 
 

@@ -99,7 +99,6 @@ def cross_entropy_ref(
     *,
     vocab: int | None = None,
 ) -> Losses:
-    """Reference for `cross_entropy`."""
     if vocab is not None and vocab < logits_TV.shape[1]:
         return _padded_ref(logits_TV, targets_T, bias_V, grad_scale, options, factor_T, vocab)
     (x, slope), v = logits_ref(logits_TV, bias_V, options, factor_T), logits_TV.shape[1]

@@ -33,7 +33,6 @@ _INDICES = (torch.int32, torch.int64)
 
 
 def embedding_backward_ref(grad_TD: Tensor, index_T: Tensor, num_weights: int, padding_idx: int) -> Tensor:
-    """Reference for `embedding_backward`."""
     grad = grad_TD.float()
     if padding_idx >= 0:
         grad = torch.where((index_T == padding_idx)[:, None], 0.0, grad)

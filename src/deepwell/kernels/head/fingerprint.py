@@ -25,7 +25,6 @@ _BLOCK = 4096
 
 
 def fingerprint_ref(weight: Tensor) -> Tensor:
-    """Reference for `fingerprint`."""
     words = _words(weight)
     places = torch.arange(words.numel(), device=words.device)
     m = _odd(places // _COLUMNS) * _odd(places % _COLUMNS)
@@ -95,6 +94,3 @@ def fingerprint(weight: Tensor) -> Tensor:
             if rest.numel():
                 total[number] += ((rest >> shift) * columns[: rest.numel()]).sum() * rows[num_rows - 1]
     return total
-
-
-__all__ = ["fingerprint", "fingerprint_ref"]

@@ -22,7 +22,6 @@ _BLOCK = 4096
 
 
 def scale_by_ref(x: Tensor, factor: Tensor) -> Tensor:
-    """Reference for `scale_by`."""
     return (x.float() * factor.float()).to(x.dtype)
 
 

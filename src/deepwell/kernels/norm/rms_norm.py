@@ -92,7 +92,6 @@ def norm_ref(
     options: NormOptions,
     factor_T: Tensor | None = None,
 ) -> Normed:
-    """Reference for `norm`."""
     total = x_TD if residual_TD is None else (times_rows(x_TD, factor_T) + residual_TD.float()).to(x_TD.dtype)
     x = total.float()
     mean = x.mean(1) if options.center else None

@@ -51,13 +51,11 @@ __all__ = ["amax", "quantize_rows", "quantize_weight", "row_scales", "transpose_
 
 
 def quantize_rows_ref(x_TK: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """Reference for `quantize_rows`."""
     multiplier_T = _row_multipliers(x_TK, dtype=dtype)
     return encode(x_TK.float() * multiplier_T[:, None], ELEMENTS[dtype]).view(dtype), multiplier_T.reciprocal()
 
 
 def row_scales_ref(x_TK: Tensor) -> Tensor:
-    """Reference for `row_scales`."""
     return _row_multipliers(x_TK, dtype=torch.float8_e4m3fn).reciprocal()
 
 
@@ -67,7 +65,6 @@ def _row_multipliers(x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def amax_ref(tensors: Sequence[Tensor]) -> Tensor:
-    """Reference for `amax`."""
     found = [x.float().abs().amax() for x in tensors if x.numel()]
     return torch.stack(found).amax() if found else tensors[0].new_zeros((), dtype=torch.float32)
 

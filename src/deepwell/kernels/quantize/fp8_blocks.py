@@ -47,14 +47,12 @@ class Blocks(NamedTuple):
 
 
 def quantize_1x128_ref(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference for `quantize_1x128`."""
     made = quantize(x_TK, "fp8_e4m3_1x128_pow2")
     assert made.scales is not None
     return made.data, made.scales
 
 
 def quantize_1x128_both_ref(x_TK: Tensor) -> Blocks:
-    """Reference for `quantize_1x128_both`."""
     copies = []
     for x in (x_TK, x_TK.T.contiguous()):
         codes, scale = quantize_1x128_ref(_whole(x))
@@ -63,7 +61,6 @@ def quantize_1x128_both_ref(x_TK: Tensor) -> Blocks:
 
 
 def quantize_128x128_ref(w_NK: Tensor) -> Blocks:
-    """Reference for `quantize_128x128`."""
     copies = []
     for w in (w_NK, w_NK.T.contiguous()):
         made = quantize(_whole(w), "fp8_e4m3_128x128_pow2")

@@ -70,7 +70,6 @@ class NvRows(NamedTuple):
 def quantize_mxfp8_ref(
     x_TK: Tensor, *, rows: bool = True, columns: bool = True, swizzled: bool = True, dtype: torch.dtype
 ) -> MxCopies:
-    """Reference for `quantize_mxfp8`."""
     found: list[Tensor | None] = []
     for asked, axis in ((rows, 1), (columns, 0)):
         if not asked:
@@ -85,7 +84,6 @@ def quantize_mxfp8_ref(
 def quantize_nvfp4_ref(
     x_TK: Tensor, amax: Tensor, *, square: bool, swizzled: bool, random_bits: Tensor | None = None
 ) -> NvRows:
-    """Reference for `quantize_nvfp4`."""
     rounding = "nearest" if random_bits is None else "stochastic"
     fmt = "nvfp4_16x16" if square else "nvfp4"
     q = quantize(x_TK, fmt, rounding=rounding, generator=random_bits, amax=amax)

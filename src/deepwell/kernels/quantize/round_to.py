@@ -30,14 +30,12 @@ FITS_BF16 = ("mxfp8", "nvfp4", "nvfp4_16x16")
 
 
 def round_to_ref(x: Tensor, fmt: str, *, rounding: str = "nearest", hadamard: Sequence[int] | None = None) -> Tensor:
-    """Reference for `round_to`."""
     return quantize(x.contiguous(), fmt, rounding=rounding, hadamard=hadamard).dequantize()
 
 
 def round_to_bf16_ref(
     x: Tensor, fmt: str, *, rounding: str = "nearest", hadamard: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Reference for `round_to_bf16`."""
     found = quantize(x.contiguous(), fmt, rounding=rounding, hadamard=hadamard)
     values = replace(found, global_scale=None).dequantize(torch.bfloat16, undo_hadamard=False)
     return values, found.global_scale

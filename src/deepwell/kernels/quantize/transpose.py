@@ -41,7 +41,6 @@ def transpose_codes_ref(q_TN: Tensor, scale_T: Tensor, scale: Tensor) -> Tensor:
 
 
 def transpose_by_ratio_ref(q_TN: Tensor, ratio_T: Tensor) -> Tensor:
-    """Reference for `transpose_by_ratio`."""
     shifted = q_TN.float() * ratio_T[:, None]
     return encode(shifted, ELEMENTS[q_TN.dtype]).T.contiguous().view(q_TN.dtype)
 

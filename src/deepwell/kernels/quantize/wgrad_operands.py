@@ -49,7 +49,6 @@ class Balanced(NamedTuple):
 
 
 def balance_scales_ref(scale_a_T: Tensor, scale_b_T: Tensor, ends_E: Tensor | None = None) -> Balanced:
-    """Reference for `balance_scales`."""
     ends = [scale_a_T.shape[0]] if ends_E is None else ends_E.tolist()
     groups = [_balance_group(scale_a_T[i:j], scale_b_T[i:j]) for i, j in zip([0, *ends], ends, strict=False)]
     scales = [torch.stack([group[i] for group in groups]) for i in (2, 3)]

@@ -114,7 +114,6 @@ def _pairs(x: Tensor, convention: str) -> tuple[Tensor, Tensor]:
 def rope_qkv_ref(
     qkv_BSW: Tensor, cos: Tensor, sin: Tensor, heads: Heads, factor_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference for `rope_qkv`."""
     if factor_T is not None:
         qkv_BSW = times_rows(qkv_BSW.flatten(0, 1), factor_T).to(qkv_BSW.dtype).view(qkv_BSW.shape)
     q, k, v = heads.parts(qkv_BSW, qkv_BSW.shape[-1] // heads.total)
@@ -125,7 +124,6 @@ def rope_qkv_ref(
 def rope_qkv_backward_ref(
     grads: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, heads: Heads, options: RowOptions
 ) -> RopeGrads:
-    """Reference for `rope_qkv_backward`."""
     dq, dk, dv = grads
     dq, dk = (rotate_ref(x, cos, sin, heads.convention, backward=True) for x in (dq, dk))
     if heads.packing == "heads":

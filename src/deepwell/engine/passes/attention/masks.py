@@ -578,6 +578,3 @@ def _elementwise(node: fx.Node, known: Mapping[fx.Node, Any]) -> _Steps | None:
 def _by_pieces(parts: list[_Steps], run: Callable[..., Any]) -> _Steps:
     starts = tuple(sorted({start for steps in parts for start in steps.starts}))
     return _Steps(starts, tuple(run(*(steps.at(start) for steps in parts)) for start in starts))
-
-
-__all__ = ["MaskBand", "PackedMask", "band_of", "packed_of"]

@@ -189,6 +189,3 @@ def _untransposed(node: Any) -> Any:
         return None
     axes = {argument(node, "dim0"), argument(node, "dim1")}
     return node.args[0] if axes in ({2, 3}, {-1, -2}, {2, -1}, {3, -2}) else None
-
-
-__all__ = ["Written", "match_written", "rewrite_written"]
