@@ -67,6 +67,11 @@ def fits(value: Any, wanted: Any) -> bool:
     return bool(wanted(value)) if callable(wanted) else type(value) is type(wanted) and value == wanted
 
 
-def size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
     """Whether a value is a number of bytes or elements that there can be."""
     return type(value) is int and 0 <= value < 1 << 62
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value is a tensor's shape; torch multiplies the sizes in 63 bits, also beside a zero."""
+    return fits(value, [is_size]) and is_size(math.prod(n or 1 for n in value))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepwell.artifacts.plain_json import Refuse, fits, read_json, size
+from deepwell.artifacts.plain_json import Refuse, fits, is_shape, is_size, read_json
 from deepwell.errors import UnsupportedError
 
 TORCH_DTYPES = {
@@ -113,18 +113,18 @@ def read_tensors(member: memoryview, refuse: Refuse) -> dict[str, Tensor]:
     for name, entry in entries.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             refuse(f"tensor {name} is not described by dtype, shape and data_offsets")
-        shape, place = entry["shape"], entry["data_offsets"]
-        if not fits(entry, {"dtype": tuple(EXPORTED), "shape": [size], "data_offsets": [size]}):
-            refuse(f"tensor {name} has dtype {entry['dtype']!r} and shape {shape!r}")
+        sizes, place = entry["shape"], entry["data_offsets"]
+        if not fits(entry, {"dtype": tuple(EXPORTED), "shape": is_shape, "data_offsets": [is_size]}):
+            refuse(f"tensor {name} has dtype {entry['dtype']!r} and shape {sizes!r}")
         if len(place) != 2 or place[0] > place[1]:
             refuse(f"tensor {name} lies at {place!r}")
         begin, end = place
-        dtype, count = EXPORTED[entry["dtype"]], math.prod(shape)
+        dtype, count = EXPORTED[entry["dtype"]], math.prod(sizes)
         if end - begin != count * dtype.itemsize or end > len(data) or begin % dtype.itemsize:
-            refuse(f"tensor {name} of shape {tuple(shape)} does not fit the {end - begin:,} bytes that it claims")
+            refuse(f"tensor {name} of shape {tuple(sizes)} does not fit the {end - begin:,} bytes that it claims")
         spans.append((begin, end))
         flat = torch.frombuffer(data[begin:end], dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
-        found[name] = flat.view(dtype).reshape(shape)
+        found[name] = flat.view(dtype).reshape(sizes)
     at = 0
     for begin, end in sorted(spans):
         if begin != at:

@@ -20,7 +20,7 @@ def export_command(
 ) -> None:
     """Write a model, its formats and its plan as one file that loads without anybody's code."""
     if inspect:
-        from deepwell.artifacts.export.artifact import inspect as look
+        from deepwell.artifacts.export.manifest import inspect as look
 
         if output is not None or precision is not None:
             raise ConfigError("--inspect only reads: leave -o and --precision out")

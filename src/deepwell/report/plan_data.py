@@ -36,76 +36,53 @@ def _fields(value: Any, names: str) -> dict[str, Any]:
 
 
 def _verdict(plan: Plan) -> dict[str, Any]:
-    found, ir = plan.estimate, plan.workload.ir
+    found, ir, layout = plan.estimate, plan.workload.ir, plan.layout
     policy = plan.workload.policy if isinstance(plan.workload.policy, str) else plan.workload.main_format
     return {
         **_fields(plan, "model machine gpus machine_gpus goal accumulation limit_gib bubble gpu_seconds"),
         **_fields(plan.workload, "seq_len global_batch optimizer"),
         **_fields(found, "step_s error_band tier tokens_per_s_per_gpu mfu_bf16 mfu_weighted peak_gib"),
         **_fields(plan.searched, "families layouts"),
-        "parameters": ir.num_params,
-        "active_parameters": ir.active_params,
-        "layers": ir.num_layers,
-        "gpu": plan.hardware.gpus[0].name,
-        "precision": policy,
-        "stack": plan.stack.name,
-        "layout": plan.layout.describe(),
-        "schedule": plan.layout.schedule,
-        "stage_layers": list(plan.stage_layers),
+        "parameters": ir.num_params, "active_parameters": ir.active_params, "layers": ir.num_layers,
+        "gpu": plan.hardware.gpus[0].name, "precision": policy, "stack": plan.stack.name,
+        "layout": layout.describe(), "schedule": layout.schedule, "stage_layers": list(plan.stage_layers),
         "fits": plan.limit_gib is None or found.peak_gib <= plan.limit_gib,
         "tokens_per_s": found.tokens_per_s_per_gpu * plan.gpus,
         "hbm_gib": found.limit_gib,
         "exposed": sum(plan.exposed.values()) / plan.step_s,
-    }
+    }  # fmt: skip
 
 
 def _plans(plan: Plan) -> list[dict[str, Any]]:
     """The plan, the runners-up and what was rejected, in one list to filter."""
-    layout = plan.layout
+    first: tuple[Any, ...] = (plan, "plan", plan.mfu, sum(plan.exposed.values()) / plan.step_s, "the plan")
+    others = [(one, "fits", one.mfu_bf16, one.exposed, one.why_not) for one in plan.runners_up]
     rows: list[dict[str, Any]] = [
         {
-            "rank": 1, "kind": "plan", "layout": layout.describe(), "schedule": layout.schedule,
-            "tp": layout.tp, "pp": layout.pp, "step_s": plan.step_s, "tokens": plan.tokens_per_s_per_gpu,
-            "mfu": plan.mfu, "gib": plan.peak_gib, "bubble": plan.bubble,
-            "exposed": sum(plan.exposed.values()) / plan.step_s, "why": "the plan",
+            "rank": rank, "kind": kind, "layout": one.layout.describe(), **_fields(one.layout, "schedule tp pp"),
+            "step_s": one.step_s, "tokens": one.tokens_per_s_per_gpu, "mfu": mfu, "gib": one.peak_gib,
+            "bubble": one.bubble, "exposed": exposed, "why": why,
         }
+        for rank, (one, kind, mfu, exposed, why) in enumerate([first, *others], start=1)
     ]  # fmt: skip
-    for place, one in enumerate(plan.runners_up, start=2):
-        rows.append(
-            {
-                "rank": place, "kind": "fits", "layout": one.layout.describe(), "schedule": one.layout.schedule,
-                "tp": one.layout.tp, "pp": one.layout.pp, "step_s": one.step_s, "tokens": one.tokens_per_s_per_gpu,
-                "mfu": one.mfu_bf16, "gib": one.peak_gib, "bubble": one.bubble, "exposed": one.exposed,
-                "why": one.why_not,
-            }
-        )  # fmt: skip
-    rows += [{"kind": one.kind, "layout": one.family, "why": one.reason} for one in plan.rejected]
-    return rows
+    return rows + [{"kind": one.kind, "layout": one.family, "why": one.reason} for one in plan.rejected]
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
+    stages = plan.estimate.memory
+    kinds = dict.fromkeys(f"activations: {kind}" for stage in stages for kind, _ in stage.activations)
+    names = {
+        "weights": "params", "master weights": "master", "moments": "moments", "gradients": "grads",
+        "quantized copies": "quantized_copies", **kinds, "logits": "logits", "communication buffers": "comm_buffers",
+        "workspace": "workspace", "context and NCCL": "context", "fragmentation margin": "fragmentation",
+    }  # fmt: skip
     parts: dict[str, list[float]] = {}
-
-    def put(name: str, size: float) -> None:
-        parts.setdefault(name, []).append(round(size / GIB, 3))
-
-    kinds = list(dict.fromkeys(kind for stage in plan.estimate.memory for kind, _ in stage.activations))
-    for stage in plan.estimate.memory:
-        put("weights", stage.params)
-        put("master weights", stage.master)
-        put("moments", stage.moments)
-        put("gradients", stage.grads)
-        put("quantized copies", stage.quantized_copies)
-        held = dict(stage.activations)
-        for kind in kinds:
-            put(f"activations: {kind}", held.get(kind, 0.0))
-        put("logits", stage.logits)
-        put("communication buffers", stage.comm_buffers)
-        put("workspace", stage.workspace)
-        put("context and NCCL", stage.context)
-        put("fragmentation margin", stage.fragmentation)
+    for name, field in names.items():
+        held = [dict(stage.activations).get(name.removeprefix("activations: "), 0.0) for stage in stages]
+        sizes = [getattr(stage, field) for stage in stages] if field else held
+        parts[name] = [round(size / GIB, 3) for size in sizes]
     return {
-        "ranks": [stage.stage for stage in plan.estimate.memory],
+        "ranks": [stage.stage for stage in stages],
         "parts": {name: sizes for name, sizes in parts.items() if any(size > 0.0005 for size in sizes)},
         "limit_gib": plan.limit_gib,
         "hbm_gib": plan.estimate.limit_gib or None,
@@ -144,25 +121,18 @@ def _shortened(timeline: Timeline) -> tuple[list[Event], float]:
 
 
 def _time(plan: Plan) -> dict[str, Any]:
-    seconds = plan.estimate.seconds
-    known = (*_COMPUTE, *COMMUNICATION, "bubble", "optimizer", "host", "straggler")
     groups = {
         **dict.fromkeys(_COMPUTE, "computation"),
         **dict.fromkeys(COMMUNICATION, "exposed communication"),
-        "bubble": "waiting",
-        "straggler": "waiting",
-    }
+        "bubble": "waiting", "optimizer": "overhead", "host": "overhead", "straggler": "waiting",
+    }  # fmt: skip
+    seconds = {name: plan.estimate.seconds.get(name, 0.0) for name in groups}
     return {
         "step_s": plan.step_s,
         "parts": [
-            {
-                "name": name,
-                "what": WORDS.get(name, name),
-                "group": groups.get(name, "overhead"),
-                "seconds": seconds[name],
-            }
-            for name in known
-            if seconds.get(name, 0.0) > 0
+            {"name": name, "what": WORDS.get(name, name), "group": group, "seconds": seconds[name]}
+            for name, group in groups.items()
+            if seconds[name] > 0
         ],
     }
 
@@ -185,18 +155,13 @@ def _topology(plan: Plan) -> dict[str, Any]:
 
 def _axis(plan: Plan, name: str, size: int, stride: int) -> dict[str, Any]:
     figure = plan.hardware.group_gb_per_s(size, stride) if size > 1 else None
-    span = (size - 1) * stride + 1
     domain = plan.hardware.nvlink_domain
-    inside = size == 1 or plan.layout.gpus <= domain or domain % (size * stride) == 0
     return {
-        "name": name,
-        "size": size,
-        "stride": stride,
-        "span": span,
-        "inside_nvlink": inside,
+        "name": name, "size": size, "stride": stride, "span": (size - 1) * stride + 1,
+        "inside_nvlink": size == 1 or plan.layout.gpus <= domain or domain % (size * stride) == 0,
         "gb_per_s": None if figure is None else figure.value,
         "exposed_s": plan.exposed.get(name, 0.0),
-    }
+    }  # fmt: skip
 
 
 def _precision(plan: Plan) -> dict[str, Any]:

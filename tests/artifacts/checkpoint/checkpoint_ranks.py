@@ -350,6 +350,14 @@ def saver(rank: int, world: int, folder: Path) -> None:
         raise AssertionError("a changed file was loaded")
     assert weights(again) == expected
 
+    # One rank does not see the folder: no rank waits for it.
+    try:
+        load_checkpoint(good if rank == 0 else run / "elsewhere", TrainState(model=again))
+    except CheckpointError as error:
+        assert "elsewhere is not a folder" in str(error)
+    else:
+        raise AssertionError("one rank alone has loaded")
+
     # One rank's disk is full: every rank hears of it, soon.
     real = files.write_file
     if rank == world - 1:

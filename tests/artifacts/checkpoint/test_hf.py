@@ -123,6 +123,9 @@ def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "bin" / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(CheckpointError, match="holds no safetensors files"):
         load_pretrained(model, tmp_path / "bin")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file/hf was not written: Not a directory"):
+        consolidate(save_checkpoint(tmp_path / "run", TrainState(model=model, meta={"step": 1})), tmp_path / "file/hf")
     with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
         consolidate(
             save_checkpoint(tmp_path, TrainState(model=model, meta={"step": 1})), tmp_path / "x", max_shard_bytes=0

@@ -371,3 +371,34 @@ def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     rewrite(path, lambda data: data["files"].append({"name": "../../model-00000.safetensors", "size": 1, "sha256": ""}))
     with pytest.raises(CheckpointError, match="which is no file of a checkpoint"):
         load_checkpoint(path, TrainState(model=Net()))
+
+
+FORGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "no step": ("manifest.json", lambda data: data.pop("step")),
+    "world": ("manifest.json", lambda data: data.update(world="2")),
+    "files": ("manifest.json", lambda data: data.update(files=[{"name": 3}])),
+    "groups": ("index.json", lambda data: data.update(groups=[3])),
+    "place": ("index.json", lambda data: data["model"]["up.bias"]["parts"][0].__setitem__(1, "x")),
+    "shape": ("index.json", lambda data: data["model"]["up.bias"].update(shape=["51"])),
+    "no end": ("index.json", lambda data: data["optimizer"]["up.bias"]["exp_avg"].update(shape=[1 << 38])),
+    "absent": ("index.json", lambda data: data["optimizer"]["up.bias"]["exp_avg"].update(parts=[])),
+    "scales": ("index.json", lambda data: data["optimizer"]["up.bias"]["exp_avg"].update(block=7)),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_documents_that_say_what_cannot_be_are_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    """Their hashes fit: somebody made them on purpose, or another program did."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, range(1))
+    path = save_checkpoint(tmp_path, TrainState(model=net, optimizer=optimizer, meta={"step": 1}))
+    rewrite(path, FORGED[name][1], FORGED[name][0])
+    other = Net()
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError):
+        load_checkpoint(path, TrainState(model=other, optimizer=torch.optim.AdamW(other.parameters())))
+    for key, value in other.state_dict().items():
+        assert_same(value, before[key])
+    with pytest.raises(CheckpointError):
+        load(path).optimizer_state()

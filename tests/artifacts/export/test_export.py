@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import deepwell as dw
-from deepwell.artifacts.export.artifact import inspect
 from deepwell.artifacts.export.container import MANIFEST, MEMBERS, TENSORS, Container, Member, Writer
+from deepwell.artifacts.export.manifest import inspect
 from deepwell.artifacts.export.read import load_engine
 from deepwell.artifacts.export.weights import Form, expected, pack, unpack
 from deepwell.artifacts.export.write import export
@@ -614,6 +614,7 @@ def test_manifests_that_are_damaged_or_newer_are_refused(good: Path, tmp_path: P
     changed("pinned", pins=[{"path": "0", "gemm": "fwd", "format": "int3", "reason": ""}])
     changed("formats do not fit", pins=[{"path": "nowhere", "gemm": "fwd", "format": "bf16", "reason": ""}])
     changed("step", step=-1)
+    changed("model", model={"parameters": "many"})
     changed("tied", tied={"a": "nowhere"})
     changed("tensors", tensors=[])
     entry = json.loads(members[MANIFEST])["tensors"]
@@ -650,6 +651,7 @@ def test_tensor_files_that_lie_are_refused(good: Path, tmp_path: Path) -> None:
         (tensors(one(data_offsets=[0, 1 << 40], shape=[1 << 38]), bytes(8)), "does not fit"),
         (tensors(one(dtype="OBJ"), bytes(8)), "dtype"),
         (tensors(one(shape=[True, 2]), bytes(8)), "dtype"),
+        (tensors(one(shape=[1 << 61, 1 << 61, 0], data_offsets=[0, 0]), b""), "dtype"),
         (tensors(one(data_offsets=[8, 0]), bytes(8)), "lies at"),
         (tensors({**one(), "b": one()["a"]}, bytes(8)), "overlap"),
         (tensors(one(), bytes(9)), "behind"),
@@ -682,8 +684,10 @@ def test_graphs_that_name_what_they_may_not_are_refused(good: Path, tmp_path: Pa
     graph("damaged", lambda g: g["nodes"].append(3))
     graph("not known", lambda g: g["nodes"][0]["args"].append({"n": 10_000}))
     graph("not known", lambda g: g["nodes"][0]["args"].append({"dtype": "__class__"}))
-    graph("damaged", lambda g: g["nodes"][0].update(kwargs={"a b": 1}))
-    graph("damaged", lambda g: g.update(result={"output": 7}))
+    for name in ("a b", "class"):
+        graph("damaged", lambda g, name=name: g["nodes"][0].update(kwargs={name: 1}))  # type: ignore[misc]
+    for result in ({"output": 7}, {"output": 0, "x": 1}, {"dict": [1]}, {"list": {}}, {"float": "x"}, {}):
+        graph("damaged", lambda g, result=result: g.update(result=result))  # type: ignore[misc]
     graph("is of no argument", lambda g: g["sizes"].update(s9=["nobody", 0]))
     graph("conditions", lambda g: g["conditions"].append(["system", "ls"]))
     graph("is missing", lambda g: g["tensors"].append("nowhere"))

@@ -72,8 +72,15 @@ def consolidate(
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
     _check_empty(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    reader = Reader(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _consolidate(Reader(path), folder, max_shard_bytes, verify)
+    except OSError as error:
+        raise CheckpointError(f"{folder} was not written: {error.strerror or error}") from error
+    return folder
+
+
+def _consolidate(reader: Reader, folder: Path, max_shard_bytes: int, verify: bool) -> None:
     if verify:
         reader.verify()
     shards: list[list[TensorSlot]] = [[]]
@@ -100,8 +107,7 @@ def consolidate(
         write_whole(folder / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
     for name in _CONFIGS:
         if name in reader.opened.files:
-            shutil.copyfile(path / name, folder / name)
-    return folder
+            shutil.copyfile(reader.opened.path / name, folder / name)
 
 
 def load_pretrained(model: nn.Module, folder: Path | str) -> nn.Module:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepwell.artifacts.plain_json import fits, size
+from deepwell.artifacts.plain_json import fits, is_size
 from deepwell.errors import CheckpointError, ConfigError
 from deepwell.files import hash_file
 
@@ -83,7 +83,7 @@ def open_documents(path: Path) -> Opened:
     for name in ("state", "index"):
         if name not in documents:
             raise CheckpointError(f"{path / 'manifest.json'} names no {name}.json; this is no checkpoint of a run")
-    for name, wanted in (("step", size), ("world", size), ("versions", {str: str})):
+    for name, wanted in (("step", is_size), ("world", is_size), ("versions", {str: str})):
         if not fits(documents["manifest"].get(name), wanted):
             raise CheckpointError(f"{path / 'manifest.json'}: its {name} cannot be read")
     return Opened(path=path, files=files, **documents)
@@ -112,7 +112,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def records(manifest: dict[str, Any], path: Path) -> dict[str, FileRecord]:
     """The files that a manifest names. Raises CheckpointError for names that lead out of the folder."""
     found: Any = manifest.get("files")
-    if not fits(found, [{"name": str, "size": size, "sha256": str}]):
+    if not fits(found, [{"name": str, "size": is_size, "sha256": str}]):
         raise CheckpointError(f"{path / 'manifest.json'}: its list of files cannot be read")
     for record in found:
         if not _FILE.fullmatch(record["name"]):

@@ -8,18 +8,15 @@ from torch import nn
 
 def config_files(model: nn.Module) -> dict[str, bytes]:
     """config.json and generation_config.json of a model that has them, by name; empty for any other model."""
-    files = {}
-    config = _as_dict(getattr(model, "config", None))
-    if config is not None and "model_type" in config:
-        config["architectures"] = [type(model_of(model)).__name__.removeprefix("FSDP")]
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
-        if len(dtypes) == 1:
-            config["dtype"] = dtypes.pop()
-        files["config.json"] = _text(config)
-        generation = _as_dict(getattr(model, "generation_config", None))
-        if generation is not None:
-            files["generation_config.json"] = _text(generation)
-    return files
+    config, generation = (_as_dict(getattr(model, name, None)) for name in ("config", "generation_config"))
+    if config is None or "model_type" not in config:
+        return {}
+    config["architectures"] = [type(model_of(model)).__name__.removeprefix("FSDP")]
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    if len(dtypes) == 1:
+        config["dtype"] = dtypes.pop()
+    files = {"config.json": config} | ({"generation_config.json": generation} if generation is not None else {})
+    return {name: (json.dumps(value, indent=2, sort_keys=True) + "\n").encode() for name, value in files.items()}
 
 
 def model_of(model: nn.Module) -> nn.Module:
@@ -35,7 +32,3 @@ def _as_dict(config: Any) -> dict[str, Any] | None:
         return None
     value = json.loads(to_json())
     return value if isinstance(value, dict) else None
-
-
-def _text(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

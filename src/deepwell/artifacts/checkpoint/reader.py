@@ -1,5 +1,6 @@
 """Reads any part of any tensor of a checkpoint, from whatever parts it was saved in."""
 
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,18 +13,17 @@ from torch import Tensor
 
 from deepwell.artifacts.checkpoint.manifest import Opened, check_hash, open_documents
 from deepwell.artifacts.checkpoint.shards import Box, overlap
-from deepwell.artifacts.plain_json import fits, size
+from deepwell.artifacts.plain_json import fits, is_shape, is_size
 from deepwell.artifacts.tensor_file import TORCH_DTYPES
 from deepwell.errors import CheckpointError
 
+Slices = tuple[slice, ...]
 _MOST_OPEN, _MOST_HASHED = 64, 4  # files at a time
 _INDEX = {
     "model": dict, "optimizer": {str: dict}, "tied": {str: str}, "values": {str: dict},
     "groups": [{"names": [str], "options": dict}],
 }  # fmt: skip
-# A part is [file, where it begins, how far it reaches].
-_PART = (lambda part: isinstance(part, list) and len(part) == 3 and fits(part, [(str, [size])]),)
-_ENTRY = {"dtype": tuple(TORCH_DTYPES), "shape": [size], "parts": [_PART], "block": size}
+_ENTRY = {"dtype": tuple(TORCH_DTYPES), "shape": is_shape, "parts": [list], "block": is_size}
 
 
 class StoredTensor:
@@ -35,8 +35,10 @@ class StoredTensor:
         self.name, self.stored, self.block = name, stored, data.get("block", 0)
         self.dtype, self.shape = TORCH_DTYPES[data["dtype"]], tuple(data["shape"])
         self.parts: list[tuple[str, Box]] = []
-        for file, *place in data["parts"]:
-            if str(file) not in opened.files or any(len(numbers) != len(self.shape) for numbers in place):
+        for part in data["parts"]:  # [file, where it begins, how far it reaches]
+            file, *place = part or [None]
+            is_box = fits(place, [[is_size]]) and [len(numbers) for numbers in place] == 2 * [len(self.shape)]
+            if not isinstance(file, str) or file not in opened.files or not is_box:
                 raise CheckpointError(f"{opened.path / 'index.json'}: a part of {name} is in no file of the manifest")
             begin, sizes = map(tuple, place)
             self.parts.append((file, Box(offsets=begin, sizes=sizes, whole=self.shape)))
@@ -76,23 +78,33 @@ class Reader:
         """The name that a tensor is saved under: its own, or that of the tensor it was tied to."""
         return name if name in self.model else self.tied.get(name, name)
 
+    def parts(self, entry: StoredTensor, box: Box) -> list[tuple[Any, Box, Slices, Slices]]:
+        """What is stored of a part: (tensor not read yet, its place, what they share in it and in the part).
+
+        Raises CheckpointError naming the file that is not as the index says, or where elements are in no file.
+        """
+        found = []
+        for file, place in entry.parts:
+            shared = overlap(place, box)
+            if shared is not None:
+                sizes = (-(-place.numel // entry.block),) if entry.block else place.sizes
+                found.append((self._tensor(file, entry, sizes), place, *shared))
+        lacking = box.numel - sum(math.prod(s.stop - s.start for s in inside) for *_, inside in found)
+        if lacking:
+            raise CheckpointError(
+                f"{self.opened.path}: {lacking} of {box.numel} elements of {entry.name} are in no file"
+            )
+        return found
+
     def read(self, entry: StoredTensor, box: Box) -> Tensor:
         """A part of a tensor, on the host."""
-        for file, part in entry.parts:
-            if part == box:
-                return self._tensor(file, entry, part.sizes)[tuple(slice(None) for _ in box.sizes)]
+        parts = self.parts(entry, box)
+        for stored, place, outside, _ in parts:
+            if place == box:
+                return stored[outside]
         out = torch.empty(box.sizes, dtype=entry.dtype)
-        filled = 0
-        for file, part in entry.parts:
-            shared = overlap(part, box)
-            if shared is not None:
-                found = self._tensor(file, entry, part.sizes)[shared[0]]
-                out[shared[1]] = found
-                filled += found.numel()
-        if filled != out.numel():
-            raise CheckpointError(
-                f"{self.opened.path}: {out.numel() - filled} of {out.numel()} elements of {entry.name} are in no file"
-            )
+        for stored, _, outside, inside in parts:
+            out[inside] = stored[outside]
         return out
 
     def read_scales(self, entry: StoredTensor, box: Box) -> Tensor | None:
@@ -113,12 +125,10 @@ class Reader:
 
     def spread_scales(self, entry: StoredTensor, box: Box) -> Tensor:
         """The scale of each element of a part."""
+        parts = self.parts(entry, box)
         out = torch.empty(box.sizes, dtype=entry.dtype)
-        for file, part in entry.parts:
-            shared = overlap(part, box)
-            if shared is not None:
-                scales = self._tensor(file, entry, (-(-part.numel // entry.block),))[:]
-                out[shared[1]] = scales.repeat_interleave(entry.block)[: part.numel].view(part.sizes)[shared[0]]
+        for stored, place, outside, inside in parts:
+            out[inside] = stored[:].repeat_interleave(entry.block)[: place.numel].view(place.sizes)[outside]
         return out
 
     def _tensor(self, file: str, entry: StoredTensor, sizes: tuple[int, ...]) -> Any:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepwell.artifacts.checkpoint.pieces import group_name, named_tensors, names_of
-from deepwell.artifacts.checkpoint.reader import Reader, requantize
+from deepwell.artifacts.checkpoint.reader import Reader, StoredTensor, requantize
 from deepwell.artifacts.checkpoint.shards import box_of, is_dtensor, local_of
 from deepwell.artifacts.checkpoint.state import TrainState
 from deepwell.artifacts.checkpoint.team import is_distributed
@@ -81,6 +81,7 @@ def _check_model(reader: Reader, tensors: dict[str, Tensor]) -> None:
                 f"{path}: {name} is {entry.dtype}, the model's is {tensor.dtype}; make the model in {entry.dtype}, or "
                 "consolidate the checkpoint and use load_pretrained, which converts"
             )
+        reader.parts(entry, box_of(tensor, name))
 
 
 def _check_all_used(reader: Reader, held: set[str]) -> None:
@@ -98,8 +99,9 @@ def _check_optimizer(reader: Reader, names: dict[Tensor, str], round_moments: bo
     if not reader.groups:
         raise CheckpointError(f"{reader.opened.path} was saved without an optimizer; load it with optimizer=None")
     for parameter, name in names.items():
-        for entry in reader.optimizer.get(reader.name_of(name), {}).values():
-            box = box_of(parameter, name)
+        box = box_of(parameter, name)
+        for key, entry in reader.optimizer.get(reader.name_of(name), {}).items():
+            reader.parts(entry, box if _is_like(entry, key, parameter) or entry.block else entry.whole)
             if entry.block and not round_moments and reader.read_scales(entry, box) is None:
                 parts = " and ".join(str(list(part.sizes)) for _, part in entry.parts[:2])
                 raise CheckpointError(
@@ -107,6 +109,11 @@ def _check_optimizer(reader: Reader, names: dict[Tensor, str], round_moments: bo
                     f"this run's shard {list(box.sizes)} at {list(box.offsets)} cuts those blocks: resume with the "
                     "layout of the save, pass round_moments=True to round the moments anew, or train with bf16 moments"
                 )
+
+
+def _is_like(entry: StoredTensor, key: str, parameter: Tensor) -> bool:
+    """Whether a state has a value for each element of its parameter, and is split as that is."""
+    return entry.shape == tuple(parameter.shape) and key != "step"
 
 
 def _load_optimizer(
@@ -148,7 +155,7 @@ def _states(reader: Reader, parameter: Tensor, name: str, round_moments: bool) -
                 spread = reader.spread_scales(scales, box)
                 codes, found = requantize(codes, spread, scales.block, is_root=entry.stored.endswith("exp_avg_sq"))
             states[key], states[f"{key}_scales"] = _like(parameter, codes), found.to(parameter.device)
-        elif entry.shape == tuple(parameter.shape) and key != "step" and not entry.block:
+        elif _is_like(entry, key, parameter) and not entry.block:
             states[key] = _sharded_as(parameter, _like(parameter, reader.read(entry, box)))
         elif not entry.block:
             states[key] = reader.read(entry, entry.whole)
@@ -183,7 +190,8 @@ def _options(reader: Reader, group: dict[str, Any], names: dict[Tensor, str]) ->
         if first in saved["names"]:
             numbers = reader.optimizer.get(group_name(number), {})
             options = {**saved["options"], **{key: reader.read(e, e.whole).item() for key, e in numbers.items()}}
-            return {key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in options.items()}
+            pairs = {key for key, v in options.items() if isinstance(v, list) and isinstance(group.get(key), tuple)}
+            return {key: tuple(v) if key in pairs else v for key, v in options.items()}
     return {}
 
 

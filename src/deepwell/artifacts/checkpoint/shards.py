@@ -52,12 +52,14 @@ def box_of(tensor: Tensor, name: str) -> Box:
     whole = tuple(tensor.shape)
     if not is_dtensor(tensor):
         return Box(offsets=(0,) * len(whole), sizes=whole, whole=whole)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise UnsupportedError(f"{name} lies on a mesh ({tensor.device_mesh}) that this rank is not part of")
     begin, size = [0] * len(whole), list(whole)
     for dim in range(len(whole)):
         for mesh_dim in _order(tensor, dim, name):
-            ranks, rank = tensor.device_mesh.size(mesh_dim), _coordinate(tensor, mesh_dim, name)
-            step = -(-size[dim] // ranks)
-            low = min(rank * step, size[dim])
+            step = -(-size[dim] // tensor.device_mesh.size(mesh_dim))
+            low = min(coordinate[mesh_dim] * step, size[dim])
             begin[dim] += low
             size[dim] = min(step, size[dim] - low)
     if any(placement.is_partial() for placement in tensor.placements):
@@ -77,26 +79,15 @@ def _order(tensor: "DTensor", dim: int, name: str) -> list[int]:
     Left to right; but FSDP2 over tensor parallelism splits what the mesh dimensions to its right have left, which its
     strided placement says by their number.
     """
-    splits = [i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == dim and not p.is_partial()]
-    plain = [i for i in splits if not _split_factor(tensor, i)]
-    strided = [i for i in splits if _split_factor(tensor, i)]
-    for i in strided:
-        right = math.prod(tensor.device_mesh.size(j) for j in splits if j > i)
-        if _split_factor(tensor, i) != right:
+    factors = {
+        i: getattr(placement, "split_factor", None) or 0
+        for i, placement in enumerate(tensor.placements)
+        if getattr(placement, "dim", None) == dim and not placement.is_partial()
+    }
+    for i, factor in factors.items():
+        if factor and factor != math.prod(tensor.device_mesh.size(j) for j in factors if j > i):
             raise UnsupportedError(f"{name} is split in strides ({tensor.placements}); its parts are no boxes")
-    return [*plain, *reversed(strided)]
-
-
-def _split_factor(tensor: "DTensor", mesh_dim: int) -> int:
-    factor = getattr(tensor.placements[mesh_dim], "split_factor", None)
-    return int(factor) if factor is not None else 0
-
-
-def _coordinate(tensor: "DTensor", mesh_dim: int, name: str) -> int:
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise UnsupportedError(f"{name} lies on a mesh ({tensor.device_mesh}) that this rank is not part of")
-    return coordinate[mesh_dim]
+    return sorted(factors, key=lambda i: (factors[i] > 0, -i if factors[i] else i))
 
 
 def overlap(a: Box, b: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

@@ -38,24 +38,24 @@ class PackedWeights:
 
 def choose_forms(engine: Engine, calls: Sequence[ExampleInputs]) -> PackedWeights:
     """Pack what can be packed. `engine` runs the formats to be exported; its model is left as it was."""
-    model, choice = engine.deepwell.model, PackedWeights()
-    if not engine.deepwell.bound.schemes:
+    own, choice = engine.deepwell, PackedWeights()
+    parameters = dict(own.model.named_parameters(remove_duplicate=False))
+    names = {path: f"{path}.weight" if f"{path}.weight" in parameters else path for path in own.bound.schemes}
+    if not names:
         return PackedWeights(is_checked=True)
-    with evaluating(model):
+    with evaluating(own.model):
         before = [run_call(engine, call) for call in calls]
-        again = [run_call(engine, call) for call in calls]
-        if not all(map(same_tree, before, again)):
-            choice.reasons = {
-                _parameter(model, p): "the forward is not deterministic here" for p in engine.deepwell.bound.schemes
-            }
-            return choice
-        met = engine.deepwell.options.rewritten
+        if not all(same_tree(result, run_call(engine, call)) for result, call in zip(before, calls, strict=True)):
+            return PackedWeights(reasons=dict.fromkeys(names.values(), "the forward is not deterministic here"))
         for sites in _products(engine):
-            _pack_sites(engine, [s for s in sites if s.path in met], choice)
-            for site in sites:
-                if site.path not in met:
-                    why = "no product with it was met in its format when the example ran"
-                    choice.reasons[_parameter(model, site.path)] = why
+            met = [site for site in sites if site.path in own.options.rewritten]
+            made = _packed(engine, met, [names[site.path] for site in met], parameters) if met else []
+            if isinstance(made, str):
+                choice.reasons |= {names[site.path]: made for site in met}
+            else:
+                choice.packed |= {names[site.path]: packed for site, packed in zip(met, made, strict=True)}
+            why = "no product with it was met in its format when the example ran"
+            choice.reasons |= {names[site.path]: why for site in sites if site.path not in own.options.rewritten}
         for name in _spoilt(engine, calls, before, choice.packed):
             del choice.packed[name]
             choice.reasons[name] = "something else than its product in that format reads it"
@@ -94,15 +94,12 @@ def runnable(model: nn.Module, calls: Sequence[ExampleInputs]) -> list[ExampleIn
 @contextmanager
 def without_regions(model: nn.Module) -> Iterator[None]:
     """The model with its own forwards where an engine put compiled regions in their place."""
-    taken = [
-        (module, module.__dict__.pop("forward"))
-        for module in model.modules()
-        if getattr(module.__dict__.get("forward"), "is_deepwell_region", False)
-    ]
+    taken = [m for m in model.modules() if getattr(m.__dict__.get("forward"), "is_deepwell_region", False)]
+    forwards = [module.__dict__.pop("forward") for module in taken]
     try:
         yield
     finally:
-        for module, forward in taken:
+        for module, forward in zip(taken, forwards, strict=True):
             module.__dict__["forward"] = forward
 
 
@@ -143,43 +140,32 @@ def _products(engine: Engine) -> list[list[Site]]:
     return list(groups.values())
 
 
-def _pack_sites(engine: Engine, sites: list[Site], choice: PackedWeights) -> None:
-    model = engine.deepwell.model
-    weights: list[Tensor] = []
-    form: Form | None = None
-    names = [_parameter(model, site.path) for site in sites]
-    for site, name in zip(sites, names, strict=True):
-        found = _form_of(engine, site, name)
-        if isinstance(found, str) or (form is not None and found != form):
-            why = found if isinstance(found, str) else "one product reads weights of two forms"
-            choice.reasons |= dict.fromkeys(names, why)
-            return
-        form = found
-        weights.append(model.get_parameter(name))
-    if form is None:
-        return
-    product = engine.deepwell.options.products.get(sites[0].path)
+def _packed(
+    engine: Engine, sites: Sequence[Site], names: Sequence[str], parameters: Mapping[str, Tensor]
+) -> list[Packed] | str:
+    """The weights of one product packed, or why they are stored whole."""
+    own, op = engine.deepwell, sites[0].op
+    found = [_form_of(engine, site, name, parameters) for site, name in zip(sites, names, strict=True)]
+    for why in found:
+        if isinstance(why, str):
+            return why
+    form = found[0]
+    assert isinstance(form, Form)
+    if any(other != form for other in found):
+        return "one product reads weights of two forms"
+    product = own.options.products.get(sites[0].path)
     total = sum(site.op.n for site in sites if isinstance(site.op, Linear))
-    shares = _fwd(engine, sites[0]).method in _SHARED_SCALE
-    if isinstance(sites[0].op, Linear) and product is not None and product.n != total and shares:
-        choice.reasons |= dict.fromkeys(names, "its scale is shared with weights that are not known")
-        return
-    packed = pack(weights, form)
-    if packed is None:
-        choice.reasons |= dict.fromkeys(names, f"{form.format} of what {form.format} gives back is not the same")
-        return
-    choice.packed |= dict(zip(names, packed, strict=True))
+    shares = parse_scheme(own.bound.schemes[sites[0].path]).fwd.method in _SHARED_SCALE
+    if isinstance(op, Linear) and product is not None and product.n != total and shares:
+        return "its scale is shared with weights that are not known"
+    packed = pack([parameters[name] for name in names], form)
+    return packed if packed is not None else f"{form.format} of what {form.format} gives back is not the same"
 
 
-def _fwd(engine: Engine, site: Site) -> GemmScheme:
-    return parse_scheme(engine.deepwell.bound.schemes[site.path]).fwd
-
-
-def _form_of(engine: Engine, site: Site, name: str) -> Form | str:
+def _form_of(engine: Engine, site: Site, name: str, parameters: Mapping[str, Tensor]) -> Form | str:
     """The form of a weight, or why it has none."""
-    how, op = _fwd(engine, site), site.op
+    how, op = parse_scheme(engine.deepwell.bound.schemes[site.path]).fwd, site.op
     assert isinstance(op, (Linear, GroupedLinear))
-    parameters = dict(engine.deepwell.model.named_parameters(remove_duplicate=False))
     weight = parameters.get(name)
     if weight is None:
         return "it is no parameter"
@@ -188,7 +174,6 @@ def _form_of(engine: Engine, site: Site, name: str) -> Form | str:
     axis = _contracted(engine.deepwell.model, site, weight)
     if axis is None:
         return "which of its axes is contracted is not known"
-    by_expert = isinstance(op, GroupedLinear)
     fmt = _format(how, is_last=axis == weight.dim() - 1)
     if fmt is None:
         return "its forward runs in the model's dtype"
@@ -196,7 +181,7 @@ def _form_of(engine: Engine, site: Site, name: str) -> Form | str:
         return "its squares of 128 are padded, or reach into the next weight"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it is {weight.dtype}"
-    return Form(format=fmt, axis=axis, by_expert=by_expert)
+    return Form(format=fmt, axis=axis, by_expert=isinstance(op, GroupedLinear))
 
 
 def _format(how: GemmScheme, *, is_last: bool) -> str | None:
@@ -223,29 +208,13 @@ def _contracted(model: nn.Module, site: Site, weight: Tensor) -> int | None:
         return fits.get(shape)
     if shape != (*lead, op.n, op.k):
         return None
-    owner = _owner(model, site.path)
-    if isinstance(owner, nn.Linear):
-        return 1
-    if type(owner).__name__ == "Conv1D" and not lead:
-        return 0
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # The module of a linear, or the one that holds experts' parameters.
+    owner = modules.get(site.path, modules.get(site.path.rpartition(".")[0]))
+    if isinstance(owner, nn.Linear) or (type(owner).__name__ == "Conv1D" and not lead):
+        return int(isinstance(owner, nn.Linear))
     transposed = getattr(owner, "is_transposed", None)
-    return len(lead) + (0 if transposed else 1) if isinstance(transposed, bool) and lead else None
-
-
-def _owner(model: nn.Module, path: str) -> nn.Module | None:
-    """The module of a linear, or the one that holds experts' parameters."""
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        try:
-            return model.get_submodule(path.rpartition(".")[0])
-        except AttributeError:
-            return None
-
-
-def _parameter(model: nn.Module, path: str) -> str:
-    names = dict(model.named_parameters(remove_duplicate=False))
-    return f"{path}.weight" if f"{path}.weight" in names else path
+    return len(lead) + (not transposed) if isinstance(transposed, bool) and lead else None
 
 
 # ---- the check ----
@@ -257,6 +226,8 @@ def _spoilt(
     """Weights that change the result where they are read back from their form, found by halving."""
 
     def search(names: list[str]) -> list[str]:
+        if not names:
+            return []
         with _restored(engine.deepwell.model, {name: packed[name] for name in names}):
             after = [run_call(engine, call) for call in calls]
         if all(map(same_tree, before, after)):
@@ -268,10 +239,7 @@ def _spoilt(
         return search(names[:half]) + search(names[half:]) or names
 
     found: list[str] = []
-    while names := [name for name in packed if name not in found]:
-        wrong = search(names)
-        if not wrong:
-            break
+    while wrong := search([name for name in packed if name not in found]):
         found += wrong
     return found
 
@@ -279,15 +247,14 @@ def _spoilt(
 @contextmanager
 def _restored(model: nn.Module, packed: Mapping[str, Packed]) -> Iterator[None]:
     """The model with these weights as a file will give them back."""
-    parameters = {name: model.get_parameter(name) for name in packed}
-    originals = {name: parameter.data for name, parameter in parameters.items()}
+    originals = {name: model.get_parameter(name).data for name in packed}
     try:
-        for name, parameter in parameters.items():
-            parameter.data = packed[name].restored.to(parameter.device)
+        for name, value in packed.items():
+            model.get_parameter(name).data = value.restored.to(originals[name].device)
         yield
     finally:
-        for name, parameter in parameters.items():
-            parameter.data = originals[name]
+        for name, original in originals.items():
+            model.get_parameter(name).data = original
 
 
 def same_tree(a: Any, b: Any) -> bool:

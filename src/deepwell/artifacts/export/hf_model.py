@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from deepwell.artifacts.plain_json import Refuse
+from deepwell.artifacts.plain_json import Refuse, fits
 
-# Implementations that transformers has itself; others are fetched from a hub.
-_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
+# What transformers has itself; other implementations are fetched from a hub.
+_OWN = {
+    "attention": (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    "experts": (None, "eager", "batched_mm", "grouped_mm"),
+}
+_FIELDS = {"attention": "_attn_implementation", "experts": "_experts_implementation"}
 # Fields of a config that say where it came from, or that would make transformers fetch or import something.
 _LEFT_OUT = ("_name_or_path", "auto_map", "transformers_version", "custom_pipelines", "base_model_tp_plan")
 
@@ -24,8 +27,7 @@ _LEFT_OUT = ("_name_or_path", "auto_map", "transformers_version", "custom_pipeli
 def hf_form(model: Any) -> dict[str, Any] | str:
     """The form of a Hugging Face model, or the reason why it has none."""
     transformers: Any = sys.modules.get("transformers")
-    classes = () if transformers is None else (transformers.PreTrainedModel,)
-    if not any(isinstance(model, one) for one in classes):
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return "it is no Hugging Face model"
     own: Any = type(model)
     name = own.__name__
@@ -36,12 +38,13 @@ def hf_form(model: Any) -> dict[str, Any] | str:
     changed = next((path for path, m in model.named_modules() if _is_changed(m)), None)
     if changed is not None:
         return f"{changed or name} has hooks or a forward of its own"
-    config = _plain(model.config.to_dict())
-    form = {"form": "transformers", "class": name, "config": config, **_implementations(model.config)}
-    unknown = [v for v in form["attention"].values() if v not in _ATTENTION]
-    unknown += [v for v in form["experts"].values() if v not in _EXPERTS]
-    if unknown:
-        return f"it runs {unknown[0]!r}, which is not in transformers itself"
+    parts = _parts(model.config)
+    runs = {what: {path: getattr(part, name, None) for path, part in parts.items()} for what, name in _FIELDS.items()}
+    form = {"form": "transformers", "class": name, "config": _plain(model.config.to_dict()), **runs}
+    for what, known in _OWN.items():
+        for how in runs[what].values():
+            if how not in known:
+                return f"it runs {how!r}, which is not in transformers itself"
 
     def fail(reason: str) -> Any:
         raise RuntimeError(reason)
@@ -58,8 +61,7 @@ def hf_form(model: Any) -> dict[str, Any] | str:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return any(len(h) for h in hooks) or "forward" in module.__dict__
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def model_class(name: str) -> type | None:
@@ -91,14 +93,6 @@ def _parts(config: Any) -> dict[str, Any]:
     return found
 
 
-def _implementations(config: Any) -> dict[str, dict[str, Any]]:
-    parts = _parts(config)
-    return {
-        "attention": {path: getattr(part, "_attn_implementation", None) for path, part in parts.items()},
-        "experts": {path: getattr(part, "_experts_implementation", None) for path, part in parts.items()},
-    }
-
-
 def build_hf(form: dict[str, Any], refuse: Refuse) -> nn.Module:
     """The model of a form with no weights yet. `refuse` raises where the form is not one that this may build."""
     try:
@@ -109,20 +103,19 @@ def build_hf(form: dict[str, Any], refuse: Refuse) -> nn.Module:
     found = model_class(name) if isinstance(name, str) else None
     if found is None:
         refuse(f"its model class is {str(name)[:80]!r}, which transformers {transformers.__version__} does not have")
-    attention, experts = form.get("attention"), form.get("experts")
-    if not isinstance(config, dict) or not isinstance(attention, dict) or not isinstance(experts, dict):
+    runs = {what: form.get(what) for what in _OWN}
+    if not isinstance(config, dict) or not all(isinstance(one, dict) for one in runs.values()):
         refuse("the config of its model is damaged")
     if any(key in config for key in ("auto_map", "quantization_config")):
         refuse("the config of its model asks for code from elsewhere")
-    if not all(v in _ATTENTION for v in attention.values()) or not all(v in _EXPERTS for v in experts.values()):
+    if not all(fits(runs[what], {str: own}) for what, own in _OWN.items()):
         refuse("its model asks for implementations that are not in transformers itself")
     try:
         made = found.config_class.from_dict(_plain(config))  # type: ignore[attr-defined]
         for path, part in _parts(made).items():
-            if attention.get(path) is not None:
-                part._attn_implementation_internal = attention[path]
-            if experts.get(path) is not None:
-                part._experts_implementation_internal = experts[path]
+            for what, field in _FIELDS.items():
+                if form[what].get(path) is not None:
+                    setattr(part, f"{field}_internal", form[what][path])
         with _NoInit():
             model = found(made)
     except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError, OSError) as error:
@@ -138,8 +131,7 @@ class _NoInit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_draw = func in self._DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
-        if is_draw:
+        if func in self._DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else next(iter(kwargs.values()))
         return func(*args, **kwargs)
 

@@ -1,9 +1,12 @@
 """The manifest of an exported engine: what the file holds, each tensor's form, and the hash of every member."""
 
+import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from deepwell.artifacts.export.container import MANIFEST, Container
 from deepwell.artifacts.export.same_engine import OPTIONS, PIN
 from deepwell.artifacts.export.weights import Form, expected
-from deepwell.artifacts.plain_json import Refuse, fits, size
+from deepwell.artifacts.plain_json import Refuse, fits, is_shape, is_size
 from deepwell.artifacts.tensor_file import EXPORTED
 from deepwell.formats.spec import FORMATS
 
@@ -25,7 +28,7 @@ _NAME = re.compile(r"[^\s\x00-\x1f\"'\\/]{1,500}")
 _KINDS = ("parameter", "buffer", "temporary", "constant")
 # The shape of each field, and what is said of those whose name says too little.
 _FIELDS: dict[str, Any] = {
-    "options": OPTIONS, "tensors": dict, "tied": {str: str}, "step": size, "checked": bool, "versions": {str: str},
+    "options": OPTIONS, "tensors": dict, "tied": {str: str}, "step": is_size, "checked": bool, "versions": {str: str},
     "model": lambda model: isinstance(model, dict) and type(model.get("parameters", 0)) is int,
     "device": str, "pins": [PIN], "notes": [str], "members": dict,
 }  # fmt: skip
@@ -150,7 +153,7 @@ def _check_name(name: str, refuse: Refuse) -> None:
 def _entry(name: str, data: Any, refuse: Refuse) -> ExportedTensor:
     _check_name(name, refuse)
     facts = {key: data.get(key) for key in ("kind", "dtype", "shape")} if isinstance(data, dict) else {}
-    is_sound = fits(facts, {"kind": _KINDS, "dtype": tuple(_DTYPES), "shape": [lambda n: size(n) and n < 1 << 48]})
+    is_sound = fits(facts, {"kind": _KINDS, "dtype": tuple(_DTYPES), "shape": is_shape})
     if not is_sound or len(data["shape"]) > 16:
         refuse(f"tensor {name} in its manifest is damaged")
     shape, dtype, form = tuple(data["shape"]), _DTYPES[data["dtype"]], None
@@ -168,3 +171,66 @@ def _entry(name: str, data: Any, refuse: Refuse) -> ExportedTensor:
         requires_grad=data.get("requires_grad") is True,
         reason=str(data.get("reason", ""))[:500],
     )
+
+
+# ---- what an export wrote ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """One exported engine or folder. `sha256` is that of the manifest (of config.json for a folder), which names all
+    other hashes; `formats` counts tensors, elements and bytes."""
+
+    path: str
+    format: str  # "engine" or "hf"
+    bytes: int
+    sha256: str
+    model: dict[str, Any]
+    formats: dict[str, dict[str, int]]
+    notes: tuple[str, ...] = ()
+    manifest: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the manifest, which has a line for each tensor."""
+        names = ("path", "format", "bytes", "sha256", "model", "formats")
+        return {name: getattr(self, name) for name in names} | {"notes": list(self.notes)}
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        model = self.model
+        about = f"{model.get('class') or model.get('name')}, {int(model.get('parameters') or 0):,} parameters"
+        lines = [f"{self.path}: {about}, {_size(self.bytes)}", f"  sha256 {self.sha256}"]
+        total = sum(row["bytes"] for row in self.formats.values()) or 1
+        for name, row in self.formats.items():
+            bits = 8 * row["bytes"] / max(row["elements"], 1)
+            share = f"{100 * row['bytes'] / total:.1f}%"
+            lines.append(
+                f"  {name:<22} {row['tensors']:>5} tensors {row['elements']:>15,} numbers "
+                f"{_size(row['bytes']):>10} {share:>6}  {bits:.2f} bits each"
+            )
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def inspect(path: str | os.PathLike[str]) -> Artifact:
+    """What a file holds, every member compared with its hash; no model is built. Raises CheckpointError."""
+    container = Container(Path(path))
+    manifest = read_manifest(container)
+    return Artifact(
+        path=str(container.path),
+        format="engine",
+        bytes=container.num_bytes,
+        sha256=container.sha256(MANIFEST),
+        model=manifest.data["model"],
+        formats=manifest.formats(),
+        notes=tuple(manifest.data["notes"]),
+        manifest=manifest.data,
+    )
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -25,8 +25,7 @@ def model_from(path: Path) -> tuple[nn.Module, PrecisionPolicy | None, Plan | No
     def refuse(reason: str) -> NoReturn:
         raise CheckpointError(f"{checkpoint.path}: {reason}")
 
-    form = {"class": name, "config": config, "attention": {}, "experts": {}}
-    model = build_hf(form, refuse)
+    model = build_hf({"class": name, "config": config, "attention": {}, "experts": {}}, refuse)
     weights = checkpoint.weights()
     for name, parameter in model.named_parameters():
         if name in weights:

@@ -51,58 +51,53 @@ class Packed:
 
 def pack(weights: Sequence[Tensor], form: Form) -> list[Packed] | None:
     """Pack weights that are quantized under one scale where the format has one; None where they must stay whole."""
-    fmt = form.facts
-    originals = [weight.detach() for weight in weights]
-    first = [_quantized(w, form, _shared_amax(originals, form)) for w in originals]
-    values = [_values(q, form) for q in first]
+    originals = [_experts(weight.detach(), form) for weight in weights]
+    first = _quantized(originals, form)
+    values = [_values(made) for made in first]
     starts = [value.to(w.dtype).contiguous() for value, w in zip(values, originals, strict=True)]
     restored = [start.clone() for start in starts]
-    if fmt.has_global_scale:
+    if form.facts.has_global_scale:
         for back, weight in zip(restored, originals, strict=True):
-            _keep_largest(back, weight, by_expert=form.by_expert)
+            _keep_largest(back, weight)
     for _ in range(_ROUNDS):
-        amax = _shared_amax(restored, form)
-        again = [_values(_quantized(back, form, amax), form) for back in restored]
+        again = [_values(made) for made in _quantized(restored, form)]
         wrong = [_differ(a, b) for a, b in zip(again, values, strict=True)]
         if not any(bool(mask.any()) for mask in wrong):
             break
         for back, weight, mask in zip(restored, originals, wrong, strict=True):
-            whole = _whole_groups(mask, form)
-            back.copy_(torch.where(whole, weight, back))
+            back.copy_(torch.where(_whole_groups(mask, form), weight, back))
     else:
         return None
     packed = []
-    for q, back, start in zip(first, restored, starts, strict=True):
+    for made, back, start in zip(first, restored, starts, strict=True):
         kept = _differ(back, start).reshape(-1).nonzero().reshape(-1)
         if kept.numel() * _KEPT_SHARE > back.numel():
             return None
-        parts = _parts(q, form)
+        parts = _parts(made, form)
         if kept.numel():
             index = torch.int32 if back.numel() < 1 << 31 else torch.int64
             parts |= {"kept_at": kept.to(index), "kept": back.reshape(-1)[kept]}
-        packed.append(Packed(form=form, parts=parts, restored=back))
+        packed.append(Packed(form=form, parts=parts, restored=back if form.by_expert else back[0]))
     return packed
 
 
 def unpack(parts: dict[str, Tensor], form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The weight that `pack` promised. The parts have been checked by `expected`."""
-    fmt = form.facts
-    one = shape[1:] if form.by_expert else shape
-    axis = form.axis - 1 if form.by_expert else form.axis
     weight = torch.empty(shape, dtype=dtype, device=parts["codes"].device)
-    for number in range(shape[0] if form.by_expert else 1):
-        at = {name: part[number] if form.by_expert else part for name, part in parts.items() if "kept" not in name}
-        scales = at["scales"]
+    made = {name: _experts(part, form) for name, part in parts.items() if "kept" not in name}
+    if form.facts.scale == "e8m0":
+        made["scales"] = made["scales"].view(torch.float8_e8m0fnu)
+    for number, one in enumerate(_experts(weight, form)):
         value = QuantizedTensor(
-            data=at["codes"],
-            scales=scales.view(torch.float8_e8m0fnu) if fmt.scale == "e8m0" else scales,
-            global_scale=at.get("global_scale"),
-            format=fmt,
-            axis=axis,
-            shape=one,
+            data=made["codes"][number],
+            scales=made["scales"][number],
+            global_scale=made["global_scale"][number] if "global_scale" in made else None,
+            format=form.facts,
+            axis=form.axis - form.by_expert,
+            shape=tuple(one.shape),
             dtype=dtype,
-        ).dequantize()
-        (weight[number] if form.by_expert else weight).copy_(value)
+        )
+        one.copy_(value.dequantize())
     if "kept" in parts:
         weight.view(-1)[parts["kept_at"].long()] = parts["kept"]
     return weight
@@ -128,44 +123,44 @@ def expected(form: Form, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype,
 # ---- inside ----
 
 
-def _shared_amax(weights: Sequence[Tensor], form: Form) -> Tensor | None:
-    """The largest magnitude of weights that share their scale; None where each has its own."""
-    if len(weights) < 2 or form.facts.scaling != "tensor":
-        return None
-    return torch.stack([weight.float().abs().amax() for weight in weights]).amax()
+def _experts(tensor: Tensor, form: Form) -> Tensor:
+    """A weight as a stack of those of its experts; one that has none is its only one."""
+    return tensor if form.by_expert else tensor.unsqueeze(0)
 
 
-def _quantized(weight: Tensor, form: Form, amax: Tensor | None) -> list[QuantizedTensor]:
-    if not form.by_expert:
-        return [quantize(weight, form.format, axis=form.axis, amax=amax)]
-    return [quantize(one, form.format, axis=form.axis - 1) for one in weight]
+def _quantized(weights: Sequence[Tensor], form: Form) -> list[list[QuantizedTensor]]:
+    """Weights that are one product share their scale, where it is one of a tensor."""
+    amax = None
+    if len(weights) > 1 and form.facts.scaling == "tensor" and not form.by_expert:
+        amax = torch.stack([weight.float().abs().amax() for weight in weights]).amax()
+    axis = form.axis - form.by_expert
+    return [[quantize(one, form.format, axis=axis, amax=amax) for one in weight] for weight in weights]
 
 
-def _values(made: list[QuantizedTensor], form: Form) -> Tensor:
+def _values(made: list[QuantizedTensor]) -> Tensor:
     """The numbers that a product reads, in fp32."""
-    return torch.stack([q.dequantize() for q in made]) if form.by_expert else made[0].dequantize()
+    return _stack([q.dequantize() for q in made])
 
 
 def _parts(made: list[QuantizedTensor], form: Form) -> dict[str, Tensor]:
-    found: dict[str, list[Tensor]] = {}
-    for q in made:
-        assert q.scales is not None
-        scales = q.scales.view(torch.uint8) if q.format.scale == "e8m0" else q.scales
-        found.setdefault("codes", []).append(q.data)
-        found.setdefault("scales", []).append(scales)
-        if q.global_scale is not None:
-            found.setdefault("global_scale", []).append(q.global_scale)
+    found = {"codes": [q.data for q in made], "scales": [q.scales for q in made if q.scales is not None]}
+    if form.facts.scale == "e8m0":
+        found["scales"] = [scales.view(torch.uint8) for scales in found["scales"]]
+    if form.facts.has_global_scale:
+        found["global_scale"] = [q.global_scale for q in made if q.global_scale is not None]
     return {name: _stack(parts) if form.by_expert else parts[0] for name, parts in found.items()}
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].unsqueeze(0)
     bytes_of = [part.contiguous().view(torch.uint8) if part.element_size() == 1 else part for part in parts]
     return torch.stack(bytes_of).view(parts[0].dtype)
 
 
-def _keep_largest(back: Tensor, weight: Tensor, *, by_expert: bool) -> None:
+def _keep_largest(back: Tensor, weight: Tensor) -> None:
     """Put the largest number back in its place, and nothing above it: the scale of a tensor is made from it."""
-    for target, source in zip(back, weight, strict=True) if by_expert else ((back, weight),):
+    for target, source in zip(back, weight, strict=True):
         if source.numel():
             at = int(source.reshape(-1).abs().argmax())
             largest = source.reshape(-1)[at]
@@ -184,8 +179,9 @@ def _whole_groups(mask: Tensor, form: Form) -> Tensor:
     fmt = form.facts
     if fmt.scaling == "tensor":
         return torch.ones_like(mask) if bool(mask.any()) else mask
-    moved = mask.movedim(form.axis, -1).float().contiguous()
+    axis = form.axis + (not form.by_expert)
+    moved = mask.movedim(axis, -1).float().contiguous()
     grouped = group(moved, fmt)
     dims = (-3, -1) if fmt.block is not None and fmt.block[0] > 1 else (-1,)
     wide = grouped.amax(dims, keepdim=True).expand(grouped.shape)
-    return ungroup(wide.contiguous(), fmt, tuple(moved.shape)).movedim(-1, form.axis) > 0
+    return ungroup(wide.contiguous(), fmt, tuple(moved.shape)).movedim(-1, axis) > 0

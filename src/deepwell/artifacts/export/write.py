@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,25 @@ from torch import Tensor, nn
 
 from deepwell import __version__
 from deepwell.artifacts.export import forms
-from deepwell.artifacts.export.artifact import Artifact, inspect
 from deepwell.artifacts.export.container import TENSORS, Writer
 from deepwell.artifacts.export.graph.form import capture_call
 from deepwell.artifacts.export.graph.model import build_graph
-from deepwell.artifacts.export.hf_folder import about, export_hf
 from deepwell.artifacts.export.hf_model import generation_of, hf_form
-from deepwell.artifacts.export.manifest import KIND, SCHEMA, ExportedTensor, tensors_of
+from deepwell.artifacts.export.manifest import (
+    KIND,
+    SCHEMA,
+    Artifact,
+    ExportedTensor,
+    count_formats,
+    inspect,
+    tensors_of,
+)
 from deepwell.artifacts.export.same_engine import options_of, pins_of, rebuilt
 from deepwell.artifacts.plain_json import json_text
 from deepwell.artifacts.tensor_file import EXPORTED, tensor_pieces
 from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, DeepwellError, UnsupportedError
-from deepwell.files import whole_file
+from deepwell.files import hash_file, whole_file
 from deepwell.graph.example_inputs import ExampleInputs
 
 FORMATS = ("engine", "hf")
@@ -49,7 +56,7 @@ def export(
     check_format(format)
     target = Path(path)
     if format == "hf":
-        return export_hf(engine, target)
+        return _export_hf(engine, target)
     if target.is_dir():
         raise ConfigError(f"path: {target} is a folder; an engine is one file, e.g. {target / 'model.engine'}")
     if not target.parent.is_dir():
@@ -83,7 +90,7 @@ def _export(engine: Engine, target: Path, example_inputs: Any) -> Artifact:
     manifest = {
         "kind": KIND,
         "schema": SCHEMA,
-        "model": about(engine, form),
+        "model": _about(engine, form),
         "versions": _versions(),
         "device": own.device_name,
         "step": own.step,
@@ -214,3 +221,45 @@ def _versions() -> dict[str, str]:
     transformers = sys.modules.get("transformers")
     found = {"deepwell": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return found | ({"transformers": transformers.__version__} if transformers is not None else {})
+
+
+# ---- folders ----
+
+
+def _export_hf(engine: Engine, target: Path) -> Artifact:
+    """Write what `from_pretrained` reads: the weights themselves, in their own dtype, nothing quantized."""
+    model = engine.deepwell.model
+    if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
+        raise UnsupportedError(
+            f"format 'hf' is for Hugging Face models, this is a {type(model).__name__}; format='engine' takes any model"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        what = "a folder with files in it" if target.is_dir() else "a file"
+        raise ConfigError(f"path: {target} is {what}; name a new folder")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial, safe_serialization=True)
+        partial.replace(target)
+    except OSError as error:
+        raise ConfigError(f"path: cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Artifact(
+        path=str(target),
+        format="hf",
+        bytes=sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
+        sha256=hash_file(target / "config.json"),
+        model=_about(engine, {"form": "transformers", "class": type(model).__name__}),
+        formats=count_formats((str(p.dtype).removeprefix("torch."), p.numel(), p.nbytes) for p in model.parameters()),
+    )
+
+
+def _about(engine: Engine, form: dict[str, Any]) -> dict[str, Any]:
+    """What an artifact says of its model."""
+    ir, parameters = engine.deepwell.ir, engine.deepwell.model.parameters()
+    return {
+        "name": ir.name, "form": form["form"], "class": form.get("class", ""),
+        "parameters": sum(p.numel() for p in parameters), "layers": ir.num_layers, "dtype": ir.dtype,
+    }  # fmt: skip

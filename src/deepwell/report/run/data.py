@@ -7,6 +7,7 @@ Each start of the run (a `run` event) begins an attempt. An attempt that goes ba
 later one counts, what it replaced is lost work.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,13 +48,14 @@ def iter_events(run_dir: str | Path) -> Iterator[Event]:
     time, count = 0.0, 0
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for place, line in enumerate(file, start=1):
                 event = _event(line)
                 if event is None:
                     if not line.strip() or not line.endswith(b"\n"):
                         continue
-                    event = {"kind": "damaged", "line": number}
-                time = event["t"] = _time(event.get("t"), time)
+                    event = {"kind": "damaged", "line": place}
+                logged = number(event.get("t"))
+                time = event["t"] = logged if math.isfinite(logged) else time
                 count += 1
                 yield event
     except OSError as error:
@@ -65,23 +67,19 @@ def iter_events(run_dir: str | Path) -> Iterator[Event]:
 def events_path(run_dir: str | Path) -> Path:
     """The file of a run's events; `run_dir` may be that file. Raises ConfigError if it is not there."""
     given = Path(run_dir)
-    path = given / EVENTS if given.is_dir() else given
-    if given.is_dir() and path.is_file():
-        return path
     if given.is_file():
         return given
-    missing = given / EVENTS if given.suffix != ".jsonl" else given
-    raise ConfigError(f"RUN_DIR: there is no {missing}; give the folder that a run writes to")
+    path = given if given.suffix == ".jsonl" and not given.is_dir() else given / EVENTS
+    if not path.is_file():
+        raise ConfigError(f"RUN_DIR: there is no {path}; give the folder that a run writes to")
+    return path
 
 
 def _event(line: bytes) -> Event | None:
     """The event of a line, or None. A torn line that a restarted run wrote on holds that run's first event."""
     text = line.decode("utf-8", errors="replace")
-    found = _parsed(text)
-    if found is None:
-        at = text.rfind('{"t"')
-        found = _parsed(text[at:]) if at > 0 else None
-    return found
+    at = text.rfind('{"t"')
+    return _parsed(text) or (_parsed(text[at:]) if at > 0 else None)
 
 
 def _parsed(text: str) -> Event | None:
@@ -94,17 +92,10 @@ def _parsed(text: str) -> Event | None:
 
 def number(value: Any) -> float:
     """A number of the record; NaN for what is none (null, a text)."""
-    if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.nan
-    return math.nan
-
-
-def _time(value: Any, before: float) -> float:
-    time = number(value)
-    return time if math.isfinite(time) else before
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def step_of(event: Mapping[str, Any]) -> int | None:
@@ -159,19 +150,23 @@ class RunHistory:
 def read_run(run_dir: str | Path, name: str | None = None) -> RunHistory:
     """Read one run. Raises ConfigError if there is no record."""
     path = events_path(run_dir)
-    folder = path.resolve().parent
-    return run_of(iter_events(path), name=name or folder.name or str(folder), path=str(path.parent))
+    return run_of(iter_events(path), name=name or _folder_name(path), path=str(path.parent))
 
 
 def read_runs(run_dirs: Iterable[str | Path]) -> list[RunHistory]:
     """Read several runs; equal names of folders get their parent's before them."""
-    folders = [events_path(run_dir).resolve().parent for run_dir in run_dirs]
-    names = [folder.name or str(folder) for folder in folders]
+    paths = [events_path(run_dir).resolve() for run_dir in run_dirs]
+    names = [_folder_name(path) for path in paths]
     if len(set(names)) < len(names):
-        names = [f"{folder.parent.name}/{name}" for folder, name in zip(folders, names, strict=True)]
+        names = [f"{path.parents[1].name}/{name}" for path, name in zip(paths, names, strict=True)]
     if len(set(names)) < len(names):
         names = [f"{i}: {name}" for i, name in enumerate(names, start=1)]
-    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def _folder_name(path: Path) -> str:
+    folder = path.resolve().parent
+    return folder.name or str(folder)
 
 
 def run_of(events: Iterable[Event], *, name: str = "run", path: str = "") -> RunHistory:
@@ -182,15 +177,26 @@ def run_of(events: Iterable[Event], *, name: str = "run", path: str = "") -> Run
     return reader.run(name, path)
 
 
+@dataclass(slots=True)
+class _Segment:
+    """What lies between two goings back; the first one of an attempt has its header."""
+
+    header: Event | None = None
+    first: int | None = None  # step
+    ended: float = -math.inf
+
+    @property
+    def start(self) -> int | None:
+        return step_of({"step": (self.header or {}).get("start_step")})
+
+
 class _EventReader:
-    """Takes events in order. A segment is what lies between two goings back; only those of an attempt have a header."""
+    """Takes events in order."""
 
     def __init__(self) -> None:
-        self.headers: list[tuple[int, Event]] = []  # with the segment in which each began
+        self.segments = [_Segment()]
         self.rows: list[tuple[float, ...]] = []  # step, segment, skipped, then COLUMNS
         self.listed: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _LISTED}
-        self.first: list[int | None] = [None]  # first step of each segment
-        self.ended: list[float] = [-math.inf]  # last time of each segment
         self.end: Event | None = None
         self.times = (math.inf, -math.inf)
         self.damaged: list[int] = []
@@ -202,55 +208,45 @@ class _EventReader:
             self.damaged.append(int(event["line"]))
             return
         if kind == "run":
-            if self.headers or self.rows:
-                self._next_segment()
-            self.headers.append((len(self.first) - 1, event))
-            self.end = None
+            if self.rows or any(segment.header is not None for segment in self.segments):
+                self.segments.append(_Segment())
+            self.segments[-1].header, self.end = event, None
         elif kind == "end":
             self.end = event
         elif kind == "step":
             self._step(event)
         elif kind in self.listed:
-            self.listed[kind].append((len(self.first) - 1, event))
+            self.listed[kind].append((len(self.segments) - 1, event))
         if kind != "restart":  # which may be written when the next attempt is ready
-            self.ended[-1] = max(self.ended[-1], time)
-
-    def _next_segment(self) -> None:
-        self.first.append(None)
-        self.ended.append(-math.inf)
+            self.segments[-1].ended = max(self.segments[-1].ended, time)
 
     def _step(self, event: Event) -> None:
         step = step_of(event)
         if step is None:
             return
-        if self.rows and self.rows[-1][1] == len(self.first) - 1 and step <= self.rows[-1][0]:
-            self._next_segment()
-        if self.first[-1] is None:
-            self.first[-1] = step
-        segment = len(self.first) - 1
+        if self.rows and self.rows[-1][1] == len(self.segments) - 1 and step <= self.rows[-1][0]:
+            self.segments.append(_Segment())
+        if self.segments[-1].first is None:
+            self.segments[-1].first = step
         skipped = float(event.get("skipped") is True)
         # A long record has millions of these: what is a float already is not asked twice.
         values = [value if type(value := event.get(name)) is float else number(value) for name in COLUMNS]
-        self.rows.append((step, segment, skipped, *values))
+        self.rows.append((step, len(self.segments) - 1, skipped, *values))
 
     def _borders(self) -> list[float]:
         """For each segment the step from which on later segments replace what it logged."""
-        starts = dict(self.headers)
-        first: list[float] = []
-        for segment, logged in enumerate(self.first):
-            resumed = step_of({"step": starts.get(segment, {}).get("start_step")})
-            first.append(logged if logged is not None else math.inf if resumed is None else resumed + 1)
-        borders = [math.inf] * len(first)
-        for segment in range(len(first) - 2, -1, -1):
-            borders[segment] = min(borders[segment + 1], first[segment + 1])
-        return borders
+        borders = [math.inf]
+        for segment in self.segments[:0:-1]:
+            resumed = math.inf if segment.start is None else segment.start + 1
+            borders.append(min(borders[-1], resumed if segment.first is None else segment.first))
+        return borders[::-1]
 
     def run(self, name: str, path: str) -> RunHistory:
         borders = self._borders()
         table = np.asarray(self.rows, dtype=np.float64).reshape(len(self.rows), 3 + len(COLUMNS))
         columns: Columns = {"step": table[:, 0], "segment": table[:, 1], "skipped": table[:, 2] > 0}
         columns.update({column: table[:, 3 + i] for i, column in enumerate(COLUMNS)})
-        starts = [segment for segment, _ in self.headers] or [0]
+        starts = [i for i, segment in enumerate(self.segments) if segment.header is not None] or [0]
         columns["attempt"] = np.maximum(np.searchsorted(starts, columns["segment"], side="right") - 1, 0)
         columns["weight"] = self._weights(columns)
         kept = columns["step"] < np.asarray(borders)[columns["segment"].astype(int)]
@@ -278,25 +274,23 @@ class _EventReader:
         if len(steps) > 1:
             same = segments[1:] == segments[:-1]
             weights[1:][same] = (steps[1:] - steps[:-1])[same]
-        for segment, header in self.headers:
-            at = np.flatnonzero(segments == segment)
-            start = step_of({"step": header.get("start_step")})
+        for place, segment in enumerate(self.segments):
+            at, start = np.flatnonzero(segments == place), segment.start
             if len(at) and start is not None:
                 weights[at[0]] = max(1.0, steps[at[0]] - start)
         return weights
 
     def _attempts(self, columns: Columns, starts: list[int]) -> tuple[RunStart, ...]:
-        headers = [event for _, event in self.headers] or [{}]
         found = []
-        for i, header in enumerate(headers):
+        for i, (start, following) in enumerate(itertools.pairwise([*starts, len(self.segments)])):
             rows = np.flatnonzero(columns["attempt"] == i)
-            last_segment = starts[i + 1] if i + 1 < len(starts) else len(self.ended)
+            header = self.segments[start].header or {}
             began = float(header.get("t", self.times[0]))
             found.append(
                 RunStart(
                     header=header,
                     began=began,
-                    ended=max(began, *self.ended[starts[i] : last_segment]),
+                    ended=max(began, *(segment.ended for segment in self.segments[start:following])),
                     first_step=int(columns["step"][rows[0]]) if len(rows) else None,
                     last_step=int(columns["step"][rows].max()) if len(rows) else None,
                     first_step_at=float(columns["t"][rows[0]]) if len(rows) else None,

@@ -18,27 +18,41 @@ _Loads = dict[str, np.ndarray]  # tokens of each expert, by layer
 
 def expert_panel(run: RunHistory, cells: int) -> dict[str, Any]:
     """Loads are relative: 1 is the layer's mean. `cells` bounds the numbers of all frames together."""
-    read = [(step, _loads(event), _dropped(event), _entropy(event)) for event in run.kept("experts")
-            if (step := step_of(event)) is not None]  # fmt: skip
-    found = [(step, loads, dropped) for step, loads, dropped, _ in read if loads]
-    entropy = [(step, value) for step, loads, _, value in read if loads]
-    if not found:
+    read = [(step, loads, event) for event in run.kept("experts")
+            if (step := step_of(event)) is not None and (loads := _loads(event))]  # fmt: skip
+    if not read:
         why = "No `experts` event was logged: the model has no experts, or their load was not recorded."
         return {"why": why, "frames": []}
-    layers = list(dict.fromkeys(path for _, loads, _ in found for path in loads))
-    experts = max(len(tokens) for _, loads, _ in found for tokens in loads.values())
-    frames = min(MAX_FRAMES, len(found), max(2, cells // (len(layers) * experts)))
-    edges = np.linspace(0, len(found), frames + 1).astype(int).tolist()
+    layers = list(dict.fromkeys(path for _, loads, _ in read for path in loads))
+    experts = max(len(tokens) for _, loads, _ in read for tokens in loads.values())
+    frames = min(MAX_FRAMES, len(read), max(2, cells // (len(layers) * experts)))
+    edges = np.linspace(0, len(read), frames + 1).astype(int).tolist()
+    steps = [step for step, _, _ in read]
+    ratios = [[float(v.max() / v.mean()) for v in loads.values() if v.mean() > 0] for _, loads, _ in read]
+    # Tokens that no expert took, over all layers; the routers' entropy as a share of its maximum.
+    dropped = np.asarray([np.nansum(own) if own else np.nan for own in (_by_layer(e, "dropped") for _, _, e in read)])
+    entropy = np.asarray([np.mean(own) if own else np.nan for own in (_by_layer(e, "entropy") for _, _, e in read)])
+    routed = np.asarray([sum(float(v.sum()) for v in loads.values()) for _, loads, _ in read])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = dropped / routed
+
+    def points(values: np.ndarray) -> list[list[float | None]]:
+        return [[steps[i], rounded(values[i])] for i in picked(values, MAX_POINTS)]
+
     return {
         "why": None,
         "layers": layers,
         "experts": experts,
         "frames": [
             {"from": part[0][0], "to": part[-1][0], "load": _frame([loads for _, loads, _ in part], layers)}
-            for part in (found[low:high] for low, high in itertools.pairwise(edges))
+            for part in (read[low:high] for low, high in itertools.pairwise(edges))
         ],
-        **_curves(found),
-        "entropy": _points(entropy) if any(np.isfinite(value) for _, value in entropy) else [],
+        "worst": points(np.asarray([max(own, default=np.nan) for own in ratios])),
+        "typical": points(np.asarray([float(np.mean(own)) if own else np.nan for own in ratios])),
+        "dropped": points(shares) if np.isfinite(shares).any() else [],
+        "dropped_total": rounded(float(np.nansum(dropped)), 12),
+        "routed_total": rounded(float(routed.sum()), 12),
+        "entropy": points(entropy) if np.isfinite(entropy).any() else [],
     }
 
 
@@ -53,23 +67,9 @@ def _loads(event: Event) -> _Loads:
     return found
 
 
-def _dropped(event: Event) -> float:
-    """Tokens that no expert took, over all layers; NaN where the event does not say."""
-    drops = event.get("dropped")
-    found = [number(n) for n in drops.values()] if isinstance(drops, dict) else []
-    return sum(n for n in found if np.isfinite(n)) if found else np.nan
-
-
-def _entropy(event: Event) -> float:
-    """The mean over layers of the routers' entropy, as a share of its maximum; NaN where the event does not say."""
-    values = event.get("entropy")
-    found = [number(n) for n in values.values()] if isinstance(values, dict) else []
-    return float(np.mean(found)) if found else np.nan
-
-
-def _points(found: Sequence[tuple[int, float]]) -> list[list[float | None]]:
-    values = np.asarray([value for _, value in found])
-    return [[found[i][0], rounded(values[i])] for i in picked(values, MAX_POINTS)]
+def _by_layer(event: Event, name: str) -> list[float]:
+    values = event.get(name)
+    return [number(value) for value in values.values()] if isinstance(values, dict) else []
 
 
 def _frame(parts: Sequence[_Loads], layers: Sequence[str]) -> list[list[float | None]]:
@@ -83,23 +83,3 @@ def _frame(parts: Sequence[_Loads], layers: Sequence[str]) -> list[list[float | 
         mean = float(tokens.mean()) if len(tokens) else 0.0
         load.append(rounded_list(tokens / mean if mean > 0 else tokens, 3))
     return load
-
-
-def _curves(found: Sequence[tuple[int, _Loads, float]]) -> dict[str, Any]:
-    steps = [step for step, _, _ in found]
-    ratios = [[float(v.max() / v.mean()) for v in loads.values() if v.mean() > 0] for _, loads, _ in found]
-    dropped = np.asarray([dropped for _, _, dropped in found])
-    routed = np.asarray([sum(float(v.sum()) for v in loads.values()) for _, loads, _ in found])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        shares = dropped / routed
-
-    def points(values: np.ndarray) -> list[list[float | None]]:
-        return _points(list(zip(steps, values, strict=True)))
-
-    return {
-        "worst": points(np.asarray([max(own, default=np.nan) for own in ratios])),
-        "typical": points(np.asarray([float(np.mean(own)) if own else np.nan for own in ratios])),
-        "dropped": points(shares) if np.isfinite(shares).any() else [],
-        "dropped_total": rounded(float(np.nansum(dropped)), 12),
-        "routed_total": rounded(float(routed.sum()), 12),
-    }

@@ -11,7 +11,7 @@ import numpy as np
 from deepwell.report.run.data import SCHEMA, RunHistory, number, step_of
 from deepwell.report.run.experts import expert_panel
 from deepwell.report.run.formats import precision_panel
-from deepwell.report.run.series import Points, picked, rounded, smoothed
+from deepwell.report.run.series import picked, rounded, smoothed, thinned
 from deepwell.report.run.summary import duration, summary, text_of, throughput, time_shares, tokens_seen
 
 MAX_POINTS = 2400  # of a series, over all runs of the page together, but at least
@@ -34,12 +34,12 @@ def page_data(runs: Sequence[RunHistory], now: float | None = None) -> dict[str,
 
 
 def _run(run: RunHistory, now: float, limit: int, cells: int) -> dict[str, Any]:
-    series = _series(run, limit)
+    table, series = _series(run, limit)
     clock = _Clock(run)
     return {
         "summary": summary(run, now),
         "notes": _notes(run),
-        "x": series.pop("x"),
+        "x": table,
         "series": series,
         "loss": _loss(run, series, clock, limit),
         "guard": _guard(run, clock),
@@ -75,20 +75,15 @@ class _Clock:
 # ---- curves ----
 
 
-def _series(run: RunHistory, limit: int) -> dict[str, Any]:
+def _series(run: RunHistory, limit: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the table of x, the series)."""
     steps = run.steps
-    points = Points(steps["step"], tokens_seen(run), steps["t"] - run.began, limit)
-    found: dict[str, Any] = {name: points.add(steps[name]) for name in _SERIES}
-    found["throughput"] = points.add(throughput(run))
-    found["loss"] = points.add(steps["loss"])
     usable = np.where(steps["skipped"], math.nan, steps["loss"])
-    found["smooth"] = {
-        str(span): points.add(smoothed(usable, span))
-        for span in SPANS
-        if np.isfinite(usable).any() and (span == SPANS[0] or len(usable) >= 2 * span)
-    }
-    found["x"] = points.table()
-    return found
+    spans = [s for s in SPANS if np.isfinite(usable).any() and (s == SPANS[0] or len(usable) >= 2 * s)]
+    x = {"step": steps["step"], "tokens": tokens_seen(run), "seconds": steps["t"] - run.began}
+    values = {name: steps[name] for name in _SERIES} | {"throughput": throughput(run), "loss": steps["loss"]}
+    table, found = thinned(x, {**values, **{str(span): smoothed(usable, span) for span in spans}}, limit)
+    return table, {**{name: found[name] for name in values}, "smooth": {str(span): found[str(span)] for span in spans}}
 
 
 def _loss(run: RunHistory, series: Mapping[str, Any], clock: _Clock, limit: int) -> dict[str, Any]:
@@ -101,7 +96,7 @@ def _loss(run: RunHistory, series: Mapping[str, Any], clock: _Clock, limit: int)
     ]
     if len(evals) > limit:
         evals = [evals[i] for i in picked(np.asarray([point[3] for point in evals], dtype=float), limit)]
-    marks = bad[np.linspace(0, len(bad) - 1, min(len(bad), MAX_MARKS)).astype(int)] if len(bad) else bad
+    marks = bad[_spread(len(bad), MAX_MARKS)]
     return {
         "why": None if series["loss"] or evals else _no_step(run),
         "evals": evals,
@@ -114,12 +109,9 @@ def _loss(run: RunHistory, series: Mapping[str, Any], clock: _Clock, limit: int)
 def _lost(run: RunHistory, clock: _Clock, limit: int) -> list[list[float | None]]:
     """The losses of lost steps, a gap between those of different attempts."""
     lost = run.lost
-    if not len(lost["step"]):
-        return []
-    at = picked(lost["loss"], limit)
     found: list[list[float | None]] = []
     before = None
-    for i in at:
+    for i in picked(lost["loss"], limit) if len(lost["step"]) else ():
         if before is not None and lost["segment"][i] != before:
             found.append([None, None, None, None])
         before = lost["segment"][i]
@@ -127,18 +119,28 @@ def _lost(run: RunHistory, clock: _Clock, limit: int) -> list[list[float | None]
     return found
 
 
+def _spread(count: int, limit: int) -> list[int]:
+    """At most `limit` places of `count`, evenly spread, both ends among them."""
+    return np.linspace(0, count - 1, min(count, limit)).astype(int).tolist() if count else []
+
+
 # ---- events ----
 
 
 def _guard(run: RunHistory, clock: _Clock) -> dict[str, Any]:
     events = run.events["guard"]
-    counts = Counter(text_of(event.get("what")) or "?" for event in events)
+    counts: Counter[str] = Counter()
+    places: dict[str, set[tuple[int, float]]] = {}
+    for event in events:
+        what, step = text_of(event.get("what")) or "?", step_of(event)
+        counts[what] += 1
+        own = places.setdefault(what, set())
+        if step is not None and not event.get("lost"):
+            own.add((step, event["t"]))
     marks: dict[str, list[list[float | None]]] = {}
-    for what in counts:
-        own = [event for event in events if (text_of(event.get("what")) or "?") == what and not event.get("lost")]
-        steps = sorted({(step, event["t"]) for event in own if (step := step_of(event)) is not None})
-        chosen = np.linspace(0, len(steps) - 1, min(len(steps), MAX_MARKS)).astype(int) if steps else ()
-        marks[what] = [[*clock.at(*steps[i]), clock.loss(steps[i][0])] for i in chosen]
+    for what, found in places.items():
+        steps = sorted(found)
+        marks[what] = [[*clock.at(*steps[i]), clock.loss(steps[i][0])] for i in _spread(len(steps), MAX_MARKS)]
     # A long list is cut in its middle: how it began and how it stands now matter most.
     rows = events if len(events) <= MAX_ROWS else (*events[: MAX_ROWS // 4], *events[-(MAX_ROWS - MAX_ROWS // 4) :])
     keys = ("what", "path", "gemm", "from", "to", "reason", "rank")
@@ -146,24 +148,19 @@ def _guard(run: RunHistory, clock: _Clock) -> dict[str, Any]:
         "why": None if events else "No guard event was logged: nothing was skipped and no layer fell back.",
         "counts": dict(counts.most_common()),
         "marks": marks,
-        "rows": [
-            {"step": step_of(event), **{key: text_of(event.get(key)) for key in keys}, "lost": bool(event.get("lost"))}
-            for event in rows
-        ],
+        "rows": [{"step": step_of(event), **_texts(event, *keys), "lost": bool(event.get("lost"))} for event in rows],
         "left_out": len(events) - len(rows),
     }
 
 
 def _checkpoints(run: RunHistory, clock: _Clock) -> dict[str, Any]:
-    events = run.events["save"][-MAX_ROWS:]
     rows = [
         {
-            "step": step_of(event), "x": clock.at(step_of(event) or 0, event["t"]), "path": text_of(event.get("path")),
-            "stall_s": rounded(number(event.get("stall_s"))), "seconds": rounded(number(event.get("seconds"))),
-            "bytes": rounded(number(event.get("bytes")), 12), "committed": event.get("committed") is not False,
-            "lost": bool(event.get("lost")), "error": text_of(event.get("error")),
+            "step": step_of(event), "x": clock.at(step_of(event) or 0, event["t"]), **_texts(event, "path"),
+            **_numbers(event, "stall_s", "seconds"), "bytes": rounded(number(event.get("bytes")), 12),
+            "committed": event.get("committed") is not False, "lost": bool(event.get("lost")), **_texts(event, "error"),
         }
-        for event in events
+        for event in run.events["save"][-MAX_ROWS:]
     ]  # fmt: skip
     return {
         "why": None if rows else "No checkpoint was saved so far.",
@@ -179,17 +176,15 @@ def _goodput(run: RunHistory, clock: _Clock) -> dict[str, Any]:
             "ready": None if attempt.first_step_at is None else rounded(attempt.first_step_at - run.began, 9),
             "x": clock.at((attempt.first_step or 1) - 1, attempt.began),
             "first_step": attempt.first_step, "last_step": attempt.last_step,
-            "world": rounded(number(attempt.header.get("world"))),
-            "generation": rounded(number(attempt.header.get("generation"))),
+            **_numbers(attempt.header, "world", "generation"),
             "lost": int(run.lost["weight"][run.lost["attempt"] == i].sum()),
         }
         for i, attempt in enumerate(run.attempts)
     ]  # fmt: skip
     restarts = [
         {
-            "generation": rounded(number(event.get("generation"))), "step": step_of(event),
-            "reason": text_of(event.get("reason")), "lost_steps": rounded(number(event.get("lost_steps"))),
-            "recovery_s": rounded(number(event.get("recovery_s"))), "world": rounded(number(event.get("world"))),
+            **_numbers(event, "generation"), "step": step_of(event), **_texts(event, "reason"),
+            **_numbers(event, "lost_steps", "recovery_s", "world"),
         }
         for event in run.events["restart"][-MAX_ROWS:]
     ]  # fmt: skip
@@ -200,6 +195,14 @@ def _goodput(run: RunHistory, clock: _Clock) -> dict[str, Any]:
         "attempts": attempts[-MAX_ROWS:],
         "restarts": restarts,
     }
+
+
+def _texts(event: Mapping[str, Any], *names: str) -> dict[str, str]:
+    return {name: text_of(event.get(name)) for name in names}
+
+
+def _numbers(event: Mapping[str, Any], *names: str) -> dict[str, float | None]:
+    return {name: rounded(number(event.get(name))) for name in names}
 
 
 # ---- words ----
@@ -250,8 +253,6 @@ def _no_step(run: RunHistory) -> str:
 def _compare(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Settings in which the runs differ; their figures and curves are in the runs themselves."""
     rows = [run["settings"]["rows"] for run in runs]
-    names = list(dict.fromkeys(name for own in rows for name in own))
+    names = dict.fromkeys(name for own in rows for name in own if name not in _OF_A_START)
     values = {name: [own.get(name, "") for own in rows] for name in names}
-    return {
-        "differences": {name: each for name, each in values.items() if len(set(each)) > 1 and name not in _OF_A_START}
-    }
+    return {"differences": {name: each for name, each in values.items() if len(set(each)) > 1}}

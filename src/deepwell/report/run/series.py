@@ -1,6 +1,7 @@
 """Long series made short enough to draw: extremes, ends and gaps stay; smoothing is done before, on every step."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,27 +49,17 @@ def smoothed(values: np.ndarray, span: int) -> np.ndarray:
     return np.where(found > 0, (sums[high] - sums[low]) / np.maximum(found, 1), math.nan)
 
 
-class Points:
-    """Points of several series on one table of steps, tokens and seconds, so that each x is written once."""
+def thinned(
+    x: Mapping[str, np.ndarray], series: Mapping[str, np.ndarray], limit: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the x of every point that is drawn, each once; for each series its values "y" and their places "i" there).
 
-    def __init__(self, step: np.ndarray, tokens: np.ndarray, seconds: np.ndarray, limit: int) -> None:
-        self._x = (step, tokens, seconds)
-        self._limit = limit
-        self._series: list[tuple[dict[str, Any], np.ndarray]] = []
-
-    def add(self, values: np.ndarray, digits: int = 6) -> dict[str, Any] | None:
-        """A series {"i": places in the table, "y": values}, filled by `table`; None if no value is finite."""
-        if not np.isfinite(values).any():
-            return None
-        at = picked(values, self._limit)
-        series: dict[str, Any] = {"y": rounded_list(values[at], digits)}
-        self._series.append((series, at))
-        return series
-
-    def table(self) -> dict[str, Any]:
-        """The x of every point, in order. To be called once, after the last series."""
-        used = np.unique(np.concatenate([at for _, at in self._series])) if self._series else np.arange(0)
-        for series, at in self._series:
-            series["i"] = np.searchsorted(used, at).tolist()
-        names = ("step", "tokens", "seconds")
-        return {name: rounded_list(x[used], 12) for name, x in zip(names, self._x, strict=True)}
+    A series without a finite value is None.
+    """
+    at = {name: picked(values, limit) for name, values in series.items() if np.isfinite(values).any()}
+    used = np.unique(np.concatenate([*at.values(), np.arange(0)]))
+    drawn = {
+        name: {"y": rounded_list(series[name][places]), "i": np.searchsorted(used, places).tolist()}
+        for name, places in at.items()
+    }
+    return {name: rounded_list(values[used], 12) for name, values in x.items()}, {**dict.fromkeys(series), **drawn}

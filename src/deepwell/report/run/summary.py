@@ -1,8 +1,10 @@
 """A run in figures: how it stands, how fast it is, where its time went."""
 
+import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,31 +24,31 @@ def summary(run: RunHistory, now: float | None = None) -> dict[str, Any]:
     now = time.time() if now is None else now
     steps, header, plan = run.steps, run.header, run.header.get("plan")
     state, why = _state(run, now)
-    predicted = _recent(steps, "predicted_s")
+    recent = {name: _recent(steps, name) for name in ("seconds", "predicted_s", "tflops", "mfu", "mfu_weighted")}
+    predicted, seconds = recent["predicted_s"], recent["seconds"]
     if math.isnan(predicted) and isinstance(plan, dict):
         predicted = number(plan.get("step_s"))
-    seconds = _recent(steps, "seconds")
     planned = step_of({"step": header.get("steps")})
     done = int(steps["step"][-1]) if len(steps["step"]) else step_of({"step": header.get("start_step")}) or 0
     shares = time_shares(run)
+    total = sum(shares.values())
     return {
         "schema": SCHEMA, "name": run.name, "path": run.path, "state": state, "why": why,
         "began": rounded(run.began, 12), "last": rounded(run.last, 12), "as_of": rounded(now, 12),
-        "model": text_of(header.get("model")), "device": text_of(header.get("device")),
-        "layout": text_of(header.get("layout")), "precision": text_of(header.get("precision")),
+        **{name: text_of(header.get(name)) for name in ("model", "device", "layout", "precision")},
         "world": rounded(number(header.get("world"))), "version": text_of(header.get("version")),
         "step": done, "steps": planned, "eta_s": rounded(_eta(run, done, planned)) if state == "running" else None,
         "tokens": rounded(float(tokens_seen(run)[-1]) if len(steps["step"]) else math.nan, 15),
         **_losses(run),
         "lr": rounded(_last(steps["lr"])), "grad_norm": rounded(_last(steps["grad_norm"])),
         "tokens_per_s_per_gpu": rounded(_median(throughput(run)[_recent_rows(steps)])),
-        "tflops": rounded(_recent(steps, "tflops")), "mfu": rounded(_recent(steps, "mfu")),
-        "mfu_weighted": rounded(_recent(steps, "mfu_weighted")),
-        "peak_gib": rounded(_greatest(steps["memory_gib"], run.lost["memory_gib"])),
+        **{name: rounded(recent[name]) for name in ("tflops", "mfu", "mfu_weighted")},
+        "peak_gib": rounded(_of_finite(np.concatenate([steps["memory_gib"], run.lost["memory_gib"]]), np.max)),
         "limit_gib": rounded(_last(steps["memory_limit_gib"])),
         "step_s": rounded(seconds), "predicted_s": rounded(predicted),
         "predicted_over_real": rounded(predicted / seconds if seconds > 0 else math.nan),
-        "goodput": rounded(_last(steps["goodput"])), "training_share": rounded(_share(shares)),
+        "goodput": rounded(_last(steps["goodput"])),
+        "training_share": rounded(shares["training"] / total if total > 0 else math.nan),
         "restarts": restarts(run), "lost_steps": int(run.lost["weight"].sum()),
         "skipped_steps": int(steps["skipped"].sum()),
         "guard": dict(Counter(text_of(event.get("what")) or "?" for event in run.events["guard"])),
@@ -64,16 +66,13 @@ def summary_text(found: dict[str, Any]) -> str:
 
     of = f" of {found['steps']:,}" if found["steps"] is not None else ""
     eta = f", {duration(found['eta_s'])} left" if found["eta_s"] is not None else ""
-    speed = (
-        f"{shown('{:,.0f}', found['tokens_per_s_per_gpu'])} tokens/s/GPU, MFU "
-        f"{shown('{:.1%}', found['mfu'])}, peak {shown('{:.1f}', found['peak_gib'])} GiB, goodput "
-        f"{shown('{:.1%}', found['goodput'] if found['goodput'] is not None else found['training_share'])}"
-    )
-    loss = f"loss {shown('{:.4g}', found['loss'])}, eval {shown('{:.4g}', found['eval_loss'])}"
+    goodput = found["goodput"] if found["goodput"] is not None else found["training_share"]
     guard = ", ".join(f"{n} {what}" for what, n in sorted(found["guard"].items())) or "none"
     return (
         f"{found['name']}: {found['state']}, step {found['step']:,}{of}{eta}; {found['why']}\n"
-        f"  {loss}; {speed}\n"
+        f"  loss {shown('{:.4g}', found['loss'])}, eval {shown('{:.4g}', found['eval_loss'])}; "
+        f"{shown('{:,.0f}', found['tokens_per_s_per_gpu'])} tokens/s/GPU, MFU {shown('{:.1%}', found['mfu'])}, "
+        f"peak {shown('{:.1f}', found['peak_gib'])} GiB, goodput {shown('{:.1%}', goodput)}\n"
         f"  restarts {found['restarts']}, lost steps {found['lost_steps']}, guard events: {guard}"
     )
 
@@ -82,11 +81,10 @@ def duration(seconds: float) -> str:
     """Seconds in words: 42 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.0f} s"
-    for size, word, part, less in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= size:
-            whole, rest = divmod(round(seconds / part), size // part)
-            return f"{whole} {word} {rest} {less}" if rest else f"{whole} {word}"
-    return ""
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    size, word, part, less = next(unit for unit in units if seconds >= unit[0])
+    whole, rest = divmod(round(seconds / part), size // part)
+    return f"{whole} {word} {rest} {less}" if rest else f"{whole} {word}"
 
 
 def tokens_seen(run: RunHistory) -> np.ndarray:
@@ -130,22 +128,18 @@ def time_shares(run: RunHistory) -> dict[str, float]:
         seconds = np.where(columns["step"] == first[columns["attempt"]], np.minimum(seconds, typical), seconds)
         return float((seconds * columns["weight"])[rows].sum())
 
-    starting = down = 0.0
-    for i, attempt in enumerate(run.attempts):
-        if attempt.first_step_at is None:
-            starting += attempt.ended - attempt.began
-        else:
-            starting += max(0.0, attempt.first_step_at - attempt.began - typical)
-        if i:
-            down += max(0.0, attempt.began - run.attempts[i - 1].ended)
+    pairs = itertools.pairwise(run.attempts)
     parts = {
         "training": spent(steps, ~steps["skipped"]),
-        "starting": starting,
+        "starting": sum(
+            a.ended - a.began if a.first_step_at is None else max(0.0, a.first_step_at - a.began - typical)
+            for a in run.attempts
+        ),
         "evaluation": _sum(run.events["eval"], "seconds"),
         "saving": _sum(run.events["save"], "stall_s"),
         "skipped steps": spent(steps, steps["skipped"]),
         "lost steps": spent(lost, np.ones(len(lost["step"]), dtype=bool)),
-        "down": down,
+        "down": sum(max(0.0, after.began - before.ended) for before, after in pairs),
     }
     rest = (run.last - run.began) - sum(parts.values())
     if rest < 0:  # a stall may be inside a step's seconds: it is counted once
@@ -187,16 +181,15 @@ def _eta(run: RunHistory, done: int, planned: int | None) -> float:
 def _losses(run: RunHistory) -> dict[str, Any]:
     loss = run.steps["loss"]
     good = loss[np.isfinite(loss) & ~run.steps["skipped"]]
-    evals = [(number(event.get("loss")), step_of(event)) for event in run.kept("eval")]
-    evals = [(value, step) for value, step in evals if math.isfinite(value)]
-    last = evals[-1] if evals else (math.nan, None)
+    read = [(number(event.get("loss")), step_of(event)) for event in run.kept("eval")]
+    evals = [(math.nan, None), *((value, step) for value, step in read if math.isfinite(value))]
     return {
         "loss": rounded(_last(good)),
         "loss_mean": rounded(float(good[-RECENT:].mean()) if len(good) else math.nan),
         "nonfinite_losses": int((~np.isfinite(loss)).sum()),
-        "eval_loss": rounded(last[0]),
-        "eval_step": last[1],
-        "best_eval_loss": rounded(min((value for value, _ in evals), default=math.nan)),
+        "eval_loss": rounded(evals[-1][0]),
+        "eval_step": evals[-1][1],
+        "best_eval_loss": rounded(min((value for value, _ in evals[1:]), default=math.nan)),
     }
 
 
@@ -225,26 +218,20 @@ def _recent(steps: Columns, name: str) -> float:
 
 
 def _median(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else math.nan
+    return _of_finite(values, np.median)
 
 
 def _last(values: np.ndarray) -> float:
+    return _of_finite(values, lambda finite: finite[-1])
+
+
+def _of_finite(values: np.ndarray, choose: Callable[[np.ndarray], Any]) -> float:
     finite = values[np.isfinite(values)]
-    return float(finite[-1]) if len(finite) else math.nan
-
-
-def _greatest(*columns: np.ndarray) -> float:
-    return max((float(v[np.isfinite(v)].max()) for v in columns if np.isfinite(v).any()), default=math.nan)
+    return float(choose(finite)) if len(finite) else math.nan
 
 
 def _sum(events: tuple[dict[str, Any], ...], name: str) -> float:
     return sum(value for event in events if math.isfinite(value := number(event.get(name))))
-
-
-def _share(parts: dict[str, float]) -> float:
-    total = sum(parts.values())
-    return parts["training"] / total if total > 0 else math.nan
 
 
 def text_of(value: Any) -> str:

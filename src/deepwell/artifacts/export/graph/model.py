@@ -153,18 +153,16 @@ class Call:
             refuse("the result of its model is nested too deep")
         if not isinstance(value, dict):
             return value is None or isinstance(value, (bool, int, str))
-        found: tuple[str, Any] = next(iter(value.items())) if len(value) == 1 else ("", None)
-        kind, inner = found
-        if kind == "output":
-            return type(inner) is int and 0 <= inner < len(self.outputs)
+        if len(value) != 1:
+            return False
+        ((kind, inner),) = value.items()
+        if kind in ("output", "float"):
+            return _is_float(inner) if kind == "float" else type(inner) is int and 0 <= inner < len(self.outputs)
         if kind == "dict" and isinstance(inner, dict):
             inner = list(inner.values())
-        is_nested = kind in ("dict", "tuple", "list") and isinstance(inner, list)
-        return (
-            all(self._is_result(item, refuse, depth + 1) for item in inner)
-            if is_nested
-            else (kind == "float" and _is_float(inner))
-        )
+        elif kind not in ("tuple", "list") or not isinstance(inner, list):
+            return False
+        return all(self._is_result(item, refuse, depth + 1) for item in inner)
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The arguments in order, None where others were given. Raises ConfigError on sizes that do not fit."""
