@@ -18,8 +18,10 @@ from deepwell.formats.quantize import quantize
 from deepwell.hardware.cache import cache_dir
 from deepwell.kernels import KernelRegistry
 from deepwell.kernels.gemm import candidates as gemm_candidates
+from deepwell.kernels.gemm import torch_ops as gemm_ops
 from deepwell.kernels.gemm.candidates import built_in
 from deepwell.kernels.gemm.cases import cases, codes_floor_db, operands, prepared, run_gemm
+from deepwell.kernels.quantize import torch_ops as quantize_ops
 from deepwell.kernels.registry import _stand_ins
 from deepwell.kernels.tune import cache as choice_cache
 from deepwell.kernels.tune import choose, gain, sandbox, sources
@@ -451,13 +453,19 @@ def test_both_chains_run_and_a_gain_says_its_figures():
 @pytest.mark.parametrize(("method", "per_row"), [("fp8_row", True), ("fp8_tensor", False)])
 def test_a_step_is_timed_by_the_kernels_that_the_engine_runs(method, per_row, monkeypatch):
     seen = []
-    for name in ("quantize_group", "fastest_fp8_gemm"):
-        real = getattr(gain, name)
-        monkeypatch.setattr(gain, name, lambda *args, real=real, **how: seen.append(how) or real(*args, **how))
+    for room, name in ((quantize_ops, "quantize_group"), (gemm_ops, "fastest_fp8_gemm")):
+        real = getattr(room, name)
+        monkeypatch.setattr(room, name, lambda *args, real=real, **how: seen.append(how) or real(*args, **how))
     x, w, dy = gain._tensors(Problem(op="linear", m=32, n=48, k=64, precision=method))
-    gain._STEPS[method](x, w, dy, fused=[])()
+    gain._fp8_step(x, w, dy, method=method, fused=[])()
     along, transposed = ({"transposed": is_transposed, "scale_per_row": per_row} for is_transposed in (False, True))
-    assert seen == [along, {}, transposed, {}, {"fast": False}]  # forward, dgrad, and a wgrad that sums in fp32
+    assert seen == [
+        along,
+        {"fast": True},
+        transposed,
+        {"fast": True},
+        {"fast": False},
+    ]  # forward, dgrad, and a wgrad that sums in fp32
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ def cached_linear(
 
 def can_keep_codes(scheme: str) -> bool:
     """Whether both products with the weights read FP8 values alone."""
-    fwd, dgrad, _ = _gemms(scheme)
+    fwd, dgrad, _ = gemms(scheme)
     return fwd.name == dgrad.name == "fp8_row"
 
 
@@ -75,9 +75,9 @@ class _Linear(torch.autograd.Function):
         w_scale: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        fwd, dgrad, wgrad = ctx.gemms = _gemms(scheme)
+        fwd, dgrad, wgrad = ctx.gemms = gemms(scheme)
         needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
-        x, x_kept = _copies(x_TK, "activation", fwd, wgrad if needs_dw else None)
+        x, x_kept = copies(x_TK, "activation", fwd, wgrad if needs_dw else None)
         w: _Operand
         w_kept: _Operand
         if q_NK is not None and q_KN is not None and w_scale is not None:
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         x, w = (tuple(next(saved) for _ in range(count)) for count in ctx.counts)
         needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
-        dy, dy_columns = _copies(dy_TN, "gradient", dgrad if needs_dx else None, wgrad if needs_dw else None)
+        dy, dy_columns = copies(dy_TN, "gradient", dgrad if needs_dx else None, wgrad if needs_dw else None)
         dx_TK, dw = None, [None] * len(ctx.widths)
         if needs_dx:
             if len(w) < 2:
@@ -291,10 +291,11 @@ class _Gemm(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _gemms(scheme: str) -> tuple[_Gemm, _Gemm, _Gemm]:
+def gemms(scheme: str) -> tuple[_Gemm, _Gemm, _Gemm]:
+    """How forward, dgrad and wgrad of a scheme run."""
     how = parse_scheme(scheme)
-    gemms = (how.fwd, how.dgrad, how.wgrad)
-    is_scaled = any(gemm.method in SCALED for gemm in gemms)
+    three = (how.fwd, how.dgrad, how.wgrad)
+    is_scaled = any(gemm.method in SCALED for gemm in three)
 
     def named(gemm: GemmScheme) -> _Gemm:
         name = gemm.method
@@ -305,11 +306,11 @@ def _gemms(scheme: str) -> tuple[_Gemm, _Gemm, _Gemm]:
             name = "fp8_row_alone"
         return _Gemm(name, gemm)
 
-    fwd, dgrad, wgrad = map(named, gemms)
+    fwd, dgrad, wgrad = map(named, three)
     return fwd, dgrad, wgrad
 
 
-def _copies(x: Tensor, role: str, along: _Gemm | None, across: _Gemm | None) -> tuple[_Operand, _Operand]:
+def copies(x: Tensor, role: str, along: _Gemm | None, across: _Gemm | None) -> tuple[_Operand, _Operand]:
     """x for the GEMM that contracts its columns, and for the wgrad; one read gives both where the two agree."""
     formats = [None if gemm is None else (gemm.name, gemm.format_of(role)) for gemm in (along, across)]
     if along is not None and formats[0] == formats[1]:

@@ -22,28 +22,19 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.kernels.gemm import fp8_blocks as gemm_blocks
+from deepwell.kernels.gemm import linear
 from deepwell.kernels.gemm.cases import operands
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
-from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks
-from deepwell.kernels.quantize import fp8 as quantize
-from deepwell.kernels.quantize import fp8_blocks as quantize_blocks
-from deepwell.kernels.quantize import weights as quantize_weights
-from deepwell.kernels.quantize import wgrad_operands as wgrads
-from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_weight
-from deepwell.kernels.quantize.fp8_blocks import quantize_1x128_both, quantize_128x128
-from deepwell.kernels.quantize.weights import partial_maxima, quantize_group
-from deepwell.kernels.quantize.wgrad_operands import wgrad_operands
-from deepwell.kernels.tune import fastest, timing
+from deepwell.kernels.gemm.linear import copies, gemms
+from deepwell.kernels.tune import timing
 from deepwell.kernels.tune.candidate import Candidate, Choice
 from deepwell.kernels.tune.choose import Rules, TimingSetup, choose
-from deepwell.kernels.tune.fastest import fastest_fp8_gemm
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.sources import fingerprint_of, sources_hash
 from deepwell.kernels.tune.verify import FLOORS_DB, Case, some_rows
 
 # What the times depend on: another build of these, or of what they import, is measured anew.
-_SOURCES = (fastest, gemm_blocks, quantize, quantize_blocks, quantize_weights, timing, wgrads)
+_SOURCES = (linear, timing)
 _RULES = Rules(budget_s=0.1)
 _BF16 = "bf16"
 Step = Callable[[Tensor, Tensor, Tensor], Callable[[], Tensor]]
@@ -100,7 +91,8 @@ def would_gain(n: int, k: int, tokens: int, device: str = "cuda", fused: str = "
 def measure(n: int, k: int, tokens: int, device: str, fused: str = "", method: str = "fp8_row") -> Choice:
     """The choice between both ways, on any device."""
     problem = _problem(n, k, tokens, device, fused, method)
-    steps: dict[str, Step] = {method: partial(_STEPS[method], fused=fused.split()), _BF16: _bf16_step}
+    written = fused.split() if method == "fp8_row" else ()
+    steps: dict[str, Step] = {method: partial(_fp8_step, method=method, fused=written), _BF16: _bf16_step}
     candidates = [
         Candidate(
             name=name,
@@ -156,47 +148,19 @@ def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return x, w_KN.T, dy
 
 
-def _row_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Callable[[], Tensor]:
-    rows_x, rows_dy = quantize_rows(x), quantize_rows(dy)
+def _fp8_step(x: Tensor, w: Tensor, dy: Tensor, *, method: str, fused: Sequence[str]) -> Callable[[], Tensor]:
+    fwd, dgrad, wgrad = gemms("|".join([method] * 3))
+    of_x, of_dy = partial(copies, x, "activation", fwd, wgrad), partial(copies, dy, "gradient", dgrad, wgrad)
+    made_x, made_dy = of_x() if "x" in fused else None, of_dy() if "dy" in fused else None
 
     def step() -> Tensor:
-        q_x, s_x = rows_x if "x" in fused else quantize_rows(x)
-        partials = partial_maxima([w])
-        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, transposed=False, scale_per_row=True))
-        q_dy, s_dy = rows_dy if "dy" in fused else quantize_rows(dy)
-        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, transposed=True, scale_per_row=True))
-        fastest_fp8_gemm(*wgrad_operands(q_dy, s_dy, q_x, s_x), fast=False)
-        return y
-
-    return step
-
-
-def _tensor_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Callable[[], Tensor]:
-    def step() -> Tensor:
-        q_x, q_xt, s_x = quantize_weight(x)
-        assert q_x is not None and q_xt is not None
-        partials = partial_maxima([w])
-        y = fastest_fp8_gemm(q_x, s_x, *quantize_group([w], partials, transposed=False, scale_per_row=False))
-        q_dy, q_dyt, s_dy = quantize_weight(dy)
-        assert q_dy is not None and q_dyt is not None
-        fastest_fp8_gemm(q_dy, s_dy, *quantize_group([w], partials, transposed=True, scale_per_row=False))
-        fastest_fp8_gemm(q_dyt, s_dy, q_xt, s_x, fast=False)
-        return y
-
-    return step
-
-
-def _blocks_step(x: Tensor, w: Tensor, dy: Tensor, *, fused: Sequence[str]) -> Callable[[], Tensor]:
-    def product(a: Sequence[Tensor | None], b: Sequence[Tensor | None], square: bool) -> Tensor:
-        given = [tensor for tensor in (*a, *b) if tensor is not None]
-        return fp8_gemm_blocks(*given, square=square)
-
-    def step() -> Tensor:
-        of_x = quantize_1x128_both(x)
-        y = product(of_x[:2], quantize_128x128(w, columns=False)[:2], True)
-        of_dy = quantize_1x128_both(dy)
-        product(of_dy[:2], quantize_128x128(w, rows=False)[2:], True)
-        product(of_dy[2:], of_x[2:], False)
+        x_rows, x_columns = made_x or of_x()
+        w_rows, kept = fwd.method.weights([w], True)
+        y = fwd.method.multiply(fwd.how, x_rows, w_rows, x.dtype)
+        dy_rows, dy_columns = made_dy or of_dy()
+        w_columns = dgrad.method.transposed([w], dy_rows[0], *kept)
+        dgrad.method.multiply(dgrad.how, dy_rows, w_columns, dy.dtype)
+        wgrad.method.wgrad(wgrad.how, dy_columns, x_columns, dy.dtype)
         return y
 
     return step
@@ -210,6 +174,3 @@ def _bf16_step(x: Tensor, w: Tensor, dy: Tensor) -> Callable[[], Tensor]:
         return y
 
     return step
-
-
-_STEPS = {"fp8_row": _row_step, "fp8_tensor": _tensor_step, "fp8_1x128": _blocks_step}
