@@ -231,7 +231,7 @@ def asked_for(device, count=4):
 
 def test_a_process_answers_for_each_candidate_it_was_asked_about():
     requests = [
-        {**sandbox._built_in(candidate), "problem": asdict(asked)} for candidate, asked in asked_for("cpu", count=2)
+        {**sandbox._address(candidate), "problem": asdict(asked)} for candidate, asked in asked_for("cpu", count=2)
     ]
     lines, ended = sandbox._answers(
         sandbox._ENTRY_TOGETHER, {"asked": requests, "compiles_ahead": False}, timeout_s=120.0

@@ -31,6 +31,8 @@ from deepwell.kernels.tune.verify import Case, Proof, verify
 
 _ENTRY = "from deepwell.kernels.tune.sandbox import main; main()"
 _ENTRY_TOGETHER = "from deepwell.kernels.tune.sandbox import main_together; main_together()"
+# Of a candidate, what a request to another process names.
+_COMMON = ("name", "op", "precision", "min_size", "fast")
 _NOT_IMPORTABLE = (
     "cannot be tried in a process of its own: it is no function of a module; move it to one or pass trusted=True"
 )
@@ -63,7 +65,7 @@ def verify_together(asked: Sequence[tuple[Candidate, Problem]], timeout_s: float
     compiles_ahead = True
     while len(proofs) < len(asked):
         left = asked[len(proofs) :]
-        requests = [{**_built_in(candidate), "problem": asdict(problem)} for candidate, problem in left]
+        requests = [{**(_address(candidate) or {}), "problem": asdict(problem)} for candidate, problem in left]
         said, ended = _answers(_ENTRY_TOGETHER, {"asked": requests, "compiles_ahead": compiles_ahead}, timeout_s)
         found = [Proof(**line["proof"]) for line in said if "proof" in line]
         proofs += found
@@ -165,21 +167,11 @@ def _child(writer: Connection, work: Callable[[], Proof]) -> None:
 
 def _address(candidate: Candidate) -> dict[str, Any] | None:
     """How another process finds the candidate: by name where it is built in, else by its functions' modules."""
-    if candidate.origin != "user":
-        return _built_in(candidate)
-    common = _common(candidate)
+    address = {name: getattr(candidate, name) for name in _COMMON} | {"built_in": candidate.origin != "user"}
+    if address["built_in"]:
+        return address
     places = {"fn": _place(candidate.fn), "prepare": _place(candidate.prepare) if candidate.prepare else ""}
-    if None in places.values():
-        return None
-    return {**common, "built_in": False, **places}
-
-
-def _built_in(candidate: Candidate) -> dict[str, Any]:
-    return {**_common(candidate), "built_in": True}
-
-
-def _common(candidate: Candidate) -> dict[str, Any]:
-    return {name: getattr(candidate, name) for name in ("name", "op", "precision", "min_size", "fast")}
+    return None if None in places.values() else {**address, **places}
 
 
 def _place(function: Callable[..., Any]) -> list[str] | None:
@@ -244,7 +236,6 @@ def _in_fresh_process(entry: str, request: dict[str, Any], timeout_s: float, whe
 
 def find(request: dict[str, Any]) -> Candidate:
     """The candidate that a request to a fresh interpreter is about."""
-    common = {name: request[name] for name in ("name", "op", "precision", "min_size", "fast")}
     if request["built_in"]:
         (found,) = [
             candidate
@@ -253,6 +244,7 @@ def find(request: dict[str, Any]) -> Candidate:
         ]
         return found
     prepare = _load(*request["prepare"]) if request["prepare"] else None
+    common = {name: request[name] for name in _COMMON}
     return Candidate(**common, origin="user", fn=_load(*request["fn"]), prepare=prepare)
 
 
