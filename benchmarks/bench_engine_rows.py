@@ -21,10 +21,19 @@ from deepwell.bench.environment import environment
 from deepwell.kernels.activation import bias_activation, swiglu
 from deepwell.kernels.head import cross_entropy
 from deepwell.kernels.norm import rms_norm
-from deepwell.kernels.quantize.fp8 import quantize_rows
+from deepwell.kernels.quantize.fp8 import RowConfig, quantize_rows
 from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
+NORM_FORWARD = [RowConfig(tile=0, num_warps=warps) for warps in (4, 8, 16)]
+NORM_BACKWARD = [
+    rms_norm.BackwardConfig(num_warps=warps, programs_per_sm=programs, num_stages=stages)
+    for warps, programs, stages in ((8, 1, 3), (4, 4, 2), (4, 8, 2), (16, 2, 2))
+]
+BIAS_BACKWARD = [
+    rms_norm.BackwardConfig(num_warps=warps, programs_per_sm=programs, num_stages=stages)
+    for warps, programs, stages in ((32, 1, 2), (16, 2, 2), (16, 2, 1))
+]
 
 
 class Table:
@@ -63,7 +72,7 @@ def residual_norm(table: Table, t: int, d: int) -> None:
     close(out.q.float() * out.scale[:, None], y, "add_rms_norm")
     op = f"add + rms_norm -> rows {t}x{d}"
     table.add(op, "torch.compile, then quantize_rows", 11 * t * d, lambda: quantize_rows(apart(x, r)[1]))
-    for config in rms_norm.FORWARD_CONFIGS:
+    for config in NORM_FORWARD:
         run = lambda c=config: rms_norm.norm(x, w, residual_TD=r, options=options, config=c)  # noqa: E731
         table.add(op, str(config), 7 * t * d, run)
     op = f"rms_norm backward + stream {t}x{d}"
@@ -73,7 +82,7 @@ def residual_norm(table: Table, t: int, d: int) -> None:
     close(grads.dx, ref, "rms_norm_backward")
     alone = lambda: rms_norm.norm_backward(dy, total, w, out.rstd).dx + dr  # noqa: E731
     table.add(op, "norm backward, then add", 12 * t * d, alone)
-    for config in rms_norm.BACKWARD_CONFIGS:
+    for config in NORM_BACKWARD:
         run = lambda c=config: rms_norm.norm_backward(dy, total, w, out.rstd, d_residual_TD=dr, config=c)  # noqa: E731
         table.add(op, str(config), 8 * t * d, run)
 
@@ -105,7 +114,7 @@ def bias_act(table: Table, t: int, f: int) -> None:
     close(grads.db, db, "the bias's gradient", 0.02)
     op = f"bias + gelu backward -> rows {t}x{f}"
     table.add(op, "torch.compile, then quantize_rows", 11 * t * f, lambda: quantize_rows(backward(dh, x, b)[0]))
-    for config in bias_activation.BACKWARD_CONFIGS:
+    for config in BIAS_BACKWARD:
         run = lambda c=config: bias_activation.bias_activation_backward(dh, x, b, options=options, config=c)  # noqa: E731
         table.add(op, str(config), 5 * t * f, run)
 

@@ -115,9 +115,8 @@ def bench_products(table: Table, shape: Shape, rows: tuple[Tensor, Tensor], ends
     q_w, s_w = expert_weights.quantize_experts(w)
     scale = s_w.amax(1)
     table.add(name, "weights along rows", lambda: expert_weights.quantize_experts(w), num_bytes=3 * w.numel())
-    for turn in expert_weights.TURN_CONFIGS:
-        run = lambda c=turn: expert_weights.quantize_experts_transposed(w, scale, config=c)  # noqa: E731
-        table.add(name, f"weights transposed {turn.rows}x{turn.columns} {turn.packing}", run, num_bytes=3 * w.numel())
+    run = lambda: expert_weights.quantize_experts_transposed(w, scale)  # noqa: E731
+    table.add(name, "weights transposed", run, num_bytes=3 * w.numel())
     for fast in (True, False):
         run = lambda fast=fast: grouped_gemm.grouped_gemm(*rows, q_w, s_w, ends, fast=fast)  # noqa: E731
         table.add(name, f"gate-up FP8 {'fast' if fast else 'fp32 sums'}", run, flops=flops)

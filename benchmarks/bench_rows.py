@@ -33,6 +33,11 @@ from deepwell.kernels.rope import rope
 from deepwell.kernels.tune.timing import cold_median_us, copy_gbps
 
 E4M3 = torch.float8_e4m3fn
+NORM_FORWARD = [quantize.RowConfig(tile=0, num_warps=warps) for warps in (4, 8, 16)]
+NORM_BACKWARD = [
+    rms_norm.BackwardConfig(num_warps=warps, programs_per_sm=programs, num_stages=stages)
+    for warps, programs, stages in ((8, 1, 3), (4, 4, 2), (4, 8, 2), (16, 2, 2))
+]
 # (tokens, model width, hidden width, vocabulary) of a Llama-8B, a 1B and a 768-wide decoder.
 SHAPES = {"8b": (16384, 4096, 14336, 128256), "1b": (16384, 2048, 8192, 128256), "768": (32768, 768, 3072, 50304)}
 
@@ -173,7 +178,7 @@ def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
     w = torch.rand(d, device=device, dtype=torch.bfloat16) + 0.5
     to_q = rms_norm.NormOptions(write=False, fp8=E4M3)
     ref = rms_norm.norm_ref(x[:512], w, None, r[:512], to_q)
-    for config in rms_norm.FORWARD_CONFIGS:
+    for config in NORM_FORWARD:
 
         def forward(c=config) -> rms_norm.Normed:
             return rms_norm.norm(x, w, residual_TD=r, options=to_q, config=c)
@@ -198,7 +203,7 @@ def rms_norm_cases(t: int, d: int, f: int, v: int, device: str) -> Iterator[Case
     total = rms_norm.norm(x, w, residual_TD=r, options=plain)
     both = rms_norm.NormOptions(write=True, fp8=E4M3)
     want = rms_norm.norm_backward_ref(dy, total, w, r, both)
-    for config in rms_norm.BACKWARD_CONFIGS:
+    for config in NORM_BACKWARD:
 
         def backward(c=config) -> rms_norm.NormGrads:
             return rms_norm.norm_backward(dy, total.total, w, total.rstd, d_residual_TD=r, options=both, config=c)

@@ -12,7 +12,6 @@ write most of them on the way.
 import argparse
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from deepwell.kernels.gemm.fp8 import fp8_gemm
 from deepwell.kernels.gemm.fp8_blocks import fp8_gemm_blocks
 from deepwell.kernels.quantize.fp8 import amax, quantize_rows, quantize_weight
 from deepwell.kernels.quantize.fp8_blocks import (
-    SQUARE_WARPS,
     quantize_1x128_both,
     quantize_1x128_both_ref,
     quantize_128x128,
@@ -88,17 +86,16 @@ def by_tensor(x: Tensor, w: Tensor, dy: Tensor, dtype: torch.dtype) -> tuple[dic
     return times, (*made, fp8_gemm(t_dy, s_dy, t_x, s_x, fast=False))
 
 
-def by_blocks(x: Tensor, w: Tensor, dy: Tensor, warps: int) -> tuple[dict[str, float], tuple[Tensor, ...]]:
-    both, squares = partial(quantize_1x128_both, num_warps=warps), partial(quantize_128x128, num_warps=warps)
-    of_x, of_w, of_dy = both(x), squares(w), both(dy)
+def by_blocks(x: Tensor, w: Tensor, dy: Tensor) -> tuple[dict[str, float], tuple[Tensor, ...]]:
+    of_x, of_w, of_dy = quantize_1x128_both(x), quantize_128x128(w), quantize_1x128_both(dy)
     for name, few, make, ref in (
-        ("1x128", x[:300, :1100], both, quantize_1x128_both_ref),
-        ("128x128", w[:300, :1100], squares, quantize_128x128_ref),
+        ("1x128", x[:300, :1100], quantize_1x128_both, quantize_1x128_both_ref),
+        ("128x128", w[:300, :1100], quantize_128x128, quantize_128x128_ref),
     ):
         for mine, wanted in zip(make(few), ref(few), strict=True):
             assert mine is not None and wanted is not None
             if not torch.equal(mine.view(torch.uint8), wanted.view(torch.uint8)):
-                raise SystemExit(f"{name} with {warps} warps is not the reference")
+                raise SystemExit(f"{name} is not the reference")
     rows, columns = list[Any](of_x[:2]), list[Any](of_x[2:])
     d_rows, d_columns = list[Any](of_dy[:2]), list[Any](of_dy[2:])
     w_rows, w_columns = list[Any](of_w[:2]), list[Any](of_w[2:])
@@ -107,7 +104,8 @@ def by_blocks(x: Tensor, w: Tensor, dy: Tensor, warps: int) -> tuple[dict[str, f
         lambda: fp8_gemm_blocks(*d_rows, *w_columns, square=True),
         lambda: fp8_gemm_blocks(*d_columns, *columns, square=False),
     )
-    times = {"x": us(lambda: both(x)), "dy": us(lambda: both(dy)), "w": us(lambda: squares(w))}
+    times = {name: us(lambda t=t: quantize_1x128_both(t)) for name, t in (("x", x), ("dy", dy))}
+    times["w"] = us(lambda: quantize_128x128(w))
     times |= {name: us(run) for name, run in zip(("fwd", "dgrad", "wgrad"), products, strict=True)}
     return times, tuple(run() for run in products)
 
@@ -120,7 +118,7 @@ def linear(name: str, tokens: int, n: int, k: int) -> list[dict[str, Any]]:
     ways.append(("row", *by_rows(x, w, dy)))
     ways.append(("tensor", *by_tensor(x, w, dy, torch.float8_e4m3fn)))
     ways.append(("tensor, e5m2 dy", *by_tensor(x, w, dy, torch.float8_e5m2)))
-    ways += [(f"1x128, {warps} warps", *by_blocks(x, w, dy, warps)) for warps in SQUARE_WARPS]
+    ways.append(("1x128", *by_blocks(x, w, dy)))
     rows: list[dict[str, Any]] = []
     for way, times, made in ways:
         total = round(sum(time for what, time in times.items() if what != "amax"), 1)  # it is part of x's time

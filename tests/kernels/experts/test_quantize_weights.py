@@ -36,14 +36,13 @@ def test_rows_are_the_formats_own_for_each_expert(device, shape):
     assert_bitwise_equal(W.expert_scales(w), scale, "scales alone")
 
 
-@pytest.mark.parametrize("config", W.TURN_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 16, 32), (2, 132, 144)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_transposed_codes_are_the_formats_own_tensor_codes_for_every_config(device, config, shape, dtype):
+def test_transposed_codes_are_the_formats_own_tensor_codes(device, shape, dtype):
     # Smaller than a tile, and ragged over several.
     w = weights(*shape, device=device, dtype=dtype)
     scale = W.quantize_experts(w)[1].amax(1)
-    q = W.quantize_experts_transposed(w, scale, config=config)
+    q = W.quantize_experts_transposed(w, scale)
     for e, expert in enumerate(w):
         found = quantize(expert, "fp8_e4m3_tensor_pow2")
         assert scale[e] == found.scales.item()
@@ -96,8 +95,7 @@ def test_wrong_arguments_are_named(call, names):
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("config", W.TURN_CONFIGS[:3], ids=str)
-def test_turning_spills_nothing_and_packs_in_hardware(arch, config):
+def test_turning_spills_nothing_and_packs_in_hardware(arch):
     arguments = {
         "w_ptr": torch.bfloat16,
         "scale_ptr": torch.float32,
@@ -105,11 +103,11 @@ def test_turning_spills_nothing_and_packs_in_hardware(arch, config):
         **dict.fromkeys(("R4", "C", "stride_we", "stride_wr"), "i32"),
         "FP8": tl.float8e4nv,
         "FP8_MAX": 448.0,
-        "PACKING": config.packing,
-        "BLOCK_R": config.rows,
-        "BLOCK_C": config.columns,
+        "PACKING": "asm",
+        "BLOCK_R": W._TILE,
+        "BLOCK_C": W._TILE,
     }
-    made = aot.compile_kernel(W._turn_experts_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    made = aot.compile_kernel(W._turn_experts_kernel, arguments, arch=arch, num_warps=4)
     assert made.spill_bytes == made.stack_bytes == 0
     assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") >= 2
     assert made.count(r"ld\.global[\w.]*\.v4\.b32") >= 1

@@ -10,8 +10,6 @@ from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.quantize import fp8_blocks as quantize_blocks
 from deepwell.kernels.quantize.fp8_blocks import (
-    CONFIGS,
-    SQUARE_WARPS,
     Blocks,
     empty_128x128,
     quantize_1x128,
@@ -25,13 +23,12 @@ from deepwell.kernels.quantize.fp8_blocks import (
 
 # One block, several, rows and blocks that end inside a program, and no rows.
 @pytest.mark.parametrize("shape", [(16, 128), (37, 384), (5, 640), (0, 128)], ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_codes_and_scales_are_the_references(device, shape, config):
+def test_codes_and_scales_are_the_references(device, shape):
     x = (torch.randn(shape, device=device) * torch.logspace(-6, 6, shape[1], device=device)).bfloat16()
     if shape[0]:
         x[1, :128] = 0
         x[2, 3], x[3, 130 % shape[1]] = float("nan"), float("-inf")
-    q, scale = quantize_1x128(x, config=config)
+    q, scale = quantize_1x128(x)
     ref_q, ref_scale = quantize_1x128_ref(x)
     assert_bitwise_equal(q.view(torch.uint8), ref_q.view(torch.uint8))
     # NaN has many bit patterns; where it stands is what counts.
@@ -50,8 +47,7 @@ def test_columns_that_are_no_whole_blocks_are_refused(device):
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_it_compiles_to_wide_loads_without_spills(config, arch):
+def test_it_compiles_to_wide_loads_without_spills(arch):
     arguments = {
         "x_ptr": torch.bfloat16,
         "q_ptr": torch.float8_e4m3fn,
@@ -61,11 +57,11 @@ def test_it_compiles_to_wide_loads_without_spills(config, arch):
         "stride_xt": "i32",
         "stride_qt": "i32",
         "FP8_MAX": 448.0,
-        "ROWS": config.rows,
-        "BLOCKS": config.blocks,
+        "ROWS": quantize_blocks._ROWS,
+        "BLOCKS": quantize_blocks._BLOCKS,
         "BLOCK": 128,
     }
-    made = aot.compile_kernel(quantize_blocks._quantize_1x128_kernel, arguments, arch=arch, num_warps=config.num_warps)
+    made = aot.compile_kernel(quantize_blocks._quantize_1x128_kernel, arguments, arch=arch, num_warps=4)
     assert made.spill_bytes == 0
     assert made.count(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64") > 0
     assert made.count(r"div\.rn\.f32") > 0 and made.count(r"div\.(approx|full)") == 0
@@ -131,14 +127,13 @@ def test_the_references_are_the_formats(device):
     assert squares.scale.shape == (2, 4) and squares.scale_t.shape == (2, 4)
 
 
-@pytest.mark.parametrize("num_warps", SQUARE_WARPS)
 @pytest.mark.parametrize("make", [quantize_1x128_both, quantize_128x128])
-def test_one_copy_alone_is_that_copy(device, make, num_warps):
+def test_one_copy_alone_is_that_copy(device, make):
     # A layer whose weights are frozen has no wgrad, evaluation has neither: no copy is written for nothing.
     x = numbers(200, 144, device)
     whole = make(x)
-    assert_same(make(x, columns=False, num_warps=num_warps), Blocks(*whole[:2], None, None))
-    assert_same(make(x, rows=False, num_warps=num_warps), Blocks(None, None, *whole[2:]))
+    assert_same(make(x, columns=False), Blocks(*whole[:2], None, None))
+    assert_same(make(x, rows=False), Blocks(None, None, *whole[2:]))
 
 
 def test_rows_of_the_tile_kernel_may_lie_apart(device):
@@ -185,7 +180,7 @@ def test_the_tile_kernel_compiles_to_wide_accesses_without_spills(square, copies
         "BLOCK": 128,
     }
     kernel = quantize_blocks._quantize_tiles_kernel
-    made = aot.compile_kernel(kernel, arguments, arch=arch, num_warps=SQUARE_WARPS[0])
+    made = aot.compile_kernel(kernel, arguments, arch=arch, num_warps=8)
     assert made.spill_bytes == made.stack_bytes == 0
     assert made.shared_bytes <= aot.MAX_SHARED_BYTES
     assert made.count(r"ld\.global\S*\.v4\.b32") > 0 and made.count(r"ld\.global\S*\.b16") == 0

@@ -49,13 +49,7 @@ def bias_activation_backward_ref(dh_TF: Tensor, x_TF: Tensor, b_F: Tensor, optio
     return BiasActivationGrads(*options.rows_of(exact.to(x_TF.dtype)), exact.sum(0).to(b_F.dtype))
 
 
-# ---- configs: what the tuner may choose from ----
-
-BACKWARD_CONFIGS = (
-    BackwardConfig(num_warps=32, programs_per_sm=1, num_stages=2),
-    BackwardConfig(num_warps=16, programs_per_sm=2, num_stages=2),
-    BackwardConfig(num_warps=16, programs_per_sm=2),
-)
+# ---- config ----
 
 
 def default_backward_config(columns: int) -> BackwardConfig:

@@ -20,7 +20,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, word_of_codes
-from deepwell.kernels.device.triton_support import TileConfig, cdiv, is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, is_interpreted, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import quantize_rows, row_scales
 
 _FP8 = torch.float8_e4m3fn
@@ -35,9 +35,8 @@ def quantize_experts_transposed_ref(w_ERC: Tensor, scale_E: Tensor) -> Tensor:
     return encode(transposed.contiguous(), ELEMENTS[_FP8]).view(_FP8)
 
 
-# ---- configs: what the tuner may choose from ----
-
-TURN_CONFIGS = tuple(TileConfig(rows=64, columns=64, num_warps=4, packing=packing) for packing in ("asm", "words"))
+# A side of the tiles that are transposed.
+_TILE = 64
 
 # ---- kernel ----
 
@@ -91,7 +90,7 @@ def expert_scales(w_ERC: Tensor) -> Tensor:
     return row_scales(w_ERC.reshape(experts * rows, columns)).view(experts, rows)
 
 
-def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor, *, config: TileConfig | None = None) -> Tensor:
+def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor) -> Tensor:
     """`q_ECR`: the transposed codes, with the power-of-two scale given for each expert; what exceeds it saturates.
 
     Raises ConfigError on a wrong argument; R must be a multiple of 4.
@@ -103,11 +102,10 @@ def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor, *, config: TileC
         raise ConfigError(f"scale_E must be float32 and the {rows} rows a multiple of 4; scale_E is {scale_E.dtype}")
     if not runs_kernel(w_ERC, _turn_experts_kernel):
         return quantize_experts_transposed_ref(w_ERC, scale_E)
-    config = config or TURN_CONFIGS[0]
-    packing = "words" if is_interpreted(_turn_experts_kernel) else config.packing
+    packing = "words" if is_interpreted(_turn_experts_kernel) else "asm"
     q_ECR = torch.empty((experts, columns, rows), dtype=_FP8, device=w_ERC.device)
     if q_ECR.numel():
-        grid = (cdiv(columns, config.columns), cdiv(rows, config.rows), experts)
+        grid = (cdiv(columns, _TILE), cdiv(rows, _TILE), experts)
         with on_device(w_ERC):
             _turn_experts_kernel[grid](
                 w_ERC,
@@ -120,9 +118,9 @@ def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor, *, config: TileC
                 FP8=tl.float8e4nv,
                 FP8_MAX=448.0,
                 PACKING=packing,
-                BLOCK_R=config.rows,
-                BLOCK_C=config.columns,
-                num_warps=config.num_warps,
+                BLOCK_R=_TILE,
+                BLOCK_C=_TILE,
+                num_warps=4,
             )
     return q_ECR
 

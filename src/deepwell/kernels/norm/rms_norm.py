@@ -133,7 +133,7 @@ def norm_backward_ref(
     return NormGrads(*options.rows_of(dx.to(saved.total.dtype)), (dy * n).sum(0).to(w_D.dtype), db)
 
 
-# ---- configs: what the tuner may choose from ----
+# ---- configs ----
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,23 +151,9 @@ class BackwardConfig:
         return min(255, 65536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
-FORWARD_CONFIGS = (
-    RowConfig(tile=0, num_warps=4),
-    RowConfig(tile=0, num_warps=8),
-    RowConfig(tile=0, num_warps=16),
-)
-# Enough loads under way by warps, by programs, or by stages; which is best goes with the width.
-BACKWARD_CONFIGS = (
-    BackwardConfig(num_warps=8, programs_per_sm=1, num_stages=3),
-    BackwardConfig(num_warps=4, programs_per_sm=4, num_stages=2),
-    BackwardConfig(num_warps=4, programs_per_sm=8, num_stages=2),
-    BackwardConfig(num_warps=16, programs_per_sm=2, num_stages=2),
-)
-
-
 def default_forward_config(columns: int) -> RowConfig:
     """Sixteen elements a thread or more."""
-    return FORWARD_CONFIGS[0] if columns <= 2048 else FORWARD_CONFIGS[1] if columns <= 8192 else FORWARD_CONFIGS[2]
+    return RowConfig(tile=0, num_warps=4 if columns <= 2048 else 8 if columns <= 8192 else 16)
 
 
 def default_backward_config(columns: int) -> BackwardConfig:

@@ -14,7 +14,6 @@ Cost: memory bound, 3 bytes per bf16 element for one copy, 4 for both; 4 bytes p
 # Shapes: T tokens, K columns (the contraction), B = K / 128 blocks; N rows of a weight. Of a copy made together with
 # another, K' and T' are K and T padded to whole blocks.
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,19 +73,9 @@ def _whole(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[1] % BLOCK))
 
 
-# ---- configs: what the tuner may choose from ----
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlocksConfig:
-    rows: int
-    blocks: int
-    num_warps: int
-
-
-CONFIGS = (BlocksConfig(rows=16, blocks=2, num_warps=4), BlocksConfig(rows=32, blocks=1, num_warps=4))
-# Warps for a tile of 128 x 128, the least that holds whole blocks both ways.
-SQUARE_WARPS = (8, 16)
+# Rows and blocks that a program quantizes along the rows, and its warps; warps of a square, the least that holds whole
+# blocks both ways.
+_ROWS, _BLOCKS, _WARPS, _SQUARE_WARPS = 16, 2, 4, 8
 
 # ---- kernels ----
 
@@ -206,7 +195,7 @@ def _quantize_tiles_kernel(
 # ---- public wrappers: check, allocate, launch ----
 
 
-def quantize_1x128(x_TK: Tensor, *, config: BlocksConfig = CONFIGS[0]) -> tuple[Tensor, Tensor]:
+def quantize_1x128(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales `(q_TK, scale_TB)` of E4M3 with a power-of-two scale per 128 columns; K must be whole blocks."""
     check_matrix("x_TK", x_TK)
     t, k = x_TK.shape
@@ -217,7 +206,7 @@ def quantize_1x128(x_TK: Tensor, *, config: BlocksConfig = CONFIGS[0]) -> tuple[
     q_TK = torch.empty((t, k), dtype=_FP8, device=x_TK.device)
     scale_BT = torch.empty((k // BLOCK, t), dtype=torch.float32, device=x_TK.device)
     if t and k:
-        grid = (cdiv(t, config.rows), cdiv(k // BLOCK, config.blocks))
+        grid = (cdiv(t, _ROWS), cdiv(k // BLOCK, _BLOCKS))
         with on_device(x_TK):
             _quantize_1x128_kernel[grid](
                 x_TK,
@@ -228,17 +217,15 @@ def quantize_1x128(x_TK: Tensor, *, config: BlocksConfig = CONFIGS[0]) -> tuple[
                 x_TK.stride(0),
                 q_TK.stride(0),
                 FP8_MAX=_FP8_MAX,
-                ROWS=config.rows,
-                BLOCKS=config.blocks,
+                ROWS=_ROWS,
+                BLOCKS=_BLOCKS,
                 BLOCK=BLOCK,
-                num_warps=config.num_warps,
+                num_warps=_WARPS,
             )
     return q_TK, scale_BT.T
 
 
-def quantize_1x128_both(
-    x_TK: Tensor, *, rows: bool = True, columns: bool = True, num_warps: int = SQUARE_WARPS[0]
-) -> Blocks:
+def quantize_1x128_both(x_TK: Tensor, *, rows: bool = True, columns: bool = True) -> Blocks:
     """E4M3 with a power-of-two scale per 128 numbers, along the rows and along the columns, from one read.
 
     Returns `q` [T, K'] with `scale` [K'/128, T] and `q_t` [K, T'] with `scale_t` [T'/128, K]; a copy that is not asked
@@ -256,18 +243,11 @@ def quantize_1x128_both(
         empty((k, t_blocks * BLOCK), dtype=_FP8) if columns else None,
         empty((t_blocks, k), dtype=torch.float32) if columns else None,
     )
-    _launch(x_TK, made, square=False, num_warps=num_warps)
+    _launch(x_TK, made, square=False)
     return made
 
 
-def quantize_128x128(
-    w_NK: Tensor,
-    *,
-    rows: bool = True,
-    columns: bool = True,
-    out: Blocks | None = None,
-    num_warps: int = SQUARE_WARPS[0],
-) -> Blocks:
+def quantize_128x128(w_NK: Tensor, *, rows: bool = True, columns: bool = True, out: Blocks | None = None) -> Blocks:
     """E4M3 with a power-of-two scale per 128 x 128 square, row-major and transposed, from one read.
 
     Returns `q` [N, K'] with `scale` [N'/128, .] and `q_t` [K, N'] with `scale_t` [K'/128, .]; rows of scales are filled
@@ -281,7 +261,7 @@ def quantize_128x128(
         if codes is not None:
             check_out(f"out.{name}", codes, shape, _FP8, w_NK)
     if runs_kernel(w_NK, _quantize_tiles_kernel):
-        _launch(w_NK, made, square=True, num_warps=num_warps)
+        _launch(w_NK, made, square=True)
         return made
     for mine, ref in zip(made, quantize_128x128_ref(w_NK), strict=True):
         if mine is not None and ref is not None:
@@ -315,7 +295,7 @@ def _asked(made: Blocks, rows: bool, columns: bool) -> Blocks:
     return Blocks(*first, *((made.q_t, made.scale_t) if columns else (None, None)))
 
 
-def _launch(x_TK: Tensor, made: Blocks, *, square: bool, num_warps: int) -> None:
+def _launch(x_TK: Tensor, made: Blocks, *, square: bool) -> None:
     t, k = x_TK.shape
     rows, columns = made.q is not None, made.q_t is not None
     if not (t and k and (rows or columns)):
@@ -347,5 +327,5 @@ def _launch(x_TK: Tensor, made: Blocks, *, square: bool, num_warps: int) -> None
             COLUMNS=columns,
             ASM=not is_interpreted(_quantize_tiles_kernel),
             BLOCK=BLOCK,
-            num_warps=num_warps,
+            num_warps=_SQUARE_WARPS,
         )
