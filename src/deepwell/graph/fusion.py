@@ -10,19 +10,6 @@ from dataclasses import dataclass
 from deepwell.graph.blocks import Block, Layer
 from deepwell.graph.ops import BLOCK_INPUT, GEMM_KINDS, Activation, Add, Attention, Linear, Loss, Norm, Op
 
-# Kind -> what the fusion saves.
-FUSION_KINDS = {
-    "qkv": "attention projections of one input become one GEMM",
-    "gate_up": "gate and up projections of one input become one GEMM",
-    "norm_linear": "the norm writes the (quantized) operand of the GEMMs that read it",
-    "linear_gelu": "GELU in the GEMM's epilogue",
-    "linear_activation": "another pointwise activation in the GEMM's epilogue",
-    "linear_swiglu": "f(gate) * up in the epilogue of the GEMMs that make gate and up",
-    "residual_norm": "the residual sum and the norm that reads it in one pass",
-    "softmax_attention": "scores, softmax and values without writing the scores",
-    "head_cross_entropy": "the loss without writing the logits",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionSite:

@@ -298,42 +298,30 @@ def _launch(
         if not plan.found:
             raise UnsupportedError(f"cuBLASLt has no algorithm for {product.m}x{product.n}x{product.k}")
         chosen = plan.found[min(rank, len(plan.found) - 1)]
-        _run(plan, chosen, operands, out, scales, 1.0 if accumulate else 0.0)
-
-
-def _run(
-    plan: _Plan,
-    chosen: _FoundAlgorithm,
-    operands: tuple[Tensor, Tensor],
-    out: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    beta: float,
-) -> None:
-    a, b = operands
-    layout_a, layout_b, layout_d = plan.layouts
-    # From torch's allocator, which knows of streams and graphs.
-    workspace = torch.empty(chosen.workspace, dtype=torch.uint8, device=out.device)
-    one, before = ctypes.c_float(1.0), ctypes.c_float(beta)
-    with plan.lock:
-        if scales is not None:
-            _describe(plan.description, _DESC_SCALE_A, c_void_p(scales[1].data_ptr()))
-            _describe(plan.description, _DESC_SCALE_B, c_void_p(scales[0].data_ptr()))
-        status = _library().cublasLtMatmul(
-            torch.cuda.current_blas_handle(),
-            plan.description,
-            byref(one),
-            b.data_ptr(),
-            layout_a,
-            a.data_ptr(),
-            layout_b,
-            byref(before),
-            out.data_ptr(),
-            layout_d,
-            out.data_ptr(),
-            layout_d,
-            byref(chosen.algorithm),
-            workspace.data_ptr() if chosen.workspace else None,
-            chosen.workspace,
-            torch.cuda.current_stream(out.device).cuda_stream,
-        )
-    _call("Matmul", status)
+        layout_a, layout_b, layout_d = plan.layouts
+        # From torch's allocator, which knows of streams and graphs.
+        workspace = torch.empty(chosen.workspace, dtype=torch.uint8, device=out.device)
+        one, before = ctypes.c_float(1.0), ctypes.c_float(1.0 if accumulate else 0.0)
+        with plan.lock:
+            if scales is not None:
+                _describe(plan.description, _DESC_SCALE_A, c_void_p(scales[1].data_ptr()))
+                _describe(plan.description, _DESC_SCALE_B, c_void_p(scales[0].data_ptr()))
+            status = _library().cublasLtMatmul(
+                torch.cuda.current_blas_handle(),
+                plan.description,
+                byref(one),
+                operands[1].data_ptr(),
+                layout_a,
+                operands[0].data_ptr(),
+                layout_b,
+                byref(before),
+                out.data_ptr(),
+                layout_d,
+                out.data_ptr(),
+                layout_d,
+                byref(chosen.algorithm),
+                workspace.data_ptr() if chosen.workspace else None,
+                chosen.workspace,
+                torch.cuda.current_stream(out.device).cuda_stream,
+            )
+        _call("Matmul", status)

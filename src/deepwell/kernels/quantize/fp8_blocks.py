@@ -235,7 +235,7 @@ def quantize_1x128_both(x_TK: Tensor, *, rows: bool = True, columns: bool = True
     if not runs_kernel(x_TK, _quantize_tiles_kernel):
         return _asked(quantize_1x128_both_ref(x_TK), rows, columns)
     t, k = x_TK.shape
-    t_blocks, k_blocks = _blocks(t), _blocks(k)
+    t_blocks, k_blocks = num_blocks(t), num_blocks(k)
     empty = x_TK.new_empty
     made = Blocks(
         empty((t, k_blocks * BLOCK), dtype=_FP8) if rows else None,
@@ -257,7 +257,10 @@ def quantize_128x128(w_NK: Tensor, *, rows: bool = True, columns: bool = True, o
     check_matrix("w_NK", w_NK)
     n, k = w_NK.shape
     made = out or empty_128x128(n, k, w_NK, rows=rows, columns=columns)
-    for name, codes, shape in (("q", made.q, (n, _blocks(k) * BLOCK)), ("q_t", made.q_t, (k, _blocks(n) * BLOCK))):
+    for name, codes, shape in (
+        ("q", made.q, (n, num_blocks(k) * BLOCK)),
+        ("q_t", made.q_t, (k, num_blocks(n) * BLOCK)),
+    ):
         if codes is not None:
             check_out(f"out.{name}", codes, shape, _FP8, w_NK)
     if runs_kernel(w_NK, _quantize_tiles_kernel):
@@ -273,20 +276,22 @@ def quantize_128x128(w_NK: Tensor, *, rows: bool = True, columns: bool = True, o
 
 def empty_128x128(n: int, k: int, like: Tensor, *, rows: bool = True, columns: bool = True) -> Blocks:
     """Room for the copies of a weight [N, K]: the scales are zeros, since their filling is never written."""
-    n_blocks, k_blocks = _blocks(n), _blocks(k)
+    n_blocks, k_blocks = num_blocks(n), num_blocks(k)
     return Blocks(
         like.new_empty((n, k_blocks * BLOCK), dtype=_FP8) if rows else None,
-        like.new_zeros((n_blocks, _lines(k_blocks)), dtype=torch.float32) if rows else None,
+        like.new_zeros((n_blocks, num_lines(k_blocks)), dtype=torch.float32) if rows else None,
         like.new_empty((k, n_blocks * BLOCK), dtype=_FP8) if columns else None,
-        like.new_zeros((k_blocks, _lines(n_blocks)), dtype=torch.float32) if columns else None,
+        like.new_zeros((k_blocks, num_lines(n_blocks)), dtype=torch.float32) if columns else None,
     )
 
 
-def _blocks(size: int) -> int:
+def num_blocks(size: int) -> int:
+    """Blocks of that many numbers in a row."""
     return -(-size // BLOCK)
 
 
-def _lines(blocks: int) -> int:
+def num_lines(blocks: int) -> int:
+    """Scales of that many blocks, padded to whole lines."""
     return -(-blocks // SCALE_LINE) * SCALE_LINE
 
 
@@ -307,7 +312,7 @@ def _launch(x_TK: Tensor, made: Blocks, *, square: bool) -> None:
     assert q is not None and scale is not None and q_t is not None and scale_t is not None
     words = q_t.view(torch.int32)
     with on_device(x_TK):
-        _quantize_tiles_kernel[(_blocks(k), _blocks(t))](
+        _quantize_tiles_kernel[(num_blocks(k), num_blocks(t))](
             x_TK,
             q,
             scale,

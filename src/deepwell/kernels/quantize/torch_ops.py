@@ -25,9 +25,10 @@ from deepwell.formats.spec import get_format
 from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_weight
 from deepwell.kernels.quantize.fp8_blocks import (
     BLOCK,
-    SCALE_LINE,
     Blocks,
     empty_128x128,
+    num_blocks,
+    num_lines,
     quantize_1x128,
     quantize_1x128_both,
     quantize_128x128,
@@ -181,13 +182,9 @@ def _block_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale_TB.T.contiguous()
 
 
-def _blocks(size: int) -> int:
-    return (size + BLOCK - 1) // BLOCK
-
-
 def _fake_blocks(x: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty((rows, _blocks(length) * BLOCK), dtype=FP8)
-    return codes, x.new_empty((_blocks(length), rows), dtype=torch.float32)
+    codes = x.new_empty((rows, num_blocks(length) * BLOCK), dtype=FP8)
+    return codes, x.new_empty((num_blocks(length), rows), dtype=torch.float32)
 
 
 register_op(
@@ -215,7 +212,7 @@ def _weights(weights: Sequence[Tensor], *, along_k: bool) -> tuple[Tensor, Tenso
     codes, scale = not_none(made)
     for w in weights:
         stop = start + w.shape[0]
-        blocks = slice(start // BLOCK, _blocks(stop))
+        blocks = slice(start // BLOCK, num_blocks(stop))
         if along_k:
             part = (codes[start:stop], scale[blocks])
         else:
@@ -232,9 +229,8 @@ def _weights(weights: Sequence[Tensor], *, along_k: bool) -> tuple[Tensor, Tenso
 def _fake_weights(weights: Sequence[Tensor], *, along_k: bool) -> tuple[Tensor, Tensor]:
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
     rows, length = (n, k) if along_k else (k, n)
-    lines = (_blocks(length) + SCALE_LINE - 1) // SCALE_LINE * SCALE_LINE
-    codes = weights[0].new_empty((rows, _blocks(length) * BLOCK), dtype=FP8)
-    return codes, weights[0].new_empty((_blocks(rows), lines), dtype=torch.float32)
+    codes, _ = _fake_blocks(weights[0], rows, length)
+    return codes, weights[0].new_empty((num_blocks(rows), num_lines(num_blocks(length))), dtype=torch.float32)
 
 
 register_op(
