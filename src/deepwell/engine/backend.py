@@ -33,6 +33,15 @@ from deepwell.kernels.tune.fastest import LEAST_FLOPS
 MOST_GRAPHS = 64
 
 
+def backend_of(options: BackendOptions) -> Callable[..., Any]:
+    """What torch.compile calls with each graph."""
+
+    def deepwell(graph_module: Any, example_inputs: Any) -> Callable[..., Any]:
+        return compile_graph(graph_module, example_inputs, options)
+
+    return deepwell
+
+
 def compile_graph(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> Callable[..., Any]:

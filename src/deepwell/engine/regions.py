@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepwell.engine.backend import compile_graph
+from deepwell.engine.backend import backend_of
 from deepwell.engine.calls.overlap import Overlap
 from deepwell.engine.offload import HostMemory
 from deepwell.engine.passes.work import BackendOptions
@@ -79,11 +79,7 @@ class Regions:
     def enter(self, options: BackendOptions) -> None:
         """Compile for these options, or go back to what was compiled for them before."""
         if id(options) not in self._backends:
-
-            def deepwell(graph_module: Any, example_inputs: Any) -> Callable[..., Any]:
-                return compile_graph(graph_module, example_inputs, options)
-
-            self._backends[id(options)] = deepwell
+            self._backends[id(options)] = backend_of(options)
         self._options = options
 
     def recompute(self, layers: LayerRecompute) -> None:

@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
-from deepwell.engine.backend import compile_graph
+from deepwell.engine.backend import backend_of
 from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
 from deepwell.engine.calls.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
@@ -186,7 +186,7 @@ class Runtime:
             if self.regions is not None:
                 options.cuda_graphs = False  # between layers Python works
             is_eager = self.regions is not None or options.is_as_written
-            compiled = self.model if is_eager else torch.compile(self.model, backend=_backend(options))
+            compiled = self.model if is_eager else torch.compile(self.model, backend=backend_of(options))
             self._phases[key] = (options, compiled)
             options.see = _seen_by(self)
         self.step, self.bound = step, bound
@@ -493,10 +493,3 @@ def _device_type(model: nn.Module) -> str:
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), text)
-
-
-def _backend(options: BackendOptions) -> Callable[..., Any]:
-    def deepwell(graph_module: Any, example_inputs: Any) -> Callable[..., Any]:
-        return compile_graph(graph_module, example_inputs, options)
-
-    return deepwell

@@ -23,6 +23,14 @@ def width_of(node: Any) -> Any:
     return value.shape[-1] if value is not None and value.dim() else None
 
 
+def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What a node gives of the values of those it reads."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+    if node.op == "call_function":
+        return node.target(*args, **kwargs)
+    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+
+
 def scheme_of(names: Iterable[str], schemes: Mapping[str, str]) -> tuple[str, str]:
     """The path of a parameter that has a scheme and that scheme, empty where it has none."""
     paths = (name.removesuffix(".weight") for name in names)

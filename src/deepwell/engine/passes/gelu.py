@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from deepwell.engine.passes.edit import erase_unread, put_call, runs_in_kernels
+from deepwell.engine.passes.edit import erase_unread, put_call, run_node, runs_in_kernels
 from deepwell.graph.fx import Writes, only_user, op_of, value_of
 from deepwell.kernels.activation.autograd import quick_gelu
 
@@ -84,13 +84,7 @@ def _recognised(x: fx.Node, result: fx.Node) -> Call | None:
         return None
     values: dict[fx.Node, Any] = {x: _PROBE}
     for node in inner:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        if op_of(node) == "to":
-            values[node] = args[0]
-        elif node.op == "call_function":
-            values[node] = node.target(*args, **kwargs)
-        else:
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        values[node] = values[node.args[0]] if op_of(node) == "to" else run_node(node, values)
     out = values[result]
     if not isinstance(out, Tensor) or out.dtype is not torch.float64 or out.shape != _PROBE.shape:
         return None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from deepwell.engine.passes.edit import run_node
 from deepwell.graph.fx import memory_of, op_of, value_of, written_by
 
 # A mask of that many entries is computed to look at it: 64M booleans.
@@ -222,14 +223,8 @@ def _computed(order: list[fx.Node]) -> Tensor:
     values: dict[fx.Node, Any] = {}
     with torch.no_grad():
         for node in order:
-            values[node] = _run(node, *fx.node.map_arg((node.args, node.kwargs), lambda n: values[n]))
+            values[node] = run_node(node, values)
     return values[order[-1]]
-
-
-def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_function":
-        return node.target(*args, **kwargs)
-    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
 
 
 # ---- the mask as a function of d ----
@@ -266,7 +261,7 @@ def _small_parts(order: list[fx.Node]) -> dict[fx.Node, Tensor]:
                 continue
             is_fixed = all(isinstance(size, int) for size in value.shape)
             if is_fixed and value.numel() <= _SMALL and not _is_random(node):
-                values[node] = _run(node, *fx.node.map_arg((node.args, node.kwargs), lambda n: values[n]))
+                values[node] = run_node(node, values)
     return values
 
 
@@ -567,7 +562,7 @@ def _elementwise(node: fx.Node, known: Mapping[fx.Node, Any]) -> _Steps | None:
 
     def run(*values: Tensor) -> Any:
         given = dict(zip(nodes, values, strict=True))
-        return _run(node, *fx.node.map_arg((node.args, node.kwargs), lambda n: given[n]))
+        return run_node(node, given)
 
     made = _by_pieces([known[parent] for parent in nodes], run)
     dtype = value_of(node).dtype
