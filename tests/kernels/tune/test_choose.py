@@ -320,7 +320,7 @@ def fingerprints() -> dict[str, str]:
     [
         ("device/fp8.py", "gemm cublaslt_fp8_row, gemm cublaslt_fp8_1x128, gemm triton_mxfp8, gain", ""),
         ("device/triton_support.py", "gemm cublaslt_fp8_row, gemm triton_mxfp8, fp8_gemm fp8_gemm_ref, gain", ""),
-        ("quantize/transpose.py", "gemm cublaslt_fp8_row, gain", "gemm cublaslt_fp8_1x128"),
+        ("quantize/transpose.py", "gain", "gemm cublaslt_fp8_row, gemm cublaslt_fp8_1x128"),
         ("gemm/native_candidates.py", "gemm triton_mxfp8", "gemm cublaslt_fp8_row"),
         ("gemm/candidates.py", "gemm emulated_fp8, fp8_gemm cublaslt", ""),
         ("formats/blocks.py", "gemm emulated_fp8, gemm cublaslt_fp8_1x128, gain", ""),

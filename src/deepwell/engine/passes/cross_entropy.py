@@ -214,7 +214,10 @@ def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool, bf16_forward: bool) -> Non
     how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap, bf16_forward)
     with graph.inserting_before(loss):
         if not _has_own_dtype(head):  # autocast computes the logits in another dtype
-            x, weight, bias = (_cast(graph, operand, value_of(head.linear).dtype) for operand in (x, weight, bias))
+            own = value_of(head.linear).dtype
+            x, weight, bias = (
+                None if operand is None else graph.call_method("to", (operand, own)) for operand in (x, weight, bias)
+            )
         new = graph.call_function(linear_cross_entropy, (x, weight, bias, argument(loss, "target"), *how))
         if value_of(loss).dtype is not torch.float32:  # a loss of bf16 logits is bf16
             new = graph.call_method("to", (new, value_of(loss).dtype))
@@ -224,10 +227,6 @@ def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool, bf16_forward: bool) -> Non
 def _has_own_dtype(head: _Head) -> bool:
     """Whether the logits have the dtype of what they are made of."""
     return bool(value_of(head.linear).dtype == value_of(head.linear.args[0]).dtype)
-
-
-def _cast(graph: fx.Graph, operand: Any, dtype: torch.dtype) -> Any:
-    return None if operand is None else graph.call_method("to", (operand, dtype))
 
 
 def _way_out(loss: fx.Node) -> tuple[int, tuple[tuple[str, Any], ...]] | None:

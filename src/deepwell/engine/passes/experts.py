@@ -132,7 +132,8 @@ def rewrite_calls(
     fused = 0
     for node in [node for node in graph.nodes if node.target is run_experts]:
         x, gate_up, down, *_ = node.args
-        stored = [_stored(weight) for weight in (gate_up, down)]
+        # The parameters of which a call has transposed views.
+        stored = [weight.args[0] if op_of(weight) == "transpose" else weight for weight in (gate_up, down)]
         names = [weights.get(weight.name, ()) for weight in stored]
         found = [next((n for n in own if n in schemes), None) for own in names]
         if not all(found) or not runs_in_kernels(x, *stored):
@@ -146,11 +147,6 @@ def rewrite_calls(
             if not is_fused:
                 reasons["their weights lie in neither order"] = None
     return paths, fused, list(reasons)
-
-
-def _stored(weight: fx.Node) -> fx.Node:
-    """The parameter of which a call has a transposed view."""
-    return weight.args[0] if op_of(weight) == "transpose" else weight
 
 
 def rewrite_fallback(graph: fx.Graph) -> int:

@@ -296,14 +296,11 @@ def _find_value(graph: fx.Graph, q: Columns, k: Columns, packing: str) -> tuple[
         if v is None or v.source is not q.source or v.width != q.width or not v.covers(packing, start):
             continue
         total = (q.heads + k.heads + v.heads) * q.width
-        if total in _cuts(q.source) and total <= MAX_WIDTH and not _leads_on(node):
+        # A reader that is again a tensor of heads is the one that attention reads.
+        leads_on = any(columns_of(user) is not None for user in node.users)
+        if total in _cuts(q.source) and total <= MAX_WIDTH and not leads_on:
             return node, v
     return None
-
-
-def _leads_on(node: fx.Node) -> bool:
-    """Whether a reader of the node is again a tensor of heads, which is then the one that attention reads."""
-    return any(columns_of(user) is not None for user in node.users)
 
 
 def _place_of(graph: fx.Graph, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]) -> fx.Node | None:

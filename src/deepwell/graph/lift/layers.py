@@ -16,7 +16,9 @@ def layer_lists(model: nn.Module) -> list[list[str]]:
             continue
         if isinstance(module, nn.ModuleList) or _repeats(module):
             children = [
-                f"{path}.{name}" if path else name for name, child in module.named_children() if _has_weights(child)
+                f"{path}.{name}" if path else name
+                for name, child in module.named_children()
+                if next(child.parameters(), None) is not None
             ]
             if children and not all(_is_leaf(model.get_submodule(child)) for child in children):
                 lists.append(children)
@@ -35,10 +37,6 @@ def _repeats(module: nn.Module) -> bool:
 
 def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 class Places:

@@ -286,11 +286,8 @@ def _chunks(
             fastest_mm(z_CV.T, x_TD[part], out=dw_VD, accumulate=part.start > 0)
         if db_V is not None:
             db_V += z_CV[:, :v].sum(0, dtype=torch.float32)
-    return HeadLoss(loss_T, dx_TD, None if dw_VD is None else dw_VD[:v], _as_bias(db_V, bias_V))
-
-
-def _as_bias(db_V: Tensor | None, bias_V: Tensor | None) -> Tensor | None:
-    return None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)
+    db_V = None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)
+    return HeadLoss(loss_T, dx_TD, None if dw_VD is None else dw_VD[:v], db_V)
 
 
 def _chunks_fp8(

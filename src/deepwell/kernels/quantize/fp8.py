@@ -43,9 +43,6 @@ from deepwell.kernels.device.triton_support import (
     tl,
     triton,
 )
-from deepwell.kernels.quantize.transpose import transpose_codes
-
-__all__ = ["amax", "quantize_rows", "quantize_weight", "row_scales", "transpose_codes"]
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
 

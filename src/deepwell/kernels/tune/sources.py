@@ -41,13 +41,9 @@ def _identity_of(function: Callable[..., Any]) -> list[bytes] | None:
     body = file_hash(source) if source.is_file() else repr((code.co_code, code.co_names, code.co_consts))
     values = [*(wrapped.__defaults__ or ()), *(wrapped.__kwdefaults__ or {}).values()]
     values += [cell.cell_contents for cell in (wrapped.__closure__ or ())]
-    if not all(isinstance(value, _SIMPLE) or _is_dtype(value) for value in values):
+    if not all(isinstance(value, _SIMPLE) or type(value).__name__ == "dtype" for value in values):
         return None
     return [body.encode(), wrapped.__qualname__.encode(), repr(values).encode()]
-
-
-def _is_dtype(value: object) -> bool:
-    return type(value).__name__ == "dtype"
 
 
 @lru_cache(maxsize=256)

@@ -129,14 +129,11 @@ def _before(node: Any, reader: fx.Node) -> Any:
     """What a node is, behind casts, copies and dropout without effect; None where another node reads it on the way."""
     while isinstance(node, fx.Node) and set(node.users) == {reader}:
         is_dropout = op_of(node) == "dropout" and not argument(node, "inplace", False)
-        if op_of(node) not in ("to", "contiguous") and not (is_dropout and _drops_nothing(node)):
+        drops_nothing = is_dropout and (argument(node, "p", 0.5) == 0 or argument(node, "training", True) is False)
+        if op_of(node) not in ("to", "contiguous") and not drops_nothing:
             return node
         node, reader = node.args[0], node
     return None
-
-
-def _drops_nothing(node: fx.Node) -> bool:
-    return argument(node, "p", 0.5) == 0 or argument(node, "training", True) is False
 
 
 def _axis(softmax: fx.Node) -> Any:
