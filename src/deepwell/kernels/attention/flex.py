@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from deepwell.kernels.attention.flash import NO_WINDOW
-from deepwell.kernels.attention.proof import AttentionShape, case_of, in_units
+from deepwell.kernels.attention.proof import TimedShape, case_of, in_units
 from deepwell.kernels.tune.cache import cache_of
 from deepwell.kernels.tune.candidate import Candidate, Choice
 from deepwell.kernels.tune.choose import Rules, TimingSetup, choose, known_choice
@@ -135,7 +135,7 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlexShape(AttentionShape):
+class FlexShape(TimedShape):
     """One attention: its sizes, its window and cap, and whether it has documents."""
 
     window: int = NO_WINDOW

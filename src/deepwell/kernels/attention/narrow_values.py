@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from deepwell.errors import UnsupportedError
 from deepwell.kernels.attention.autograd import windowed_attention
 from deepwell.kernels.attention.flash import NO_WINDOW, attention_backward_ref, attention_ref, padded
-from deepwell.kernels.attention.proof import AttentionShape, case_of, in_units
+from deepwell.kernels.attention.proof import TimedShape, case_of, in_units
 from deepwell.kernels.tune.candidate import Candidate
 from deepwell.kernels.tune.choose import Rules, TimingSetup, fastest_or_default
 from deepwell.kernels.tune.problem import Problem
@@ -81,7 +81,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowShape(AttentionShape):
+class NarrowShape(TimedShape):
     """Sizes whose V is below D."""
 
 

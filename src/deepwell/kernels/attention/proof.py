@@ -16,7 +16,7 @@ from deepwell.kernels.tune.verify import FLOORS_DB, Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
+class TimedShape:
     """Sizes of one attention."""
 
     B: int
