@@ -234,7 +234,7 @@ def forward_of(shape, arch, config=None, **others):
 def backward_of(shape, arch, config=None, **others):
     heads = Heads(q=shape[0], k=shape[1], v=shape[2], convention=others.get("convention", "half"))
     config = config or Q.default_backward_config(heads, shape[3])
-    given = {"FP8_MAX": 448.0, "POW2": True, "NUM_STAGES": config.num_stages, **others}
+    given = {"FP8_MAX": 448.0, "NUM_STAGES": config.num_stages, **others}
     return compiled(Q._backward_kernel, shape, arch, config, **given), config
 
 

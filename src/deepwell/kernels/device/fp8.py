@@ -36,7 +36,7 @@ def multiplier_from_bits(bits, FP8_MAX: tl.constexpr, AT_ZERO: tl.constexpr = 1.
 
 
 @triton.jit
-def row_scale(bits, FP8_MAX: tl.constexpr, POW2: tl.constexpr = True):
+def row_scale(bits, FP8_MAX: tl.constexpr):
     """The encoding multiplier of a row, bit for bit `multiplier_from_bits`, and its scale, 1 / multiplier.
 
     A power of two is what a division's exponent would be: both largest elements are 1.75 * 2^k, so that k - e of

@@ -14,7 +14,6 @@ Cost: memory bound; bytes per element (bf16 in): rows 2 + 1; both copies 2 + 2; 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -79,8 +78,6 @@ class RowOptions:
 
     write: bool = True
     fp8: torch.dtype | None = None
-    # Multipliers of rows are powers of two.
-    pow2: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.fp8 is not None:

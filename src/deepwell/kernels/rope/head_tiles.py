@@ -171,15 +171,15 @@ def largest(m, ASM: tl.constexpr):
 @triton.jit
 def store_codes(
     row, h, stride_h, live, y1, y2, enc, SECOND: tl.constexpr, END: tl.constexpr, P: tl.constexpr,
-    INTERLEAVED: tl.constexpr, RUN: tl.constexpr, POW2: tl.constexpr, ASM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of two tiles, or of the one that holds both; `enc` lets none of them saturate."""
     FP8: tl.constexpr = row.dtype.element_ty
-    c1 = encoded(y1, enc, FP8, ASM, POW2)
+    c1 = encoded(y1, enc, FP8, ASM, True)
     if INTERLEAVED:
         store_two(row, h, stride_h, live, c1, c1, SECOND, END, P, True, RUN)
     else:
-        store_two(row, h, stride_h, live, c1, encoded(y2, enc, FP8, ASM, POW2), SECOND, END, P, False, RUN)
+        store_two(row, h, stride_h, live, c1, encoded(y2, enc, FP8, ASM, True), SECOND, END, P, False, RUN)
 
 
 # ---- heads a group at a time, each two tiles, or twice the one where interleaved: few are in fp32 at once ----
@@ -244,12 +244,12 @@ def store_groups(
 @triton.jit
 def store_groups_codes(
     row, h, live, y, enc, H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    RUN: tl.constexpr, POW2: tl.constexpr, ASM: tl.constexpr,
+    RUN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     for i in tl.static_range(0, len(y), 2):
         start = i // 2 * h.shape[1]
         is_live = of_group(live, h, i // 2 * h.shape[1], H)
-        store_codes(row + start * D, h, D, is_live, y[i], y[i + 1], enc, D // 2, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+        store_codes(row + start * D, h, D, is_live, y[i], y[i + 1], enc, D // 2, D, PAIRS, INTERLEAVED, RUN, ASM)
 
 
 @triton.jit

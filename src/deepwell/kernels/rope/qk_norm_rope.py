@@ -232,7 +232,7 @@ def _backward_kernel(
     T, S, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_b,
     stride_s, stride_cos_b, stride_cos_s, stride_sin_b, stride_sin_s,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr,
-    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr,
+    RUN: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, FP8_MAX: tl.constexpr,
     NUM_STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     # A program walks over tokens and adds up what they give to the weights' gradients, dq's before dk's.
@@ -282,11 +282,11 @@ def _backward_kernel(
             store_groups(row + (HQ + HK) * D, h, live, v, HV, D, PAIRS, INTERLEAVED, RUN)
         if code_ptr is not None:
             # Nothing saturates: the multiplier is of the row's own largest.
-            enc, scale = row_scale(largest_of_groups(q + k + v, ASM), FP8_MAX, POW2)
+            enc, scale = row_scale(largest_of_groups(q + k + v, ASM), FP8_MAX)
             e, row = enc[:, None, None, None], code_ptr + t * W
-            store_groups_codes(row, h, live, q, e, HQ, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
-            store_groups_codes(row + HQ * D, h, live, k, e, HK, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
-            store_groups_codes(row + (HQ + HK) * D, h, live, v, e, HV, D, PAIRS, INTERLEAVED, RUN, POW2, ASM)
+            store_groups_codes(row, h, live, q, e, HQ, D, PAIRS, INTERLEAVED, RUN, ASM)
+            store_groups_codes(row + HQ * D, h, live, k, e, HK, D, PAIRS, INTERLEAVED, RUN, ASM)
+            store_groups_codes(row + (HQ + HK) * D, h, live, v, e, HV, D, PAIRS, INTERLEAVED, RUN, ASM)
             tl.store(scale_ptr + t + tl.arange(0, 1), scale)
     out, one = dw_ptr + tl.program_id(0).to(tl.int64) * ((HQ + HK if WHOLE else 2) * D), heads_of(1, 1)
     if WHOLE:
@@ -412,7 +412,6 @@ def qk_norm_rope_backward(
             *(stride for table in tables for stride in _strides_of(table)),
             **sizes(heads, width, is_whole=is_whole, num_warps=config.num_warps),
             FP8_MAX=options.fp8_max,
-            POW2=options.pow2,
             NUM_STAGES=config.num_stages,
             ASM=runs_ptx(dq, _backward_kernel),
             num_warps=config.num_warps,

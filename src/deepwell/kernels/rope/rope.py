@@ -300,15 +300,15 @@ def _rope_kernel(
         enc, scale = row_scale(bits, FP8_MAX)
         e = enc[:, None, None, None]
         c_row = cq_ptr + t * stride_yqt
-        store_codes(c_row, hq, stride_yh, live_q, q1, q2, e, R // 2, R, P, INTERLEAVED, RUN, True, ASM)
+        store_codes(c_row, hq, stride_yh, live_q, q1, q2, e, R // 2, R, P, INTERLEAVED, RUN, ASM)
         if R < D:
             store_columns(c_row, hq, stride_yh, live_q, encoded(q3, e, FP8, ASM, True), R, D, BLOCK_REST, RUN)
         c_row = ck_ptr + t * stride_ykt
-        store_codes(c_row, hk, stride_yh, live_k, k1, k2, e, R // 2, R, P, INTERLEAVED, RUN, True, ASM)
+        store_codes(c_row, hk, stride_yh, live_k, k1, k2, e, R // 2, R, P, INTERLEAVED, RUN, ASM)
         if R < D:
             store_columns(c_row, hk, stride_yh, live_k, encoded(k3, e, FP8, ASM, True), R, D, BLOCK_REST, RUN)
         c_row = cv_ptr + t * stride_yvt
-        store_codes(c_row, hv, stride_yh, live_v, v1, v2, e, HALF, D, HALF, INTERLEAVED, RUN, True, ASM)
+        store_codes(c_row, hv, stride_yh, live_v, v1, v2, e, HALF, D, HALF, INTERLEAVED, RUN, ASM)
         token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         tl.store(scale_ptr + token, scale, mask=token < T)
 
