@@ -94,21 +94,17 @@ def _recognised(x: fx.Node, result: fx.Node) -> Call | None:
 
 def _between(x: fx.Node, result: fx.Node) -> list[fx.Node] | None:
     """The pointwise nodes from x to the result in order; None where one reads another tensor or is read elsewhere."""
-    order: list[fx.Node] = []
-    seen = {x}
-    stack = [(result, False)]
+    inside: set[fx.Node] = set()
+    stack = [result]
     while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            order.append(node)
-            continue
-        if node in seen:
+        node = stack.pop()
+        if node is x or node in inside:
             continue
         if op_of(node) not in _POINTWISE:
             return None
-        seen.add(node)
-        stack.append((node, True))
-        stack += [(parent, False) for parent in node.all_input_nodes]
-    inside = set(order)
-    is_closed = all(user in inside for node in order if node is not result for user in node.users)
-    return order if is_closed and any(x in node.all_input_nodes for node in order) else None
+        inside.add(node)
+        stack += node.all_input_nodes
+    is_closed = all(user in inside for node in inside if node is not result for user in node.users)
+    if not is_closed or not any(x in node.all_input_nodes for node in inside):
+        return None
+    return [node for node in x.graph.nodes if node in inside]

@@ -185,25 +185,19 @@ def _is_size(node: fx.Node) -> bool:
 
 def _subgraph(node: fx.Node, *, reads_inputs: bool = False) -> list[fx.Node] | None:
     """All that a node is computed from, in order; None where it reads a tensor that is not made here, and may not."""
-    order: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-    stack = [(node, False)]
+    found: set[fx.Node] = set()
+    stack = [node]
     while stack:
-        current, done = stack.pop()
-        if done:
-            order.append(current)
+        current = stack.pop()
+        if current in found:
             continue
-        if current in seen:
-            continue
-        seen.add(current)
+        found.add(current)
         is_size = _is_size(current)
         if current.op in _FORBIDDEN or (current.op == "placeholder" and not is_size and not reads_inputs):
             return None
-        stack.append((current, True))
         if not is_size:  # a size is known from its symbol, whatever tensor it was read from
-            stack += [(parent, False) for parent in current.all_input_nodes]
-    places = {each: place for place, each in enumerate(node.graph.nodes)}
-    return sorted(order, key=places.__getitem__)  # reads and writes of one tensor as the model has them
+            stack += current.all_input_nodes
+    return [each for each in node.graph.nodes if each in found]  # reads and writes of one tensor as the model has them
 
 
 def _is_written(order: list[fx.Node]) -> bool:
