@@ -99,18 +99,9 @@ _SHIFT_E4M3 = constant(
 )
 # The same of E5M2, which spans 2^32: the ratio comes as two factors, neither below fp16's smallest number. Exact again:
 # a product of 3 significant bits is inexact in fp16 only below 2^-22, and E5M2 rounds that to zero.
+_TIMES_BOTH = "    mul.rn.f16x2 a, a, $2;\n    mul.rn.f16x2 b, b, $2;\n"
 _SHIFT_E5M2 = constant(
-    """{ .reg .b16 lo, hi; .reg .b32 a, b;
-    mov.b32 {lo, hi}, $1;
-    cvt.rn.f16x2.e5m2x2 a, lo;
-    cvt.rn.f16x2.e5m2x2 b, hi;
-    mul.rn.f16x2 a, a, $2;
-    mul.rn.f16x2 b, b, $2;
-    mul.rn.f16x2 a, a, $3;
-    mul.rn.f16x2 b, b, $3;
-    cvt.rn.satfinite.e5m2x2.f16x2 lo, a;
-    cvt.rn.satfinite.e5m2x2.f16x2 hi, b;
-    mov.b32 $0, {lo, hi}; }"""
+    _SHIFT_E4M3.value.replace("e4m3", "e5m2").replace(_TIMES_BOTH, _TIMES_BOTH + _TIMES_BOTH.replace("$2", "$3"))
 )
 # Bytes of four words, transposed: result c holds byte c of each word.
 _TRANSPOSE_BYTES = constant(

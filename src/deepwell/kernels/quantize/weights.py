@@ -179,37 +179,21 @@ def _partials_kernel(
 
 # Four rows of two columns: a word of four codes for each column. The multiplier is a power of two: exact in bf16, but
 # for what is 0 in FP8 anyhow.
-_WORDS = constant("""{
-    .reg .b32 w, x;
-    .reg .f32 a0, a1, b0, b1, c0, c1, d0, d1;
-    .reg .b16 low, high;
-    mul.rn.bf16x2 x, $2, $6;
+_ONE_ROW = """    mul.rn.bf16x2 x, $IN, $6;
     shl.b32 w, x, 16;
-    mov.b32 a0, w;
+    mov.b32 ROW0, w;
     and.b32 w, x, 0xFFFF0000;
-    mov.b32 a1, w;
-    mul.rn.bf16x2 x, $3, $6;
-    shl.b32 w, x, 16;
-    mov.b32 b0, w;
-    and.b32 w, x, 0xFFFF0000;
-    mov.b32 b1, w;
-    mul.rn.bf16x2 x, $4, $6;
-    shl.b32 w, x, 16;
-    mov.b32 c0, w;
-    and.b32 w, x, 0xFFFF0000;
-    mov.b32 c1, w;
-    mul.rn.bf16x2 x, $5, $6;
-    shl.b32 w, x, 16;
-    mov.b32 d0, w;
-    and.b32 w, x, 0xFFFF0000;
-    mov.b32 d1, w;
-    cvt.rn.satfinite.e4m3x2.f32 low, b0, a0;
+    mov.b32 ROW1, w;
+"""
+_ONE_WORD = """    cvt.rn.satfinite.e4m3x2.f32 low, b0, a0;
     cvt.rn.satfinite.e4m3x2.f32 high, d0, c0;
     mov.b32 $0, {low, high};
-    cvt.rn.satfinite.e4m3x2.f32 low, b1, a1;
-    cvt.rn.satfinite.e4m3x2.f32 high, d1, c1;
-    mov.b32 $1, {low, high};
-}""")
+"""
+_WORDS = constant(
+    "{\n    .reg .b32 w, x;\n    .reg .f32 a0, a1, b0, b1, c0, c1, d0, d1;\n    .reg .b16 low, high;\n"
+    + "".join(_ONE_ROW.replace("ROW", row).replace("IN", str(i)) for i, row in enumerate("abcd", 2))
+    + _ONE_WORD + _ONE_WORD.replace("0,", "1,").replace("0;", "1;") + "}"
+)  # fmt: skip
 
 
 @triton.jit
