@@ -177,6 +177,13 @@ def test_a_record_is_read_while_it_is_written_and_after_it_was_torn(tmp_path: Pa
     assert read_run(folder).steps["step"].tolist() == [1, 2]
 
 
+def test_times_that_are_none_are_those_of_the_line_before(tmp_path: Path) -> None:
+    events = [{"t": T0, "kind": "run"}, {"t": -1e308, "kind": "note"}, {"t": 1e308, "kind": "note"}]
+    run = read_run(written(tmp_path, events))
+    assert (run.began, run.last) == (T0, T0)
+    assert "No step was logged yet." in run_page([run])
+
+
 def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for given, named in ((tmp_path / "empty", "empty/events.jsonl"), (tmp_path / "none", "none/events.jsonl")):

@@ -27,7 +27,7 @@ from deepwell.artifacts.checkpoint import (
     verify,
 )
 from deepwell.artifacts.checkpoint.keep import tidy
-from deepwell.artifacts.checkpoint.pieces import contents_of, units_of
+from deepwell.artifacts.checkpoint.pieces import units_of
 from deepwell.artifacts.checkpoint.staging import Staging
 from deepwell.artifacts.checkpoint.team import Team
 from deepwell.artifacts.checkpoint.writer import failed_job, prepare, run_job
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_late_to_a_save_that_failed_does_not_wait(late: int, tmp_path: Path) -> None:
     """Two ranks of one save, one after the other: whoever is first fails, and the other hears of it at once."""
-    token, units = "0123456789ab", units_of(contents_of(TrainState(model=nn.Linear(4, 4)), 0))
+    token, units = "0123456789ab", units_of(TrainState(model=nn.Linear(4, 4)))
     teams = [Team(rank=r, world=2, token=token, mine=frozenset(), known=frozenset(units)) for r in (0, 1)]
     state = TrainState(model=nn.Linear(4, 4), meta={"step": 3})
     jobs = [failed_job(tmp_path, 3, teams[1 - late], f"{token}-3-0", "it is not healthy")]

@@ -42,18 +42,13 @@ class Piece:
         return f"{self.name}@{','.join(map(str, self.box.offsets))}" if self.is_part else f"{self.name}@"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """All that this rank holds, before it is decided who writes what."""
+def contents_of(state: TrainState, rank: int) -> tuple[list[Piece], dict[str, Any]]:
+    """All that this rank holds of a state, before it is decided who writes what: its tensors, and what is none.
 
-    pieces: tuple[Piece, ...]
-    tied: dict[str, str]  # a second name of a tensor -> its first
-    values: dict[str, dict[str, Any]]  # what an optimizer keeps of a parameter that is no tensor
-    groups: list[dict[str, Any]]  # the optimizer's options, with the names of their parameters
-
-
-def contents_of(state: TrainState, rank: int) -> Contents:
-    """What this rank holds of a state. Raises UnsupportedError naming what a checkpoint cannot hold."""
+    "tied" has further names of tensors with the first, "values" what an optimizer keeps of a parameter that is no
+    tensor, "groups" its options with the names of their parameters. Raises UnsupportedError naming what a checkpoint
+    cannot hold.
+    """
     tensors, tied = named_tensors(state.model)
     fixed = {id(p) for p in state.model.parameters()}
     pieces = [_piece("model", name, tensor, changes=id(tensor) not in fixed) for name, tensor in tensors.items()]
@@ -78,7 +73,7 @@ def contents_of(state: TrainState, rank: int) -> Contents:
                     options[key] = _json(value, f"the optimizer's option {key}")
             groups.append({"names": [names[parameter] for parameter in group["params"]], "options": options})
     pieces += [_piece("ranks", f"rank.{rank}.{key}", value, changes=True) for key, value in state.rank_state.items()]
-    return Contents(pieces=tuple(pieces), tied=tied, values=values, groups=groups)
+    return pieces, {"tied": tied, "values": values, "groups": groups}
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -122,14 +117,15 @@ def group_name(number: int) -> str:
     return f"param_groups.{number}"
 
 
-def units_of(contents: Contents) -> dict[str, int]:
+def units_of(state: TrainState) -> dict[str, int]:
     """What this rank could write, with its bytes: its part of each weight, and what there is once of each parameter."""
+    pieces, facts = contents_of(state, 0)
     units: dict[str, int] = {}
-    for piece in contents.pieces:
+    for piece in pieces:
         if piece.file == "model" and (piece.box.numel or not math.prod(piece.box.whole)):  # some ranks have no rows
             units[piece.unit] = piece.box.numel * piece.tensor.element_size()
             units.setdefault(f"{piece.name}@", 0)  # its step count, which may not be there yet
-    return units | {f"{group_name(number)}@": 0 for number in range(len(contents.groups))}
+    return units | {f"{group_name(number)}@": 0 for number in range(len(facts["groups"]))}
 
 
 def _piece(file: str, name: str, tensor: Tensor, key: str = "", **facts: Any) -> Piece:

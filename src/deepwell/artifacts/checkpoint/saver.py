@@ -9,7 +9,7 @@ from typing import Any
 
 from deepwell.artifacts.checkpoint.keep import check_keep, prune, tidy
 from deepwell.artifacts.checkpoint.manifest import folder_name
-from deepwell.artifacts.checkpoint.pieces import contents_of, units_of
+from deepwell.artifacts.checkpoint.pieces import units_of
 from deepwell.artifacts.checkpoint.staging import Staging
 from deepwell.artifacts.checkpoint.state import SaveEvent, TrainState
 from deepwell.artifacts.checkpoint.team import Team, agree
@@ -36,7 +36,7 @@ def save_checkpoint(
     if reason:
         raise NumericsError(f"not saved: {reason}")
     folder_name(state.meta.get("step"))
-    team = agree(units_of(contents_of(state, 0)), process_group)
+    team = agree(units_of(state), process_group)
     staging = Staging()
     job = prepare(Path(folder), state, team, f"{team.token}-0", staging)
     run_job(job, staging, timeout_s)
@@ -103,7 +103,7 @@ class Saver:
         self.wait()
         folder_name(state.meta.get("step"))  # raises for anything but a step
         if self._team is None:
-            self._team = agree(units_of(contents_of(state, 0)), self._group)
+            self._team = agree(units_of(state), self._group)
         job = self._prepare(state, self._team, _refused(state.meta, healthy))
         future = self._pool.submit(self._run, job)
         event = SaveEvent(step=job.step, path=str(job.path), stall_s=time.perf_counter() - began)

@@ -58,12 +58,9 @@ class Staging:
 
     def read(self, begin: int, end: int) -> Iterator[memoryview]:
         """The copied bytes from `begin` to `end`; call `wait` before."""
-        first = 0
-        for chunk in self._chunks:
-            low, high = max(begin - first, 0), min(end - first, chunk.numel())
-            if low < high:
-                yield chunk[low:high].numpy().data
-            first += chunk.numel()
+        for number in range(begin // _CHUNK, -(-end // _CHUNK)):
+            first = number * _CHUNK
+            yield self._chunks[number][max(begin - first, 0) : end - first].numpy().data
 
     def free(self) -> None:
         """Give the memory back."""
@@ -79,12 +76,11 @@ class Staging:
             self._chunks.append(torch.empty(min(_CHUNK, size - begin), dtype=torch.uint8, pin_memory=pinned))
 
     def _fill(self, sources: Sequence[Tensor]) -> None:
-        number, used = 0, 0
+        at = 0
         for source in sources:
-            data, begin = as_bytes(source.contiguous()), 0
-            while begin < data.numel():
-                if used == self._chunks[number].numel():
-                    number, used = number + 1, 0
-                size = min(data.numel() - begin, self._chunks[number].numel() - used)
-                self._chunks[number][used : used + size].copy_(data[begin : begin + size], non_blocking=True)
-                begin, used = begin + size, used + size
+            data = as_bytes(source.contiguous())
+            while data.numel():
+                number, used = divmod(at, _CHUNK)
+                size = min(data.numel(), _CHUNK - used)
+                self._chunks[number][used : used + size].copy_(data[:size], non_blocking=True)
+                data, at = data[size:], at + size

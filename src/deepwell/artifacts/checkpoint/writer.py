@@ -67,9 +67,9 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
     """Decide what this rank writes and begin to copy it to the host."""
     step = state.meta.get("step")
     folder_name(step)  # raises for anything but a step
-    contents = contents_of(state, team.rank)
+    pieces, facts = contents_of(state, team.rank)
     documents = {"state.json": _json_bytes(state.meta, "meta"), **config_files(state.model)}
-    written = [p for p in contents.pieces if p.box.numel and (p.file == "ranks" or team.writes(p.unit))]
+    written = [p for p in pieces if p.box.numel and (p.file == "ranks" or team.writes(p.unit))]
     places: dict[int, str] = {}
     files, ordered, begin = [], [], 0
     for kind in ("model", "optimizer", "ranks"):
@@ -90,19 +90,15 @@ def prepare(folder: Path, state: TrainState, team: Team, save_id: str, staging: 
             places |= {id(piece): name for piece in by_key.values()}
             begin = end
     # In the model's order; what no rank has a part of still has a name and a shape.
-    listed = [p for p in contents.pieces if id(p) in places or (not math.prod(p.box.whole) and p.file != "ranks")]
+    listed = [p for p in pieces if id(p) in places or (not math.prod(p.box.whole) and p.file != "ranks")]
     staging.copy([piece.tensor for piece in ordered], [piece.changes for piece in ordered])
-    report = {
-        "error": "",
-        "tensors": [_entry(piece, places.get(id(piece), "")) for piece in listed],
-        **{name: getattr(contents, name) for name in ("tied", "values", "groups")},
-    }
+    tensors = [_entry(piece, places.get(id(piece), "")) for piece in listed]
     return WriteJob(
         folder=folder,
         step=int(state.meta["step"]),
         save_id=save_id,
         team=team,
-        report=report,
+        report={"error": "", "tensors": tensors, **facts},
         files=tuple(files),
         documents=documents,
     )

@@ -36,8 +36,8 @@ def model_from(path: Path) -> tuple[nn.Module, PrecisionPolicy | None, Plan | No
 
 def _facts(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     """(class, config) of the Hugging Face model that a checkpoint holds."""
-    facts = checkpoint.meta.get("model")
-    facts = facts if isinstance(facts, dict) else {}
+    found = checkpoint.meta.get("model")
+    facts = found if isinstance(found, dict) else {}
     name, config = facts.get("class"), facts.get("config")
     if (checkpoint.path / "config.json").is_file():
         config = _read(checkpoint.path / "config.json")

@@ -21,6 +21,7 @@ from deepwell.errors import ConfigError
 
 EVENTS = "events.jsonl"
 SCHEMA = 1
+LATEST = 1e11  # seconds: what lies beyond is no time
 # Numbers of a step that become columns; `t` is the second at which it was logged.
 COLUMNS = (
     "t", "loss", "grad_norm", "lr", "seconds", "tokens", "tokens_per_s_per_gpu", "tflops", "mfu", "mfu_weighted",
@@ -55,7 +56,7 @@ def iter_events(run_dir: str | Path) -> Iterator[Event]:
                         continue
                     event = {"kind": "damaged", "line": place}
                 logged = number(event.get("t"))
-                time = event["t"] = logged if math.isfinite(logged) else time
+                time = event["t"] = logged if abs(logged) < LATEST else time
                 count += 1
                 yield event
     except OSError as error:
@@ -283,7 +284,8 @@ class _EventReader:
     def _attempts(self, columns: Columns, starts: list[int]) -> tuple[RunStart, ...]:
         found = []
         for i, (start, following) in enumerate(itertools.pairwise([*starts, len(self.segments)])):
-            rows = np.flatnonzero(columns["attempt"] == i)
+            rows = columns["attempt"] == i
+            steps, times = columns["step"][rows], columns["t"][rows]
             header = self.segments[start].header or {}
             began = float(header.get("t", self.times[0]))
             found.append(
@@ -291,9 +293,9 @@ class _EventReader:
                     header=header,
                     began=began,
                     ended=max(began, *(segment.ended for segment in self.segments[start:following])),
-                    first_step=int(columns["step"][rows[0]]) if len(rows) else None,
-                    last_step=int(columns["step"][rows].max()) if len(rows) else None,
-                    first_step_at=float(columns["t"][rows[0]]) if len(rows) else None,
+                    first_step=int(steps[0]) if len(steps) else None,
+                    last_step=int(steps.max()) if len(steps) else None,
+                    first_step_at=float(times[0]) if len(steps) else None,
                 )
             )
         return tuple(found)
