@@ -50,6 +50,22 @@ def test_a_call_that_is_to_run_eagerly_is_no_reason_to_warn(recwarn) -> None:
     assert engine.deepwell.options.was_called and engine.deepwell.options.graphs == 1
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(F.relu(self.up(x)))
+
+
+def test_a_second_use_of_a_weight_runs_as_the_first(recwarn) -> None:
+    engine = dw.compile(Twice(), precision="mxfp8", inductor=False)
+    engine(torch.randn(4, 32))
+    assert set(_rows(engine.report())) == {"up", "up_2"} and not _left(engine)
+    assert engine.deepwell.options.counts["linear"] == 2
+
+
 def test_a_float64_model_is_said_to_run_in_fp64() -> None:
     model, x = MLP().double(), torch.randn(4, 32).double()
     engine = dw.compile(model)

@@ -317,3 +317,26 @@ def test_scoring_and_choice_of_experts_are_read_from_the_router() -> None:
 )
 def test_sizes_are_read_back_as_batch_and_sequence(dims: tuple[int, ...], extent: Extent) -> None:
     assert Sizes(2, 37).rows(dims) == extent
+
+
+class SeparateProjections(nn.Module):
+    """Attention as WavLM calls it: an empty weight of all projections, and a bias put together from three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        return F.multi_head_attention_forward(
+            x, x, x, 32, 4, torch.empty([0]), bias, None, None, False, 0.0, self.o.weight, self.o.bias,
+            use_separate_proj_weight=True,
+            q_proj_weight=self.q.weight, k_proj_weight=self.k.weight, v_proj_weight=self.v.weight,
+        )[0]  # fmt: skip
+
+
+def test_one_attention_call_with_separate_projections() -> None:
+    model = SeparateProjections()
+    ir = lift(model, trace(model, torch.randn(37, 2, 32)))
+    assert [site.op.part for site in ir.sites() if isinstance(site.op, Linear)] == ["q", "k", "v", "o"]
+    assert ir.num_params == sum(p.numel() for p in model.parameters())

@@ -108,6 +108,13 @@ def test_torchs_own_attention_keeps_its_projections() -> None:
     assert ir.num_params == sum(p.numel() for p in model.parameters())
 
 
+def test_a_convolution_whose_weight_is_normed_is_no_stack_of_experts() -> None:
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 16, 3), dim=2), nn.ReLU())
+    ir = static_walk(model, torch.randn(2, 8, 37))
+    assert not any(isinstance(site.op, GroupedLinear) for site in ir.sites())
+    assert ir.num_params == sum(p.numel() for p in model.parameters())
+
+
 def test_tied_weights_count_once() -> None:
     model = zoo.tiny_model("gpt2")
     ir = static_walk(model)

@@ -294,7 +294,8 @@ def _fused_attention(found: LiftState, node: fx.Node) -> None:
 
     def linear(weight: fx.Node, bias: Any, part: str, reads: fx.Node, dims: tuple[int, ...], step: float) -> LiftedSite:
         n, k = flow.shape(weight)
-        params = [weight, *([bias] if isinstance(bias, fx.Node) else [])]
+        joined_biases = flow.weights.get(bias, frozenset())  # one vector, or put together from several
+        params = [weight, *(each for each in flow.nodes if each in joined_biases)]
         return found.add(
             LiftedSite(
                 "linear", node, path, _product_name(found, weight, path), set(nodes), (reads,), params=params,
@@ -303,7 +304,7 @@ def _fused_attention(found: LiftState, node: fx.Node) -> None:
             )
         )  # fmt: skip
 
-    if isinstance(weight, fx.Node):
+    if isinstance(weight, fx.Node) and not argument(node, "use_separate_proj_weight"):
         if not is_self:
             found.note(f"{path or 'the model'}: one projection of three inputs is counted on the query's rows")
         projections.append(linear(weight, bias, "qkv", query, rows, -0.3))
