@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from deepwell.graph.lift.extents import Sizes
 from deepwell.graph.lift.site import joined, parent
@@ -127,7 +128,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _stacks(module: nn.Module) -> list[str]:
     """Names of the 3-D parameters that hold one matrix per expert."""
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, (nn.modules.conv._ConvNd, ParametrizationList)):  # the norm of a convolution's weight
         return []
     return [name for name, p in _own(module).items() if p.dim() == 3 and p.shape[0] > 1]
 
