@@ -149,6 +149,17 @@ def as_model_runs_them(
     return tuple(rows)
 
 
+def further_uses(ir: IR) -> dict[str, str]:
+    """By path, products with a weight that another product has as well: the path of the weight, which graphs know."""
+    found: dict[str, str] = {}
+    for site in ir.sites():
+        if isinstance(site.op, Linear) and site.op.params:
+            inside = site.op.params[0].name.removesuffix(".weight")
+            path = inside if site.layer is None else f"{ir.layers[site.layer].path}.{inside}"
+            found |= {site.path: path} if path != site.path else {}
+    return found
+
+
 def _in(dtype: str) -> str:
     return f", in {dtype}" if dtype else ""
 

@@ -16,7 +16,15 @@ from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
 from deepwell.engine.backend import backend_of
-from deepwell.engine.binding import Bound, Fragile, LeftAlone, as_model_runs_them, with_gains, without_fragile
+from deepwell.engine.binding import (
+    Bound,
+    Fragile,
+    LeftAlone,
+    as_model_runs_them,
+    further_uses,
+    with_gains,
+    without_fragile,
+)
 from deepwell.engine.calls.experts_choice import GroupedExperts
 from deepwell.engine.fragile import FragileReport, check_fragile
 from deepwell.engine.live_parameters import LiveParameters
@@ -377,13 +385,14 @@ class Runtime:
         gone = {name.removesuffix(".weight") for name in self.live.gone()}
         by_itself = "the model multiplies its experts by itself (one by one, or in a kernel of its own)"
         nowhere = "no product with its weight was met in what was compiled"
-        known = self.options.left
+        known, unmet, schemes = self.options.left, self.options.unmet(), self.options.schemes
+        again = {path for path, weight in further_uses(self.ir).items() if weight in schemes and weight not in unmet}
         found = {
             path: LeftAlone(dtype=self.ir.dtype, reason=by_itself if path in experts else nowhere)
             if path in experts or path not in known
             else known[path]
-            for path in self.options.unmet()
-            if path in experts or path not in elsewhere
+            for path in unmet
+            if (path in experts or path not in elsewhere) and path not in again
         }
         replaced = LeftAlone(dtype=self.ir.dtype, reason="the model has no such weight any more: it was replaced")
         return found | {path: replaced for path in self.options.schemes if path in gone and path not in elsewhere}
