@@ -251,6 +251,13 @@ def test_what_neither_way_can_read_is_an_error_that_names_the_module() -> None:
         capture(nn.Sequential(nn.LazyLinear(4)))
 
 
+def test_a_model_of_two_towers_names_no_table_of_its_inputs() -> None:
+    width = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = {**width, "vocab_size": 99}, {**width, "image_size": 16, "patch_size": 8}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    assert capture(model).num_params == num_parameters(model)
+
+
 def test_a_thing_that_is_no_module_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="model is a dict"):
         capture({"weight": 1})  # type: ignore[arg-type]

@@ -149,7 +149,10 @@ def _tokens(vocab: int, batch: int, length: int, device: torch.device, *, seed: 
 def _vocabulary(model: nn.Module) -> int:
     """The smallest table that token ids may index: one wrong id is an index error on a real device."""
     getter = getattr(model, "get_input_embeddings", None)
-    table = getter() if callable(getter) else _first_layer(model)
+    try:
+        table = getter() if callable(getter) else _first_layer(model)
+    except NotImplementedError:  # a model of two towers, as CLIP is, need not say which of its tables is the one
+        table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     rows = getattr(table, "num_embeddings", None) or getattr(getattr(table, "weight", None), "shape", (0,))[0]
     config_rows = getattr(getattr(model, "config", None), "vocab_size", None)
     known = [n for n in (rows, config_rows) if isinstance(n, int) and n > 0]
