@@ -4,10 +4,10 @@ Names are those of `export_names.json`; values follow the two projects' own mean
 (zero-bubble schedules, weights in formats they lack) is refused with what to plan instead.
 """
 
-from collections.abc import Iterator
+from typing import Any
 
 from deepwell.errors import UnsupportedError
-from deepwell.graph.ops import Activation, Attention, Embedding, GroupedLinear, Linear, Norm, Op, TopK
+from deepwell.graph.ops import Activation, Attention, Embedding, GroupedLinear, Linear, Norm, TopK
 from deepwell.planner.export.low_layers import low_layers
 from deepwell.planner.plan_values import PlanValues
 
@@ -16,10 +16,10 @@ _SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
 _CP = {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"}
 # Our formats in Transformer Engine's words. Deepwell's fp8 has one scale per tensor and E5M2 gradients: its hybrid.
 _PRECISION = {
-    "bf16": (),
-    "fp8": ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
-    "mxfp8": ("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
-    "nvfp4": ("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
+    "bf16": {},
+    "fp8": {"--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "mxfp8": {"--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
+    "nvfp4": {"--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},
 }
 # What the optimizer keeps, in Megatron's words: its precision-aware Adam has a dtype for each moment.
 _MOMENTS = {"adamw": None, "adamw_bf16_moments": "bf16", "adamw_8bit": "fp8"}
@@ -34,7 +34,10 @@ _BRIDGE_PRECISION = {
 def megatron_arguments(plan: PlanValues) -> list[str]:
     """One argument with its value per entry, for `pretrain_gpt.py`; data, tokenizer, learning rate are the user's."""
     _check(plan)
-    return [*_model(plan), *_parallel(plan), *_batch(plan), *_precision(plan), *_memory(plan), *_optimizer(plan)]
+    given = {**_model(plan), **_parallel(plan), **_training(plan)}
+    # What is False or None is not written, and what is True has no value.
+    written = {name: value for name, value in given.items() if value is not False and value is not None}
+    return [name if value is True else f"{name} {value}" for name, value in written.items()]
 
 
 def bridge_overrides(plan: PlanValues) -> list[str]:
@@ -77,7 +80,7 @@ def bridge_overrides(plan: PlanValues) -> list[str]:
         }
     if layout.dp_replicate > 1:
         pairs["ddp.num_distributed_optimizer_instances"] = layout.dp_replicate
-    for name, value in _recompute(plan):
+    for name, value in _recompute(plan).items():
         pairs[f"model.{name}"] = f"[{','.join(value)}]" if isinstance(value, tuple) else value
     if layout.offload.optimizer:
         pairs |= {
@@ -146,34 +149,27 @@ def _bridge_precision(plan: PlanValues) -> str:
 # ---- the parts ----
 
 
-def _parallel(plan: PlanValues) -> Iterator[str]:
-    layout = plan.layout
-    yield f"--tensor-model-parallel-size {layout.tp}"
-    yield f"--pipeline-model-parallel-size {layout.pp}"
-    if _is_uneven(plan):
-        yield f"--pipeline-model-parallel-layout '{stage_string(plan)}'"
-    elif layout.virtual_stages > 1:
-        yield f"--num-virtual-stages-per-pipeline-rank {layout.virtual_stages}"
-    yield f"--context-parallel-size {layout.cp}"
-    if layout.cp > 1:
-        yield f"--cp-comm-type {_CP[layout.context_parallel_kind]}"
-    if layout.ep > 1 or layout.etp > 1:
-        yield f"--expert-model-parallel-size {layout.ep}"
-        yield f"--expert-tensor-parallel-size {layout.etp}"
-    if layout.sequence_parallel:
-        yield "--sequence-parallel"
-    if layout.sharding != "ddp":
-        yield "--use-distributed-optimizer"
-        if layout.overlap.param_gather is not False:
-            yield "--overlap-param-gather"
-    if layout.overlap.grad_reduce is not False:
-        yield "--overlap-grad-reduce"
-    if layout.sharding in _SHARDING:
-        yield "--use-megatron-fsdp"
-        yield f"--data-parallel-sharding-strategy {_SHARDING[layout.sharding]}"
-        yield "--ckpt-format fsdp_dtensor"  # Megatron-FSDP writes no other
-    if layout.dp_replicate > 1:
-        yield f"--num-distributed-optimizer-instances {layout.dp_replicate}"
+def _parallel(plan: PlanValues) -> dict[str, Any]:
+    layout, virtual = plan.layout, plan.layout.virtual_stages > 1 and plan.layout.virtual_stages
+    has_experts = layout.ep > 1 or layout.etp > 1
+    return {
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--pipeline-model-parallel-layout": _is_uneven(plan) and f"'{stage_string(plan)}'",
+        "--num-virtual-stages-per-pipeline-rank": not _is_uneven(plan) and virtual,
+        "--context-parallel-size": layout.cp,
+        "--cp-comm-type": layout.cp > 1 and _CP[layout.context_parallel_kind],
+        "--expert-model-parallel-size": has_experts and layout.ep,
+        "--expert-tensor-parallel-size": has_experts and layout.etp,
+        "--sequence-parallel": layout.sequence_parallel,
+        "--use-distributed-optimizer": layout.sharding != "ddp",
+        "--overlap-param-gather": layout.sharding != "ddp" and layout.overlap.param_gather is not False,
+        "--overlap-grad-reduce": layout.overlap.grad_reduce is not False,
+        "--use-megatron-fsdp": layout.sharding in _SHARDING,
+        "--data-parallel-sharding-strategy": _SHARDING.get(layout.sharding),
+        "--ckpt-format": layout.sharding in _SHARDING and "fsdp_dtensor",  # Megatron-FSDP writes no other
+        "--num-distributed-optimizer-instances": layout.dp_replicate > 1 and layout.dp_replicate,
+    }
 
 
 def _is_uneven(plan: PlanValues) -> bool:
@@ -182,145 +178,117 @@ def _is_uneven(plan: PlanValues) -> bool:
 
 def stage_string(plan: PlanValues) -> str:
     """Layers of each stage as Megatron writes them: "Et*7|t*8|t*8|t*7L" (embedding, transformer layers, loss)."""
-    stages = [f"t*{count}" for count in plan.stage_layers]
-    stages[0] = "E" + stages[0]
-    stages[-1] += "L"
-    return "|".join(stages)
+    return f"E{'|'.join(f't*{count}' for count in plan.stage_layers)}L"
 
 
-def _batch(plan: PlanValues) -> Iterator[str]:
-    yield f"--micro-batch-size {plan.layout.micro_batch}"
-    yield f"--global-batch-size {plan.workload.global_batch}"
-    yield f"--seq-length {plan.workload.seq_len}"
-    yield f"--max-position-embeddings {max(plan.workload.ir.max_positions or 0, plan.workload.seq_len)}"
-
-
-def _precision(plan: PlanValues) -> Iterator[str]:
-    yield "--bf16"
-    low = low_layers(plan)
-    words = _PRECISION[low.format]
-    yield from (f"{name} {value}" for name, value in zip(words[::2], words[1::2], strict=True))
-    if low.has_bf16_ends:
-        yield "--first-last-layers-bf16"
-        yield f"--num-layers-at-start-in-bf16 {low.at_start}"
-        yield f"--num-layers-at-end-in-bf16 {low.at_end}"
-
-
-def _recompute(plan: PlanValues) -> Iterator[tuple[str, str | int | tuple[str, ...]]]:
+def _recompute(plan: PlanValues) -> dict[str, Any]:
     recompute = plan.layout.recompute
-    if recompute.kind == "full":
-        yield from (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
-    elif recompute.kind == "block":
-        yield from (("recompute_granularity", "full"), ("recompute_method", "block"))
-        yield "recompute_num_layers", recompute.layers or 1
-    elif recompute.kind == "selective":
-        yield "recompute_granularity", "selective"
-        yield "recompute_modules", recompute.modules or ("core_attn",)
+    if recompute.kind == "none":
+        return {}
+    if recompute.kind == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": recompute.modules or ("core_attn",)}
+    how, layers = ("uniform", 1) if recompute.kind == "full" else ("block", recompute.layers or 1)
+    return {"recompute_granularity": "full", "recompute_method": how, "recompute_num_layers": layers}
 
 
-def _memory(plan: PlanValues) -> Iterator[str]:
-    for name, value in _recompute(plan):
-        words = " ".join(value) if isinstance(value, tuple) else str(value)
-        yield f"--{name.replace('_', '-')} {words}"
-    if plan.layout.offload.optimizer:
-        yield "--optimizer-cpu-offload"
-        yield f"--optimizer-offload-fraction {plan.layout.offload.optimizer:g}"
-
-
-def _optimizer(plan: PlanValues) -> Iterator[str]:
-    moments = _MOMENTS[plan.workload.optimizer]
-    if moments:
-        yield "--use-precision-aware-optimizer"
-        yield f"--exp-avg-dtype {moments}"
-        yield f"--exp-avg-sq-dtype {moments}"
+def _training(plan: PlanValues) -> dict[str, Any]:
+    """Batch, formats, memory and optimizer."""
+    work, low, moments = plan.workload, low_layers(plan), _MOMENTS[plan.workload.optimizer]
+    again = {f"--{name.replace('_', '-')}": " ".join(value) if isinstance(value, tuple) else value
+             for name, value in _recompute(plan).items()}  # fmt: skip
+    return {
+        "--micro-batch-size": plan.layout.micro_batch,
+        "--global-batch-size": work.global_batch,
+        "--seq-length": work.seq_len,
+        "--max-position-embeddings": max(work.ir.max_positions or 0, work.seq_len),
+        "--bf16": True,
+        **_PRECISION[low.format],
+        "--first-last-layers-bf16": low.has_bf16_ends,
+        "--num-layers-at-start-in-bf16": low.has_bf16_ends and str(low.at_start),
+        "--num-layers-at-end-in-bf16": low.has_bf16_ends and str(low.at_end),
+        **again,
+        "--optimizer-cpu-offload": plan.layout.offload.optimizer > 0,
+        "--optimizer-offload-fraction": plan.layout.offload.optimizer > 0 and f"{plan.layout.offload.optimizer:g}",
+        "--use-precision-aware-optimizer": moments is not None,
+        "--exp-avg-dtype": moments,
+        "--exp-avg-sq-dtype": moments,
+    }
 
 
 # ---- the model's shape ----
 
 
-def _first(ops: tuple[Op, ...], kind: type, **attributes: str) -> Op | None:
-    return next(
-        (op for op in ops if isinstance(op, kind) and all(getattr(op, k) == v for k, v in attributes.items())), None
-    )
+def _first(ops: tuple[Any, ...], kind: type, **attributes: str) -> Any:
+    alike = (op for op in ops if isinstance(op, kind))
+    return next((op for op in alike if all(getattr(op, k) == v for k, v in attributes.items())), None)
 
 
-def _model(plan: PlanValues) -> Iterator[str]:
+def _model(plan: PlanValues) -> dict[str, Any]:
     ir = plan.workload.ir
     ops = tuple(op for block in ir.blocks for op in block.ops)
-    attention = _first(ops, Attention)
-    embedding = _first(ir.stem, Embedding)
-    if not isinstance(attention, Attention) or not isinstance(embedding, Embedding):
+    attention, embedding = _first(ops, Attention), _first(ir.stem, Embedding)
+    if attention is None or embedding is None:
         raise UnsupportedError(
             f"{plan.model} has no token embedding or no attention; Megatron's GPT arguments need both"
         )
-    yield "--use-mcore-models"
-    yield "--transformer-impl transformer_engine"
-    yield f"--num-layers {ir.num_layers}"
-    yield f"--hidden-size {embedding.width}"
-    yield f"--num-attention-heads {attention.q_heads}"
-    down = _first(ops, Linear, role="mlp", part="down")
-    if isinstance(down, Linear):
-        yield f"--ffn-hidden-size {down.k}"
-    if any(isinstance(op, Linear) and op.part == "kv_b" for op in ops):
-        yield from _latent(ops, attention)
-    else:
-        yield f"--kv-channels {attention.qk_dim}"
-        if attention.kv_heads != attention.q_heads:
-            yield "--group-query-attention"
-            yield f"--num-query-groups {attention.kv_heads}"
-    yield from _style(plan, ops)
-    yield from _experts(plan, ops)
-
-
-def _latent(ops: tuple[Op, ...], attention: Attention) -> Iterator[str]:
-    """Multi-head latent attention: ranks and head widths from the projections' own shapes."""
-    parts = {op.part: op for op in ops if isinstance(op, Linear) and op.role == "attention"}
-    nope = parts["kv_b"].n // attention.q_heads - attention.v_dim
-    yield "--multi-latent-attention"
-    if "q_b" in parts:
-        yield f"--q-lora-rank {parts['q_b'].k}"
-    yield f"--kv-lora-rank {parts['kv_b'].k}"
-    yield f"--qk-head-dim {nope}"
-    yield f"--qk-pos-emb-head-dim {attention.qk_dim - nope}"
-    yield f"--v-head-dim {attention.v_dim}"
-
-
-def _style(plan: PlanValues, ops: tuple[Op, ...]) -> Iterator[str]:
-    ir = plan.workload.ir
-    norm, activation = _first(ops, Norm), _first(ops, Activation)
-    if isinstance(norm, Norm) and norm.norm == "rms":
-        yield "--normalization RMSNorm"
-    if isinstance(activation, Activation) and activation.gated and activation.function == "silu":
-        yield "--swiglu"
-    if any(op.kind == "rope" for op in ops):
-        yield "--position-embedding-type rope"
-    else:
-        yield "--position-embedding-type learned_absolute"
-    if not any(isinstance(op, Linear) and op.bias for op in ops):
-        yield "--disable-bias-linear"
-    if any(isinstance(op, Norm) and op.name.endswith(("q_norm", "k_norm")) for op in ops):
-        yield "--qk-layernorm"
+    down, norm, activation = _first(ops, Linear, role="mlp", part="down"), _first(ops, Norm), _first(ops, Activation)
     head = _first(ir.tail, Linear)
-    if head is not None and all(p.tied_to is None for p in head.params):
-        yield "--untie-embeddings-and-output-weights"
+    is_grouped = attention.kv_heads != attention.q_heads
+    heads = {
+        "--kv-channels": attention.qk_dim,
+        "--group-query-attention": is_grouped,
+        "--num-query-groups": is_grouped and attention.kv_heads,
+    }
+    return {
+        "--use-mcore-models": True,
+        "--transformer-impl": "transformer_engine",
+        "--num-layers": ir.num_layers,
+        "--hidden-size": embedding.width,
+        "--num-attention-heads": attention.q_heads,
+        "--ffn-hidden-size": down and down.k,
+        **(_latent(ops, attention) or heads),
+        "--normalization": norm is not None and norm.norm == "rms" and "RMSNorm",
+        "--swiglu": activation is not None and activation.gated and activation.function == "silu",
+        "--position-embedding-type": "rope" if any(op.kind == "rope" for op in ops) else "learned_absolute",
+        "--disable-bias-linear": not any(isinstance(op, Linear) and op.bias for op in ops),
+        "--qk-layernorm": any(isinstance(op, Norm) and op.name.endswith(("q_norm", "k_norm")) for op in ops),
+        "--untie-embeddings-and-output-weights": head is not None and all(p.tied_to is None for p in head.params),
+        **_experts(plan, ops),
+    }
 
 
-def _experts(plan: PlanValues, ops: tuple[Op, ...]) -> Iterator[str]:
+def _latent(ops: tuple[Any, ...], attention: Attention) -> dict[str, Any]:
+    """Multi-head latent attention: ranks and head widths from the projections' own shapes."""
+    parts = {op.part: op for op in ops if isinstance(op, Linear)}
+    if "kv_b" not in parts:
+        return {}
+    nope = parts["kv_b"].n // attention.q_heads - attention.v_dim
+    return {
+        "--multi-latent-attention": True,
+        "--q-lora-rank": "q_b" in parts and parts["q_b"].k,
+        "--kv-lora-rank": parts["kv_b"].k,
+        "--qk-head-dim": nope,
+        "--qk-pos-emb-head-dim": attention.qk_dim - nope,
+        "--v-head-dim": attention.v_dim,
+    }
+
+
+def _experts(plan: PlanValues, ops: tuple[Any, ...]) -> dict[str, Any]:
     ir = plan.workload.ir
     grouped, topk = _first(ops, GroupedLinear, part="down"), _first(ops, TopK)
-    if not isinstance(grouped, GroupedLinear) or not isinstance(topk, TopK):
-        return
-    yield f"--num-experts {grouped.experts}"
-    yield f"--moe-ffn-hidden-size {grouped.k}"
-    yield f"--moe-router-topk {topk.top_k}"
-    yield f"--moe-router-score-function {topk.scoring}"
-    yield "--moe-grouped-gemm"
-    yield "--moe-token-dispatcher-type alltoall"
+    if grouped is None or topk is None:
+        return {}
     has_experts = [any(isinstance(op, GroupedLinear) for op in ir.blocks[layer.block].ops) for layer in ir.layers]
-    if not all(has_experts):
-        yield f"--moe-layer-freq '([{','.join(str(int(has)) for has in has_experts)}])'"
-    shared = _first(ops, Linear, role="shared_experts", part="down")
-    if isinstance(shared, Linear):
-        yield f"--moe-shared-expert-intermediate-size {shared.k}"
-    if plan.workload.capacity_factor is not None:
-        yield f"--moe-expert-capacity-factor {plan.workload.capacity_factor:g}"
+    shared, factor = _first(ops, Linear, role="shared_experts", part="down"), plan.workload.capacity_factor
+    pattern = ",".join(str(int(has)) for has in has_experts)
+    return {
+        "--num-experts": grouped.experts,
+        "--moe-ffn-hidden-size": grouped.k,
+        "--moe-router-topk": topk.top_k,
+        "--moe-router-score-function": topk.scoring,
+        "--moe-grouped-gemm": True,
+        "--moe-token-dispatcher-type": "alltoall",
+        "--moe-layer-freq": not all(has_experts) and f"'([{pattern}])'",
+        "--moe-shared-expert-intermediate-size": shared and shared.k,
+        "--moe-expert-capacity-factor": None if factor is None else f"{factor:g}",
+    }
