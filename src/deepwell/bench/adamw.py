@@ -21,12 +21,10 @@ _BYTES = 2 + 2 * 2 + 2 * 2 * 2
 
 
 def shapes_of(model: RaceModel | FamilyModel) -> list[tuple[int, ...]]:
-    """The parameters' shapes, without making them."""
     return [tuple(parameter.shape) for parameter in model.on_meta().parameters()]
 
 
 def run_adamw(model: RaceModel | FamilyModel, device: str = "cuda", *, rounds: int = 10) -> dict[str, Any]:
-    """One step of each optimizer in turns, on parameters and gradients of its own."""
     rows: list[dict[str, Any]] = []
     steps: dict[str, Any] = {}
     ways: dict[str, Any] = {

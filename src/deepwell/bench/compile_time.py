@@ -45,7 +45,6 @@ def _in_process(model: str, entrant: str, device: str, folder: str, timeout: flo
 
 
 def first_step(model_name: str, entrant_name: str, device: str) -> dict[str, Any]:
-    """Build the model and take one step, here and now."""
     import torch
 
     from deepwell.bench.models import race_model

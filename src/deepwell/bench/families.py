@@ -83,8 +83,6 @@ class StepModel(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyModel(StepModel):
-    """A Hugging Face model and the batch that one step trains on."""
-
     settings: Any  # transformers' config
 
     @property
@@ -94,7 +92,6 @@ class FamilyModel(StepModel):
 
     @cached_property
     def head(self) -> str:
-        """The path of the linear that makes logits."""
         net = self.on_meta()
         output = net.get_output_embeddings()
         return next((path for path, module in net.named_modules() if module is output), "lm_head")
@@ -132,11 +129,9 @@ class FamilyModel(StepModel):
                 raise ConfigError(f"--model {self.name}: {kind} is no causal language model: {error}") from error
 
     def capture_inputs(self, example: tuple[Tensor, Tensor]) -> Any:
-        """The example as `dw.capture` takes it."""
         return {"input_ids": example[0], "labels": example[0]}
 
     def loss_of(self, step_fn: Callable[..., Any], example: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of one call."""
         loss: Tensor = step_fn(input_ids=example[0], labels=example[0]).loss
         return loss
 
@@ -204,7 +199,6 @@ def _from_file(path: Path, layers: int | None) -> Any:
 
 
 def need_transformers() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
     try:
         import transformers
     except ImportError as error:

@@ -116,7 +116,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gemm_table(result: dict[str, Any]) -> str:
-    """The result as text: one block for each shape, then the means."""
     lines = [one_line(result["environment"])]
     last = None
     for row in result["rows"]:

@@ -18,8 +18,6 @@ from deepwell.moe.block import DeepwellMoE
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes of the decoder."""
-
     width: int
     num_heads: int
     num_kv_heads: int
@@ -146,7 +144,6 @@ class Llama(nn.Module):
         return self
 
     def hidden_states(self, tokens_BS: Tensor) -> Tensor:
-        """What the head reads."""
         S = tokens_BS.shape[1]
         x_BSD = self.embed(tokens_BS)
         cos_SC, sin_SC = self.cos_SC[:S].to(x_BSD.dtype), self.sin_SC[:S].to(x_BSD.dtype)

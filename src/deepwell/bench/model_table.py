@@ -63,7 +63,6 @@ def _run(name: str, path: Path, options: StepOptions, timeout: float) -> str:
 
 
 def _kept(path: Path, model: str, options: StepOptions) -> dict[str, Any] | None:
-    """A row's result if it is whole and of the same race."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):

@@ -21,8 +21,6 @@ _TINY = LlamaConfig(width=64, num_heads=4, num_kv_heads=2, hidden=192, num_layer
 
 @dataclass(frozen=True, kw_only=True)
 class RaceModel(StepModel):
-    """A Llama and the batch that one step trains on."""
-
     config: LlamaConfig
     is_huggingface: bool = False
 
@@ -32,7 +30,6 @@ class RaceModel(StepModel):
 
     @property
     def head(self) -> str:
-        """The path of the linear that makes logits."""
         return "lm_head" if self.is_huggingface else "head"
 
     def small(self, seq_len: int) -> RaceModel:
@@ -67,11 +64,9 @@ class RaceModel(StepModel):
                 torch.set_default_dtype(before)
 
     def capture_inputs(self, example: tuple[Tensor, Tensor]) -> Any:
-        """The example as `dw.capture` takes it."""
         return {"input_ids": example[0], "labels": example[0]} if self.is_huggingface else example
 
     def loss_of(self, step_fn: Callable[..., Any], example: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of one call."""
         if self.is_huggingface:
             loss: Tensor = step_fn(input_ids=example[0], labels=example[0]).loss
             return loss

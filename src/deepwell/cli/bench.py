@@ -18,7 +18,6 @@ app = typer.Typer(help="Time training steps and kernels beside their peers.", no
 
 
 def _check_file(json_file: str | None) -> str | None:
-    """Say now that a result could not be kept."""
     from deepwell.bench.report import check_writable
 
     if json_file not in (None, "-"):

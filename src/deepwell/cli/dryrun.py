@@ -51,8 +51,6 @@ def dryrun_command(
 
 
 class _Wanted:
-    """What the options say of the job."""
-
     def __init__(self, *, model: _Text, hw: _Text, seq: _Count, batch: _Count, precision: _Text) -> None:
         self.model, self.hw, self.seq, self.batch, self.precision = model, hw, seq, batch, precision
 
@@ -133,7 +131,6 @@ def _live(wanted: _Wanted, path: Path | None, steps: int, measure: bool | None) 
 
 
 def _built(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
-    """The model with random weights on the device, and one batch for it."""
     model = _race_model(wanted.require_model()) or _hugging_face(wanted.require_model())
     size = plan.layout.micro_batch if plan is not None else wanted.batch or model.batch
     length = plan.workload.seq_len if plan is not None else wanted.seq or model.seq_len
@@ -142,7 +139,6 @@ def _built(wanted: _Wanted, plan: Any, device: str) -> tuple[Any, Any]:
 
 
 def _hugging_face(name: str) -> Any:
-    """The model of a config.json, or of a published one, on one sequence."""
     from deepwell.bench.families import FamilyModel, need_transformers
     from deepwell.graph.configs import published_config
 

@@ -176,7 +176,6 @@ def _write_files(plan: Any, html: Path | None, trace: Path | None, save: Path | 
 
 
 def write(path: Path, text: str, option: str) -> None:
-    """Write a file that an option names. Raises ConfigError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -227,7 +227,6 @@ def check_cutlass() -> Check:
 
 
 def check_native(torch: Any, hw: Hardware, environ: Mapping[str, str]) -> list[Check]:
-    """The CUTLASS library, and on a Blackwell that torch can use the self-check of every block-scaled kernel."""
     native = importlib.import_module("deepwell.doctor.native")
     findings: list[Check] = [native.library_finding(hw, environ), native.sources_finding()]
     if hw.kind != "cpu" and torch.cuda.is_available():
@@ -246,7 +245,6 @@ def check_compiler(environ: Mapping[str, str]) -> Check:
 
 
 def check_cache(environ: Mapping[str, str]) -> Check:
-    """The cache folder: that it can be written, and that the disk has room."""
     folder = cache_dir(environ)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,7 +283,6 @@ def check_formats(quantize: Callable[..., Any] | None = None) -> Check:
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of `name`, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -19,7 +19,6 @@ SELF_CHECK = "self-check"
 
 
 def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> Check:
-    """The library for the GPU here; without one, what was built for others."""
     capability = hw.gpus[0].compute_capability if hw.kind != "cpu" else None
     try:
         archs: Sequence[str] = [arch_of(capability)] if capability else ARCHS

@@ -178,14 +178,12 @@ def _check_packable(name: str, codes: Tensor) -> None:
 
 
 def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
-    """Codes as they are stored: E2M1 packed, E4M3 and E5M2 in their torch dtype, 6-bit codes a byte each."""
     if element == E2M1:
         return pack4(codes)
     return codes.view(STORAGE_DTYPES.get(element.name, torch.uint8))
 
 
 def unpack_codes(data: Tensor, element: ElementFormat, length: int) -> Tensor:
-    """The uint8 codes of stored `data`, `length` of them along the last dimension."""
     data = data.view(torch.uint8)
     return unpack4(data, length) if element == E2M1 else data
 

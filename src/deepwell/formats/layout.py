@@ -18,7 +18,6 @@ TILE_COLUMNS = 4
 
 
 def padded_shape(rows: int, columns: int) -> tuple[int, int]:
-    """(rows, columns) rounded up to whole tiles."""
     return rows + -rows % TILE_ROWS, columns + -columns % TILE_COLUMNS
 
 

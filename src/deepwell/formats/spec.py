@@ -20,8 +20,6 @@ from deepwell.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementFormat:
-    """One binary encoding of a number: sign, exponent, mantissa, and what it can hold."""
-
     name: str
     bits: int
     exponent_bits: int
@@ -38,7 +36,6 @@ class ElementFormat:
 
     @property
     def max_exponent(self) -> int:
-        """The exponent of the largest power of two that the format holds (OCP's emax)."""
         return _floor_log2(self.max)
 
     def __str__(self) -> str:
@@ -157,7 +154,6 @@ class Format:
         return total + (4 if self.has_global_scale else 0)
 
     def to_dict(self) -> dict[str, object]:
-        """A JSON-able description; `from_dict` reads it back."""
         values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["element"] = self.element.name
         values["block"] = list(self.block) if self.block else None

@@ -216,7 +216,6 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> dict:
 
 
 def _from_file(path: Path, header: dict, tensors: dict[str, Tensor]) -> QuantizedTensor:
-    """Check a header against its tensors and build the value."""
     try:
         fmt = Format.from_dict(header["format"])
         signs = None if header["hadamard_signs"] is None else check_signs(header["hadamard_signs"])
@@ -246,7 +245,6 @@ def _from_file(path: Path, header: dict, tensors: dict[str, Tensor]) -> Quantize
 
 
 def _expected(fmt: Format, moved: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """dtype and shape of each tensor of a format."""
     length = -(-moved[-1] // 2) if fmt.element == E2M1 else moved[-1]
     expected = {"data": (STORAGE_DTYPES.get(fmt.element.name, torch.uint8), (*moved[:-1], length))}
     scale_shape = fmt.scale_shape(moved[:-1], moved[-1])

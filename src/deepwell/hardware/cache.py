@@ -37,7 +37,6 @@ class Measurement:
 
     @classmethod
     def for_device(cls, gpu: Gpu, **figures: Any) -> "Measurement":
-        """A measurement of `gpu` under the driver and torch that are installed now."""
         device, driver, torch = _identity(gpu)
         return cls(device=device, driver=driver, torch=torch, **figures)
 
@@ -73,7 +72,6 @@ def torch_version() -> str:
 
 
 def measurement_path(gpu: Gpu, environ: Mapping[str, str] | None = None) -> Path:
-    """The file for this device, driver and torch."""
     identity = _identity(gpu)
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     label = "".join(c if c.isalnum() else "-" for c in gpu.name.lower()).strip("-")[:40]

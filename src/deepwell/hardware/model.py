@@ -111,7 +111,6 @@ class Hardware(JsonValue):
 
 
 def _text(hw: Hardware) -> str:
-    """The whole machine as text: heading, devices, speeds, formats, connections, notes."""
     lines = [_heading(hw), "", *_devices(hw), "", *_speeds(hw), "", *_formats(hw)]
     connections = _connections(hw)
     if connections:

@@ -26,8 +26,6 @@ _MAX_GPUS = 1_000_000  # more is a typing mistake
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constant:
-    """One figure of a machine with its source."""
-
     figure: str
     value: float
     source: str
@@ -36,8 +34,6 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rack:
-    """A name for so many GPUs of a machine, joined by one NVLink domain."""
-
     name: str
     gpus: int
     source: str
@@ -67,7 +63,6 @@ class Machine:
         return 1 if found is None else int(found.value)
 
     def gpu(self, index: int = 0) -> Gpu:
-        """One GPU of this machine, with everything that is known of it."""
         values, sources = self._figures(Gpu)
         capability = Origin(figure="compute_capability", tier="spec", text=self.compute_capability_source)
         return Gpu(
@@ -91,7 +86,6 @@ class Machine:
 
 @functools.cache
 def machines() -> dict[str, Machine]:
-    """The shipped machines by their lower-case name."""
     found = {}
     for file in sorted(resources.files("deepwell.hardware").joinpath("machines").iterdir(), key=lambda f: f.name):
         if file.name.endswith(".json"):

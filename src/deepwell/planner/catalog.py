@@ -22,8 +22,6 @@ DEFAULT_SMS = 132
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """One configuration of the catalog."""
-
     name: str
     op: str  # "gemm" or "grouped_gemm"
     formats: tuple[str, ...]
@@ -66,7 +64,6 @@ class KernelChoice:
 
 @functools.cache
 def catalog() -> tuple[KernelConfig, ...]:
-    """Every configuration, in the catalog's order of preference."""
     text = (resources.files("deepwell.planner") / "catalog.json").read_text(encoding="utf-8")
     return tuple(decode(KernelConfig, item, f"catalog.json[{i}]") for i, item in enumerate(json.loads(text)["configs"]))
 

@@ -53,7 +53,6 @@ class Network:
         return max(1, min(size, self.domain // stride))
 
     def ring(self, size: int, stride: int = 1) -> float:
-        """Bus bandwidth of a ring over the group."""
         local = self.local(size, stride)
         return self.nvlink if local >= size else min(self.nvlink, local * self.nic)
 

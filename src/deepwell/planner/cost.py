@@ -75,7 +75,6 @@ class BlockTime:
 
 
 def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
-    """The block's seconds under one pricing."""
     constants = p.stack.constants
     scale = constants.gemm_scale
     gemm_f = gemm_d = gemm_w = 0.0
@@ -269,7 +268,6 @@ def _recompute(
     forward: dict[str, float],
     block: LocalBlock,
 ) -> float:
-    """Seconds of forward that the backward repeats."""
     chosen = p.recompute
     if chosen.kind == "none" or not (block.attention or block.gemms):
         return 0.0

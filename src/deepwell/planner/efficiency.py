@@ -53,8 +53,6 @@ DROPOUT_BYTES = (5.0, 5.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConstants:
-    """The fitted numbers of one GPU."""
-
     gemm_bf16: float = 0.72  # share of the dense peak that a large GEMM reaches under the power limit
     gemm_fp8: float = 0.66
     gemm_fp4: float = 0.55
@@ -69,8 +67,6 @@ class GpuConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeed:
-    """A GPU ready to be asked for seconds."""
-
     name: str
     generation: int  # major compute capability, 0 for a CPU
     sms: int
@@ -112,7 +108,6 @@ def constants_key(gpu: Gpu) -> str:
 
 
 def gpu_constants(key: str) -> GpuConstants:
-    """The fitted constants of an entry of gpus.json."""
     return GpuConstants(**_table()["gpus"][key]["constants"])
 
 
@@ -195,7 +190,6 @@ def _depth(dim: float, generation: int) -> float:
 
 
 def attention_s(dev: DeviceSpeed, att: LocalAttention, kernel: str, dropout: bool = False) -> tuple[float, float]:
-    """Seconds of attention, forward and backward, with the named kernel."""
     if kernel in UNFUSED_BYTES:
         return _unfused_s(dev, att, kernel, dropout)
     fwd, bwd = _KERNELS.get((kernel, dev.generation), _BEST_KERNEL)
@@ -226,5 +220,4 @@ def _unfused_s(dev: DeviceSpeed, att: LocalAttention, kernel: str, dropout: bool
 
 
 def bytes_s(dev: DeviceSpeed, nbytes: float) -> float:
-    """Seconds of one memory-bound kernel."""
     return nbytes / dev.bytes_per_s + KERNEL_S if nbytes > 0 else 0.0

@@ -107,7 +107,6 @@ class Estimate(JsonValue):
 
     @property
     def peak_gib(self) -> float:
-        """Device memory of the fullest rank."""
         return max(stage.device for stage in self.memory) / GIB
 
     @property

@@ -37,7 +37,6 @@ def is_executed_here(stack: Stack) -> bool:
 
 
 def why_not_executable(layout: Layout, workload: Workload, stack: Stack) -> str:
-    """Why Deepwell's trainer cannot execute the layout; "" where it can, and for other stacks."""
     if not is_executed_here(stack):
         return ""
     facts = facts_of(workload)

@@ -34,8 +34,6 @@ _MOST = 64  # problems of a file; the oldest go
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """One problem's last measured step."""
-
     problem: str  # digest of model, formats, sequence length and layout
     what: str  # the same for people
     precision: str  # digest of the formats alone

@@ -40,7 +40,6 @@ def hides(layout: Layout, stack: Stack, name: str) -> bool:
 
 
 def in_use(layout: Layout) -> tuple[str, ...]:
-    """The kinds of communication that a layout has at all."""
     has_data = layout.dp * layout.cp > 1
     there = {
         "tp": layout.tp > 1,
@@ -53,7 +52,6 @@ def in_use(layout: Layout) -> tuple[str, ...]:
 
 
 def switched(layout: Layout, name: str, is_on: bool) -> Layout:
-    """The same layout with one kind of communication hidden or not."""
     return replace(layout, overlap=replace(layout.overlap, **{name: is_on}))
 
 

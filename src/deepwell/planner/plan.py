@@ -228,7 +228,6 @@ def _explanation(plan: Plan) -> Iterator[str]:
 
 
 def _diff(plan: Plan, other: Plan) -> str:
-    """A table of what differs: the request, the degrees, the predictions."""
     rows = [(name, a, b) for name, a, b in _fields(plan, other) if a != b]
     if not rows:
         return "the plans are equal"
@@ -261,7 +260,6 @@ def _fields(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _precision(plan: Plan) -> str:
-    """The recipe's name, or every rule of a policy that has its own."""
     policy = plan.workload.policy
     return policy if isinstance(policy, str) else "; ".join(map(str, policy.rules))
 

@@ -55,8 +55,6 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """How much was looked at."""
-
     families: int
     layouts: int
 

@@ -40,8 +40,6 @@ HALF = 2  # bytes of a bf16 or fp16 element
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """What the shapes of one rank depend on."""
-
     micro_batch: int
     seq_len: int
     tp: int = 1
@@ -119,8 +117,6 @@ class LocalAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPass:
-    """A memory-bound op: bytes of its forward and backward."""
-
     kind: str  # norm, add, activation, rope, router, permute, embedding, loss, mixer
     role: str
     forward: float

@@ -35,8 +35,6 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRules:
-    """How weights and gradients of one rank live during a step."""
-
     whole_weights: bool  # all of them at once, not only the layers that run
     keeps_shards: bool  # beside whole weights stand the shards that they were gathered from
     whole_grads: bool
@@ -46,12 +44,10 @@ class StateRules:
 
 
 def is_fsdp2(stack: Stack) -> bool:
-    """Whether the stack shards as Deepwell's trainer does."""
     return stack.switch("data_parallel") == "fsdp2"
 
 
 def state_rules(layout: Layout, stack: Stack) -> StateRules:
-    """What a layout's sharding means on a stack."""
     kind = layout.sharding
     if not is_fsdp2(stack):
         each = kind == "zero3"

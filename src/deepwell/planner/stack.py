@@ -32,8 +32,6 @@ class StackConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A framework with its constants and switches."""
-
     name: str
     version: str = ""
     constants: StackConstants = field(default=StackConstants())
@@ -90,7 +88,6 @@ class Stack:
 
 
 def known_stacks() -> tuple[str, ...]:
-    """Names that have fitted constants of their own."""
     folder = resources.files("deepwell.planner") / "stacks"
     return tuple(sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json")))
 
@@ -113,5 +110,4 @@ def get_stack(name: str, *, version: str = "", **switches: str | bool | None) ->
 
 
 def deepwell_stack() -> Stack:
-    """Deepwell's own stack: what `autoplan` plans for unless told otherwise."""
     return get_stack("deepwell")

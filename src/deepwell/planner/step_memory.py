@@ -34,8 +34,6 @@ _MOST_POINTS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Bytes of one rank at one time, by kind."""
-
     time_s: float
     phase: str  # "F2.0" is the forward of stage 2 and micro-batch 0; "B...", "head ...", "optimizer"
     nbytes: tuple[tuple[str, float], ...]
@@ -63,7 +61,6 @@ class RankTimeline:
 
 
 def memory_timeline(plan: Plan, keeps: Keeps | None = None) -> tuple[RankTimeline, ...]:
-    """Every pipeline rank's memory over one step of the plan."""
     keeps = keeps or Keeps.of_stack(plan.stack.name)
     job = read_job(plan.workload, plan.layout, keeps.applied_to(plan.stack))
     timeline = plan_timeline(plan)

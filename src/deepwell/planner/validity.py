@@ -39,7 +39,6 @@ class ModelFacts:
 
 
 def model_facts(ir: IR) -> ModelFacts:
-    """The facts of a captured or configured model."""
     ops = [op for ops, _ in ir.parts() for op in ops]
     attention = [op for op in ops if isinstance(op, Attention)]
     grouped = [op for op in ops if isinstance(op, GroupedLinear)]
@@ -90,7 +89,6 @@ def why_not_cp(facts: ModelFacts, cp: int, seq_len: int, kind: str = "ring") -> 
 
 
 def why_not_ep(facts: ModelFacts, ep: int, etp: int) -> str:
-    """The experts against expert parallelism and the split inside each expert."""
     if ep == etp == 1:
         return ""
     if not facts.is_moe:

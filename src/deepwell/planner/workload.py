@@ -99,7 +99,6 @@ class Workload:
 
     @property
     def flops_per_sequence(self) -> float:
-        """Model flops of training on one sequence."""
         if "flops" not in self._resolved:
             self._resolved["flops"] = self.ir.train_flops(1, self.seq_len)
         return float(self._resolved["flops"])
@@ -109,7 +108,6 @@ class Workload:
         return self._formats()[0]
 
     def end_formats(self, op: Op) -> tuple[str, str, str]:
-        """Formats of a linear layer of the stem or tail."""
         return self._formats()[1].get(op.name, ("bf16", "bf16", "bf16"))
 
     def _formats(self) -> tuple[tuple[BlockVariant, ...], dict[str, tuple[str, str, str]]]:

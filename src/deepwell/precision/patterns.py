@@ -51,8 +51,6 @@ _GRAMMAR = "write e.g. 'first 2 blocks', 'last 15%', 'layers 0-3', 'last 15% mlp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A run of layers at an end of the model, or by number."""
-
     end: str | None = None  # "first" or "last"
     count: int | None = None
     percent: Fraction | None = None
@@ -122,7 +120,6 @@ def _path_regex(pattern: str) -> re.Pattern[str]:
 
 
 def kind_names() -> list[str]:
-    """Every kind, alone and with each of its parts."""
     return [*KINDS, *(f"{role}.{part}" for role, parts in KINDS.items() for part in parts)]
 
 

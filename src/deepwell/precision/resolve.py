@@ -179,7 +179,6 @@ def _general(path: str) -> str:
 
 
 def _no_such_path(rule: Rule, ir: IR) -> str:
-    """The message for a path that matches nothing, with the nearest real paths."""
     assert rule.selector.path is not None
     wanted = rule.selector.path
     general = _general(wanted)

@@ -106,7 +106,6 @@ class Rule:
 
 
 def make_rule(pattern: str | None, asked: Precision, gemms: Any = None, steps: Any = None, origin: str = "") -> Rule:
-    """A checked rule. Raises ConfigError that names the argument which is wrong."""
     if pattern is not None:
         parse_pattern(pattern)
         pattern = pattern.strip()
@@ -158,5 +157,4 @@ def steps_text(steps: Steps) -> str:
 
 
 def change_steps(rules: Iterable[Rule]) -> tuple[int, ...]:
-    """Steps at which a rule begins or ends."""
     return tuple(sorted({end for rule in rules for end in rule.steps if end}))

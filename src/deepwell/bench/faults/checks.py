@@ -19,7 +19,6 @@ Stream = dict[int, dict[int, int]]
 
 
 def check_all(setup: FaultSetup, calm: Path, run: Path, strikes: Sequence[Strike], host: int) -> tuple[FaultClaim, ...]:
-    """All checks; `host` is the process that must have no children left."""
     kills = sum(strike.kind in KILLS for strike in strikes)
     return (
         FaultClaim(name="kills", ok=kills == setup.kills, detail=f"{kills} of {setup.kills}"),
@@ -126,7 +125,6 @@ def _processes(run: Path, host: int, patience_s: float = 10.0) -> FaultClaim:
 
 
 def children(pid: int) -> list[int]:
-    """Process numbers of a process's children."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     except OSError:

@@ -65,8 +65,6 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultClaim:
-    """One claim and whether it held."""
-
     name: str
     ok: bool
     detail: str
@@ -100,7 +98,6 @@ class Result:
         return sum(strike.in_write and strike.kind in KILLS for strike in self.strikes)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table: what, and its figure."""
         rows = [("processes", f"{self.setup.world} (gloo, one agent)"), ("steps", f"{self.setup.steps:,}")]
         for kind, words in KINDS.items():
             count = sum(strike.kind == kind for strike in self.strikes)

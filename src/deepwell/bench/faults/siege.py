@@ -89,7 +89,6 @@ class AgentHost:
             self._note(words)
 
     def poll(self) -> None:
-        """Take in which agents ended."""
         while line := self._line(0.0):
             self._note(line.split())
 
@@ -185,7 +184,6 @@ class AgentRun:
         return ""
 
     def finish(self, advance: Callable[[float], None]) -> None:
-        """Wait for the end of the run and of its agent."""
         shown = 0
         while not self.is_done or self.agent not in self.host.ended:
             self.look()
@@ -203,7 +201,6 @@ class Siege:
         self._last = 0.0
 
     def plan(self) -> list[str]:
-        """The kinds of strikes, in order."""
         setup = self._setup
         kinds = ["term"] * setup.terms + ["stop"] * setup.hangs
         for kind, share in _SHARES.items():

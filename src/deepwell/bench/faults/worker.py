@@ -23,8 +23,6 @@ VOCAB, WIDTH, SEQ_LEN = 64, 32, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """What all processes of one run are told."""
-
     folder: str
     steps: int
     world: int
@@ -83,8 +81,6 @@ class Tokens(Callback):
 
 
 class Fails(Callback):
-    """Fails at one step of one rank, each time anew."""
-
     def __init__(self, job: WorkerJob, rank: int) -> None:
         self._step = job.fail_step if rank == job.fail_rank else 0
         self._how = job.fail_how
@@ -97,7 +93,6 @@ class Fails(Callback):
 
 
 def make_trainer(job: WorkerJob, callbacks: Sequence[Callback] = (), **changes: Any) -> Trainer:
-    """The trainer of a job, in this process."""
     torch.manual_seed(job.seed)
     engine = compile_engine(Tiny(), precision="bf16")
     settings: dict[str, Any] = {

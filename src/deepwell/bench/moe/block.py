@@ -48,7 +48,6 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def experts_of(shape: MoEShape, device: str) -> nn.Module:
-    """Hugging Face's experts with products of unit scale."""
     place, name, config_name = _EXPERTS[shape.family]
     module = importlib.import_module(f"transformers.models.{place}")
     config = getattr(importlib.import_module("transformers"), config_name)(

@@ -83,8 +83,6 @@ class ArmVerdict:
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """The runs of one JSON file."""
-
     path: Path
     records: list[RunRecord]
     corpora: dict[str, Any]

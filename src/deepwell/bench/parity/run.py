@@ -56,8 +56,6 @@ MAX_EPOCHS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSetup:
-    """What the runs of a pair have in common besides the seed."""
-
     model: str = "768-12l"
     tokens: int = 50_000_000
     batch: int = 32
@@ -122,7 +120,6 @@ class RunRecord:
 
     @classmethod
     def of(cls, variant: Variant, seed: int, setup: PairSetup, corpus: Corpus) -> RunRecord:
-        """The record of a run that has not begun."""
         policy = variant.policy().to_dict()
         return cls(arm=variant.name, seed=seed, setup=setup, data=corpus.fingerprint, policy=policy)
 

@@ -190,7 +190,6 @@ def _parallelism(plan: PlanValues) -> list[str]:
 
 
 def _parts(plan: PlanValues) -> list[list[str]]:
-    """The modules of every stage in torchtitan's names."""
     parts, start = [], 0
     for count in plan.stage_layers:
         parts.append([f"layers.{i}" for i in range(start, start + count)])

@@ -11,7 +11,6 @@ from deepwell.planner.published.record import Record
 
 
 def is_nvidia(gpu: str) -> bool:
-    """False for the accelerators of others that published tables hold."""
     return not re.match(r"(amd|instinct|google|aws|intel|huawei|tpu|trainium|trn\d|gaudi|ascend|mi\d{3})", gpu.lower())
 
 

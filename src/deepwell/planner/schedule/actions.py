@@ -55,14 +55,12 @@ def rounds(pp: int, microbatches: int) -> int:
 
 
 def stage_rank(schedule: str, pp: int, stage: int) -> int:
-    """The rank that holds a stage."""
     if schedule in V_SHAPED:
         return stage if stage < pp else 2 * pp - 1 - stage
     return stage % pp
 
 
 def rank_stages(schedule: str, pp: int, virtual_stages: int, rank: int) -> tuple[int, ...]:
-    """The stages of a rank in model order."""
     if schedule in V_SHAPED:
         return (rank, 2 * pp - 1 - rank)
     return tuple(range(rank, rank + virtual_stages * pp, pp))

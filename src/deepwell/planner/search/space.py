@@ -436,7 +436,6 @@ def _stage_layers(space: Space, pp: int, pipeline: Pipeline) -> tuple[int, ...] 
 def layout_of(
     space: Space, family: Family, micro_batch: int, pipeline: Pipeline, sharding: Sharding, recompute: Recompute
 ) -> Layout | None:
-    """The layout, or None where a rule refuses the whole."""
     given = space.constraints
     sp = given.sequence_parallel
     tokens = space.workload.seq_len % (family.tp * family.cp) == 0
