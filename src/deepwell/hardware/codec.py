@@ -9,6 +9,7 @@ import json
 import types
 import typing
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any, TypeVar
 
 from deepwell.errors import ConfigError
@@ -33,6 +34,11 @@ def read_json(text: str, name: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"text: not JSON ({error}); pass what {name}.to_json returned") from error
+
+
+def packaged_json(package: str, *path: str) -> Any:
+    """The data of a JSON file that ships with a package."""
+    return json.loads(resources.files(package).joinpath(*path).read_text(encoding="utf-8"))
 
 
 def check_schema(data: object, schema: int, what: str) -> None:

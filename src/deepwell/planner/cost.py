@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from deepwell.planner.comm import Network, all_reduce_s, all_to_all_s, gather_s, send_s
 from deepwell.planner.efficiency import DeviceSpeed, attention_s, bytes_s, linear_s
+from deepwell.planner.job import StepJob
 from deepwell.planner.layout import Layout, Recompute
+from deepwell.planner.overlap import hides
 from deepwell.planner.shard import HALF, LocalAttention, LocalBlock, LocalGemm
 from deepwell.planner.stack import Stack
 
@@ -43,23 +45,26 @@ _COLLECTIVE_LAUNCHES = 4
 class Pricing:
     """Everything that turns shapes into seconds."""
 
+    job: StepJob
     device: DeviceSpeed
     network: Network
-    stack: Stack
-    layout: Layout
-    kernel: str  # attention kernel
-    fp8_scaling: str  # "delayed", "tensor" (current), "blockwise", "mx", "nv"
-    dropout: bool
-    loss: str
     recompute: Recompute
-    tp_overlap: bool
-    ep_overlap: bool
-    is_frozen: bool  # LoRA: the weights have no gradients; the adapters' own products are thin
+
+    @property
+    def stack(self) -> Stack:
+        return self.job.stack
+
+    @property
+    def layout(self) -> Layout:
+        return self.job.layout
+
+    def hides(self, name: str) -> bool:
+        return hides(self.job.layout, self.job.stack, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTime:
-    """Seconds of one block and micro-batch by part; the parts' names are those of an estimate's breakdown."""
+    """Seconds of a block or a stage and a micro-batch; the parts' names are those of an estimate's breakdown."""
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -73,6 +78,11 @@ class BlockTime:
     def b(self) -> float:
         return sum(self.backward.values())
 
+    @property
+    def w(self) -> float:
+        """What a schedule that splits the backward may put off."""
+        return min(self.wgrad, self.b)
+
 
 def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
     constants = p.stack.constants
@@ -81,11 +91,11 @@ def price_block(block: LocalBlock, p: Pricing) -> BlockTime:
     each: list[tuple[LocalGemm, float]] = []
     for gemm in block.gemms:
         fwd, dgrad, wgrad = linear_s(p.device, gemm)
-        if p.is_frozen:
-            wgrad = 0.0
+        if p.job.workload.lora is not None:
+            wgrad = 0.0  # the weights are frozen, and the adapters' own products are thin
         gemm_f, gemm_d, gemm_w = gemm_f + scale * fwd, gemm_d + scale * dgrad, gemm_w + scale * wgrad
         each.append((gemm, scale * fwd))
-    attention = [attention_s(p.device, a, p.kernel, p.dropout) for a in block.attention]
+    attention = [attention_s(p.device, a, p.job.kernel, p.job.dropout) for a in block.attention]
     squares = [_square(p, a) for a in block.attention]
     att_f, att_b = (
         scale * sum(square * each[i] for square, each in zip(squares, attention, strict=True)) for i in (0, 1)
@@ -159,7 +169,7 @@ def _host_s(block: LocalBlock, p: Pricing) -> tuple[float, float]:
 
 def _passes(block: LocalBlock, p: Pricing) -> tuple[float, float, float, float]:
     scale = p.stack.constants.pointwise_passes
-    loss_bytes = LOSS_BYTES[p.loss]
+    loss_bytes = LOSS_BYTES[p.job.loss]
     # Without a vocabulary-parallel loss every rank gathers the logits and works on all of them.
     copies = p.layout.tp if p.stack.switch("logits", "sharded") == "gathered" else 1
     fwd = bwd = loss_f = loss_b = 0.0
@@ -188,7 +198,11 @@ def _quantize(block: LocalBlock, p: Pricing) -> tuple[float, float]:
     for gemm in block.gemms:
         if not gemm.is_low or (gemm.role == "experts" and fused_experts):
             continue
-        name = "fp8_current" if gemm.formats[0] == "fp8" and p.fp8_scaling == "tensor" else gemm.formats[0]
+        name = (
+            "fp8_current"
+            if gemm.formats[0] == "fp8" and p.stack.switch("fp8_scaling", "delayed") == "tensor"
+            else gemm.formats[0]
+        )
         size = _QUANTIZE_BYTES.get(name, 4.0)
         rows = gemm.m * gemm.groups
         if gemm.quantizes_input:
@@ -203,14 +217,14 @@ def _tensor_parallel(block: LocalBlock, p: Pricing, gemm: float) -> tuple[float,
         return 0.0, 0.0
     size = block.boundary_bytes
     # A collective that nothing overlaps starts after the host has seen to its streams and events.
-    launch = 0.0 if p.tp_overlap else _COLLECTIVE_LAUNCHES * p.stack.constants.host_us * 1e-6
+    launch = 0.0 if p.hides("tp") else _COLLECTIVE_LAUNCHES * p.stack.constants.host_us * 1e-6
     if p.layout.sequence_parallel:
         one = gather_s(p.network, size, tp) + launch
         fwd = bwd = (block.gathers + block.reduces) * one
     else:
         one = all_reduce_s(p.network, size, tp) + launch
         fwd, bwd = block.reduces * one, block.gathers * one
-    if p.tp_overlap:
+    if p.hides("tp"):
         hidden = min((1 - OVERLAPPED) * fwd, 0.7 * gemm)
         fwd, bwd = fwd - hidden, max(bwd - 2 * hidden, OVERLAPPED * bwd)
     return fwd, bwd
@@ -255,7 +269,7 @@ def _expert_parallel(block: LocalBlock, p: Pricing) -> tuple[float, float]:
         total += 2 * all_to_all_s(p.network, block.routed_bytes, lay.ep, lay.etp, per_node)
     if lay.etp > 1:
         total += 2 * gather_s(p.network, block.routed_bytes * lay.etp, lay.etp)
-    if p.ep_overlap:
+    if p.hides("ep"):
         total *= OVERLAPPED
     return total, total
 
@@ -287,10 +301,7 @@ def _recompute(
         # torchtitan's per-op policy keeps attention and every second product.
         "half_matmuls": 0.5 * sum(t for _, t in gemms),
     }
-    total = 0.0
-    for module, spent in seconds.items():
-        total += spent if module in (chosen.modules or ("core_attn",)) else 0.0
-    return total
+    return sum(spent for module, spent in seconds.items() if module in (chosen.modules or ("core_attn",)))
 
 
 def optimizer_s(dev: DeviceSpeed, params: float, state_bytes: float) -> float:

@@ -14,7 +14,7 @@ import math
 from deepwell.errors import ConfigError
 from deepwell.hardware.model import Hardware
 from deepwell.planner.comm import Network
-from deepwell.planner.cost import optimizer_s
+from deepwell.planner.cost import BlockTime, optimizer_s
 from deepwell.planner.data_parallel import data_parallel_s
 from deepwell.planner.efficiency import DeviceSpeed, GpuConstants, device
 from deepwell.planner.estimate_values import BANDS, GIB, PARTS, Estimate, StageMemory
@@ -26,7 +26,7 @@ from deepwell.planner.overlap import hides
 from deepwell.planner.rank_memory import rank_memory, rank_params, sharded, trained_share
 from deepwell.planner.schedule.actions import why_not
 from deepwell.planner.schedule.simulate import simulate as simulate_schedule
-from deepwell.planner.schedule.stages import StageTime, add_parts, message_s, pair_savings_s, stage_times
+from deepwell.planner.schedule.stages import add_parts, message_s, pair_savings_s, stage_times
 from deepwell.planner.sharding import shards
 from deepwell.planner.stack import Stack, deepwell_stack
 from deepwell.planner.workload import Workload
@@ -67,6 +67,10 @@ def estimate(
     tokens = workload.tokens_per_step
     flops = workload.flops_per_sequence * workload.global_batch
     bf16 = dev.rate("bf16") / dev.constants.gemm_bf16
+    positions = workload.ir.max_positions
+    notes = [*stack.notes]
+    if positions and workload.seq_len > positions:
+        notes.append(f"seq_len {workload.seq_len:,} is over the model's {positions:,} positions")
     found = Estimate(
         step_s=step,
         breakdown=tuple((part, seconds.get(part, 0.0)) for part in PARTS),
@@ -78,16 +82,9 @@ def estimate(
         limit_gib=(hw.memory_bytes or 0) / GIB,
         tier=dev.tier,
         error_band=BANDS[dev.tier],
-        notes=(*stack.notes, *_notes(workload)),
+        notes=tuple(notes),
     )
     return found if stack.measured is None else found.corrected(stack.measured)
-
-
-def _notes(workload: Workload) -> tuple[str, ...]:
-    positions = workload.ir.max_positions
-    if positions and workload.seq_len > positions:
-        return (f"seq_len {workload.seq_len:,} is over the model's {positions:,} positions",)
-    return ()
 
 
 def _ideal_s(job: StepJob, hw: Hardware) -> float:
@@ -141,7 +138,8 @@ def step_seconds(
     mine = sharded(rank_params(job, ranks[busiest]), shards(layout, job.stack))
     state = job.per_param.master + job.per_param.moments
     seconds["optimizer"] = trained * optimizer_s(dev, mine, state)
-    seconds["optimizer"] += _offload_s(job, hw, state * trained * mine)
+    # State in host memory crosses PCIe both ways in every step; nothing is left to hide it behind.
+    seconds["optimizer"] += 2 * layout.offload.optimizer * (state * trained * mine) / _pcie(hw)
     seconds["host"] = (
         seconds.get("host", 0.0)
         + STEP_S
@@ -154,7 +152,7 @@ def step_seconds(
 
 
 def _pipeline(
-    job: StepJob, net: Network, stages: list[StageTime], work: list[float], simulate: bool
+    job: StepJob, net: Network, stages: list[BlockTime], work: list[float], simulate: bool
 ) -> tuple[float, float, float]:
     """Seconds of the whole pipeline, those that messages add to the busiest rank, and those that its pairs hide."""
     layout, m = job.layout, job.micro_batches
@@ -181,11 +179,6 @@ def _pipeline(
 
 def _pcie(hw: Hardware) -> float:
     return (hw.fabric.pcie_gb_per_s or _PCIE_GB_PER_S) * 1e9 * _PCIE_SHARE
-
-
-def _offload_s(job: StepJob, hw: Hardware, state_bytes: float) -> float:
-    """Optimizer state in host memory crosses PCIe both ways in every step; nothing is left to hide it behind."""
-    return 2 * job.layout.offload.optimizer * state_bytes / _pcie(hw)
 
 
 def _activation_offload_s(job: StepJob, hw: Hardware, stages: tuple[int, ...], f: float, b: float) -> float:

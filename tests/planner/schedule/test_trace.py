@@ -52,7 +52,7 @@ def test_the_timeline_is_what_the_estimate_was_made_of(plan: Plan) -> None:
     # The estimate counts host time per layer inside the stages and once per step outside; within 2% they agree.
     assert timeline.makespan == pytest.approx(plan.step_s - after, rel=0.03)
     assert busiest <= timeline.makespan
-    assert len(times.forward) == plan.layout.num_stages
+    assert len(times.stages) == plan.layout.num_stages
 
 
 def test_one_stage_has_a_timeline_too() -> None:
@@ -71,8 +71,7 @@ def test_the_trace_prices_stages_and_messages_as_the_estimate_does(plan: Plan) -
     times = stage_times(replace(plan, stack=slow))
     assert times.message == message_s(job, net) > 0
     priced = priced_stages(job, dev, net)
-    assert times.forward == tuple(stage.forward for stage in priced)
-    assert times.weights == tuple(stage.w for stage in priced)
+    assert times.stages == priced
 
 
 def test_a_trace_of_dualpipev_shows_what_its_pairs_save() -> None:

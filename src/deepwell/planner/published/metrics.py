@@ -4,7 +4,9 @@ All are fractions. A relative error is predicted / measured - 1; regret is the p
 best measured one's, minus 1, so that 0 is a perfect pick.
 """
 
+import itertools
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,43 +52,25 @@ def summarize_verdicts(verdicts: Sequence[tuple[bool, bool]]) -> Summary:
 
 def ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 1; equal values share the mean of theirs."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for position in range(start, end + 1):
-            found[order[position]] = (start + end) / 2 + 1
-        start = end + 1
-    return found
+    order = sorted(values)
+    return [(bisect_left(order, value) + bisect_right(order, value) + 1) / 2 for value in values]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Spearman's rank correlation; None where one side is constant or there are fewer than two."""
-    if len(a) < 2:
+    try:
+        return statistics.correlation(ranks(a), ranks(b))
+    except statistics.StatisticsError:
         return None
-    x, y = ranks(a), ranks(b)
-    mean = (len(a) + 1) / 2
-    cross = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
-    spread = sum((p - mean) ** 2 for p in x) * sum((q - mean) ** 2 for q in y)
-    return float(cross / spread**0.5) if spread > 0 else None
 
 
 def kendall(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Kendall's tau-b; None where one side is constant or there are fewer than two."""
-    agree = differ = ties_a = ties_b = 0
-    for i in range(len(a)):
-        for j in range(i):
-            da, db = a[i] - a[j], b[i] - b[j]
-            ties_a += da == 0
-            ties_b += db == 0
-            agree += da * db > 0
-            differ += da * db < 0
-    pairs = len(a) * (len(a) - 1) // 2
-    spread = (pairs - ties_a) * (pairs - ties_b)
-    return float((agree - differ) / spread**0.5) if spread > 0 else None
+    steps = [(p - q, r - s) for (p, r), (q, s) in itertools.combinations(zip(a, b, strict=True), 2)]
+    ties_a, ties_b = (sum(step[side] == 0 for step in steps) for side in (0, 1))
+    spread = (len(steps) - ties_a) * (len(steps) - ties_b)
+    agree = sum((x * y > 0) - (x * y < 0) for x, y in steps)
+    return float(agree / spread**0.5) if spread > 0 else None
 
 
 # ---- picks ----
@@ -113,13 +97,9 @@ class LayoutTimes:
 
 def _candidates(choices: Sequence[LayoutTimes]) -> list[LayoutTimes]:
     """Choices predicted to fit with room to spare, else those that fit at all, else the one nearest to fitting."""
-    for fitting in (
-        [choice for choice in choices if choice.fits and choice.predicted_bytes <= ROOM * choice.limit_bytes],
-        [choice for choice in choices if choice.fits],
-    ):
-        if fitting:
-            return fitting
-    return [min(choices, key=lambda choice: choice.predicted_bytes)]
+    fitting = [choice for choice in choices if choice.fits]
+    roomy = [choice for choice in fitting if choice.predicted_bytes <= ROOM * choice.limit_bytes]
+    return roomy or fitting or [min(choices, key=lambda choice: choice.predicted_bytes)]
 
 
 def pick_fastest(choices: Sequence[LayoutTimes]) -> LayoutTimes:
@@ -168,11 +148,10 @@ def summarize_ranks(groups: Sequence[Sequence[LayoutTimes]]) -> Summary:
     tau: list[float] = []
     for group in groups:
         ran = [(choice.predicted_s, choice.measured_s) for choice in group if choice.measured_s is not None]
-        if len(ran) < 3:
-            continue
-        predicted, measured = [p for p, _ in ran], [m for _, m in ran]
-        r, t = spearman(predicted, measured), kendall(predicted, measured)
-        if r is not None and t is not None:
-            rho.append(r)
-            tau.append(t)
+        if len(ran) >= 3:
+            predicted, measured = zip(*ran, strict=True)
+            r, t = spearman(predicted, measured), kendall(predicted, measured)
+            if r is not None and t is not None:
+                rho.append(r)
+                tau.append(t)
     return {"groups": len(rho), "spearman": _mean(rho), "kendall": _mean(tau)}

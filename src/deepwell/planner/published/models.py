@@ -1,7 +1,7 @@
 """The model of a published run: a config from the row's columns and notes, or from a published shape by name. Pure.
 
 Rows give layers, widths, heads and vocabulary; what they leave to notes (MLA ranks, dense first layers, shared
-experts, sliding windows) is read there. Hybrid models are named only, so their shapes stand here with their source.
+experts, sliding windows) is read there. Hybrid models are named only: `data/published_words.json` has their shapes.
 """
 
 import functools
@@ -14,44 +14,10 @@ from deepwell.errors import ConfigError
 from deepwell.graph.configs import published_config, published_models
 from deepwell.graph.ir import IR, Block, Layer
 from deepwell.graph.ops import BLOCK_INPUT, Linear, Loss, Norm, Op, Param
+from deepwell.hardware.codec import packaged_json
 from deepwell.planner.published.record import Record
 
-# Hybrid shapes; source: the models' config.json on Hugging Face (nvidia/NVIDIA-Nemotron-3-*), checked here by their
-# parameter counts. Ultra's pattern is known by its counts (48 Mamba, 48 MoE, 12 attention) and its first 20 layers.
-_NEMOTRON_3 = {
-    "model_type": "nemotron_h", "vocab_size": 131072, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
-    "conv_kernel": 4, "chunk_size": 128, "num_key_value_heads": 2, "head_dim": 128,
-}  # fmt: skip
-_NANO = {
-    **_NEMOTRON_3,
-    "hidden_size": 2688, "mamba_num_heads": 64, "num_attention_heads": 32, "n_routed_experts": 128,
-    "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-}  # fmt: skip
-_NAMED: dict[str, dict[str, Any]] = {
-    "nemotron-3-nano": _NANO,
-    # The Nano's shape with two prediction heads (the cards log MTP-1 and MTP-2 losses).
-    "nemotron-3.5-lightning": {**_NANO, "num_nextn_predict_layers": 2},
-    "nemotron-3-super": {
-        **_NEMOTRON_3,
-        "hidden_size": 4096, "mamba_num_heads": 128, "num_attention_heads": 32, "n_routed_experts": 512,
-        "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_latent_size": 1024,
-        "moe_shared_expert_intermediate_size": 5376, "num_nextn_predict_layers": 1,
-        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEM"
-        "EMEME",
-    },
-    "nemotron-3-ultra": {
-        **_NEMOTRON_3,
-        "hidden_size": 8192, "mamba_num_heads": 256, "num_attention_heads": 64, "n_routed_experts": 512,
-        "num_experts_per_tok": 22, "moe_intermediate_size": 5120, "moe_latent_size": 2048,
-        "moe_shared_expert_intermediate_size": 10240, "num_nextn_predict_layers": 1,
-        "hybrid_override_pattern": "MEMEMEM*EMEMEM*E" + "MEMEMEM*E" * 8 + "MEMEM*EMEMEM*EMEMEME",
-    },
-}  # fmt: skip
-# Shapes of dense models that a row may name without its columns.
-_DENSE_BY_NAME = {
-    "codellama-34b": {"layers": 48, "hidden": 8192, "ffn": 22016, "heads": 64, "kv_heads": 8, "vocab": 32000},
-}
+_WORDS = packaged_json("deepwell.planner", "data", "published_words.json")
 # Whose attention or residual stream the vocabulary has no words for.
 _UNREADABLE = {
     "deepseek-v4": "compressed sparse attention and hyper-connections have no ops in the IR, and the row has no shape",
@@ -67,7 +33,7 @@ def model_config(record: Record, pad_vocab: int = 1) -> dict[str, Any]:
     for key, reason in _UNREADABLE.items():
         if key in name:
             raise ConfigError(f"model {record.text('model')}: {reason}")
-    for key, config in _NAMED.items():
+    for key, config in _WORDS["models"].items():
         if name.startswith(key):
             return {**config, "architectures": [key]}
     published = name.replace("llama3.1", "llama3")
@@ -129,7 +95,7 @@ def _is_gpt(record: Record, name: str) -> bool:
 
 
 def _shape(record: Record, name: str) -> dict[str, int]:
-    known = next((shape for key, shape in _DENSE_BY_NAME.items() if key in name), {})
+    known = next((shape for key, shape in _WORDS["dense"].items() if key in name), {})
     found = {key: record.count(key) or known.get(key) for key in ("layers", "hidden", "ffn", "heads", "vocab")}
     if found["hidden"] is None or found["vocab"] is None or found["ffn"] is None:
         raise ConfigError(f"model {record.text('model')}: its shape is neither in the row nor known here")

@@ -17,7 +17,7 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.hardware.model import Hardware
 from deepwell.planner.estimate_values import GIB
-from deepwell.planner.layout import Layout, Offload, Recompute, Schedule, Sharding
+from deepwell.planner.layout import Layout, Offload, Recompute, Sharding
 from deepwell.planner.published.cluster import hardware_of, is_nvidia
 from deepwell.planner.published.models import build_ir
 from deepwell.planner.published.record import Record, parse_records, read_records
@@ -76,7 +76,7 @@ class RunRow:
 def packaged_runs() -> tuple[RunRow, ...]:
     """The runs that ship with Deepwell."""
     name = "published_runs.csv"
-    text = (resources.files("deepwell.planner") / "data" / name).read_text(encoding="utf-8")
+    text = resources.files("deepwell.planner").joinpath("data", name).read_text(encoding="utf-8")
     return tuple(build_run(record) for record in parse_records(text, name))
 
 
@@ -162,15 +162,13 @@ def recompute_candidates(run: RunRow) -> tuple[RunRow, ...]:
         # (cpu_offloading_num_layers 40 of 80 and 95 of 126 at v0.1.0).
         choices[1:] = [replace(layout, offload=Offload(activations=share)) for share in (0.5, 0.75)]
     choices.append(replace(layout, recompute=Recompute(kind="full")))
-    return tuple(
-        replace(run, layout=choice, assumptions=(*run.assumptions, f"recompute {_kept(choice)}: not published"))
-        for choice in choices
-    )
-
-
-def _kept(layout: Layout) -> str:
-    share = layout.offload.activations
-    return f"{layout.recompute}" + (f" and {share:.0%} of the activations offloaded" if share else "")
+    found = []
+    for choice in choices:
+        share = choice.offload.activations
+        away = f" and {share:.0%} of the activations offloaded" if share else ""
+        said = f"recompute {choice.recompute}{away}: not published"
+        found.append(replace(run, layout=choice, assumptions=(*run.assumptions, said)))
+    return tuple(found)
 
 
 # ---- what was measured ----
@@ -271,7 +269,8 @@ def _assumed_micro_batch(record: Record, batch: int, dp: int, pp: int, seq_len: 
 def _layout(record: Record, stack: str, sizes: dict[str, int], ir: IR, assumptions: list[str]) -> Layout:
     tp, pp, cp, dp = (sizes[name] for name in ("tp", "pp", "cp", "dp"))
     sharding, replicas = _sharding(record, stack, dp)
-    virtual = _virtual_stages(record, pp, ir.num_layers, assumptions)
+    is_dual = pp > 1 and "DualPipe" in record.notes  # every rank holds a chunk of the way in and one of the way back
+    virtual = 2 if is_dual else _virtual_stages(record, pp, ir.num_layers, assumptions)
     per_stage = max(1, ir.num_layers // pp)
     again, is_said = software.recompute(record, per_stage)
     if not is_said:
@@ -289,7 +288,7 @@ def _layout(record: Record, stack: str, sizes: dict[str, int], ir: IR, assumptio
         dp_replicate=replicas,
         sharding=sharding,
         sequence_parallel=software.is_sequence_parallel(record, stack),
-        schedule=_schedule(record, pp, virtual),
+        schedule="dualpipev" if is_dual else "interleaved" if virtual > 1 else "1f1b",
         virtual_stages=virtual,
         stage_layers=_stage_layers(record, pp * virtual, ir.num_layers),
         micro_batch=sizes["micro_batch"],
@@ -350,20 +349,12 @@ def _virtual_stages(record: Record, pp: int, layers: int, assumptions: list[str]
     said = record.count("vpp")
     if pp == 1:
         return 1
-    if "DualPipe" in record.notes:
-        return 2  # every rank holds a chunk of the way in and one of the way back
     if said is not None:
         return said
     if "interleaved schedule" in record.notes and layers % (2 * pp) == 0:
         assumptions.append("interleaved with 2 chunks per rank: the number is not published")
         return 2
     return 1
-
-
-def _schedule(record: Record, pp: int, virtual: int) -> Schedule:
-    if pp > 1 and "DualPipe" in record.notes:
-        return "dualpipev"
-    return "interleaved" if virtual > 1 else "1f1b"
 
 
 def _stage_layers(record: Record, stages: int, layers: int) -> tuple[int, ...] | None:

@@ -7,26 +7,11 @@ phrase that several sources use; none names a row. What a source leaves open is 
 import re
 from dataclasses import dataclass
 
+from deepwell.hardware.codec import packaged_json
 from deepwell.planner.layout import Overlap, Recompute
 from deepwell.planner.published.record import Record
 
-# Where the stack's name comes from: the first phrase that is found in source or dp_kind, then among those of _ENGINES
-# in notes and address, in this order.
-_STACKS = (
-    ("maxtext", "maxtext"), ("paxml", "paxml"), ("jax-toolbox", "paxml"), ("palm", "paxml"),
-    ("torchtitan", "torchtitan"), ("llm-foundry", "llm-foundry"), ("mosaicml", "llm-foundry"),
-    ("fms-fsdp", "fms-fsdp"), ("internevo", "internevo"), ("nanotron", "nanotron"), ("aleph alpha", "aleph-alpha"),
-    ("gpt-neox", "gpt-neox"), ("bloom", "megatron-deepspeed"), ("mt-nlg", "megatron-deepspeed"),
-    ("megatron-deepspeed", "megatron-deepspeed"), ("mlperf", "mlperf"), ("megatron-bridge", "megatron-bridge"),
-    ("dgx cloud", "nemo"), ("nemo", "nemo"), ("megascale", "megascale"), ("megatron", "megatron"),
-    ("korthikanti", "megatron"), ("narayanan", "megatron"), ("2603.07685", "megatron"), ("deepseek", "deepseek"),
-    ("llama 3", "meta"), ("deepwell", "deepwell"),
-)  # fmt: skip
-# Phrases that name nothing but an engine. In notes the others are models or papers that a row is compared with.
-_ENGINES = frozenset(
-    {"maxtext", "paxml", "torchtitan", "llm-foundry", "fms-fsdp", "internevo", "nanotron", "gpt-neox", "nemo"}
-    | {"megatron-deepspeed", "megatron-bridge", "megatron", "deepwell"}
-)
+_WORDS = packaged_json("deepwell.planner", "data", "published_words.json")
 MEGATRON_FAMILY = frozenset({"megatron", "megatron-bridge", "nemo", "mlperf", "megatron-deepspeed", "megascale"})
 # Stacks whose tensor parallelism shards the sequence between the parallel regions unless a row says otherwise.
 _SEQUENCE_PARALLEL = frozenset(
@@ -44,15 +29,12 @@ def stack_name(record: Record) -> str:
         return "megatron"  # the baseline of that paper
     if "dgx cloud" in source and "megatron-fsdp" in texts[0]:
         return "megatron-bridge"
-    for phrase, name in _STACKS:
-        if phrase in texts[0]:
-            return name
+    named = [name for phrase, name in _WORDS["stacks"] if phrase in texts[0]]
     for text in (texts[1], record.text("url").lower()):
-        for phrase, name in _STACKS:
-            # Not inside another word: a Nemotron is no NeMo.
-            if phrase in _ENGINES and re.search(rf"(?<![a-z]){re.escape(phrase)}(?![a-z])", text):
-                return name
-    return re.sub(r"[^a-z0-9]+", "-", source).strip("-")
+        # Not inside another word: a Nemotron is no NeMo.
+        named += [name for phrase, name in _WORDS["stacks"] if phrase in _WORDS["engines"]
+                  and re.search(rf"(?<![a-z]){re.escape(phrase)}(?![a-z])", text)]  # fmt: skip
+    return str(named[0]) if named else re.sub(r"[^a-z0-9]+", "-", source).strip("-")
 
 
 def is_before_flash(record: Record) -> bool:
@@ -158,17 +140,13 @@ def _named_graphs(record: Record) -> str:
     notes = record.notes
     if re.search(r"full[_ -]iteration|full CG", notes):
         return "full"
-    parts = re.search(r"cuda_graph=transformer_engine:\[?([^\];]*)", notes)
-    if parts:
-        return "+".join(re.findall(r"\w+", parts[1])) or "off"
-    captured = re.search(r"TE (?:CUDA )?graphs ([\w+]+)", notes)
-    if captured:
-        return captured[1]
-    if re.search(r"router/preprocess CG", notes):
+    captured = re.search(r"cuda_graph=transformer_engine:\[?([^\];]*)|TE (?:CUDA )?graphs ([\w+]+)", notes)
+    if captured is None and "router/preprocess CG" in notes:
         return "moe_router+moe_preprocess"
-    scopes = re.search(r"Transformer Engine CUDA graph scopes ([\w, ]+)", notes)
-    if scopes:
-        return "+".join(word for word in re.findall(r"\w+", scopes[1]) if word != "and")
+    captured = captured or re.search(r"Transformer Engine CUDA graph scopes ([\w, ]+)", notes)
+    if captured:
+        words = re.findall(r"\w+", "".join(group or "" for group in captured.groups()))
+        return "+".join(word for word in words if word != "and") or "off"
     if re.search(r"partial CG|[Tt]ransformer E\w* CUDA graph", notes):
         return "attn+moe_router+moe_preprocess"
     if re.search(r"layer CUDA graphs|CUDA graphs|_cg\b|_cg_", notes):
@@ -310,29 +288,10 @@ def switches(record: Record, stack: str) -> dict[str, str]:
     if record.count("experts") or "moe" in notes.lower() or record.text("model").lower().startswith("nemotron-3"):
         found["dispatcher"] = dispatcher(record, stack)
         found["permute_fusion"] = "off" if "moe_permute_fusion disabled" in notes else "on"
-    rules = (
-        ("compile", "on", r"torch\.compile|^compile;|; compile"),
-        ("compile", "off", r"FSDP eager"),
-        ("vboost", "on", r"vboost"),
-        ("launch_blocking", "on", r"CUDA_LAUNCH_BLOCKING=1"),
-        ("reduce_dtype", "bf16", r"MP mode PURE"),
-        ("reduce_dtype", "fp32", r"MP mode DEFAULT"),
-        ("task", "sft", r"\bSFT\b"),
-        ("task", "lora", r"\bLoRA\b"),
-        ("data", "packed", r"pack_sample_into_one=True"),
-        ("defer_embedding_wgrad", "on", r"deferred embedding wgrad"),
-        ("placement", "dp_last", r"_dplast"),
-        ("expandable_segments", "on", r"expandable_segments"),
-        ("stash", "paged", r"paged stash"),
-        ("tuned", "off", r"not perf-tuned"),
-        ("known_regression", "on", r"known cuDNN performance regression"),
-        ("grad_dtype", "fp32", r"fp32 grad accumulation|not perf-tuned"),
-        ("attention_variant", "sliding_window", r"sliding-window attention, LAMB"),
-    )
     if stack == "megatron-bridge" and found["cuda_graphs"] == "full" and "dispatcher" in found:
         found["fused_grouped_mlp"] = "on"  # those of full-iteration graphs fuse the experts' GEMMs (v0.5.0)
     texts = f"{notes} | {record.text('precision')} | {record.text('version')}"
-    for name, value, pattern in rules:
+    for name, value, pattern in _WORDS["switches"]:
         if re.search(pattern, texts):
             found[name] = value
     if stack == "megatron-bridge" and is_super_on_h100(record):

@@ -71,24 +71,19 @@ def scores_table(sources: Mapping[str, Scores], overall: Scores, tier_a: Scores,
 
 def _by_tiers(*both: Scores) -> list[str]:
     """What is asked of the planner on tier A alone and on A and B, side by side."""
+
+    def with_n(part: str, name: str) -> list[str]:
+        return [f"{_percent(s[part][name])} of {s[part].get('n', s[part].get('groups', 0)):,}" for s in both]
+
+    means = [[_percent(scores["regret"][name]) for name in ("mean", "rule_mean", "random_mean")] for scores in both]
+    medians = [_percent(scores["step_time"]["median_abs_rel_err"]) for scores in both]
+    steps = zip(medians, with_n("step_time", "mean_abs_rel_err"), strict=True)
     rows = (
         ("", [f"tier{'s' if len(scores['tiers']) > 1 else ''} {'+'.join(scores['tiers'])}" for scores in both]),
-        ("step time, median / mean error", [_pair(scores["step_time"]) for scores in both]),
-        ("memory, mean error", [_with_n(scores["memory"], "mean_abs_rel_err") for scores in both]),
-        ("out of memory, accuracy", [_with_n(scores["oom"], "accuracy") for scores in both]),
-        ("picks within 5% of the best", [_with_n(scores["regret"], "within_5pct") for scores in both]),
-        ("mean regret: ours / rule / random", [_regrets(scores["regret"]) for scores in both]),
+        ("step time, median / mean error", [f"{median} / {mean}" for median, mean in steps]),
+        ("memory, mean error", with_n("memory", "mean_abs_rel_err")),
+        ("out of memory, accuracy", with_n("oom", "accuracy")),
+        ("picks within 5% of the best", with_n("regret", "within_5pct")),
+        ("mean regret: ours / rule / random", [" / ".join(regrets) for regrets in means]),
     )
     return [name.ljust(36) + "".join(cell.rjust(26) for cell in cells) for name, cells in rows]
-
-
-def _pair(step: Scores) -> str:
-    return f"{_percent(step['median_abs_rel_err'])} / {_percent(step['mean_abs_rel_err'])} of {step['n']:,}"
-
-
-def _with_n(scores: Scores, name: str) -> str:
-    return f"{_percent(scores[name])} of {scores.get('n', scores.get('groups', 0)):,}"
-
-
-def _regrets(regret: Scores) -> str:
-    return " / ".join(_percent(regret[name]) for name in ("mean", "rule_mean", "random_mean"))

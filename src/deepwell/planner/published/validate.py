@@ -83,29 +83,24 @@ class Checked:
             **{name: getattr(run, name) for name in _COLUMNS},
             "layout": None if run.layout is None else str(run.layout),
             "stack": None if run.stack is None else str(run.stack),
-            "predicted": None if found is None else _predicted(found, self.predicted_bytes),
+            "predicted": None if found is None else {
+                "step_s": found.step_s, "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+                "memory_gib": _gib(self.predicted_bytes), "device_gib": found.peak_gib,
+                "limit_gib": found.limit_gib, "fits": found.fits,
+            },
             "measured": {
-                "outcome": measured.outcome,
-                "step_s": measured.step_s,
-                "memory_gib": None if measured.memory_bytes is None else measured.memory_bytes / GIB,
-                "memory_kind": measured.memory_kind,
+                "outcome": measured.outcome, "step_s": measured.step_s,
+                "memory_gib": _gib(measured.memory_bytes), "memory_kind": measured.memory_kind,
             },
             "step_error": self.step_error,
             "memory_error": self.memory_error,
             "reason": self.reason,
             "assumptions": list(run.assumptions),
-        }
+        }  # fmt: skip
 
 
-def _predicted(found: Estimate, compared: float | None) -> dict[str, Any]:
-    return {
-        "step_s": found.step_s,
-        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
-        "memory_gib": None if compared is None else compared / GIB,
-        "device_gib": found.peak_gib,
-        "limit_gib": found.limit_gib,
-        "fits": found.fits,
-    }
+def _gib(size: float | None) -> float | None:
+    return None if size is None else size / GIB
 
 
 def check_run(run: RunRow, predict: Predict = estimate) -> Checked:
@@ -113,7 +108,7 @@ def check_run(run: RunRow, predict: Predict = estimate) -> Checked:
 
     Where the source does not publish what was recomputed, the least recomputation that is predicted to fit is taken.
     """
-    if run.reason is not None or run.workload is None or run.hardware is None or run.layout is None:
+    if run.layout is None:
         return Checked(run=run, estimate=None, reason=run.reason)
     first: Checked | None = None
     for candidate in recompute_candidates(run):
@@ -181,9 +176,14 @@ def _choice(layout: Layout, trials: Sequence[Checked]) -> LayoutTimes:
 def score(checked: Sequence[Checked], tiers: str = "A", wider: str = "AB") -> dict[str, Any]:
     """Every metric over the given rows: those of `tiers`, for memory and for groups of layouts those of `wider`."""
     rows = [one for one in checked if one.run.tier in tiers]
-    with_memory = [one for one in checked if one.run.tier in wider and one.memory_error is not None]
-    groups = list(layout_groups(one for one in checked if one.run.tier in wider).values())
-    nvidia = [one for one in checked if one.run.tier == "A" and one.run.is_nvidia]
+    wide = [one for one in checked if one.run.tier in wider]
+    memory: dict[bool, list[float]] = {True: [], False: []}  # by whether nvidia-smi counted
+    for one in wide:
+        if one.memory_error is not None:
+            memory[one.run.measured.memory_kind == "nvidia-smi"].append(one.memory_error)
+    groups = list(layout_groups(wide).values())
+    tier_a = [one for one in checked if one.run.tier == "A"]
+    nvidia = [one for one in tier_a if one.run.is_nvidia]
     return {
         "tiers": tiers,
         "rows": {
@@ -193,22 +193,14 @@ def score(checked: Sequence[Checked], tiers: str = "A", wider: str = "AB") -> di
             "tier_a_nvidia_predicted": sum(one.estimate is not None for one in nvidia),
         },
         "step_time": summarize_errors([one.step_error for one in rows if one.step_error is not None]),
-        "memory": summarize_errors(_memory_errors(with_memory, is_smi=False)),
-        "memory_nvidia_smi": summarize_errors(_memory_errors(with_memory, is_smi=True)),
+        "memory": summarize_errors(memory[False]),
+        "memory_nvidia_smi": summarize_errors(memory[True]),
         "oom": summarize_verdicts([one.verdict for one in rows if one.verdict is not None]),
         "rank": summarize_ranks(groups),
         "regret": summarize_regret(groups),
-        "regret_tier_a": summarize_regret(list(layout_groups(one for one in checked if one.run.tier == "A").values())),
+        "regret_tier_a": summarize_regret(list(layout_groups(tier_a).values())),
         "not_used": dict(sorted(Counter(one.reason for one in checked if one.reason is not None).items())),
     }
-
-
-def _memory_errors(checked: Iterable[Checked], *, is_smi: bool) -> list[float]:
-    return [
-        one.memory_error
-        for one in checked
-        if one.memory_error is not None and (one.run.measured.memory_kind == "nvidia-smi") == is_smi
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

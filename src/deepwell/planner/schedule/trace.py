@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepwell.planner.comm import Network
+from deepwell.planner.cost import BlockTime
 from deepwell.planner.efficiency import device
 from deepwell.planner.job import read_job
-from deepwell.planner.schedule.simulate import Event, Timeline, simulate
+from deepwell.planner.schedule.simulate import Timeline, simulate
 from deepwell.planner.schedule.stages import message_s, pair_savings_s
 from deepwell.planner.schedule.stages import stage_times as priced_stages
 
@@ -24,33 +25,23 @@ DETAILED = 2  # microbatches whose actions are split into their parts
 _KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
-class StageTimes(NamedTuple):
-    """Seconds of each virtual stage in model order, of a message between ranks, and what a pair of DualPipeV saves."""
-
-    forward: tuple[dict[str, float], ...]
-    backward: tuple[dict[str, float], ...]
-    weights: tuple[float, ...]  # the part of the backward that computes weight gradients
+class PlanStages(NamedTuple):
+    stages: list[BlockTime]  # in model order
     message: float
-    pair_savings: tuple[float, ...]  # by rank
+    pair_savings: list[float]  # by rank
 
 
-def stage_times(plan: Plan) -> StageTimes:
-    """What the estimate was made of, stage by stage, for one microbatch."""
+def stage_times(plan: Plan) -> PlanStages:
+    """What the estimate was made of, for one microbatch: stages, messages between them, what a DualPipeV pair saves."""
     job = read_job(plan.workload, plan.layout, plan.stack)
     dev = device(plan.hardware.gpus[0])
     constants = plan.stack.constants
     net = Network.of(plan.hardware, dev.constants, constants.comm_scale, constants.network_scale)
     stages = priced_stages(job, dev, net)
-    return StageTimes(
-        forward=tuple(stage.forward for stage in stages),
-        backward=tuple(stage.backward for stage in stages),
-        weights=tuple(stage.w for stage in stages),
-        message=message_s(job, net),
-        pair_savings=tuple(pair_savings_s(job, stages)),
-    )
+    return PlanStages(stages, message_s(job, net), pair_savings_s(job, stages))
 
 
-def plan_timeline(plan: Plan, times: StageTimes | None = None) -> Timeline:
+def plan_timeline(plan: Plan, times: PlanStages | None = None) -> Timeline:
     """The pipeline of one step with every action and its times."""
     times = times or stage_times(plan)
     layout = plan.layout
@@ -59,9 +50,9 @@ def plan_timeline(plan: Plan, times: StageTimes | None = None) -> Timeline:
         layout.pp,
         plan.accumulation,
         layout.virtual_stages,
-        f=[sum(parts.values()) for parts in times.forward],
-        b=[sum(parts.values()) for parts in times.backward],
-        w=times.weights,
+        f=[stage.f for stage in times.stages],
+        b=[stage.b for stage in times.stages],
+        w=[stage.w for stage in times.stages],
         p2p=times.message,
         pair_saving=times.pair_savings,
         events=True,
@@ -92,15 +83,8 @@ def chrome_trace_json(plan: Plan) -> str:
 
 def _slice(name: str, rank: int, track: int, start: float, end: float, **args: Any) -> dict[str, Any]:
     # Viewers count in microseconds.
-    return {
-        "name": name,
-        "ph": "X",
-        "pid": rank,
-        "tid": track,
-        "ts": 1e6 * start,
-        "dur": 1e6 * (end - start),
-        "args": args,
-    }
+    span = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+    return {"name": name, "ph": "X", "pid": rank, "tid": track, **span, "args": args}
 
 
 def _names(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -119,20 +103,17 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _slice(label, event.rank, 0, event.start, event.end, **what)
 
 
-def _parts(timeline: Timeline, times: StageTimes) -> Iterator[dict[str, Any]]:
+def _parts(timeline: Timeline, times: PlanStages) -> Iterator[dict[str, Any]]:
     for event in timeline.events:
-        if event.microbatch < DETAILED and event.kind in "FB":
-            yield from _inside(event, (times.forward if event.kind == "F" else times.backward)[event.stage])
-
-
-def _inside(event: Event, parts: dict[str, float]) -> Iterator[dict[str, Any]]:
-    total = sum(parts.values())
-    start = event.start
-    for name, seconds in parts.items():
-        if seconds > 0:
-            end = start + seconds / total * (event.end - event.start)
-            yield _slice(name, event.rank, 1, start, end, stage=event.stage, microbatch=event.microbatch)
-            start = end
+        if event.microbatch >= DETAILED or event.kind not in "FB":
+            continue
+        stage, start = times.stages[event.stage], event.start
+        parts, total = (stage.forward, stage.f) if event.kind == "F" else (stage.backward, stage.b)
+        for name, seconds in parts.items():
+            if seconds > 0:
+                end = start + seconds / total * (event.end - event.start)
+                yield _slice(name, event.rank, 1, start, end, stage=event.stage, microbatch=event.microbatch)
+                start = end
 
 
 def _after(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
