@@ -8,9 +8,10 @@ A plan holds its whole problem (model, machine, formats), so a file of it can be
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from deepwell.graph.table import WIDTH, short_count, text_table
 from deepwell.planner.estimate_values import GIB, Estimate
@@ -23,11 +24,6 @@ from deepwell.planner.search.sensitivity import Sensitivity, overlap_effects, se
 _SHOWN_RANKS = 8
 _SHOWN_REJECTED = 12
 _SHOWN_CHANGES = 16
-# Of a layout, those that `diff` compares.
-_LAYOUT_FIELDS = (
-    "dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "sharding", "sequence_parallel", "schedule", "virtual_stages",
-    "micro_batch", "recompute", "offload", "overlap", "context_parallel_kind", "cuda_graphs",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +62,7 @@ def _table(plan: Plan) -> str:
         _time(plan),
         _kernels(plan),
         _rejected(plan),
-        [*(f"warning: {w}" for w in plan.warnings), *(f"note: {n}" for n in plan.notes)],
+        _remarks(plan),
     ]
     return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
 
@@ -96,12 +92,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 def _layers(plan: Plan) -> str:
     """Stage sizes, runs folded: "4, 14 x 8, 6"."""
-    runs: list[list[int]] = []
-    for count in plan.stage_layers:
-        if runs and runs[-1][0] == count:
-            runs[-1][1] += 1
-        else:
-            runs.append([count, 1])
+    runs = [(count, len(list(alike))) for count, alike in itertools.groupby(plan.stage_layers)]
     return ", ".join(str(count) if times == 1 else f"{times} x {count}" for count, times in runs)
 
 
@@ -152,7 +143,8 @@ def _memory(plan: Plan) -> list[str]:
 def _time(plan: Plan) -> list[str]:
     shown = [(name, s) for name, s in plan.estimate.breakdown if s > 0.0005 * plan.step_s]
     words = [f"{name} {1000 * s:,.0f} ms ({s / plan.step_s:.1%})" for name, s in shown]
-    return ["time of a step", *_wrapped(", ".join(words))]
+    wrapped = textwrap.wrap(", ".join(words), WIDTH - 2, break_on_hyphens=False)
+    return ["time of a step", *(f"  {line}" for line in wrapped)]
 
 
 def _kernels(plan: Plan) -> list[str]:
@@ -166,17 +158,14 @@ def _kernels(plan: Plan) -> list[str]:
 
 
 def _rejected(plan: Plan) -> list[str]:
-    if not plan.rejected:
-        return []
-    shown = plan.rejected[:_SHOWN_REJECTED]
-    lines = ["rejected", *(f"  {one}" for one in shown)]
-    if len(plan.rejected) > len(shown):
-        lines.append(f"  and {len(plan.rejected) - len(shown)} more (plan.rejected)")
-    return lines
+    hidden = len(plan.rejected) - _SHOWN_REJECTED
+    shown = [f"  {one}" for one in plan.rejected[:_SHOWN_REJECTED]]
+    more = [f"  and {hidden} more (plan.rejected)"] if hidden > 0 else []
+    return ["rejected", *shown, *more] if shown else []
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+def _remarks(plan: Plan) -> list[str]:
+    return [*(f"warning: {w}" for w in plan.warnings), *(f"note: {n}" for n in plan.notes)]
 
 
 # ---- explain ----
@@ -220,48 +209,43 @@ def _explanation(plan: Plan) -> Iterator[str]:
             if len(mine) > _SHOWN_REJECTED:
                 yield f"  and {len(mine) - _SHOWN_REJECTED} more"
     if plan.warnings or plan.notes:
-        yield ""
-        yield from (*(f"warning: {w}" for w in plan.warnings), *(f"note: {n}" for n in plan.notes))
+        yield from ("", *_remarks(plan))
 
 
 # ---- diff ----
 
 
 def _diff(plan: Plan, other: Plan) -> str:
-    rows = [(name, a, b) for name, a, b in _fields(plan, other) if a != b]
+    mine, theirs = _fields(plan), _fields(other)
+    rows = [(name, text, theirs[name]) for name, text in mine.items() if text != theirs[name]]
     if not rows:
         return "the plans are equal"
     figures = _figures(plan, other)
     return "\n".join(line.rstrip() for line in text_table([("", "this", "other"), *rows, *figures]))
 
 
-def _fields(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
-    def both(name: str, of: object) -> tuple[str, str, str]:
-        return name, str(of(plan)), str(of(other))  # type: ignore[operator]
-
-    yield both("model", lambda p: p.model)
-    yield both("machine", lambda p: p.machine)
-    yield both("goal", lambda p: p.goal)
-    yield both("constraints", lambda p: p.constraints)
-    yield both("sequence", lambda p: p.workload.seq_len)
-    yield both("global batch", lambda p: p.workload.global_batch)
-    yield both("precision", _precision)
-    yield both("optimizer", lambda p: p.workload.optimizer)
-    yield both("routing imbalance", lambda p: 1.0 if p.workload.forced_balance else p.workload.imbalance)
-    yield both("capacity factor", lambda p: p.workload.capacity_factor)
-    yield both("stack", lambda p: p.stack.name)
-    yield both("GPUs", lambda p: p.gpus)
-    for name in _LAYOUT_FIELDS:
-        yield both(name, lambda p, n=name: getattr(p.layout, n))
-    yield both("stage layers", _layers)
-    yield both("kernels", lambda p: ", ".join(dict.fromkeys(choice.kernel for choice in p.kernels)))
-    yield both("step s", lambda p: f"{p.step_s:.4f}")
-    yield both("peak GiB", lambda p: f"{p.peak_gib:.2f}")
-
-
-def _precision(plan: Plan) -> str:
-    policy = plan.workload.policy
-    return policy if isinstance(policy, str) else "; ".join(map(str, policy.rules))
+def _fields(plan: Plan) -> dict[str, str]:
+    work, policy = plan.workload, plan.workload.policy
+    found = {
+        "model": plan.model,
+        "machine": plan.machine,
+        "goal": plan.goal,
+        "constraints": plan.constraints,
+        "sequence": work.seq_len,
+        "global batch": work.global_batch,
+        "precision": policy if isinstance(policy, str) else "; ".join(map(str, policy.rules)),
+        "optimizer": work.optimizer,
+        "routing imbalance": 1.0 if work.forced_balance else work.imbalance,
+        "capacity factor": work.capacity_factor,
+        "stack": plan.stack.name,
+        "GPUs": plan.gpus,
+        **{one.name: getattr(plan.layout, one.name) for one in fields(Layout) if one.name != "stage_layers"},
+        "stage layers": _layers(plan),
+        "kernels": ", ".join(dict.fromkeys(choice.kernel for choice in plan.kernels)),
+        "step s": f"{plan.step_s:.4f}",
+        "peak GiB": f"{plan.peak_gib:.2f}",
+    }
+    return {name: str(value) for name, value in found.items()}
 
 
 def _figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:

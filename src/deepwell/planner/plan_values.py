@@ -158,18 +158,14 @@ class PlanValues(JsonValue):
     def from_dict(cls: type[_Self], data: Mapping[str, Any]) -> _Self:
         """The plan behind `to_dict`. Raises ConfigError for anything else."""
         check_schema(data, SCHEMA, "plan")
-        hints = get_type_hints(cls)
+        hints, limits = get_type_hints(cls), data.get("limits", {})
+        if not isinstance(limits, Mapping):
+            raise ConfigError(f"plan.limits: expected an object of constraints, got {type(limits).__name__}")
         try:
             return cls(
                 **{name: decode_value(hints[name], data[name], f"plan.{name}") for name in _ENCODED},
                 **{name: hints[name].from_dict(data[name]) for name in _VALUES},
-                limits=_read_limits(data.get("limits", {})),
+                limits=read_constraints(limits),
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"not a plan: {type(error).__name__}: {error}") from error
-
-
-def _read_limits(data: Any) -> Constraints:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"plan.limits: expected an object of constraints, got {type(data).__name__}")
-    return read_constraints(data)

@@ -95,7 +95,7 @@ def _is_gpt(record: Record, name: str) -> bool:
 
 
 def _shape(record: Record, name: str) -> dict[str, int]:
-    known = next((shape for key, shape in _WORDS["dense"].items() if key in name), {})
+    known: dict[str, int] = next((shape for key, shape in _WORDS["dense"].items() if key in name), {})
     found = {key: record.count(key) or known.get(key) for key in ("layers", "hidden", "ffn", "heads", "vocab")}
     if found["hidden"] is None or found["vocab"] is None or found["ffn"] is None:
         raise ConfigError(f"model {record.text('model')}: its shape is neither in the row nor known here")

@@ -177,32 +177,17 @@ def _search(
         return best[1:]
     if limits.offload is None and any(found.misses for _, found in tried):
         # Nothing fits in HBM: the optimizer's state or the activations may live in host memory, and last of all both.
-        one, last = _offloads(stack)
-        ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way), progress)
-                for way in one]  # fmt: skip
-        if not any(found.ranked for _, found in ways):
-            ways = [_placed(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=way), progress)
-                    for way in last]  # fmt: skip
-        held = [(found.ranked[0].key, i) for i, (_, found) in enumerate(ways) if found.ranked]
-        if held:
-            space, found = ways[min(held)[1]]
-            return space, found, found.ranked[0]
-    space, found = max(tried, key=lambda one: one[0].hw.num_gpus)
-    raise no_fit(space, found)
-
-
-def _offloads(stack: Stack) -> tuple[list[str], list[str]]:
-    """What may move to the host: one thing alone, and both; of these what the engine executes."""
-    allowed = [name for name in ("optimizer", "activations", "both")
-               if not (is_executed_here(stack) and why_not_offload(OFFLOADS[name]))]  # fmt: skip
-    return [name for name in allowed if name != "both"], [name for name in allowed if name == "both"]
-
-
-def _placed(
-    workload: Workload, hw: Hardware, stack: Stack, limits: Constraints, progress: Progress | None
-) -> tuple[Space, Found]:
-    space = make_space(workload, hw, stack, limits)
-    return space, Explorer(space, progress).run()
+        for names in (("optimizer", "activations"), ("both",)):
+            ways = []
+            for name in names:
+                if not (is_executed_here(stack) and why_not_offload(OFFLOADS[name])):
+                    space = make_space(workload, fewer_gpus(hw, max(sizes)), stack, replace(limits, offload=name))
+                    ways.append((space, Explorer(space, progress).run()))
+            held = [(found.ranked[0].key, i) for i, (_, found) in enumerate(ways) if found.ranked]
+            if held:
+                space, found = ways[min(held)[1]]
+                return space, found, found.ranked[0]
+    raise no_fit(*max(tried, key=lambda one: one[0].hw.num_gpus))
 
 
 # ---- the plan ----
@@ -214,8 +199,12 @@ def _plan(
     workload, layout = space.workload, best.layout
     notes += _layout_notes(layout, machine, goal, limits)
     others = [s for s in found.ranked if s.layout != layout]
-    stack, note = _measured(space, layout)
-    notes += [note] if note else []
+    stack = space.stack
+    if space.is_executed_here:
+        # What steps on this GPU really took, as one factor: it changes no ranks.
+        ratio, note = read_ratio(space.hw.gpus[0], workload, layout)
+        stack = replace(stack, measured=ratio)
+        notes += [note] if note else []
     rejected = rejected_families(space, found, best)
     best = corrected(best, stack)
     return Plan(
@@ -240,14 +229,6 @@ def _plan(
     )
 
 
-def _measured(space: Space, layout: Layout) -> tuple[Stack, str]:
-    """The stack with what steps on this GPU really took, as one factor: it changes no ranks. And a note, if any."""
-    if not space.is_executed_here:
-        return space.stack, ""
-    ratio, note = read_ratio(space.hw.gpus[0], space.workload, layout)
-    return replace(space.stack, measured=ratio), note
-
-
 def corrected(scored: Scored, stack: Stack) -> Scored:
     """The same with its seconds times what was measured."""
     if stack.measured is None:
@@ -257,7 +238,13 @@ def corrected(scored: Scored, stack: Stack) -> Scored:
 
 def _layout_notes(layout: Layout, machine: Hardware, goal: str, limits: Constraints) -> Iterator[str]:
     if layout.gpus < machine.num_gpus:
-        why = "gpus= asks for it" if limits.allowed("gpus") is not None and goal == "fastest" else _why_idle(goal)
+        why = {
+            "fastest": "the whole has factors that the batch or the model lacks, and fewer are faster",
+            "smallest": "they are enough",
+            "cheapest": "more would cost more GPU-seconds per step",
+        }[goal]
+        if limits.allowed("gpus") is not None and goal == "fastest":
+            why = "gpus= asks for it"
         yield f"{layout.gpus} of {machine.num_gpus} GPUs are used: {why}"
     if layout.offload != Offload():
         shares = (("the optimizer's state", layout.offload.optimizer), ("the activations", layout.offload.activations))
@@ -271,14 +258,6 @@ def _layout_notes(layout: Layout, machine: Hardware, goal: str, limits: Constrai
     asked = [name for name in ("schedule", "virtual_stages") if limits.allowed(name) is not None]
     if asked and layout.pp == 1:
         yield f"{' and '.join(asked)} had nothing to decide: one pipeline stage is best; pp= asks for more"
-
-
-def _why_idle(goal: str) -> str:
-    return {
-        "fastest": "the whole has factors that the batch or the model lacks, and fewer are faster",
-        "smallest": "they are enough",
-        "cheapest": "more would cost more GPU-seconds per step",
-    }[goal]
 
 
 def _warnings(space: Space, best: Scored) -> Iterator[str]:

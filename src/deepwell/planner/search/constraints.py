@@ -6,7 +6,7 @@ Counts and names are the allowed values, so leaving one out of a list forbids it
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from deepwell.errors import ConfigError
@@ -24,6 +24,7 @@ OFFLOADS = {
 }
 EVEN = "even"
 _NAMES = {"sharding": SHARDINGS, "schedule": SCHEDULES, "recompute": RECOMPUTE_KINDS}
+_LISTS = (*COUNTS, *_NAMES)
 _FLAGS = ("sequence_parallel", "cuda_graphs")
 _KINDS = ("ring", "ulysses", "allgather")
 
@@ -37,9 +38,9 @@ class Constraints:
     sequence_parallel: bool | None = None
     max_memory: float | None = None  # GiB per GPU
     offload: str | None = None  # one of OFFLOADS; None: only where nothing fits without
-    overlap: Overlap | None = None  # what it leaves out: as the engine does, or without where that is faster
     stage_layers: tuple[int, ...] | str | None = None  # of each stage in model order, or "even"
     kernels: tuple[str, ...] | None = None  # configurations of the catalog that may be proposed
+    overlap: Overlap | None = None  # what it leaves out: as the engine does, or without where that is faster
     cuda_graphs: bool = False
     context_parallel_kind: str | None = None  # None: ring, or what the engine executes instead
 
@@ -50,38 +51,27 @@ class Constraints:
     def keywords(self) -> dict[str, Any]:
         """The constraints as JSON data that `read_constraints` reads back to an equal value."""
         found: dict[str, Any] = {name: list(values) for name, values in (*self.counts, *self.names)}
-        for name in ("sequence_parallel", "max_memory", "offload", "stage_layers", "kernels"):
-            value = getattr(self, name)
-            if value is not None:
-                found[name] = list(value) if isinstance(value, tuple) else value
-        if self.overlap is not None:
-            given = {name: getattr(self.overlap, name) for name in OVERLAPS}
-            found["overlap"] = {name: is_on for name, is_on in given.items() if is_on is not None}
-        if self.cuda_graphs:
-            found["cuda_graphs"] = True
-        if self.context_parallel_kind is not None:
-            found["context_parallel_kind"] = self.context_parallel_kind
+        for one in fields(self)[2:]:
+            value = getattr(self, one.name)
+            if isinstance(value, Overlap):
+                value = {name: getattr(value, name) for name in OVERLAPS if getattr(value, name) is not None}
+            if value != one.default:
+                found[one.name] = list(value) if isinstance(value, tuple) else value
         return found
 
     def describe(self) -> str:
-        words = [f"{name}={'|'.join(map(str, values))}" for name, values in (*self.counts, *self.names)]
-        words += [f"max_memory={self.max_memory:g} GiB"] if self.max_memory is not None else []
-        words += [f"offload={self.offload}"] if self.offload is not None else []
-        words += [f"sequence_parallel={self.sequence_parallel}"] if self.sequence_parallel is not None else []
-        words += [f"overlap={_overlap_text(self.overlap)}"] if self.overlap is not None else []
-        if self.stage_layers is not None:
-            shown = self.stage_layers if isinstance(self.stage_layers, str) else "|".join(map(str, self.stage_layers))
-            words.append(f"stage_layers={shown}")
-        words += [f"kernels={'|'.join(self.kernels)}"] if self.kernels is not None else []
-        words += ["cuda_graphs=True"] if self.cuda_graphs else []
-        if self.context_parallel_kind is not None:
-            words.append(f"context_parallel_kind={self.context_parallel_kind}")
-        return ", ".join(words) or "none"
-
-
-def _overlap_text(overlap: Overlap) -> str:
-    given = {name: getattr(overlap, name) for name in OVERLAPS}
-    return "|".join(f"{name}:{'on' if is_on else 'off'}" for name, is_on in given.items() if is_on is not None)
+        found = self.keywords()
+        if self.max_memory is not None:
+            found["max_memory"] = f"{self.max_memory:g} GiB"
+        if self.overlap is not None:
+            found["overlap"] = [f"{name}:{'on' if is_on else 'off'}" for name, is_on in found["overlap"].items()]
+        # What counts for memory comes first, what is said of the search's results last.
+        last = ("max_memory", "offload", "sequence_parallel", "overlap", "stage_layers", "kernels", "cuda_graphs")
+        names = sorted(
+            found, key=lambda name: last.index(name) if name in last else -1 if name in _LISTS else len(last)
+        )
+        texts = {name: "|".join(map(str, value)) if isinstance(value, list) else value for name, value in found.items()}
+        return ", ".join(f"{name}={texts[name]}" for name in names) or "none"
 
 
 def read_constraints(given: Mapping[str, Any]) -> Constraints:
@@ -131,10 +121,6 @@ def _max_memory(name: str, value: Any) -> float:
     return float(value)
 
 
-def _cp_kind(name: str, value: Any) -> str:
-    return _names(name, value, _KINDS)[0]
-
-
 def _offload(name: str, value: Any) -> str:
     word = ("optimizer" if value else "none") if isinstance(value, bool) else value
     if not isinstance(word, str) or word not in OFFLOADS:
@@ -181,7 +167,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "overlap": _overlap,
     "stage_layers": _stage_layers,
     "kernels": _kernels,
-    "context_parallel_kind": _cp_kind,
+    "context_parallel_kind": lambda name, value: _names(name, value, _KINDS)[0],
     **dict.fromkeys(_FLAGS, _flag),
 }
 CONSTRAINTS = (*COUNTS, *_NAMES, *_READERS)

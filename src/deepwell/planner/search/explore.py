@@ -22,7 +22,6 @@ from deepwell.planner.schedule.simulate import bubble_floor
 from deepwell.planner.search.space import (
     Family,
     Pipeline,
-    Refusal,
     Space,
     families,
     layout_of,
@@ -85,7 +84,6 @@ class Scored:
 class FamilyBound:
     """The least time that a family can take, and the layout that it was read from."""
 
-    family: Family
     seconds: float
     scored: Scored
 
@@ -96,7 +94,7 @@ class Found:
 
     ranked: list[Scored] = field(default_factory=list)  # simulated, the best of each family
     misses: list[Scored] = field(default_factory=list)  # the leanest of each family that does not fit, nearest first
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # the rules' reasons
     slower: list[FamilyBound] = field(default_factory=list)  # families that were not opened: even their bound is slower
     num_families: int = 0
     num_layouts: int = 0
@@ -122,10 +120,6 @@ class Explorer:
         over = found.peak_gib - limit if limit is not None else -float("inf")
         return Scored(family=family, layout=layout, estimate=found, over_gib=over)
 
-    @property
-    def num_priced(self) -> int:
-        return len(self._priced)
-
     # ---- bounds ----
 
     def run(self) -> Found:
@@ -136,7 +130,7 @@ class Explorer:
         found.ranked = self._simulate(opened)
         self._reopen(found)
         found.misses.sort(key=lambda s: (s.over_gib, s.key))
-        found.num_layouts = self.num_priced
+        found.num_layouts = len(self._priced)
         return found
 
     def first_fit(self) -> Scored | None:
@@ -159,9 +153,9 @@ class Explorer:
             for batch in reversed(micro_batches(self.space, family)):
                 scored = self._fastest(family, batch)
                 if scored is not None:
-                    bounds.append(FamilyBound(family=family, seconds=self._bound(family, batch, scored), scored=scored))
+                    bounds.append(FamilyBound(seconds=self._bound(family, batch, scored), scored=scored))
                     break
-        bounds.sort(key=lambda b: (b.seconds, b.family))
+        bounds.sort(key=lambda b: (b.seconds, b.scored.family))
         return bounds
 
     def _fastest(self, family: Family, batch: int) -> Scored | None:
@@ -190,10 +184,10 @@ class Explorer:
                 continue
             # A family that is here for the sake of runners-up is held to its own bound, not to the best.
             self.bar = max(self.best * NEAR, bound.seconds * NEAR)
-            mine = list(self._family(bound.family))
+            mine = list(self._family(bound.scored.family))
             opened += mine
             if not mine:
-                miss = self._leanest(bound.family)
+                miss = self._leanest(bound.scored.family)
                 if miss is not None and miss.fits:
                     found.slower.append(bound)  # it fits, only nothing of it is near the bar
                 elif miss is not None:
@@ -219,9 +213,9 @@ class Explorer:
                 self.progress("second look", i, len(near))
                 # The bar stays at what was simulated: closed forms may not lower it.
                 self.best = self.bar = best
-                mine = list(self._family(bound.family))
+                mine = list(self._family(bound.scored.family))
                 opened += sorted(mine, key=lambda s: s.key)[:REOPENED]
-                miss = None if mine else self._leanest(bound.family)
+                miss = None if mine else self._leanest(bound.scored.family)
                 if miss is not None and not miss.fits:
                     found.misses.append(miss)
             again = [self.price(one.family, one.layout, simulate=True) for one in sorted(opened, key=lambda s: s.key)]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from deepwell.errors import ConfigError, DeepwellError, PlanError
 from deepwell.planner.estimate import estimate
-from deepwell.planner.estimate_values import GIB, StageMemory
+from deepwell.planner.estimate_values import GIB
 from deepwell.planner.executable import why_not_executable
 from deepwell.planner.layout import Layout, Offload
 from deepwell.planner.search.explore import Explorer, Found, Scored
@@ -28,22 +28,16 @@ def over_text(space: Space, scored: Scored) -> str:
     }
     largest = sorted(held, key=lambda name: -held[name])[:2]
     filled = ", ".join(f"{name} {held[name] / GIB:.1f}" for name in largest)
-    return f"{scored.over_gib:.1f} GiB over {_moment(fullest, scored.layout, largest[0])} ({filled} GiB)"
-
-
-def _moment(stage: StageMemory, layout: Layout, largest: str) -> str:
-    where = f"on stage {stage.stage}" if layout.pp > 1 else "on every rank"
-    if largest == "activations" and layout.pp > 1:
-        return f"{where} in warm-up"
-    return f"{where} at the loss" if largest == "logits" else where
+    is_piped = scored.layout.pp > 1
+    where = f"on stage {fullest.stage}" if is_piped else "on every rank"
+    when = {"activations": " in warm-up" if is_piped else "", "logits": " at the loss"}.get(largest[0], "")
+    return f"{scored.over_gib:.1f} GiB over {where}{when} ({filled} GiB)"
 
 
 def no_fit(space: Space, found: Found) -> DeepwellError:
     """The error to raise where no layout fits, or where no layout is even possible."""
     if not found.misses:
-        reasons = (
-            "; ".join(dict.fromkeys(r.reason for r in found.refused)) or "no layout divides batch, GPUs and layers"
-        )
+        reasons = "; ".join(found.refused) or "no layout divides batch, GPUs and layers"
         return ConfigError(
             f"no layout of {space.hw.num_gpus} GPUs is possible with constraints {space.constraints.describe()}: "
             f"{reasons}"

@@ -6,7 +6,7 @@ from deepwell.planner.estimate_values import PARTS
 from deepwell.planner.plan_values import COMMUNICATION, Alternative, Rejected
 from deepwell.planner.search.explore import WORDS, FamilyBound, Found, Scored
 from deepwell.planner.search.nofit import over_text
-from deepwell.planner.search.space import Refusal, Space
+from deepwell.planner.search.space import Space
 
 _COMPUTATION = "computation of the busiest rank"
 _MOST_SHOWN = 24  # families of one kind; the rest is counted
@@ -51,11 +51,11 @@ def _loss_word(name: str) -> str:
     return WORDS[name] if is_waiting else _COMPUTATION
 
 
-def _refused(refused: list[Refusal]) -> list[Rejected]:
+def _refused(refused: list[str]) -> list[Rejected]:
     """Refusals with the same reason in one line: "PP 128, 256: 126 layers"."""
     merged: dict[tuple[str, str], list[str]] = {}
     for one in refused:
-        degree, _, reason = one.reason.partition(": ")
+        degree, _, reason = one.partition(": ")
         axis, _, value = degree.partition(" ")
         merged.setdefault((axis, reason), []).append(value)
     out = []
@@ -69,17 +69,20 @@ def _refused(refused: list[Refusal]) -> list[Rejected]:
 def _missed(space: Space, misses: list[Scored]) -> Iterator[Rejected]:
     for one in misses[:_MOST_SHOWN]:
         yield Rejected(family=one.family.describe(), kind="memory", reason=over_text(space, one))
-    for one in misses[_MOST_SHOWN : _MOST_SHOWN + 1]:
-        reason = f"at least {one.over_gib:.1f} GiB over in their leanest form"
+    if len(misses) > _MOST_SHOWN:
+        reason = f"at least {misses[_MOST_SHOWN].over_gib:.1f} GiB over in their leanest form"
         yield Rejected(family=f"{len(misses) - _MOST_SHOWN} more families", kind="memory", reason=reason)
 
 
 def _slower(space: Space, slower: list[FamilyBound], best: Scored) -> Iterator[Rejected]:
     has_pairs = "dualpipev" in space.schedules
     for place, bound in enumerate(slower[: _MOST_SHOWN + 1]):
-        family, reason = bound.family.describe(), f"at best {bound.seconds / best.estimate.step_s - 1:.0%} slower"
+        family, reason = (
+            bound.scored.family.describe(),
+            f"at best {bound.seconds / best.estimate.step_s - 1:.0%} slower",
+        )
         # What the bound leaves out cannot be why it is slower: waiting, and exchanges that DualPipeV's pairs may hide.
-        hidden = ("ep",) if has_pairs and bound.family.pp > 1 else ()
+        hidden = ("ep",) if has_pairs and bound.scored.family.pp > 1 else ()
         losses = _losses(bound.scored, best, without=("bubble", "pp", "straggler", *hidden))
         if place == _MOST_SHOWN:
             family, losses = f"{len(slower) - _MOST_SHOWN} more families", ""

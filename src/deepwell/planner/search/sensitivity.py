@@ -1,6 +1,6 @@
 """What a plan hangs on: one step of each degree, less memory, a slower network, another overlap. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,7 +58,11 @@ def sensitivity(plan: PlanValues) -> Sensitivity:
 
 def _degrees(plan: PlanValues) -> Iterator[Change]:
     seen = {plan.layout}
-    for what, layout in _neighbours(plan):
+    for what, changes in _neighbours(plan):
+        try:
+            layout = changes if isinstance(changes, str) else replace(plan.layout, **changes)
+        except ConfigError as error:  # the rule that refuses it
+            layout = str(error)
         if isinstance(layout, str):
             yield Change(what=what, kind="degree", note=layout)
         elif layout not in seen:
@@ -99,50 +103,41 @@ def _why_not(plan: PlanValues, layout: Layout) -> str:
     )
 
 
-def _neighbours(plan: PlanValues) -> Iterator[tuple[str, Layout | str]]:
-    """The layouts one step away, each with what changed. Data parallelism takes up what a degree gives or needs."""
+def _neighbours(plan: PlanValues) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The changes that lie one step away, or why one cannot be. Data parallelism takes up what a degree gives."""
     layout = plan.layout
     for name in ("tp", "pp", "cp"):
         for value in _steps(getattr(layout, name), layout.gpus):
             what = f"{name.upper()} {getattr(layout, name)} -> {value}"
             others = layout.gpus // layout.dp // getattr(layout, name) * value
-            if layout.gpus % others:
-                yield what, f"{layout.gpus} GPUs do not divide"
-                continue
-            yield what, _safe(partial(_with_degree, layout, name, value, layout.gpus // others))
+            dp, rest = divmod(layout.gpus, others)
+            yield what, f"{layout.gpus} GPUs do not divide" if rest else _with_degree(layout, name, value, dp)
     if model_facts(plan.workload.ir).is_moe:
         for value in _steps(layout.ep, layout.dp * layout.cp * layout.tp):
-            yield f"EP {layout.ep} -> {value}", _safe(partial(replace, layout, ep=value))
+            yield f"EP {layout.ep} -> {value}", {"ep": value}
         for value in _steps(layout.etp, layout.tp if layout.tp > 1 else layout.dp * layout.cp):
-            yield f"ETP {layout.etp} -> {value}", _safe(partial(replace, layout, etp=value))
+            yield f"ETP {layout.etp} -> {value}", {"etp": value}
     for value in (layout.micro_batch * 2, layout.micro_batch // 2):
         if value:
-            yield f"MBS {layout.micro_batch} -> {value}", _safe(partial(replace, layout, micro_batch=value))
+            yield f"MBS {layout.micro_batch} -> {value}", {"micro_batch": value}
     for value in (layout.virtual_stages + 1, layout.virtual_stages - 1):
         if layout.pp > 1 and layout.schedule in ("1f1b", "interleaved") and value > 0:
-            schedule: Any = "interleaved" if value > 1 else "1f1b"
-            changed = partial(replace, layout, virtual_stages=value, schedule=schedule, stage_layers=None)
-            yield f"VPP {layout.virtual_stages} -> {value}", _safe(changed)
+            schedule = "interleaved" if value > 1 else "1f1b"
+            changed = {"virtual_stages": value, "schedule": schedule, "stage_layers": None}
+            yield f"VPP {layout.virtual_stages} -> {value}", changed
     if layout.sharding != "ddp":
         for value in _steps(layout.dp_replicate, layout.dp):
-            yield f"HSDP {layout.dp_replicate} -> {value}", _safe(partial(replace, layout, dp_replicate=value))
-    yield from _other_ways(layout)
-
-
-def _other_ways(layout: Layout) -> Iterator[tuple[str, Layout | str]]:
+            yield f"HSDP {layout.dp_replicate} -> {value}", {"dp_replicate": value}
     if layout.pp > 1 and layout.schedule != "1f1b":
-        plain = replace(layout, schedule="1f1b", virtual_stages=1, stage_layers=None)
+        plain = {"schedule": "1f1b", "virtual_stages": 1, "stage_layers": None}
         yield f"schedule {layout.schedule} -> 1f1b", plain
-    ladder = (Recompute(), Recompute(kind="selective", modules=("layernorm",)), Recompute(kind="full"))
-    for recompute in ladder:
+    for recompute in (Recompute(), Recompute(kind="selective", modules=("layernorm",)), Recompute(kind="full")):
         if recompute.kind != layout.recompute.kind:
-            yield f"recompute {layout.recompute} -> {recompute}", replace(layout, recompute=recompute)
+            yield f"recompute {layout.recompute} -> {recompute}", {"recompute": recompute}
     if layout.dp * layout.cp > 1:
         place = SHARDINGS.index(layout.sharding)
-        for index in (place - 1, place + 1):
-            if 0 <= index < len(SHARDINGS):
-                kind: Any = SHARDINGS[index]
-                yield f"sharding {layout.sharding} -> {kind}", replace(layout, sharding=kind, dp_replicate=1)
+        for kind in (*SHARDINGS[:place][-1:], *SHARDINGS[place + 1 :][:1]):
+            yield f"sharding {layout.sharding} -> {kind}", {"sharding": kind, "dp_replicate": 1}
 
 
 def _steps(value: int, total: int) -> list[int]:
@@ -153,7 +148,7 @@ def _steps(value: int, total: int) -> list[int]:
     return smaller[-1:] + larger[:1]
 
 
-def _with_degree(layout: Layout, name: str, value: int, dp: int) -> Layout:
+def _with_degree(layout: Layout, name: str, value: int, dp: int) -> dict[str, Any]:
     changes: dict[str, Any] = {name: value, "dp": dp}
     if name == "pp":
         changes["stage_layers"] = None
@@ -164,15 +159,7 @@ def _with_degree(layout: Layout, name: str, value: int, dp: int) -> Layout:
         changes["etp"] = value if layout.etp > 1 else 1
     if dp % layout.dp_replicate:
         changes["dp_replicate"] = 1
-    return replace(layout, **changes)
-
-
-def _safe(make: Callable[[], Layout]) -> Layout | str:
-    """The layout, or the rule that refuses it."""
-    try:
-        return make()
-    except ConfigError as error:
-        return str(error)
+    return changes
 
 
 def _machine(plan: PlanValues) -> Iterator[Change]:

@@ -5,7 +5,7 @@ stages, sharding and recomputation. Constraints narrow any of them; a degree tha
 rule of thumb (not a law) speaks against it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -31,7 +31,7 @@ from deepwell.planner.executable import (
 from deepwell.planner.layout import Layout, Overlap, Recompute
 from deepwell.planner.schedule.actions import SPLIT_BACKWARD, why_not
 from deepwell.planner.schedule.split import balanced_layers
-from deepwell.planner.search.constraints import COUNTS, EVEN, OFFLOADS, Constraints
+from deepwell.planner.search.constraints import COUNTS, OFFLOADS, Constraints
 from deepwell.planner.stack import Stack
 from deepwell.planner.validity import (
     REPLICATES_KV,
@@ -46,6 +46,9 @@ from deepwell.planner.workload import Workload
 MAX_MICRO_BATCH = 16
 MAX_STAGES_PER_RANK = 12
 RESERVE = 0.03  # of a GPU's memory, left free: a plan that is right to the last megabyte is wrong half the time
+
+
+Refuse = Callable[[str], object]  # keeps the reason of a rule that spoke against some degree
 
 
 class Family(NamedTuple):
@@ -69,14 +72,6 @@ class Family(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A rule that spoke against some degree: one line, and how many families fell to it."""
-
-    reason: str
-    families: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """What may be searched: the problem, the rules' facts and the constraints."""
 
@@ -85,10 +80,6 @@ class Space:
     stack: Stack
     facts: ModelFacts
     constraints: Constraints
-
-    @property
-    def replicates_kv(self) -> bool:
-        return self.stack.name in REPLICATES_KV
 
     @property
     def is_executed_here(self) -> bool:
@@ -145,28 +136,27 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // d for d in low)})
 
 
-def families(space: Space) -> tuple[list[Family], list[Refusal]]:
-    """The families that the rules allow, and the refusals, each reason once with how often it decided."""
+def families(space: Space) -> tuple[list[Family], list[str]]:
+    """The families that the rules allow, and the reasons of the refusals, each once."""
     found: list[Family] = []
-    refused: dict[str, int] = {}
-
-    def refuse(reason: str) -> None:
-        refused[reason] = refused.get(reason, 0) + 1
-
-    gpus = space.hw.num_gpus
+    refused: dict[str, None] = {}
+    refuse: Refuse = refused.setdefault
+    gpus, layers = space.hw.num_gpus, space.facts.num_layers
     for tp in _tps(space, gpus, refuse):
-        for pp in _pps(space, gpus // tp, refuse):
-            for cp in _cps(space, gpus // tp // pp, tp, refuse):
+        left = gpus // tp
+        for pp in _choices(space, "pp", divisors(left), left, refuse):
+            if pp > max(1, layers):
+                refuse(f"PP {pp}: {layers} layers")
+                continue
+            for cp in _cps(space, left // pp, tp, refuse):
                 dp = gpus // (tp * pp * cp)
-                if not _dp_works(space, dp, refuse):
-                    continue
-                found += [Family(gpus, tp, pp, cp, ep, etp) for ep, etp in _experts(space, tp, dp * cp * tp, refuse)]
-    if space.is_executed_here:
-        found = _executable(space, found, refuse)
-    return found, [Refusal(reason=reason, families=n) for reason, n in refused.items()]
+                if _dp_works(space, dp, refuse):
+                    experts = _experts(space, tp, dp * cp * tp, refuse)
+                    found += [Family(gpus, tp, pp, cp, ep, etp) for ep, etp in experts]
+    return _executable(space, found, refuse) if space.is_executed_here else found, list(refused)
 
 
-def _executable(space: Space, found: list[Family], refuse: Any) -> list[Family]:
+def _executable(space: Space, found: list[Family], refuse: Refuse) -> list[Family]:
     """What is left of families under constraints that the trainer does not execute with so many GPUs."""
     given, gpus = space.constraints, space.hw.num_gpus
     if any(family.pp > 1 for family in found):
@@ -181,7 +171,7 @@ def _executable(space: Space, found: list[Family], refuse: Any) -> list[Family]:
     return [] if reason else found
 
 
-def _choices(space: Space, name: str, usual: Iterable[int], total: int, refuse: Any) -> Iterator[int]:
+def _choices(space: Space, name: str, usual: Iterable[int], total: int, refuse: Refuse) -> Iterator[int]:
     """The values of a degree to try: the user's, or the usual ones; only those that divide what is left."""
     given = space.constraints.allowed(name)
     for value in given if given is not None else usual:
@@ -192,37 +182,24 @@ def _choices(space: Space, name: str, usual: Iterable[int], total: int, refuse: 
         yield value
 
 
-def _tps(space: Space, gpus: int, refuse: Any) -> Iterator[int]:
+def _tps(space: Space, gpus: int, refuse: Refuse) -> Iterator[int]:
     named = space.constraints.allowed("tp") is not None
     # Beyond 16 every published run pays more for the collectives than it gains; name a degree to try it.
     usual = [d for d in divisors(gpus) if d <= 16]
     for tp in _choices(space, "tp", usual, gpus, refuse):
-        reason = why_not_tp(space.facts, tp, space.hw, replicates_kv=space.replicates_kv)
-        if reason and not (named and "NVLink" in reason):
-            refuse(reason)
-            continue
-        reason = _why_not_tp_here(space, tp) if space.is_executed_here else ""
+        reason = why_not_tp(space.facts, tp, space.hw, replicates_kv=space.stack.name in REPLICATES_KV)
+        reason = "" if named and "NVLink" in reason else reason
+        if not reason and space.is_executed_here:
+            is_split = space.constraints.sequence_parallel is not False
+            reason = why_not_split(space.workload, space.facts, tp)
+            reason = reason or why_not_sequence(space.workload, tp, is_split=is_split)
         if reason:
             refuse(reason)
-            continue
-        yield tp
+        else:
+            yield tp
 
 
-def _why_not_tp_here(space: Space, tp: int) -> str:
-    is_split = space.constraints.sequence_parallel is not False
-    return why_not_split(space.workload, space.facts, tp) or why_not_sequence(space.workload, tp, is_split=is_split)
-
-
-def _pps(space: Space, left: int, refuse: Any) -> Iterator[int]:
-    layers = space.facts.num_layers
-    for pp in _choices(space, "pp", divisors(left), left, refuse):
-        if pp > max(1, layers):
-            refuse(f"PP {pp}: {layers} layers")
-            continue
-        yield pp
-
-
-def _cps(space: Space, left: int, tp: int, refuse: Any) -> Iterator[int]:
+def _cps(space: Space, left: int, tp: int, refuse: Refuse) -> Iterator[int]:
     seq_len = space.workload.seq_len
     # Below 2,048 tokens of a sequence per rank no published run splits further; name a degree to try it.
     usual = [d for d in divisors(left) if d == 1 or seq_len // d >= 2048]
@@ -234,8 +211,8 @@ def _cps(space: Space, left: int, tp: int, refuse: Any) -> Iterator[int]:
             reason = why_not_cp(space.facts, cp, seq_len, kind)
         if reason:
             refuse(reason)
-            continue
-        yield cp
+        else:
+            yield cp
 
 
 def context_kind(space: Space, cp: int, tp: int = 1) -> str:
@@ -251,7 +228,7 @@ def context_kind(space: Space, cp: int, tp: int = 1) -> str:
     return (kinds or CONTEXT_KINDS)[0]
 
 
-def _dp_works(space: Space, dp: int, refuse: Any) -> bool:
+def _dp_works(space: Space, dp: int, refuse: Refuse) -> bool:
     allowed = space.constraints.allowed("dp")
     if allowed is not None and dp not in allowed:
         return False
@@ -270,7 +247,7 @@ def _dp_works(space: Space, dp: int, refuse: Any) -> bool:
     return True
 
 
-def _experts(space: Space, tp: int, stage_gpus: int, refuse: Any) -> Iterator[tuple[int, int]]:
+def _experts(space: Space, tp: int, stage_gpus: int, refuse: Refuse) -> Iterator[tuple[int, int]]:
     facts = space.facts
     most = max(facts.experts, default=1)
     eps = space.constraints.allowed("ep") or [d for d in divisors(stage_gpus) if d <= most and most % d == 0]
@@ -285,15 +262,12 @@ def _experts(space: Space, tp: int, stage_gpus: int, refuse: Any) -> Iterator[tu
     for ep in eps:
         for etp in etps:
             reason = why_not_ep(facts, ep, etp)
-            if not reason and stage_gpus % (ep * etp):
-                # That a product of degrees does not divide is arithmetic, and news only to who asked for it.
-                if is_named:
-                    refuse(f"EP {ep} x ETP {etp}: {stage_gpus} GPUs per stage")
-                continue
             if reason:
                 refuse(reason)
-                continue
-            yield ep, etp
+            elif not stage_gpus % (ep * etp):
+                yield ep, etp
+            elif is_named:  # that a product of degrees does not divide is arithmetic, and news only to who asked for it
+                refuse(f"EP {ep} x ETP {etp}: {stage_gpus} GPUs per stage")
 
 
 # ---- inside a family ----
@@ -370,13 +344,10 @@ def shardings(space: Space, family: Family) -> list[Sharding]:
         kinds = ["zero1"]
     if replicas is not None:
         return [Sharding(kind, r) for kind in kinds for r in replicas if family.dp % r == 0]
-    return [Sharding(kind, r) for kind in kinds for r in ([1, *_replicas(space, family)] if kind == "zero3" else [1])]
-
-
-def _replicas(space: Space, family: Family) -> list[int]:
-    """Copies that keep each set of shards inside one NVLink domain, or inside eight of them (HSDP)."""
+    # Copies that keep each set of shards inside one NVLink domain, or inside eight of them (HSDP).
     inner = max(1, space.hw.nvlink_domain // (family.tp * family.cp))
-    return [family.dp // shard for shard in (inner, 8 * inner) if 1 < shard < family.dp and family.dp % shard == 0]
+    copies = [family.dp // n for n in (inner, 8 * inner) if 1 < n < family.dp and family.dp % n == 0]
+    return [Sharding(kind, r) for kind in kinds for r in ([1, *copies] if kind == "zero3" else [1])]
 
 
 def recomputes(space: Space, stages: int = 1) -> list[Recompute]:
@@ -424,26 +395,19 @@ def _module_ladder(space: Space) -> list[Recompute]:
     ]
 
 
-def _stage_layers(space: Space, pp: int, pipeline: Pipeline) -> tuple[int, ...] | None:
-    given = space.constraints.stage_layers
-    if given == EVEN:
-        return None
-    if isinstance(given, tuple):
-        return given
-    return balanced_layers(space.workload, pipeline.schedule, pp, pipeline.virtual_stages)
-
-
 def layout_of(
     space: Space, family: Family, micro_batch: int, pipeline: Pipeline, sharding: Sharding, recompute: Recompute
 ) -> Layout | None:
     given = space.constraints
-    sp = given.sequence_parallel
+    sp, layers = given.sequence_parallel, given.stage_layers
+    if layers is None:
+        layers = balanced_layers(space.workload, pipeline.schedule, family.pp, pipeline.virtual_stages)
     tokens = space.workload.seq_len % (family.tp * family.cp) == 0
     layout = Layout(
         dp=family.dp, tp=family.tp, pp=family.pp, cp=family.cp, ep=family.ep, etp=family.etp,
         sharding=cast(Any, sharding.kind), dp_replicate=sharding.replicas,
         schedule=cast(Any, pipeline.schedule), virtual_stages=pipeline.virtual_stages,
-        stage_layers=_stage_layers(space, family.pp, pipeline),
+        stage_layers=layers if isinstance(layers, tuple) else None,  # None: even
         sequence_parallel=(family.tp > 1 and tokens) if sp is None else sp and family.tp > 1,
         micro_batch=micro_batch, recompute=recompute, cuda_graphs=given.cuda_graphs,
         offload=OFFLOADS[given.offload or "none"], overlap=given.overlap or Overlap(),
