@@ -1,7 +1,6 @@
 """Where and with what a number was measured: versions, GPU, driver, date, the commit of the sources."""
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import deepwell
+from deepwell.hardware.cache import package_version
 
 _PACKAGES = ("torch", "triton", "torchao", "liger-kernel", "transformers", "tokenizers", "numpy")
 
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "deepwell": deepwell.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: package_version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "device": "cpu",
@@ -66,13 +66,6 @@ def one_line(facts: dict[str, Any]) -> str:
     packages = " ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
     driver = f", driver {facts['driver']}" if facts.get("driver") else ""
     return f"{facts['device']}{driver}, cuda {facts['cuda']}, {packages}, {facts['date']}, commit {facts['commit']}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

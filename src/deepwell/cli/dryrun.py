@@ -5,7 +5,7 @@ Exit status: 0 it fits, 2 the request is wrong, 3 it does not fit.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -50,9 +50,12 @@ def dryrun_command(
         raise typer.Exit(NOTHING_FITS)
 
 
-class _Wanted:
-    def __init__(self, *, model: _Text, hw: _Text, seq: _Count, batch: _Count, precision: _Text) -> None:
-        self.model, self.hw, self.seq, self.batch, self.precision = model, hw, seq, batch, precision
+class _Wanted(NamedTuple):
+    model: _Text
+    hw: _Text
+    seq: _Count
+    batch: _Count
+    precision: _Text
 
     def require_model(self) -> str:
         if self.model is None:

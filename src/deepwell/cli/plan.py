@@ -64,9 +64,12 @@ def plan_command(
     """Pick the parallel layout of a training job and predict its time and memory. Ends with 3 if nothing fits."""
     from deepwell.planner.search.autoplan import autoplan
 
+    counts = {
+        "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "dp_replicate": dp_replicate, "gpus": gpus,
+        "micro_batch": micro_batch, "virtual_stages": virtual_stages,
+    }  # fmt: skip
     limits: dict[str, Any] = {
-        **_counts(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, gpus=gpus,
-                  micro_batch=micro_batch, virtual_stages=virtual_stages),
+        **{name: _count_list(name, text) for name, text in counts.items()},
         "recompute": _words(recompute), "sharding": _words(sharding), "schedule": _words(schedule),
         "stage_layers": stage_layers if stage_layers == "even" else _count_list("stage_layers", stage_layers),
         "kernels": _words(kernels), "overlap": _overlap(overlap),
@@ -98,10 +101,6 @@ def refuse(error: PlanError, as_json: bool) -> NoReturn:
 
 def _words(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",")]
-
-
-def _counts(**texts: str | None) -> dict[str, list[int] | None]:
-    return {name: _count_list(name, text) for name, text in texts.items()}
 
 
 def _count_list(name: str, text: str | None) -> list[int] | None:
@@ -154,12 +153,9 @@ def _shown(plan: Any, export: str | None, explain: bool, sensitivity: bool, as_j
         return str(plan.to_json(indent=1))
     if export is not None:
         return str(plan.export(export))
-    parts = [str(plan)]
-    if explain:
-        parts.append(plan.explain())
-    if sensitivity:
-        parts.append(str(plan.sensitivity()))
-    return "\n\n".join(parts)
+    explained = [plan.explain()] if explain else []
+    varied = [str(plan.sensitivity())] if sensitivity else []
+    return "\n\n".join([str(plan), *explained, *varied])
 
 
 def _write_files(plan: Any, html: Path | None, trace: Path | None, save: Path | None) -> None:

@@ -6,7 +6,6 @@ there). Only `fail` makes `deepwell doctor` end with status 1.
 
 import dataclasses
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,7 +23,7 @@ from deepwell import __version__
 from deepwell.doctor.check import Check
 from deepwell.doctor.environment import environment_findings
 from deepwell.hardware.amx import bf16_fault
-from deepwell.hardware.cache import cache_dir
+from deepwell.hardware.cache import cache_dir, package_version
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.probe import probe
 
@@ -280,13 +279,6 @@ def check_formats(quantize: Callable[..., Any] | None = None) -> Check:
         remedy = "this torch rounds differently: do not train with it"
         return Check(name="formats", status="fail", detail="; ".join(wrong), remedy=remedy)
     return Check(name="formats", status="ok", detail=f"hand vectors exact: {', '.join(v[0] for v in HAND_VECTORS)}")
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def version_tuple(text: str) -> tuple[int, ...]:

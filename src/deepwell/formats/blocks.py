@@ -44,17 +44,12 @@ def ungroup(grouped: Tensor, fmt: Format, shape: tuple[int, ...]) -> Tensor:
 
 def group_amax(grouped: Tensor, fmt: Format) -> Tensor:
     """The largest magnitude of each group, shaped to broadcast; NaN where the group has one, 0 where it is empty."""
-    dims = _group_dims(grouped, fmt)
+    is_square = fmt.block is not None and fmt.block[0] > 1
+    dims = tuple(range(-grouped.ndim, 0)) if fmt.scaling == "tensor" else (-3, -1) if is_square else (-1,)
     if grouped.numel() == 0:
         shape = [1 if i - grouped.ndim in dims else size for i, size in enumerate(grouped.shape)]
         return grouped.new_zeros(shape)
     return grouped.abs().amax(dims, keepdim=True)
-
-
-def _group_dims(grouped: Tensor, fmt: Format) -> tuple[int, ...]:
-    if fmt.scaling == "tensor":
-        return tuple(range(-grouped.ndim, 0))
-    return (-3, -1) if fmt.block is not None and fmt.block[0] > 1 else (-1,)
 
 
 def stored_scales(scales: Tensor, fmt: Format) -> Tensor:

@@ -124,13 +124,11 @@ def decode(codes: Tensor, element: ElementFormat) -> Tensor:
 
 def _decode_table(element: ElementFormat) -> Tensor:
     """Value of every code of an element without inf and NaN."""
-    mantissa_codes = 1 << element.mantissa_bits
-    values = []
-    for code in range(1 << (element.bits - 1)):
-        binade, mantissa = divmod(code, mantissa_codes)
-        steps = mantissa if binade == 0 else mantissa + mantissa_codes
-        values.append(steps * element.min_subnormal * 2.0 ** max(binade - 1, 0))
-    return torch.tensor(values + [-value for value in values], dtype=torch.float32)
+    codes, first = torch.arange(1 << (element.bits - 1)), 1 << element.mantissa_bits
+    binade, mantissa = codes // first, codes % first
+    steps = (mantissa + first * (binade > 0)).float()
+    values = torch.ldexp(steps * element.min_subnormal, (binade - 1).clamp(min=0))
+    return torch.cat((values, -values))
 
 
 def stochastic_round_bf16(x: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -29,9 +29,7 @@ def swizzle(scales: Tensor) -> Tensor:
     lead = raw.shape[:-2]
     # (row tile, 4 x 32 rows, column tile, 4 columns) -> (row tile, column tile, 32 rows, 4 rows, 4 columns)
     tiles = raw.reshape(*lead, rows // TILE_ROWS, 4, 32, columns // TILE_COLUMNS, TILE_COLUMNS)
-    n = len(lead)
-    order = [*range(n), n, n + 3, n + 2, n + 1, n + 4]
-    return tiles.permute(order).reshape(*lead, rows * columns).view(scales.dtype)
+    return tiles.transpose(-4, -2).reshape(*lead, rows * columns).view(scales.dtype)
 
 
 def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
@@ -43,9 +41,7 @@ def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
         raise ConfigError(f"swizzled has {raw.shape[-1]} bytes; {rows} x {columns} scales in whole tiles take {needed}")
     lead = raw.shape[:-1]
     tiles = raw.reshape(*lead, padded_rows // TILE_ROWS, padded_columns // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
-    n = len(lead)
-    order = [*range(n), n, n + 3, n + 2, n + 1, n + 4]
-    plain = tiles.permute(order).reshape(*lead, padded_rows, padded_columns)
+    plain = tiles.transpose(-4, -2).reshape(*lead, padded_rows, padded_columns)
     return plain[..., :rows, :columns].contiguous().view(swizzled.dtype)
 
 

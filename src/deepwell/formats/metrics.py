@@ -65,19 +65,12 @@ def assert_no_worse_than(got: Tensor, torch_same_dtype: Tensor, ref_fp32: Tensor
         return
     slack = _REFERENCE_SLACK * float(ref64[finite].abs().max())
     got_error, own_error = (got64 - ref64)[finite], (own64 - ref64)[finite]
-    for label, measure in (("largest", _largest), ("RMS", _rms)):
-        error, torch_error = measure(got_error), measure(own_error)
+    measures = (("largest", lambda error: error.abs().max()), ("RMS", lambda error: error.square().mean().sqrt()))
+    for label, measure in measures:
+        error, torch_error = float(measure(got_error)), float(measure(own_error))
         if not error <= factor * torch_error + slack:
             allowed = f"{factor:g} x torch's {torch_error:.3e} + {slack:.1e}"
             raise AssertionError(f"{label} error {error:.3e} is more than {allowed}")
-
-
-def _largest(error: Tensor) -> float:
-    return float(error.abs().max())
-
-
-def _rms(error: Tensor) -> float:
-    return float(error.square().mean().sqrt())
 
 
 def _check_same_shape(ref: Tensor, got: Tensor) -> None:

@@ -66,8 +66,7 @@ def quantize(
     check_input("x", x)
     x = x.detach()
     fmt = get_format(fmt)
-    axis = _check_arguments(x, fmt, axis, rounding, scale_rounding)
-    _check_amax(fmt, amax)
+    axis = _check_arguments(x, fmt, axis, rounding, scale_rounding, amax)
     x_moved = (x if hadamard is None else hadamard16(x, hadamard, axis)).movedim(axis, -1)
     random = generator.movedim(axis, -1) if isinstance(generator, Tensor) else generator
     if not fmt.is_scaled:
@@ -89,7 +88,7 @@ def quantize(
     )
 
 
-def _check_arguments(x: Tensor, fmt: Format, axis: int, rounding: str, scale_rounding: str) -> int:
+def _check_arguments(x: Tensor, fmt: Format, axis: int, rounding: str, scale_rounding: str, amax: Tensor | None) -> int:
     """Check what the signature cannot; returns the axis counted from the front."""
     if x.ndim == 0 or not -x.ndim <= axis < x.ndim:
         raise ConfigError(f"axis {axis} is not an axis of x with shape {tuple(x.shape)}")
@@ -101,16 +100,11 @@ def _check_arguments(x: Tensor, fmt: Format, axis: int, rounding: str, scale_rou
         raise UnsupportedError(
             f"scale_rounding={scale_rounding!r} is for MX formats; {fmt.name} has one rule for its scales"
         )
-    return axis % x.ndim
-
-
-def _check_amax(fmt: Format, amax: Tensor | None) -> None:
-    if amax is None:
-        return
-    if fmt.scaling != "tensor" and not fmt.has_global_scale:
+    if amax is not None and fmt.scaling != "tensor" and not fmt.has_global_scale:
         raise UnsupportedError(f"amax is for formats with one scale per tensor; {fmt.name} has none")
-    if amax.numel() != 1:
+    if amax is not None and amax.numel() != 1:
         raise ConfigError(f"amax must hold one number, got shape {tuple(amax.shape)}")
+    return axis % x.ndim
 
 
 def _cast(x: Tensor, fmt: Format, rounding: str, random: torch.Generator | Tensor | None) -> Tensor:
@@ -126,9 +120,8 @@ def _cast(x: Tensor, fmt: Format, rounding: str, random: torch.Generator | Tenso
 def _round(scaled: Tensor, fmt: Format, rounding: str, random: torch.Generator | Tensor | None) -> Tensor:
     if rounding == "nearest":
         return encode(scaled, fmt.element)
-    if isinstance(random, Tensor):
-        return encode_stochastic(scaled, fmt.element, random_bits=group(random, fmt))
-    return encode_stochastic(scaled, fmt.element, generator=random)
+    how = {"random_bits": group(random, fmt)} if isinstance(random, Tensor) else {"generator": random}
+    return encode_stochastic(scaled, fmt.element, **how)
 
 
 # ---- scales: each returns (multiplier for x, stored scales, global scale) ----

@@ -36,34 +36,21 @@ class ElementFormat:
 
     @property
     def max_exponent(self) -> int:
-        return _floor_log2(self.max)
+        return math.frexp(self.max)[1] - 1
 
     def __str__(self) -> str:
         return f"{self.name}: {self.bits} bits, max {self.max:g}, min {self.min_subnormal:g}"
 
 
-def _floor_log2(value: float) -> int:
-    # float.hex writes 0x1.xxxp+e: the exponent without a logarithm's rounding.
-    return int(float(value).hex().split("p")[1])
-
-
 def _element(name: str, exponent_bits: int, mantissa_bits: int, largest: float | None = None) -> ElementFormat:
     """An element whose top exponent is kept for inf and NaN, or, up to `largest`, holds ordinary numbers."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    bits = 1 + exponent_bits + mantissa_bits
+    bias, bits = 2 ** (exponent_bits - 1) - 1, 1 + exponent_bits + mantissa_bits
     return ElementFormat(
-        name=name,
-        bits=bits,
-        exponent_bits=exponent_bits,
-        mantissa_bits=mantissa_bits,
-        bias=bias,
-        max=largest or (2 - 2.0**-mantissa_bits) * 2.0**bias,
-        min_normal=2.0 ** (1 - bias),
-        min_subnormal=2.0 ** (1 - bias - mantissa_bits),
-        has_inf=largest is None,
-        has_nan=bits >= 8,
+        name=name, bits=bits, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias,
+        max=largest or (2 - 2.0**-mantissa_bits) * 2.0**bias, min_normal=2.0 ** (1 - bias),
+        min_subnormal=2.0 ** (1 - bias - mantissa_bits), has_inf=largest is None, has_nan=bits >= 8,
         storage_bits=8 if bits == 6 else bits,
-    )
+    )  # fmt: skip
 
 
 FP32 = _element("fp32", 8, 23)

@@ -63,12 +63,16 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     return Path(environ.get("HOME") or Path.home()) / ".cache" / "deepwell"
 
 
-def torch_version() -> str:
-    """torch's version without importing it; `none` where it is not installed."""
+def package_version(name: str) -> str | None:
+    """The version of an installed package, without importing it."""
     try:
-        return importlib.metadata.version("torch")
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return None
+
+
+def torch_version() -> str:
+    return package_version("torch") or "none"
 
 
 def measurement_path(gpu: Gpu, environ: Mapping[str, str] | None = None) -> Path:
@@ -82,16 +86,14 @@ def read_measurement(gpu: Gpu, environ: Mapping[str, str] | None = None) -> tupl
     """(the measurement of `gpu` or None, a note where a file was there and was no use)."""
     path = measurement_path(gpu, environ)
     try:
-        text = path.read_text(encoding="utf-8")
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
+            raise ConfigError("another schema")
+        found = decode(Measurement, data, path.name)
     except FileNotFoundError:
         return None, ""
     except (OSError, UnicodeDecodeError) as error:
         return None, f"the measurements in {path.name} could not be read ({error}): measure again"
-    try:
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
-            raise ConfigError("another schema")
-        found = decode(Measurement, data, path.name)
     except (json.JSONDecodeError, ConfigError) as error:
         return None, f"the measurements in {path.name} were ignored ({error}): run `deepwell probe --measure` again"
     if (found.device, found.driver, found.torch) != _identity(gpu):

@@ -30,14 +30,13 @@ def _plain(dtype_name: str) -> Callable[..., Call]:
 
 def _fp8_tensor(torch: Any, m: int, n: int, k: int, device: Any) -> Call:
     side = (torch.ones(1, device=device), _recipes(torch).TensorWise)
-    return _scaled(torch, _fp8(torch, m, k, device), _fp8(torch, n, k, device).t(), side, side, fast=True)
+    return _scaled(torch, m, n, k, device, side, side, fast=True)
 
 
 def _fp8_row(torch: Any, m: int, n: int, k: int, device: Any) -> Call:
     recipe = _recipes(torch).RowWise
     scale_a, scale_b = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
-    a, b = _fp8(torch, m, k, device), _fp8(torch, n, k, device).t()
-    return _scaled(torch, a, b, (scale_a, recipe), (scale_b, recipe), fast=True)
+    return _scaled(torch, m, n, k, device, (scale_a, recipe), (scale_b, recipe), fast=True)
 
 
 def _fp8_1x128(torch: Any, m: int, n: int, k: int, device: Any) -> Call:
@@ -47,8 +46,8 @@ def _fp8_1x128(torch: Any, m: int, n: int, k: int, device: Any) -> Call:
     # Both scales are stored outer dimension first; B's has its K blocks padded to a multiple of four.
     scale_a = torch.ones(k // 128, m, device=device).t()
     scale_b = torch.ones(n // 128, _round_up(k // 128, 4), device=device).t()
-    a, b = _fp8(torch, m, k, device), _fp8(torch, n, k, device).t()
-    return _scaled(torch, a, b, (scale_a, recipes.BlockWise1x128), (scale_b, recipes.BlockWise128x128), fast=False)
+    sides = (scale_a, recipes.BlockWise1x128), (scale_b, recipes.BlockWise128x128)
+    return _scaled(torch, m, n, k, device, *sides, fast=False)
 
 
 def _mxfp8(torch: Any, m: int, n: int, k: int, device: Any) -> Call:
@@ -82,9 +81,12 @@ def _nvfp4(torch: Any, m: int, n: int, k: int, device: Any) -> Call:
     )
 
 
-def _scaled(torch: Any, a: Any, b: Any, side_a: tuple[Any, Any], side_b: tuple[Any, Any], *, fast: bool) -> Call:
-    scaled_mm = torch.nn.functional.scaled_mm
-    return lambda: scaled_mm(a, b, *side_a, *side_b, output_dtype=torch.bfloat16, use_fast_accum=fast)
+def _scaled(torch: Any, m: int, n: int, k: int, device: Any, *sides: tuple[Any, Any], fast: bool) -> Call:
+    a, b, scaled_mm = _fp8(torch, m, k, device), _fp8(torch, n, k, device).t(), torch.nn.functional.scaled_mm
+    (scale_a, recipe_a), (scale_b, recipe_b) = sides
+    return lambda: scaled_mm(
+        a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype=torch.bfloat16, use_fast_accum=fast
+    )
 
 
 def _fp8(torch: Any, rows: int, columns: int, device: Any) -> Any:

@@ -77,8 +77,7 @@ def read_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
 def numa_node(pci_bus_id: str, root: Path = Path("/")) -> int | None:
     """NUMA node of a PCI device. NVML writes the domain with eight digits, /sys with four."""
     domain, _, rest = pci_bus_id.lower().partition(":")
-    node = _number(root / f"sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
-    return node if node is not None and node >= 0 else None
+    return _numa(root / f"sys/bus/pci/devices/{domain[-4:]}:{rest}")
 
 
 def _usable_cores(host: Host) -> int | None:
@@ -130,7 +129,9 @@ def _infiniband(folder: Path) -> tuple[Nic, ...]:
             state = (_text(port / "state") or "").partition(":")[2].strip().lower()  # "4: ACTIVE"
             speed = float(rate[0]) / 8 if rate and rate[0].replace(".", "", 1).isdigit() else None
             name = f"{device.name}:{port.name}"
-            nics.append(Nic(name=name, kind="infiniband", gb_per_s=speed, state=state, numa_node=_numa(device)))
+            nics.append(
+                Nic(name=name, kind="infiniband", gb_per_s=speed, state=state, numa_node=_numa(device / "device"))
+            )
     return tuple(nics)
 
 
@@ -143,12 +144,14 @@ def _ethernet(folder: Path) -> tuple[Nic, ...]:
         mbit = _number(device / "speed")  # -1 where the link is down or the driver is virtual
         speed = mbit / 8000 if mbit is not None and mbit > 0 else None
         state = (_text(device / "operstate") or "").strip()
-        nics.append(Nic(name=device.name, kind="ethernet", gb_per_s=speed, state=state, numa_node=_numa(device)))
+        nics.append(
+            Nic(name=device.name, kind="ethernet", gb_per_s=speed, state=state, numa_node=_numa(device / "device"))
+        )
     return tuple(nics)
 
 
 def _numa(device: Path) -> int | None:
-    node = _number(device / "device/numa_node")
+    node = _number(device / "numa_node")
     return node if node is not None and node >= 0 else None
 
 

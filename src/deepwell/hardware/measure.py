@@ -83,7 +83,8 @@ def measure(
     if note and older is not None:
         result = _merge(older, result)
     write_measurement(gpu, result, environ)
-    gpus = tuple(result.applied_to(g) if _same(g, gpu) else g for g in hw.gpus)
+    alike = (gpu.name, gpu.driver, gpu.mig_enabled)
+    gpus = tuple(result.applied_to(g) if (g.name, g.driver, g.mig_enabled) == alike else g for g in hw.gpus)
     return dataclasses.replace(hw, gpus=gpus, notes=tuple(dict.fromkeys((*hw.notes, *([note] if note else [])))))
 
 
@@ -98,10 +99,6 @@ def _device(torch: Any, hw: Hardware) -> tuple[Gpu, Any]:
         if gpu.name == name:
             return gpu, torch.device("cuda", 0)
     raise ConfigError(f"hw: torch's first GPU is {name!r}, which is not in it; probe this machine again")
-
-
-def _same(a: Gpu, b: Gpu) -> bool:
-    return (a.name, a.driver, a.mig_enabled) == (b.name, b.driver, b.mig_enabled)
 
 
 class _MeasureRun:

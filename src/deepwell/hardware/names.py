@@ -6,14 +6,13 @@ files carries its source; what has no source is not there.
 
 import difflib
 import functools
-import json
 import re
 from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any, get_args
 
 from deepwell.errors import ConfigError
-from deepwell.hardware.codec import decode
+from deepwell.hardware.codec import decode, packaged_json
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.parts import Curve, Fabric, Gpu, Origin, Peak, Tier
 
@@ -87,10 +86,10 @@ class Machine:
 @functools.cache
 def machines() -> dict[str, Machine]:
     found = {}
-    for file in sorted(resources.files("deepwell.hardware").joinpath("machines").iterdir(), key=lambda f: f.name):
-        if file.name.endswith(".json"):
-            machine = decode(Machine, json.loads(file.read_text(encoding="utf-8")), file.name)
-            found[machine.name.lower()] = machine
+    files = resources.files("deepwell.hardware").joinpath("machines").iterdir()
+    for name in sorted(file.name for file in files if file.name.endswith(".json")):
+        machine = decode(Machine, packaged_json("deepwell.hardware", "machines", name), name)
+        found[machine.name.lower()] = machine
     return found
 
 

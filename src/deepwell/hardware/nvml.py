@@ -5,7 +5,7 @@ old driver missing. So each call stands alone.
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,8 @@ _DEFAULT_LANES_PER_SM = 128
 _NVLINK_GB_PER_S = {(7, 0): 25.0, (8, 0): 25.0, (9, 0): 25.0, (10, 0): 50.0, (10, 3): 50.0}
 # Per lane and direction after encoding, by PCIe generation (same source: x16 gives 31, 63, 121 GB/s).
 _PCIE_GB_PER_S_PER_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+
+_PATHS = {0: "INT", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML's topology levels
 
 # Whose peaks an unknown GPU of the same architecture is scaled from: the full-power part of each.
 _REFERENCES = {(8, 0): "a100-80", (9, 0): "h100", (10, 0): "b200", (10, 3): "b300"}
@@ -47,8 +49,8 @@ class NvmlReader:
 
     def read(self, visible: str | None = None) -> NvmlReading:
         """The GPUs that NVML shows and `visible` (CUDA_VISIBLE_DEVICES) admits. `nvml` must be initialised."""
-        count = self._ask("GPU count", None, self.nvml.nvmlDeviceGetCount) or 0
-        handles = {i: self._ask("GPU handle", i, self.nvml.nvmlDeviceGetHandleByIndex, i) for i in range(count)}
+        count = self._ask("GPU count", None, "nvmlDeviceGetCount") or 0
+        handles = {i: self._ask("GPU handle", i, "nvmlDeviceGetHandleByIndex", i) for i in range(count)}
         found = {i: handle for i, handle in handles.items() if handle is not None}
         if visible is not None:
             found = self._visible(found, visible)
@@ -76,16 +78,22 @@ class NvmlReader:
             self.notes.append(f"CUDA_VISIBLE_DEVICES={visible!r} hides {hidden} of {len(handles)} GPUs")
         return chosen
 
-    def _ask(self, what: str, index: int | None, call: Callable[..., Any] | None, *arguments: Any) -> Any:
-        """The call's answer, or None with the reason kept for the notes."""
-        if call is None:
-            self._refuse(what, index, "this nvidia-ml-py does not have the call")
-            return None
+    def _ask(self, what: str, index: int | None, name: str, *arguments: Any) -> Any:
+        """The call's answer, or None with the reason kept for the notes; without words for it, no note."""
+        call = getattr(self.nvml, name, None)
         try:
-            return call(*arguments)
+            if call is not None:
+                return call(*arguments)
+            reason = "this nvidia-ml-py does not have the call"
         except self.nvml.NVMLError as error:
-            self._refuse(what, index, str(error) or type(error).__name__)
-            return None
+            reason = str(error) or type(error).__name__
+        if what:
+            self._refuse(what, index, reason)
+        return None
+
+    def _quiet(self, name: str, *arguments: Any) -> Any:
+        """An answer whose absence is ordinary (a GPU without NVLink refuses all of these) and needs no note."""
+        return self._ask("", None, name, *arguments)
 
     def _refuse(self, what: str, index: int | None, reason: str) -> None:
         _, indices = self._refused.setdefault(what, (reason, []))
@@ -97,34 +105,31 @@ class NvmlReader:
             where = f" of GPU {', '.join(map(str, indices))}" if indices else ""
             self.notes.append(f"{what}{where} is not known: NVML answered: {reason}")
 
-    def _function(self, name: str) -> Callable[..., Any] | None:
-        return getattr(self.nvml, name, None)
-
     def _gpu(self, i: int, handle: Any) -> Gpu:
-        ask, fn = self._ask, self._function
+        ask = self._ask
         clock_sm = getattr(self.nvml, "NVML_CLOCK_SM", 1)
         clock_memory = getattr(self.nvml, "NVML_CLOCK_MEM", 2)
-        name = _string(ask("name", i, fn("nvmlDeviceGetName"), handle)) or "unknown NVIDIA GPU"
-        memory = ask("memory", i, fn("nvmlDeviceGetMemoryInfo"), handle)
-        cc = ask("compute capability", i, fn("nvmlDeviceGetCudaComputeCapability"), handle)
-        lanes = ask("SM count", i, fn("nvmlDeviceGetNumGpuCores"), handle)
-        limit = ask("power limit", i, fn("nvmlDeviceGetEnforcedPowerLimit"), handle)
-        pci = ask("PCI address", i, fn("nvmlDeviceGetPciInfo"), handle)
+        name = _string(ask("name", i, "nvmlDeviceGetName", handle)) or "unknown NVIDIA GPU"
+        memory = ask("memory", i, "nvmlDeviceGetMemoryInfo", handle)
+        cc = ask("compute capability", i, "nvmlDeviceGetCudaComputeCapability", handle)
+        lanes = ask("SM count", i, "nvmlDeviceGetNumGpuCores", handle)
+        limit = ask("power limit", i, "nvmlDeviceGetEnforcedPowerLimit", handle)
+        pci = ask("PCI address", i, "nvmlDeviceGetPciInfo", handle)
         bus = None if pci is None else _string(pci.busId)
         gpu = Gpu(
             name=name,
             index=i,
-            uuid=_string(ask("UUID", i, fn("nvmlDeviceGetUUID"), handle)),
+            uuid=_string(ask("UUID", i, "nvmlDeviceGetUUID", handle)),
             compute_capability=None if cc is None else (int(cc[0]), int(cc[1])),
             num_sms=_sms(lanes, cc),
             memory_bytes=None if memory is None else int(memory.total),
-            sm_clock_mhz=ask("SM clock", i, fn("nvmlDeviceGetClockInfo"), handle, clock_sm),
-            max_sm_clock_mhz=ask("maximum SM clock", i, fn("nvmlDeviceGetMaxClockInfo"), handle, clock_sm),
-            memory_clock_mhz=ask("memory clock", i, fn("nvmlDeviceGetClockInfo"), handle, clock_memory),
-            max_memory_clock_mhz=ask("maximum memory clock", i, fn("nvmlDeviceGetMaxClockInfo"), handle, clock_memory),
+            sm_clock_mhz=ask("SM clock", i, "nvmlDeviceGetClockInfo", handle, clock_sm),
+            max_sm_clock_mhz=ask("maximum SM clock", i, "nvmlDeviceGetMaxClockInfo", handle, clock_sm),
+            memory_clock_mhz=ask("memory clock", i, "nvmlDeviceGetClockInfo", handle, clock_memory),
+            max_memory_clock_mhz=ask("maximum memory clock", i, "nvmlDeviceGetMaxClockInfo", handle, clock_memory),
             power_limit_w=None if limit is None else limit / 1000,
-            driver=_string(ask("driver version", None, fn("nvmlSystemGetDriverVersion"))),
-            cuda_driver=_cuda_version(ask("CUDA driver version", None, fn("nvmlSystemGetCudaDriverVersion_v2"))),
+            driver=_string(ask("driver version", None, "nvmlSystemGetDriverVersion")),
+            cuda_driver=_cuda_version(ask("CUDA driver version", None, "nvmlSystemGetCudaDriverVersion_v2")),
             mig_enabled=self._mig(i, handle),
             pci_bus_id=bus,
             numa_node=None if bus is None else numa_node(bus, self.root),
@@ -133,11 +138,10 @@ class NvmlReader:
 
     def _mig(self, i: int, handle: Any) -> bool | None:
         """MIG mode; a GPU without the feature answers NotSupported, which is a plain no and no note."""
-        call = self._function("nvmlDeviceGetMigMode")
-        if call is None:
+        if not hasattr(self.nvml, "nvmlDeviceGetMigMode"):
             return None
         try:
-            return bool(call(handle)[0])
+            return bool(self.nvml.nvmlDeviceGetMigMode(handle)[0])
         except self.nvml.NVMLError_NotSupported:
             return False
         except self.nvml.NVMLError as error:
@@ -158,7 +162,7 @@ class NvmlReader:
         if machine is not None:
             return _as_machine(gpu, machine, sources)
         self.notes.append(f"GPU {gpu.index} is called {gpu.name!r}, which is no known machine: speeds are derived")
-        width = self._ask("memory bus width", gpu.index, self._function("nvmlDeviceGetMemoryBusWidth"), handle)
+        width = self._ask("memory bus width", gpu.index, "nvmlDeviceGetMemoryBusWidth", handle)
         bandwidth = None
         if width and gpu.max_memory_clock_mhz:
             bandwidth = gpu.max_memory_clock_mhz * 1e6 * (width / 8) * 2 / 1e9
@@ -169,8 +173,7 @@ class NvmlReader:
     def _fabric(self, handles: list[Any], gpus: list[Gpu]) -> Fabric:
         links, per_gpu, switched = self._nvlinks(handles, gpus)
         if switched and per_gpu:
-            full = {(a, b): per_gpu for a in range(len(gpus)) for b in range(a + 1, len(gpus))}
-            links = {pair: max(links.get(pair, 0), count) for pair, count in full.items()}
+            links = {pair: max(links.get(pair, 0), per_gpu) for pair in itertools.combinations(range(len(gpus)), 2)}
         sources = []
         bandwidth = None
         per_link = _NVLINK_GB_PER_S.get(gpus[0].compute_capability or (0, 0)) if gpus else None
@@ -184,20 +187,18 @@ class NvmlReader:
             sources.append(Origin(figure="nvlink_gb_per_s", tier="spec", text=text))
         pcie = self._pcie(handles[0]) if handles else {}
         if "pcie_gb_per_s" in pcie:
-            sources.append(
-                Origin(figure="pcie_gb_per_s", tier="spec", text="derived: generation and width that NVML reports")
-            )
-        pairs = tuple(
-            Link(a=a, b=b, nvlinks=links.get((a, b), 0), path=self._path(handles[a], handles[b]))
-            for a in range(len(gpus))
-            for b in range(a + 1, len(gpus))
-        )
+            text = "derived: generation and width that NVML reports"
+            sources.append(Origin(figure="pcie_gb_per_s", tier="spec", text=text))
+        pairs = []
+        for a, b in itertools.combinations(range(len(gpus)), 2):
+            level = self._ask("PCIe topology", None, "nvmlDeviceGetTopologyCommonAncestor", handles[a], handles[b])
+            pairs.append(Link(a=a, b=b, nvlinks=links.get((a, b), 0), path=_PATHS.get(level, "?")))
         return Fabric(
             nvlink_domain=largest_group(len(gpus), [pair for pair, count in links.items() if count]),
             nvswitch=switched,
             nvlinks_per_gpu=per_gpu,
             nvlink_gb_per_s=bandwidth,
-            links=pairs,
+            links=tuple(pairs),
             sources=tuple(sources),
             **pcie,
         )
@@ -209,50 +210,27 @@ class NvmlReader:
         counts, switched = [], False
         most = getattr(self.nvml, "NVML_NVLINK_MAX_LINKS", 18)
         for a, handle in enumerate(handles):
-            active = [link for link in range(most) if self._link_is_active(handle, link)]
+            active = [link for link in range(most) if self._quiet("nvmlDeviceGetNvLinkState", handle, link)]
             counts.append(len(active))
             for link in active:
                 remote = self._quiet("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
                 b = None if remote is None else by_bus.get((_string(remote.busId) or "").lower())
                 if b is None:
-                    switched = switched or self._is_switch(handle, link)
+                    kind = None if switched else self._quiet("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+                    switched = switched or kind == getattr(self.nvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
                 elif a < b:
                     pairs[a, b] = pairs.get((a, b), 0) + 1
         return pairs, min(counts, default=0), switched
 
-    def _link_is_active(self, handle: Any, link: int) -> bool:
-        return bool(self._quiet("nvmlDeviceGetNvLinkState", handle, link))
-
-    def _is_switch(self, handle: Any, link: int) -> bool:
-        kind = self._quiet("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-        return kind == getattr(self.nvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
-
-    def _quiet(self, name: str, *arguments: Any) -> Any:
-        """An answer whose absence is ordinary (a GPU without NVLink refuses all of these) and needs no note."""
-        call = self._function(name)
-        if call is None:
-            return None
-        try:
-            return call(*arguments)
-        except self.nvml.NVMLError:
-            return None
-
     def _pcie(self, handle: Any) -> dict[str, Any]:
         # The current generation drops while idle, so the maximum of GPU and slot is the figure to plan with.
-        gen = self._ask("PCIe generation", 0, self._function("nvmlDeviceGetMaxPcieLinkGeneration"), handle)
-        width = self._ask("PCIe width", 0, self._function("nvmlDeviceGetMaxPcieLinkWidth"), handle)
+        gen = self._ask("PCIe generation", 0, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+        width = self._ask("PCIe width", 0, "nvmlDeviceGetMaxPcieLinkWidth", handle)
         if gen is None or width is None:
             return {}
         speed = _PCIE_GB_PER_S_PER_LANE.get(gen)
-        return {
-            "pcie_gen": gen,
-            "pcie_width": width,
-            **({} if speed is None else {"pcie_gb_per_s": round(speed * width, 1)}),
-        }
-
-    def _path(self, a: Any, b: Any) -> str:
-        level = self._ask("PCIe topology", None, self._function("nvmlDeviceGetTopologyCommonAncestor"), a, b)
-        return {0: "INT", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}.get(level, "?")
+        known = {} if speed is None else {"pcie_gb_per_s": round(speed * width, 1)}
+        return {"pcie_gen": gen, "pcie_width": width, **known}
 
 
 def scaled_peaks(gpu: Gpu) -> tuple[Peak, ...]:
@@ -278,7 +256,7 @@ def largest_group(count: int, pairs: list[tuple[int, int]]) -> int:
 def _as_machine(gpu: Gpu, machine: Machine, sources: list[Origin]) -> Gpu:
     model = machine.gpu()
     taken = {name: getattr(model, name) for name in ("memory_gb_per_s", "copy_gb_per_s", "l2_bytes")}
-    taken |= {name: getattr(model, name) for name in ("num_sms",) if getattr(gpu, name) is None}
+    taken |= {"num_sms": model.num_sms} if gpu.num_sms is None else {}
     have = {source.figure for source in sources} - set(taken)
     kept = [s for s in sources if s.figure in have] + [s for s in model.sources if s.figure in taken]
     return dataclasses.replace(gpu, peaks=model.peaks, curves=model.curves, sources=tuple(kept), **taken)

@@ -73,8 +73,26 @@ class Curve:
     points: tuple[GemmPoint, ...]
 
 
+class _Sourced:
+    """A part whose figures say where they come from."""
+
+    __slots__ = ()
+    sources: tuple[Origin, ...]
+
+    def figure(self, name: str) -> Figure | None:
+        """The numeric field `name` with its tier and source, or None where it is not known."""
+        if name not in {f.name for f in dataclasses.fields(self)}:  # type: ignore[arg-type]
+            raise ConfigError(f"name: a {type(self).__name__} has no figure {name!r}")
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        given = Origin(figure=name, tier="spec", text="given without a source")
+        source = next((source for source in self.sources if source.figure == name), given)
+        return Figure(value=value, tier=source.tier, source=source.text)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class Gpu(_Sourced):
     """One device that can be planned for: an NVIDIA GPU (`kind="cuda"`) or, where there is none, the CPU."""
 
     name: str
@@ -184,10 +202,6 @@ class Gpu:
             return own
         return [c for c in known if PEAK_CLASS.get(c.format) == PEAK_CLASS[exact]]
 
-    def figure(self, name: str) -> Figure | None:
-        """The numeric field `name` with its tier and source, or None where it is not known."""
-        return _figure(self, name)
-
     def __str__(self) -> str:
         units = f"cpu, {self.num_sms or '?'} cores" if self.kind == "cpu" else f"{self.sm}, {self.num_sms or '?'} SMs"
         return f"{self.name} ({units}, {gib(self.memory_bytes)})"
@@ -219,7 +233,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fabric:
+class Fabric(_Sourced):
     """NVLink inside a domain, PCIe to the host, NICs between nodes. Bandwidths are one direction, per GPU."""
 
     nvlink_domain: int = 1  # GPUs that reach each other by NVLink; may span nodes (NVL72)
@@ -243,10 +257,6 @@ class Fabric:
             if {link.a, link.b} == {a, b}:
                 return link.label
         return f"NV{self.nvlinks_per_gpu}" if self.nvswitch and self.nvlinks_per_gpu else "?"
-
-    def figure(self, name: str) -> Figure | None:
-        """The numeric field `name` with its tier and source, or None where it is not known."""
-        return _figure(self, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,18 +282,6 @@ def _known_format(name: str) -> str:
     if exact is None:
         raise ConfigError(f"format: got {name!r}; accepted: {', '.join(FORMATS)}, fp8, fp4")
     return exact
-
-
-def _figure(part: Gpu | Fabric, name: str) -> Figure | None:
-    if name not in {f.name for f in dataclasses.fields(part)}:
-        raise ConfigError(f"name: a {type(part).__name__} has no figure {name!r}")
-    value = getattr(part, name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    for source in part.sources:
-        if source.figure == name:
-            return Figure(value=value, tier=source.tier, source=source.text)
-    return Figure(value=value, tier="spec", source="given without a source")
 
 
 def _interpolate(points: tuple[GemmPoint, ...], shape: tuple[int, int, int]) -> float:

@@ -6,6 +6,7 @@
 Figures measured before on this machine (`deepwell probe --measure`) are read from the cache and win over the tables.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -71,7 +72,8 @@ def _read_gpus(nvml: ModuleType | Any | None, root: Path, environ: Mapping[str, 
     try:
         reading = NvmlReader(nvml, root).read(environ.get("CUDA_VISIBLE_DEVICES"))
     finally:
-        _shut_down(nvml)
+        with contextlib.suppress(nvml.NVMLError):  # all answers are in already, and the process ends NVML anyway
+            nvml.nvmlShutdown()
     if not reading.gpus:
         reading.notes.append("NVML shows no GPU: the CPU is the device")
     return reading
@@ -79,22 +81,16 @@ def _read_gpus(nvml: ModuleType | Any | None, root: Path, environ: Mapping[str, 
 
 def _advice(error: Exception) -> str:
     kind = type(error).__name__
-    if "LibraryNotFound" in kind:
-        return "no NVIDIA driver is installed, or this container was started without GPUs"
-    if "DriverNotLoaded" in kind:
-        return "the driver is installed but not loaded: try `modprobe nvidia` or reboot"
-    if "NoPermission" in kind:
-        return "this user may not open the NVIDIA devices: check /dev/nvidia* and the container's device rules"
-    if "LibRmVersionMismatch" in kind:
-        return "the driver was updated while running: reboot"
-    return "run nvidia-smi to see the driver's own message"
+    return next((advice for part, advice in _ADVICE.items() if part in kind), _ASK_SMI)
 
 
-def _shut_down(nvml: ModuleType | Any) -> None:
-    try:
-        nvml.nvmlShutdown()
-    except nvml.NVMLError:  # all answers are in already, and the process ends NVML anyway
-        return
+_ASK_SMI = "run nvidia-smi to see the driver's own message"
+_ADVICE = {
+    "LibraryNotFound": "no NVIDIA driver is installed, or this container was started without GPUs",
+    "DriverNotLoaded": "the driver is installed but not loaded: try `modprobe nvidia` or reboot",
+    "NoPermission": "this user may not open the NVIDIA devices: check /dev/nvidia* and the container's device rules",
+    "LibRmVersionMismatch": "the driver was updated while running: reboot",
+}
 
 
 def _read_through_torch(reading: NvmlReading, root: Path) -> NvmlReading:

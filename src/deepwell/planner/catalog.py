@@ -6,12 +6,10 @@ word on the device.
 """
 
 import functools
-import json
 import math
 from dataclasses import dataclass
-from importlib import resources
 
-from deepwell.hardware.codec import decode
+from deepwell.hardware.codec import decode, packaged_json
 from deepwell.hardware.parts import Gpu
 from deepwell.planner.layout import Layout
 from deepwell.planner.shard import LocalGemm, RankSizes, local_block
@@ -64,8 +62,8 @@ class KernelChoice:
 
 @functools.cache
 def catalog() -> tuple[KernelConfig, ...]:
-    text = (resources.files("deepwell.planner") / "catalog.json").read_text(encoding="utf-8")
-    return tuple(decode(KernelConfig, item, f"catalog.json[{i}]") for i, item in enumerate(json.loads(text)["configs"]))
+    configs = packaged_json("deepwell.planner", "catalog.json")["configs"]
+    return tuple(decode(KernelConfig, item, f"catalog.json[{i}]") for i, item in enumerate(configs))
 
 
 def choose_kernel(gemm: LocalGemm, gpu: Gpu, allowed: tuple[str, ...] | None = None) -> KernelChoice:

@@ -9,13 +9,11 @@ fitted on. Everything else is a data sheet's figure or carries its source.
 """
 
 import functools
-import json
 import math
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.hardware.codec import packaged_json
 from deepwell.hardware.parts import Gpu
 from deepwell.planner.shard import HALF, LocalAttention, LocalGemm
 
@@ -87,17 +85,13 @@ _RATES = {"fp8": "fp8", "mxfp8": "fp8", "mxfp6": "fp6", "nvfp4": "fp4", "mxfp4":
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "mxfp6", "nvfp4", "mxfp4")
 
 
-@functools.lru_cache(maxsize=1)
-def _table() -> dict[str, Any]:
-    text = (resources.files("deepwell.planner") / "gpus.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
+_TABLE = packaged_json("deepwell.planner", "gpus.json")
 
 
 def constants_key(gpu: Gpu) -> str:
     """Which entry of gpus.json serves a GPU: its own, or its generation's."""
     name = (gpu.machine or gpu.name).lower()
-    entries = _table()["gpus"]
+    entries = _TABLE["gpus"]
     for key, entry in entries.items():
         if name in entry["machines"]:
             return str(key)
@@ -108,7 +102,7 @@ def constants_key(gpu: Gpu) -> str:
 
 
 def gpu_constants(key: str) -> GpuConstants:
-    return GpuConstants(**_table()["gpus"][key]["constants"])
+    return GpuConstants(**_TABLE["gpus"][key]["constants"])
 
 
 def device(gpu: Gpu, constants: GpuConstants | None = None) -> DeviceSpeed:

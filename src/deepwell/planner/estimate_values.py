@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deepwell.errors import ConfigError
@@ -58,7 +58,7 @@ class StageMemory:
         return self.reserved + self.context
 
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"activations": dict(self.activations)}
+        return {**asdict(self), "activations": dict(self.activations)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StageMemory:
@@ -114,9 +114,8 @@ class Estimate(JsonValue):
         return self.peak_gib <= self.limit_gib
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
         memory = [stage.to_dict() for stage in self.memory]
-        return {**plain, "breakdown": dict(self.breakdown), "memory": memory, "notes": list(self.notes)}
+        return {**asdict(self), "breakdown": dict(self.breakdown), "memory": memory, "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Estimate:

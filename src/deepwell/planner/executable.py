@@ -20,7 +20,6 @@ from deepwell.planner.shard import split_of
 from deepwell.planner.stack import Stack
 from deepwell.planner.validity import ModelFacts, model_facts
 from deepwell.planner.workload import Workload
-from deepwell.precision.gemm_format import Precision
 
 CONTEXT_KINDS = ("ulysses", "allgather")
 SPLIT_PARTS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -122,16 +121,13 @@ def _split_sizes(workload: Workload) -> tuple[tuple[str, int, int, str], ...]:
                     continue
                 size, word = (op.n, "columns") if split == "column" else (op.k, "rows")
                 for decision in resolution[f"{layer.path}.{op.name}"].values():
-                    block = _block(decision.precision)
-                    found[f"{word} of {op.name}", size, block, decision.precision.format] = None
+                    asked = decision.precision
+                    scaling = str(dict(asked.options).get("scaling"))
+                    block = _FP8_BLOCKS.get(scaling, _BLOCKS.get(asked.format, 1))
+                    found[f"{word} of {op.name}", size, block, asked.format] = None
         workload._resolved["split sizes"] = tuple(found)
     sizes: tuple[tuple[str, int, int, str], ...] = workload._resolved["split sizes"]
     return sizes
-
-
-def _block(precision: Precision) -> int:
-    scaling = dict(precision.options).get("scaling")
-    return _FP8_BLOCKS.get(str(scaling), _BLOCKS.get(precision.format, 1))
 
 
 def why_not_sequence(workload: Workload, tp: int, *, is_split: bool) -> str:
@@ -180,10 +176,11 @@ def why_not_recompute(recompute: Recompute) -> str:
 
 
 def why_not_offload(offload: Offload) -> str:
-    for name, share in (("activations", offload.activations), ("optimizer", offload.optimizer)):
-        if share not in (0.0, 1.0):
-            return f"offload {name} {share:g}: all of them or none"
-    return ""
+    shares = {"activations": offload.activations, "optimizer": offload.optimizer}
+    parts = (
+        f"offload {name} {share:g}: all of them or none" for name, share in shares.items() if share not in (0.0, 1.0)
+    )
+    return next(parts, "")
 
 
 def why_not_in_host_memory(layout: Layout) -> str:
@@ -213,18 +210,14 @@ def check_constraints(constraints: Constraints, stack: Stack) -> None:
     """Refuse constraints that leave nothing to execute. Raises ConfigError that names the constraint."""
     if not is_executed_here(stack):
         return
+    kind = constraints.context_parallel_kind
+    others = "" if kind is None or kind in CONTEXT_KINDS else f"{' and '.join(CONTEXT_KINDS)} are"
     asked = (
         ("schedule", [why_not_schedule(name) for name in constraints.allowed("schedule") or ()]),
         ("etp", [why_not_etp(count) for count in constraints.allowed("etp") or ()]),
         ("offload", [why_not_offload(OFFLOADS[constraints.offload])] if constraints.offload else []),
-        ("context_parallel_kind", _kind_reasons(constraints.context_parallel_kind)),
+        ("context_parallel_kind", [f"context parallelism by {kind}; {others}"] if others else []),
     )
     for name, reasons in asked:
         if reasons and all(reasons):
             raise ConfigError(f"{name}: Deepwell's trainer does not execute this: {reasons[0]}; stack= names another")
-
-
-def _kind_reasons(kind: str | None) -> list[str]:
-    if kind is None:
-        return []
-    return [] if kind in CONTEXT_KINDS else [f"context parallelism by {kind}; {' and '.join(CONTEXT_KINDS)} are"]

@@ -55,6 +55,9 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> StepJob:
     load = 1.0 if workload.forced_balance else max(workload.imbalance, 1.0)
     if workload.capacity_factor is not None:
         load = min(load, workload.capacity_factor) if workload.capacity_factor >= 1 else workload.capacity_factor
+    # What context parallelism makes of keys and values, where the engine keeps the result for the backward.
+    is_kept = layout.cp > 1 and stack.switch("gathered_kv", "again") == "kept"
+    kinds = {"allgather": "gathered", "ulysses": "repeated"} if is_kept else {}
     sizes = RankSizes(
         micro_batch=layout.micro_batch, seq_len=workload.seq_len, tp=layout.tp, cp=layout.cp, ep=layout.ep,
         etp=layout.etp, sequence_parallel=layout.sequence_parallel and layout.tp > 1, expert_load=load,
@@ -63,7 +66,8 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> StepJob:
         recomputes_pointwise=stack.switch("compile", "off") == "on",
         keeps_inputs=stack.switch("keeps_inputs", "off") == "on",
         gathers_inputs=stack.switch("sp_inputs", "sharded") == "gathered",
-        eager_gates=stack.switch("swiglu", "fused") == "unfused", kv_exchange=_kv_exchange(layout, stack),
+        eager_gates=stack.switch("swiglu", "fused") == "unfused",
+        kv_exchange=kinds.get(layout.context_parallel_kind, ""),
     )  # fmt: skip
     ir = workload.ir
     ends = tuple((op.name, workload.end_formats(op)) for op in (*ir.stem, *ir.tail) if op.kind == "linear")
@@ -84,13 +88,6 @@ def read_job(workload: Workload, layout: Layout, stack: Stack) -> StepJob:
         dropout=dropout,
         loss=stack.switch("loss", "fused"),
     )
-
-
-def _kv_exchange(layout: Layout, stack: Stack) -> str:
-    """What context parallelism makes of keys and values, where the engine keeps the result for the backward."""
-    if layout.cp == 1 or stack.switch("gathered_kv", "again") != "kept":
-        return ""
-    return {"allgather": "gathered", "ulysses": "repeated"}.get(layout.context_parallel_kind, "")
 
 
 def _check(workload: Workload, layout: Layout) -> None:
@@ -137,10 +134,7 @@ def _stages(workload: Workload, layout: Layout) -> tuple[StageLayers, ...]:
             counts[variant_of[layer]] += 1
             is_again = chosen.kind == "full" or (chosen.kind == "block" and place < (chosen.layers or 0))
             again[variant_of[layer]] += is_again
-        stages.append(
-            StageLayers(
-                counts=tuple(counts), recomputed=tuple(again), has_stem=number == 0, has_tail=number == len(sizes) - 1
-            )
-        )
+        ends = {"has_stem": number == 0, "has_tail": number == len(sizes) - 1}
+        stages.append(StageLayers(counts=tuple(counts), recomputed=tuple(again), **ends))
         start += size
     return tuple(stages)

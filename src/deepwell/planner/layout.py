@@ -153,11 +153,8 @@ class Layout(JsonValue):
     def describe(self) -> str:
         """One line as people write it: "TP8 PP4 VPP2 DP16 MBS1"."""
         words = [f"TP{self.tp}" + ("+SP" if self.sequence_parallel else "")]
-        words += [f"PP{self.pp}"] if self.pp > 1 else []
-        words += [f"VPP{self.virtual_stages}"] if self.virtual_stages > 1 else []
-        words += [f"CP{self.cp}"] if self.cp > 1 else []
-        words += [f"EP{self.ep}"] if self.ep > 1 else []
-        words += [f"ETP{self.etp}"] if self.etp > 1 else []
+        degrees = {"PP": self.pp, "VPP": self.virtual_stages, "CP": self.cp, "EP": self.ep, "ETP": self.etp}
+        words += [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
         words += [f"DP{self.dp}" + (f"({self.dp_replicate} copies)" if self.dp_replicate > 1 else "")]
         words += [self.sharding] if self.sharding != "zero1" else []
         words += [f"MBS{self.micro_batch}"]

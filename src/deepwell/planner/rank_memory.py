@@ -99,7 +99,7 @@ def _at_its_peak(job: StepJob, memory: StageMemory, keeps: Keeps) -> StageMemory
 def _working(job: StepJob, number: int, keeps: Keeps) -> float:
     stage = job.stages[number]
     if ("working", stage) not in job.known:
-        sizes = [working_bytes(job.blocks[i], again, job, keeps) for i, again, _ in _counted(job, stage)]
+        sizes = [working_bytes(job.blocks[i], again, job, keeps) for i, again, _ in counted(job, stage)]
         job.known["working", stage] = max(sizes, default=0.0)
     return float(job.known["working", stage])
 
@@ -151,7 +151,7 @@ def on_device_share(job: StepJob, rank: int) -> float:
     away = job.layout.offload.activations
     if not away:
         return 1.0
-    layers = [index for number in job.rank_stages(rank) for index, _, _ in _counted(job, job.stages[number])]
+    layers = [index for number in job.rank_stages(rank) for index, _, _ in counted(job, job.stages[number])]
     blocks = [job.blocks[index] for index in layers]
     largest = max(sum(saved_bytes(b, job.layout.recompute, job.kernel, job.dropout).values()) for b in blocks)
     return 1 - away * max(0.0, 1 - 2 * largest / sum(_activations(job, rank)[0].values()))
@@ -170,7 +170,7 @@ def _held(job: StepJob, number: int) -> _Held:
     if ("held", stage) not in job.known:
         kept: dict[str, float] = {}
         transient = 0.0
-        for index, choice, count in _counted(job, stage):
+        for index, choice, count in counted(job, stage):
             block = job.blocks[index]
             for kind, size in saved_bytes(block, choice, job.kernel, job.dropout).items():
                 kept[kind] = kept.get(kind, 0.0) + count * size
@@ -180,7 +180,7 @@ def _held(job: StepJob, number: int) -> _Held:
     return found
 
 
-def _counted(job: StepJob, stage: StageLayers) -> Iterator[tuple[int, Recompute, int]]:
+def counted(job: StepJob, stage: StageLayers) -> Iterator[tuple[int, Recompute, int]]:
     """The stage's layers by block and by what they recompute."""
     chosen = job.layout.recompute
     light = Recompute() if chosen.kind == "block" else chosen

@@ -8,12 +8,12 @@ effect is physics, not a fit.
 from __future__ import annotations
 
 import functools
-import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.hardware.codec import packaged_json
 
 GENERIC = "generic"
 
@@ -43,10 +43,7 @@ class Stack:
 
     def switch(self, name: str, default: str = "") -> str:
         """The value of a switch, or `default` where the stack is silent."""
-        for key, value in self.switches:
-            if key == name:
-                return value
-        return default
+        return dict(self.switches).get(name, default)
 
     def with_switches(self, **changes: str | bool | None) -> Stack:
         """The same stack with switches changed; None leaves one alone, True and False are written on and off."""
@@ -57,15 +54,8 @@ class Stack:
         return replace(self, switches=tuple(sorted(merged.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "version": self.version,
-            "constants": {f.name: getattr(self.constants, f.name) for f in fields(self.constants)},
-            "switches": dict(self.switches),
-            "fitted_on": self.fitted_on,
-            "notes": list(self.notes),
-            **({} if self.measured is None else {"measured": self.measured}),
-        }
+        found = {**asdict(self), "switches": dict(self.switches), "notes": list(self.notes)}
+        return {name: value for name, value in found.items() if name != "measured" or value is not None}
 
     @classmethod
     def from_dict(cls, data: Any) -> Stack:
@@ -94,8 +84,7 @@ def known_stacks() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _load(name: str) -> Stack:
-    text = (resources.files("deepwell.planner") / "stacks" / f"{name}.json").read_text(encoding="utf-8")
-    return Stack.from_dict(json.loads(text))
+    return Stack.from_dict(packaged_json("deepwell.planner", "stacks", f"{name}.json"))
 
 
 def get_stack(name: str, *, version: str = "", **switches: str | bool | None) -> Stack:

@@ -8,6 +8,7 @@ Both count what the engine keeps by the same rules (`keeps.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from deepwell.planner.job import StepJob, read_job
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, kept_bytes, working_bytes
 from deepwell.planner.layout import Recompute
-from deepwell.planner.rank_memory import on_device_share, rank_memory
+from deepwell.planner.rank_memory import counted, on_device_share, rank_memory
 from deepwell.planner.schedule.simulate import Timeline
 from deepwell.planner.schedule.trace import plan_timeline
 from deepwell.planner.shard import HALF, LocalBlock
@@ -103,7 +104,7 @@ class _Player:
             elif event.kind in "BI":
                 self._backward(event.stage, label, event.start, event.end, frees=event.kind == "B")
             else:
-                self._free(event.stage)
+                self.activations = max(0.0, self.activations - sum(self._stage_bytes(event.stage)))
                 self._note(event.end, label)
         self._note(self.timeline.makespan, "optimizer")
         overhead = self.memory.context + self.memory.fragmentation if is_gpu else 0.0
@@ -126,13 +127,8 @@ class _Player:
         return inside + job.stem.dense_params * here.has_stem + job.tail.dense_params * here.has_tail
 
     def _layers(self, stage: int) -> Iterator[tuple[LocalBlock, Recompute]]:
-        """The stage's layers: those that recompute first, as block recomputation takes them."""
-        chosen = self.job.layout.recompute
-        light = Recompute() if chosen.kind == "block" else chosen
-        here = self.job.stages[stage]
-        for block, count, again in zip(self.job.blocks, here.counts, here.recomputed, strict=True):
-            yield from ((block, chosen) for _ in range(again))
-            yield from ((block, light) for _ in range(count - again))
+        for index, again, count in counted(self.job, self.job.stages[stage]):
+            yield from itertools.repeat((self.job.blocks[index], again), count)
 
     def _stage_bytes(self, stage: int) -> list[float]:
         return [kept_bytes(block, again, self.job, self.keeps) for block, again in self._layers(stage)]
@@ -175,9 +171,6 @@ class _Player:
             self.done.add(stage)
         self.activations = max(0.0, self.activations)
         self._note(end, label)
-
-    def _free(self, stage: int) -> None:
-        self.activations = max(0.0, self.activations - sum(self._stage_bytes(stage)))
 
     def _new_head_gradient(self, stage: int) -> float:
         """The head's weight gradient is there from the first backward on; bytes of a later one, to be added to it."""

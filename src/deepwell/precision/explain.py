@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -95,24 +95,15 @@ def _span_lines(span: StepSpan) -> list[str]:
     headings: dict[int, str] = {}
     for group in span.groups:
         headings[len(cells)] = group.where
-        for rows in _alike(group.rows):
-            cells += _cells(rows)
+        # Neighbours in one module with the same decisions are one row.
+        for _, rows in itertools.groupby(group.rows, lambda row: (row.op.rpartition(".")[0], replace(row, op=""))):
+            cells += _cells(list(rows))
     lines = []
     for number, line in enumerate(text_table(cells, indent="    ")):
         if number in headings:
             lines.append(f"  {headings[number]}")
         lines.append(line)
     return lines
-
-
-def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Neighbours in one module with the same decisions, to be printed as one row."""
-
-    def key(row: Row) -> tuple[str, Row]:
-        return row.op.rpartition(".")[0], replace(row, op="")
-
-    for _, together in itertools.groupby(rows, key):
-        yield list(together)
 
 
 def _cells(rows: list[Row]) -> list[list[str]]:
@@ -184,19 +175,13 @@ def _groups(resolver: Resolver, table: Mapping[str, Mapping[str, Decision]]) -> 
 
 
 def _row(site: Site, decisions: Mapping[str, Decision]) -> Row:
-    op = site.path if site.layer is None else site.op.name
     by_text: dict[str, list[str]] = {}
     for gemm in GEMMS:
         by_text.setdefault(_cited(decisions[gemm]), []).append(gemm)
     # Which GEMMs a text holds for goes unsaid where it is all three.
     decided_by = (text if len(gemms) == 3 else f"{'+'.join(gemms)}: {text}" for text, gemms in by_text.items())
-    return Row(
-        op=op,
-        fwd=decisions["fwd"].format,
-        dgrad=decisions["dgrad"].format,
-        wgrad=decisions["wgrad"].format,
-        decided_by=tuple(decided_by),
-    )
+    formats = {gemm: decisions[gemm].format for gemm in GEMMS}
+    return Row(op=site.path if site.layer is None else site.op.name, decided_by=tuple(decided_by), **formats)
 
 
 def _cited(decision: Decision) -> str:
@@ -226,13 +211,8 @@ def _shares(resolver: Resolver, table: Mapping[str, Mapping[str, Decision]]) -> 
 
 
 def _formats_in_use(tables: Iterable[Mapping[str, Mapping[str, Decision]]]) -> tuple[str, ...]:
-    used = {
-        (one.precision, one.gemm): None
-        for table in tables
-        for row in table.values()
-        for one in row.values()
-        if one.precision.is_low
-    }
+    decisions = (one for table in tables for row in table.values() for one in row.values())
+    used = {(one.precision, one.gemm) for one in decisions if one.precision.is_low}
     ordered = sorted(used, key=lambda item: (str(item[0]), GEMMS.index(item[1])))
     return tuple(f"{asked} {asked.gemm(gemm)}" for asked, gemm in ordered)
 

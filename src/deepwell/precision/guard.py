@@ -11,6 +11,7 @@ give the same decisions on every rank; whoever measures reduces the findings ove
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -23,10 +24,7 @@ SCHEMA = 1
 # Bits of an element, by the policy's formats.
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8, "mxfp6": 6, "mxfp4": 4, "nvfp4": 4}
 # What an event may be about.
-WHAT = (
-    *("nonfinite", "spike", "skip", "fallback", "recover", "saturation"),
-    *("underflow", "sqnr", "noise", "budget", "repair"),
-)
+WHAT = tuple("nonfinite spike skip fallback recover saturation underflow sqnr noise budget repair".split())
 
 # Of the guard's own attributes, those that a resumed run goes on with.
 _STATE = ("num_skipped", "skipped_in_row", "last_bad", "repair_until", "is_over_budget", "stop")
@@ -209,8 +207,8 @@ class SpikeDetector:
         if len(self.losses) < s.spike_warmup:
             self._keep(loss)
             return False, 0.0, loss
-        middle = _median(self.losses)
-        spread = 1.4826 * _median([abs(value - middle) for value in self.losses])
+        middle = statistics.median(self.losses)
+        spread = 1.4826 * statistics.median([abs(value - middle) for value in self.losses])
         z = (loss - middle) / max(spread, 0.01 * abs(middle), 1e-12)
         begins = not self.in_spike and z > s.spike_z
         if begins or (self.in_spike and z > s.spike_calm_z):
@@ -224,11 +222,6 @@ class SpikeDetector:
 
     def _keep(self, loss: float) -> None:
         self.losses = [*self.losses, loss][-self.settings.spike_window :]
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 @dataclass(slots=True, kw_only=True)

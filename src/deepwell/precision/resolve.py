@@ -80,14 +80,14 @@ class Resolver:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step is {step!r}; it is a whole number from 0")
         holding = [item for item in self._ranked if item[1].holds_at(step)]
-        return {site.path: {gemm: self._decide(site, gemm, holding) for gemm in GEMMS} for site in self.sites}
-
-    def _decide(self, site: Site, gemm: str, holding: Sequence[tuple[int, Rule, set[str]]]) -> Decision:
-        for index, rule, paths in holding:
-            if gemm in rule.gemms and site.path in paths:
+        found: dict[str, dict[str, Decision]] = {}
+        for site in self.sites:
+            for gemm in GEMMS:
+                # The built-in rule holds for every linear layer at every step.
+                index, rule = next((i, rule) for i, rule, paths in holding if gemm in rule.gemms and site.path in paths)
                 self.deciding.add(index)
-                return self._decision(index, rule, site, gemm)
-        raise AssertionError("the built-in rule holds for every linear layer at every step")
+                found.setdefault(site.path, {})[gemm] = self._decision(index, rule, site, gemm)
+        return found
 
     def _decision(self, index: int, rule: Rule, site: Site, gemm: str) -> Decision:
         op = site.op
@@ -144,8 +144,9 @@ class Resolver:
         others = [site for site in self.ir.sites() if selector.matches_path(site.path)]
         if not others:
             raise ConfigError(_no_such_path(rule, self.ir))
-        kinds = ", ".join(dict.fromkeys(_why_no_gemm(site) for site in others))
-        self._note(rule, f"{kinds}; it stays {self.ir.dtype}")
+        reasons = {"attention": "softmax attention is no linear layer", "conv": "a convolution is no linear layer"}
+        kinds = dict.fromkeys(reasons.get(site.op.kind, f"{site.op.kind} has no GEMM") for site in others)
+        self._note(rule, f"{', '.join(kinds)}; it stays {self.ir.dtype}")
         return covered
 
     def _why_nothing(self, rule: Rule) -> str:
@@ -167,12 +168,6 @@ class Resolver:
         self.notes.append(f"{rule.label}: {text}")
 
 
-def _why_no_gemm(site: Site) -> str:
-    if site.op.kind == "attention":
-        return "softmax attention is no linear layer"
-    return f"{site.op.kind} has no GEMM" if site.op.kind != "conv" else "a convolution is no linear layer"
-
-
 def _general(path: str) -> str:
     """The path with its layer numbers as stars, so that near misses and notes do not repeat every layer."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
@@ -190,7 +185,10 @@ def _no_such_path(rule: Rule, ir: IR) -> str:
     if general in known:
         return f"{message}: its layers are numbered 0 to {ir.num_layers - 1}"
     # A pattern that starts with a star is compared with the same number of last pieces.
-    tails = known if not wanted.startswith("*") else {_tail(path, wanted.count(".")): None for path in known}
+    pieces = wanted.count(".")
+    tails = known
+    if wanted.startswith("*") and pieces:
+        tails = dict.fromkeys("*." + ".".join(path.split(".")[-pieces:]) for path in known)
     near = difflib.get_close_matches(general, list(tails), n=4, cutoff=0.6)
     near = near or difflib.get_close_matches(general, [*known, *kind_names()], n=4, cutoff=0.5)
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", wanted)
@@ -198,7 +196,3 @@ def _no_such_path(rule: Rule, ir: IR) -> str:
         near = [path.replace(".*", f".{numbers[0]}", 1) for path in near]
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return f"{message}{hint}. Print the IR for all paths; kinds such as 'attention' or 'mlp' need no path"
-
-
-def _tail(path: str, pieces: int) -> str:
-    return "*." + ".".join(path.split(".")[-pieces:]) if pieces else path

@@ -9,6 +9,7 @@ import json
 from typing import NamedTuple
 
 from deepwell.errors import UnsupportedError
+from deepwell.hardware.codec import packaged_json
 from deepwell.planner.export.low_layers import low_layers
 from deepwell.planner.plan_values import PlanValues
 
@@ -35,17 +36,8 @@ class _Known(NamedTuple):
     flavor: str
 
 
-MODELS = {
-    "llama3-8b": _Known("llama3", "llama3_8b", "8B"),
-    "llama3-70b": _Known("llama3", "llama3_70b", "70B"),
-    "llama3-405b": _Known("llama3", "llama3_405b", "405B"),
-    "qwen3-14b": _Known("qwen3", "qwen3_14b", "14B"),
-    "qwen3-32b": _Known("qwen3", "qwen3_32b", "32B"),
-    "qwen3-30b-a3b": _Known("qwen3", "qwen3_30b_a3b", "30B-A3B"),
-    "deepseek-v3": _Known("deepseek_v3", "deepseek_v3_671b", "671B"),
-    "gpt-oss-20b": _Known("gpt_oss", "gpt_oss_20b", "20b"),
-    "gpt-oss-120b": _Known("gpt_oss", "gpt_oss_120b", "120b"),
-}
+_NAMES = packaged_json("deepwell.planner", "export_names.json")["torchtitan"]["known"]
+MODELS = {model: _Known(*names) for model, names in _NAMES.items()}
 
 
 def torchtitan_config(plan: PlanValues) -> str:
@@ -137,15 +129,12 @@ def _imports(plan: PlanValues, known: _Known, converters: list[str]) -> list[str
 def _model_lines(plan: PlanValues, known: _Known, converters: list[str]) -> list[str]:
     if not converters:
         return []
-    compiled = 'config.compile.enable and "model" in config.compile.components'
-    chosen = {name: f"model_compile_enabled=is_compiled{_chosen(plan, name)}" for name in converters}
-    built = [f"            {name}.Config({arguments})," for name, arguments in chosen.items()]
     return [
-        f"    is_compiled = {compiled}",
+        '    is_compiled = config.compile.enable and "model" in config.compile.components',
         "    config.model_spec = model_registry(",
         f'        "{known.flavor}",',
         "        converters=[",
-        *built,
+        *(f"            {name}.Config(model_compile_enabled=is_compiled{_chosen(plan, name)})," for name in converters),
         "        ],",
         "    )",
     ]

@@ -78,10 +78,8 @@ def rank_actions(schedule: str, pp: int, microbatches: int, virtual_stages: int,
         return forward + [Action("B", rank, m) for m in range(microbatches)]
     if schedule == "1f1b":
         return list(_one_f_one_b(pp, microbatches, rank))
-    if schedule == "interleaved":
-        return list(_interleaved(pp, microbatches, virtual_stages, rank))
-    if schedule == "zero_bubble":
-        return list(_zero_bubble(pp, microbatches, virtual_stages, rank))
+    if schedule in ("interleaved", "zero_bubble"):
+        return list(_in_rounds(pp, microbatches, virtual_stages, rank, splits=schedule == "zero_bubble"))
     if schedule == "zbv":
         return [a for a in _zbv(pp, microbatches, rank) if a.microbatch < microbatches]
     return _DualPipeV(pp, microbatches, rank).actions
@@ -97,57 +95,31 @@ def _one_f_one_b(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
             yield Action("F", rank, m + ahead)
 
 
-class _Interleave:
-    """Which stage and microbatch the n-th forward and the n-th backward of a rank are."""
+def _in_rounds(pp: int, microbatches: int, virtual_stages: int, rank: int, *, splits: bool) -> Iterator[Action]:
+    """Interleaved 1F1B, or ZB1P, which splits the backward: W follows I after `rank` further steps, so that the
+    weights' work fills the waiting at the end."""
+    group = microbatches // rounds(pp, microbatches)  # microbatches that pass a stage before the next one
+    total = microbatches * virtual_stages
 
-    def __init__(self, pp: int, microbatches: int, virtual_stages: int, rank: int) -> None:
-        self.pp, self.virtual, self.rank = pp, virtual_stages, rank
-        self.group = microbatches // rounds(pp, microbatches)  # microbatches that pass a stage before the next one
-        self.total = microbatches * virtual_stages
+    def act(kind: Kind, n: int) -> Action:
+        """The n-th forward or backward of the rank."""
+        turn, within = divmod(n, group)
+        loop, local = divmod(turn, virtual_stages)
+        local = local if kind == "F" else virtual_stages - 1 - local
+        return Action(kind, local * pp + rank, loop * group + within)
 
-    def _place(self, n: int, is_forward: bool) -> tuple[int, int]:
-        turn, within = divmod(n, self.group)
-        loop, local = divmod(turn, self.virtual)
-        if not is_forward:
-            local = self.virtual - 1 - local
-        return local * self.pp + self.rank, loop * self.group + within
-
-    def forward(self, n: int) -> Action:
-        return Action("F", *self._place(n, True))
-
-    def backward(self, n: int, kind: Kind) -> Action:
-        return Action(kind, *self._place(n, False))
-
-    def ahead(self, per_rank: int) -> int:
-        """Forwards before the first backward; each rank nearer to the end needs `per_rank` fewer."""
-        return min(self.total, (self.virtual - 1) * self.group + per_rank * (self.pp - 1 - self.rank))
-
-
-def _interleaved(pp: int, microbatches: int, virtual_stages: int, rank: int) -> Iterator[Action]:
-    order = _Interleave(pp, microbatches, virtual_stages, rank)
-    ahead = order.ahead(2)
+    # Forwards before the first backward; each rank nearer to the end needs fewer.
+    ahead = min(total, (virtual_stages - 1) * group + (1 if splits else 2) * (pp - 1 - rank))
     for n in range(ahead):
-        yield order.forward(n)
-    for n in range(order.total):
-        if n + ahead < order.total:
-            yield order.forward(n + ahead)
-        yield order.backward(n, "B")
-
-
-def _zero_bubble(pp: int, microbatches: int, virtual_stages: int, rank: int) -> Iterator[Action]:
-    """ZB1P: W follows I after `rank` further steps, so that the weights' work fills the waiting at the end."""
-    order = _Interleave(pp, microbatches, virtual_stages, rank)
-    ahead = order.ahead(1)
-    for n in range(ahead):
-        yield order.forward(n)
-    for n in range(order.total):
-        if n + ahead < order.total:
-            yield order.forward(n + ahead)
-        yield order.backward(n, "I")
-        if n >= rank:
-            yield order.backward(n - rank, "W")
-    for n in range(max(0, order.total - rank), order.total):
-        yield order.backward(n, "W")
+        yield act("F", n)
+    for n in range(total):
+        if n + ahead < total:
+            yield act("F", n + ahead)
+        yield act("I" if splits else "B", n)
+        if splits and n >= rank:
+            yield act("W", n - rank)
+    for n in range(max(0, total - rank), total if splits else 0):
+        yield act("W", n)
 
 
 def _zbv(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
