@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepwell.bench.attention import milliseconds
+from deepwell.bench.attention import in_turns
 from deepwell.bench.environment import environment
 from deepwell.bench.families import FamilyModel
 from deepwell.bench.models import RaceModel
-from deepwell.bench.progress import bar
 from deepwell.bench.ran import profile
+from deepwell.hardware.progress import bar
 from deepwell.train.adamw.optimizer import AdamWDW
 
 _BYTES = 2 + 2 * 2 + 2 * 2 * 2
@@ -36,17 +36,13 @@ def run_adamw(model: RaceModel | FamilyModel, device: str = "cuda", *, rounds: i
     }
     params = _parameters(shapes_of(model), device)
     count = sum(p.numel() for p in params)
-    times: dict[str, list[float]] = {name: [] for name in ways}
     with bar("adamw", rounds + 1) as advance:
         for name, make in ways.items():
             steps[name] = make(params).step
             for _ in range(2):
                 steps[name]()
         advance(1)
-        for _ in range(rounds):
-            for name, step in steps.items():
-                times[name].append(milliseconds(step, device))
-            advance(1)
+        times = in_turns(steps, rounds, device, advance)
     base = statistics.median(times["torch fused"])
     for name, found in times.items():
         ms = statistics.median(found)

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepwell.bench.attention_variants import Variant, through_the_engine, variants
 from deepwell.bench.environment import environment
-from deepwell.bench.progress import bar
 from deepwell.bench.ran import attention_claims, problems, profile
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
+from deepwell.hardware.progress import bar
 
 BURST = 3  # timed calls of a turn on a GPU
 
@@ -117,7 +117,7 @@ def _rows(
             # A backend that is not there, or scores that do not fit, say so by a RuntimeError.
             row["note"] = f"not here: {str(error).splitlines()[0][:100]}"
     advance(1)
-    times = _in_turns(calls, rounds, device, advance)
+    times = in_turns(calls, rounds, device, advance)
     for row in rows:
         found = times.get(row["attention"])
         if found:
@@ -161,8 +161,8 @@ def _first(step: Callable[[], Tensor], device: str, exact: Tensor) -> dict[str, 
     return row | {"peak GB": (torch.cuda.max_memory_allocated() - before) / 1e9}
 
 
-def _in_turns(
-    calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, advance: Callable[[float], None]
+def in_turns(
+    calls: dict[str, Callable[[], Any]], rounds: int, device: str, advance: Callable[[float], None]
 ) -> dict[str, list[float]]:
     """Milliseconds of every call. Each round has an order of its own: what ran before may leave a GPU at another clock.
 

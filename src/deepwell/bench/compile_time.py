@@ -12,7 +12,9 @@ from typing import Any
 
 from deepwell.bench.environment import environment, last_line
 from deepwell.bench.peers import PEERS
-from deepwell.bench.progress import bar
+from deepwell.hardware.progress import bar
+
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "DEEPWELL_CACHE_DIR": "deepwell"}
 
 
 def run_compile(model: str, entrants: list[str], device: str, *, timeout: float = 900.0) -> dict[str, Any]:
@@ -23,25 +25,19 @@ def run_compile(model: str, entrants: list[str], device: str, *, timeout: float 
             with tempfile.TemporaryDirectory() as folder:
                 row: dict[str, Any] = {"entrant": entrant}
                 for label in ("cold s", "warm s"):
-                    found = _in_process(model, entrant, device, folder, timeout)
+                    variables = {name: str(Path(folder) / place) for name, place in _CACHES.items()}
+                    found = last_line(["deepwell.bench.compile_time", model, entrant, device], timeout, variables)
                     advance(1)
-                    if "note" in found:
-                        row["note"] = found["note"]
+                    if not isinstance(found, dict):
+                        row["note"] = found
                         if entrant not in PEERS:
-                            row["problems"] = [found["note"]]  # a peer may not be installed; ours must run
+                            row["problems"] = [found]  # a peer may not be installed; ours must run
                         break
                     row[label] = found["first_step_s"]
                     row["model and optimizer s"] = found["build_s"]
             rows.append(row)
     title = f"{model}: seconds to the end of the first step, caches empty and as the first process left them"
     return {"bench": "compile", "title": title, "model": model, "environment": environment(), "rows": rows}
-
-
-def _in_process(model: str, entrant: str, device: str, folder: str, timeout: float) -> dict[str, Any]:
-    caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "DEEPWELL_CACHE_DIR": "deepwell"}
-    variables = {name: str(Path(folder) / place) for name, place in caches.items()}
-    found = last_line(["deepwell.bench.compile_time", model, entrant, device], timeout, variables)
-    return found if isinstance(found, dict) else {"note": found}
 
 
 def first_step(model_name: str, entrant_name: str, device: str) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
 from deepwell.files import whole_file, write_whole
 from deepwell.hardware.cache import cache_dir
+from deepwell.hardware.progress import bar
 from deepwell.train.data.documents import chunks
 
 # Python first; what follows is taken only where the limit leaves room.
@@ -178,20 +178,17 @@ def make_corpus(
     bpe, path = _own_bpe(text, vocab, folder) if tokenizer is None else (given, tokenizer)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     fingerprint = f"{text.fingerprint}-{digest}"
-    counts, files = {}, {}
-    for name, texts in (("train", text.train), ("held", text.held)):
-        files[name] = folder / f"{name}-{fingerprint}.npy"
-        counts[name] = _tokenize(bpe, texts, files[name], name)
+    train, held = (folder / f"{name}-{fingerprint}.npy" for name in ("train", "held"))
     return Corpus(
-        train=str(files["train"]),
-        held=str(files["held"]),
+        train=str(train),
+        held=str(held),
         tokenizer=str(path),
         fingerprint=fingerprint,
         vocab=bpe.get_vocab_size(),
         num_files=len(text.train) + len(text.held),
         num_bytes=text.num_bytes,
-        num_train=counts["train"],
-        num_held=counts["held"],
+        num_train=_tokenize(bpe, text.train, train, "train"),
+        num_held=_tokenize(bpe, text.held, held, "held"),
     )
 
 
@@ -208,7 +205,9 @@ def _own_bpe(text: Text, vocab: int, folder: Path) -> tuple[Any, Path]:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab, initial_alphabet=_alphabet(), special_tokens=[END], show_progress=sys.stderr.isatty()
     )
-    bpe.train_from_iterator(_sample(text.train), trainer)
+    # Texts evenly spread over the corpus, as many as fit the sample.
+    step = max(1, -(-sum(map(len, text.train)) // _SAMPLE_BYTES))
+    bpe.train_from_iterator(text.train[::step], trainer)
     write_whole(path, bpe.to_str())
     return bpe, path
 
@@ -263,13 +262,6 @@ def _load_tokenizer(path: Path) -> Any:
     if not vocab.keys() >= set(_alphabet()):
         raise ConfigError(f"--tokenizer: {path} has no token for some bytes: give one that this command wrote, or none")
     return _byte_level(vocab, merges)
-
-
-def _sample(texts: Sequence[str]) -> list[str]:
-    """Texts evenly spread over the corpus, as many as fit the sample."""
-    total = sum(map(len, texts))
-    step = max(1, -(-total // _SAMPLE_BYTES))
-    return list(texts[::step])
 
 
 def _tokenize(bpe: Any, texts: Sequence[str], path: Path, label: str) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deepwell.errors import ConfigError
+from deepwell.hardware.codec import packaged_json
 
 PREFIX = "hf:"
 # Batch and length of a family that is not in the table.
@@ -40,10 +40,7 @@ class Width:
 
 
 # Without dropout, as models of today are trained, and so that losses can be compared.
-WIDTHS = {
-    name: Width(**row)
-    for name, row in json.loads((resources.files("deepwell.bench") / "widths.json").read_text(encoding="utf-8")).items()
-}
+WIDTHS = {name: Width(**row) for name, row in packaged_json("deepwell.bench", "widths.json").items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +146,10 @@ def family_model(name: str, *, batch: int | None = None, seq_len: int | None = N
             raise ConfigError(f"{option} is {value}; it is at least 1")
     width = WIDTHS.get(wanted.lower())
     if width is not None:
-        settings = _settings(width.model_type, {**width.settings, **_context(width)}, layers or width.layers)
+        # Positions up to the row's length at least, where the width does not say how many.
+        key = "n_positions" if width.model_type == "gpt2" else "max_position_embeddings"
+        sizes = {key: max(width.seq_len, 1024), **width.settings}
+        settings = _settings(width.model_type, sizes, layers or width.layers)
         batch, seq_len = batch or width.batch, seq_len or width.seq_len
     elif Path(wanted).exists():
         settings = _from_file(Path(wanted), layers)
@@ -160,12 +160,6 @@ def family_model(name: str, *, batch: int | None = None, seq_len: int | None = N
     limit = getattr(settings.get_text_config(), "max_position_embeddings", None) or _SEQ_LEN
     shown = f"{PREFIX}{wanted}" + (f":{layers}" if layers else "")
     return FamilyModel(name=shown, settings=settings, batch=batch or _BATCH, seq_len=seq_len or min(_SEQ_LEN, limit))
-
-
-def _context(width: Width) -> dict[str, Any]:
-    """Positions up to the row's length at least, where the width does not say how many."""
-    key = "n_positions" if width.model_type == "gpt2" else "max_position_embeddings"
-    return {} if key in width.settings else {key: max(width.seq_len, 1024)}
 
 
 def _settings(model_type: str, values: Mapping[str, Any], layers: int | None) -> Any:

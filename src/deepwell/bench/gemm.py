@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepwell.bench.environment import environment, one_line
-from deepwell.bench.progress import bar
 from deepwell.bench.ran import candidate_claims, problems, profile
+from deepwell.hardware.progress import bar
 from deepwell.kernels.gemm.cases import call_of, inputs_of, setup
 from deepwell.kernels.registry import KernelRegistry
-from deepwell.kernels.tune.candidate import Candidate, Verdict
+from deepwell.kernels.tune.candidate import Verdict
 from deepwell.kernels.tune.choose import on_real_tensors, race
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.verify import Proof
@@ -62,11 +62,14 @@ def _shape(registry: KernelRegistry, shape: tuple[int, int, int], device: str) -
         with on_real_tensors():
             verdicts = race(problem, [(candidate, Proof()) for candidate in given], setup(problem))
             found = [_row(op, shape, verdict) for verdict in verdicts]
-            if device.startswith("cuda"):
-                by_name = {candidate.name: candidate for candidate in given}
-                for row in found:
-                    if row["us"]:
-                        _look(row, by_name[row["kernel"]], problem)
+            by_name = {candidate.name: candidate for candidate in given}
+            for row in found if device.startswith("cuda") else ():
+                if row["us"]:
+                    # Ask the profiler what ran: the longest kernel of a call, and what of the claims does not hold.
+                    candidate = by_name[row["kernel"]]
+                    kernels = profile(call_of(candidate, problem, inputs_of(problem)))
+                    row["ran"] = max(kernels, key=lambda kernel: kernel.ms).name[:60] if kernels else None
+                    row["problems"] = problems(candidate_claims(candidate.origin, candidate.precision), kernels)
         rows += found
     bf16 = next((row["us"] for row in rows if row["kernel"] == BASELINE), None)
     for row in rows:
@@ -88,18 +91,10 @@ def _row(op: str, shape: tuple[int, int, int], verdict: Verdict) -> dict[str, An
     }
 
 
-def _look(row: dict[str, Any], candidate: Candidate, problem: Problem) -> None:
-    """Ask the profiler what ran: the longest kernel of one call, and what of the row's claims does not hold."""
-    kernels = profile(call_of(candidate, problem, inputs_of(problem)))
-    row["ran"] = max(kernels, key=lambda kernel: kernel.ms).name[:60] if kernels else None
-    row["problems"] = problems(candidate_claims(candidate.origin, candidate.precision), kernels)
-
-
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Geometric mean and least of the speed against bf16: of each chain, and of the best chain of every shape."""
     by_kernel: dict[str, list[float]] = {}
     best: dict[tuple[int, ...], float] = {}
-    shapes = {tuple(row["shape"]) for row in rows}
     for row in rows:
         if row["op"] == "gemm" and row["speed"]:
             by_kernel.setdefault(row["kernel"], []).append(row["speed"])
@@ -112,7 +107,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         name: {"geomean": statistics.geometric_mean(speeds), "least": min(speeds), "shapes": len(speeds)}
         for name, speeds in by_kernel.items()
     }
-    return {"chains": found, "num_shapes": len(shapes), "target": TARGET}
+    return {"chains": found, "num_shapes": len({tuple(row["shape"]) for row in rows}), "target": TARGET}
 
 
 def gemm_table(result: dict[str, Any]) -> str:

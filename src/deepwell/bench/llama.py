@@ -96,19 +96,16 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
 
 
-def _experts(config: LlamaConfig) -> DeepwellMoE:
-    """Dropless experts whose load a loss evens out, as published models of this size are trained."""
-    balance = {"balance_loss": {"batch": 0.01}}
-    return DeepwellMoE(config.width, config.hidden, config.experts, config.top_k, router=balance)
-
-
 class LlamaLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width)
         self.attention = LlamaAttention(config)
         self.mlp_norm = RMSNorm(config.width)
-        self.mlp = _experts(config) if config.experts else MLP(config)
+        # Dropless experts whose load a loss evens out, as published models of this size are trained.
+        sizes = (config.width, config.hidden, config.experts, config.top_k)
+        balance = {"balance_loss": {"batch": 0.01}}
+        self.mlp = DeepwellMoE(*sizes, router=balance) if config.experts else MLP(config)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_SC, sin_SC)

@@ -15,8 +15,8 @@ from typing import Any
 
 from deepwell.bench.environment import child_environment, environment
 from deepwell.bench.families import PREFIX, family_model
-from deepwell.bench.progress import bar
 from deepwell.bench.step import StepOptions
+from deepwell.hardware.progress import bar
 
 PEER, OURS = "torch", "default"
 # Of the losses before the first update: the same weights and tokens, FP8 and another order of sums. After updates two

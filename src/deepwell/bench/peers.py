@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from deepwell.bench.llama import MLP, Llama, RMSNorm
 from deepwell.errors import ConfigError, UnsupportedError
 
-_HEADS = ("head", "lm_head")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
@@ -44,15 +42,15 @@ def _torchao(recipe: str) -> Callable[[nn.Module], Callable[..., Any]]:
     def build(model: nn.Module) -> Callable[..., Any]:
         float8 = _need("torchao.float8", "torchao")
         config = float8.Float8LinearConfig.from_recipe_name(recipe)
-        # The head stays in bf16, as torchao advises and as Deepwell's recipes do.
-        float8.convert_to_float8_training(model, config=config, module_filter_fn=_is_inner_linear)
+
+        def is_lowered(module: nn.Module, name: str) -> bool:
+            """The head stays in bf16, as torchao advises and as Deepwell's recipes do."""
+            return isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ("head", "lm_head")
+
+        float8.convert_to_float8_training(model, config=config, module_filter_fn=is_lowered)
         return torch.compile(model)
 
     return build
-
-
-def _is_inner_linear(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _HEADS
 
 
 def _liger(model: nn.Module, how: Callable[[nn.Module], Callable[..., Any]] = _eager) -> Callable[..., Any]:
@@ -132,30 +130,21 @@ def _need(module: str, package: str) -> Any:
 
 
 PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer(name="eager", about="PyTorch, not compiled", build=_eager),
-        Peer(name="torch", about="torch.compile, default", build=_compiled),
-        Peer(
-            name="torch-max",
-            about="torch.compile, max-autotune without CUDA graphs",
-            build=partial(_compiled, mode="max-autotune-no-cudagraphs"),
+    name: Peer(name=name, about=about, build=build, uses_fp8=name.startswith("torchao"))
+    for name, about, build in (
+        ("eager", "PyTorch, not compiled", _eager),
+        ("torch", "torch.compile, default", _compiled),
+        (
+            "torch-max",
+            "torch.compile, max-autotune without CUDA graphs",
+            partial(_compiled, mode="max-autotune-no-cudagraphs"),
         ),
-        Peer(name="torch-max-cg", about="torch.compile, max-autotune", build=partial(_compiled, mode="max-autotune")),
-        Peer(name="torchao", about="torchao tensorwise, compiled", build=_torchao("tensorwise"), uses_fp8=True),
-        Peer(name="torchao-row", about="torchao rowwise, compiled", build=_torchao("rowwise"), uses_fp8=True),
-        Peer(
-            name="torchao-row-gw",
-            about="torchao rowwise, weight gradients in bf16, compiled",
-            build=_torchao("rowwise_with_gw_hp"),
-            uses_fp8=True,
-        ),
-        Peer(name="liger", about="Liger kernels, not compiled", build=_liger),
-        Peer(
-            name="liger-compiled",
-            about="Liger kernels, the rest by torch.compile",
-            build=partial(_liger, how=_compiled),
-        ),
+        ("torch-max-cg", "torch.compile, max-autotune", partial(_compiled, mode="max-autotune")),
+        ("torchao", "torchao tensorwise, compiled", _torchao("tensorwise")),
+        ("torchao-row", "torchao rowwise, compiled", _torchao("rowwise")),
+        ("torchao-row-gw", "torchao rowwise, weight gradients in bf16, compiled", _torchao("rowwise_with_gw_hp")),
+        ("liger", "Liger kernels, not compiled", _liger),
+        ("liger-compiled", "Liger kernels, the rest by torch.compile", partial(_liger, how=_compiled)),
     )
 }
 

@@ -43,7 +43,7 @@ _PASS_KERNELS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel by name: how often it ran in one step, and for how long altogether."""
 
@@ -52,7 +52,7 @@ class Kernel:
     ms: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Claim:
     """At least `at_least` (or, where `none` is set, none) of the kernels whose names match `pattern` ran."""
 
@@ -67,6 +67,9 @@ class Claim:
         if self.none:
             return f"{self.text}: {count} kernels match {self.pattern}" if count else ""
         return "" if count >= self.at_least else f"{self.text}: {count} of at least {self.at_least} kernels ran"
+
+
+_NO_FP8 = Claim("no FP8", FP8_GEMM, none=True)
 
 
 def profile(step: Callable[[], Any]) -> list[Kernel]:
@@ -93,8 +96,7 @@ def watch(step: Callable[[], Any], steps: int) -> tuple[list[Kernel], float]:
     rows = [event for event in trace.key_averages() if event.self_device_time_total > 0]
     rows.sort(key=lambda event: -event.self_device_time_total)
     kernels = [
-        Kernel(name=row.key, count=max(1, round(row.count / steps)), ms=row.self_device_time_total / 1e3 / steps)
-        for row in rows
+        Kernel(row.key, max(1, round(row.count / steps)), row.self_device_time_total / 1e3 / steps) for row in rows
     ]
     ranges = [event.time_range for event in trace.events() if event.device_type == DeviceType.CUDA]
     return kernels, idle_us([(one.start, one.end) for one in ranges]) / 1e3 / steps
@@ -111,48 +113,41 @@ def idle_us(spans: Iterable[tuple[float, float]]) -> float:
 
 def engine_claims(schemes: Mapping[str, str], passes: Mapping[str, int], head: str) -> list[Claim]:
     """What must have run on a GPU for an engine with these schemes and passes. `head` is the path of the head."""
-    products = {path: _fp8_products(scheme) for path, scheme in schemes.items()}
+    # How many of a linear's products are FP8 GEMMs: neither emulated ones nor those of Blackwell's block formats.
+    parts = {path: scheme.split("|") for path, scheme in schemes.items()}
+    products = {path: sum(one.startswith(("fp8_", "grouped_fp8")) for one in each) for path, each in parts.items()}
     fp8 = {path for path, count in products.items() if count}
     claims = []
     if fp8 - {head}:
         # A merged GEMM does the work of two or three linears, forward and backward.
         linears = passes.get("linear", 0) - 2 * passes.get("merged_linear", 0)
         steps = min(products[path] for path in fp8 - {head})
-        claims.append(Claim(text="linears in FP8", pattern=FP8_GEMM, at_least=max(1, steps * linears)))
-        claims.append(Claim(text="quantization", pattern=r"(quantize|norm|swiglu|transpose)\w*_kernel"))
+        claims.append(Claim("linears in FP8", FP8_GEMM, max(1, steps * linears)))
+        claims.append(Claim("quantization", r"(quantize|norm|swiglu|transpose)\w*_kernel"))
         if left := passes.get("row_factors", 0):
             # Weight gradients have one scale in any case.
             wgrads = linears if steps == 3 else 0
-            claims.append(Claim(text="pass row_factors", pattern=ONE_SCALE_GEMM, at_least=left + wgrads))
+            claims.append(Claim("pass row_factors", ONE_SCALE_GEMM, left + wgrads))
     elif not schemes:
-        claims.append(Claim(text="everything in bf16", pattern=FP8_GEMM, none=True))
+        claims.append(Claim("everything in bf16", FP8_GEMM, none=True))
     if any("_native" in scheme for scheme in schemes.values()):
-        claims.append(Claim(text="block-scaled products", pattern=BLOCK_SCALED_GEMM))
+        claims.append(Claim("block-scaled products", BLOCK_SCALED_GEMM))
     if head in fp8:
-        claims.append(Claim(text="head in FP8", pattern=FP8_GEMM, at_least=3))
-    for name, pattern in _PASS_KERNELS.items():
-        if passes.get(name):
-            claims.append(Claim(text=f"pass {name}", pattern=pattern))
-    return claims
-
-
-def _fp8_products(scheme: str) -> int:
-    """How many of a linear's products are FP8 GEMMs: neither emulated ones nor those of Blackwell's block formats."""
-    return sum(part.startswith(("fp8_", "grouped_fp8")) for part in scheme.split("|"))
+        claims.append(Claim("head in FP8", FP8_GEMM, 3))
+    fired = {name: pattern for name, pattern in _PASS_KERNELS.items() if passes.get(name)}
+    return claims + [Claim(f"pass {name}", pattern) for name, pattern in fired.items()]
 
 
 def candidate_claims(origin: str, precision: str) -> list[Claim]:
     """What must have run for a candidate of the registry; nothing is known of users' own."""
     if precision in ("bf16", "fp16", "fp32"):
-        return [Claim(text="no FP8", pattern=FP8_GEMM, none=True)]
+        return [_NO_FP8]
     by_origin = {
         "triton": r"_fp8_gemm_kernel|_block_scaled_kernel",
         "cutlass": r"cutlass",
         "vendor": FP8_GEMM if precision == "fp8" else BLOCK_SCALED_GEMM,
     }
-    if origin not in by_origin:
-        return []
-    return [Claim(text=f"a product of {origin}", pattern=by_origin[origin])]
+    return [Claim(f"a product of {origin}", by_origin[origin])] if origin in by_origin else []
 
 
 def attention_claims(name: str) -> list[Claim]:
@@ -165,17 +160,17 @@ def attention_claims(name: str) -> list[Claim]:
     }
     way = name.rpartition(": ")[2]
     if way.startswith("softmax"):
-        return [Claim(text="nothing fused", pattern=ATTENTION, none=True)]
+        return [Claim("nothing fused", ATTENTION, none=True)]
     if way == "as written":
         return []  # SDPA's choice, or products and a softmax
-    return [Claim(text=name, pattern=patterns.get(way, ATTENTION))]
+    return [Claim(name, patterns.get(way, ATTENTION))]
 
 
 def peer_claims(uses_fp8: bool) -> list[Claim]:
     """What must have run for a peer: FP8 GEMMs where it says so, none where it does not."""
     if uses_fp8:
-        return [Claim(text="linears in FP8", pattern=FP8_GEMM)]
-    return [Claim(text="no FP8", pattern=FP8_GEMM, none=True)]
+        return [Claim("linears in FP8", FP8_GEMM)]
+    return [_NO_FP8]
 
 
 def problems(claims: Iterable[Claim], kernels: Iterable[Kernel]) -> list[str]:

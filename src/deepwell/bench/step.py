@@ -22,10 +22,10 @@ from deepwell.bench.families import FamilyModel
 from deepwell.bench.gradients import against_eager
 from deepwell.bench.models import RaceModel
 from deepwell.bench.peers import Peer
-from deepwell.bench.progress import bar
 from deepwell.bench.ran import Claim, engine_claims, peer_claims, problems, shares, watch
 from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError, UnsupportedError
+from deepwell.hardware.progress import bar
 from deepwell.train.adamw.optimizer import AdamWDW
 
 Entrant = Variant | Peer
@@ -157,7 +157,7 @@ class Trainee:
         assert self.engine is not None
         claims = engine_claims(self.engine.deepwell.options.schemes, self.row.passes, self.model.head)
         if isinstance(self.optimizer, AdamWDW):
-            claims.append(Claim(text="adamw_dw", pattern=r"_adamw\w*_kernel"))
+            claims.append(Claim("adamw_dw", r"_adamw\w*_kernel"))
         return claims
 
 

@@ -50,6 +50,9 @@ app.command("export")(export.export_command)
 app.add_typer(data.app, name="data")
 
 
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "bright_black"}
+
+
 def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"deepwell {__version__}")
@@ -97,16 +100,11 @@ def doctor_command(
     if as_json:
         typer.echo(diagnosis.to_json())
     else:
-        _print_diagnosis(str(diagnosis))
+        for line in str(diagnosis).splitlines():
+            colour = _COLOURS.get(line[:6].strip())
+            typer.echo(typer.style(line[:6], fg=colour) + line[6:] if colour else line)
     if not diagnosis.healthy:
         raise typer.Exit(1)
-
-
-def _print_diagnosis(text: str) -> None:
-    colours = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "bright_black"}
-    for line in text.splitlines():
-        status = line[:6].strip()
-        typer.echo(typer.style(line[:6], fg=colours[status]) + line[6:] if status in colours else line)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,15 +3,15 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from deepwell.cli.options import option
 from deepwell.errors import UnsupportedError
+from deepwell.hardware.progress import bar
 
 
 def build_command(
@@ -29,9 +29,13 @@ def build_command(
     tools = cb.find_toolchain(archs)
     todo = sum(not path.is_file() for name in archs for path in cb.plan(name, tools).values())
     built = []
-    with _progress(todo) as bar:
+    with bar("building", todo, shown=None if todo else False) as advance:
+
+        def tell(arch: str, source: str, state: str) -> None:
+            advance(int(state == "done"), **({"description": f"{arch} {source}"} if state == "started" else {}))
+
         for name in archs:
-            built.append(cb.build(name, tools, jobs=jobs, progress=_teller(bar, name)))
+            built.append(cb.build(name, tools, jobs=jobs, progress=partial(tell, name)))
     if as_json:
         typer.echo(json.dumps({"built": [library.to_dict() for library in built]}, indent=2))
     else:
@@ -53,28 +57,3 @@ def _archs_here(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
     if not found:
         raise UnsupportedError("no GPU was found to build for; name what to build for: --arch sm_90a,sm_100a")
     return [arch_of(capability) for capability in dict.fromkeys(found)]
-
-
-def _progress(total: int) -> AbstractContextManager[Any]:
-    """A bar on stderr where somebody watches; nothing elsewhere."""
-    if not sys.stderr.isatty() or not total:
-        return nullcontext()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
-    bar.add_task("building", total=total)
-    return bar
-
-
-def _teller(bar: Any, arch: str) -> Any:
-    def tell(source: str, state: str) -> None:
-        if bar is None:
-            return
-        if state == "started":
-            bar.update(bar.task_ids[0], description=f"{arch} {source}")
-        elif state == "done":
-            bar.advance(bar.task_ids[0])
-
-    return tell

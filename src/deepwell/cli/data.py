@@ -28,7 +28,7 @@ def prepare_command(
     as_json: Annotated[bool, option("Print JSON only.", "--json")] = False,
 ) -> None:
     """Turn text into token files for training. Interrupted? The same command goes on, and writes the same bytes."""
-    from deepwell.bench.progress import bar
+    from deepwell.hardware.progress import bar
     from deepwell.train.data.documents import FileDocuments
     from deepwell.train.data.prepare import prepare_tokens
 

@@ -116,10 +116,10 @@ def _read_plan(path: Path) -> Any:
 def _live(wanted: _Wanted, path: Path | None, steps: int, measure: bool | None) -> Any:
     import torch
 
-    from deepwell.bench.progress import bar
     from deepwell.engine.compile import compile as compile_engine
     from deepwell.engine.dryrun.dry_run import dryrun
     from deepwell.graph.capture import capture
+    from deepwell.hardware.progress import bar
 
     plan = None if path is None else _read_plan(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -72,7 +72,7 @@ def plan_command(
         **{name: _count_list(name, text) for name, text in counts.items()},
         "recompute": _words(recompute), "sharding": _words(sharding), "schedule": _words(schedule),
         "stage_layers": stage_layers if stage_layers == "even" else _count_list("stage_layers", stage_layers),
-        "kernels": _words(kernels), "overlap": _overlap(overlap),
+        "kernels": _words(kernels), "overlap": {"all": True, "none": False}.get(overlap or "", _words(overlap)),
         "offload": offload, "sequence_parallel": sequence_parallel, "context_parallel_kind": cp_kind,
         "cuda_graphs": cuda_graphs, "max_memory": max_memory,
     }  # fmt: skip
@@ -109,10 +109,6 @@ def _count_list(name: str, text: str | None) -> list[int] | None:
     except ValueError as error:
         option = "--" + name.replace("_", "-")
         raise ConfigError(f"{option}: got {text!r}; whole numbers of at least 1, e.g. 2 or 1,2,4") from error
-
-
-def _overlap(text: str | None) -> bool | list[str] | None:
-    return {"all": True, "none": False}[text] if text in ("all", "none") else _words(text)
 
 
 def _moe(text: str | None) -> dict[str, float] | None:

@@ -6,7 +6,7 @@ from typing import Literal
 Status = Literal["ok", "warn", "fail", "absent"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One finding: what was looked at, how it is, and what to do if it is not well."""
 

@@ -82,13 +82,13 @@ def diagnose(environ: Mapping[str, str] | None = None) -> Diagnosis:
     checks += [check_compiler(environ), check_cache(environ)]
     if torch is not None:
         checks += [check_formats(), *check_native(torch, hw, environ)]
-    checks += [Check(name=name, status=status, detail=text) for name, status, text in environment_findings(environ)]
+    checks += [Check(name, status, text) for name, status, text in environment_findings(environ)]
     return Diagnosis(checks=tuple(checks))
 
 
 def check_python() -> Check:
     detail = f"{platform.python_version()} on {platform.system()} {platform.release()} ({platform.machine()})"
-    return Check(name="python", status="ok", detail=detail)
+    return Check("python", "ok", detail)
 
 
 def check_packages(names: tuple[str, ...] = _REQUIRED) -> Check:
@@ -96,8 +96,8 @@ def check_packages(names: tuple[str, ...] = _REQUIRED) -> Check:
     missing = [name for name, version in versions.items() if version is None]
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if missing:
-        return Check(name="packages", status="fail", detail=detail, remedy=f"pip install {' '.join(missing)}")
-    return Check(name="packages", status="ok", detail=f"deepwell {__version__}; {detail}")
+        return Check("packages", "fail", detail, f"pip install {' '.join(missing)}")
+    return Check("packages", "ok", f"deepwell {__version__}; {detail}")
 
 
 def check_gpus(hw: Hardware) -> list[Check]:
@@ -105,14 +105,14 @@ def check_gpus(hw: Hardware) -> list[Check]:
     notes = "; ".join(hw.notes)
     if hw.kind == "cpu":
         detail = f"none: plans and training use the CPU, low precision by emulation ({notes or 'NVML shows no GPU'})"
-        return [Check(name="gpu", status="absent", detail=detail)]
+        return [Check("gpu", "absent", detail)]
     gpu = hw.gpus[0]
     native = [f for f in ("fp8_tensor", "mxfp8", "nvfp4") if hw.supports(f)]
-    found = Check(name="gpu", status="ok", detail=f"{hw.gpus_per_node} x {gpu}; native: bf16 {' '.join(native)}")
+    found = Check("gpu", "ok", f"{hw.gpus_per_node} x {gpu}; native: bf16 {' '.join(native)}")
     driver = f"{gpu.driver or 'version unknown'}, runs CUDA up to {gpu.cuda_driver or 'unknown'}"
-    checks = [found, Check(name="driver", status="ok", detail=driver)]
+    checks = [found, Check("driver", "ok", driver)]
     if notes:
-        checks.append(Check(name="gpu notes", status="warn", detail=notes))
+        checks.append(Check("gpu notes", "warn", notes))
     return checks
 
 
@@ -122,30 +122,28 @@ def check_torch() -> tuple[Any, Check]:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library of the wheel does not load
         remedy = "pip install torch; on a GPU machine choose the build for its CUDA"
-        return None, Check(name="torch", status="fail", detail=f"cannot be imported: {error}", remedy=remedy)
+        return None, Check("torch", "fail", f"cannot be imported: {error}", remedy)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     detail = f"{torch.__version__} ({build})"
     if version_tuple(torch.__version__) < MIN_TORCH:
-        return torch, Check(name="torch", status="fail", detail=detail, remedy="install torch 2.11 or later")
-    return torch, Check(name="torch", status="ok", detail=detail)
+        return torch, Check("torch", "fail", detail, "install torch 2.11 or later")
+    return torch, Check("torch", "ok", detail)
 
 
 def check_cuda(torch: Any, hw: Hardware) -> Check:
     """That torch can use the GPU that the driver shows: build, driver and architecture fit together."""
     name = "torch on GPU"
     if hw.kind == "cpu":
-        return Check(name=name, status="absent", detail="no GPU to use")
+        return Check(name, "absent", "no GPU to use")
     gpu = hw.gpus[0]
     if torch.version.cuda is None:
-        return Check(
-            name=name, status="fail", detail="this torch is a CPU build", remedy="install a CUDA build of torch"
-        )
+        return Check(name, "fail", "this torch is a CPU build", "install a CUDA build of torch")
     if gpu.cuda_driver and version_tuple(gpu.cuda_driver)[0] < version_tuple(torch.version.cuda)[0]:
         detail = f"torch is built for CUDA {torch.version.cuda}, the driver runs {gpu.cuda_driver} at most"
-        return Check(name=name, status="fail", detail=detail, remedy="update the driver, or install torch for its CUDA")
+        return Check(name, "fail", detail, "update the driver, or install torch for its CUDA")
     if not torch.cuda.is_available():
         remedy = "run `python -c 'import torch; torch.zeros(1).cuda()'` to see CUDA's message"
-        return Check(name=name, status="fail", detail="torch sees no GPU, the driver does", remedy=remedy)
+        return Check(name, "fail", "torch sees no GPU, the driver does", remedy)
     if gpu.compute_capability:
         # A build for 9.0 runs on every 9.x; another major version needs its own code or PTX.
         built = {arch.split("_")[1].rstrip("af") for arch in torch.cuda.get_arch_list()}
@@ -153,8 +151,8 @@ def check_cuda(torch: Any, hw: Hardware) -> Check:
         if str(gpu.compute_capability[0]) not in majors:
             needed = "sm_" + "".join(map(str, gpu.compute_capability))
             detail = f"built for {' '.join(torch.cuda.get_arch_list())}, not for {needed}"
-            return Check(name=name, status="fail", detail=detail, remedy="install a torch that has this architecture")
-    return Check(name=name, status="ok", detail=f"{torch.cuda.device_count()} GPUs usable")
+            return Check(name, "fail", detail, "install a torch that has this architecture")
+    return Check(name, "ok", f"{torch.cuda.device_count()} GPUs usable")
 
 
 def check_cpu_bf16(hw: Hardware, environ: Mapping[str, str]) -> Check:
@@ -162,29 +160,28 @@ def check_cpu_bf16(hw: Hardware, environ: Mapping[str, str]) -> Check:
     sets = () if hw.host is None else hw.host.instruction_sets
     fault = bf16_fault(sets, environ=environ)
     if not fault:
-        return Check(name="bf16 on CPU", status="ok", detail="a bf16 product runs" if sets else "not checked")
-    return Check(name="bf16 on CPU", status="fail" if hw.kind == "cpu" else "warn", detail=fault)
+        return Check("bf16 on CPU", "ok", "a bf16 product runs" if sets else "not checked")
+    return Check("bf16 on CPU", "fail" if hw.kind == "cpu" else "warn", fault)
 
 
 def check_triton(hw: Hardware) -> Check:
     version = package_version("triton")
     if version is not None and importlib.util.find_spec("triton") is not None:
-        return Check(name="triton", status="ok", detail=version)
+        return Check("triton", "ok", version)
     if hw.kind == "cpu":
-        return Check(name="triton", status="absent", detail="not installed; only GPU kernels need it")
+        return Check("triton", "absent", "not installed; only GPU kernels need it")
     remedy = "pip install triton (torch's CUDA builds bring their own)"
-    return Check(name="triton", status="warn", detail="not installed: fused kernels fall back to torch", remedy=remedy)
+    return Check("triton", "warn", "not installed: fused kernels fall back to torch", remedy)
 
 
 def check_transformers() -> Check:
     version = package_version("transformers")
     if version is None:
         detail = "not installed; only Hugging Face models need it: pip install 'deepwell[hf]'"
-        return Check(name="transformers", status="absent", detail=detail)
+        return Check("transformers", "absent", detail)
     if version_tuple(version) < MIN_TRANSFORMERS:
-        remedy = "pip install -U 'transformers>=5.17'"
-        return Check(name="transformers", status="warn", detail=f"{version}, older than 5.17", remedy=remedy)
-    return Check(name="transformers", status="ok", detail=version)
+        return Check("transformers", "warn", f"{version}, older than 5.17", "pip install -U 'transformers>=5.17'")
+    return Check("transformers", "ok", version)
 
 
 def check_nvcc(environ: Mapping[str, str]) -> Check:
@@ -195,22 +192,16 @@ def check_nvcc(environ: Mapping[str, str]) -> Check:
     )
     nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
     if nvcc is None:
-        return Check(
-            name="nvcc", status="absent", detail="not found; only the native build needs it (CUDA 12.8 or later)"
-        )
+        return Check("nvcc", "absent", "not found; only the native build needs it (CUDA 12.8 or later)")
     text = _output([nvcc, "--version"])
     match = re.search(r"release (\d+)\.(\d+)", text)
     if match is None:
-        return Check(
-            name="nvcc", status="warn", detail=f"{nvcc} does not say its version", remedy="reinstall the toolkit"
-        )
+        return Check("nvcc", "warn", f"{nvcc} does not say its version", "reinstall the toolkit")
     version = (int(match[1]), int(match[2]))
     detail = f"{version[0]}.{version[1]}"
     if version < MIN_NVCC:
-        return Check(
-            name="nvcc", status="warn", detail=f"{detail} cannot compile for sm_100", remedy="install CUDA 12.8+"
-        )
-    return Check(name="nvcc", status="ok", detail=f"{detail}, compiles for sm_90a and sm_100a")
+        return Check("nvcc", "warn", f"{detail} cannot compile for sm_100", "install CUDA 12.8+")
+    return Check("nvcc", "ok", f"{detail}, compiles for sm_90a and sm_100a")
 
 
 def check_cutlass() -> Check:
@@ -220,9 +211,9 @@ def check_cutlass() -> Check:
         header = place / "source/include/cutlass/version.h"
         if header.is_file():
             numbers = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text(errors="replace"))
-            return Check(name="cutlass", status="ok", detail=f"headers {'.'.join(numbers) or 'of unknown version'}")
+            return Check("cutlass", "ok", f"headers {'.'.join(numbers) or 'of unknown version'}")
     detail = "headers not installed; only the native build needs them: pip install 'deepwell[cutlass]'"
-    return Check(name="cutlass", status="absent", detail=detail)
+    return Check("cutlass", "absent", detail)
 
 
 def check_native(torch: Any, hw: Hardware, environ: Mapping[str, str]) -> list[Check]:
@@ -239,8 +230,8 @@ def check_compiler(environ: Mapping[str, str]) -> Check:
     found = shutil.which(wanted.split()[0], path=environ.get("PATH"))
     if found is None:
         remedy = "install a C++ compiler (apt install g++), or set CXX; without it models run uncompiled on the CPU"
-        return Check(name="c++ compiler", status="warn", detail=f"{wanted} not found", remedy=remedy)
-    return Check(name="c++ compiler", status="ok", detail=(_output([found, "--version"]).splitlines() or [wanted])[0])
+        return Check("c++ compiler", "warn", f"{wanted} not found", remedy)
+    return Check("c++ compiler", "ok", (_output([found, "--version"]).splitlines() or [wanted])[0])
 
 
 def check_cache(environ: Mapping[str, str]) -> Check:
@@ -251,13 +242,11 @@ def check_cache(environ: Mapping[str, str]) -> Check:
             free = shutil.disk_usage(folder).free
     except OSError as error:
         remedy = "set DEEPWELL_CACHE_DIR to a folder that can be written"
-        return Check(
-            name="cache", status="warn", detail=f"{folder} cannot be written ({error.strerror})", remedy=remedy
-        )
+        return Check("cache", "warn", f"{folder} cannot be written ({error.strerror})", remedy)
     detail = f"{folder}, {free / 2**30:.1f} GiB free"
     if free < _MIN_FREE_BYTES:
-        return Check(name="cache", status="warn", detail=detail, remedy="free some disk: compiled kernels need room")
-    return Check(name="cache", status="ok", detail=detail)
+        return Check("cache", "warn", detail, "free some disk: compiled kernels need room")
+    return Check("cache", "ok", detail)
 
 
 def check_formats(quantize: Callable[..., Any] | None = None) -> Check:
@@ -276,9 +265,8 @@ def check_formats(quantize: Callable[..., Any] | None = None) -> Check:
         if not torch.allclose(got.float(), want, rtol=1e-6, atol=0):
             wrong.append(f"{name}: {got[0, : len(values)].tolist()} where {list(expected)} is right")
     if wrong:
-        remedy = "this torch rounds differently: do not train with it"
-        return Check(name="formats", status="fail", detail="; ".join(wrong), remedy=remedy)
-    return Check(name="formats", status="ok", detail=f"hand vectors exact: {', '.join(v[0] for v in HAND_VECTORS)}")
+        return Check("formats", "fail", "; ".join(wrong), "this torch rounds differently: do not train with it")
+    return Check("formats", "ok", f"hand vectors exact: {', '.join(v[0] for v in HAND_VECTORS)}")
 
 
 def version_tuple(text: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> C
     try:
         archs: Sequence[str] = [arch_of(capability)] if capability else ARCHS
     except UnsupportedError as error:
-        return Check(name=LIBRARY, status="absent", detail=str(error))
+        return Check(LIBRARY, "absent", str(error))
     found, missing = [], []
     for arch in archs:
         try:
@@ -32,19 +32,18 @@ def library_finding(hw: Hardware, environ: Mapping[str, str] | None = None) -> C
         except UnsupportedError as error:
             missing.append(str(error))
     if found:
-        return Check(name=LIBRARY, status="ok", detail="; ".join(found))
+        return Check(LIBRARY, "ok", "; ".join(found))
     # A build that is there and broken is worth a look; one that was never made is not.
     damaged = [reason for reason in missing if not reason.startswith("no library was built")]
     if damaged:
-        return Check(name=LIBRARY, status="warn", detail=damaged[0], remedy="build it again: deepwell build")
-    detail = "not built: kernels of torch and Triton are used; `deepwell build` adds CUTLASS"
-    return Check(name=LIBRARY, status="absent", detail=detail)
+        return Check(LIBRARY, "warn", damaged[0], "build it again: deepwell build")
+    return Check(LIBRARY, "absent", "not built: kernels of torch and Triton are used; `deepwell build` adds CUTLASS")
 
 
 def sources_finding() -> Check:
     """Where the CUDA sources that the original documents name have gone."""
     moved = "; ".join(f"{old} is now {', '.join(new)}" for old, new in SOURCES.items())
-    return Check(name="native sources", status="ok", detail=moved)
+    return Check("native sources", "ok", moved)
 
 
 # fmt -> the verdicts on its quantizer and on each product
@@ -57,7 +56,7 @@ def self_check_findings(hw: Hardware, prove: Prove | None = None) -> list[Check]
     native = capability_of(capability).native_formats if capability else ()
     formats = [fmt for fmt in ("mxfp8", "nvfp4") if fmt in native]
     if not formats:
-        return [Check(name=SELF_CHECK, status="absent", detail="no block-scaled tensor cores here to check")]
+        return [Check(SELF_CHECK, "absent", "no block-scaled tensor cores here to check")]
     if prove is None:
         prove = _on_device
     return [_judged(fmt, prove(fmt)) for fmt in formats]
@@ -75,9 +74,9 @@ def _judged(fmt: str, verdicts: Sequence[Any]) -> Check:
     detail = "; ".join(f"{v.name} FAILED: {v.reason}" if v.reason else f"{v.name} passed{_figure(v)}" for v in verdicts)
     quantizer, *gemms = verdicts
     if not quantizer.reason and any(not v.reason for v in gemms):
-        return Check(name=f"{SELF_CHECK} {fmt}", status="ok", detail=detail)
+        return Check(f"{SELF_CHECK} {fmt}", "ok", detail)
     remedy = f"{fmt} is not bound natively here; training goes on with a substitute or by emulation"
-    return Check(name=f"{SELF_CHECK} {fmt}", status="warn", detail=detail, remedy=remedy)
+    return Check(f"{SELF_CHECK} {fmt}", "warn", detail, remedy)
 
 
 def _figure(verdict: Any) -> str:

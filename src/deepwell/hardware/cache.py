@@ -48,7 +48,7 @@ class Measurement:
             gpu = dataclasses.replace(
                 gpu,
                 copy_gb_per_s=self.copy_gb_per_s,
-                sources=(*kept, Origin(figure="copy_gb_per_s", tier="measured", text=text)),
+                sources=(*kept, Origin("copy_gb_per_s", "measured", text)),
             )
         tables = tuple(c for c in gpu.curves if c.tier != "measured")
         return dataclasses.replace(gpu, curves=self.curves + tables, unavailable=self.unavailable)

@@ -95,7 +95,8 @@ def decode_value(hint: Any, data: object, where: str) -> Any:
     """`data` as a value of the type `hint`; raises `ConfigError` naming `where`."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
-        return _decode_optional(hint, data, where)
+        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return None if data is None else decode_value(inner, data, where)
     if origin is tuple:
         return _decode_tuple(typing.get_args(hint), data, where)
     if origin is typing.Literal:
@@ -110,13 +111,6 @@ def decode_value(hint: Any, data: object, where: str) -> Any:
     if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool):
         raise ConfigError(f"{where}: expected {hint.__name__}, got {data!r}")
     return data
-
-
-def _decode_optional(hint: Any, data: object, where: str) -> Any:
-    if data is None:
-        return None
-    (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    return decode_value(inner, data, where)
 
 
 def _decode_tuple(args: tuple[Any, ...], data: object, where: str) -> tuple[Any, ...]:

@@ -45,15 +45,15 @@ def cpu_device(host: Host) -> Gpu:
     peaks: tuple[Peak, ...] = ()
     if cores and host.max_mhz:
         formula = f"derived: {cores} cores x {host.max_mhz:.0f} MHz x {lanes} fp32 lanes x 2, one FMA unit a core"
-        peaks = (Peak(rate="fp32", tflops=cores * host.max_mhz * 1e6 * lanes * 2 / 1e12, source=formula),)
+        peaks = (Peak("fp32", cores * host.max_mhz * 1e6 * lanes * 2 / 1e12, formula),)
     sources = (
-        Origin(figure="num_sms", tier="spec", text="cores this process may use"),
-        Origin(figure="memory_bytes", tier="spec", text="memory of this computer or of its container"),
+        Origin("num_sms", "spec", "cores this process may use"),
+        Origin("memory_bytes", "spec", "memory of this computer or of its container"),
         # The count and speed of the memory channels cannot be read without privileges: one common channel stands in.
         Origin(
-            figure="memory_gb_per_s",
-            tier="spec",
-            text="derived: one DDR4-3200 channel, 3200e6 x 8 bytes; measure to know",
+            "memory_gb_per_s",
+            "spec",
+            "derived: one DDR4-3200 channel, 3200e6 x 8 bytes; measure to know",
         ),
     )
     return Gpu(

@@ -8,8 +8,7 @@ import dataclasses
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deepwell.errors import ConfigError, UnsupportedError
@@ -18,6 +17,7 @@ from deepwell.hardware.cache import Measurement, read_measurement, write_measure
 from deepwell.hardware.gemms import gemm_call
 from deepwell.hardware.model import Hardware
 from deepwell.hardware.parts import Curve, GemmPoint, Gpu
+from deepwell.hardware.progress import bar
 
 Shape = tuple[int, int, int]  # m, n, k
 
@@ -118,9 +118,9 @@ class _MeasureRun:
         """Runs the jobs. Returns an empty string, or a note on what is missing and why."""
         deadline = time.monotonic() + budget_s
         try:
-            with self.torch.no_grad(), _progress(len(jobs), progress) as step:
+            with self.torch.no_grad(), bar("measuring", len(jobs), shown=progress) as advance:
                 for done, job in enumerate(jobs):
-                    step(str(job))
+                    advance(description=f"measuring {job}", completed=done)
                     left = deadline - time.monotonic()
                     if left <= 0:
                         self.skipped += jobs[done:]
@@ -168,7 +168,7 @@ class _MeasureRun:
             self.copy_gb_per_s = round(2 * self.copy_bytes / seconds / 1e9, 2)
             return
         m, n, k = job.shape
-        point = GemmPoint(m=m, n=n, k=k, tflops=float(f"{2 * m * n * k / seconds / 1e12:.4g}"))
+        point = GemmPoint(m, n, k, float(f"{2 * m * n * k / seconds / 1e12:.4g}"))
         self.points.setdefault(job.format, []).append(point)
 
     def _copy(self) -> Callable[[], object]:
@@ -247,24 +247,3 @@ def _merge(older: Measurement, newer: Measurement) -> Measurement:
         curves=tuple(curves.values()),
         unavailable=tuple((name, reason) for name, reason in refused.items() if name not in curves),
     )
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that steps once per job, or nothing."""
-    if not shown:
-        yield lambda label: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        seen = [0]
-
-        def step(label: str) -> None:
-            bar.update(task, completed=seen[0], description=label)
-            seen[0] += 1
-
-        yield step

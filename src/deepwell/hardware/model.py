@@ -166,10 +166,7 @@ def _speeds(hw: Hardware) -> list[str]:
     for label, figure, unit in (
         ("memory bandwidth", gpu.figure("memory_gb_per_s"), "GB/s"),
         ("copy, read + write", gpu.figure("copy_gb_per_s"), "GB/s"),
-        *(
-            (f"{peak.rate} peak, dense", Figure(value=peak.tflops, tier="spec", source=peak.source), "TFLOP/s")
-            for peak in gpu.peaks
-        ),
+        *((f"{peak.rate} peak, dense", Figure(peak.tflops, "spec", peak.source), "TFLOP/s") for peak in gpu.peaks),
     ):
         if figure is not None:
             rows.append([label, _number(figure.value, unit), figure.tier, _short(figure.source)])

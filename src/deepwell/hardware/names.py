@@ -63,7 +63,7 @@ class Machine:
 
     def gpu(self, index: int = 0) -> Gpu:
         values, sources = self._figures(Gpu)
-        capability = Origin(figure="compute_capability", tier="spec", text=self.compute_capability_source)
+        capability = Origin("compute_capability", "spec", self.compute_capability_source)
         return Gpu(
             name=self.name, machine=self.name, index=index, compute_capability=self.compute_capability,
             peaks=self.peaks, curves=self.curves, sources=(*sources, capability), **values,
@@ -80,7 +80,7 @@ class Machine:
         mine = [c for c in self.constants if c.figure in hints]
         values = {c.figure: int(c.value) if int in (hints[c.figure], *get_args(hints[c.figure])) else c.value
                   for c in mine}  # fmt: skip
-        return values, tuple(Origin(figure=c.figure, tier=c.tier, text=c.source) for c in mine)
+        return values, tuple(Origin(c.figure, c.tier, c.source) for c in mine)
 
 
 @functools.cache

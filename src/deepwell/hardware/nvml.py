@@ -56,7 +56,9 @@ class NvmlReader:
             found = self._visible(found, visible)
         gpus = [self._gpu(i, handle) for i, handle in found.items()]
         fabric = self._fabric(list(found.values()), gpus)
-        self._note_refusals()
+        for what, (reason, indices) in self._refused.items():
+            where = f" of GPU {', '.join(map(str, indices))}" if indices else ""
+            self.notes.append(f"{what}{where} is not known: NVML answered: {reason}")
         return NvmlReading(gpus=gpus, fabric=fabric, notes=self.notes)
 
     def _visible(self, handles: dict[int, Any], visible: str) -> dict[int, Any]:
@@ -100,11 +102,6 @@ class NvmlReader:
         if index is not None and index not in indices:
             indices.append(index)
 
-    def _note_refusals(self) -> None:
-        for what, (reason, indices) in self._refused.items():
-            where = f" of GPU {', '.join(map(str, indices))}" if indices else ""
-            self.notes.append(f"{what}{where} is not known: NVML answered: {reason}")
-
     def _gpu(self, i: int, handle: Any) -> Gpu:
         ask = self._ask
         clock_sm = getattr(self.nvml, "NVML_CLOCK_SM", 1)
@@ -113,6 +110,8 @@ class NvmlReader:
         memory = ask("memory", i, "nvmlDeviceGetMemoryInfo", handle)
         cc = ask("compute capability", i, "nvmlDeviceGetCudaComputeCapability", handle)
         lanes = ask("SM count", i, "nvmlDeviceGetNumGpuCores", handle)
+        per_sm = 1 if cc is None else _LANES_PER_SM.get((int(cc[0]), int(cc[1])), _DEFAULT_LANES_PER_SM)
+        cuda = ask("CUDA driver version", None, "nvmlSystemGetCudaDriverVersion_v2")
         limit = ask("power limit", i, "nvmlDeviceGetEnforcedPowerLimit", handle)
         pci = ask("PCI address", i, "nvmlDeviceGetPciInfo", handle)
         bus = None if pci is None else _string(pci.busId)
@@ -121,7 +120,7 @@ class NvmlReader:
             index=i,
             uuid=_string(ask("UUID", i, "nvmlDeviceGetUUID", handle)),
             compute_capability=None if cc is None else (int(cc[0]), int(cc[1])),
-            num_sms=_sms(lanes, cc),
+            num_sms=int(lanes) // per_sm if lanes and cc is not None else None,
             memory_bytes=None if memory is None else int(memory.total),
             sm_clock_mhz=ask("SM clock", i, "nvmlDeviceGetClockInfo", handle, clock_sm),
             max_sm_clock_mhz=ask("maximum SM clock", i, "nvmlDeviceGetMaxClockInfo", handle, clock_sm),
@@ -129,7 +128,7 @@ class NvmlReader:
             max_memory_clock_mhz=ask("maximum memory clock", i, "nvmlDeviceGetMaxClockInfo", handle, clock_memory),
             power_limit_w=None if limit is None else limit / 1000,
             driver=_string(ask("driver version", None, "nvmlSystemGetDriverVersion")),
-            cuda_driver=_cuda_version(ask("CUDA driver version", None, "nvmlSystemGetCudaDriverVersion_v2")),
+            cuda_driver=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
             mig_enabled=self._mig(i, handle),
             pci_bus_id=bus,
             numa_node=None if bus is None else numa_node(bus, self.root),
@@ -150,8 +149,8 @@ class NvmlReader:
 
     def _with_speeds(self, gpu: Gpu, handle: Any) -> Gpu:
         """Adds bandwidth, peaks and curves: of the machine that the name stands for, else by formula from NVML."""
-        sources = [Origin(figure=f, tier="spec", text="NVML") for f in ("memory_bytes", "num_sms", "power_limit_w")]
-        sources += [Origin(figure=f"max_{unit}_clock_mhz", tier="spec", text="NVML") for unit in ("sm", "memory")]
+        sources = [Origin(f, "spec", "NVML") for f in ("memory_bytes", "num_sms", "power_limit_w")]
+        sources += [Origin(f"max_{unit}_clock_mhz", "spec", "NVML") for unit in ("sm", "memory")]
         machine = machine_of_device(gpu.name, gpu.memory_bytes)
         gpu = dataclasses.replace(gpu, machine=machine.name if machine else None)
         if gpu.mig_enabled:
@@ -167,7 +166,7 @@ class NvmlReader:
         if width and gpu.max_memory_clock_mhz:
             bandwidth = gpu.max_memory_clock_mhz * 1e6 * (width / 8) * 2 / 1e9
             text = f"derived: {gpu.max_memory_clock_mhz} MHz x {width} bit x 2 / 8"
-            sources.append(Origin(figure="memory_gb_per_s", tier="spec", text=text))
+            sources.append(Origin("memory_gb_per_s", "spec", text))
         return dataclasses.replace(gpu, memory_gb_per_s=bandwidth, peaks=scaled_peaks(gpu), sources=tuple(sources))
 
     def _fabric(self, handles: list[Any], gpus: list[Gpu]) -> Fabric:
@@ -184,11 +183,10 @@ class NvmlReader:
             known = machine.constant("nvlink_gb_per_s") if machine else None
             if known is not None and known.value < bandwidth:  # H800: the links are all there, but slower
                 bandwidth, text = known.value, known.source
-            sources.append(Origin(figure="nvlink_gb_per_s", tier="spec", text=text))
+            sources.append(Origin("nvlink_gb_per_s", "spec", text))
         pcie = self._pcie(handles[0]) if handles else {}
         if "pcie_gb_per_s" in pcie:
-            text = "derived: generation and width that NVML reports"
-            sources.append(Origin(figure="pcie_gb_per_s", tier="spec", text=text))
+            sources.append(Origin("pcie_gb_per_s", "spec", "derived: generation and width that NVML reports"))
         pairs = []
         for a, b in itertools.combinations(range(len(gpus)), 2):
             level = self._ask("PCIe topology", None, "nvmlDeviceGetTopologyCommonAncestor", handles[a], handles[b])
@@ -241,7 +239,7 @@ def scaled_peaks(gpu: Gpu) -> tuple[Peak, ...]:
         return ()
     ratio = gpu.num_sms / sms.value
     text = f"derived: {machine.name}'s peak x {gpu.num_sms} / {sms.value:.0f} SMs"
-    return tuple(Peak(rate=p.rate, tflops=round(p.tflops * ratio, 1), source=text) for p in machine.peaks)
+    return tuple(Peak(p.rate, round(p.tflops * ratio, 1), text) for p in machine.peaks)
 
 
 def largest_group(count: int, pairs: list[tuple[int, int]]) -> int:
@@ -262,19 +260,9 @@ def _as_machine(gpu: Gpu, machine: Machine, sources: list[Origin]) -> Gpu:
     return dataclasses.replace(gpu, peaks=model.peaks, curves=model.curves, sources=tuple(kept), **taken)
 
 
-def _sms(lanes: int | None, cc: Any) -> int | None:
-    if not lanes or cc is None:
-        return None
-    return int(lanes) // _LANES_PER_SM.get((int(cc[0]), int(cc[1])), _DEFAULT_LANES_PER_SM)
-
-
 def _string(value: Any) -> str | None:
     """NVML bindings give bytes or str by version."""
     if value is None:
         return None
     text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
     return text.rstrip("\0").strip() or None
-
-
-def _cuda_version(number: int | None) -> str | None:
-    return None if not number else f"{number // 1000}.{number % 1000 // 10}"

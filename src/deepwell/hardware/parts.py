@@ -26,7 +26,7 @@ Tier = Literal["spec", "table", "measured"]
 _TIERS: tuple[Tier, ...] = ("measured", "table", "spec")  # best first
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Origin:
     """Where the figure `figure` of a value comes from."""
 
@@ -35,7 +35,7 @@ class Origin:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """One number with its tier and source: what a planner multiplies with and what a report prints."""
 
@@ -44,7 +44,7 @@ class Figure:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Peak:
     """Dense tensor-core peak of one rate class: fp32, tf32, bf16, fp8, fp6 or fp4."""
 
@@ -53,7 +53,7 @@ class Peak:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GemmPoint:
     """One measured GEMM, C[m, n] = A[m, k] B[k, n], at 2*m*n*k flops."""
 
@@ -86,9 +86,9 @@ class _Sourced:
         value = getattr(self, name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
-        given = Origin(figure=name, tier="spec", text="given without a source")
+        given = Origin(name, "spec", "given without a source")
         source = next((source for source in self.sources if source.figure == name), given)
-        return Figure(value=value, tier=source.tier, source=source.text)
+        return Figure(value, source.tier, source.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +175,7 @@ class Gpu(_Sourced):
             return None
         for peak in self.peaks:
             if peak.rate == PEAK_CLASS[exact]:
-                return Figure(value=peak.tflops, tier="spec", source=peak.source)
+                return Figure(peak.tflops, "spec", peak.source)
         return None
 
     def gemm_tflops(self, format_name: str, m: int, n: int, k: int) -> Figure | None:
@@ -188,7 +188,7 @@ class Gpu(_Sourced):
         for curve in self._curves_for(exact):
             speed = _interpolate(curve.points, (m, n, k))
             borrowed = "" if curve.format == exact else f"{curve.format} stands in, at the same peak rate; "
-            return Figure(value=speed, tier=curve.tier, source=borrowed + curve.source)
+            return Figure(speed, curve.tier, borrowed + curve.source)
         return self.peak_tflops(exact)
 
     def _curves_for(self, exact: str) -> list[Curve]:

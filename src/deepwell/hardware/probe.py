@@ -67,7 +67,9 @@ def _read_gpus(nvml: ModuleType | Any | None, root: Path, environ: Mapping[str, 
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        nothing.notes.append(f"NVML could not start ({error}); {_advice(error)}")
+        kind = type(error).__name__
+        advice = next((advice for part, advice in _ADVICE.items() if part in kind), _ASK_SMI)
+        nothing.notes.append(f"NVML could not start ({error}); {advice}")
         return _read_through_torch(nothing, root)
     try:
         reading = NvmlReader(nvml, root).read(environ.get("CUDA_VISIBLE_DEVICES"))
@@ -77,11 +79,6 @@ def _read_gpus(nvml: ModuleType | Any | None, root: Path, environ: Mapping[str, 
     if not reading.gpus:
         reading.notes.append("NVML shows no GPU: the CPU is the device")
     return reading
-
-
-def _advice(error: Exception) -> str:
-    kind = type(error).__name__
-    return next((advice for part, advice in _ADVICE.items() if part in kind), _ASK_SMI)
 
 
 _ASK_SMI = "run nvidia-smi to see the driver's own message"
@@ -120,7 +117,7 @@ def _torch_gpu(index: int, properties: Any) -> Gpu:
         num_sms=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         l2_bytes=getattr(properties, "L2_cache_size", None),
-        sources=tuple(Origin(figure=f, tier="spec", text="torch") for f in ("num_sms", "memory_bytes", "l2_bytes")),
+        sources=tuple(Origin(f, "spec", "torch") for f in ("num_sms", "memory_bytes", "l2_bytes")),
     )
     machine = machine_of_device(gpu.name, gpu.memory_bytes)
     if machine is None:
@@ -147,15 +144,13 @@ def _with_network(fabric: Fabric, nics: tuple[Nic, ...], gpus: list[Gpu]) -> Fab
     share = sum(nic.gb_per_s or 0 for nic in fast) / max(len(gpus), 1) if fast else None
     if share is not None:
         ports = ", ".join(nic.name for nic in fast)
-        sources.append(
-            Origin(figure="nic_gb_per_s", tier="spec", text=f"derived: {ports} over {max(len(gpus), 1)} devices")
-        )
+        sources.append(Origin("nic_gb_per_s", "spec", f"derived: {ports} over {max(len(gpus), 1)} devices"))
     reduce = None
     machine = machines().get((gpus[0].machine or "").lower()) if gpus else None
     known = machine.constant("allreduce_gb_per_s") if machine is not None else None
     if known is not None and fabric.nvswitch and fabric.nvlink_domain > 1:
         reduce = known.value
-        sources.append(Origin(figure="allreduce_gb_per_s", tier=known.tier, text=known.source))
+        sources.append(Origin("allreduce_gb_per_s", known.tier, known.source))
     return dataclasses.replace(fabric, nics=nics, nic_gb_per_s=share, allreduce_gb_per_s=reduce, sources=tuple(sources))
 
 

@@ -75,7 +75,7 @@ def working_bytes(block: LocalBlock, recompute: Recompute, job: StepJob, keeps: 
 # ---- head and loss ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HeadBytes:
     """Bytes of head and loss of one micro-batch at the moments that matter."""
 
@@ -96,7 +96,7 @@ def head_bytes(job: StepJob, keeps: Keeps, logits: float) -> HeadBytes:
     size = keeps.element_bytes
     if gemm is None or not keeps.fuses_head or not logits:
         whole = logits * size / HALF
-        return HeadBytes(forward=whole, between=whole, backward=0.0, weight_gradient=0.0)
+        return HeadBytes(whole, whole, 0.0, 0.0)
     rows = max(1, int(chunk_bytes(int(gemm.k), gemm.is_low) // (gemm.n * size)))
     chunks = max(1, -(-int(gemm.m) // rows))
     chunk = size * gemm.m / chunks * gemm.n
@@ -107,7 +107,7 @@ def head_bytes(job: StepJob, keeps: Keeps, logits: float) -> HeadBytes:
         forward = 1.5 * chunk + codes + 2.0 * gemm.n * gemm.k + 2 * hidden
         # What the weight's gradient is made from waits for the backward: these codes, and those of the input.
         between = codes + gemm.m * gemm.k + hidden
-        return HeadBytes(forward=forward, between=between, backward=2 * hidden, weight_gradient=weight)
+        return HeadBytes(forward, between, 2 * hidden, weight)
     # The backward scales the gradients that the forward made: old and new stand beside each other.
     forward, between = chunk + weight + 2 * hidden, weight + hidden
-    return HeadBytes(forward=forward, between=between, backward=2 * hidden, weight_gradient=weight)
+    return HeadBytes(forward, between, 2 * hidden, weight)

@@ -41,7 +41,7 @@ class Alternative:
     why_not: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """A family of layouts that is out, with the constraint that binds."""
 
@@ -53,7 +53,7 @@ class Rejected:
         return f"{self.family}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Searched:
     families: int
     layouts: int

@@ -207,18 +207,13 @@ def split_of(op: Linear) -> str:
     return "none"
 
 
-def _kept_fraction(op: Linear, tp: int, kv_heads: int | None) -> float:
-    """Share of the columns that one rank holds; key and value heads fewer than ranks are repeated."""
-    if op.part in ("k", "v") and kv_heads is not None and kv_heads < tp:
-        return 1.0 / kv_heads
-    return 1.0 / tp
-
-
 def _linear(b: _Builder, op: Linear, kv_heads: int | None) -> None:
     s, rows = b.sizes, float(op.rows.at(b.sizing))
     split, n, k = split_of(op), op.n, op.k
     if split == "column":
-        n = max(1, math.ceil(op.n * _kept_fraction(op, s.tp, kv_heads) - 1e-9))
+        # Key and value heads fewer than ranks are repeated.
+        ranks = min(s.tp, kv_heads or s.tp) if op.part in ("k", "v") else s.tp
+        n = max(1, math.ceil(op.n * (1.0 / ranks) - 1e-9))
         if s.tp > 1:
             b.gathered.add(op.inputs[0] if op.inputs else op.name)
     elif split == "row":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from deepwell.planner.job import StepJob, read_job
 from deepwell.planner.keeps import LIBRARIES, Keeps, head_bytes, kept_bytes, working_bytes
 from deepwell.planner.layout import Recompute
-from deepwell.planner.rank_memory import counted, on_device_share, rank_memory
+from deepwell.planner.rank_memory import counted, on_device_share, rank_memory, rank_params
 from deepwell.planner.schedule.simulate import Timeline
 from deepwell.planner.schedule.trace import plan_timeline
 from deepwell.planner.shard import HALF, LocalBlock
@@ -33,7 +33,7 @@ _DETAIL = 256
 _MOST_POINTS = 400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Moment:
     time_s: float
     phase: str  # "F2.0" is the forward of stage 2 and micro-batch 0; "B...", "head ...", "optimizer"
@@ -84,7 +84,7 @@ class _Player:
         self.moments: list[Moment] = []
         self.libraries = 0
         self.head = head_bytes(job, keeps, self.memory.logits)
-        total = sum(self._params(stage) for stage in self.stages)
+        total = sum(sum(rank_params(job, (stage,))) for stage in self.stages)
         scale = keeps.element_bytes / HALF if keeps.late_gradients else 1.0
         self.per_param = scale * self.memory.grads / total if total else 0.0
         if not keeps.late_gradients:
@@ -118,13 +118,7 @@ class _Player:
             memory.comm_buffers + self.libraries,
         )  # fmt: skip
         shown = tuple((kind, size) for kind, size in zip(KINDS, sizes, strict=True) if size > 0)
-        self.moments.append(Moment(time_s=time, phase=phase, nbytes=shown))
-
-    def _params(self, stage: int) -> float:
-        here, job = self.job.stages[stage], self.job
-        blocks = zip(here.counts, job.blocks, strict=True)
-        inside = sum(count * (block.dense_params + block.expert_params) for count, block in blocks)
-        return inside + job.stem.dense_params * here.has_stem + job.tail.dense_params * here.has_tail
+        self.moments.append(Moment(time, phase, shown))
 
     def _layers(self, stage: int) -> Iterator[tuple[LocalBlock, Recompute]]:
         for index, again, count in counted(self.job, self.job.stages[stage]):

@@ -185,10 +185,9 @@ def _no_such_path(rule: Rule, ir: IR) -> str:
     if general in known:
         return f"{message}: its layers are numbered 0 to {ir.num_layers - 1}"
     # A pattern that starts with a star is compared with the same number of last pieces.
-    pieces = wanted.count(".")
-    tails = known
-    if wanted.startswith("*") and pieces:
-        tails = dict.fromkeys("*." + ".".join(path.split(".")[-pieces:]) for path in known)
+    dots, tails = wanted.count("."), known
+    if wanted.startswith("*") and dots:
+        tails = dict.fromkeys("*." + ".".join(path.split(".")[-dots:]) for path in known)
     near = difflib.get_close_matches(general, list(tails), n=4, cutoff=0.6)
     near = near or difflib.get_close_matches(general, [*known, *kind_names()], n=4, cutoff=0.5)
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", wanted)

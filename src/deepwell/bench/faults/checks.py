@@ -21,7 +21,7 @@ Stream = dict[int, dict[int, int]]
 def check_all(setup: FaultSetup, calm: Path, run: Path, strikes: Sequence[Strike], host: int) -> tuple[FaultClaim, ...]:
     kills = sum(strike.kind in KILLS for strike in strikes)
     return (
-        FaultClaim(name="kills", ok=kills == setup.kills, detail=f"{kills} of {setup.kills}"),
+        FaultClaim("kills", kills == setup.kills, f"{kills} of {setup.kills}"),
         _finished(setup, run),
         _tokens(setup, calm, run),
         _weights(calm, run),
@@ -36,7 +36,7 @@ def _finished(setup: FaultSetup, run: Path) -> FaultClaim:
     ends = [event for event in events if event["kind"] == "end"]
     last = ends[-1] if ends else {"reason": "nothing", "step": 0}
     ok = last["reason"] == "done" and last["step"] == setup.steps and events[-1]["kind"] == "end"
-    return FaultClaim(name="run finished", ok=ok, detail=f"{last['reason']} at step {last['step']} of {setup.steps}")
+    return FaultClaim("run finished", ok, f"{last['reason']} at step {last['step']} of {setup.steps}")
 
 
 def read_stream(folder: Path) -> tuple[Stream, int]:
@@ -65,12 +65,12 @@ def _tokens(setup: FaultSetup, calm: Path, run: Path) -> FaultClaim:
     (expected, _), (found, written) = read_stream(calm), read_stream(run)
     wrong = [step for step in sorted(expected.keys() | found.keys()) if expected.get(step) != found.get(step)]
     if wrong:
-        return FaultClaim(name="token stream", ok=False, detail=f"{len(wrong)} steps differ, the first is {wrong[0]}")
+        return FaultClaim("token stream", False, f"{len(wrong)} steps differ, the first is {wrong[0]}")
     samples = [sample for step in sorted(found) for sample in sorted(found[step])]
     ok = sorted(found) == list(range(1, setup.steps + 1)) and samples == list(range(len(samples)))
     again = written // setup.world - setup.steps
     detail = f"{len(found)} steps, {len(samples)} samples, none skipped or repeated; {again} steps computed again"
-    return FaultClaim(name="token stream", ok=ok, detail=detail if ok else "steps or samples are missing or used twice")
+    return FaultClaim("token stream", ok, detail if ok else "steps or samples are missing or used twice")
 
 
 def _weights(calm: Path, run: Path) -> FaultClaim:
@@ -79,9 +79,7 @@ def _weights(calm: Path, run: Path) -> FaultClaim:
     differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     ok = bool(expected) and not differ
     detail = f"{len(expected)} files of weights, optimizer and random states are equal, bit for bit"
-    return FaultClaim(
-        name="final state", ok=ok, detail=detail if ok else f"differ: {', '.join(differ) or 'no checkpoint'}"
-    )
+    return FaultClaim("final state", ok, detail if ok else f"differ: {', '.join(differ) or 'no checkpoint'}")
 
 
 def _hashes(path: Path | None) -> dict[str, str]:
@@ -101,7 +99,7 @@ def _checkpoints(run: Path) -> FaultClaim:
     said = {event["path"] for event in read_events(run) if event["kind"] == "save" and event["committed"]}
     ok = bool(found) and not broken
     detail = f"{len(said)} were committed, all {len(found)} that are kept verify"
-    return FaultClaim(name="checkpoints", ok=ok, detail=detail if ok else "; ".join(broken) or "there are none")
+    return FaultClaim("checkpoints", ok, detail if ok else "; ".join(broken) or "there are none")
 
 
 def _leftovers(run: Path) -> FaultClaim:
@@ -109,7 +107,7 @@ def _leftovers(run: Path) -> FaultClaim:
     left = sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("."))
     left += [str(path.name) for path in (run / "checkpoints").glob("*/*.part")]
     detail = "nothing temporary is left" if not left else f"left: {', '.join(left[:5])}"
-    return FaultClaim(name="leftovers", ok=not left, detail=detail)
+    return FaultClaim("leftovers", not left, detail)
 
 
 def _processes(run: Path, host: int, patience_s: float = 10.0) -> FaultClaim:
@@ -121,7 +119,7 @@ def _processes(run: Path, host: int, patience_s: float = 10.0) -> FaultClaim:
     strays = [pid for pid in ours if _is_of(pid, run)]
     ok = not left and not strays
     detail = f"{len(ours)} workers came and went, none is left" if ok else f"left: {sorted({*left, *strays})}"
-    return FaultClaim(name="processes", ok=ok, detail=detail)
+    return FaultClaim("processes", ok, detail)
 
 
 def children(pid: int) -> list[int]:

@@ -1,6 +1,7 @@
 """What a run that was killed on purpose was asked to survive, and what came of it."""
 
 import statistics
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class FaultSetup:
         return self.steps_per_kill * (self.kills + self.terms + self.hangs) + 2 * self.save_every
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Strike:
     """One thing that was done to the run: when, at which step, and whether a checkpoint was being written."""
 
@@ -63,7 +64,7 @@ class Strike:
     in_write: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FaultClaim:
     name: str
     ok: bool
@@ -98,21 +99,23 @@ class Result:
         return sum(strike.in_write and strike.kind in KILLS for strike in self.strikes)
 
     def rows(self) -> list[tuple[str, str]]:
-        rows = [("processes", f"{self.setup.world} (gloo, one agent)"), ("steps", f"{self.setup.steps:,}")]
-        for kind, words in KINDS.items():
-            count = sum(strike.kind == kind for strike in self.strikes)
-            if count:
-                rows.append((words, str(count)))
-        rows.append(("SIGKILLs in all", str(self.kills)))
-        rows.append(("of these while a checkpoint was written", str(self.kills_in_writes)))
-        rows.append(("restarts", str(self.starts - 1)))
+        counts = Counter(strike.kind for strike in self.strikes)
+        rows = {"processes": f"{self.setup.world} (gloo, one agent)", "steps": f"{self.setup.steps:,}"}
+        rows |= {words: str(counts[kind]) for kind, words in KINDS.items() if counts[kind]}
+        rows |= {
+            "SIGKILLs in all": str(self.kills),
+            "of these while a checkpoint was written": str(self.kills_in_writes),
+            "restarts": str(self.starts - 1),
+        }
         if self.recoveries:
             middle, longest = statistics.median(self.recoveries), max(self.recoveries)
-            rows.append(("recovery, median and longest", f"{middle:.1f} s, {longest:.1f} s"))
-        rows.append(("steps computed twice", str(self.lost_steps)))
-        rows.append(("undisturbed run", f"{self.undisturbed_s:.0f} s"))
-        rows.append(("this run, goodput", f"{self.seconds:.0f} s, {100 * self.goodput:.1f}%"))
-        return rows
+            rows["recovery, median and longest"] = f"{middle:.1f} s, {longest:.1f} s"
+        rows |= {
+            "steps computed twice": str(self.lost_steps),
+            "undisturbed run": f"{self.undisturbed_s:.0f} s",
+            "this run, goodput": f"{self.seconds:.0f} s, {100 * self.goodput:.1f}%",
+        }
+        return list(rows.items())
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows())

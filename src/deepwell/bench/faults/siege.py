@@ -17,10 +17,10 @@ from typing import IO, Any
 
 from deepwell.bench.faults.checks import check_all, children, costs
 from deepwell.bench.faults.result import KILLS, FaultSetup, Result, Strike
-from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError, DeepwellError
 from deepwell.hardware.amx import bf16_fault
 from deepwell.hardware.host import read_host
+from deepwell.hardware.progress import bar
 
 Say = Callable[[str], None]
 # A run that makes no step for so long is not recovering any more; and how long a write is waited for.
@@ -254,7 +254,7 @@ class Siege:
         # The name is still there after the strike: it fell into the write.
         in_write = bool(writing) and (run.folder / "checkpoints" / writing).exists()
         self._last = time.time()
-        return Strike(kind=kind, t=self._last, step=run.step, in_write=in_write)
+        return Strike(kind, self._last, run.step, in_write)
 
     def _await(self, found: Callable[[], bool], seconds: float, pause: float = 0.005) -> bool:
         deadline, looked = time.monotonic() + seconds, 0.0

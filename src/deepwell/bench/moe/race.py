@@ -8,8 +8,8 @@ from typing import Any
 
 from deepwell.bench.environment import environment, last_line
 from deepwell.bench.moe.shapes import KERNELS, SHAPES, STEPS, TINY, WAYS
-from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
+from deepwell.hardware.progress import bar
 
 # Of each row, beside the table: which kernel each stage runs by, and the longest kernels of a step.
 _APART = ("chosen", "longest")
@@ -46,6 +46,7 @@ def run_moe(
     result: dict[str, Any] = {"bench": "moe", "title": title, "environment": environment(), "rows": [], "kernels": []}
     result |= {part: {} for part in _APART}
     names = row_names(device, only)
+    base: dict[str, float] = {}
     with bar("moe", len(names)) as advance:
         for block, way in names:
             found = _step(block, timeout_s) if way == "step" else _in_process(block, way, device, timeout_s)
@@ -54,19 +55,13 @@ def run_moe(
                     if found_part := row.pop(part, None):
                         result[part][f"{block} {way}"] = found_part
             result["kernels" if way == KERNELS else "rows"] += found
-            _compare(result["rows"])
+            for row in result["rows"]:
+                if row.get("ms"):  # how much faster than the first of its block
+                    row["speed"] = base.setdefault(row["block"], row["ms"]) / row["ms"]
             if keep is not None:
                 keep(result)
             advance(1)
     return result
-
-
-def _compare(rows: list[dict[str, Any]]) -> None:
-    """Write into each row how much faster it is than the first of its block."""
-    base: dict[str, float] = {}
-    for row in rows:
-        if row.get("ms"):
-            row["speed"] = base.setdefault(row["block"], row["ms"]) / row["ms"]
 
 
 def _in_process(block: str, way: str, device: str, timeout_s: float) -> list[dict[str, Any]]:

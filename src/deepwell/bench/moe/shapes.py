@@ -21,28 +21,22 @@ class MoEShape:
         return 6 * self.tokens * self.top_k * self.ffn * self.width
 
 
-def _qwen3(name: str, tokens: int) -> MoEShape:
-    return MoEShape(name=name, family="qwen3_moe", tokens=tokens, width=2048, experts=128, top_k=8, ffn=768)
+_SIZES = ("name", "family", "tokens", "width", "experts", "top_k", "ffn")
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        _qwen3("qwen3-32k", 32768),
-        _qwen3("qwen3-8k", 8192),
-        MoEShape(name="olmoe-32k", family="olmoe", tokens=32768, width=2048, experts=64, top_k=8, ffn=1024),
-        MoEShape(name="mixtral-16k", family="mixtral", tokens=16384, width=4096, experts=8, top_k=2, ffn=14336),
-        MoEShape(name="gpt-oss-16k", family="gpt_oss", tokens=16384, width=2880, experts=32, top_k=4, ffn=2880),
-    )
-}
+def _shapes(*rows: tuple[object, ...]) -> dict[str, MoEShape]:
+    return {str(row[0]): MoEShape(**dict(zip(_SIZES, row, strict=True))) for row in rows}  # type: ignore[arg-type]
+
+
+SHAPES = _shapes(
+    ("qwen3-32k", "qwen3_moe", 32768, 2048, 128, 8, 768),
+    ("qwen3-8k", "qwen3_moe", 8192, 2048, 128, 8, 768),
+    ("olmoe-32k", "olmoe", 32768, 2048, 64, 8, 1024),
+    ("mixtral-16k", "mixtral", 16384, 4096, 8, 2, 14336),
+    ("gpt-oss-16k", "gpt_oss", 16384, 2880, 32, 4, 2880),
+)
 # What a CPU has the time for.
-TINY = {
-    shape.name: shape
-    for shape in (
-        MoEShape(name="tiny", family="qwen3_moe", tokens=64, width=64, experts=4, top_k=2, ffn=32),
-        MoEShape(name="tiny-gpt-oss", family="gpt_oss", tokens=64, width=64, experts=4, top_k=2, ffn=32),
-    )
-}
+TINY = _shapes(("tiny", "qwen3_moe", 64, 64, 4, 2, 32), ("tiny-gpt-oss", "gpt_oss", 64, 64, 4, 2, 32))
 
 # The first one is what the others are compared with.
 WAYS = {

@@ -24,31 +24,28 @@ from torch import Tensor
 
 from deepwell.bench.corpus import Corpus
 from deepwell.bench.llama import Llama, LlamaConfig
-from deepwell.bench.progress import bar
 from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError
 from deepwell.files import whole_file
 from deepwell.graph.capture import capture
+from deepwell.hardware.progress import bar
 from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.optimizers import parameter_groups
 
+
+def _model(width: int, heads: int, hidden: int, layers: int, vocab: int, experts: int = 0) -> LlamaConfig:
+    return LlamaConfig(
+        width=width, num_heads=heads, num_kv_heads=heads, hidden=hidden, num_layers=layers, vocab=vocab, experts=experts
+    )
+
+
 MODELS = {
-    # 135M parameters with a vocabulary of 32768, 85M of them in the layers.
-    "768-12l": LlamaConfig(width=768, num_heads=12, num_kv_heads=12, hidden=2048, num_layers=12, vocab=32768),
-    # For many runs: an eighth of the layers' work and of the time.
-    "384-6l": LlamaConfig(width=384, num_heads=6, num_kv_heads=6, hidden=1024, num_layers=6, vocab=32768),
-    # 16 experts of which a token meets two: 60M parameters in the layers, 11M of them at work.
-    "moe-384-6l": LlamaConfig(
-        width=384, num_heads=6, num_kv_heads=6, hidden=512, num_layers=6, vocab=32768, experts=16, top_k=2
-    ),
-    # For a CPU: eight experts, 2.1M parameters in the layers.
-    "moe-128-4l": LlamaConfig(
-        width=128, num_heads=4, num_kv_heads=4, hidden=128, num_layers=4, vocab=4096, experts=8, top_k=2
-    ),
-    "moe-tiny": LlamaConfig(
-        width=64, num_heads=2, num_kv_heads=2, hidden=64, num_layers=2, vocab=512, experts=4, top_k=2
-    ),
-    "tiny": LlamaConfig(width=64, num_heads=2, num_kv_heads=2, hidden=128, num_layers=2, vocab=512),
+    "768-12l": _model(768, 12, 2048, 12, 32768),  # 135M parameters, 85M of them in the layers
+    "384-6l": _model(384, 6, 1024, 6, 32768),  # for many runs: an eighth of the layers' work and of the time
+    "moe-384-6l": _model(384, 6, 512, 6, 32768, 16),  # a token meets two experts: 60M parameters in layers, 11M at work
+    "moe-128-4l": _model(128, 4, 128, 4, 4096, 8),  # for a CPU: 2.1M parameters in the layers
+    "moe-tiny": _model(64, 2, 64, 2, 512, 4),
+    "tiny": _model(64, 2, 128, 2, 512),
 }
 BASELINE = "bf16"
 MAX_EPOCHS = 4
@@ -186,7 +183,9 @@ class ParityRun:
     ) -> None:
         self.variant, self.setup, self.device = variant, setup, torch.device(device)
         self.record = RunRecord.of(variant, seed, setup, corpus)
-        self.tokens, self.held = (_load_tokens(path, self.device) for path in (corpus.train, corpus.held))
+        # In 16 bits; torch indexes int16, not uint16.
+        arrays = (np.load(path).view(np.int16) for path in (corpus.train, corpus.held))
+        self.tokens, self.held = (torch.from_numpy(array).to(self.device) for array in arrays)
         if len(self.held) <= setup.seq_len:
             raise ConfigError(
                 f"--seq-len is {setup.seq_len}, but only {len(self.held):,} tokens of the text are held out: give more "
@@ -216,7 +215,8 @@ class ParityRun:
     def train(self, pace: Pace, save: Callable[[ParityRun], None]) -> bool:
         """Train on; `save` is called at every checkpoint. Whether the run is done."""
         record, started, before = self.record, time.perf_counter(), self.record.seconds
-        evals = _eval_steps(self.setup)
+        every = max(1, self.setup.steps // max(1, self.setup.evals))
+        evals = {*range(every, self.setup.steps - every // 2, every), self.setup.steps}
         label = f"{record.arm} seed {record.seed}"
         with _precise_products(self.variant), bar(label, self.setup.steps) as advance:
             advance(record.steps_done)
@@ -373,11 +373,6 @@ def _optimizer(model: Llama, lr: Tensor, setup: PairSetup) -> AdamWDW:
     )
 
 
-def _load_tokens(path: str, device: torch.device) -> Tensor:
-    """Tokens on the device in 16 bits; torch indexes int16, not uint16."""
-    return torch.from_numpy(np.load(path).view(np.int16)).to(device)
-
-
 def _windows(tokens: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     rows = tokens[starts[:, None] + torch.arange(seq_len + 1, device=tokens.device)].long() & 0xFFFF
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -395,11 +390,6 @@ def _order(num_tokens: int, setup: PairSetup, seed: int) -> Tensor:
     epochs = math.ceil(needed / windows)
     generators = (torch.Generator().manual_seed(1_000_003 * seed + epoch) for epoch in range(epochs))
     return torch.cat([torch.randperm(windows, generator=one) for one in generators])[:needed] * setup.seq_len
-
-
-def _eval_steps(setup: PairSetup) -> set[int]:
-    every = max(1, setup.steps // max(1, setup.evals))
-    return {*range(every, setup.steps - every // 2, every), setup.steps}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ def planner_command(
     as_markdown: Annotated[bool, option("Print the table as Markdown, for documents.", "--markdown")] = False,
 ) -> None:
     """Compare predicted step times, memory and picks with published runs, per source and overall."""
-    from deepwell.bench.progress import bar
+    from deepwell.hardware.progress import bar
     from deepwell.planner.published import packaged_runs, read_runs
     from deepwell.planner.published.validate import validate
 

@@ -62,7 +62,7 @@ def given_plan(workload: Workload, hw: Hardware, layout: Layout, stack: Stack, g
         kernels=kernel_choices(workload, layout, hw.gpus[0]),
         runners_up=(),
         rejected=(),
-        searched=Searched(families=1, layouts=1),
+        searched=Searched(1, 1),
         limit_gib=None,
     )
 

@@ -44,13 +44,15 @@ def model_config(record: Record, pad_vocab: int = 1) -> dict[str, Any]:
     base = {"architectures": [record.text("model")], "vocab_size": vocab, "num_hidden_layers": shape["layers"]}
     if record.count("experts"):
         return {**base, **_moe_config(record, shape, name)}
-    if _is_gpt(record, name):
+    notes = record.notes.lower()
+    is_gpt = bool(_GPT_LIKE.search(name)) and "gpt-oss" not in name
+    if is_gpt or ("gelu" in notes and "2-matrix" in notes):
         return {
             **base, "model_type": "gpt2", "n_embd": shape["hidden"], "n_head": shape["heads"],
             "n_layer": shape["layers"], "n_inner": shape["ffn"], "n_positions": record.count("seq_len") or 2048,
             "tie_word_embeddings": not _counts_an_own_head(record, shape, matrices=2, default=False),
         }  # fmt: skip
-    squared_relu = "squared-relu" in record.notes.lower() or "nemotron" in name
+    squared_relu = "squared-relu" in notes or "nemotron" in name
     qk_norm = "qwen3" in name
     return {
         **base,
@@ -88,12 +90,6 @@ def _counts_an_own_head(record: Record, shape: dict[str, int], *, matrices: int,
     return (not default) if other < usual and usual > (0.04 if is_name else 0.02) and other < 0.03 else default
 
 
-def _is_gpt(record: Record, name: str) -> bool:
-    if "gelu" in record.notes.lower() and "2-matrix" in record.notes.lower():
-        return True
-    return bool(_GPT_LIKE.search(name)) and "gpt-oss" not in name
-
-
 def _shape(record: Record, name: str) -> dict[str, int]:
     known: dict[str, int] = next((shape for key, shape in _WORDS["dense"].items() if key in name), {})
     found = {key: record.count(key) or known.get(key) for key in ("layers", "hidden", "ffn", "heads", "vocab")}
@@ -101,7 +97,11 @@ def _shape(record: Record, name: str) -> dict[str, int]:
         raise ConfigError(f"model {record.text('model')}: its shape is neither in the row nor known here")
     hidden, vocab, ffn = found["hidden"], found["vocab"], found["ffn"]
     if found["layers"] is None:
-        found["layers"] = _layers_from_params(record, hidden, vocab, ffn)
+        params = record.number("params_b")
+        if params is None:
+            raise ConfigError(f"model {record.text('model')}: neither layers nor parameters are in the row")
+        each = 4 * hidden * hidden + 2 * hidden * ffn
+        found["layers"] = max(1, round((params * 1e9 - vocab * hidden) / each))
     if found["heads"] is None:
         # The head count changes no GEMM; 128 wide is the usual head.
         found["heads"] = min((n for n in range(1, 257) if hidden % n == 0), key=lambda n: abs(hidden / n - 128))
@@ -113,13 +113,6 @@ def _shape(record: Record, name: str) -> dict[str, int]:
                 f"model {record.text('model')}: {key} is {count:,}, over {most:,}; is a column in the wrong place?"
             )
     return {**sizes, "kv_heads": record.count("kv_heads") or known.get("kv_heads") or sizes["heads"]}
-
-
-def _layers_from_params(record: Record, hidden: int, vocab: int, ffn: int) -> int:
-    params = record.number("params_b")
-    if params is None:
-        raise ConfigError(f"model {record.text('model')}: neither layers nor parameters are in the row")
-    return max(1, round((params * 1e9 - vocab * hidden) / (4 * hidden * hidden + 2 * hidden * ffn)))
 
 
 def _head_dim(record: Record, shape: dict[str, int]) -> int:

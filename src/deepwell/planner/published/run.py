@@ -276,6 +276,8 @@ def _layout(record: Record, stack: str, sizes: dict[str, int], ir: IR, assumptio
     if not is_said:
         again = _habitual_recompute(record, stack)
     ep = record.count("ep") or 1
+    # Where a NeMo row is silent experts are cut as the dense layers are.
+    is_cut = stack == "nemo" and record.count("experts") is not None and (dp * cp) % ep == 0
     graphs = software.cuda_graphs(record, stack)
     offloaded = re.search(r"activation CPU offload (\d+) layers", record.notes)
     return Layout(
@@ -284,7 +286,7 @@ def _layout(record: Record, stack: str, sizes: dict[str, int], ir: IR, assumptio
         pp=pp,
         cp=cp,
         ep=ep,
-        etp=_expert_tp(record, stack, ep, sizes),
+        etp=record.count("etp") or (tp if is_cut else 1),
         dp_replicate=replicas,
         sharding=sharding,
         sequence_parallel=software.is_sequence_parallel(record, stack),
@@ -335,14 +337,6 @@ def _sharding(record: Record, stack: str, dp: int) -> tuple[Sharding, int]:
     if kind.startswith("none") or "no zero" in kind or "zero-0" in kind:
         return "ddp", 1
     return "zero1", 1
-
-
-def _expert_tp(record: Record, stack: str, ep: int, sizes: dict[str, int]) -> int:
-    """Expert tensor parallelism; where a NeMo row is silent experts are cut as the dense layers are."""
-    said = record.count("etp")
-    if said is not None or not record.count("experts") or stack != "nemo":
-        return said or 1
-    return sizes["tp"] if (sizes["dp"] * sizes["cp"]) % ep == 0 else 1
 
 
 def _virtual_stages(record: Record, pp: int, layers: int, assumptions: list[str]) -> int:

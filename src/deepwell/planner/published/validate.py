@@ -38,7 +38,7 @@ _COLUMNS = ("row_id", "source", "version", "model", "gpu", "num_gpus", "tier")  
 Predict = Callable[[Workload, Hardware, Layout, Stack], Estimate]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Checked:
     """A published run with its prediction, or with the reason why there is none."""
 
@@ -109,18 +109,18 @@ def check_run(run: RunRow, predict: Predict = estimate) -> Checked:
     Where the source does not publish what was recomputed, the least recomputation that is predicted to fit is taken.
     """
     if run.layout is None:
-        return Checked(run=run, estimate=None, reason=run.reason)
+        return Checked(run, None, run.reason)
     first: Checked | None = None
     for candidate in recompute_candidates(run):
         assert candidate.workload and candidate.hardware and candidate.layout and candidate.stack
         try:
             found = predict(candidate.workload, candidate.hardware, candidate.layout, candidate.stack)
         except (ConfigError, UnsupportedError, PlanError) as error:
-            return Checked(run=run, estimate=None, reason=str(error))
+            return Checked(run, None, str(error))
         except (ArithmeticError, LookupError) as error:
             # A mistake of ours on one row: it is counted as not predicted, and the other thousands still are.
-            return Checked(run=run, estimate=None, reason=f"the planner failed: {type(error).__name__}: {error}")
-        checked = Checked(run=candidate, estimate=found)
+            return Checked(run, None, f"the planner failed: {type(error).__name__}: {error}")
+        checked = Checked(candidate, found)
         if found.fits:
             return checked
         first = first or checked

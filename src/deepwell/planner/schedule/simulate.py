@@ -12,6 +12,7 @@ one constant later than in the round before, all further rounds do (the recurren
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -245,13 +246,9 @@ def _peak_live(
                 moments.add(tuple(live.values()))
             elif action.kind in "BW":
                 live[action.stage] -= 1
-        kept = [m for m in moments if not any(_exceeds(other, m) for other in moments)]
+        kept = [m for m in moments if not any(other != m and all(map(operator.ge, other, m)) for other in moments)]
         found.append(tuple(sorted(kept)))
     return tuple(found)
-
-
-def _exceeds(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return a != b and all(x >= y for x, y in zip(a, b, strict=True))
 
 
 # ---- running it ----

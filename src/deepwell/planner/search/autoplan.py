@@ -4,9 +4,7 @@ Goals: `fastest` is the shortest step; `smallest` the fewest GPUs of the machine
 those; `cheapest` the fewest GPU-seconds per step over all machine sizes that hold it.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,7 +20,7 @@ from deepwell.planner.overlap import WORDS as HIDDEN
 from deepwell.planner.plan import Plan
 from deepwell.planner.plan_values import Searched
 from deepwell.planner.search.constraints import OFFLOADS, Constraints, read_constraints
-from deepwell.planner.search.explore import Explorer, Found, Progress, Scored
+from deepwell.planner.search.explore import Explorer, Found, Progress, Scored, planning_bar
 from deepwell.planner.search.nofit import no_fit
 from deepwell.planner.search.precision_choice import choose_precision, is_choice
 from deepwell.planner.search.rejected import alternative, rejected_families
@@ -94,27 +92,9 @@ def autoplan(
     )
     chosen_stack = replace(read_stack(stack), measured=None)  # another plan's, if any; this one's is found below
     limits = read_constraints(constraints)
-    with _progress_bar(progress) as report:
+    with planning_bar(progress) as report:
         space, found, best = _search(workload, machine, chosen_stack, limits, goal, report)
     return _plan(space, found, best, machine, goal, notes, limits)
-
-
-@contextmanager
-def _progress_bar(wanted: bool | None) -> Iterator[Progress | None]:
-    """A bar on stderr, on a terminal only unless it is asked for."""
-    if not (sys.stderr.isatty() if wanted is None else wanted):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning", total=None)
-
-        def report(phase: str, done: int, total: int) -> None:
-            bar.update(task, description=f"planning: {phase}", completed=done, total=max(1, total))
-
-        yield report
 
 
 # ---- machine sizes ----
@@ -149,7 +129,7 @@ def _sizes(hw: Hardware, goal: str, limits: Constraints) -> list[int]:
 
 
 def _search(
-    workload: Workload, hw: Hardware, stack: Stack, limits: Constraints, goal: str, progress: Progress | None
+    workload: Workload, hw: Hardware, stack: Stack, limits: Constraints, goal: str, progress: Progress
 ) -> tuple[Space, Found, Scored]:
     """The best over the machine sizes that the goal allows."""
     sizes = _sizes(hw, goal, limits)
@@ -221,7 +201,7 @@ def _plan(
         kernels=kernel_choices(workload, layout, space.hw.gpus[0], limits.kernels),
         runners_up=tuple(alternative(corrected(s, stack), best) for s in others[:12]),
         rejected=rejected,
-        searched=Searched(families=found.num_families, layouts=found.num_layouts),
+        searched=Searched(found.num_families, found.num_layouts),
         limit_gib=space.limit_gib,
         warnings=tuple(_warnings(space, best)),
         notes=tuple(notes),

@@ -10,8 +10,10 @@ Deterministic: no clocks, no randomness, ties are broken by what the layout says
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from deepwell.hardware.progress import bar
 from deepwell.planner.cost import OVERLAPPED
 from deepwell.planner.estimate import estimate
 from deepwell.planner.estimate_values import Estimate
@@ -59,6 +61,13 @@ WORDS = {
 }
 
 Progress = Callable[[str, int, int], None]
+
+
+@contextmanager
+def planning_bar(shown: bool | None) -> Iterator[Progress]:
+    """What a search reports to: a phase, and how much of it is done."""
+    with bar("planning", 1, shown=shown) as advance:
+        yield lambda phase, done, total: advance(description=f"planning: {phase}", completed=done, total=max(1, total))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,9 @@ def choose_precision(plan_for: PlanFor, precision: str | Sequence[Policy], hw: H
         assert miss is not None
         raise miss
     best = min(plans, key=lambda plan: _cost(plan, goal))
-    tried = ", ".join(f"{_name(plan)} {plan.step_s:.4g} s" for plan in plans)
+    works = [plan.workload for plan in plans]
+    names = [work.policy if isinstance(work.policy, str) else work.main_format for work in works]
+    tried = ", ".join(f"{name} {plan.step_s:.4g} s" for name, plan in zip(names, plans, strict=True))
     notes = [f"precision was chosen for speed among {tried}"]
     if "bf16" in wanted:
         policy, layers = _with_bf16_layers(best)
@@ -64,10 +66,6 @@ def _cost(plan: Plan, goal: str) -> tuple[float, float]:
     if goal == "smallest":
         return (plan.gpus, step_s)
     return (plan.gpus * step_s if goal == "cheapest" else step_s, plan.gpus)
-
-
-def _name(plan: Plan) -> str:
-    return plan.workload.policy if isinstance(plan.workload.policy, str) else plan.workload.main_format
 
 
 def _with_bf16_layers(plan: Plan) -> tuple[PrecisionPolicy, list[str]]:

@@ -62,16 +62,16 @@ def _refused(refused: list[str]) -> list[Rejected]:
     for (axis, reason), values in merged.items():
         shown = sorted(dict.fromkeys(values), key=lambda v: (not v.isdigit(), int(v) if v.isdigit() else 0, v))
         text = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
-        out.append(Rejected(family=f"{axis} {text}", kind="rule", reason=reason))
+        out.append(Rejected(f"{axis} {text}", "rule", reason))
     return out
 
 
 def _missed(space: Space, misses: list[Scored]) -> Iterator[Rejected]:
     for one in misses[:_MOST_SHOWN]:
-        yield Rejected(family=one.family.describe(), kind="memory", reason=over_text(space, one))
+        yield Rejected(one.family.describe(), "memory", over_text(space, one))
     if len(misses) > _MOST_SHOWN:
         reason = f"at least {misses[_MOST_SHOWN].over_gib:.1f} GiB over in their leanest form"
-        yield Rejected(family=f"{len(misses) - _MOST_SHOWN} more families", kind="memory", reason=reason)
+        yield Rejected(f"{len(misses) - _MOST_SHOWN} more families", "memory", reason)
 
 
 def _slower(space: Space, slower: list[FamilyBound], best: Scored) -> Iterator[Rejected]:
@@ -86,4 +86,4 @@ def _slower(space: Space, slower: list[FamilyBound], best: Scored) -> Iterator[R
         losses = _losses(bound.scored, best, without=("bubble", "pp", "straggler", *hidden))
         if place == _MOST_SHOWN:
             family, losses = f"{len(slower) - _MOST_SHOWN} more families", ""
-        yield Rejected(family=family, kind="slower", reason=f"{reason}: {losses}" if losses else reason)
+        yield Rejected(family, "slower", f"{reason}: {losses}" if losses else reason)
