@@ -104,22 +104,15 @@ class Hardware(JsonValue):
         return decode(cls, {key: value for key, value in data.items() if key != "schema"}, "hardware")
 
     def __str__(self) -> str:
-        return _text(self)
+        connections = _connections(self)
+        lines = [_heading(self), "", *_devices(self), "", *_speeds(self), "", *_formats(self)]
+        lines += ["", *connections] if connections else []
+        lines += ["", *_topology(self)] if 1 < self.gpus_per_node <= 16 else []
+        lines += ["", "notes", *(f"  - {note}" for note in self.notes)] if self.notes else []
+        return "\n".join(lines)
 
 
 # ---- as text ----
-
-
-def _text(hw: Hardware) -> str:
-    lines = [_heading(hw), "", *_devices(hw), "", *_speeds(hw), "", *_formats(hw)]
-    connections = _connections(hw)
-    if connections:
-        lines += ["", *connections]
-    if 1 < hw.gpus_per_node <= 16:
-        lines += ["", *_topology(hw)]
-    if hw.notes:
-        lines += ["", "notes", *(f"  - {note}" for note in hw.notes)]
-    return "\n".join(lines)
 
 
 def _topology(hw: Hardware) -> list[str]:

@@ -31,7 +31,9 @@ class Plan(PlanValues):
     """The answer of `autoplan`. Equal plans solve the same problem the same way."""
 
     def __str__(self) -> str:
-        return _table(self)
+        parts = (_verdict, _ranked, _memory, _time, _kernels, _rejected, _remarks)
+        texts = ("\n".join(line.rstrip() for line in part(self)) for part in parts)
+        return "\n\n".join(text for text in texts if text)
 
     def explain(self) -> str:
         """Why this layout: what each degree buys, what one step of it would cost, what was rejected."""
@@ -39,7 +41,12 @@ class Plan(PlanValues):
 
     def diff(self, other: Plan) -> str:
         """What differs between two plans, field by field."""
-        return _diff(self, other)
+        mine, theirs = _fields(self), _fields(other)
+        rows = [(name, text, theirs[name]) for name, text in mine.items() if text != theirs[name]]
+        if not rows:
+            return "the plans are equal"
+        figures = _figures(self, other)
+        return "\n".join(line.rstrip() for line in text_table([("", "this", "other"), *rows, *figures]))
 
     def sensitivity(self) -> Sensitivity:
         """One step of each degree, less memory, a slower network: what happens to time and memory."""
@@ -51,20 +58,6 @@ class Plan(PlanValues):
 
 
 # ---- the table ----
-
-
-def _table(plan: Plan) -> str:
-    """Verdict, ranked layouts, memory, time, what was rejected."""
-    parts = [
-        _verdict(plan),
-        _ranked(plan),
-        _memory(plan),
-        _time(plan),
-        _kernels(plan),
-        _rejected(plan),
-        _remarks(plan),
-    ]
-    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -213,15 +206,6 @@ def _explanation(plan: Plan) -> Iterator[str]:
 
 
 # ---- diff ----
-
-
-def _diff(plan: Plan, other: Plan) -> str:
-    mine, theirs = _fields(plan), _fields(other)
-    rows = [(name, text, theirs[name]) for name, text in mine.items() if text != theirs[name]]
-    if not rows:
-        return "the plans are equal"
-    figures = _figures(plan, other)
-    return "\n".join(line.rstrip() for line in text_table([("", "this", "other"), *rows, *figures]))
 
 
 def _fields(plan: Plan) -> dict[str, str]:

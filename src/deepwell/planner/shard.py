@@ -133,47 +133,38 @@ class Saved:
     nbytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LocalBlock:
     """Everything that time and memory need to know of a block on one rank, for one micro-batch."""
 
-    gemms: tuple[LocalGemm, ...]
-    attention: tuple[LocalAttention, ...]
-    passes: tuple[MemoryPass, ...]
-    matmul_flops: float  # products of two activations that are no softmax attention
-    saved: tuple[Saved, ...]
     input_bytes: float  # the hidden state that enters, as a rank keeps it for full recomputation
     boundary_bytes: float  # the hidden state of the micro-batch, before sequence parallelism splits it
-    dense_params: float
-    expert_params: float
-    gathers: int  # column-parallel inputs, gathered under sequence parallelism
-    reduces: int  # row-parallel outputs
-    routed_bytes: float  # rows that one rank sends to experts, bf16
-    kv_bytes: float  # keys and values of this rank's tokens
-    top_k: int
-    widest: float  # elements of the largest local tensor, for the backward's working set
+    gemms: list[LocalGemm] = field(default_factory=list)
+    attention: list[LocalAttention] = field(default_factory=list)
+    passes: list[MemoryPass] = field(default_factory=list)
+    matmul_flops: float = 0.0  # products of two activations that are no softmax attention
+    saved: list[Saved] = field(default_factory=list)
+    dense_params: float = 0.0
+    expert_params: float = 0.0
+    gathers: int = 0  # column-parallel inputs, gathered under sequence parallelism
+    reduces: int = 0  # row-parallel outputs
+    routed_bytes: float = 0.0  # rows that one rank sends to experts, bf16
+    kv_bytes: float = 0.0  # keys and values of this rank's tokens
+    top_k: int = 0
+    widest: float = 0.0  # elements of the largest local tensor, for the backward's working set
 
 
 @dataclass(slots=True)
 class _Builder:
+    block: LocalBlock
     sizes: RankSizes
     formats: dict[str, tuple[str, str, str]]
     sizing: InputSizes
-    gemms: list[LocalGemm] = field(default_factory=list)
-    attention: list[LocalAttention] = field(default_factory=list)
-    passes: list[MemoryPass] = field(default_factory=list)
-    saved: dict[tuple[str, str], Saved] = field(default_factory=dict)
-    elements: dict[str, float] = field(default_factory=dict)  # op -> local elements of its output
+    elements: dict[str, float]  # op -> local elements of its output
+    kept: set[tuple[str, float]] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
     gathered: set[str] = field(default_factory=set)
     ops: dict[str, Op] = field(default_factory=dict)
-    matmul_flops: float = 0.0
-    dense_params: float = 0.0
-    expert_params: float = 0.0
-    reduces: int = 0
-    routed_bytes: float = 0.0
-    kv_bytes: float = 0.0
-    top_k: int = 0
 
     @property
     def tokens(self) -> float:
@@ -182,12 +173,13 @@ class _Builder:
     def keep(self, tensor: str, kind: str, group: str, bytes_per_element: float, elements: float | None = None) -> None:
         """Note that the backward needs `tensor`; a tensor kept in two precisions is two entries."""
         size = self.elements.get(tensor, 0.0) if elements is None else elements
-        key = (tensor, f"{bytes_per_element:g}")
-        if key not in self.saved:
-            self.saved[key] = Saved(kind=kind, group=group, nbytes=size * bytes_per_element)
+        if (tensor, bytes_per_element) not in self.kept:
+            self.kept.add((tensor, bytes_per_element))
+            self.block.saved.append(Saved(kind=kind, group=group, nbytes=size * bytes_per_element))
 
     def pass_over(self, kind: str, op: Op, forward: float, backward: float, is_eager: bool = False) -> None:
-        self.passes.append(MemoryPass(kind=kind, role=op.role, forward=forward, backward=backward, is_eager=is_eager))
+        one = MemoryPass(kind=kind, role=op.role, forward=forward, backward=backward, is_eager=is_eager)
+        self.block.passes.append(one)
 
 
 def expert_rows(sizes: RankSizes, tokens: float, top_k: int) -> float:
@@ -218,10 +210,10 @@ def _linear(b: _Builder, op: Linear, kv_heads: int | None) -> None:
             b.gathered.add(op.inputs[0] if op.inputs else op.name)
     elif split == "row":
         k = max(1, math.ceil(op.k / s.tp))
-        b.reduces += s.tp > 1
+        b.block.reduces += s.tp > 1
     else:
         rows /= s.token_split
-    b.dense_params += _params(op) / (s.tp if split != "none" else 1)
+    b.block.dense_params += _params(op) / (s.tp if split != "none" else 1)
     _gemm(b, op, rows, n, k, 1)
     out_rows = rows / s.token_split if split == "row" else rows
     b.elements[op.name] = out_rows * n
@@ -233,7 +225,7 @@ def _gemm(b: _Builder, op: Linear | GroupedLinear, rows: float, n: int, k: int, 
     formats = b.formats.get(op.name, _BF16)
     source = op.inputs[0] if op.inputs else op.name
     is_low = any(name in _LOW for name in formats)
-    b.gemms.append(
+    b.block.gemms.append(
         LocalGemm(
             name=op.name, role=op.role, part=op.part, m=rows / groups, n=n, k=k, groups=groups, formats=formats,
             quantizes_input=is_low and source not in b.quantized,
@@ -274,7 +266,7 @@ def _grouped(b: _Builder, op: GroupedLinear) -> None:
     rows = expert_rows(s, b.tokens, max(1, op.rows.factor))
     is_row = op.part == "down"
     n, k = (op.n, op.k // s.etp) if is_row else (op.n // s.etp, op.k)
-    b.expert_params += _params(op) / (s.ep * s.etp)
+    b.block.expert_params += _params(op) / (s.ep * s.etp)
     _gemm(b, op, rows, n, k, local)
     b.elements[op.name] = rows * n
     if op.bias:
@@ -289,7 +281,7 @@ def _attention(b: _Builder, op: Attention) -> None:
     # Kernels with learned sinks mask a window and do not skip what lies outside it.
     pairs = replace(op, window=None).pairs(whole) if op.params and op.window else op.pairs(whole)
     tokens = op.batch.at(whole) * op.q_len.at(whole) / s.cp
-    b.attention.append(
+    b.block.attention.append(
         LocalAttention(
             batch=op.batch.at(whole), heads=heads, kv_heads=kv_heads, qk_dim=op.qk_dim, v_dim=op.v_dim,
             q_len=op.q_len.at(whole) / s.cp, kv_len=op.kv_len.at(whole), pairs=pairs / s.cp, causal=op.causal,
@@ -306,8 +298,8 @@ def _attention(b: _Builder, op: Attention) -> None:
     is_latent = any(o.part == "kv_b" for o in b.ops.values())
     b.keep(f"{op.name}.qkv", "attention", "mla_up_proj" if is_latent else "qkv", HALF, qkv)
     b.keep(op.name, "attention", "attn_out", HALF, out)
-    b.kv_bytes += tokens * kv_heads * (op.qk_dim + op.v_dim) * HALF
-    b.dense_params += _params(op) / s.tp
+    b.block.kv_bytes += tokens * kv_heads * (op.qk_dim + op.v_dim) * HALF
+    b.block.dense_params += _params(op) / s.tp
 
 
 def _token_op(b: _Builder, op: Op) -> None:
@@ -352,12 +344,12 @@ def _token_op(b: _Builder, op: Op) -> None:
         # Scores, bias, top-k, normalization, masks and counts in fp32, mostly as separate ops.
         b.pass_over("router", op, 25 * 4 * e, 25 * 4 * e)
         b.keep(op.name, "experts", "other", 8, e)
-        b.top_k = max(b.top_k, op.top_k)
+        b.block.top_k = max(b.block.top_k, op.top_k)
         e = t / s.tp * op.top_k
     elif isinstance(op, Dispatch):
         e = expert_rows(s, t, max(1, op.rows.factor)) * op.width
         b.pass_over("permute", op, 2 * HALF * e, 2 * HALF * e)
-        b.routed_bytes = t / s.tp * max(1, op.rows.factor) * op.width * HALF * s.expert_load
+        b.block.routed_bytes = t / s.tp * max(1, op.rows.factor) * op.width * HALF * s.expert_load
     elif isinstance(op, Combine):
         e = expert_rows(s, t, op.top_k) * op.width
         b.pass_over("permute", op, 2 * HALF * e, 2 * HALF * e)
@@ -368,7 +360,7 @@ def _token_op(b: _Builder, op: Op) -> None:
     else:
         e = b.elements.get(op.inputs[0], 0.0) if op.inputs else 0.0
     b.elements[op.name] = e
-    b.dense_params += _params(op) / (s.tp if isinstance(op, Embedding) else 1)
+    b.block.dense_params += _params(op) / (s.tp if isinstance(op, Embedding) else 1)
 
 
 def _mixer(b: _Builder, op: Op) -> None:
@@ -376,13 +368,13 @@ def _mixer(b: _Builder, op: Op) -> None:
     s = b.sizes
     e = op.elements_out(b.sizing) / s.tp
     read = op.elements_in(b.sizing) / s.tp
-    b.matmul_flops += op.flops(b.sizing) / s.tp
+    b.block.matmul_flops += op.flops(b.sizing) / s.tp
     b.pass_over("mixer", op, 3 * HALF * (read + e), 6 * HALF * (read + e))
     if isinstance(op, Conv) or op.flops(b.sizing):
         # The scan's kernel keeps the projection's output, which is the convolution's input, and recomputes the rest.
         b.keep(f"{op.name}.in", "mixer", "other", HALF, read if isinstance(op, Conv) else 0.0)
     b.elements[op.name] = e
-    b.dense_params += _params(op) / s.tp
+    b.block.dense_params += _params(op) / s.tp
 
 
 def _add_op(b: _Builder, op: Op, kv_heads: int | None) -> None:
@@ -405,29 +397,16 @@ def _add_op(b: _Builder, op: Op, kv_heads: int | None) -> None:
 
 def _build(ops: tuple[Op, ...], formats: dict[str, tuple[str, str, str]], sizes: RankSizes) -> LocalBlock:
     local_seq = max(1, sizes.seq_len // sizes.cp)
-    b = _Builder(sizes=sizes, formats=formats, sizing=InputSizes(batch=sizes.micro_batch, seq_len=local_seq))
+    sizing = InputSizes(batch=sizes.micro_batch, seq_len=local_seq)
+    entering = float(sizing.tokens) * _hidden(ops)
+    block = LocalBlock(input_bytes=HALF * entering / sizes.token_split, boundary_bytes=HALF * entering)
+    b = _Builder(block, sizes, formats, sizing, {"@in": entering / sizes.token_split})
     kv_heads = next((op.kv_heads for op in ops if isinstance(op, Attention)), None)
-    hidden = _hidden(ops)
-    b.elements["@in"] = b.tokens * hidden / sizes.token_split
     for op in ops:
         _add_op(b, op, kv_heads)
-    return LocalBlock(
-        gemms=tuple(b.gemms),
-        attention=tuple(b.attention),
-        passes=tuple(b.passes),
-        matmul_flops=b.matmul_flops,
-        saved=tuple(b.saved.values()),
-        input_bytes=HALF * b.tokens * hidden / sizes.token_split,
-        boundary_bytes=HALF * b.tokens * hidden,
-        dense_params=b.dense_params,
-        expert_params=b.expert_params,
-        gathers=len(b.gathered),
-        reduces=b.reduces,
-        routed_bytes=b.routed_bytes,
-        kv_bytes=b.kv_bytes,
-        top_k=b.top_k,
-        widest=max((e for name, e in b.elements.items() if not isinstance(b.ops.get(name), Loss)), default=0.0),
-    )
+    block.gathers = len(b.gathered)
+    block.widest = max((e for name, e in b.elements.items() if not isinstance(b.ops.get(name), Loss)), default=0.0)
+    return block
 
 
 def _hidden(ops: tuple[Op, ...]) -> int:

@@ -36,21 +36,15 @@ _FLOOR_DB = {"bf16": 30.0, "fp8": 18.0}
 _SKEW = 1.2
 # Of the profile: steps, and the longest kernels of one. What idles between them is the host's.
 _WATCHED, _KERNELS = 4, 16
-_EXPERTS = {
-    "qwen3_moe": ("qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeConfig"),
-    "olmoe": ("olmoe.modeling_olmoe", "OlmoeExperts", "OlmoeConfig"),
-    "mixtral": ("mixtral.modeling_mixtral", "MixtralExperts", "MixtralConfig"),
-    "gpt_oss": ("gpt_oss.modeling_gpt_oss", "GptOssExperts", "GptOssConfig"),
-}
 GPT_OSS = ExpertActivation(interleaved=True, limit=7.0, alpha=1.702, up_shift=1.0)
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def experts_of(shape: MoEShape, device: str) -> nn.Module:
-    place, name, config_name = _EXPERTS[shape.family]
-    module = importlib.import_module(f"transformers.models.{place}")
-    config = getattr(importlib.import_module("transformers"), config_name)(
+    module = importlib.import_module(f"transformers.models.{shape.family}.modeling_{shape.family}")
+    name = shape.family.title().replace("_", "")  # as the classes are called
+    config = getattr(importlib.import_module("transformers"), f"{name}Config")(
         hidden_size=shape.width,
         intermediate_size=shape.ffn,
         moe_intermediate_size=shape.ffn,
@@ -61,7 +55,7 @@ def experts_of(shape: MoEShape, device: str) -> nn.Module:
     config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     with torch.device(device):
-        experts: nn.Module = getattr(module, name)(config).bfloat16()
+        experts: nn.Module = getattr(module, f"{name}Experts")(config).bfloat16()
     for label, parameter in experts.named_parameters():
         fan_in = shape.ffn if label.startswith("down") else shape.width
         nn.init.normal_(parameter, std=0.1 if label.endswith("bias") else fan_in**-0.5)
