@@ -10,7 +10,10 @@ blackwell_functionality.md and the PTX ISA (tcgen05.mma for 10.x and 11.0, mma.s
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+from deepwell.hardware.codec import decode, packaged_json
 
 ComputeCapability = tuple[int, int]
 
@@ -29,7 +32,6 @@ PEAK_CLASS |= dict.fromkeys(("fp8_tensor", "fp8_row", "fp8_1x128", "mxfp8"), "fp
 PEAK_CLASS |= dict.fromkeys(("mxfp4", "nvfp4"), "fp4")
 
 _BASE = ("fp32", "tf32", "bf16", "fp16")
-_FP8 = ("fp8_tensor", "fp8_row")
 _BLOCK_SCALED = ("mxfp8", "mxfp6", "mxfp4", "nvfp4")
 
 
@@ -43,26 +45,13 @@ class Capability:
     note: str = ""
 
 
-_BLACKWELL = Capability(architecture="Blackwell", native_formats=_BASE + _FP8 + _BLOCK_SCALED)
-_TCGEN05 = replace(_BLACKWELL, has_tcgen05=True)
-CAPABILITIES: dict[ComputeCapability, Capability] = {
-    (8, 0): Capability(architecture="Ampere", native_formats=_BASE, note="no fp8"),
-    (8, 6): Capability(architecture="Ampere", native_formats=_BASE, note="no fp8"),
-    (8, 9): Capability(architecture="Ada", native_formats=_BASE + _FP8, note="fp8 by mma.sync; no 1x128 GEMM in torch"),
-    (9, 0): Capability(
-        architecture="Hopper",
-        native_formats=(*_BASE, *_FP8, "fp8_1x128"),
-        note="fp8 by wgmma, TN operands only; no block-scaled MMA",
-    ),
-    (10, 0): replace(_TCGEN05, note="tcgen05 block_scale; torch rejects fp8 1x128 here: use mxfp8"),
-    (10, 1): replace(_TCGEN05, note="Thor; numbered 11.0 from CUDA 13 on"),
-    (10, 3): replace(_TCGEN05, architecture="Blackwell Ultra", note="as 10.0 with a higher fp4 rate"),
-    (11, 0): replace(_TCGEN05, note="Thor; numbered 10.1 before CUDA 13"),
-    (12, 0): replace(
-        _BLACKWELL, note="mma.sync block_scale, no tcgen05 and no tensor memory: sm_100 kernels do not run"
-    ),
-    (12, 1): replace(_BLACKWELL, note="as 12.0 (GB10)"),
-}
+def _capabilities() -> Iterator[tuple[ComputeCapability, Capability]]:
+    for name, row in packaged_json("deepwell.hardware", "capabilities.json").items():
+        major, minor = map(int, name.split("."))
+        yield (major, minor), decode(Capability, row, f"capabilities.json[{name}]")
+
+
+CAPABILITIES = dict(_capabilities())
 
 
 def canonical_format(name: str) -> str | None:

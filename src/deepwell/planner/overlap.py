@@ -8,17 +8,12 @@ default may have no code for it; `overlap=` is where a user says that it has.
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
+from deepwell.hardware.codec import packaged_json
 from deepwell.planner.layout import Layout, Overlap
 from deepwell.planner.stack import Stack
 
 OVERLAPS = tuple(one.name for one in fields(Overlap))
-WORDS = {
-    "tp": "tensor-parallel collectives",
-    "grad_reduce": "gradient reduction",
-    "param_gather": "weight gathering",
-    "ep": "expert dispatch and combine",
-    "pp": "pipeline messages",
-}
+WORDS: dict[str, str] = packaged_json("deepwell.planner", "words.json")["overlaps"]
 # The stacks' switches and what holds where one is silent; pipeline messages follow the schedule instead.
 _SWITCHES = {
     "tp": ("tp_overlap", "off"),

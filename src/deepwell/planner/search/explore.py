@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from deepwell.hardware.codec import packaged_json
 from deepwell.hardware.progress import bar
 from deepwell.planner.cost import OVERLAPPED
 from deepwell.planner.estimate import estimate
@@ -40,25 +41,7 @@ SIMULATED = 40  # layouts that are simulated at most
 REOPENED = 3  # layouts of a family that is opened late
 REFINED = 3  # of these, how many are refined
 
-WORDS = {
-    "gemm_fwd": "GEMMs, forward",
-    "gemm_dgrad": "GEMMs, gradients of inputs",
-    "gemm_wgrad": "GEMMs, gradients of weights",
-    "attention": "attention",
-    "quantize": "quantization",
-    "loss": "loss",
-    "optimizer": "optimizer",
-    "straggler": "stragglers (margin)",
-    "tp": "tensor-parallel communication",
-    "cp": "context-parallel communication",
-    "ep": "expert dispatch and combine",
-    "dp": "exposed gradient reduction and weight gathering",
-    "pointwise": "memory-bound passes",
-    "host": "host time",
-    "bubble": "pipeline bubbles",
-    "pp": "pipeline messages",
-    "recompute": "recomputation",
-}
+WORDS: dict[str, str] = packaged_json("deepwell.planner", "words.json")["parts"]
 
 Progress = Callable[[str, int, int], None]
 
