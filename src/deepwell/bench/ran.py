@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepwell.hardware.codec import packaged_json
+
 # cuBLASLt names operands ("q": E4M3, "r": E5M2), CUTLASS and torch their types; the last are our own kernels.
 FP8_GEMM = r"nvjet_sm\d+_[qr]{2}|gemm_e4m3|gemm_e5m2|e4m3_?e4m3|f8f6f4|float_e4m3|_fp8_gemm_kernel|scaled_mm_kernel"
 BF16_GEMM = r"nvjet_sm\d+_(?![qr]{2})[a-z]|gemm_bf16|bf16gemm|_s16816gemm_bf16|gemmSN|cublasLt.*bf16"
@@ -20,27 +22,7 @@ BLOCK_SCALED_GEMM = r"_block_scaled_kernel|nvjet_sm1\d\d|sm100"
 ATTENTION = r"flash|fmha|sdpa|attention"
 FLEX_ATTENTION = r"flex_attention|triton_tem"  # Inductor's templates
 
-# Passes of the engine -> the kernels of which one must have run. The others run none of their own: they merge, mark or
-# choose what these and the products do (`experts` are grouped products of torch, `bias_epilogue` is in the GEMM).
-_PASS_KERNELS = {
-    # The backward's name: the optimizer has a _norm_kernel too, for clipping.
-    "rms_norm": r"norm\w*_backward\w*_kernel",
-    "layer_norm": r"norm\w*_backward\w*_kernel",
-    "residual_norm": r"norm\w*_backward\w*_kernel",
-    "swiglu": r"swiglu\w*_kernel",
-    "activation": r"(swiglu|activation|gelu)\w*_kernel",
-    "cross_entropy": r"cross_entropy\w*_kernel",
-    "rope": r"rope\w*_kernel",
-    "rope_qkv": r"rope\w*_kernel",
-    # Its own are called that and no more; Inductor's begin with triton_.
-    "qk_norm_rope": r"^_(forward|backward)_kernel",
-    "bias_activation": r"_bias_activation_backward_kernel",
-    "cached_weights": r"_fingerprint_kernel",
-    # Of a block, in FP8 or bf16; what lays out rows and quantizes runs for single products too.
-    "fused_experts": r"^_(expert_swiglu\w*|hidden(_codes)?|grad(s|_codes)|up|row_product|code_sums)_kernel",
-    "top_k": r"^_top_k_kernel",
-    "embedding": r"_embedding_pieces_kernel",
-}
+_PASS_KERNELS: dict[str, str] = packaged_json("deepwell.bench", "pass_kernels.json")["passes"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepwell.errors import ConfigError
+from deepwell.hardware.codec import packaged_json
 
-COUNTS = (
-    "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "experts", "topk", "num_gpus", "seq_len", "global_batch",
-    "micro_batch", "tp", "pp", "cp", "vpp", "ep", "etp", "dp",
-)  # fmt: skip
-NUMBERS = ("params_b", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "step_time_s", "peak_mem_gb")
-TEXTS = (
-    "source", "version", "model", "gpu", "dp_kind", "precision", "recompute", "notes", "status", "mem_unit", "tier",
-)  # fmt: skip
-OPTIONAL_NUMBERS = ("mfu", "hw_tflops_per_gpu")  # nothing here reads them
-OPTIONAL_TEXTS = ("url", "derived", "flops_convention", "row_id")
-# A file without one of these says nothing that can be checked; any other column may be left out, and is blank then.
-NEEDED_COLUMNS = ("source", "model", "gpu", "num_gpus", "seq_len", "global_batch", "status", "tier")
+_COLUMNS = packaged_json("deepwell.planner", "data", "published_words.json")["columns"]
+COUNTS, NUMBERS, TEXTS = (tuple(_COLUMNS[name]) for name in ("counts", "numbers", "texts"))
+OPTIONAL_NUMBERS, OPTIONAL_TEXTS = tuple(_COLUMNS["optional_numbers"]), tuple(_COLUMNS["optional_texts"])
+NEEDED_COLUMNS = tuple(_COLUMNS["needed_columns"])
 _NEEDED = ("source", "model", "gpu", "num_gpus")
 TIERS = ("A", "B", "C")
 # How programs write a cell that is not there. "none" is no such word: a run without recomputation says it.

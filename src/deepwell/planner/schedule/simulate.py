@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deepwell.errors import ConfigError
-from deepwell.planner.schedule.actions import SPLIT_BACKWARD, Action, rank_actions, rank_stages, stage_rank, why_not
+from deepwell.planner.schedule.actions import SPLIT_BACKWARD, Action, rank_actions, rank_stages, why_not
 
 _KINDS = "FBIW"
 _SAME = 1e-9  # two rounds take equally long when they differ by less than this share
@@ -170,65 +170,48 @@ def _need(action: Action, last: int) -> tuple[str, int, int] | None:
     return ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
 
 
-class _Assembler:
-    """Merges the ranks' lists into one program."""
+@functools.lru_cache(maxsize=256)
+def _program(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> _Program:
+    """The ranks' lists merged into one."""
+    lists = [rank_actions(schedule, pp, microbatches, virtual_stages, rank) for rank in range(pp)]
+    num_stages = pp * virtual_stages
+    position: dict[tuple[str, int, int] | None, int] = {None: -1}  # of what each action gives; nothing needed is there
+    actions: list[Action] = []
+    steps: list[_Step] = []
+    by_rank: list[list[int]] = [[] for _ in range(pp)]
 
-    def __init__(self, schedule: str, pp: int, num_stages: int) -> None:
-        self.last = num_stages - 1
-        self.stage_ranks = [stage_rank(schedule, pp, stage) for stage in range(num_stages)]
-        self.position: dict[tuple[str, int, int], int] = {}
-        self.actions: list[Action] = []
-        self.steps: list[_Step] = []
-        self.by_rank: list[list[int]] = [[] for _ in range(pp)]
-
-    def is_ready(self, actions: list[Action]) -> bool:
-        needs = (_need(action, self.last) for action in actions)
-        return all(need is None or need in self.position for need in needs)
-
-    def add(self, action: Action, beside: Action | None) -> None:
-        rank = self.stage_ranks[action.stage]
-        need, need_too = self._at(action), self._at(beside) if beside else -1
-        self.steps.append(
+    def add(rank: int, action: Action, beside: Action | None) -> None:
+        need = position[_need(action, num_stages - 1)]
+        need_too = position[_need(beside, num_stages - 1)] if beside else -1
+        steps.append(
             _Step(
                 rank=rank,
                 need=need,
-                is_remote=need >= 0 and self.steps[need].rank != rank,
+                is_remote=need >= 0 and steps[need].rank != rank,
                 need_too=need_too,
-                is_remote_too=need_too >= 0 and self.steps[need_too].rank != rank,
-                cost=_KINDS.index(action.kind) * (self.last + 1) + action.stage,
+                is_remote_too=need_too >= 0 and steps[need_too].rank != rank,
+                cost=_KINDS.index(action.kind) * num_stages + action.stage,
             )
         )
         if action.kind != "W":
-            kind = "F" if action.kind == "F" else "B"
-            self.position[kind, action.stage, action.microbatch] = len(self.actions)
-        self.by_rank[rank].append(len(self.actions))
-        self.actions.append(action)
+            position["F" if action.kind == "F" else "B", action.stage, action.microbatch] = len(actions)
+        by_rank[rank].append(len(actions))
+        actions.append(action)
 
-    def _at(self, action: Action) -> int:
-        need = _need(action, self.last)
-        return -1 if need is None else self.position[need]
-
-
-@functools.lru_cache(maxsize=256)
-def _program(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> _Program:
-    lists = [rank_actions(schedule, pp, microbatches, virtual_stages, rank) for rank in range(pp)]
-    whole = _Assembler(schedule, pp, pp * virtual_stages)
     cursors = [0] * pp
-    total = sum(map(len, lists))
-    while len(whole.actions) < total:
-        before = len(whole.actions)
+    while len(actions) < sum(map(len, lists)):
+        before = len(actions)
         for rank, todo in enumerate(lists):
-            cursor = cursors[rank]
-            while cursor < len(todo):
-                together = todo[cursor : cursor + 2] if todo[cursor].paired else todo[cursor : cursor + 1]
-                if not whole.is_ready(together):
+            while cursors[rank] < len(todo):
+                first = cursors[rank]
+                together = todo[first : first + (2 if todo[first].paired else 1)]
+                if any(_need(action, num_stages - 1) not in position for action in together):
                     break
                 for i, action in enumerate(together):
-                    whole.add(action, together[1] if action.paired and i == 0 else None)
-                cursor += len(together)
-            cursors[rank] = cursor
-        assert len(whole.actions) > before, f"{schedule} pp {pp} m {microbatches} v {virtual_stages} waits for itself"
-    return _Program(tuple(whole.actions), tuple(whole.steps), tuple(map(tuple, whole.by_rank)))
+                    add(rank, action, together[1] if action.paired and i == 0 else None)
+                cursors[rank] += len(together)
+        assert len(actions) > before, f"{schedule} pp {pp} m {microbatches} v {virtual_stages} waits for itself"
+    return _Program(tuple(actions), tuple(steps), tuple(map(tuple, by_rank)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -178,12 +178,11 @@ class Explorer:
             self.bar = max(self.best * NEAR, bound.seconds * NEAR)
             mine = list(self._family(bound.scored.family))
             opened += mine
-            if not mine:
-                miss = self._leanest(bound.scored.family)
-                if miss is not None and miss.fits:
-                    found.slower.append(bound)  # it fits, only nothing of it is near the bar
-                elif miss is not None:
-                    found.misses.append(miss)
+            miss = None if mine else self._leanest(bound.scored.family)
+            if miss is not None and miss.fits:
+                found.slower.append(bound)  # it fits, only nothing of it is near the bar
+            elif miss is not None:
+                found.misses.append(miss)
         opened.sort(key=lambda s: s.key)
         return opened
 
