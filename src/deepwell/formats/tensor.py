@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -97,12 +98,8 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """The same value on `device`."""
-        return replace(
-            self,
-            data=self.data.to(device),
-            scales=None if self.scales is None else self.scales.to(device),
-            global_scale=None if self.global_scale is None else self.global_scale.to(device),
-        )
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return replace(self, **moved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file; it appears whole or not at all."""

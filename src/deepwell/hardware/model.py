@@ -58,8 +58,8 @@ class Hardware(JsonValue):
 
     @property
     def total_memory_bytes(self) -> int | None:
-        sizes = [gpu.memory_bytes for gpu in self.gpus if gpu.memory_bytes is not None]
-        return sum(sizes) * self.num_nodes if len(sizes) == len(self.gpus) else None
+        sizes = [gpu.memory_bytes or 0 for gpu in self.gpus]
+        return None if self.memory_bytes is None else sum(sizes) * self.num_nodes
 
     @property
     def native_formats(self) -> tuple[str, ...]:

@@ -79,16 +79,11 @@ class Rule:
         return f"{self.label} -> {self.precision}"
 
     def to_dict(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"pattern": self.pattern, "format": self.precision.format}
-        if self.precision.options:
-            out["options"] = dict(self.precision.options)
-        if self.gemms != GEMMS:
-            out["gemms"] = list(self.gemms)
-        if self.steps != ALWAYS:
-            out["steps"] = list(self.steps)
-        if self.origin:
-            out["origin"] = self.origin
-        return out
+        options, gemms = dict(self.precision.options), self.gemms != GEMMS and list(self.gemms)
+        steps = self.steps != ALWAYS and list(self.steps)
+        further = {"options": options, "gemms": gemms, "steps": steps, "origin": self.origin}
+        said = {name: value for name, value in further.items() if value}
+        return {"pattern": self.pattern, "format": self.precision.format, **said}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rule:

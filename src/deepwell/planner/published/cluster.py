@@ -1,6 +1,7 @@
 """The machine of a published run: its GPU's name however it is written, whole nodes, and a network that is stated."""
 
 import functools
+import math
 import re
 from dataclasses import replace
 
@@ -61,14 +62,13 @@ def _machine_name(gpu: str) -> str:
 
 def _nic_from_notes(notes: str) -> tuple[str, float] | None:
     """Network speed where a source states it: Gbit/s of a node or of a GPU."""
-    per_gpu = re.search(r"(\d+)\s*Gb/s (?:RDMA |CX-\d+ )?per GPU", notes)
-    if per_gpu:
-        return "gpu", float(per_gpu[1])
-    many = re.search(r"(\d+)x\s*(?:HDR|NDR|EDR)?(\d+)(?:\s*Gb(?:ps|/s)?)? (?:IB|RoCE|InfiniBand) per node", notes)
-    if many:
-        return "node", float(many[1]) * float(many[2])
-    per_node = re.search(r"(\d+) ?Gbps(?:/node| node-node interconnect)", notes)
-    if per_node:
-        return "node", float(per_node[1])
-    omnipath = re.search(r"(\d+) OmniPath links/node", notes)  # Omni-Path 100: 100 Gbit/s a link
-    return ("node", 100.0 * float(omnipath[1])) if omnipath else None
+    patterns = (
+        ("gpu", 1.0, r"(\d+)\s*Gb/s (?:RDMA |CX-\d+ )?per GPU"),
+        ("node", 1.0, r"(\d+)x\s*(?:HDR|NDR|EDR)?(\d+)(?:\s*Gb(?:ps|/s)?)? (?:IB|RoCE|InfiniBand) per node"),
+        ("node", 1.0, r"(\d+) ?Gbps(?:/node| node-node interconnect)"),
+        ("node", 100.0, r"(\d+) OmniPath links/node"),  # Omni-Path 100: 100 Gbit/s a link
+    )
+    for scope, gbit, pattern in patterns:
+        if found := re.search(pattern, notes):
+            return scope, gbit * math.prod(map(float, found.groups()))
+    return None
