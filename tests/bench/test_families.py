@@ -62,7 +62,7 @@ def test_a_width_has_the_parameters_of_the_real_model(name):
     layers, billions = WHOLE[name]
     assert family_model(f"hf:{name}:{layers}").num_params / 1e9 == pytest.approx(billions, abs=6e-4)
     row = family_model(f"hf:{name}")
-    assert row.settings.num_hidden_layers == WIDTHS[name].layers < layers
+    assert row.settings.num_hidden_layers == WIDTHS[name]["layers"] < layers
     assert row.settings.max_position_embeddings >= row.seq_len
 
 

@@ -28,19 +28,9 @@ _BATCH, _SEQ_LEN = 2, 4096
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Width:
-    """A built-in row: sizes of the real model, the layers that the race keeps of it, and the batch of one step."""
-
-    model_type: str
-    layers: int
-    batch: int
-    seq_len: int
-    settings: Mapping[str, Any]  # of transformers' config
-
-
-# Without dropout, as models of today are trained, and so that losses can be compared.
-WIDTHS = {name: Width(**row) for name, row in packaged_json("deepwell.bench", "widths.json").items()}
+# Sizes of real models without dropout, as models of today are trained and so that losses can be compared; the layers
+# that the race keeps of each, and the batch of one step.
+WIDTHS: dict[str, dict[str, Any]] = packaged_json("deepwell.bench", "widths.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +137,10 @@ def family_model(name: str, *, batch: int | None = None, seq_len: int | None = N
     width = WIDTHS.get(wanted.lower())
     if width is not None:
         # Positions up to the row's length at least, where the width does not say how many.
-        key = "n_positions" if width.model_type == "gpt2" else "max_position_embeddings"
-        sizes = {key: max(width.seq_len, 1024), **width.settings}
-        settings = _settings(width.model_type, sizes, layers or width.layers)
-        batch, seq_len = batch or width.batch, seq_len or width.seq_len
+        key = "n_positions" if width["model_type"] == "gpt2" else "max_position_embeddings"
+        sizes = {key: max(width["seq_len"], 1024), **width["settings"]}
+        settings = _settings(width["model_type"], sizes, layers or width["layers"])
+        batch, seq_len = batch or width["batch"], seq_len or width["seq_len"]
     elif Path(wanted).exists():
         settings = _from_file(Path(wanted), layers)
         wanted = Path(wanted).parent.name if Path(wanted).is_file() else Path(wanted).name

@@ -1,8 +1,5 @@
 """Seconds that a step waits for gradient reduction and weight gathering over data-parallel ranks. Pure."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from deepwell.planner.comm import Network, all_reduce_s, gather_s
 from deepwell.planner.job import StepJob
 from deepwell.planner.overlap import hides
@@ -66,31 +63,23 @@ def _classic_s(job: StepJob, net: Network, params: Parts, grad: float, weight: f
     return inner + outer, gather
 
 
-class _ShardGroup(NamedTuple):
-    params: float
-    shard: int
-    stride: int
-    copies: int  # of the shards: HSDP, or all ranks under DDP
-
-
-def _groups(job: StepJob, params: Parts) -> Iterator[_ShardGroup]:
-    """The layers, the experts and the ends with the ranks that they travel among."""
-    layout = job.layout
-    over = shards(layout, job.stack)
-    ranks = layout.dp * layout.cp
-    yield _ShardGroup(params.dense, int(over.dense), layout.tp, ranks // int(over.dense))
-    yield _ShardGroup(params.expert, int(over.expert), layout.ep * layout.etp, layout.expert_dp // int(over.expert))
-    yield _ShardGroup(params.ends, int(over.ends), 1, ranks * layout.tp // int(over.ends))
-
-
 def _fsdp2_s(job: StepJob, net: Network, params: Parts, grad: float, weight: float, f: float, b: float) -> float:
     layout, stack, m = job.layout, job.stack, job.micro_batches
     rules = state_rules(layout, stack)
-    groups = list(_groups(job, params))
-    scatter = sum(gather_s(net, grad * g.params, g.shard, g.stride) for g in groups)
+    over, ranks = shards(layout, stack), layout.dp * layout.cp
+    # The layers, the experts and the ends: parameters, ranks of a shard, their stride, and copies of the shards (HSDP,
+    # or all ranks under DDP).
+    groups = [
+        (params.dense, int(over.dense), layout.tp, ranks // int(over.dense)),
+        (params.expert, int(over.expert), layout.ep * layout.etp, layout.expert_dp // int(over.expert)),
+        (params.ends, int(over.ends), 1, ranks * layout.tp // int(over.ends)),
+    ]
+    scatter = sum(gather_s(net, grad * count, shard, stride) for count, shard, stride, _ in groups)
     # Copies agree once a step: until then each adds up its own shards.
-    agree = sum(all_reduce_s(net, grad * g.params / g.shard, g.copies, g.stride * g.shard) for g in groups)
-    *inner, ends = (gather_s(net, weight * g.params, g.shard, g.stride) for g in groups)
+    agree = sum(
+        all_reduce_s(net, grad * count / shard, copies, stride * shard) for count, shard, stride, copies in groups
+    )
+    *inner, ends = (gather_s(net, weight * count, shard, stride) for count, shard, stride, _ in groups)
     gather = sum(inner)
     hides_grad = hides(layout, stack, "grad_reduce") and rules.hides_reduce
     hides_param = hides(layout, stack, "param_gather")

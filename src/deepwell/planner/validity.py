@@ -111,7 +111,5 @@ def why_not_layout(facts: ModelFacts, layout: Layout, seq_len: int, global_batch
         return f"PP {layout.pp} x VPP {layout.virtual_stages}: {facts.num_layers} layers"
     if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):
         return f"SP {layout.tp}: a sequence of {seq_len:,} does not divide by TP {layout.tp} x CP {layout.cp}"
-    if (layout.dp * layout.cp * layout.tp) % (layout.ep * layout.etp):
-        return f"EP {layout.ep} x ETP {layout.etp}: {layout.dp * layout.cp * layout.tp} GPUs per stage"
     reason = why_not(layout.schedule, layout.pp, layout.accumulation(global_batch), layout.virtual_stages)
     return f"PP {layout.pp} {layout.schedule}: {reason}" if reason and layout.pp > 1 else ""

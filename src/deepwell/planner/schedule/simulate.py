@@ -85,11 +85,10 @@ def simulate(
     savings = _per_stage("pair_saving", pair_saving, pp)
     if p2p < 0 or min(savings) < 0:
         raise ConfigError(f"p2p, pair_saving: got {p2p}, {pair_saving}; seconds of at least 0")
-    costs = _Costs(durations, p2p, tuple(savings))
     count = microbatches if events else _enough(schedule, pp, microbatches, virtual_stages)
     while True:
         program = _program(schedule, pp, count, virtual_stages)
-        run = _run(program, costs, pp)
+        run = _run(program, durations, p2p, savings)
         if count == microbatches:
             timeline = _timeline(schedule, pp, program, run, None)
             return replace(timeline, events=_events(program, run)) if events else timeline
@@ -146,12 +145,6 @@ class _Program(NamedTuple):
     actions: tuple[Action, ...]
     steps: tuple[_Step, ...]
     by_rank: tuple[tuple[int, ...], ...]
-
-
-class _Costs(NamedTuple):
-    durations: tuple[float, ...]
-    p2p: float
-    pair_saving: tuple[float, ...]  # by rank
 
 
 class _ActionTimes(NamedTuple):
@@ -262,9 +255,9 @@ def _durations(
     return (*forward, *backward, *split, *weight)
 
 
-def _run(program: _Program, costs: _Costs, pp: int) -> _ActionTimes:
-    durations, p2p, saving = costs
-    free = [0.0] * pp
+def _run(program: _Program, durations: Sequence[float], p2p: float, saving: Sequence[float]) -> _ActionTimes:
+    """`saving` is of each rank."""
+    free = [0.0] * len(saving)
     starts: list[float] = []
     ends: list[float] = []
     beside = -1.0  # seconds of the forward that the next action runs beside; below 0: none
