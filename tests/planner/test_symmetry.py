@@ -11,8 +11,7 @@ from deepwell.graph.configs import published_config
 from deepwell.graph.ir import IR
 from deepwell.hardware.probe import probe
 from deepwell.planner.estimate import estimate
-from deepwell.planner.layout import Layout
-from deepwell.planner.schedule.actions import SCHEDULES
+from deepwell.planner.layout import SCHEDULES, Layout
 from deepwell.planner.schedule.simulate import simulate
 from deepwell.planner.search.autoplan import autoplan
 from deepwell.planner.stack import get_stack

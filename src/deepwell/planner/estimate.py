@@ -125,7 +125,7 @@ def step_seconds(
         add_parts(seconds, stages[index].forward, m)
         add_parts(seconds, stages[index].backward, m)
     if layout.pp > 1:
-        span, messages, hidden = _pipeline(job, net, stages, work, simulate)
+        span, messages, hidden = _pipeline(job, net, stages, work, busiest, simulate=simulate)
         seconds["pp"] = messages
         if hidden:
             seconds["ep"] -= hidden
@@ -152,12 +152,11 @@ def step_seconds(
 
 
 def _pipeline(
-    job: StepJob, net: Network, stages: list[BlockTime], work: list[float], simulate: bool
+    job: StepJob, net: Network, stages: list[BlockTime], work: list[float], busiest: int, *, simulate: bool
 ) -> tuple[float, float, float]:
     """Seconds of the whole pipeline, those that messages add to the busiest rank, and those that its pairs hide."""
     layout, m = job.layout, job.micro_batches
     message, savings = message_s(job, net), pair_savings_s(job, stages)
-    busiest = max(range(layout.pp), key=lambda rank: work[rank])
     # Sends run beside computation, receives are posted early: a quarter of the messages is waited for.
     waits = 0.0 if hides(layout, job.stack, "pp") else 0.5 * m * layout.virtual_stages * message
     if simulate and not why_not(layout.runs_as, layout.pp, m, layout.virtual_stages):

@@ -9,15 +9,15 @@ replicates the experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from deepwell.errors import ConfigError
 from deepwell.hardware.codec import JsonValue
 
-SHARDINGS = ("ddp", "zero1", "zero2", "zero3")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
+SHARDINGS: tuple[str, ...] = get_args(Sharding)
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +85,9 @@ class Layout(JsonValue):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        if self.sharding not in SHARDINGS:
-            raise ConfigError(f"sharding is {self.sharding!r}; accepted: {', '.join(SHARDINGS)}")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        for name, known in (("sharding", SHARDINGS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(known)}")
         if self.schedule in ("zbv", "dualpipev") and self.pp > 1 and self.virtual_stages != 2:
             raise ConfigError(
                 f"schedule {self.schedule} has 2 stages per rank; virtual_stages is {self.virtual_stages}"

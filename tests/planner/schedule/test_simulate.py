@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepwell.errors import ConfigError
-from deepwell.planner.schedule.actions import SCHEDULES, V_SHAPED, rank_actions, rank_stages, stage_rank, why_not
+from deepwell.planner.layout import SCHEDULES
+from deepwell.planner.schedule.actions import V_SHAPED, rank_actions, rank_stages, stage_rank, why_not
 from deepwell.planner.schedule.simulate import bubble_floor, peak_live, simulate
 
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from deepwell.errors import ConfigError
+from deepwell.planner.layout import SCHEDULES
 
 Kind = Literal["F", "B", "I", "W"]
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")  # these run I and W apart, at least in places
 V_SHAPED = ("zbv", "dualpipev")
 

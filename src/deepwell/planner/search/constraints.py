@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from deepwell.errors import ConfigError
-from deepwell.planner.layout import SHARDINGS, Offload, Overlap
+from deepwell.planner.layout import SCHEDULES, SHARDINGS, Offload, Overlap
 from deepwell.planner.overlap import OVERLAPS
-from deepwell.planner.schedule.actions import SCHEDULES
 
 COUNTS = ("dp", "tp", "pp", "cp", "ep", "etp", "dp_replicate", "micro_batch", "virtual_stages", "gpus")
 RECOMPUTE_KINDS = ("none", "selective", "full", "block")
