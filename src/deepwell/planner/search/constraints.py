@@ -24,6 +24,10 @@ OFFLOADS = {
 EVEN = "even"
 _NAMES = {"sharding": SHARDINGS, "schedule": SCHEDULES, "recompute": RECOMPUTE_KINDS}
 _LISTS = (*COUNTS, *_NAMES)
+_SHOWN = (  # after those, in this order
+    "max_memory", "offload", "sequence_parallel", "overlap", "stage_layers", "kernels", "cuda_graphs",
+    "context_parallel_kind",
+)  # fmt: skip
 _FLAGS = ("sequence_parallel", "cuda_graphs")
 _KINDS = ("ring", "ulysses", "allgather")
 
@@ -64,13 +68,9 @@ class Constraints:
             found["max_memory"] = f"{self.max_memory:g} GiB"
         if self.overlap is not None:
             found["overlap"] = [f"{name}:{'on' if is_on else 'off'}" for name, is_on in found["overlap"].items()]
-        # What counts for memory comes first, what is said of the search's results last.
-        last = ("max_memory", "offload", "sequence_parallel", "overlap", "stage_layers", "kernels", "cuda_graphs")
-        names = sorted(
-            found, key=lambda name: last.index(name) if name in last else -1 if name in _LISTS else len(last)
-        )
         texts = {name: "|".join(map(str, value)) if isinstance(value, list) else value for name, value in found.items()}
-        return ", ".join(f"{name}={texts[name]}" for name in names) or "none"
+        shown = [name for name in texts if name in _LISTS] + [name for name in _SHOWN if name in texts]
+        return ", ".join(f"{name}={texts[name]}" for name in shown) or "none"
 
 
 def read_constraints(given: Mapping[str, Any]) -> Constraints:
