@@ -112,7 +112,7 @@ def test_a_policy_file_that_is_none_is_found_before_a_process_compiles_with_it(t
 def test_an_entrant_of_our_own_that_does_not_compile_is_status_1(monkeypatch) -> None:
     from deepwell.bench import compile_time
 
-    monkeypatch.setattr(compile_time, "_in_process", lambda *_a: {"note": "failed: it is broken"})
+    monkeypatch.setattr(compile_time, "last_line", lambda *_a: "failed: it is broken")
     assert run("compile", "--model", "tiny", "--device", "cpu", "--entrants", "fp8").exit_code == 1
     assert run("compile", "--model", "tiny", "--device", "cpu", "--entrants", "torchao").exit_code == 0
 

@@ -14,7 +14,7 @@ from deepwell.bench.ran import candidate_claims, problems, profile
 from deepwell.hardware.progress import bar
 from deepwell.kernels.gemm.cases import call_of, inputs_of, setup
 from deepwell.kernels.registry import KernelRegistry
-from deepwell.kernels.tune.candidate import Verdict
+from deepwell.kernels.tune.candidate import Candidate, Verdict
 from deepwell.kernels.tune.choose import on_real_tensors, race
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.verify import Proof
@@ -65,11 +65,7 @@ def _shape(registry: KernelRegistry, shape: tuple[int, int, int], device: str) -
             by_name = {candidate.name: candidate for candidate in given}
             for row in found if device.startswith("cuda") else ():
                 if row["us"]:
-                    # Ask the profiler what ran: the longest kernel of a call, and what of the claims does not hold.
-                    candidate = by_name[row["kernel"]]
-                    kernels = profile(call_of(candidate, problem, inputs_of(problem)))
-                    row["ran"] = max(kernels, key=lambda kernel: kernel.ms).name[:60] if kernels else None
-                    row["problems"] = problems(candidate_claims(candidate.origin, candidate.precision), kernels)
+                    _look(row, by_name[row["kernel"]], problem)
         rows += found
     bf16 = next((row["us"] for row in rows if row["kernel"] == BASELINE), None)
     for row in rows:
@@ -89,6 +85,13 @@ def _row(op: str, shape: tuple[int, int, int], verdict: Verdict) -> dict[str, An
         "sqnr_db": verdict.sqnr_db,
         "problem": verdict.reason,
     }
+
+
+def _look(row: dict[str, Any], candidate: Candidate, problem: Problem) -> None:
+    """Ask the profiler what ran: the longest kernel of one call, and what of the row's claims does not hold."""
+    kernels = profile(call_of(candidate, problem, inputs_of(problem)))
+    row["ran"] = max(kernels, key=lambda kernel: kernel.ms).name[:60] if kernels else None
+    row["problems"] = problems(candidate_claims(candidate.origin, candidate.precision), kernels)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -8,14 +8,13 @@ fp8_cg   fp8_keep   fp8_nolce   fp8_exact   fp8_rowscales   policy.json:cg_nolce
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from deepwell.engine.binding import Target, bind
+from deepwell.engine.binding import Bound, Target, bind
 from deepwell.engine.compile import compile as compile_engine
 from deepwell.engine.compile import device_of, use_inductor
 from deepwell.engine.engine import Engine
@@ -135,17 +134,19 @@ class Variant:
             engine = _emulated(ir, policy)
         else:
             engine = compile_engine(ir, precision_policy=policy, cache_weights="cached" in self.words)
-        for row in engine.deepwell.bound.bindings if self.scaling else ():
-            if row.binding == "substitute":
-                raise UnsupportedError(f"{self.name}: {row.path} {row.gemm} would run as {row.scheme}: {row.reason}")
+        if self.scaling:
+            _check_scaling(self, engine.deepwell.bound)
         # Read when the first call compiles; what no word speaks of stays as the engine has it.
         options = engine.deepwell.options
         for word in self.words & _OPTIONS.keys():
             setattr(options, *_OPTIONS[word])
         if "exact" in self.words:
-            exact = re.compile(r"(?<![^|])fp8_row(?![^|])")  # a part of its own
-            options.schemes = {path: exact.sub("fp8_row,sums=fp32", one) for path, one in options.schemes.items()}
+            options.schemes = {path: _in_fp32(scheme) for path, scheme in options.schemes.items()}
         return engine
+
+
+def _in_fp32(scheme: str) -> str:
+    return "|".join("fp8_row,sums=fp32" if part == "fp8_row" else part for part in scheme.split("|"))
 
 
 def parse_variants(names: str) -> tuple[Variant, ...]:
@@ -165,6 +166,12 @@ def _emulated(ir: IR, policy: PrecisionPolicy) -> Engine:
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
     return Engine(ir, replace(bound, notes=resolution.notes), policy, options=options, device="emulation")
+
+
+def _check_scaling(variant: Variant, bound: Bound) -> None:
+    for row in bound.bindings:
+        if row.binding == "substitute":
+            raise UnsupportedError(f"{variant.name}: {row.path} {row.gemm} would run as {row.scheme}: {row.reason}")
 
 
 def runs_as(engine: Engine) -> dict[str, int]:

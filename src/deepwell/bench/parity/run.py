@@ -215,8 +215,7 @@ class ParityRun:
     def train(self, pace: Pace, save: Callable[[ParityRun], None]) -> bool:
         """Train on; `save` is called at every checkpoint. Whether the run is done."""
         record, started, before = self.record, time.perf_counter(), self.record.seconds
-        every = max(1, self.setup.steps // max(1, self.setup.evals))
-        evals = {*range(every, self.setup.steps - every // 2, every), self.setup.steps}
+        evals = _eval_steps(self.setup)
         label = f"{record.arm} seed {record.seed}"
         with _precise_products(self.variant), bar(label, self.setup.steps) as advance:
             advance(record.steps_done)
@@ -390,6 +389,11 @@ def _order(num_tokens: int, setup: PairSetup, seed: int) -> Tensor:
     epochs = math.ceil(needed / windows)
     generators = (torch.Generator().manual_seed(1_000_003 * seed + epoch) for epoch in range(epochs))
     return torch.cat([torch.randperm(windows, generator=one) for one in generators])[:needed] * setup.seq_len
+
+
+def _eval_steps(setup: PairSetup) -> set[int]:
+    every = max(1, setup.steps // max(1, setup.evals))
+    return {*range(every, setup.steps - every // 2, every), setup.steps}
 
 
 @contextlib.contextmanager
