@@ -28,7 +28,7 @@ from typing import Any
 
 from deepwell.bench.faults.result import FaultClaim
 from deepwell.bench.faults.worker import VOCAB, WorkerJob, make_trainer
-from deepwell.bench.progress import bar
+from deepwell.hardware.progress import bar
 from deepwell.report.run.data import read_events
 from deepwell.train.run import Callback
 from deepwell.train.starts import Start

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import deepwell as dw
 from deepwell.bench.environment import environment, one_line
 from deepwell.bench.llama import Llama, LlamaConfig
-from deepwell.bench.progress import bar
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
+from deepwell.hardware.progress import bar
 from deepwell.kernels.production_kernels import ProductionKernelManager
 from deepwell.kernels.tune.timing import median_us
 
