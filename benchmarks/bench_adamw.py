@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from deepwell.bench.environment import environment
-from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.tables import FusedAdamW, Slot
-from deepwell.train.adamw.update import UpdateConfig, configs_for_moments
+from deepwell.train.adamw.moments import BLOCK, FP8
+from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.update import Slot, UpdateConfig, configs_for_moments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
@@ -47,7 +47,7 @@ class Variant:
     def bytes_per_parameter(self) -> float:
         """Gradient read (twice with a norm), the rest read and written; a master makes the parameter write-only."""
         grad, param = self.param.itemsize, self.param.itemsize
-        moments = 2 * 2 * (1 + 4 / adamw.BLOCK if self.moment == adamw.FP8 else self.moment.itemsize)
+        moments = 2 * 2 * (1 + 4 / BLOCK if self.moment == FP8 else self.moment.itemsize)
         weights = param + 2 * 4 if self.has_master else 2 * param
         return grad * (2 if self.clip_norm is not None else 1) + weights + moments
 
@@ -70,11 +70,11 @@ PLAIN = Variant(name="bf16, bf16 moments, nearest")
 RANDOM = Variant(name="bf16 random, bf16 moments nearest", random_params=True)
 VARIANTS = (
     Variant(name="bf16 random, bf16 moments random", random_params=True, random_moments=True),
-    Variant(name="bf16 random, fp8 moments random", moment=adamw.FP8, random_params=True, random_moments=True),
-    Variant(name="bf16, fp8 moments nearest", moment=adamw.FP8),
+    Variant(name="bf16 random, fp8 moments random", moment=FP8, random_params=True, random_moments=True),
+    Variant(name="bf16, fp8 moments nearest", moment=FP8),
     Variant(name="bf16 + master, bf16 moments", has_master=True),
     Variant(name="bf16 + master, bf16 moments random", has_master=True, random_moments=True),
-    Variant(name="bf16 + master, fp8 moments random", has_master=True, moment=adamw.FP8, random_moments=True),
+    Variant(name="bf16 + master, fp8 moments random", has_master=True, moment=FP8, random_moments=True),
     Variant(name="bf16 + master, fp32 moments", has_master=True, moment=FP32),
     Variant(name="bf16 random, bf16 moments random, clipped", random_params=True, random_moments=True, clip_norm=1.0),
     Variant(name="fp32, fp32 moments", param=FP32, moment=FP32),
@@ -92,8 +92,8 @@ def make_slots(shapes: list[Shape], variant: Variant, device: str) -> tuple[list
     slots, grads = [], []
     for i, shape in enumerate(shapes):
         param = torch.empty(shape, dtype=variant.param, device=device).normal_(std=0.02)
-        has_scales = variant.moment == adamw.FP8
-        num_blocks = -(-param.numel() // adamw.BLOCK)
+        has_scales = variant.moment == FP8
+        num_blocks = -(-param.numel() // BLOCK)
         scales = [torch.ones(num_blocks, device=device) if has_scales else None for _ in range(2)]
         slots.append(
             Slot(
@@ -113,7 +113,7 @@ def make_slots(shapes: list[Shape], variant: Variant, device: str) -> tuple[list
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return (
         torch.zeros(like.shape, dtype=torch.uint8, device=like.device).view(dtype)
-        if dtype == adamw.FP8
+        if dtype == FP8
         else (torch.zeros_like(like, dtype=dtype))
     )
 
@@ -330,7 +330,7 @@ def main() -> None:
         raise SystemExit("bench_adamw needs a CUDA GPU")
     variants = (PLAIN, RANDOM, *VARIANTS)
     if arguments.quick:
-        variants = (VARIANTS[0], *(v for v in VARIANTS if v.moment == adamw.FP8))
+        variants = (VARIANTS[0], *(v for v in VARIANTS if v.moment == FP8))
     variants = tuple(v for v in variants if arguments.only in v.name)
     if not variants:
         raise SystemExit(f"--only {arguments.only}: no variant has that in its name")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from deepwell.formats.metrics import assert_bitwise_equal
-from deepwell.train.adamw.tables import FusedAdamW, Slot
-from deepwell.train.adamw.update import FP8
+from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.update import FP8, Slot
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # lr, betas, eps, weight decay, sign, clip_norm; the second group ascends.

@@ -1,5 +1,6 @@
 """The fused AdamW kernels, compiled without a GPU: accesses, arithmetic, registers and shared memory."""
 
+import functools
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import aot
 from adamw_forms import BF16, FP32, Case
 from deepwell.kernels.device.triton_support import tl, triton
 from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.update import CONFIGS, FP8, configs_for_moments
+from deepwell.train.adamw.update import CONFIGS, FP8, UpdateConfig, configs_for_moments
 
 
 def _constants(case):
@@ -36,13 +37,21 @@ POINTERS = {
 }
 
 
+@functools.cache
+def compiled(case, config, arch=90, is_aligned=True):
+    """The update as the launch asks for it: no contraction, which would round once where the reference rounds twice."""
+    tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
+    constants = {**POINTERS, **_constants(case), **tile, "ALIGNED": is_aligned}
+    how = {"num_warps": config.num_warps, "max_registers": config.max_registers}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.language, "default_fp_fusion", False)
+        return aot.compile_kernel(adamw._adamw_kernel, constants, arch=arch, **how)
+
+
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("case", [Case(), Case(moment=FP8), Case(moment=FP32, grad=FP32, has_master=True)], ids=str)
-def test_compiles_to_wide_accesses_and_exact_arithmetic(case, arch, monkeypatch):
-    # As the launch asks: no contraction, which would round once where the reference rounds twice.
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    constants = {**_constants(case), "ROWS": 16, "PIECES": 1, "TILES": 1}
-    made = aot.compile_kernel(adamw._adamw_kernel, {**POINTERS, **constants}, arch=arch, num_warps=8)
+def test_compiles_to_wide_accesses_and_exact_arithmetic(case, arch):
+    made = compiled(case, UpdateConfig(rows=16, tiles=1, num_warps=8), arch)
     assert made.spill_bytes == 0 and made.stack_bytes == 0
     # 2048 elements by 256 threads: 8 each, one 16-byte access a bf16 tensor, two an fp32 one, 8 bytes of FP8.
     wide, half = r"\.v4\.b32", r"\.v2\.b32"
@@ -73,14 +82,8 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(case, arch, monkeypatch)
 
 # The default, and one with more pieces.
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c.pieces > 1][::3], ids=str)
-def test_a_thread_holds_pieces_of_a_block_without_spills(config, monkeypatch):
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
-    arguments = {**POINTERS, **_constants(Case(moment=FP8)), **tile}
-    registers = config.max_registers
-    made = aot.compile_kernel(
-        adamw._adamw_kernel, arguments, arch=90, num_warps=config.num_warps, max_registers=registers
-    )
+def test_a_thread_holds_pieces_of_a_block_without_spills(config):
+    made = compiled(Case(moment=FP8), config)
     assert made.spill_bytes == 0
     # Every load of the tile comes before the barrier that keeps it there.
     head, _, rest = made.ptx.partition("bar.sync")
@@ -96,14 +99,8 @@ def test_a_thread_holds_pieces_of_a_block_without_spills(config, monkeypatch):
 
 @pytest.mark.parametrize("has_master", [False, True])
 @pytest.mark.parametrize("config", configs_for_moments(FP8), ids=str)
-def test_no_config_for_fp8_moments_spills(config, has_master, monkeypatch):
-    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
-    arguments = {**POINTERS, **_constants(Case(moment=FP8, has_master=has_master)), **tile}
-    registers = config.max_registers
-    made = aot.compile_kernel(
-        adamw._adamw_kernel, arguments, arch=90, num_warps=config.num_warps, max_registers=registers
-    )
+def test_no_config_for_fp8_moments_spills(config, has_master):
+    made = compiled(Case(moment=FP8, has_master=has_master), config)
     assert made.spill_bytes == 0 and made.stack_bytes == 0
 
 
@@ -112,9 +109,6 @@ def test_no_config_for_fp8_moments_spills(config, has_master, monkeypatch):
 def test_words_of_random_bits_serve_only_threads_that_have_both_their_elements(is_aligned, moment):
     # Elements that are loaded one by one lie in a thread 32 apart: the first of two in registers is not the even one.
     # There each takes its own bits from either half of a word of them.
-    config = configs_for_moments(moment)[0]
-    tile = {"ROWS": config.rows, "PIECES": config.pieces, "TILES": config.tiles}
-    constants = {**_constants(Case(moment=moment)), **tile, "ALIGNED": is_aligned}
-    made = aot.compile_kernel(adamw._adamw_kernel, {**POINTERS, **constants}, arch=90, num_warps=config.num_warps)
+    made = compiled(Case(moment=moment), configs_for_moments(moment)[0], is_aligned=is_aligned)
     assert made.count(r"dp2a\.lo") > 0
     assert (made.count(r"65537") > 0) == (not is_aligned)

@@ -9,10 +9,10 @@ import torch
 
 from adamw_forms import BF16, FP32, GROUPS, Case, assert_same, make
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than
-from deepwell.train.adamw import scalars as adamw_scalars
 from deepwell.train.adamw.moments import encode_ref, fma_ref
-from deepwell.train.adamw.tables import FusedAdamW, Slot
-from deepwell.train.adamw.update import CONFIGS, FP8
+from deepwell.train.adamw.scalars import hyper_ref
+from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.update import CONFIGS, FP8, Slot
 
 CASES = [
     Case(),
@@ -299,6 +299,4 @@ def test_scalars_are_those_of_the_reference(device):
     kernel.steps.copy_(torch.tensor([0, 999, 123_456]))
     kernel.step(grads[0], groups)
     for i, slot in enumerate(kernel.slots):
-        hyper = adamw_scalars.Hyper.at_step(int(kernel.steps[i]), GROUPS[slot.group], 1.0)
-        wanted = [getattr(hyper, name) for name in hyper.__slots__]
-        assert kernel._hyper[i].tolist() == wanted
+        assert kernel._hyper[i].tolist() == hyper_ref(int(kernel.steps[i]), GROUPS[slot.group], 1.0)

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from deepwell.errors import ConfigError, UnsupportedError
-from deepwell.train.adamw import moments as codec
-from deepwell.train.adamw import update as adamw
-from deepwell.train.adamw.tables import FusedAdamW, Slot, flat, is_dense
-from deepwell.train.adamw.update import UpdateConfig
+from deepwell.train.adamw.moments import BLOCK, FP8, encode_ref
+from deepwell.train.adamw.tables import FusedAdamW
+from deepwell.train.adamw.update import Slot, UpdateConfig, flat
 
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": adamw.FP8}
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
 # What one set of parameters on a device must agree on; the rest may differ from group to group.
 _SHARED = ("clip_norm", "seed", "stochastic_rounding", "skip_nonfinite")
@@ -214,14 +213,14 @@ class AdamWDW(torch.optim.Optimizer):
         state = self.state[param]
         state[key], scales = _zeros(param, dtype), f"{key}_scales"
         state.pop(scales, None)
-        if dtype == adamw.FP8:
-            num_blocks = -(-_local(param).numel() // adamw.BLOCK)
+        if dtype == FP8:
+            num_blocks = -(-_local(param).numel() // BLOCK)
             state[scales] = torch.ones(num_blocks, dtype=torch.float32, device=param.device)
             if values is not None:
                 laid_out = torch.empty_like(_local(param), dtype=torch.float32).copy_(values)
                 is_root = key == "exp_avg_sq"
                 x = flat(laid_out.sqrt() if is_root else laid_out)
-                codec.encode_ref(x, flat(state[key]), state[scales], None, is_root=is_root)
+                encode_ref(x, flat(state[key]), state[scales], None, is_root=is_root)
         elif values is not None:
             _local(state[key]).copy_(values)
 
@@ -302,9 +301,9 @@ def _scalars(group: dict[str, Any]) -> list[float]:
 
 def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros laid out as the parameter. FP8 has no zeros on every device, its bytes have."""
-    if dtype != adamw.FP8:
+    if dtype != FP8:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return torch.zeros_like(_local(param), dtype=torch.uint8, memory_format=torch.preserve_format).view(adamw.FP8)
+    return torch.zeros_like(_local(param), dtype=torch.uint8, memory_format=torch.preserve_format).view(FP8)
 
 
 def _moment(kept: Tensor, scales: Tensor | None, key: str) -> Tensor:
@@ -312,7 +311,7 @@ def _moment(kept: Tensor, scales: Tensor | None, key: str) -> Tensor:
     if scales is None:
         return kept
     values = torch.empty_like(kept, dtype=torch.float32)
-    flat(values).copy_(flat(kept).float() * scales.repeat_interleave(adamw.BLOCK)[: kept.numel()])
+    flat(values).copy_(flat(kept).float() * scales.repeat_interleave(BLOCK)[: kept.numel()])
     return values.square() if key == "exp_avg_sq" else values
 
 
@@ -386,20 +385,30 @@ def _check_param(name: str, param: Tensor) -> None:
         raise UnsupportedError(f"{name} has gaps or overlaps (strides {param.stride()}); make it contiguous")
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one piece of memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
 def _check_state(name: str, param: Tensor, state: dict[str, Any]) -> None:
     """Raise ConfigError for a loaded state that is not one of this parameter: the kernels go by addresses alone."""
     local = _local(param)
-    blocks = -(-local.numel() // adamw.BLOCK)
+    blocks = -(-local.numel() // BLOCK)
     for key in (key for key in _STATE[1:] if key in state):
         kept, moment = _local(state[key]), state.get(key.removesuffix("_scales"))
         is_scales = key.endswith("_scales")
         if tuple(kept.shape) != ((blocks,) if is_scales else tuple(local.shape)) or kept.device != local.device:
             raise ConfigError(f"{name}: {key} is {tuple(kept.shape)} on {kept.device}, unlike its parameter")
-        if is_scales and (kept.dtype != torch.float32 or moment is None or moment.dtype != adamw.FP8):
+        if is_scales and (kept.dtype != torch.float32 or moment is None or moment.dtype != FP8):
             raise ConfigError(f"{name}: {key} must be float32 and of float8_e4m3fn moments")
         if key == "master" and (kept.dtype != torch.float32 or kept.stride() != local.stride()):
             raise ConfigError(f"{name}: a master copy is float32 and laid out as its parameter")
-        if kept.dtype == adamw.FP8 and f"{key}_scales" not in state:
+        if kept.dtype == FP8 and f"{key}_scales" not in state:
             raise ConfigError(f"{name}: {key} is float8_e4m3fn and has no scales")
 
 

@@ -3,7 +3,7 @@
     norm = sqrt(sum g^2)        clip = min(1, clip_norm / (norm + 1e-6))        skipped where norm is not finite
     decay = 1 - lr * wd         step size = lr / (1 - b1^t)                     1 / sqrt(1 - b2^t)
 
-Numerics: fp64 with powers by squaring, each scalar rounded to fp32 once: bit-equal to `Hyper.at_step`. Squares are
+Numerics: fp64 with powers by squaring, each scalar rounded to fp32 once: bit-equal to `hyper_ref`. Squares are
           summed in fp32 along 16 elements of a thread and in fp64 beyond, always in the same order; a norm that leaves
           fp32's range counts as not finite.
 Cost:     the norm reads each gradient once, 2 bytes a bf16 parameter; the scalars are one small launch.
@@ -13,7 +13,6 @@ Cost:     the norm reads each gradient once, 2 bytes a bf16 parameter; the scala
 # Shapes: S slots (parameters), G parameter groups, C chunks.
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -29,43 +28,22 @@ TABLE_COLUMNS = 10
 GROUP_COLUMNS = 7  # lr, beta1, beta2, eps, weight decay, sign of the gradient, clip_norm
 HYPER_COLUMNS = 8  # decay, step size, 1 / sqrt(1 - b2^t), 1 - b1, b2, 1 - b2, eps, factor of the gradient
 # int64 words that stay on the device: the seed, whether this step is skipped, how many were.
-CONTROL_SEED, CONTROL_SKIP, CONTROL_SKIPPED = 0, 1, 2
+CONTROL_SKIPPED = 2
 
 
 # ---- reference ----
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hyper:
-    """The scalars of one tensor's update, each rounded to fp32 once."""
+def hyper_ref(step: int, group: list[float], coefficient: float) -> list[float]:
+    """The scalars of step number `step` (from 1) of a group's row, each rounded to fp32 once.
 
-    decay: float
-    step_size: float
-    rsqrt_correction: float
-    weight1: float
-    beta2: float
-    weight2: float
-    eps: float
-    factor: float
-
-    @staticmethod
-    def at_step(step: int, group: list[float], coefficient: float) -> "Hyper":
-        """The scalars of step number `step` (from 1) of a group's row; `coefficient` is what clipping multiplies by."""
-        lr, beta1, beta2, eps, weight_decay, sign, _ = group
-        return Hyper(
-            decay=_fp32(1.0 - lr * weight_decay),
-            step_size=_fp32(lr / (1.0 - _power(beta1, step))),
-            rsqrt_correction=_fp32(1.0 / math.sqrt(1.0 - _power(beta2, step))),
-            weight1=_fp32(1.0 - beta1),
-            beta2=_fp32(beta2),
-            weight2=_fp32(1.0 - beta2),
-            eps=_fp32(eps),
-            factor=_fp32(sign * coefficient),
-        )
-
-
-def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+    `coefficient` is what clipping multiplies by.
+    """
+    lr, beta1, beta2, eps, weight_decay, sign, _ = group
+    step_size, correction = lr / (1.0 - _power(beta1, step)), 1.0 / math.sqrt(1.0 - _power(beta2, step))
+    moments = (1.0 - beta1, beta2, 1.0 - beta2)
+    exact = [1.0 - lr * weight_decay, step_size, correction, *moments, eps, sign * coefficient]
+    return torch.tensor(exact, dtype=torch.float64).float().tolist()
 
 
 def _power(base: float, exponent: int) -> float:

@@ -47,7 +47,6 @@ from deepwell.kernels.device.bf16_words import floats
 from deepwell.kernels.device.philox import neighbour_bits_ref, random_bits, random_bits_ref, random_words
 from deepwell.kernels.device.stores import store_alike
 from deepwell.kernels.device.triton_support import constant, tl, triton
-from deepwell.train.adamw import moments as adamw_moments
 from deepwell.train.adamw.moments import (
     FP8,
     blend_e4m3,
@@ -58,68 +57,74 @@ from deepwell.train.adamw.moments import (
     root_exact,
     scale_of,
 )
-from deepwell.train.adamw.scalars import Hyper, number_at, pointer_at
+from deepwell.train.adamw.scalars import number_at, pointer_at
 
-BLOCK = adamw_moments.BLOCK
-# The stream of random bits. The moments take the bits of two neighbours of the parameter: one draw for all three.
-STREAM = 0
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Slot:
+    """One parameter and its state, dense and laid out alike on one device (the optimizer checks it).
+
+    FP8 moments have fp32 scales, one for each 128 elements in memory order.
+    """
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scales: Tensor | None = None
+    exp_avg_sq_scales: Tensor | None = None
+    master: Tensor | None = None
+    # The row of scalars it uses, and its number among all parameters: the key of its random bits.
+    group: int = 0
+    index: int = 0
+
+    def tensors(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """In the order of the table of addresses."""
+        moments = (self.exp_avg, self.exp_avg_sq, self.exp_avg_scales, self.exp_avg_sq_scales)
+        return (self.param, grad, *moments, self.master)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in memory order, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 # ---- reference: what the kernels must compute, in the plainest torch ----
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Noise:
-    """16 random bits an element (int32) for each number that is rounded at random; None rounds to nearest."""
-
-    param: Tensor | None = None
-    exp_avg: Tensor | None = None
-    exp_avg_sq: Tensor | None = None
-
-    @staticmethod
-    def of(param: Tensor, *, seed: int, index: int, step: int, for_param: bool, for_moments: bool) -> "Noise":
-        """The bits of the parameter number `index` at `step`."""
-
-        key: dict[str, Any] = {"seed": seed, "tensor": index, "step": step, "device": param.device}
-        count = param.numel()
-        return Noise(
-            param=random_bits_ref(count, stream=STREAM, **key) if for_param else None,
-            exp_avg=neighbour_bits_ref(count, stream=STREAM, distance=2, **key) if for_moments else None,
-            exp_avg_sq=neighbour_bits_ref(count, stream=STREAM, distance=1, **key) if for_moments else None,
-        )
+# 16 random bits an element (int32) of parameter, first and second moment; None rounds to nearest.
+Noise = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def adamw_ref(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    hyper: Hyper,
-    *,
-    scales: tuple[Tensor, Tensor] | None = None,
-    master: Tensor | None = None,
-    noise: Noise,
-) -> None:
-    """Reference for the update of one tensor, in place; all flat. `scales` are those of FP8 moments."""
-    p = (param if master is None else master).float()
-    if scales is None:
-        g = grad.float() * hyper.factor
+def noise_ref(slot: Slot, seed: int, step: int, for_param: bool, for_moments: bool) -> Noise:
+    """The random bits of a step. The moments take those of two neighbours of the parameter: one draw for all three."""
+    key: dict[str, Any] = {"seed": seed, "tensor": slot.index, "step": step, "device": slot.param.device, "stream": 0}
+    count = slot.param.numel()
+    near = [neighbour_bits_ref(count, distance=d, **key) if for_moments else None for d in (2, 1)]
+    return random_bits_ref(count, **key) if for_param else None, near[0], near[1]
+
+
+def adamw_ref(slot: Slot, grad: Tensor, hyper: list[float], noise: Noise) -> None:
+    """Reference for the update of one tensor, in place; `hyper` is its row of scalars."""
+    decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
+    exp_avg, exp_avg_sq = flat(slot.exp_avg), flat(slot.exp_avg_sq)
+    p = flat(slot.param if slot.master is None else slot.master).float()
+    if slot.exp_avg_scales is None or slot.exp_avg_sq_scales is None:
+        g = flat(grad).float() * factor
         m, v = exp_avg.float(), exp_avg_sq.float()
-        m = m + (g - m) * hyper.weight1
-        v = v * hyper.beta2 + (g * g) * hyper.weight2
+        m = m + (g - m) * weight1
+        v = v * beta2 + (g * g) * weight2
         # torch's fp32 root on a CPU is not correctly rounded (0.6 % of results are off by a bit); through fp64 it is.
         root = v.double().sqrt().float()
         exp_avg.copy_(_round_ref(m, exp_avg.dtype, None))
-        exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise.exp_avg_sq))
+        exp_avg_sq.copy_(_round_ref(v, exp_avg_sq.dtype, noise[2]))
     else:
-        weights = (hyper.weight1, hyper.beta2, hyper.weight2, hyper.factor)
-        m, root = blend_ref((exp_avg, exp_avg_sq), scales, grad, weights)
-        encode_ref(m, exp_avg, scales[0], noise.exp_avg, is_root=False)
-        encode_ref(root, exp_avg_sq, scales[1], noise.exp_avg_sq, is_root=True)
-    p = p * hyper.decay - (m / (root * hyper.rsqrt_correction + hyper.eps)) * hyper.step_size
-    if master is not None:
-        master.copy_(p)
-    param.copy_(_round_ref(p, param.dtype, noise.param))
+        scales = (slot.exp_avg_scales, slot.exp_avg_sq_scales)
+        m, root = blend_ref((exp_avg, exp_avg_sq), scales, flat(grad), (weight1, beta2, weight2, factor))
+        encode_ref(m, exp_avg, scales[0], noise[1], is_root=False)
+        encode_ref(root, exp_avg_sq, scales[1], noise[2], is_root=True)
+    p = p * decay - (m / (root * correction + eps)) * step_size
+    if slot.master is not None:
+        flat(slot.master).copy_(p)
+    flat(slot.param).copy_(_round_ref(p, slot.param.dtype, noise[0]))
 
 
 def _round_ref(x: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
@@ -242,166 +247,6 @@ def round_bf16_at_random(x, noise, IS_SWAPPED: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def noise_of(calls, random, ALIGNED: tl.constexpr, IS_RAISED: tl.constexpr, ASM: tl.constexpr):
-    """Random bits of a tile and of its elements' two neighbours; `random` is (seed, tensor, step).
-
-    `calls` are the tile's draws, one for each eight elements. ALIGNED: a thread loads whole words, so that it has an
-    even element and the next one side by side. In PTX what is not raised are words, as `round_bf16_at_random` takes
-    them.
-    """
-    seed, index, step = random
-    # Not an early return: Triton would compile what follows it all the same.
-    if ASM and ALIGNED:
-        bits = random_words(calls, seed, index, step, 0, IS_RAISED)
-    else:
-        own, one, two = random_bits(calls, seed, index, step, 0, IS_RAISED, ASM)
-        if ASM:
-            # Either half of the word will do.
-            own = own * 0x10001
-            if not IS_RAISED:
-                one, two = one * 0x10001, two * 0x10001
-        bits = own, one, two
-    return bits
-
-
-@triton.jit
-def pointers_of(table_ptr, row, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a slot's parameter, gradient, moments, their scales and its master lie. Read before anything is stored:
-    afterwards the compiler could not know that the table is still the same."""
-    return (
-        pointer_at(table_ptr, row, 0, PARAM, ALIGNED),
-        pointer_at(table_ptr, row, 1, GRAD, ALIGNED),
-        pointer_at(table_ptr, row, 2, MOMENT, ALIGNED),
-        pointer_at(table_ptr, row, 3, MOMENT, ALIGNED),
-        pointer_at(table_ptr, row, 4, tl.float32, ALIGNED),
-        pointer_at(table_ptr, row, 5, tl.float32, ALIGNED),
-        pointer_at(table_ptr, row, 6, tl.float32, ALIGNED),
-    )
-
-
-@triton.jit
-def pointers_from(pointers, elements, blocks):
-    """The same addresses, so many elements and blocks further: offsets of a tile then fit 32 bits."""
-    return (
-        pointers[0] + elements,
-        pointers[1] + elements,
-        pointers[2] + elements,
-        pointers[3] + elements,
-        pointers[4] + blocks,
-        pointers[5] + blocks,
-        pointers[6] + elements,
-    )
-
-
-@triton.jit
-def hyper_of(hyper_ptr):
-    """A slot's row of scalars."""
-    return (
-        tl.load(hyper_ptr),
-        tl.load(hyper_ptr + 1),
-        tl.load(hyper_ptr + 2),
-        tl.load(hyper_ptr + 3),
-        tl.load(hyper_ptr + 4),
-        tl.load(hyper_ptr + 5),
-        tl.load(hyper_ptr + 6),
-        tl.load(hyper_ptr + 7),
-    )
-
-
-@triton.jit
-def load_tile(pointers, e, is_live, block, is_live_block, HAS_FP8: tl.constexpr, HAS_MASTER: tl.constexpr):
-    """Parameter, gradient and moments of the elements `e` (offsets from the slot's addresses), as they are stored."""
-    # A policy takes five instructions of each two loads, which an update with FP8 moments would wait for.
-    POLICY: tl.constexpr = "" if HAS_FP8 else "evict_first"
-    p_ptr, g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
-    g = tl.load(g_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
-    if HAS_MASTER:
-        p = tl.load(master_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
-    else:
-        p = tl.load(p_ptr + e, mask=is_live, other=0.0, eviction_policy=POLICY)
-    m = tl.load(m_ptr + e, mask=is_live, other=0, eviction_policy=POLICY)
-    v = tl.load(v_ptr + e, mask=is_live, other=0, eviction_policy=POLICY)
-    m_scale, v_scale = 1.0, 1.0
-    if HAS_FP8:
-        m_scale = tl.load(m_scale_ptr + block, mask=is_live_block, other=0.0)
-        v_scale = tl.load(v_scale_ptr + block, mask=is_live_block, other=0.0)
-    return p, g, m, v, m_scale, v_scale
-
-
-@triton.jit
-def update_tile(
-    loaded,
-    pointers,
-    e,
-    is_live,
-    block,
-    is_live_block,
-    calls,
-    hyper,
-    random,
-    PARAM: tl.constexpr,
-    MOMENT: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    RANDOM_PARAM: tl.constexpr,
-    RANDOM_MOMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Update the (rows, pieces, columns) elements `e` that `load_tile` gave.
-
-    `hyper` is the slot's row of scalars; the pieces of a row are one block of 128 elements where moments are FP8.
-    """
-    p_ptr, _, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr = pointers
-    decay, step_size, correction, weight1, beta2, weight2, eps, factor = hyper
-    p, g, m, v, m_scale, v_scale = loaded
-    # Where p is stored in 8 bits of mantissa, two units in the 24th do not show.
-    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
-    g = floats(g, ASM)
-    p = floats(p, ASM) * decay
-    if MOMENT == tl.uint8:
-        m, v = blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM)
-        root, root_max = root_exact(v, ASM)
-    else:
-        g = g * factor
-        m = floats(m, ASM)
-        m = m + (g - m) * weight1
-        v = floats(v, ASM) * beta2 + (g * g) * weight2
-        root = _root(v, EXACT, ASM)
-    p = _minus_step(p, m, root, step_size, correction, eps, EXACT, ASM)
-
-    p_noise, m_noise, v_noise = 0, 0, 0
-    if RANDOM_MOMENT or RANDOM_PARAM:
-        p_noise, v_noise, m_noise = noise_of(calls, random, ALIGNED, MOMENT == tl.uint8, ASM)
-    if MOMENT != tl.uint8:
-        # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The second moves
-        # by a thousandth, less than half a step of bf16, and would stand still.
-        tl.store(m_ptr + e, m.to(MOMENT), mask=is_live)
-        if RANDOM_MOMENT:
-            tl.store(v_ptr + e, round_bf16_at_random(v, v_noise, True, ASM), mask=is_live)
-        else:
-            tl.store(v_ptr + e, v.to(MOMENT), mask=is_live)
-    if HAS_MASTER:
-        tl.store(master_ptr + e, p, mask=is_live)
-    if RANDOM_PARAM:
-        stored = round_bf16_at_random(p, p_noise, False, ASM)
-    else:
-        stored = p.to(PARAM)
-    tl.store(p_ptr + e, stored, mask=is_live)
-    if MOMENT == tl.uint8:
-        # What was masked is 0 still (its root the smallest), so nothing beyond the end raises a block's scale.
-        block = tl.reshape(block, (m.shape[0],))
-        is_live_block = tl.reshape(is_live_block, (m.shape[0],))
-        scale, encode, drop = scale_of(magnitude_max(m), ASM)
-        encode, drop = encode[:, None, None], drop[:, None, None]
-        tl.store(m_ptr + e, encode_e4m3(m, encode, drop, m_noise, False, RANDOM_MOMENT, ASM), mask=is_live)
-        store_alike(m_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
-        scale, encode, drop = scale_of(root_max, ASM)
-        encode, drop = encode[:, None, None], drop[:, None, None]
-        tl.store(v_ptr + e, encode_e4m3(root, encode, drop, v_noise, True, RANDOM_MOMENT, ASM), mask=is_live)
-        store_alike(v_scale_ptr + block, scale, is_live_block, tl.float32, ASM)
-
-
-@triton.jit
 def _adamw_kernel(
     table_ptr,
     chunk_row_ptr,
@@ -425,13 +270,26 @@ def _adamw_kernel(
     pid = tl.program_id(0)
     row = tl.load(chunk_row_ptr + pid)
     place = tl.load(chunk_place_ptr + pid)
+    HAS_FP8: tl.constexpr = MOMENT == tl.uint8
+    # Where p is stored in 8 bits of mantissa, two units in the 24th do not show.
+    EXACT: tl.constexpr = HAS_MASTER or PARAM == tl.float32
+    # A policy takes five instructions of each two loads, which an update with FP8 moments would wait for.
+    POLICY: tl.constexpr = "" if HAS_FP8 else "evict_first"
     # (Neither is negative. Asking for both loads them before the branch, not after another wait.)
     if tl.load(control_ptr + 1) == 0 and (row | place) >= 0:
         start = place.to(tl.int64) * (ROWS * 128 * TILES)
         numel = number_at(table_ptr, row, 7, ALIGNED)
         slot = tl.load(table_ptr + row * 10 + 8)
-        random = (tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot))
-        pointers = pointers_of(table_ptr, row, PARAM, GRAD, MOMENT, ALIGNED)
+        seed, index, step = tl.load(control_ptr), tl.load(table_ptr + row * 10 + 9), tl.load(step_ptr + slot)
+        # Read before anything is stored: afterwards the compiler could not know that the table is still the same.
+        p_ptr = pointer_at(table_ptr, row, 0, PARAM, ALIGNED)
+        g_ptr = pointer_at(table_ptr, row, 1, GRAD, ALIGNED)
+        m_ptr = pointer_at(table_ptr, row, 2, MOMENT, ALIGNED)
+        v_ptr = pointer_at(table_ptr, row, 3, MOMENT, ALIGNED)
+        m_scale_ptr = pointer_at(table_ptr, row, 4, tl.float32, ALIGNED)
+        v_scale_ptr = pointer_at(table_ptr, row, 5, tl.float32, ALIGNED)
+        master_ptr = pointer_at(table_ptr, row, 6, tl.float32, ALIGNED)
+        # The pieces of a row are one block of 128 elements where moments are FP8.
         COLUMNS: tl.constexpr = 128 // PIECES
         r = tl.arange(0, ROWS)[:, None, None]
         piece = tl.arange(0, PIECES)[None, :, None]
@@ -439,27 +297,73 @@ def _adamw_kernel(
         e = tl.max_contiguous(r * 128 + piece * COLUMNS + tl.arange(0, COLUMNS)[None, None, :], [1, 1, 8])
         call = r * 16 + piece * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, None, :]
         for i in tl.range(TILES):
+            # Addresses of the tile first: offsets in it then fit 32 bits.
             first = start + i * (ROWS * 128)
             left = tl.minimum(numel - first, ROWS * 128).to(tl.int32)
             if ALIGNED:
                 left = tl.multiple_of(left, 16)
-            calls = first // 8 + call
-            at = (pointers_from(pointers, first, first // 128), e, e < left, r, r * 128 < left)
-            loaded = load_tile(*at, MOMENT == tl.uint8, HAS_MASTER)
-            if MOMENT == tl.uint8:
+            is_live, is_live_block = e < left, r * 128 < left
+            weight_ptr = master_ptr if HAS_MASTER else p_ptr
+            g = tl.load(g_ptr + first + e, mask=is_live, other=0.0, eviction_policy=POLICY)
+            p = tl.load(weight_ptr + first + e, mask=is_live, other=0.0, eviction_policy=POLICY)
+            m = tl.load(m_ptr + first + e, mask=is_live, other=0, eviction_policy=POLICY)
+            v = tl.load(v_ptr + first + e, mask=is_live, other=0, eviction_policy=POLICY)
+            if HAS_FP8:
+                m_scale = tl.load(m_scale_ptr + first // 128 + r, mask=is_live_block, other=0.0)
+                v_scale = tl.load(v_scale_ptr + first // 128 + r, mask=is_live_block, other=0.0)
                 # No load may sink below it: the assembler put a third of them amid the arithmetic, where each waits.
                 tl.debug_barrier()
-            update_tile(
-                loaded,
-                *at,
-                calls,
-                hyper_of(hyper_ptr + slot * 8),
-                random,
-                PARAM,
-                MOMENT,
-                HAS_MASTER,
-                RANDOM_PARAM,
-                RANDOM_MOMENT,
-                ALIGNED,
-                ASM,
-            )
+            hyper = hyper_ptr + slot * 8
+            decay, step_size, correction = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
+            weight1, beta2, weight2 = tl.load(hyper + 3), tl.load(hyper + 4), tl.load(hyper + 5)
+            eps, factor = tl.load(hyper + 6), tl.load(hyper + 7)
+            g = floats(g, ASM)
+            p = floats(p, ASM) * decay
+            if HAS_FP8:
+                m, v = blend_e4m3(m, v, m_scale, v_scale, g, weight1, beta2, weight2, factor, ASM)
+                root, root_max = root_exact(v, ASM)
+            else:
+                g = g * factor
+                m = floats(m, ASM)
+                m = m + (g - m) * weight1
+                v = floats(v, ASM) * beta2 + (g * g) * weight2
+                root = _root(v, EXACT, ASM)
+            p = _minus_step(p, m, root, step_size, correction, eps, EXACT, ASM)
+
+            p_noise, m_noise, v_noise = 0, 0, 0
+            if RANDOM_MOMENT or RANDOM_PARAM:
+                # A draw for each eight elements.
+                if ASM and ALIGNED:
+                    # A thread loads whole words, so that it has an even element and the next one side by side.
+                    p_noise, v_noise, m_noise = random_words(first // 8 + call, seed, index, step, 0, HAS_FP8)
+                else:
+                    p_noise, v_noise, m_noise = random_bits(first // 8 + call, seed, index, step, 0, HAS_FP8, ASM)
+                    if ASM:
+                        # Either half of the word will do. (FP8's bits are in their place already.)
+                        p_noise = p_noise * 0x10001
+                        if not HAS_FP8:
+                            v_noise, m_noise = v_noise * 0x10001, m_noise * 0x10001
+            if not HAS_FP8:
+                # A bf16 first moment moves by a tenth of its distance to the gradient: nearest loses nothing. The
+                # second moves by a thousandth, less than half a step of bf16, and would stand still.
+                tl.store(m_ptr + first + e, m.to(MOMENT), mask=is_live)
+                new_v = round_bf16_at_random(v, v_noise, True, ASM) if RANDOM_MOMENT else v.to(MOMENT)
+                tl.store(v_ptr + first + e, new_v, mask=is_live)
+            if HAS_MASTER:
+                tl.store(master_ptr + first + e, p, mask=is_live)
+            stored = round_bf16_at_random(p, p_noise, False, ASM) if RANDOM_PARAM else p.to(PARAM)
+            tl.store(p_ptr + first + e, stored, mask=is_live)
+            if HAS_FP8:
+                # What was masked is 0 still (its root the smallest), so nothing beyond the end raises a block's scale.
+                block = tl.reshape(r, (ROWS,))
+                is_live_block = tl.reshape(is_live_block, (ROWS,))
+                scale, encode, drop = scale_of(magnitude_max(m), ASM)
+                encode, drop = encode[:, None, None], drop[:, None, None]
+                codes = encode_e4m3(m, encode, drop, m_noise, False, RANDOM_MOMENT, ASM)
+                tl.store(m_ptr + first + e, codes, mask=is_live)
+                store_alike(m_scale_ptr + first // 128 + block, scale, is_live_block, tl.float32, ASM)
+                scale, encode, drop = scale_of(root_max, ASM)
+                encode, drop = encode[:, None, None], drop[:, None, None]
+                codes = encode_e4m3(root, encode, drop, v_noise, True, RANDOM_MOMENT, ASM)
+                tl.store(v_ptr + first + e, codes, mask=is_live)
+                store_alike(v_scale_ptr + first // 128 + block, scale, is_live_block, tl.float32, ASM)
