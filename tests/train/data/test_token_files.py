@@ -82,6 +82,7 @@ class Vocabulary(ByteTokenizer):
     """Bytes, with a vocabulary that is said to be larger and an end token at its end."""
 
     def __init__(self, vocab: int) -> None:
+        super().__init__()
         self.vocab, self.eos = vocab, vocab - 1
 
 

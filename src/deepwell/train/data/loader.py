@@ -16,6 +16,13 @@ from deepwell.train.data.samples import Samples, collate
 
 Batch = dict[str, Tensor]
 _Key = tuple[int, tuple[int, ...]]
+# Where one of these differs, the cursor points at other samples.
+_DECIDE = (
+    "kind", "seq_len", "samples", "seed", "shuffle", "order", "sha256", "tokens", "documents", "vocab",
+    "tokenizer_sha256", "tokenizer", "pattern",
+)  # fmt: skip
+# These may differ without meaning anything, or on purpose.
+_WARN = ("type", "dataset", "first_sample", "document_mask")
 
 
 class Loader(ABC):
@@ -146,3 +153,25 @@ class IndexedLoader(Loader):
         facts = own() if callable(own) else {"kind": "samples", "type": type(self.samples).__qualname__}
         order = {"samples": len(self.samples), "seed": self.seed, "shuffle": self.shuffle, "order": ORDER}
         return {**facts, "seq_len": self.seq_len, **order}
+
+
+def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Compare two loaders' fingerprints: warnings where the data may be other, ConfigError where it is.
+
+    A path may differ: data that was moved is the same data.
+    """
+    if not saved:
+        return ["data: the checkpoint does not say what data the run read; it is taken to be the same"]
+
+    def said(name: str) -> str:
+        texts = (repr(facts.get(name)) for facts in (saved, now))
+        was, found = (text if len(text) <= 20 else f"{text[:16]}..." for text in texts)
+        return f"{name} was {was}, is {found}"
+
+    differ = [said(name) for name in _DECIDE if saved.get(name) != now.get(name)]
+    if differ:
+        raise ConfigError(
+            f"data: the run was saved with other data ({'; '.join(differ)}), so its cursor means other samples: give "
+            "the same data and settings, or start a new run"
+        )
+    return [f"data: {said(name)}" for name in _WARN if saved.get(name) != now.get(name)]

@@ -63,7 +63,8 @@ def _samples(data: Any, seq_len: int | None, seed: int, tokenizer: Any, text_key
     """What is read by index; None for what is read in order."""
     if isinstance(data, str) and (data.startswith(PREFIX) or data == PREFIX[:-1]):
         return SyntheticSamples.parse(data, seq_len, seed)
-    if isinstance(data, str | Path) or (tokenizer is None and _are_paths(data)):
+    are_paths = isinstance(data, list | tuple) and data and all(isinstance(item, str | Path) for item in data)
+    if isinstance(data, str | Path) or (tokenizer is None and are_paths):
         return TokenFolder.open(data)
     if isinstance(data, TokenFolder | TokenSamples | SyntheticSamples):
         return data
@@ -72,7 +73,11 @@ def _samples(data: Any, seq_len: int | None, seed: int, tokenizer: Any, text_key
             f"data is a mapping with {', '.join(map(str, data))}: give one of its parts, e.g. data['train']"
         )
     if isinstance(data, torch.Tensor | np.ndarray):
-        return MapSamples(_rows(data, seq_len), seq_len)
+        if data.ndim == 1:  # one run of tokens is cut into windows
+            if seq_len is None:
+                raise ConfigError(f"data is one run of {len(data)} tokens: give seq_len")
+            data = data[: len(data) // seq_len * seq_len].reshape(-1, seq_len)
+        return MapSamples(data, seq_len)
     is_indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
     if not is_indexed:
         if not (hasattr(data, "__iter__") or hasattr(data, "__next__") or callable(data)):
@@ -102,16 +107,3 @@ def _indexed(data: Any, seq_len: int | None, tokenizer: Any, text_key: str) -> S
     if tokenizer is None or seq_len is None:
         raise ConfigError("data: texts need a tokenizer and seq_len (or `deepwell data prepare`, which packs them)")
     return TextSamples(data, text_key, make_tokenizer(tokenizer), seq_len)
-
-
-def _are_paths(data: Any) -> bool:
-    return isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | Path) for item in data)
-
-
-def _rows(data: Any, seq_len: int | None) -> Any:
-    """Rows of tokens; one run of tokens is cut into windows."""
-    if data.ndim != 1:
-        return data
-    if seq_len is None:
-        raise ConfigError(f"data is one run of {len(data)} tokens: give seq_len")
-    return data[: len(data) // seq_len * seq_len].reshape(-1, seq_len)

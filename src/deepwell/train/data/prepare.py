@@ -115,30 +115,16 @@ class _Split:
                 write_json(json_file, found.to_dict())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What decides the bytes that are written: a call goes on only where these are the same."""
-
-    inputs: str
-    tokenizer: str
-    tokenizer_sha256: str
-    vocab: int
-    eos: int
-    seq_len: int | None
-    val_fraction: float
-    shard_tokens: int
-
-
 class _TokenWriter:
-    """A folder that is being prepared."""
+    """A folder that is being prepared. `options` decide the bytes: a call goes on only where they are the same."""
 
-    def __init__(self, folder: Path, options: _Options) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.folder, self.options = folder, options
         self.place: Place = (0, 0)
         self.read, self.empty = 0, 0
-        names = ("train", "val") if options.val_fraction else ("train",)
+        names = ("train", "val") if options["val_fraction"] else ("train",)
         self.splits = {name: _Split(folder / name) for name in names}
-        self.word = dtype_for(options.vocab)
+        self.word = dtype_for(options["vocab"])
 
     def start(self) -> int:
         """Begin, or go on where an earlier call stopped; the number of documents that it had read."""
@@ -162,9 +148,9 @@ class _TokenWriter:
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
             self.read += 1
             if len(ids):
-                split = "val" if _is_held_out(text, self.options.val_fraction) else "train"
+                split = "val" if _is_held_out(text, self.options["val_fraction"]) else "train"
                 tokens = np.append(ids.astype(self.word), np.asarray([tokenizer.eos], dtype=self.word))
-                self.splits[split].append(tokens, self.options.shard_tokens)
+                self.splits[split].append(tokens, self.options["shard_tokens"])
             else:
                 self.empty += 1
         self.place = documents[-1].after
@@ -174,7 +160,7 @@ class _TokenWriter:
         for split in self.splits.values():
             split.flush()
         facts = {
-            "options": asdict(self.options),
+            "options": self.options,
             "place": list(self.place),
             "read": self.read,
             "empty": self.empty,
@@ -186,13 +172,14 @@ class _TokenWriter:
 
     def _info(self, **facts: Any) -> ShardInfo:
         names = ("vocab", "eos", "tokenizer", "tokenizer_sha256", "seq_len")
-        return ShardInfo(dtype=self.word.name, **{name: getattr(self.options, name) for name in names}, **facts)
+        return ShardInfo(dtype=self.word.name, **{name: self.options[name] for name in names}, **facts)
 
     def end(self) -> None:
         """Close the last shards and say that everything is there."""
         for name, split in self.splits.items():
             if not split.shards:
-                share = f" with --val-fraction {self.options.val_fraction:g}" if self.options.val_fraction else ""
+                fraction = self.options["val_fraction"]
+                share = f" with --val-fraction {fraction:g}" if fraction else ""
                 raise ConfigError(
                     f"{self.read} documents ({self.empty} of them empty){share} leave nothing for {name}: give more "
                     "documents (a share of the documents is held out, never a part of one)"
@@ -207,9 +194,24 @@ class _TokenWriter:
             }
             for name, split in self.splits.items()
         }
-        facts = {"options": asdict(self.options), "read": self.read, "empty": self.empty, "splits": counts}
+        facts = {"options": self.options, "read": self.read, "empty": self.empty, "splits": counts}
         write_json(self.folder / DATASET, {"format": FORMAT, "schema": SCHEMA, **facts})
         (self.folder / PROGRESS).unlink()
+
+    def write(
+        self, documents: Documents, tokenizer: TextTokenizer, advance: Callable[[float], None], commit_chars: int
+    ) -> None:
+        """Add all documents from its place on."""
+        advance(documents.size_before(self.place))
+        chars = 0
+        at_once = min(_CHUNK_CHARS, commit_chars)
+        for chunk in chunks(documents.read(self.place), _num_chars, at_once, _CHUNK_DOCUMENTS):
+            self.add(chunk, tokenizer)
+            chars += sum(map(_num_chars, chunk))
+            if chars >= commit_chars:
+                self.commit()
+                chars = 0
+            advance(sum(document.size for document in chunk))
 
     def release(self) -> None:
         for split in self.splits.values():
@@ -235,22 +237,22 @@ def prepare_tokens(
     `inputs` are files, folders and "stdlib", or Documents (`TextDocuments(strings)`). A call that was interrupted goes
     on when it is called again with the same arguments. Raises ConfigError.
     """
-    _check_arguments(seq_len, val_fraction, shard_tokens)
+    if seq_len is not None and seq_len < 2:
+        raise ConfigError(f"--seq-len is {seq_len}; a window needs at least 2 tokens")
+    if not 0 <= val_fraction < 1:
+        raise ConfigError(f"--val-fraction is {val_fraction}; give 0 to below 1")
+    if shard_tokens < 1:
+        raise ConfigError(f"--shard-tokens is {shard_tokens}; give at least 1")
     tokens = make_tokenizer(tokenizer, eos=eos)
     if isinstance(inputs, str | Path):
         inputs = [inputs]
     documents: Documents = FileDocuments(inputs, text_key) if isinstance(inputs, Sequence) else inputs
-    options = _Options(
-        inputs=documents.identity,
-        tokenizer=tokens.name,
-        tokenizer_sha256=tokens.sha256,
-        vocab=tokens.vocab,
-        eos=tokens.eos,
-        seq_len=seq_len,
-        val_fraction=val_fraction,
-        shard_tokens=shard_tokens,
-    )
-    folder = Path(folder)
+    options = {
+        "inputs": documents.identity, "tokenizer": tokens.name, "tokenizer_sha256": tokens.sha256,
+        "vocab": tokens.vocab, "eos": tokens.eos, "seq_len": seq_len, "val_fraction": val_fraction,
+        "shard_tokens": shard_tokens,
+    }  # fmt: skip
+    folder, resumed, wrote = Path(folder), 0, 0
     try:
         with _locked(folder):
             for left in folder.glob("tmp*.tmp"):  # of a write that was interrupted
@@ -260,38 +262,22 @@ def prepare_tokens(
             if (folder / DATASET).exists():
                 _compare(read_json(folder / DATASET)["options"], options, folder)
                 (folder / PROGRESS).unlink(missing_ok=True)
-                return {**describe(folder), "resumed": 0, "wrote": 0, **_counts(folder)}
-            _refuse_foreign(folder)
-            _keep_tokenizer(tokenizer, folder)
-            writer = _TokenWriter(folder, options)
-            try:
-                resumed = writer.start()
-                _write(writer, documents, tokens, advance or (lambda _: None), commit_chars)
-                writer.end()
-            finally:
-                writer.release()
-            return {**describe(folder), "resumed": resumed, "wrote": writer.read - resumed, **_counts(folder)}
+            else:
+                _refuse_foreign(folder)
+                _keep_tokenizer(tokenizer, folder)
+                writer = _TokenWriter(folder, options)
+                try:
+                    resumed = writer.start()
+                    writer.write(documents, tokens, advance or (lambda _: None), commit_chars)
+                    writer.end()
+                finally:
+                    writer.release()
+                wrote = writer.read - resumed
+            facts = read_json(folder / DATASET)
+            counts = {"resumed": resumed, "wrote": wrote, "read": facts["read"], "empty": facts["empty"]}
+            return {**describe(folder), **counts}
     except OSError as error:
         raise ConfigError(f"writing {folder}: {error}; what was written counts: make the same call to go on") from error
-
-
-def _write(
-    writer: _TokenWriter,
-    documents: Documents,
-    tokenizer: TextTokenizer,
-    advance: Callable[[float], None],
-    commit_chars: int,
-) -> None:
-    advance(documents.size_before(writer.place))
-    chars = 0
-    at_once = min(_CHUNK_CHARS, commit_chars)
-    for chunk in chunks(documents.read(writer.place), _num_chars, at_once, _CHUNK_DOCUMENTS):
-        writer.add(chunk, tokenizer)
-        chars += sum(map(_num_chars, chunk))
-        if chars >= commit_chars:
-            writer.commit()
-            chars = 0
-        advance(sum(document.size for document in chunk))
 
 
 def _num_chars(document: Document) -> int:
@@ -306,24 +292,10 @@ def _is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def _counts(folder: Path) -> dict[str, int]:
-    facts = read_json(folder / DATASET)
-    return {"read": facts["read"], "empty": facts["empty"]}
-
-
-def _check_arguments(seq_len: int | None, val_fraction: float, shard_tokens: int) -> None:
-    if seq_len is not None and seq_len < 2:
-        raise ConfigError(f"--seq-len is {seq_len}; a window needs at least 2 tokens")
-    if not 0 <= val_fraction < 1:
-        raise ConfigError(f"--val-fraction is {val_fraction}; give 0 to below 1")
-    if shard_tokens < 1:
-        raise ConfigError(f"--shard-tokens is {shard_tokens}; give at least 1")
-
-
-def _compare(known: dict[str, Any], options: _Options, folder: Path) -> None:
+def _compare(known: dict[str, Any], options: dict[str, Any], folder: Path) -> None:
     differ = [
         f"{name} was {known.get(name)!r}, now {value!r}" if name != "inputs" else "the input files are others"
-        for name, value in asdict(options).items()
+        for name, value in options.items()
         if known.get(name) != value
     ]
     if differ:

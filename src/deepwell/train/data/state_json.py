@@ -25,16 +25,13 @@ def encode_state(value: Any) -> Any:
         return {_MARK: "dict", "items": [[encode_state(key), encode_state(item)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {_MARK: "bytes", "data": base64.b64encode(value).decode()}
+    kind, data = "array", value
     if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        data = value.detach().cpu().numpy()
-        return {_MARK: "tensor", "type": str(data.dtype), "shape": list(data.shape), "data": _text(data.tobytes())}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
-        return {_MARK: "array", "type": str(value.dtype), "shape": list(value.shape), "data": _text(value.tobytes())}
+        kind, data = "tensor", value.detach().cpu().numpy()
+    if isinstance(data, np.ndarray) and (kind == "tensor" or data.dtype.kind in "iufb"):
+        text = base64.b64encode(data.tobytes()).decode()
+        return {_MARK: kind, "type": str(data.dtype), "shape": list(data.shape), "data": text}
     raise ConfigError(f"data: its state_dict holds a {type(value).__name__}, which JSON cannot keep")
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def decode_state(value: Any) -> Any:

@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,38 +16,18 @@ BYTES = "bytes"
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>", "[EOS]", "[SEP]")
 
 
-class TextTokenizer(Protocol):
-    """Text to tokens; `eos` ends a document and is not part of what `encode` gives."""
+class TextTokenizer:
+    """Text to tokens; `eos` ends a document and is not part of what `encode` gives.
 
-    name: str
-    vocab: int
-    eos: int
-    sha256: str
+    `ids` gives the tokens of texts; that they are inside the vocabulary is checked here.
+    """
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]: ...
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255; 256 ends a document."""
-
-    name, vocab, eos = BYTES, 257, 256
-    sha256 = hashlib.sha256(b"deepwell bytes 1").hexdigest()
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
-
-
-class _Checked(ABC):
-    """Checks that tokens stay inside the vocabulary; what follows encodes."""
-
-    def __init__(self, name: str, vocab: int, eos: int, sha256: str) -> None:
-        self.name, self.vocab, self.eos, self.sha256 = name, vocab, eos, sha256
+    def __init__(
+        self, name: str, vocab: int, eos: int, sha256: str, ids: Callable[[list[str]], Iterable[list[int]]]
+    ) -> None:
+        self.name, self.vocab, self.eos, self.sha256, self._ids = name, vocab, eos, sha256, ids
         if not 0 <= eos < vocab:
             raise ConfigError(f"tokenizer {name}: its end token {eos} is outside its vocabulary of {vocab}")
-
-    @abstractmethod
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        """Tokens of each text, unchecked."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         clean = [text.encode("utf-8", errors="replace").decode() for text in texts]  # JSON may hold lone surrogates
@@ -59,34 +38,14 @@ class _Checked(ABC):
         return found
 
 
-class _Fast(_Checked):
-    """A `tokenizers.Tokenizer`; it uses all cores by itself."""
+class ByteTokenizer(TextTokenizer):
+    """UTF-8 bytes as tokens 0 to 255; 256 ends a document."""
 
-    def __init__(self, tokenizer: Any, name: str, eos: int, sha256: str) -> None:
-        super().__init__(name, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1, eos, sha256)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+    def __init__(self) -> None:
+        super().__init__(BYTES, 257, 256, hashlib.sha256(b"deepwell bytes 1").hexdigest(), lambda _: ())
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._encode(texts, add_special_tokens=False)]
-
-
-class _Slow(_Checked):
-    """A tokenizer object of Hugging Face's transformers, called as those are."""
-
-    def __init__(self, tokenizer: Any, eos: int | None) -> None:
-        name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-        end = tokenizer.eos_token_id if eos is None else eos
-        if end is None:
-            raise ConfigError(f"tokenizer {name} has no eos_token: set one, documents end with it")
-        known = tokenizer.get_vocab()
-        sha256 = hashlib.sha256(json.dumps(sorted(known.items())).encode()).hexdigest()
-        super().__init__(Path(name).name, max(len(tokenizer), *(token + 1 for token in known.values())), end, sha256)
-        self._tokenizer = tokenizer
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        return list(self._tokenizer(texts, add_special_tokens=False, truncation=False)["input_ids"])
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
 
 class _BareErrors(AbstractContextManager[None]):
@@ -105,7 +64,7 @@ def make_tokenizer(tokenizer: Any, *, eos: str | None = None) -> TextTokenizer:
 
     Raises ConfigError where it is none, or where no token ends a document.
     """
-    if isinstance(tokenizer, ByteTokenizer | _Checked):
+    if isinstance(tokenizer, TextTokenizer):
         return tokenizer
     if tokenizer is None or tokenizer == BYTES:
         if eos is not None:
@@ -116,11 +75,27 @@ def make_tokenizer(tokenizer: Any, *, eos: str | None = None) -> TextTokenizer:
     if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "to_str"):
         return _from_fast(tokenizer, "tokenizer", eos, [])
     if callable(tokenizer) and hasattr(tokenizer, "eos_token_id") and hasattr(tokenizer, "get_vocab"):
-        return _Slow(tokenizer, None if eos is None else tokenizer.convert_tokens_to_ids(eos))
+        return _from_transformers(tokenizer, None if eos is None else tokenizer.convert_tokens_to_ids(eos))
     raise ConfigError(
         f"tokenizer is a {type(tokenizer).__name__}; give 'bytes', a tokenizer's JSON file, or a tokenizer object of "
         "tokenizers or transformers"
     )
+
+
+def _from_transformers(tokenizer: Any, eos: int | None) -> TextTokenizer:
+    """Of a tokenizer object of Hugging Face's transformers, called as those are."""
+    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+    end = tokenizer.eos_token_id if eos is None else eos
+    if end is None:
+        raise ConfigError(f"tokenizer {name} has no eos_token: set one, documents end with it")
+    known = tokenizer.get_vocab()
+    sha256 = hashlib.sha256(json.dumps(sorted(known.items())).encode()).hexdigest()
+
+    def ids(texts: list[str]) -> list[list[int]]:
+        return list(tokenizer(texts, add_special_tokens=False, truncation=False)["input_ids"])
+
+    vocab = max(len(tokenizer), *(token + 1 for token in known.values()))
+    return TextTokenizer(Path(name).name, vocab, end, sha256, ids)
 
 
 def _from_file(path: Path, eos: str | None) -> TextTokenizer:
@@ -147,6 +122,7 @@ def _from_file(path: Path, eos: str | None) -> TextTokenizer:
 
 
 def _from_fast(tokenizer: Any, name: str, eos: str | None, first: Sequence[str]) -> TextTokenizer:
+    """Of a `tokenizers.Tokenizer`; `first` are end tokens that go before the usual ones."""
     sha256 = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     wanted = [eos] if eos is not None else [*first, *_END_TOKENS]
     end = next((token for text in wanted if (token := tokenizer.token_to_id(text)) is not None), None)
@@ -156,4 +132,12 @@ def _from_fast(tokenizer: Any, name: str, eos: str | None, first: Sequence[str])
             if eos is not None
             else f"--tokenizer: {name} has none of the usual end tokens ({' '.join(_END_TOKENS)}): name it with --eos"
         )
-    return _Fast(tokenizer, name, end, sha256)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # on all cores
+
+    def ids(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in encode(texts, add_special_tokens=False)]
+
+    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return TextTokenizer(name, vocab, end, sha256, ids)
