@@ -36,7 +36,7 @@ from deepwell.bench.models import RaceModel, race_model
 from deepwell.planner.layout import Layout
 from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.feed import Feed, count_items
-from deepwell.train.parallel import ParallelSettings, Runner, make_meshes
+from deepwell.train.parallel import Runner, make_meshes
 from deepwell.train.parallel.shard import ShardedRunner, shard
 
 FOREVER = 10**6
@@ -117,7 +117,7 @@ def by_runner(
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         meshes = make_meshes(Layout(dp=1, sharding=sharding), device)
         engine.deepwell.use_regions()
-        shard(engine, meshes, ParallelSettings())
+        shard(engine, meshes)
         runner: Runner = ShardedRunner(engine, feed, torch.device(device), meshes)
     else:
         runner = Runner(engine, feed, torch.device(device))

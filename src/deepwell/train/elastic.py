@@ -20,7 +20,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from deepwell.errors import ConfigError, DeepwellError
-from deepwell.train.starts import Start, last_events, note_start
+from deepwell.train.starts import last_events, note_start
 
 # A rank that hangs ends with this status; torchrun starts the others again with it.
 HUNG = 75
@@ -41,12 +41,15 @@ _TIMEOUT = timedelta(minutes=10)
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class World:
-    """The processes of a run and this one's place among them."""
+    """The processes of a run, this one's place among them, and the one small exchange between all before each step."""
 
     size: int = 1
     rank: int = 0
+    # NCCL would order the exchange after the step that is still running; gloo is the host's own.
+    group: Any = None
+    places: list[list[int]] = field(default_factory=list)  # of each rank, see `_place`
 
     @property
     def is_elastic(self) -> bool:
@@ -61,6 +64,42 @@ class World:
             f"{_OWN_STORE}=1 is not set where torchrun was started: restarts after a crash may fail, or take minutes. "
             "Set it, or start with `deepwell train --nproc`"
         )
+
+    def total(self, values: list[float]) -> list[float]:
+        """Each value summed over all ranks."""
+        if self.group is None:
+            return values
+        packed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(packed, group=self.group)
+        return [float(value) for value in packed]
+
+    def first(self, value: Any) -> Any:
+        """What rank 0 says, on every rank. `value` must be JSON."""
+        if self.group is None:
+            return value
+        text = json.dumps(value).encode()
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, src=0, group=self.group)
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.rank == 0 else None
+        buffer = torch.empty(int(size), dtype=torch.uint8) if data is None else data
+        dist.broadcast(buffer, src=0, group=self.group)
+        return json.loads(bytes(buffer.tolist()))
+
+    def end_silent(self, said: Callable[[], Collection[int]], patience_s: float = 2.0) -> None:
+        """Kill the ranks of this agent that do not say how they ended: a stopped process does not answer a SIGTERM.
+
+        `said` gives the ranks that did. torchrun would kill them too, 30 seconds later.
+        """
+        deadline = time.monotonic() + patience_s
+        while len(said()) < self.size and time.monotonic() < deadline:
+            time.sleep(0.1)
+        heard = said()
+        machine, parent, own = _place()
+        for rank, (where, its_parent, pid) in enumerate(self.places):
+            if rank in heard or (where, its_parent) != (machine, parent) or pid == own or _parent_of(pid) != parent:
+                continue
+            print(f"deepwell: rank {rank} does not answer: killed", file=sys.stderr, flush=True)
+            os.kill(pid, signal.SIGKILL)
 
 
 def join(device_type: str, timeout: timedelta = _TIMEOUT) -> World:
@@ -77,7 +116,14 @@ def join(device_type: str, timeout: timedelta = _TIMEOUT) -> World:
         dist.init_process_group(backend, timeout=timeout)
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return World(size=dist.get_world_size(), rank=dist.get_rank())
+    world = World(size=dist.get_world_size(), rank=dist.get_rank())
+    if world.size > 1:
+        world.group = dist.new_group(backend="gloo", timeout=timeout)
+        mine = torch.tensor(_place(), dtype=torch.int64)
+        places = [torch.empty_like(mine) for _ in range(world.size)]
+        dist.all_gather(places, mine, group=world.group)
+        world.places = [place.tolist() for place in places]
+    return world
 
 
 def end_with_parent(number: int) -> None:
@@ -157,61 +203,6 @@ class Watchdog:
             self._thread = None
 
 
-# ---- what ranks agree on once a step ----
-
-
-class Control:
-    """One small exchange between all ranks before each step, over gloo: nothing waits for a GPU."""
-
-    def __init__(self, world: World, timeout: timedelta = _TIMEOUT) -> None:
-        self._group: Any = None
-        self._world = world
-        self._places: list[list[int]] = []
-        if world.size > 1:
-            # NCCL would order it after the step that is still running; gloo is the host's own.
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-            mine = torch.tensor(_place(), dtype=torch.int64)
-            places = [torch.empty_like(mine) for _ in range(world.size)]
-            dist.all_gather(places, mine, group=self._group)
-            self._places = [place.tolist() for place in places]
-
-    def total(self, values: list[float]) -> list[float]:
-        """Each value summed over all ranks."""
-        if self._group is None:
-            return values
-        packed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(packed, group=self._group)
-        return [float(value) for value in packed]
-
-    def first(self, value: Any) -> Any:
-        """What rank 0 says, on every rank. `value` must be JSON."""
-        if self._group is None:
-            return value
-        text = json.dumps(value).encode()
-        size = torch.tensor([len(text)])
-        dist.broadcast(size, src=0, group=self._group)
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if dist.get_rank() == 0 else None
-        buffer = torch.empty(int(size), dtype=torch.uint8) if data is None else data
-        dist.broadcast(buffer, src=0, group=self._group)
-        return json.loads(bytes(buffer.tolist()))
-
-    def end_silent(self, said: Callable[[], Collection[int]], patience_s: float = 2.0) -> None:
-        """Kill the ranks of this agent that do not say how they ended: a stopped process does not answer a SIGTERM.
-
-        `said` gives the ranks that did. torchrun would kill them too, 30 seconds later.
-        """
-        deadline = time.monotonic() + patience_s
-        while len(said()) < self._world.size and time.monotonic() < deadline:
-            time.sleep(0.1)
-        heard = said()
-        machine, parent, own = _place()
-        for rank, (where, its_parent, pid) in enumerate(self._places):
-            if rank in heard or (where, its_parent) != (machine, parent) or pid == own or _parent_of(pid) != parent:
-                continue
-            print(f"deepwell: rank {rank} does not answer: killed", file=sys.stderr, flush=True)
-            os.kill(pid, signal.SIGKILL)
-
-
 def _place() -> tuple[int, int, int]:
     """Which machine this process is on, which process started it, and which one it is."""
     space = Path("/proc/self/ns/pid")
@@ -229,8 +220,8 @@ def _parent_of(pid: int) -> int | None:
 # ---- starts and ends ----
 
 
-def begin(control: Control, world: World, run_dir: Path, step: int, give_up_after: int) -> tuple[Start, str, float]:
-    """Write down, once for all ranks, that the run starts; the start, why the last one ended, when the first began.
+def begin(world: World, run_dir: Path, step: int, give_up_after: int) -> tuple[int, str, float]:
+    """Write down, once for all ranks, that the run starts: (its number, why the last one ended, when the first began).
 
     Raises DeepwellError on every rank after too many starts without progress; torchrun's agents are told to end too.
     """
@@ -238,21 +229,18 @@ def begin(control: Control, world: World, run_dir: Path, step: int, give_up_afte
     if world.rank == 0:
         try:
             start, cause, first = note_start(run_dir, step, world.size, give_up_after)
-            said = {"generation": start.generation, "t": start.t, "cause": cause, "first": first}
+            said = {"generation": start.generation, "cause": cause, "first": first}
         except DeepwellError as error:
             said = {"error": str(error)}
-    said = control.first(said)
+    said = world.first(said)
     if "error" in said:
         if world.is_elastic:
-            _end_agent()
+            # Stop the agent that started this process: it would only start it again. It passes the signal on, and the
+            # reason is still to be written.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.kill(os.getppid(), signal.SIGTERM)
         raise DeepwellError(said["error"])
-    return Start(generation=said["generation"], step=step, world=world.size, t=said["t"]), said["cause"], said["first"]
-
-
-def _end_agent() -> None:
-    """Stop the agent that started this process: it would only start it again."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it passes the signal on, and the reason is still to be written
-    os.kill(os.getppid(), signal.SIGTERM)
+    return said["generation"], said["cause"], said["first"]
 
 
 def run_agent(command: Sequence[str], run_dir: Path) -> int:

@@ -69,6 +69,13 @@ def shifted(labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 
+def targets_of(batch: Batch) -> Tensor:
+    """The label of each token, shifted."""
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    return shifted(batch.get("labels", batch["input_ids"]))
+
+
 class Feed:
     """Calls a model with a batch. `loss` replaces the model's own: it takes (engine, batch)."""
 
@@ -90,7 +97,9 @@ class Feed:
             return _scalar(self.own_loss(engine, batch), "the loss function")
         if self.takes_labels:
             return _scalar(engine(**self.keywords(batch)), "the model")
-        tokens, targets = _tokens(batch), _targets(batch)
+        if "input_ids" not in batch:
+            raise ConfigError(f"the batch has {', '.join(batch)} and no input_ids")
+        tokens, targets = batch["input_ids"], targets_of(batch)
         if self.takes_targets:
             return _scalar(engine(tokens, targets), "the model")
         logits = engine(tokens)
@@ -118,26 +127,12 @@ class Feed:
         return found
 
 
-def _tokens(batch: Batch) -> Tensor:
-    if "input_ids" not in batch:
-        raise ConfigError(f"the batch has {', '.join(batch)} and no input_ids")
-    return batch["input_ids"]
-
-
-def _targets(batch: Batch) -> Tensor:
-    if "shift_labels" in batch:
-        return batch["shift_labels"]
-    return shifted(batch.get("labels", _tokens(batch)))
-
-
 def _scalar(out: Any, who: str) -> Tensor:
     loss = getattr(out, "loss", None)
     if loss is None and isinstance(out, Mapping):
         loss = out.get("loss")
-    if loss is None and isinstance(out, (tuple, list)) and out:
-        loss = out[0]
     if loss is None:
-        loss = out
+        loss = out[0] if isinstance(out, (tuple, list)) and out else out
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"{who} returned {what} where a loss of one number is needed; pass loss=")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -61,11 +62,8 @@ class EventLog:
 
 def end_torn_line(path: Path) -> None:
     """A killed writer may leave half a line: end it, so that the next event is a line of its own."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, 2)
-        if file.read(1) != b"\n":
+    with path.open("ab+") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
             file.write(b"\n")
 
 

@@ -69,34 +69,21 @@ def make_optimizer(
             raise ConfigError(f"optimizer: the function returned a {type(made).__name__}, not an optimizer")
         return made
     name, given = optimizer.lower(), dict(options or {})
-    if name in OPTIMIZERS:
-        _check_options(AdamWDW, given)
-        keeps = KEPT[optimizer_of(engine, engine.deepwell.plan)]
-        betas = (settings.beta1, settings.beta2)
-        own: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.eps, "seed": settings.seed, **keeps}
+    kind = AdamWDW if name in OPTIMIZERS else _TORCH.get(name)
+    if kind is None:
+        near = difflib.get_close_matches(name, [*OPTIMIZERS, *_TORCH], n=2)
+        raise ConfigError(f"optimizer is {optimizer!r}; did you mean {' or '.join(near) or 'adamw_dw, adamw or sgd'}?")
+    takes = inspect.signature(kind).parameters
+    for key in sorted(set(given) - set(takes)):
+        raise ConfigError(f"optimizer: {kind.__name__} takes no {key}; it takes {', '.join(list(takes)[1:])}")
+    values = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    # Adafactor's eps is a pair of its own meaning.
+    own: dict[str, Any] = {k: v for k, v in values.items() if k in takes and type(v) is type(takes[k].default)}
+    if kind is AdamWDW:
+        own |= {"seed": settings.seed, **KEPT[optimizer_of(engine, engine.deepwell.plan)]}
         if not is_sharded:
             own |= {"clip_norm": settings.clip_norm, "skip_nonfinite": True}
         return AdamWDW(groups, **{**own, **given})
-    if name not in _TORCH:
-        near = difflib.get_close_matches(name, [*OPTIMIZERS, *_TORCH], n=2)
-        raise ConfigError(f"optimizer is {optimizer!r}; did you mean {' or '.join(near) or 'adamw_dw, adamw or sgd'}?")
-    return _of_torch(_TORCH[name], groups, settings, given)
-
-
-def _check_options(kind: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> None:
-    takes = inspect.signature(kind).parameters
-    for name in sorted(set(given) - set(takes)):
-        raise ConfigError(f"optimizer: {kind.__name__} takes no {name}; it takes {', '.join(list(takes)[1:])}")
-
-
-def _of_torch(
-    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], settings: TrainSettings, given: dict[str, Any]
-) -> torch.optim.Optimizer:
-    _check_options(kind, given)
-    takes = inspect.signature(kind).parameters
-    known = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    # Adafactor's eps is a pair of its own meaning.
-    own = {name: value for name, value in known.items() if name in takes and type(value) is type(takes[name].default)}
     if "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     try:

@@ -2,29 +2,37 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(slots=True, kw_only=True)
-class Pending:
-    """A step that was started: its values on their way to the host, and what the log knows of it."""
+class HostCopy:
+    """A tensor on its way to the host. On a CPU it is there at once, and `event` is None."""
 
-    step: int
-    values: Tensor
-    end: Any  # a CUDA event, or the host's time
-    facts: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, values: Tensor) -> None:
+        self._values, self.event = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def read(self) -> list[float]:
+        """Its numbers; waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self._values.tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A step that is over: its values and how long it took."""
+    """A step that is over: its values, how long it took, and what the log knows of it."""
 
     step: int
-    values: tuple[float, ...]
+    values: list[float]
     seconds: float
     facts: dict[str, Any]
 
@@ -34,41 +42,30 @@ class Readback:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pending: deque[Pending] = deque()
-        self._last_end: Any = None
+        self._pending: deque[tuple[int, HostCopy, float, dict[str, Any]]] = deque()
+        self._last_event: Any = None
         self._last_time = 0.0
 
     def start(self) -> None:
         """Time counts from here: after a pause (compiling, evaluating, saving) too."""
         if self.device.type == "cuda":
-            self._last_end = torch.cuda.Event(enable_timing=True)
-            self._last_end.record()
+            self._last_event = torch.cuda.Event(enable_timing=True)
+            self._last_event.record()
         self._last_time = time.perf_counter()
 
     def push(self, step: int, values: list[Tensor], **facts: Any) -> None:
         """A step was launched; `values` are its 0-d results on the device."""
         packed = torch.stack([value.detach().to(self.device, torch.float64).reshape(()) for value in values])
-        end: Any = None
-        if self.device.type == "cuda":
-            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-        else:
-            host, end = packed, time.perf_counter()
-        self._pending.append(Pending(step=step, values=host, end=end, facts=facts))
+        self._pending.append((step, HostCopy(packed), time.perf_counter(), facts))
 
     def pop(self, keep: int = 0) -> list[Finished]:
         """Steps that are over, all but the last `keep` that were launched; waits for those."""
         done = []
         while len(self._pending) > keep:
-            pending = self._pending.popleft()
-            if self.device.type == "cuda":
-                pending.end.synchronize()
-                seconds = self._last_end.elapsed_time(pending.end) / 1e3
-                self._last_end = pending.end
-            else:
-                seconds, self._last_time = pending.end - self._last_time, pending.end
-            values = tuple(float(value) for value in pending.values)
-            done.append(Finished(step=pending.step, values=values, seconds=max(seconds, 1e-9), facts=pending.facts))
+            step, copy, at, facts = self._pending.popleft()
+            values, seconds = copy.read(), at - self._last_time
+            if copy.event is not None:
+                seconds = self._last_event.elapsed_time(copy.event) / 1e3
+            self._last_event, self._last_time = copy.event, at
+            done.append(Finished(step=step, values=values, seconds=max(seconds, 1e-9), facts=facts))
         return done

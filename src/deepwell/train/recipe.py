@@ -63,12 +63,13 @@ class Recipe:
             raise ConfigError(f"recipe: cannot read {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe: {path} is not TOML: {error}") from error
-        steps_before = _steps(data)
+        train = data.get("train")
+        steps = train.get("steps", TrainSettings().steps) if isinstance(train, dict) else None
         keys = [_override(data, text) for text in overrides]
         for name, section in data.items():
             _check(name, section, path)
         is_shortened = "train.steps" in keys and "train.warmup" not in keys
-        notes = _shorten_warmup(data["train"], steps_before) if is_shortened else ()
+        notes = _shorten_warmup(data["train"], steps) if is_shortened else ()
         return cls(path=path, sections=data, notes=notes)
 
     def section(self, name: str) -> dict[str, Any]:
@@ -215,12 +216,11 @@ class Recipe:
         found = self._path(given) if isinstance(given, str) else [self._path(path) for path in given]
         if "document_mask" not in section:
             return found
-        from deepwell.train.data import make_loader
+        from deepwell.train.data.make import make_loader
 
         settings = self.settings
-        return make_loader(
-            found, seq_len=settings.seq_len, seed=settings.seed, document_mask=section["document_mask"]
-        )  # fmt: skip
+        mask = section["document_mask"]
+        return make_loader(found, seq_len=settings.seq_len, seed=settings.seed, document_mask=mask)
 
     def _path(self, given: str) -> Path:
         """A path of the recipe: as seen from where the command runs, else from the recipe's folder."""
@@ -256,17 +256,11 @@ def _override(data: dict[str, Any], text: str) -> str:
     return ".".join(names)
 
 
-def _steps(data: Mapping[str, Any]) -> Any:
-    section = data.get("train")
-    return section.get("steps", TrainSettings().steps) if isinstance(section, dict) else None
-
-
 def _shorten_warmup(train: dict[str, Any], steps_before: Any) -> tuple[str, ...]:
     """Of a run that an override made shorter than its warm-up; a recipe that was wrong by itself stays an error."""
     steps, warmup = train["steps"], train.get("warmup")
-    if not all(isinstance(value, (int, float)) for value in (steps, warmup, steps_before)):
-        return ()
-    if not 0 < steps < warmup <= steps_before:
+    are_numbers = all(isinstance(value, (int, float)) for value in (steps, warmup, steps_before))
+    if not are_numbers or not 0 < steps < warmup <= steps_before:
         return ()
     train["warmup"] = steps
     return (f"train.warmup is {steps}, not {warmup}: train.steps={steps} leaves no more steps",)

@@ -6,20 +6,19 @@ import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from deepwell import __version__
-from deepwell.engine.dryrun.plan import optimizer_of
-from deepwell.engine.engine import Engine
+from deepwell.engine.dryrun.plan import optimizer_of, predict
 from deepwell.errors import DeepwellError
 from deepwell.precision.guard import GuardEvent, GuardStop
 from deepwell.train.elastic import HUNG, Watchdog, begin
-from deepwell.train.figures import Figures, StepPrediction, predicted
+from deepwell.train.figures import Figures
 from deepwell.train.log import SCHEMA, Console, EventLog, Scalars, step_line
 from deepwell.train.readback import Finished
 from deepwell.train.settings import Every
-from deepwell.train.starts import Fence, Journal, Start, last_events, note_end
+from deepwell.train.starts import Fence, Journal, last_events, note_end
 
 if TYPE_CHECKING:
     from deepwell.train.trainer import Trainer
@@ -65,14 +64,10 @@ class FitRun:
         self._is_first = True
         self._bound: Any = None  # what `_formats` are of
         self._formats: dict[str, str] = {}
-        self.start: Start | None = None
+        self.generation: int | None = None  # which start of the run this is; None without a folder
         self._fence: Fence | None = None
         self._restart: dict[str, Any] | None = None  # written when the first step is over
         self.watchdog: Watchdog | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.reason)
 
     def __enter__(self) -> FitRun:
         trainer = self.trainer
@@ -82,19 +77,16 @@ class FitRun:
         self.scalars = Scalars(folder, trainer.settings.tensorboard and trainer.runner.is_main)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         trainer = self.trainer
         if kind is not None and not self.reason:
             assert error is not None
             self._failed(error)
-        if trainer.saver is not None:
-            if kind is not None and trainer.world.size > 1:
-                trainer.saver.hurry()  # a rank that is gone will not write its part
-            trainer.saver.wait()
-            self._poll()
-        self.console.close()
-        self.scalars.close()
-        self.log.close()
+        if trainer.saver is not None and kind is not None and trainer.world.size > 1:
+            trainer.saver.hurry()  # a rank that is gone will not write its part
+        self._poll(wait=True)
+        for record in (self.console, self.scalars, self.log):
+            record.close()
 
     # ---- the beginning ----
 
@@ -104,32 +96,27 @@ class FitRun:
         cause = ""
         if trainer.run_dir is not None:
             limit = trainer.settings.give_up_after
-            self.start, cause, first = begin(trainer.control, trainer.world, trainer.run_dir, trainer.step, limit)
-            trainer.goodput.started = first
+            self.generation, cause, trainer.started = begin(trainer.world, trainer.run_dir, trainer.step, limit)
             if trainer.runner.is_main:
-                self._fence = Fence(trainer.run_dir, self.start.generation)
-        generation = 0 if self.start is None else self.start.generation
+                self._fence = Fence(trainer.run_dir, self.generation)
+        generation = self.generation or 0
         if generation and (trainer.resumed_from is not None or not trainer.step):
             self._restarted(generation, cause)
         plan, runtime = trainer.plan, trainer.engine.deepwell
-        planned = None
-        if plan is not None:
-            planned = {
-                "gpus": plan.gpus, "step_s": plan.step_s, "tier": plan.estimate.tier, "peak_gib": plan.peak_gib,
-            }  # fmt: skip
+        planned = plan and {
+            "gpus": plan.gpus, "step_s": plan.step_s, "tier": plan.estimate.tier, "peak_gib": plan.peak_gib,
+        }  # fmt: skip
+        formats = [row.format for row in runtime.bound.bindings]  # `precision` is what most GEMMs of linears have
         self.log.write(
             "run", schema=SCHEMA, version=__version__, generation=generation, world=trainer.world.size,
             device=runtime.device_name, model=runtime.ir.name, layout=str(trainer.layout), plan=planned,
-            precision=precision_of(trainer.engine), seq_len=trainer.settings.seq_len,
-            global_batch=trainer.sizes.global_batch, steps=trainer.settings.steps, start_step=trainer.step,
-            settings=trainer.settings.to_dict(), host=platform.node(),
+            precision=max(set(formats), key=formats.count) if formats else runtime.ir.dtype,
+            seq_len=trainer.settings.seq_len, global_batch=trainer.sizes.global_batch, steps=trainer.settings.steps,
+            start_step=trainer.step, settings=trainer.settings.to_dict(), host=platform.node(),
         )  # fmt: skip
-        notes = [trainer.plan_note, *trainer.notes]
-        notes.append(trainer.loader.note)
-        for text in filter(None, notes):
+        for text in filter(None, [trainer.plan_note, *trainer.notes, trainer.loader.note]):
             self.note(text)
-        for callback in trainer.callbacks:
-            callback.on_start(trainer)
+        self._tell("on_start")
         trainer.engine.train()
         trainer.readback.start()
 
@@ -144,7 +131,7 @@ class FitRun:
         lost = max(0, steps[-1]["step"] - trainer.step) if steps and not is_counted else 0
         self._restart = {
             "generation": generation, "step": trainer.step, "reason": cause, "lost_steps": lost,
-            "since": steps[-1]["t"] if steps else trainer.goodput.started, "world": trainer.world.size,
+            "since": steps[-1]["t"] if steps else trainer.started, "world": trainer.world.size,
         }  # fmt: skip
         where = "from the beginning" if trainer.resumed_from is None else f"from {trainer.resumed_from}"
         self.console.say(f"start {generation}: {where} at step {trainer.step}, {lost} steps lost; before: {cause}")
@@ -157,6 +144,15 @@ class FitRun:
         self._bound, before, self._formats = bound, self._formats, self.trainer.watch.formats()
         if self._formats != before:
             self.log.write("formats", step=self.trainer.step, formats=self._formats)
+
+    def _tell(self, what: str, *facts: Any) -> None:
+        for callback in self.trainer.callbacks:
+            getattr(callback, what)(self.trainer, *facts)
+
+    def _note_end(self, what: str, error: str = "") -> None:
+        trainer = self.trainer
+        if trainer.run_dir is not None and self.generation is not None:
+            note_end(trainer.run_dir, self.generation, trainer.world.rank, what, error)
 
     def note(self, text: str) -> None:
         self.log.write("note", text=text)
@@ -173,7 +169,7 @@ class FitRun:
         trainer.skipped += skipped
         figures = self._figures or self._make_figures(done.facts["tokens"])
         if not self._is_first and not skipped:
-            trainer.goodput.add(done.seconds)
+            trainer.useful_s += done.seconds
         self._is_first = False
         stop: GuardStop | None = None
         try:
@@ -188,7 +184,7 @@ class FitRun:
         event = self.log.write(
             "step", step=done.step, loss=loss, grad_norm=norm, lr=done.facts["lr"],
             **figures.of_step(done.seconds, done.facts["tokens"]), skipped=skipped, guard=len(events),
-            goodput=round(trainer.goodput.share, 5),
+            goodput=round(min(1.0, trainer.useful_s / max(1e-9, time.time() - trainer.started)), 5),
         )  # fmt: skip
         if done.step % trainer.settings.log_every == 0 or skipped or events:
             self.console.say(step_line(event, trainer.settings.steps))
@@ -202,8 +198,7 @@ class FitRun:
         self._poll()
         if stop is not None:
             raise stop
-        for callback in trainer.callbacks:
-            callback.on_step(trainer, event)
+        self._tell("on_step", event)
 
     def _experts(self, done: Finished) -> None:
         """The load of experts: what the routers of DeepwellMoE counted, of others what a sample saw."""
@@ -212,28 +207,24 @@ class FitRun:
         loads = done.facts["loads"].read() if is_due and "loads" in done.facts else {}
         of = {f"{path.rpartition('.')[0]}.experts".removeprefix("."): load for path, load in loads.items()}
         layers = {**trainer.watch.expert_loads, **{path: list(load.tokens_per_expert) for path, load in of.items()}}
-        if not layers:
-            return
-        counted = {
-            "dropped": {path: load.dropped for path, load in of.items()},
-            "entropy": {path: round(load.entropy, 5) for path, load in of.items()},
-            "balance_loss": {path: round(load.balance_loss, 5) for path, load in of.items()},
-            "z_loss": {path: round(load.z_loss, 5) for path, load in of.items()},
-        }
-        self.log.write("experts", step=done.step, layers=layers, **(counted if of else {}))
+        counted: dict[str, Any] = {}
+        if of:
+            counted["dropped"] = {path: load.dropped for path, load in of.items()}
+            for name in ("entropy", "balance_loss", "z_loss"):
+                counted[name] = {path: round(getattr(load, name), 5) for path, load in of.items()}
+        if layers:
+            self.log.write("experts", step=done.step, layers=layers, **counted)
 
     def _make_figures(self, tokens: int) -> Figures:
         """What is predicted of a step, once its size is known."""
-        trainer = self.trainer
-        prediction = None
-        if trainer.plan is not None:
-            prediction = StepPrediction(trainer.plan, trainer.plan.step_s)
-        elif trainer.world.size == 1:
-            sizes = trainer.sizes
-            seq_len = max(1, tokens // sizes.global_batch)
-            optimizer = optimizer_of(trainer.engine)
-            prediction = predicted(trainer.engine, sizes.micro_batch, seq_len, sizes.accumulation, optimizer)
-        self._figures = Figures(prediction, trainer.world.size, trainer.device)
+        trainer, sizes, plan = self.trainer, self.trainer.sizes, self.trainer.plan
+        step_s = 0.0 if plan is None else plan.step_s
+        if plan is None and trainer.world.size == 1:
+            seq_len, optimizer = max(1, tokens // sizes.global_batch), optimizer_of(trainer.engine)
+            with suppress(DeepwellError):  # a machine that cannot be described
+                found = predict(trainer.engine, sizes.micro_batch, seq_len, sizes.accumulation, optimizer)
+                plan, step_s = found.plan, found.step_s
+        self._figures = Figures(plan, step_s, trainer.world.size, trainer.device)
         return self._figures
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -248,8 +239,7 @@ class FitRun:
         event = self.log.write("eval", **fields)
         self.console.say(f"eval at step {fields['step']}: loss {fields['loss']:.4f}, {fields['seconds']:.2f} s")
         self.scalars.evaluation(fields["step"], fields["loss"])
-        for callback in self.trainer.callbacks:
-            callback.on_evaluate(self.trainer, event)
+        self._tell("on_evaluate", event)
 
     # ---- saves ----
 
@@ -277,20 +267,21 @@ class FitRun:
         self._saved_step = trainer.step
         trainer.readback.start()
 
-    def _poll(self) -> None:
+    def _poll(self, *, wait: bool = False) -> None:
         """Write down the checkpoints that were committed, or failed, since."""
-        trainer = self.trainer
-        if trainer.saver is None:
+        saver = self.trainer.saver
+        if saver is None:
             return
-        for found in trainer.saver.poll():
+        if wait:
+            saver.wait()
+        for found in saver.poll():
             event = self.log.write(
                 "save", step=found.step, path=str(found.path), stall_s=round(found.stall_s, 6),
                 seconds=round(found.seconds, 4), bytes=found.bytes, committed=found.committed, error=found.error,
             )  # fmt: skip
             if not found.committed:
                 self.note(f"the checkpoint of step {found.step} failed: {found.error}; the one before it stands")
-            for callback in trainer.callbacks:
-                callback.on_save(trainer, event)
+            self._tell("on_save", event)
 
     # ---- the end ----
 
@@ -298,17 +289,14 @@ class FitRun:
         """No step was finished for too long; called by the watchdog before it ends this process."""
         trainer, error = self.trainer, f"no step finished for {silent:.0f} s"
         self.log.write("end", step=trainer.step, reason="error", exit=HUNG, error=error)
-        if trainer.run_dir is None or self.start is None:
-            return
-        folder, generation = trainer.run_dir, self.start.generation
-        note_end(folder, generation, trainer.world.rank, "hung", error)
-        trainer.control.end_silent(lambda: {end.rank for end in Journal.read(folder).ends_of(generation)})
+        self._note_end("hung", error)
+        if (folder := trainer.run_dir) is not None and (generation := self.generation) is not None:
+            trainer.world.end_silent(lambda: {end.rank for end in Journal.read(folder).ends_of(generation)})
 
     def _failed(self, error: BaseException) -> None:
         """The run ends with an error: say so where the next start, and torchrun, look for it."""
         trainer, text = self.trainer, f"{type(error).__name__}: {error}"
-        if trainer.run_dir is not None and self.start is not None:
-            note_end(trainer.run_dir, self.start.generation, trainer.world.rank, "error", text)
+        self._note_end("error", text)
         what = "gave up" if isinstance(error, DeepwellError) else "error"
         self.log.write("end", step=trainer.step, reason=what, exit=1, error=text)
         if trainer.world.is_elastic and isinstance(error, Exception):
@@ -323,20 +311,10 @@ class FitRun:
         self.reason = reason
         if trainer.settings.save_at_end and trainer.step:
             self.save("end")
-        if trainer.saver is not None:
-            trainer.saver.wait()
-            self._poll()
+        self._poll(wait=True)
         if trainer.runner.is_main and self._figures is not None:
             if problem := self._figures.keep_measured():
                 self.note(f"the step's time was not kept for the planner: {problem}")
-        for callback in trainer.callbacks:
-            callback.on_end(trainer, reason)
+        self._tell("on_end", reason)
         self.log.write("end", step=trainer.step, reason=reason, exit=0)
-        if trainer.run_dir is not None and self.start is not None:
-            note_end(trainer.run_dir, self.start.generation, trainer.world.rank, reason)
-
-
-def precision_of(engine: Engine) -> str:
-    """The format that most GEMMs of the engine's linears have."""
-    formats = [row.format for row in engine.deepwell.bound.bindings]
-    return max(set(formats), key=formats.count) if formats else engine.deepwell.ir.dtype
+        self._note_end(reason)

@@ -6,7 +6,6 @@ schedule(0), schedule(200), schedule(10_000)      # 1/200, 1.0, 0.1
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from deepwell.errors import ConfigError
 
@@ -30,8 +29,6 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"schedule is {self.kind!r}; it takes {', '.join(KINDS)}")
-        if self.steps < 1:
-            raise ConfigError(f"steps is {self.steps}; it must be at least 1")
         if not 0 <= self.warmup <= self.steps:
             raise ConfigError(f"warmup is {self.warmup}; it must be between 0 and steps ({self.steps})")
         if not 0.0 <= self.floor <= 1.0:
@@ -54,6 +51,3 @@ class Schedule:
 
     def _fall(self, share: float) -> float:
         return 1.0 - (1.0 - self.floor) * min(1.0, share)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("kind", "steps", "warmup", "floor", "decay")}

@@ -58,11 +58,12 @@ class TrainSettings:
     give_up_after: int = 5  # restarts in a row without a new checkpoint
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "keep_last", "eval_batches", "give_up_after"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("global_batch", "micro_batch", "seq_len", "keep_every"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+        counts = ("steps", "log_every", "keep_last", "eval_batches", "give_up_after")
+        for name in (*counts, "global_batch", "micro_batch", "seq_len", "keep_every"):
+            value = getattr(self, name)
+            is_unset = value is None and name not in counts
+            if not is_unset and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
         if not 0.0 < self.lr < math.inf:
             raise ConfigError(f"lr is {self.lr!r}; it must be positive and finite")
         if self.clip_norm is not None and not self.clip_norm > 0.0:
@@ -131,11 +132,7 @@ class Every:
         return bool(self.seconds) and seconds >= self.seconds
 
 
-def _at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-
-
+_FLAGS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 _KINDS = {f.name: str(f.type) for f in fields(TrainSettings)}
 
 
@@ -150,7 +147,7 @@ def _typed(name: str, value: Any) -> Any:
         if name == "clip_norm" and float(value) == 0.0:
             return None
         if kind.startswith("bool"):
-            return _flag(name, value)
+            return value if isinstance(value, bool) else _FLAGS[str(value).lower()]
         if kind.startswith("float"):
             return float(value)
         if kind in ("int", "int | None"):
@@ -158,15 +155,8 @@ def _typed(name: str, value: Any) -> Any:
             if number != int(number):
                 raise ValueError
             return int(number)
+    except KeyError as error:
+        raise ConfigError(f"{name} is {value!r}; it takes true or false") from error
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} is {value!r}; it must be {kind.replace(' | None', '')}") from error
     return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
-    if str(value).lower() not in words:
-        raise ConfigError(f"{name} is {value!r}; it takes true or false")
-    return words[str(value).lower()]

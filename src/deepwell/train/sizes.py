@@ -66,7 +66,10 @@ def layout_for(
     """
     plan = engine.deepwell.plan
     if given is not None:
-        layout = _given(given, world)
+        if not isinstance(given, Layout):
+            left = max(1, world // math.prod(given.get(name, 1) for name in ("tp", "pp", "cp")))
+            given = Layout.from_dict({"dp": left, **given})
+        layout = given
         if layout.gpus != world:
             raise ConfigError(f"layout {layout} is of {layout.gpus} GPUs and {world} processes run; start as many")
         return layout, None, "" if plan is None else f"layout {layout} replaces the plan's {plan.layout}"
@@ -84,15 +87,6 @@ def layout_for(
         )
     found = replanned(plan, world)
     return found.layout, found, f"planned anew for {world} processes: {plan.layout} became {found.layout}"
-
-
-def _given(given: Layout | Mapping[str, Any], world: int) -> Layout:
-    if isinstance(given, Layout):
-        return given
-    fields = dict(given)
-    if "dp" not in fields:
-        fields["dp"] = max(1, world // math.prod(fields.get(name, 1) for name in ("tp", "pp", "cp")))
-    return Layout.from_dict(fields)
 
 
 def replanned(plan: Plan, world: int) -> Plan:

@@ -8,7 +8,6 @@ too, but each of its agents for itself, and from zero again where the agent itse
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepwell.errors import DeepwellError
+from deepwell.train.log import end_torn_line
 
 FILE = "starts.jsonl"
 ORDERLY = ("done", "paused", "signal")
@@ -157,13 +157,9 @@ def note_end(run_dir: Path, generation: int, rank: int, what: str, error: str = 
 
 def _append(path: Path, fields: dict[str, Any]) -> None:
     """One line in one write: lines of several processes do not mix, and one after a torn line stands alone."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (("\n" if is_torn else "") + json.dumps(fields) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    end_torn_line(path)
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(fields).encode() + b"\n")
 
 
 class Fence:

@@ -38,12 +38,12 @@ from deepwell.planner.layout import Layout
 from deepwell.planner.plan import Plan
 from deepwell.precision.guard import GuardEvent, GuardSettings
 from deepwell.train.adamw.optimizer import AdamWDW
-from deepwell.train.data import Loader, check_same_data, make_held_out_loader, make_loader
-from deepwell.train.elastic import Control, StopSignal, Watchdog, join
+from deepwell.train.data.loader import Loader, check_same_data
+from deepwell.train.data.make import make_held_out_loader, make_loader
+from deepwell.train.elastic import StopSignal, Watchdog, join
 from deepwell.train.feed import Feed, LossFunction, check_tokens, count_items, count_tokens, vocabulary_of
-from deepwell.train.figures import Goodput
 from deepwell.train.optimizers import LearningRate, MakeOptimizer, check_same_optimizer, keep_options, make_optimizer
-from deepwell.train.parallel import ParallelSettings, parallelize
+from deepwell.train.parallel import parallelize
 from deepwell.train.random_state import random_state, seed_all, set_random_state
 from deepwell.train.readback import Readback
 from deepwell.train.run import CHECKPOINTS, Callback, FitRun
@@ -88,7 +88,6 @@ class Trainer:
         self.device = engine_device(engine)
         patience = timedelta(seconds=max(600.0, Every.read("hang_after", settings.hang_after).seconds))
         self.world = join(self.device.type, patience)
-        self.control = Control(self.world, patience)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         seed_all(settings.seed, self.world.rank)
@@ -96,8 +95,8 @@ class Trainer:
         self.notes: list[str] = [self.world.note(elastic)]
         feed = Feed(engine.deepwell.model, loss)
         self._vocabulary = vocabulary_of(engine.deepwell.model)
-        spread = ParallelSettings(fp8_all_gather=settings.fp8_all_gather)
-        self.runner = parallelize(engine, self.layout, feed=feed, device=self.device, settings=spread)
+        fp8 = settings.fp8_all_gather
+        self.runner = parallelize(engine, self.layout, feed=feed, device=self.device, fp8_all_gather=fp8)
         self.notes += self.runner.notes
         self.loader = _loader(dataloader, settings, self.plan)
         self.eval_loader = None if eval_data is None else _loader(eval_data, settings, self.plan, held_out=True)
@@ -119,11 +118,16 @@ class Trainer:
         self.skipped = 0
         self.quiet = quiet or not self.runner.is_main
         self.run_dir = self._folder(run_dir)
-        self.goodput = Goodput()
-        several = self.world.size > 1
-        reduce = self.runner.all_reduce if several else None
-        checks = guard_settings(guard)
-        self.watch = Watch(engine, checks, reduce, rank=self.world.rank, dp=self.runner.dp, repair=self._repair)
+        # Goodput: the share of the run's wall-clock time, restarts included, that went into steps that count.
+        self.useful_s, self.started = 0.0, time.time()
+        reduce = self.runner.all_reduce if self.world.size > 1 else None
+        if not isinstance(guard, GuardSettings):
+            guard = (
+                GuardSettings.off()
+                if guard is False
+                else GuardSettings.from_dict({} if guard in (None, True) else guard)
+            )
+        self.watch = Watch(engine, guard, reduce, rank=self.world.rank, dp=self.runner.dp, repair=self._repair)
         self.readback = Readback(self.device)
         self.saver = None
         if self.run_dir is not None:
@@ -201,10 +205,10 @@ class Trainer:
         with StopSignal() as stop, FitRun(self) as run, Watchdog(hang, run.hung) as watchdog:
             run.watchdog = watchdog
             run.begin()
-            while self.step < last and not run.is_over:
+            while self.step < last and not run.reason:
                 self._train_step(run, stop)
                 watchdog.alive()
-            run.finish("paused" if last < self.settings.steps and not run.is_over else run.reason or "done")
+            run.finish("paused" if last < self.settings.steps and not run.reason else run.reason or "done")
         if run.reason == "signal":
             raise SystemExit(0)
         seconds = time.perf_counter() - began
@@ -216,12 +220,12 @@ class Trainer:
         run.formats()
         self.rate.factor = self.watch.lr_scale
         lr = self.rate.set(step)
-        batches = self._batches()
+        batches = [self._batch(self.loader, self.cursor, micro) for micro in range(self.sizes.accumulation)]
         items, tokens = sum(map(count_items, batches)), sum(map(count_tokens, batches))
         is_busy = self.saver is not None and self.saver.is_busy  # a save that is under way is not waited for
         flags = (bool(stop.name), run.save_is_due(step + 1), is_busy, run.evaluation_is_due(step + 1))
-        wants = [float(items), float(tokens), *map(float, flags)]
-        all_items, all_tokens, stopping, due, busy, evaluates = self.control.total(wants)
+        wants = [float(value) for value in (items, tokens, *flags)]
+        all_items, all_tokens, stopping, due, busy, evaluates = self.world.total(wants)
         copies = self.world.size / self.runner.dp  # ranks that read the same samples
         num_items, num_tokens = all_items / copies, int(all_tokens / copies)
         if not num_items:
@@ -266,15 +270,11 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_repair(self, events)
 
-    def _batches(self) -> list[Mapping[str, Tensor]]:
-        """This rank's micro-batches of the step that comes."""
-        rank, sizes = self.runner.dp_rank, self.sizes
-        batches: list[Mapping[str, Tensor]] = [
-            self.loader.batch(self.cursor, sizes.indices(rank, m)) for m in range(sizes.accumulation)
-        ]
-        for batch in batches:
-            check_tokens(batch, self._vocabulary)
-        return batches
+    def _batch(self, loader: Loader, cursor: int, micro: int = 0) -> Mapping[str, Tensor]:
+        """This rank's samples of a micro-batch."""
+        batch = loader.batch(cursor, self.sizes.indices(self.runner.dp_rank, micro))
+        check_tokens(batch, self._vocabulary)
+        return batch
 
     def _finished(self, run: FitRun, keep: int = 0) -> None:
         for done in self.readback.pop(keep):
@@ -292,9 +292,7 @@ class Trainer:
         try:
             for number in range(self.settings.eval_batches):
                 first = number * self.sizes.micro_batch * self.runner.dp
-                batch = self.eval_loader.batch(first, self.sizes.indices(self.runner.dp_rank, 0))
-                check_tokens(batch, self._vocabulary)
-                loss, count = self.runner.evaluate(batch)
+                loss, count = self.runner.evaluate(self._batch(self.eval_loader, first))
                 total, items = total + loss, items + count
                 if run is not None and run.watchdog is not None:
                     run.watchdog.alive()
@@ -319,7 +317,7 @@ class Trainer:
             "tokens": self.tokens,
             "loss": self.last_loss if self.step else None,  # one that is not finite is refused by who saves
             "skipped": self.skipped,
-            "useful_s": self.goodput.useful_s,
+            "useful_s": self.useful_s,
             "settings": self.settings.to_dict(),
             "optimizer": type(self.optimizer).__name__,
             "plan": None if self.plan is None else self.plan.to_dict(),
@@ -353,7 +351,7 @@ class Trainer:
         self.step, self.cursor, self.tokens = meta["step"], meta["cursor"], meta["tokens"]
         self.skipped = meta.get("skipped", 0)
         self.last_loss = math.nan if meta.get("loss") is None else meta["loss"]
-        self.goodput.useful_s = meta.get("useful_s", 0.0)
+        self.useful_s = meta.get("useful_s", 0.0)
         self.notes += check_same_data(meta.get("data", {}), self.loader.fingerprint())
         self.loader.load_state_dict(meta.get("data_state", {}))
         self.watch.load_state_dict(meta.get("precision", {}))
@@ -372,7 +370,7 @@ class Trainer:
             return path
         assert self.run_dir is not None
         found = list_checkpoints(self.run_dir / CHECKPOINTS) if self.runner.is_main else []
-        names = self.control.first([str(path) for path in reversed(found)])
+        names = self.world.first([str(path) for path in reversed(found)])
         failed: CheckpointError | None = None
         for name in names:
             try:
@@ -394,30 +392,19 @@ class Trainer:
         name = "".join(c if c.isalnum() else "-" for c in self.engine.deepwell.ir.name.lower()).strip("-") or "model"
         if not self.elastic:
             name += time.strftime("-%Y%m%d-%H%M%S")
-        return Path(str(self.control.first(str(Path("runs") / name))))
+        return Path(str(self.world.first(str(Path("runs") / name))))
 
     def close(self) -> None:
         """End the threads of data and checkpoints; a trainer that is not used again may also just be dropped."""
-        self.loader.close()
-        if self.eval_loader is not None:
-            self.eval_loader.close()
-        if self.saver is not None:
-            self.saver.close()
+        for closed in (self.loader, self.eval_loader, self.saver):
+            if closed is not None:
+                closed.close()
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def guard_settings(given: GuardSettings | Mapping[str, Any] | bool | None) -> GuardSettings:
-    """Settings of the guard: the defaults for None and True, none for False."""
-    if given is None or given is True:
-        return GuardSettings()
-    if given is False:
-        return GuardSettings.off()
-    return given if isinstance(given, GuardSettings) else GuardSettings.from_dict(given)
 
 
 def _loader(data: Any, settings: TrainSettings, plan: Plan | None, *, held_out: bool = False) -> Loader:

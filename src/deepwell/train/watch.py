@@ -48,6 +48,7 @@ from deepwell.precision.guard import (
     noisiest,
 )
 from deepwell.train.adamw.optimizer import AdamWDW
+from deepwell.train.readback import HostCopy
 
 SCHEMA = 1
 Batch = Mapping[str, Tensor]
@@ -63,8 +64,7 @@ _TOKENWISE = {"input_ids", "labels", "shift_labels", "position_ids", "attention_
 class _Record:
     """What was measured in a step, on its way to the host."""
 
-    values: Tensor
-    ready: Any  # a CUDA event, None on a CPU
+    values: HostCopy
     blamed: tuple[str, ...]  # paths whose gradients were looked at
     sample: Sample | None
     share: float
@@ -134,13 +134,9 @@ class Watch:
         self._wants_all = False
         batch, share = part_of(batches, self.settings.sample_tokens)
         sample = take_sample(
-            self.engine.deepwell.model,
-            schemes,
-            paths,
-            lambda: run(batch),
-            number=self.num_samples,
+            self.engine.deepwell.model, schemes, paths, lambda: run(batch), number=self.num_samples,
             loads_of=self._experts,
-        )
+        )  # fmt: skip
         self._sample = (sample, share / self.dp)
         self._next = max(self._next, step + self.interval(share))
         self.num_samples += 1
@@ -191,21 +187,10 @@ class Watch:
             parts.append(figures.flatten())
         values = torch.cat(parts)
         values = values if self._reduce is None else self._reduce(values, op="max")
-        ready = None
-        host = values
-        if device.type == "cuda":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
         record = _Record(
-            values=host,
-            ready=ready,
-            blamed=blamed,
-            sample=sample,
-            share=share,
+            values=HostCopy(values), blamed=blamed, sample=sample, share=share,
             schemes=self.engine.deepwell.bound.schemes,
-        )
+        )  # fmt: skip
         self._records.append(record)
         return values[:2].sum() == 0
 
@@ -223,7 +208,7 @@ class Watch:
             record = self._records.popleft()
             if record.sample is not None:
                 self.expert_loads = {path: load.tolist() for path, load in record.sample.loads.items()}
-            values = _read(record)
+            values = record.values.read()
             bad, (loss, grad_norm, cost) = values[:2], values[2:_NUM_VALUES]
             if record.sample is not None and cost:
                 self._cost = min(self._cost, cost) if self._cost else cost  # other work only makes it longer
@@ -258,7 +243,7 @@ class Watch:
         """
         if not self.settings.enabled:
             return True
-        launched = all(sum(_read(record)[:2]) == 0 for record in self._records)
+        launched = all(sum(record.values.read()[:2]) == 0 for record in self._records)
         return launched and self._last_ok and not self.guard.stop and not self.guard.spikes.in_spike
 
     @property
@@ -505,10 +490,3 @@ def part_of(batches: Sequence[Batch], tokens: int) -> tuple[dict[str, Tensor], f
         if not bool((targets != -100).any()):
             part[name] = part[main]  # nothing is predicted here, and the mean of nothing is NaN
     return part, part[main].numel() / total
-
-
-def _read(record: _Record) -> list[float]:
-    if record.ready is not None:
-        record.ready.synchronize()
-    values: list[float] = record.values.tolist()
-    return values

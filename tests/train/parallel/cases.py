@@ -14,8 +14,8 @@ from deepwell.engine.engine import Engine
 from deepwell.planner.layout import Layout
 from deepwell.train.adamw.optimizer import AdamWDW
 from deepwell.train.feed import Feed, count_items
-from deepwell.train.parallel import ParallelSettings, parallelize
-from deepwell.train.parallel.single import Runner
+from deepwell.train.parallel import parallelize
+from deepwell.train.parallel.runner import Runner
 
 ROWS, SEQ, VOCAB, WIDTH = 8, 32, 128, 64
 CPU = torch.device("cpu")
@@ -177,8 +177,7 @@ def make_runner(case: Case) -> tuple[Engine, Runner]:
     feed = Feed(engine.deepwell.model)
     if not case.layout:
         return engine, Runner(engine, feed, CPU)
-    settings = ParallelSettings(**case.settings)
-    return engine, parallelize(engine, Layout(**case.layout), feed=feed, device=CPU, settings=settings)
+    return engine, parallelize(engine, Layout(**case.layout), feed=feed, device=CPU, **case.settings)
 
 
 def run(case: Case) -> Outcome:
@@ -229,7 +228,7 @@ def _deferred(case: Case, engine: Engine, runner: Runner) -> bool | None:
     if case.model == "plain":
         return None
     batch = parts(make_batch(0, "all"), runner, case.accumulation)[0]
-    out = engine(**runner.feed.keywords(runner.part(batch) if hasattr(runner, "part") else batch))
+    out = engine(**runner.feed.keywords(runner.counted(batch)[0]))
     out.loss.backward()
     engine.deepwell.model.zero_grad()
     return out.logits._value is None  # FSDP2's hooks on outputs included

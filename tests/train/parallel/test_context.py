@@ -9,8 +9,8 @@ from cases import make_model
 import deepwell as dw
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.train.feed import count_items
-from deepwell.train.parallel.batches import split_context
 from deepwell.train.parallel.context import _visible, choose_kind
+from deepwell.train.parallel.runner import split_context
 
 
 def test_a_batch_is_split_behind_the_shift() -> None:

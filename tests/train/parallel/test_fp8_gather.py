@@ -21,7 +21,6 @@ from deepwell.formats.quantize import quantize
 from deepwell.formats.tensor import dequantize
 from deepwell.planner.layout import Layout, Offload
 from deepwell.train.feed import count_items
-from deepwell.train.parallel import ParallelSettings
 from deepwell.train.parallel.fp8_gather import _pack, _unpack, allows_fp8
 from deepwell.train.parallel.shard import check_shardable
 
@@ -92,18 +91,18 @@ def test_which_linears_allow_it() -> None:
 
 def test_what_it_does_not_go_with_is_refused() -> None:
     model = make_model("plain")
-    engine, asked = dw.compile(model, precision="mxfp8"), ParallelSettings(fp8_all_gather=True)
-    check_shardable(engine, Layout(dp=2, sharding="zero3"), asked)
+    engine = dw.compile(model, precision="mxfp8")
+    check_shardable(engine, Layout(dp=2, sharding="zero3"), fp8_all_gather=True)
     for layout, message in (
         (Layout(dp=2, sharding="ddp"), "ddp gathers no weights"),
         (Layout(dp=2, pp=2, sharding="zero2"), "stages of pp 2 gather their weights once a step"),
         (Layout(dp=2, sharding="zero2", offload=Offload(optimizer=1.0)), "weights in host memory"),
     ):
         with pytest.raises(UnsupportedError, match=f"fp8_all_gather: {message}"):
-            check_shardable(engine, layout, asked)
+            check_shardable(engine, layout, fp8_all_gather=True)
     kept = dw.compile(model, precision="mxfp8", cache_weights=True)
     with pytest.raises(UnsupportedError, match="fp8_all_gather: cache_weights=True"):
-        check_shardable(kept, Layout(dp=2, sharding="zero2"), asked)
+        check_shardable(kept, Layout(dp=2, sharding="zero2"), fp8_all_gather=True)
 
 
 # ---- training ----

@@ -16,11 +16,9 @@ import deepwell as dw
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.layout import Layout, Offload
 from deepwell.train.feed import Feed
-from deepwell.train.parallel import ParallelSettings, make_meshes, parallelize
-from deepwell.train.parallel.batches import part_of
-from deepwell.train.parallel.runner import predictable
+from deepwell.train.parallel import make_meshes, parallelize
+from deepwell.train.parallel.runner import Runner, part_of, predictable
 from deepwell.train.parallel.shard import check_shardable, fsdp_options
-from deepwell.train.parallel.single import Runner
 
 
 @contextmanager
@@ -74,13 +72,12 @@ def test_a_layout_of_another_world_is_refused() -> None:
 def test_what_cannot_be_executed_is_refused() -> None:
     model = make_model("plain")
     kept = dw.compile(model, precision="mxfp8", cache_weights=True)
-    usual = ParallelSettings()
     with pytest.raises(UnsupportedError, match="cache_weights=True keeps the codes of whole weights"):
-        check_shardable(kept, Layout(dp=2, sharding="zero3"), usual)
-    check_shardable(kept, Layout(dp=2, sharding="zero2"), usual)
+        check_shardable(kept, Layout(dp=2, sharding="zero3"))
+    check_shardable(kept, Layout(dp=2, sharding="zero2"))
     engine = dw.compile(model, precision="bf16")
     with pytest.raises(UnsupportedError, match="etp 2 is not executed"):
-        check_shardable(engine, Layout(dp=2, etp=2), usual)
+        check_shardable(engine, Layout(dp=2, etp=2))
     feed, cpu = Feed(model), torch.device("cpu")
     with pytest.raises(UnsupportedError, match="offload optimizer: only where states are sharded"):
         parallelize(engine, Layout(dp=1, offload=Offload(optimizer=1.0)), feed=feed, device=cpu)

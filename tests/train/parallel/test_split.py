@@ -26,8 +26,8 @@ def test_roles_come_from_the_ir() -> None:
     rows = ["self_attn.o_proj", "mlp.down_proj"]
     expected = {f"{LAYER}.{path}.{key}": 0 for path in columns for key in ("weight", "bias")}
     assert first == expected | {f"{LAYER}.{path}.weight": 1 for path in rows}
-    assert split.norms[:2] == (f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm")
-    assert split.rows[:2] == tuple(f"{LAYER}.{path}" for path in rows)
+    assert split.norms[:2] == [f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm"]
+    assert split.rows[:2] == [f"{LAYER}.{path}" for path in rows]
     assert set(split.row_biases) < set(split.copies)
     assert set(split.shards) | set(split.copies) == {n for n, _ in model.named_parameters() if ".layers." in n}
     with pytest.raises(
@@ -40,15 +40,15 @@ def test_experts_stay_whole_and_the_mlp_beside_them_gathers_its_tokens() -> None
     model = make_model("shared")
     split = find_split(dw.capture(model), model, 2)
     shared = f"{LAYER}.mlp.shared_expert"
-    assert split.norms == tuple(f"model.layers.{i}.input_layernorm" for i in range(2))
+    assert split.norms == [f"model.layers.{i}.input_layernorm" for i in range(2)]
     assert split.mlps[0] == shared and f"{shared}.down_proj" in split.rows
     assert {f"{LAYER}.mlp.gate.weight", f"{LAYER}.mlp.shared_expert_gate.weight"} < set(split.copies)
     known = set(split.shards) | set(split.copies)
     assert {n for n, _ in model.named_parameters() if ".layers." in n and ".experts." not in n} == known
     dense = make_model("glm")  # its first layer has no experts
     split = find_split(dw.capture(dense), dense, 2)
-    assert split.norms[:2] == (f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm")
-    assert split.mlps == ("model.layers.1.mlp.shared_experts",)
+    assert split.norms[:2] == [f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm"]
+    assert split.mlps == ["model.layers.1.mlp.shared_experts"]
 
 
 @pytest.mark.parametrize(

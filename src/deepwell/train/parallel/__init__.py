@@ -17,15 +17,8 @@ from deepwell.planner.executable import why_not_in_host_memory
 from deepwell.planner.layout import Layout
 from deepwell.train.feed import Feed
 from deepwell.train.parallel.mesh import Meshes, check_world, make_meshes
-from deepwell.train.parallel.shard import (
-    ParallelSettings,
-    ReplicatedRunner,
-    ShardedRunner,
-    check_shardable,
-    shard,
-    sync_weights,
-)
-from deepwell.train.parallel.single import Runner
+from deepwell.train.parallel.runner import Runner
+from deepwell.train.parallel.shard import ReplicatedRunner, ShardedRunner, check_shardable, shard, sync_weights
 
 
 def parallelize(
@@ -34,9 +27,12 @@ def parallelize(
     *,
     feed: Feed,
     device: torch.device,
-    settings: ParallelSettings | None = None,
+    fp8_all_gather: bool = False,
+    bucket_mib: float = 25.0,
 ) -> Runner:
     """Spread an engine over the running processes, in place, and return what runs its steps.
+
+    `fp8_all_gather`: weights travel in FP8 where they may (`fp8_gather.py`). `bucket_mib` is the size of DDP's buckets.
 
     Call it before the engine's first call and before the optimizer is made. Raises ConfigError where the layout is of
     another number of processes, UnsupportedError, with the reason, where it cannot be executed.
@@ -47,16 +43,18 @@ def parallelize(
         raise UnsupportedError(f"layout {layout} cannot be executed: {reason}")
     runner = Runner(engine, feed, device)
     if world > 1:
-        runner = _spread(engine, layout, feed, device, settings or ParallelSettings())
-    elif settings is not None and settings.fp8_all_gather:
+        runner = _spread(engine, layout, feed, device, fp8_all_gather, bucket_mib)
+    elif fp8_all_gather:
         runner.notes.append("fp8_all_gather: one process has nothing to gather")
     if layout.offload.activations:
         (engine.deepwell.regions or engine.deepwell.use_regions()).offload()
     return runner
 
 
-def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, settings: ParallelSettings) -> Runner:
-    check_shardable(engine, layout, settings)
+def _spread(
+    engine: Engine, layout: Layout, feed: Feed, device: torch.device, fp8_all_gather: bool, bucket_mib: float
+) -> Runner:
+    check_shardable(engine, layout, fp8_all_gather)
     meshes = make_meshes(layout, device.type)
     sync_weights(engine.deepwell.model)
     if layout.pp > 1:
@@ -67,21 +65,24 @@ def _spread(engine: Engine, layout: Layout, feed: Feed, device: torch.device, se
     inner: list[tuple[str, DeviceMesh]] = []
     is_inside = layout.tp > 1 or layout.cp > 1 or layout.ep > 1
     if is_inside:
-        from deepwell.train.parallel.inside import prepare
+        from deepwell.train.parallel.context import spread_attention
+        from deepwell.train.parallel.experts import spread_experts
         from deepwell.train.parallel.tensor import split_tokens, split_weights
 
         split = split_weights(engine, meshes, notes) if layout.tp > 1 else None
-        inner = prepare(engine, meshes, notes)
+        if layout.cp > 1:
+            spread_attention(engine, meshes, notes)
+        inner = spread_experts(engine, meshes)
         if split is not None:
             split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[0].path])
     elif engine.deepwell.ir.layers:
         engine.deepwell.use_regions()
     if layout.sharding == "ddp" and not is_inside:
-        return ReplicatedRunner(engine, feed, device, meshes, settings)
+        return ReplicatedRunner(engine, feed, device, meshes, bucket_mib)
     shard(engine, meshes, inner)
-    runner = ShardedRunner(engine, feed, device, meshes, settings)
+    runner = ShardedRunner(engine, feed, device, meshes, fp8_all_gather)
     runner.notes += notes
     return runner
 
 
-__all__ = ["Meshes", "ParallelSettings", "Runner", "check_world", "make_meshes", "parallelize"]
+__all__ = ["Meshes", "Runner", "check_world", "make_meshes", "parallelize"]

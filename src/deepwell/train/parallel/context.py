@@ -46,8 +46,8 @@ def choose_kind(ir: IR, kind: str, cp: int, tp: int = 1) -> tuple[str, str]:
     return runs, "" if runs == kind else f"context parallelism over {cp} ranks: {runs} stands in for {kind}: {why}"
 
 
-def spread_attention(engine: Engine, meshes: Meshes) -> str:
-    """Have a model's attention see all parts of the sequence. Returns a note, "" where all is as asked for.
+def spread_attention(engine: Engine, meshes: Meshes, notes: list[str]) -> None:
+    """Have a model's attention see all parts of the sequence; what is not as asked for is added to `notes`.
 
     Call it before the engine's first call. Raises UnsupportedError where a model has no attention to replace.
     """
@@ -73,13 +73,9 @@ def spread_attention(engine: Engine, meshes: Meshes) -> str:
     how: tuple[Any, int, int] = (mesh.get_group().group_name, cp, mesh.get_local_rank())
     name = f"deepwell_{kind}_{next(_NUMBERS)}"
     ALL_ATTENTION_FUNCTIONS.register(name, ulysses(*how) if kind == "ulysses" else allgather(*how))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _no_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, lambda *_, **__: None)  # attention knows its mask by itself
     model.set_attn_implementation(name)
-    return note
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Attention knows its mask by itself."""
+    notes += [note] if note else []
 
 
 # ---- attention functions ----
@@ -150,6 +146,3 @@ def _check_known(how: dict[str, Any]) -> None:
     for name in _EXTRAS:
         if how.get(name) is not None:
             raise UnsupportedError(f"cp: this model's attention has {name}, which is not executed; leave cp at 1")
-
-
-__all__ = ["choose_kind", "spread_attention"]

@@ -7,7 +7,7 @@ compiled region whose graph takes any number of rows. The parameters of experts 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +25,6 @@ from deepwell.train.parallel.mesh import Meshes
 
 # What the modules have that Hugging Face's choice of an implementation works with: one forward for all of them.
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")
-
-
-def has_experts(ir: IR) -> bool:
-    """Whether a model has experts at all."""
-    return any(isinstance(op, GroupedLinear) for ops, _ in ir.parts() for op in ops)
 
 
 def find_experts(ir: IR, model: nn.Module) -> tuple[str, ...]:
@@ -54,30 +49,30 @@ def find_experts(ir: IR, model: nn.Module) -> tuple[str, ...]:
                 "(gate_up_proj and down_proj of all experts in one tensor each); leave ep and tp at 1"
             )
         found[path] = None
-    if not found and not has_experts(ir):
+    if not any(isinstance(site.op, GroupedLinear) for site in ir.sites()):
         raise ConfigError(f"ep: {ir.name} has no experts; leave ep at 1")
     return tuple(found)
 
 
-def distribute_experts(engine: Engine, meshes: Meshes) -> tuple[str, ...]:
-    """Leave each rank of the ep mesh its experts, as DTensors, in place. Returns the paths of the modules.
+def spread_experts(engine: Engine, meshes: Meshes) -> list[tuple[str, DeviceMesh]]:
+    """Leave each rank of the ep mesh its experts, as DTensors, in place, make the engine's regions, and put the
+    exchange around those of experts. Returns (path, mesh) of what FSDP2 is to make groups of.
 
-    Tensor parallelism without ep has them whole: they stay plain tensors, a group of FSDP2's over all ranks of a stage.
-
-    Call it before `Engine.use_regions(inner=paths)`, and `connect_experts` after it.
+    Tensor parallelism without ep has experts whole: they stay plain tensors, a group of FSDP2's over all ranks of a
+    stage. Ranks of tp have other tokens for them, as those of ep have: they are no part of a layer that tp splits.
     """
-    model, mesh = engine.deepwell.model, meshes.experts["ep"]
-    paths = find_experts(engine.deepwell.ir, model)
-    for path in paths if meshes.layout.ep > 1 else ():
-        shard_experts(model.get_submodule(path), mesh, path)
-    return paths
-
-
-def connect_experts(engine: Engine, paths: Sequence[str], meshes: Meshes) -> list[tuple[str, DeviceMesh]]:
-    """Put the exchange around the experts' regions. Returns (path, mesh) of what FSDP2 is to make groups of."""
-    mesh = meshes.experts
-    for path in paths if meshes.layout.ep > 1 else ():
-        module: Any = engine.deepwell.model.get_submodule(path)
+    layout, model, ir = meshes.layout, engine.deepwell.model, engine.deepwell.ir
+    has_experts = any(isinstance(site.op, GroupedLinear) for site in ir.sites())
+    if layout.ep == 1 and not (layout.tp > 1 and has_experts):
+        engine.deepwell.use_regions()
+        return []
+    mesh, paths = meshes.experts, find_experts(ir, model)
+    travelling = paths if layout.ep > 1 else ()
+    for path in travelling:
+        shard_experts(model.get_submodule(path), mesh["ep"], path)
+    engine.deepwell.use_regions(paths)
+    for path in travelling:
+        module: Any = model.get_submodule(path)
         inner = module.forward
         exchange = ExpertExchange(inner, module.num_experts, mesh["ep"].get_group(), _travels_in_fp8(engine, path))
 

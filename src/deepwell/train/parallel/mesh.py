@@ -54,7 +54,8 @@ class Meshes:
     @property
     def layers(self) -> DeviceMesh:
         """What a layer is sharded over; of two dimensions, copies and shards, where there are copies."""
-        return _data(self._layers_view(), "fsdp", self.is_replicated)
+        view = self._layers_view()
+        return view["dp_replicate", "fsdp"] if self.is_replicated else view["fsdp"]
 
     @property
     def tp(self) -> DeviceMesh:
@@ -69,7 +70,7 @@ class Meshes:
             return self.layers
         copies = layout.dp * layout.cp * layout.tp if layout.sharding == "ddp" else layout.dp_replicate
         view = self._view("rest", ("pp", "dp_replicate", "tokens"), (layout.pp, copies, -1))
-        return _data(view, "tokens", self.is_replicated)
+        return view["dp_replicate", "tokens"] if self.is_replicated else view["tokens"]
 
     @property
     def experts(self) -> DeviceMesh:
@@ -102,7 +103,3 @@ def make_meshes(layout: Layout, device_type: str) -> Meshes:
     return Meshes(
         layout=layout, device_type=device_type, ranks=init_device_mesh(device_type, shape, mesh_dim_names=_RANKS)
     )
-
-
-def _data(view: DeviceMesh, shards: str, is_replicated: bool) -> DeviceMesh:
-    return view["dp_replicate", shards] if is_replicated else view[shards]

@@ -19,18 +19,15 @@ from deepwell.engine.engine import Engine
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.planner.layout import Layout
 from deepwell.train.feed import Batch, Feed, to_device
-from deepwell.train.parallel.inside import prepare
+from deepwell.train.parallel.context import spread_attention
+from deepwell.train.parallel.experts import spread_experts
 from deepwell.train.parallel.mesh import Meshes
 from deepwell.train.parallel.runner import DistributedRunner, local
 from deepwell.train.parallel.shard import shard
-from deepwell.train.parallel.stages import Cut, StageModule, StageSpan, spans
+from deepwell.train.parallel.stages import Cut, StageModule, spans
 from deepwell.train.parallel.tensor import split_tokens, split_weights
 
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-}
+_SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
 def check_schedule(layout: Layout) -> None:
@@ -73,7 +70,9 @@ class PipelineRunner(DistributedRunner):
         self.cut = Cut(engine, own, layout.tp)
         self._dtype = next(engine.deepwell.model.parameters()).dtype
         self._tied_group = _group_of_ends(meshes) if self.cut.is_tied else None
-        inner = prepare(engine, meshes, self.notes)
+        if layout.cp > 1:
+            spread_attention(engine, meshes, self.notes)
+        inner = spread_experts(engine, meshes)
         if split is not None:
             split_tokens(engine, meshes, split, [engine.deepwell.ir.layers[span.layers[0]].path for span in own])
         self.stages = [StageModule(engine, feed, self.cut, span) for span in own]
@@ -109,12 +108,15 @@ class PipelineRunner(DistributedRunner):
             kind = _SCHEDULES[layout.runs_as]
             single = kind is not ScheduleInterleaved1F1B
             self._schedules[key] = kind(
-                stages[0] if single else stages, n_microbatches=count, loss_fn=_loss_of, scale_grads=False
+                stages[0] if single else stages,
+                n_microbatches=count,
+                loss_fn=lambda out, _: out.sum(),
+                scale_grads=False,
             )
         return self._schedules[key]
 
     def _torch_stage(self, stage: StageModule, rows: int, length: int) -> PipelineStage:
-        span: StageSpan = stage.span
+        span = stage.span
         hidden = self._hidden(rows, length).requires_grad_()
         tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         loss = torch.zeros(1, device=self.device, requires_grad=True)
@@ -169,10 +171,6 @@ class PipelineRunner(DistributedRunner):
         return [grad for grad in grads if twice is None or grad is not twice.grad]
 
 
-def _loss_of(out: Tensor, target: Tensor) -> Tensor:
-    return out.sum()
-
-
 def _joined(batches: Sequence[Batch]) -> dict[str, Tensor]:
     """One batch of several; torch's schedule cuts it again."""
     first = batches[0]
@@ -193,6 +191,3 @@ def _group_of_ends(meshes: Meshes) -> Any:
         group = dist.new_group(ends)
         found = group if dist.get_rank() in ends else found
     return found
-
-
-__all__ = ["PipelineRunner", "check_micro_batches", "check_schedule"]

@@ -14,19 +14,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from deepwell.engine.engine import Engine
@@ -36,7 +30,7 @@ from deepwell.planner.layout import Layout
 from deepwell.train.feed import Feed
 from deepwell.train.parallel.fp8_gather import Fp8Gather
 from deepwell.train.parallel.mesh import Meshes
-from deepwell.train.parallel.runner import DistributedRunner, named_tensors
+from deepwell.train.parallel.runner import DistributedRunner
 
 # Its name in torch 2.13 and later, and before.
 _SYNC_BUFFERS = next(
@@ -46,50 +40,46 @@ _SYNC_BUFFERS = next(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSettings:
-    """What a layout leaves open: the size of DDP's buckets, and whether weights travel in FP8 (`fp8_gather.py`)."""
-
-    bucket_mib: float = 25.0
-    fp8_all_gather: bool = False
-
-
-def check_shardable(engine: Engine, layout: Layout, settings: ParallelSettings) -> None:
+def check_shardable(engine: Engine, layout: Layout, fp8_all_gather: bool = False) -> None:
     """Raise UnsupportedError where this engine cannot run in this layout."""
-    if engine.deepwell.options.cuda_graphs:
-        raise UnsupportedError("cuda_graphs=True goes with one process; compile the engine without it")
-    if engine.deepwell.options.cache_weights and layout.sharding == "zero3":
-        raise UnsupportedError(
-            "cache_weights=True keeps the codes of whole weights on every rank, which zero3 is there to avoid; compile "
-            "the engine without it, or take zero2"
-        )
-    if layout.etp > 1:
-        raise UnsupportedError(f"etp {layout.etp} is not executed: experts are not split inside; ep= spreads them")
-    if settings.fp8_all_gather:
-        _check_fp8_gather(engine, layout)
-
-
-def _check_fp8_gather(engine: Engine, layout: Layout) -> None:
+    options, name = engine.deepwell.options, engine.deepwell.ir.name
+    gathers = "fp8_all_gather: " if fp8_all_gather else ""
     reasons = (
-        (layout.sharding == "ddp", "ddp gathers no weights; take zero2 or zero3"),
-        (layout.pp > 1, f"stages of pp {layout.pp} gather their weights once a step, as they are; leave pp at 1"),
-        (layout.offload.optimizer > 0, "weights in host memory travel as they are; leave them on the GPU"),
-        (engine.deepwell.options.cache_weights, "cache_weights=True keeps other codes; compile the engine without it"),
+        (options.cuda_graphs, "cuda_graphs=True goes with one process; compile the engine without it"),
         (
-            not engine.deepwell.ir.layers,
-            f"{engine.deepwell.ir.name} has no repeated layers that are gathered one by one",
+            options.cache_weights and layout.sharding == "zero3",
+            "cache_weights=True keeps the codes of whole weights on every rank, which zero3 is there to avoid; compile "
+            "the engine without it, or take zero2",
+        ),
+        (layout.etp > 1, f"etp {layout.etp} is not executed: experts are not split inside; ep= spreads them"),
+        (gathers and layout.sharding == "ddp", f"{gathers}ddp gathers no weights; take zero2 or zero3"),
+        (
+            gathers and layout.pp > 1,
+            f"{gathers}stages of pp {layout.pp} gather their weights once a step, as they are; leave pp at 1",
+        ),
+        (
+            gathers and layout.offload.optimizer > 0,
+            f"{gathers}weights in host memory travel as they are; leave them on the GPU",
+        ),
+        (
+            gathers and options.cache_weights,
+            f"{gathers}cache_weights=True keeps other codes; compile the engine without it",
+        ),
+        (
+            gathers and not engine.deepwell.ir.layers,
+            f"{gathers}{name} has no repeated layers that are gathered one by one",
         ),
     )
     for is_so, reason in reasons:
         if is_so:
-            raise UnsupportedError(f"fp8_all_gather: {reason}")
+            raise UnsupportedError(reason)
 
 
 @torch.no_grad()
 def sync_weights(model: nn.Module) -> None:
     """Give every rank the weights and buffers of rank 0."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for name, tensor in named_tensors(model):
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device; give the model real weights before it is sharded")
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.data)
@@ -104,12 +94,10 @@ def sync_weights(model: nn.Module) -> None:
 class ReplicatedRunner(DistributedRunner):
     """DDP: every rank holds the whole model."""
 
-    def __init__(
-        self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, settings: ParallelSettings
-    ) -> None:
+    def __init__(self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, bucket_mib: float) -> None:
         super().__init__(engine, feed, device, meshes)
         how: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False, "gradient_as_bucket_view": True}
-        self._ddp = DistributedDataParallel(engine, bucket_cap_mb=settings.bucket_mib, **how)
+        self._ddp = DistributedDataParallel(engine, bucket_cap_mb=bucket_mib, **how)
         self.averages_over = self.world
 
     @property
@@ -127,12 +115,12 @@ class ShardedRunner(DistributedRunner):
     """FSDP2: parameters, gradients and optimizer states are sharded, as the layout's ZeRO says."""
 
     def __init__(
-        self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, settings: ParallelSettings
+        self, engine: Engine, feed: Feed, device: torch.device, meshes: Meshes, fp8_all_gather: bool = False
     ) -> None:
         super().__init__(engine, feed, device, meshes)
         self._groups = [module for module in engine.deepwell.model.modules() if isinstance(module, FSDPModule)]
         self._zero = meshes.layout.sharding
-        self.fp8_gather = Fp8Gather(engine) if settings.fp8_all_gather else None
+        self.fp8_gather = Fp8Gather(engine) if fp8_all_gather else None
         if self.fp8_gather is not None:
             self.fp8_gather.follow()
             self.notes.append(self.fp8_gather.note())

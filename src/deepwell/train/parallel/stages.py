@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,11 +42,8 @@ class Received(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.__dict__["value"] = None
-        self.forward = torch._dynamo.disable(self._give, reason=REASON)
-
-    def _give(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.__dict__["value"]
+        self.value: Tensor | None = None
+        self.forward = torch._dynamo.disable(lambda *args, **kwargs: self.value, reason=REASON)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +66,8 @@ class StageSpan:
 def spans(layout: Layout, num_layers: int) -> tuple[StageSpan, ...]:
     """All stages of a layout, in the model's order. Stage i is rank i % pp's."""
     counts = layout.layers_of_stages(num_layers)
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return tuple(
-        StageSpan(index=i, count=len(counts), layers=range(end - count, end))
-        for i, (count, end) in enumerate(zip(counts, ends, strict=True))
-    )
+    bounds = list(accumulate(counts, initial=0))
+    return tuple(StageSpan(index=i, count=len(counts), layers=range(*bounds[i : i + 2])) for i in range(len(counts)))
 
 
 class Cut:
@@ -94,7 +89,7 @@ class Cut:
         self.received = Received()
         self.is_tied = _weights(model, [self._embedding]) & _weights(model, self._ends) != set()
         self._check(ir, layers)
-        self.width = _width(ir, model)
+        self.width = int(next(op.params[0].shape[1] for op in ir.stem if op.params))
         self._stand_ins = {name: HandedOn(layer) for name, layer in layers.items()}
         self._lists: dict[int, nn.ModuleList] = {}
         for span in keep:
@@ -119,15 +114,14 @@ class Cut:
         passed = _module_list({name: HandedOn(layer) for name, layer in layers.items()})
         places = {self._list_at: passed, self._embedding: self.received} | {path: HandedOn() for path in self._ends}
         with _instead(self.model, places), torch.no_grad():
-            self.received.__dict__["value"] = x
+            self.received.value = x
+            why = ""
             try:
                 out = hidden_of(self.base_module(tokens) if self.base_path else self.model(tokens))
             except (TypeError, AttributeError, ValueError, RuntimeError) as error:
                 out, why = None, f" ({type(error).__name__}: {error})"
-            else:
-                why = ""
             finally:
-                self.received.__dict__["value"] = None
+                self.received.value = None
         if out is None or out.shape != x.shape or not torch.equal(out, x):
             raise UnsupportedError(
                 f"pp: {ir.name} does more between its embedding, its layers and its head than to hand the hidden state "
@@ -146,12 +140,12 @@ class Cut:
             places[self._embedding] = self.received
         if not span.is_last:
             places |= dict.fromkeys(self._ends, self._stand_ins["0"])
-        self.received.__dict__["value"] = x if span.is_first or self._tp == 1 else x.repeat(1, self._tp, 1)
+        self.received.value = x if span.is_first or self._tp == 1 else x.repeat(1, self._tp, 1)
         try:
             with _instead(self.model, places):
                 yield
         finally:
-            self.received.__dict__["value"] = None
+            self.received.value = None
 
     def parts(self, span: StageSpan) -> list[nn.Module]:
         """The modules of a stage that hold parameters."""
@@ -170,23 +164,17 @@ class Cut:
 class StageModule(nn.Module):
     """One stage as torch's schedules call it: hidden states in, hidden states out; the last one gives the loss, [1]."""
 
-    engine: Engine
-    feed: Feed
-    cut: Cut
-    span: StageSpan
-
     def __init__(self, engine: Engine, feed: Feed, cut: Cut, span: StageSpan) -> None:
         super().__init__()
-        self.__dict__["engine"], self.__dict__["feed"] = engine, feed
-        self.__dict__["cut"], self.__dict__["span"] = cut, span
+        self.span, self._given = span, (engine, feed, cut)  # in a tuple: the engine is no module of the stage's
         self.parts = nn.ModuleList(cut.parts(span))
 
     def forward(self, x: Tensor, share: Tensor | None = None, **batch: Tensor) -> Tensor:
         """`batch` is the whole micro-batch, which every rank has; `share` multiplies the last stage's mean loss."""
-        engine, cut = self.engine, self.cut
+        engine, feed, cut = self._given
         with cut.only(self.span, x):
             if self.span.is_last:
-                loss = self.feed(engine, batch).reshape(1)
+                loss = feed(engine, batch).reshape(1)
                 return loss.clone() if share is None else loss * share
             others = {name: batch[name] for name in ("position_ids", "attention_mask") if name in batch}
             assert engine.deepwell.regions is not None, "stages are made of regions"
@@ -239,10 +227,6 @@ def _ends(ir: IR, model: nn.Module, base: str) -> tuple[tuple[str, ...], list[tu
     # The head last: its weight is the one that may be the embedding's.
     ends.sort(key=lambda path: next(i for i, op in enumerate(ir.tail) if op.name == path))
     return tuple(embeddings.pop().split(".")), [tuple(path.split(".")) for path in ends]
-
-
-def _width(ir: IR, model: nn.Module) -> int:
-    return int(next(op.params[0].shape[1] for op in ir.stem if op.params))
 
 
 def _weights(model: nn.Module, paths: list[tuple[str, ...]]) -> set[int]:

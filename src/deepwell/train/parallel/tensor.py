@@ -14,14 +14,13 @@ sizes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from deepwell.engine.engine import Engine
@@ -41,28 +40,23 @@ _SEQUENCE = 1  # of [batch, tokens, width]
 _BLOCKS = (("nvfp4", 16), ("mx", 32), ("128", 128))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Split:
     """What of the layers is split how. Paths are the model's; of parameters, their names."""
 
-    shards: Mapping[str, int]  # parameter -> the dimension that tp splits
-    copies: tuple[str, ...]  # parameters that are whole on each rank
-    row_biases: tuple[str, ...]  # those of them that every rank adds to its part of a sum
-    norms: tuple[str, ...]  # modules behind which tokens are gathered
-    mlps: tuple[str, ...]  # modules before which tokens are gathered
-    rows: tuple[str, ...]  # modules behind which sums are scattered
+    shards: dict[str, int] = field(default_factory=dict)  # parameter -> the dimension that tp splits
+    copies: list[str] = field(default_factory=list)  # parameters that are whole on each rank
+    row_biases: list[str] = field(default_factory=list)  # those of them that every rank adds to its part of a sum
+    norms: list[str] = field(default_factory=list)  # modules behind which tokens are gathered
+    mlps: list[str] = field(default_factory=list)  # modules before which tokens are gathered
+    rows: list[str] = field(default_factory=list)  # modules behind which sums are scattered
 
 
 def find_split(ir: IR, model: nn.Module, tp: int) -> Split:
     """How tensor parallelism splits a model's layers. Raises UnsupportedError, with the module, where it cannot."""
     if not ir.layers:
         raise UnsupportedError(f"tp {tp}: {ir.name} has no repeated layers to split")
-    shards: dict[str, int] = {}
-    copies: list[str] = []
-    biases: list[str] = []
-    norms: list[str] = []
-    mlps: list[str] = []
-    rows: list[str] = []
+    split = Split()
     for layer in ir.layers:
         ops = ir.blocks[layer.block].ops
         _check_heads(ops, layer.path, tp)
@@ -70,29 +64,24 @@ def find_split(ir: IR, model: nn.Module, tp: int) -> Split:
             path = f"{layer.path}.{op.name}"
             if isinstance(op, Linear) and not is_whole(op):
                 is_row = _check_linear(op, path, model, tp)
-                shards[f"{path}.weight"] = 1 if is_row else 0
+                split.shards[f"{path}.weight"] = 1 if is_row else 0
                 if op.bias and not is_row:
-                    shards[f"{path}.bias"] = 0
+                    split.shards[f"{path}.bias"] = 0
                 elif op.bias:
-                    biases.append(f"{path}.bias")
-                rows += [path] if is_row else []
-        behind, before = _gathered(ops, layer.path, tp)
-        norms += [f"{layer.path}.{name}" for name in behind]
-        mlps += [f"{layer.path}.{name}" for name in before]
+                    split.row_biases.append(f"{path}.bias")
+                split.rows += [path] if is_row else []
+        _find_gathers(ops, layer.path, tp, split)
         known = {f"{layer.path}.{p.name}" for op in ops if isinstance(op, Norm) or is_whole(op) for p in op.params}
         grouped = (op.name.rpartition(".")[0] for op in ops if isinstance(op, GroupedLinear))
         experts = tuple(f"{layer.path}.{path}." for path in grouped)  # `experts.py` has those
         for name, _ in model.get_submodule(layer.path).named_parameters(prefix=layer.path):
-            if name in known or name in biases:
-                copies.append(name)
-            elif name not in shards and not name.startswith(experts):
+            if name in known or name in split.row_biases:
+                split.copies.append(name)
+            elif name not in split.shards and not name.startswith(experts):
                 raise UnsupportedError(
                     f"tp {tp}: {name} belongs to no linear and no norm, how to split it is not known"
                 )
-    return Split(
-        shards=shards, copies=tuple(copies), row_biases=tuple(biases), norms=tuple(norms), mlps=tuple(mlps),
-        rows=tuple(rows),
-    )  # fmt: skip
+    return split
 
 
 def _check_heads(ops: tuple[Op, ...], layer: str, tp: int) -> None:
@@ -123,8 +112,8 @@ def _check_linear(op: Linear, path: str, model: nn.Module, tp: int) -> bool:
     return is_row
 
 
-def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> tuple[list[str], list[str]]:
-    """(norms that columns alone read, MLPs whose columns read a norm beside a router and experts).
+def _find_gathers(ops: tuple[Op, ...], layer: str, tp: int, split: Split) -> None:
+    """Add the norms that columns alone read, and MLPs whose columns read a norm beside a router and experts.
 
     Nobody else may read these norms, and columns may read nothing else.
     """
@@ -137,8 +126,6 @@ def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> tuple[list[str], list
                 raise UnsupportedError(f"tp {tp}: {layer}.{op.name} does not read a norm's output, so tokens cannot be "
                                        "gathered before it")  # fmt: skip
             columns.setdefault(source.name, []).append(op.name)
-    norms: list[str] = []
-    mlps: list[str] = []
     for name, found in columns.items():
         others = [op for op in ops if name in op.inputs and op.name not in found]
         homes = dict.fromkeys(column.rpartition(".")[0] for column in found)
@@ -147,8 +134,10 @@ def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> tuple[list[str], list
             is_mlp = all(by_name[column].role in ("mlp", "shared_experts") for column in found)
             if not (is_mlp and is_beside and (is_whole(op) or isinstance(op, Dispatch))):
                 raise UnsupportedError(f"tp {tp}: {layer}.{op.name} reads {name} beside the linears that are split")
-        norms += [] if others else [name]
-        mlps += homes if others else []
+        if others:
+            split.mlps += [f"{layer}.{home}" for home in homes]
+        else:
+            split.norms.append(f"{layer}.{name}")
     heads = {op.qk_dim for op in ops if isinstance(op, Attention)}
     for op in ops:
         if isinstance(op, Norm) and op.params and any(_is_column(by_name.get(name)) for name in op.inputs):
@@ -157,7 +146,6 @@ def _gathered(ops: tuple[Op, ...], layer: str, tp: int) -> tuple[list[str], list
                 raise UnsupportedError(
                     f"tp {tp}: {layer}.{op.name} is a norm over {width} columns of all heads, which ranks would split"
                 )
-    return norms, mlps
 
 
 def _is_column(op: Op | None) -> bool:
@@ -255,6 +243,7 @@ def _behind(run: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return hook
 
 
+@torch.no_grad()
 def split_weights(engine: Engine, meshes: Meshes, notes: list[str]) -> Split:
     """Leave each rank of tp its part of the layers' weights, as DTensors, in place. The model must be whole still.
 
@@ -265,7 +254,12 @@ def split_weights(engine: Engine, meshes: Meshes, notes: list[str]) -> Split:
     check_local(engine, split, tp)
     notes += notes_on_blocks(engine, split, tp)
     for name in (*split.shards, *split.copies):
-        _distribute(model, name, mesh, split.shards.get(name))
+        path, _, key = name.rpartition(".")
+        old, dim = model.get_parameter(name), split.shards.get(name)
+        placement = Replicate() if dim is None else Shard(dim)
+        # All ranks have the same weights by now: each takes its part.
+        part = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None)
+        model.get_submodule(path)._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
     return split
 
 
@@ -297,13 +291,3 @@ def split_tokens(engine: Engine, meshes: Meshes, split: Split, firsts: Sequence[
     for path in firsts:
         hook = _before(lambda x: SplitTokens.apply(x, rank, tp))
         model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
-
-
-@torch.no_grad()
-def _distribute(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
-    path, _, key = name.rpartition(".")
-    old = model.get_parameter(name)
-    placement = Replicate() if dim is None else Shard(dim)
-    # All ranks have the same weights by now: each takes its part.
-    part = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None)
-    model.get_submodule(path)._parameters[key] = nn.Parameter(part, requires_grad=old.requires_grad)
