@@ -470,3 +470,82 @@ def test_spellings_compute_what_they_say(family: str) -> None:
 def test_many_spellings_compute_what_they_say(family: str, part: int) -> None:
     for seed in range(100 + 30 * part, 130 + 30 * part):
         _try(family, seed)
+
+
+# ---- parts under no_grad, and biases of other shapes ----
+
+
+def cut(function: Callable[..., Any], *given: Any) -> Any:
+    with torch.no_grad():
+        return function(*given)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (8,), w, 1e-5)
+
+
+def tanh_of(x: Tensor) -> Tensor:
+    return torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3))
+
+
+def turned(x: Tensor) -> Tensor:
+    return torch.cat([-x[..., 4:], x[..., :4]], -1)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) * 8**-0.5
+
+
+def norm_of_sum(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    h = x + y
+    return h * cut(norm, h, w)
+
+
+def weighted_by_loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    z = F.linear(x, w)
+    return cut(F.cross_entropy, z, t) * z.sum()
+
+
+A, B, W = _numbers(4, 8), _numbers(8, 8)[4:].detach().requires_grad_(), _numbers(8)
+Q, K, V = _numbers(2, 2, 6, 8), _numbers(2, 2, 7, 8), _numbers(2, 2, 7, 8)
+HEAD, IDS = _numbers(24, 8), torch.arange(4)
+CUT = {
+    "a gate's sigmoid": (lambda x, u: x * cut(torch.sigmoid, x) * u, [A, B]),
+    "a gate": (lambda x, u: cut(F.silu, x) * u, [A, B]),
+    "gelu's tanh": (lambda x: 0.5 * x * (1 + cut(tanh_of, x)), [A]),
+    "a norm's scale": (lambda x, w: w * (x * cut(mean_square, x)), [A, W]),
+    "a norm's rows": (lambda x, w: w * cut(lambda t: t * mean_square(t), x), [A, W]),
+    "a sum before a norm": (lambda x, y, w: norm(cut(torch.add, x, y), w) + x, [A, B, W]),
+    "a sum of what learns nothing": (lambda x, y, w: norm(cut(torch.add, x, y), w), [A.detach(), B.detach(), W]),
+    "a norm behind a sum": (lambda x, y, w: (x + y) * cut(norm, x + y, w) + (x + y), [A, B, W]),
+    "logits": (lambda x, w, t: F.cross_entropy(cut(F.linear, x, w), t) + x.sum(), [A, HEAD, IDS]),
+    "a norm of the sum": (norm_of_sum, [A, B, W]),
+    "a loss": (weighted_by_loss, [A, HEAD, IDS]),
+    "attention's weights": (lambda q, k, v: cut(lambda: scores(q, k).softmax(-1)) @ v, [Q, K, V]),
+    "attention's scores": (lambda q, k, v: cut(scores, q, k).softmax(-1) @ v, [Q, K, V]),
+    "a turned half": (lambda x, c: x * c.cos() + cut(turned, x) * c.sin(), [Q, _numbers(6, 8).detach()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", CUT)
+def test_what_no_grad_cuts_off_is_not_fused_with_what_learns(part: str) -> None:
+    check(*CUT[part])
+
+
+def test_a_graph_that_is_all_under_no_grad_is_fused() -> None:
+    def forward(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return norm(x + y, w) * F.silu(x) * y
+
+    counts = check(torch.no_grad()(forward), [A, B, W])
+    assert counts["rms_norm"] == counts["swiglu"] == counts["residual_norm"] == 1
+    # Cosine and sine, as Hugging Face makes them, need no gradient.
+    assert check(lambda x, c: x * cut(c.cos) + turned(x) * cut(c.sin), [Q, _numbers(6, 8).detach()])["rope"] == 1
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 24), (4, 24)], ids=str)
+def test_a_heads_bias_that_is_no_row_is_broadcast(shape) -> None:
+    check(lambda x, w, b, t: F.cross_entropy(F.linear(x, w, b), t), [A, HEAD, _numbers(*shape), IDS])

@@ -258,6 +258,19 @@ def test_a_model_of_two_towers_names_no_table_of_its_inputs() -> None:
     assert capture(model).num_params == num_parameters(model)
 
 
+def test_a_scalar_added_to_a_product_is_no_bias() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.shift = nn.Parameter(torch.randn(32, 64)), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight + self.shift
+
+    (linear,) = (s.op for s in capture(Shifted(), torch.randn(4, 32)).sites() if isinstance(s.op, Linear))
+    assert (linear.k, linear.n, linear.bias) == (32, 64, False)
+
+
 def test_a_thing_that_is_no_module_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="model is a dict"):
         capture({"weight": 1})  # type: ignore[arg-type]

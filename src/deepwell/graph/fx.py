@@ -45,6 +45,7 @@ _IN_PLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", 
 _PLAIN_UNDERSCORE = {"and_", "or_", "not_", "xor_"}
 
 CHANGED = "deepwell_changed"  # on a node: see `mark_changed`
+GRAD_MODE = "deepwell_grad_mode"  # on a node of a graph that sets it: whether autograd records here
 
 GROUPED_FALLBACK = "transformers::grouped_mm_fallback"  # Hugging Face's, for dtypes that torch's does not take
 
@@ -412,7 +413,7 @@ def has_index_tensor(node: fx.Node) -> bool:
 
 
 def mark_changed(graph: fx.Graph) -> None:
-    """Mark tensors that are written into and read after that: they are not what their op computed.
+    """Mark tensors that are written into and read after that: they are not what their op computed, or learn otherwise.
 
     `op_of` gives them a name that no pattern has; a product with a weight stays one, whatever becomes of its result.
     """
@@ -420,6 +421,38 @@ def mark_changed(graph: fx.Graph) -> None:
     for node in graph.nodes if writes.memory else ():
         if node.users and node.op in ("call_function", "call_method") and writes.between_readers(node):
             node.meta[CHANGED] = True
+    _mark_cut(graph)
+
+
+def _mark_cut(graph: fx.Graph) -> None:
+    """Mark what `torch.no_grad` cuts off from a gradient: fused with what follows, it would get one.
+
+    A graph that is all under no_grad stays as it is.
+    """
+    outside: list[bool] = [torch.is_grad_enabled()]
+    cut: list[fx.Node] = []
+    learns = False
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            outside[-1] = bool(node.args[0])
+        elif node.target is torch.autograd.grad_mode._enter_inference_mode:
+            outside.append(outside[-1] and not node.args[0])
+        elif node.target is torch.autograd.grad_mode._exit_inference_mode:
+            outside.pop()
+        elif node.op in ("call_function", "call_method"):
+            node.meta[GRAD_MODE] = outside[-1]
+            if outside[-1]:
+                learns = learns or _needs_gradient(node)
+            elif any(map(_needs_gradient, node.all_input_nodes)) and not _needs_gradient(node):
+                cut.append(node)
+    for node in cut if learns else ():
+        node.meta[CHANGED] = True
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    found = node.meta.get("example_value")
+    values = found if isinstance(found, tuple | list) else (found,)
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def is_changed(node: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 
 from deepwell.engine.passes.edit import put_call, runs_in_kernels, width_of
 from deepwell.engine.passes.swiglu import activation_of
-from deepwell.graph.fx import SHAPE_OPS, argument, only_user, op_of
+from deepwell.graph.fx import GRAD_MODE, SHAPE_OPS, argument, only_user, op_of
 from deepwell.kernels.activation.autograd import activation, bias_activation
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.norm.autograd import layer_norm
@@ -39,6 +39,8 @@ def _take_bias(activation: fx.Node) -> fx.Node | None:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not low_precision_linear or only_user(node) is None:
         return None
+    if node.meta.get(GRAD_MODE) != activation.meta.get(GRAD_MODE):
+        return None  # the bias would learn here
     x, weights, bias, scheme = node.args
     if bias is None or not scheme.startswith("fp8_row") or not runs_in_kernels(bias, activation.args[0]):
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from deepwell.engine.deferred import HeadLoss, Step
-from deepwell.engine.passes.edit import erase_unread, replace, runs_in_kernels
+from deepwell.engine.passes.edit import erase_unread, is_row, replace, runs_in_kernels
 from deepwell.graph.fx import SHAPE_OPS, Writes, argument, is_widened, op_of, value_of
 from deepwell.kernels.head.autograd import linear_cross_entropy
 
@@ -136,7 +136,10 @@ def _find_head(loss: fx.Node) -> _Head | None:
     flat = value_of(loss.args[0])
     is_matrix = flat is not None and flat.dim() == 2 and flat.shape[-1] == value_of(path[0]).shape[-1]
     bias = argument(path[0], "bias")
-    if amount is None or not is_matrix or not runs_in_kernels(*operands, *([] if bias is None else [bias])):
+    is_biased = bias is None or is_row(bias, flat.shape[-1] if is_matrix else 0)
+    if amount is None or not is_matrix or not is_biased:
+        return None
+    if not runs_in_kernels(*operands, *([] if bias is None else [bias])):
         return None
     return _Head(loss=loss, path=tuple(path), logit_scale=amount[0], soft_cap=amount[1])
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.graph.fx import CHANGED, PURE, op_of, value_of, written_by
+from deepwell.graph.fx import CHANGED, GRAD_MODE, PURE, op_of, value_of, written_by
 
 KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -31,6 +31,12 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
 
 
+def is_row(bias: Any, width: Any) -> bool:
+    """Whether a bias has one number for each column of a product: what is another shape is broadcast to it."""
+    value = value_of(bias)
+    return value is not None and value.dim() == 1 and bool(value.shape[0] == width)
+
+
 def scheme_of(names: Iterable[str], schemes: Mapping[str, str]) -> tuple[str, str]:
     """The path of a parameter that has a scheme and that scheme, empty where it has none."""
     paths = (name.removesuffix(".weight") for name in names)
@@ -51,7 +57,7 @@ def erase_unread(graph: fx.Graph) -> None:
 def replace(old: fx.Node, new: fx.Node) -> None:
     """Put `new` in the place of `old` and drop `old`."""
     new.meta.setdefault("example_value", old.meta.get("example_value"))
-    for key in ("nn_module_stack", "stack_trace", "module_path", CHANGED):
+    for key in ("nn_module_stack", "stack_trace", "module_path", CHANGED, GRAD_MODE):
         if key in old.meta:
             new.meta.setdefault(key, old.meta[key])
     old.replace_all_uses_with(new)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
-from deepwell.engine.passes.edit import in_dtype_of, replace, runs_in_kernels, scheme_of
-from deepwell.graph.fx import Writes, linear_parts, memory_of, value_of
+from deepwell.engine.passes.edit import in_dtype_of, is_row, replace, runs_in_kernels, scheme_of
+from deepwell.graph.fx import CHANGED, GRAD_MODE, Writes, linear_parts, memory_of, value_of
 from deepwell.kernels.gemm.linear import low_precision_linear, split_columns
 
 
@@ -38,25 +39,44 @@ def find_linears(
 ) -> list[LinearSite]:
     """Linears whose weight is a parameter with a scheme. `weights` maps placeholders to their parameters' names."""
     sites = []
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         parts = linear_parts(node)
         if parts is None:
             continue
+        product = node
         x, weight, bias, is_kn = parts
         names = weights.get(weight.name, ()) if isinstance(weight, fx.Node) else ()
         path, scheme = scheme_of(names, schemes)
-        if path and runs_in_kernels(x, weight) and value_of(weight).dim() == 2:
-            sites.append(LinearSite(node=node, x=x, weight=weight, bias=bias, is_kn=is_kn, scheme=scheme, path=path))
+        if not path or not runs_in_kernels(x, weight) or value_of(weight).dim() != 2:
+            continue
+        if bias is not None and not is_row(bias, value_of(weight).shape[1 if is_kn else 0]):
+            product, bias = _without_bias(graph, node, bias), None
+        sites.append(LinearSite(node=product, x=x, weight=weight, bias=bias, is_kn=is_kn, scheme=scheme, path=path))
     return sites
+
+
+def _without_bias(graph: fx.Graph, node: fx.Node, bias: Any) -> fx.Node:
+    """Add what is no row of the product's width, but broadcast to it, by itself. Returns the product."""
+    x, weight, _, is_kn = linear_parts(node)  # type: ignore[misc]
+    width = value_of(weight).shape[1 if is_kn else 0]
+    with graph.inserting_before(node):
+        product = graph.call_function(torch.matmul if is_kn else F.linear, (x, weight))
+        added = graph.call_function(operator.add, (product, bias))
+    product.meta |= {key: node.meta[key] for key in (CHANGED, GRAD_MODE) if key in node.meta}
+    product.meta["example_value"] = value_of(node).new_empty((*value_of(x).shape[:-1], width))
+    replace(node, added)
+    return product
 
 
 def rewrite_linears(graph: fx.Graph, sites: list[LinearSite]) -> tuple[int, int]:
     """Replace the sites, merging those of one input and scheme. Returns (linears replaced, groups merged)."""
-    groups: dict[tuple[fx.Node, str, fx.Node | bool], list[LinearSite]] = defaultdict(list)
+    groups: dict[tuple[fx.Node, str, fx.Node | tuple[bool, bool]], list[LinearSite]] = defaultdict(list)
     writes = Writes(graph)
     for site in sites:
         is_written = memory_of(site.node) in writes.memory  # columns of a merged result share memory
-        groups[site.x, site.scheme, site.node if is_written else site.bias is None].append(site)
+        # What no_grad cuts off learns nothing beside what learns.
+        kind = site.node if is_written else (site.bias is None, CHANGED in site.node.meta)
+        groups[site.x, site.scheme, kind].append(site)
     merged = 0
     for (_, scheme, _), group in groups.items():
         are_ready = all(site.bias is None or site.bias.op == "placeholder" for site in group)

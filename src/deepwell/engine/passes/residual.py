@@ -13,7 +13,7 @@ from torch import fx
 from deepwell.engine.passes.edit import replace, runs_in_kernels, width_of
 from deepwell.engine.passes.fuse_quantize import VIEWS
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
-from deepwell.graph.fx import PURE, SHAPE_OPS, Writes, arguments, op_of, value_of, written_by
+from deepwell.graph.fx import GRAD_MODE, PURE, SHAPE_OPS, Writes, arguments, op_of, value_of, written_by
 from deepwell.kernels.norm.autograd import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _JOINED = {rms_norm: add_rms_norm, layer_norm: add_layer_norm}
@@ -30,6 +30,8 @@ def rewrite_residual_norm(graph: fx.Graph) -> int:
         total, views = _behind_views(norm.args[0])
         if not _is_sum_of_two(total) or writes.between(total, total, norm):
             continue
+        if total.meta.get(GRAD_MODE) != norm.meta.get(GRAD_MODE):
+            continue  # the norm would move to where it learns nothing, or to where it does
         parameters = norm.args[1:]
         late = _computed_after(total, [p for p in parameters if isinstance(p, fx.Node)], order)
         if late is None or any(writes.between(node, total, norm) for node in _read_by(late, parameters)):

@@ -200,7 +200,8 @@ def _added_bias(found: LiftState, site: LiftedSite) -> None:
     for candidate in other:
         params = _gathered_parameter(found, candidate)
         axes = 2 if site.kind == "grouped_linear" else 1
-        if params is not None and flow.shape(params)[-1] == site.facts["n"] and len(flow.shape(params)) <= axes:
+        shape = () if params is None else flow.shape(params)
+        if params is not None and 1 <= len(shape) <= axes and shape[-1] == site.facts["n"]:
             site.params.append(params)
             site.facts["bias"] = True
             between = set(flow.back([node], lambda n: n is site.node or n in flow.weights))
