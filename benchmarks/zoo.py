@@ -549,9 +549,9 @@ def not_yet_run(tasks: str, only: list[str] | None, path: Path | None) -> tuple[
     chosen = ["causal-lm", *zoo.TASKS] if tasks == "all" else tasks.split(",")
     names = [f"{task}/{name}" for task in chosen for name in zoo.model_types(task) if only is None or name in only]
     kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    done = [row for row in (Row(**row) for row in kept) if row.status != "error"]
-    known = {f"{row.task}/{row.model_type}" for row in done}
-    return [name for name in names if name not in known], done
+    known = {f"{row.task}/{row.model_type}": row for row in (Row(**row) for row in kept)}
+    waiting = [name for name in names if name not in known or known[name].status == "error"]
+    return waiting, [row for name, row in known.items() if name not in waiting]
 
 
 def progress() -> Any:
