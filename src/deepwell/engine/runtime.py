@@ -272,6 +272,13 @@ class Runtime:
             if isinstance(error.inner_exception, DeepwellError):
                 raise error.inner_exception from error
             raise
+        except NotImplementedError as error:
+            if "jvp" not in str(error):
+                raise
+            raise UnsupportedError(
+                "an engine has no forward-mode gradients of dual tensors: torch.func.jvp runs the model as it was "
+                "written, and so does engine.deepwell.model"
+            ) from error
         if self.regions is None:  # a region is one graph or an error, and between them Python is what is wanted
             self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
         if not self.options.was_called and not _runs_eagerly():
