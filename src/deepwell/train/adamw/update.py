@@ -14,7 +14,7 @@ FP8 moments are E4M3 with an fp32 scale (amax / 448) per block of 128 elements i
   * fp32 and not power-of-two scales: a block that decays by b2 = 0.999 must be able to say so.
 COAT (ICLR 2025) trains with E4M3 moments in groups of 128 and expands their range by a power; the root is such a power.
 
-Numerics: fp32 with IEEE division and root and without contraction, in the order above (FP8 moments as `adamw_moments`
+Numerics: fp32 with IEEE division and root and without contraction, in the order above (FP8 moments as `moments.py`
 says), so that the kernel is bit-equal to `adamw_ref` on any device. Two exceptions: the norm has another order of sums;
 and bf16 parameters without a master take the GPU's own inverse, and root where moments are not FP8, and round their
 update once less (off by three units in the 24th bit, so that less than one in 10^4 of the stored parameters rounds the
