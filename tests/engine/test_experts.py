@@ -1,5 +1,7 @@
 """Experts in low precision: what a policy asks for runs in fwd, dgrad and wgrad; the model around it stays the same."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from deepwell.graph.fx import give_operands_by_position
 from deepwell.kernels.experts import autograd as FE
 from deepwell.kernels.experts.group_rows import padded_rows
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
+from deepwell.kernels.tune.gain import Gain
 from deepwell.precision.gemm_format import precision
 from deepwell.precision.policy import PrecisionPolicy
 
@@ -319,6 +322,71 @@ def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
     assert {row.scheme for row in report.bindings if ".experts." in row.path} == {GROUPED_FP8}
     assert any("product by product" in note for note in report.notes) == (found[1] == 0)
     assert all(p.grad is not None for name, p in model.named_parameters() if ".experts." in name)
+
+
+def _measured_as(monkeypatch, found):
+    """Experts are measured as on a GPU, with this outcome; the blocks and tokens that were asked for."""
+    asked = []
+
+    def measured(block, tokens, device):
+        asked.append((block, tokens))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("deepwell.engine.compile.measured_fallback", lambda measure, fallback, device: fallback)
+    monkeypatch.setattr("deepwell.engine.passes.gain._can_be_measured", lambda x: True)
+    monkeypatch.setattr("deepwell.engine.passes.work.experts_would_gain", measured)
+    return asked
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_would_not_gain_stay_in_bf16_with_their_microseconds(model_type, batch, on_hopper, monkeypatch):
+    slow = Gain(n=64, k=32, tokens=32, fp8_us=6140.0, bf16_us=4540.0)
+    asked = _measured_as(monkeypatch, slow)
+    model = zoo_models.tiny_model(model_type).bfloat16()
+    experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
+    plain = dw.compile(dw.capture(copy.deepcopy(model)), precision="bf16", inductor=False)
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    engine(**batch).loss.backward()
+    block, tokens = asked[0]
+    stored = experts.gate_up_proj.shape[1:]
+    assert (block.stored, block.biases) == (("kn", (True, True)) if model_type == "gpt_oss" else ("nk", (False, False)))
+    assert {block.width, block.rows_out} == set(stored) and block.experts == experts.gate_up_proj.shape[0]
+    assert tokens == batch["input_ids"].numel() and len(asked) == 2
+    report = engine.report()
+    assert report.passes.get("fused_experts", 0) == 0
+    rows = [row for row in report.bindings if ".experts." in row.path]
+    assert {(row.scheme, row.binding) for row in rows} == {("bf16", "substitute")}
+    assert {row.reason for row in rows} == {slow.reason} and "FP8 6140 us, bf16 4540 us" in slow.reason
+    assert not any("not met" in note or "product by product" in note for note in report.notes)
+    # Where attention and the router are in bf16 too, the experts' products are bf16's own.
+    for one in (engine, plain):
+        one.zero_grad()
+    policy = PrecisionPolicy("bf16")
+    policy.set_layer_precision("experts", "mxfp8")
+    alone = dw.compile(dw.capture(copy.deepcopy(model)), precision_policy=policy, inductor=False)
+    assert_bitwise_equal(alone(**batch).loss, plain(**batch).loss)
+
+
+def test_experts_are_asked_for_strictly_and_stay_fp8_where_memory_is_short(batch, on_hopper, monkeypatch):
+    model = zoo_models.tiny_model("qwen3_moe").bfloat16()
+    _measured_as(monkeypatch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    engine(**batch)
+    assert engine.report().passes["fused_experts"] == 2
+    assert any("not compared with bf16: CUDA out of memory" in note for note in engine.report().notes)
+    _measured_as(monkeypatch, Gain(n=64, k=32, tokens=32, fp8_us=1.0, bf16_us=2.0))
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    engine(**batch)
+    rows = [row for row in engine.report().bindings if ".experts." in row.path]
+    assert {row.scheme for row in rows} == {GROUPED_FP8} and all("faster: FP8 1 us" in row.reason for row in rows)
+    _measured_as(monkeypatch, Gain(n=64, k=32, tokens=32, fp8_us=2.0, bf16_us=1.0))
+    policy = PrecisionPolicy("bf16")
+    policy.set_layer_precision("experts", "fp8", scaling="row")
+    engine = dw.compile(dw.capture(model), precision_policy=policy, inductor=False, fallback="strict", measure=True)
+    with pytest.raises(Exception, match=r"experts.*: fp8 would not gain: FP8 2 us"):
+        engine(**batch)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def with_gains(bindings: Sequence[Binding], gains: Mapping[str, Gain]) -> tuple[
     rows = []
     for row in bindings:
         gain = gains.get(row.path)
-        if gain is None or not row.scheme.startswith("fp8_"):
+        if gain is None or not (row.scheme.startswith("fp8_") or row.scheme == GROUPED_FP8):
             rows.append(row)
         elif gain.gains:
             rows.append(replace(row, reason=f"{row.reason}; {gain.reason}"))

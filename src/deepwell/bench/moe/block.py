@@ -27,12 +27,11 @@ from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
 from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.activation import ExpertActivation
+from deepwell.kernels.experts.gain import FLOORS_DB
 from deepwell.kernels.experts.mlp import experts_mlp
 from deepwell.kernels.experts.torch_ops import places_of_largest
 from deepwell.kernels.tune.timing import times_us
 
-# Of outputs and gradients against Hugging Face's in fp32: rows rounded to bf16, and two FP8 products.
-_FLOOR_DB = {"bf16": 30.0, "fp8": 18.0}
 _SKEW = 1.2
 # Of the profile: steps, and the longest kernels of one. What idles between them is the host's.
 _WATCHED, _KERNELS = 4, 16
@@ -157,7 +156,7 @@ def row_of(shape: MoEShape, way: str, device: str, budget_s: float = 1.0) -> dic
         pairs = [(ref, made) for i, (ref, made) in enumerate(zip(wanted, got, strict=True)) if i != 2]
         row["dB"] = min(999.0, *(sqnr_db(ref, made) for ref, made in pairs))  # JSON has no infinity
         del wanted, got, pairs
-        if not row["dB"] >= _FLOOR_DB["fp8" if way.endswith("fp8") else "bf16"]:
+        if not row["dB"] >= FLOORS_DB["fp8" if way.endswith("fp8") else "bf16"]:
             row["problems"] = [f"wrong: {row['dB']:.1f} dB against Hugging Face's in fp32"]
         row |= _memory(run, step, x) if device == "cuda" else {}
         row["forward ms"] = milliseconds(lambda: run(x), device, budget_s)

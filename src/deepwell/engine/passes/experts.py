@@ -16,7 +16,7 @@ precision as an argument.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from deepwell.graph.fx import (
 from deepwell.kernels.activation.autograd import swiglu_packed
 from deepwell.kernels.experts.autograd import FP8_METHOD, batched_linear, fused_experts, grouped_linear
 from deepwell.kernels.experts.mlp import is_fused_in_fp8, run_experts
+from deepwell.kernels.tune.gain import Gain
 
 _FP8 = "|".join([FP8_METHOD] * 3)
 _PLAIN = "bf16|bf16|bf16"
@@ -121,13 +122,18 @@ def rewrite_experts(graph: fx.Graph, sites: Sequence[ExpertSite]) -> tuple[int, 
 
 
 def rewrite_calls(
-    graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]
-) -> tuple[list[str], int, list[str]]:
-    """Give experts that are one call the schemes of their weights.
+    graph: fx.Graph,
+    weights: Mapping[str, tuple[str, ...]],
+    schemes: Mapping[str, str],
+    gain_of: Callable[[fx.Node, str], Gain | None] = lambda call, path: None,
+) -> tuple[list[str], int, list[str], dict[str, Gain]]:
+    """Give experts that are one call the schemes of their weights; FP8 that `gain_of` finds slower stays bf16.
 
-    Returns their paths, how many calls are fused from end to end, and why other FP8 ones run product by product.
+    Returns the paths of those that leave it, how many calls are fused from end to end, why other FP8 ones run product
+    by product, and the measured gains by path.
     """
     paths: list[str] = []
+    gains: dict[str, Gain] = {}
     reasons: dict[str, None] = {}
     fused = 0
     for node in [node for node in graph.nodes if node.target is run_experts]:
@@ -138,15 +144,22 @@ def rewrite_calls(
         found = [next((n for n in own if n in schemes), None) for own in names]
         if not all(found) or not runs_in_kernels(x, *stored):
             continue
-        how = [schemes[path] for path in found if path is not None]
-        paths += [path for path in found if path is not None]
+        own_paths = [path for path in found if path is not None]
+        how = [schemes[path] for path in own_paths]
+        is_fp8 = how == [_FP8, _FP8]
+        is_fused = is_fp8 and is_fused_in_fp8(value_of(gate_up), value_of(down))
+        gain = gain_of(node, own_paths[0]) if is_fused else None
+        if gain is not None:
+            gains |= dict.fromkeys(own_paths, gain)
+            if not gain.gains:
+                node.args = (*node.args[:-1], _PLAIN)
+                continue
+        paths += own_paths
         node.args = (*node.args[:-1], ";".join(how))
-        if how == [_FP8, _FP8]:
-            is_fused = is_fused_in_fp8(value_of(gate_up), value_of(down))
-            fused += is_fused
-            if not is_fused:
-                reasons["their weights lie in neither order"] = None
-    return paths, fused, list(reasons)
+        fused += is_fused
+        if is_fp8 and not is_fused:
+            reasons["their weights lie in neither order"] = None
+    return paths, fused, list(reasons), gains
 
 
 def rewrite_fallback(graph: fx.Graph) -> int:

@@ -1,4 +1,4 @@
-"""Keep linears in bf16 where FP8 would not be faster: measured on this GPU at the sizes of the captured graph."""
+"""Keep linears and experts in bf16 where FP8 would not be faster: measured on this GPU at the graph's sizes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from deepwell.engine.passes.choose_kernels import size_of
@@ -13,6 +14,8 @@ from deepwell.engine.passes.linear import LinearSite
 from deepwell.errors import UnsupportedError
 from deepwell.graph.fx import SHAPE_OPS, op_of, value_of
 from deepwell.kernels.activation.autograd import activation
+from deepwell.kernels.experts.gain import Block
+from deepwell.kernels.experts.row_tiles import is_kn
 from deepwell.kernels.gemm.schemes import SCALED
 from deepwell.kernels.norm.autograd import layer_norm, rms_norm
 from deepwell.kernels.tune.gain import Gain
@@ -43,6 +46,35 @@ def keep_gaining(
             raise UnsupportedError(f"{group[0].path}: fp8 {gain.reason}; fallback='safe' keeps it in bf16")
     kept = [site for site in sites if site.path not in gains or gains[site.path].gains]
     return kept, gains
+
+
+def gain_of_experts(call: fx.Node, path: str, measure: Callable[..., Gain | None], *, strict: bool) -> Gain | None:
+    """The gain of a call of `run_experts` in FP8, None where it is not measured: off a GPU, or in another dtype.
+
+    `strict` raises UnsupportedError where there is none.
+    """
+    x_node, up_node, down_node, index_node, _, biases, how, _ = call.args
+    x, up, down, index = map(value_of, (x_node, up_node, down_node, index_node))
+    tokens = size_of(x.shape[0])
+    if not (_can_be_measured(x) and tokens):
+        return None
+    block = Block(
+        experts=down.shape[0],
+        width=down.shape[1],
+        ffn=down.shape[2],
+        top_k=index.shape[1],
+        activation=how,
+        biases=tuple(bias is not None for bias in biases),
+        stored="kn" if is_kn(up) else "nk",
+    )
+    gain = measure(block, tokens, str(x.device))
+    if strict and gain is not None and not gain.gains:
+        raise UnsupportedError(f"{path}: fp8 {gain.reason}; fallback='safe' keeps it in bf16")
+    return gain
+
+
+def _can_be_measured(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
 def _is_scaled(scheme: str) -> bool:

@@ -14,14 +14,16 @@ from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, mer
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
 from deepwell.engine.passes.edit import scheme_of
 from deepwell.engine.passes.experts import find_experts, rewrite_calls, rewrite_experts
-from deepwell.engine.passes.gain import keep_gaining
+from deepwell.engine.passes.gain import gain_of_experts, keep_gaining
 from deepwell.engine.passes.linear import find_linears, rewrite_linears
 from deepwell.engine.passes.row_factors import leave_row_scales
 from deepwell.engine.times.gemms import LinearSizes, find_products
 from deepwell.engine.times.ops import OpCall
 from deepwell.engine.unmatched import find_left_alone, has_autocast
 from deepwell.engine.weight_cache import WeightCache
+from deepwell.errors import UnsupportedError
 from deepwell.graph.fx import value_of
+from deepwell.kernels.experts.gain import experts_would_gain
 from deepwell.kernels.gemm.fp8 import ALIGNMENT
 from deepwell.kernels.registry import KernelRegistry
 from deepwell.kernels.tune.fastest import LEAST_FLOPS
@@ -189,7 +191,19 @@ def rewrite_all_experts(graph: fx.Graph, work: Work) -> tuple[int, int]:
     options = work.options
     sites = find_experts(graph, work.weights, options.schemes)
     fused, reasons = rewrite_experts(graph, sites)
-    paths, fused_calls, others = rewrite_calls(graph, work.weights, options.schemes)
+
+    def measured(*sizes: Any) -> Gain | None:
+        try:
+            return experts_would_gain(*sizes)
+        except (torch.OutOfMemoryError, UnsupportedError) as error:
+            options.remarks[f"experts in FP8 were not compared with bf16: {str(error).splitlines()[0][:200]}"] = None
+            return None
+
+    def gain_of(call: fx.Node, path: str) -> Gain | None:
+        return gain_of_experts(call, path, measured, strict=options.measure == "strict") if options.measure else None
+
+    paths, fused_calls, others, gains = rewrite_calls(graph, work.weights, options.schemes, gain_of)
+    options.gains.update(gains)
     why = dict.fromkeys((*reasons, *others))
     options.remarks |= {f"experts run product by product, padded for each: {reason}": None for reason in why}
     options.rewritten |= {*(site.path for site in sites), *paths}
