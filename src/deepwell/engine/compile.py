@@ -254,7 +254,7 @@ def _bf16_fault() -> str:
 
 
 def use_inductor(asked: bool | None, device: Target) -> bool:
-    """Whether Inductor compiles what no pass touches: on a GPU unless told otherwise. Raises UnsupportedError."""
+    """Whether Inductor compiles what no pass touches: on a GPU by default. Raises UnsupportedError."""
     if asked and device.kind == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise UnsupportedError("inductor=True needs a C++ compiler on a CPU: install g++, or leave it out")
     return device.kind == "cuda" if asked is None else asked

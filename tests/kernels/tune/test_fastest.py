@@ -53,7 +53,7 @@ def race(monkeypatch):
         return f"{'static' * is_static}{rank}"
 
     monkeypatch.setattr(choose, "times_us", timed)
-    monkeypatch.setattr(fastest, "_ways", lambda product: ["0", *(name for name in us if name != "torch")])
+    monkeypatch.setattr(fastest, "_algorithms", lambda product: ["0", *(name for name in us if name != "torch")])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: race.is_recording)
     on_cpu = fastest._problem
     monkeypatch.setattr(fastest, "_problem", lambda product: replace(on_cpu(product), device="cpu"))

@@ -54,7 +54,7 @@ Ways = Mapping[str, Callable[[], Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStage:
-    """One stage at one size: rows, columns and contraction of its product, and what else tells it apart.
+    """One stage at one size: rows, columns and contraction of its product, and what else distinguishes it.
 
     `kernel` and `form` name the tiles' proof (`tiles_proof.proofs`).
     """
