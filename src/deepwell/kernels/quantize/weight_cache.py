@@ -36,8 +36,7 @@ STATE_WORDS = 4
 MAX_SLOTS = 256
 # Columns of the table of weights: address, R, C, stride; rows and columns of codes (address, stride); group, place.
 WEIGHT_COLUMNS = 10
-# Columns of the table of groups: first weight, weights, first slot, slots, state, scale, tiles.
-GROUP_COLUMNS = 7
+# The table of groups has seven: first weight, weights, first slot, slots, state, scale, tiles.
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
