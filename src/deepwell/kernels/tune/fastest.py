@@ -6,7 +6,7 @@ torch's product before it is timed; the operands are those of the call, so that 
 whatever was tried before it, the result is that of the one that won. While a CUDA graph is recorded nothing can be
 timed: a shape that is new then is torch's.
 Numerics: those of `cublaslt`. Which algorithm wins changes the order of sums, so the choice is kept with the others of
-    this device, torch and CUDA (`choice_cache`): the next process takes the same one.
+    this device, torch and CUDA (`tune/cache.py`): the next process takes the same one.
 Cost: the first call of a shape some hundred calls, later ones a look into a dictionary.
 """
 

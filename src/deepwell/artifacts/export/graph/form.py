@@ -1,4 +1,4 @@
-"""A model as a graph in JSON: what Dynamo captured of one call, over the ops of `graph_ops`, with open sizes.
+"""A model as a graph in JSON: what Dynamo captured of one call, over the ops of `ops.py`, with open sizes.
 
     {"arguments": [{"name", "position", "shape", "dtype"}], "constants": {name: value},
      "sizes": {"s0": [argument, dim]}, "conditions": [["<=", "s0", 64]],
