@@ -2,7 +2,7 @@
 
 PYTHONPATH=src python3 benchmarks/bench_accumulation.py [--json FILE]
 
-Against the exact product of the same codes in fp64. Rows of the left operand are scaled by a lognormal spread, as
+Against the exact product of the same FP8 values in fp64. Rows of the left operand are scaled by a lognormal spread, as
 gradients of tokens are; "drift" is the mean of both operands in units of their deviation: with it the sums grow with
 every term, as those over tokens do where tokens agree (early in training, or along directions that all share).
 """

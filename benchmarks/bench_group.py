@@ -1,10 +1,10 @@
-"""Time the maxima and the codes of a linear's weights, for every linear of a layer, in every config.
+"""Time the maxima and the FP8 values of a linear's weights, for every linear of a layer, in every config.
 
     PYTHONPATH=src python3 benchmarks/bench_group.py [--model 1b|8b] [--only maxima,rows] [--against FILE] [--json FILE]
 
 A row says microseconds a call (median), GB/s of the bytes that must move, and that as a share of the copy bandwidth
 measured in the same run. Calls take turns over so many copies of the weights that L2 holds none of them; "forward" is
-maxima and codes right after each other, as a layer has them. What is compared with its reference and differs is a row
+maxima and values right after each other, as a layer has them. What is compared with its reference and differs is a row
 that says WRONG. The table of a whole layer comes last. `--against` times another version of
 src/deepwell/kernels/quantize/weights.py in the same run, by its own defaults.
 """
@@ -204,8 +204,8 @@ def main() -> None:
     print(f"{len(results)} rows, {wrong} wrong, {skipped} not reached in {time.monotonic() - started:.0f} s")
     if given.json:
         rows_of = [asdict(result) for result in results]
-        told = {name: value for name, value in vars(given).items() if name not in ("json", "against")}
-        report = {"environment": environment(), "arguments": told, "copy_gbps": copy, "rows": rows_of}
+        arguments = {name: value for name, value in vars(given).items() if name not in ("json", "against")}
+        report = {"environment": environment(), "arguments": arguments, "copy_gbps": copy, "rows": rows_of}
         given.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     if wrong:
         raise SystemExit(1)

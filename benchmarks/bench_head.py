@@ -83,8 +83,10 @@ def main() -> None:
     for row in rows:
         print(f"{row['head']:5} {row['chunk_mib']:9} {row['ms']:8.2f} {row['held_gb']:8.2f}  {row['problem']}")
     if given.json:
-        told = {name: value for name, value in vars(given).items() if name != "json"}
-        given.json.write_text(json.dumps({"environment": environment(), "arguments": told, "rows": rows}, indent=1))
+        arguments = {name: value for name, value in vars(given).items() if name != "json"}
+        given.json.write_text(
+            json.dumps({"environment": environment(), "arguments": arguments, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def difference(wanted: Any, got: Any) -> str | None:
-    """What differs by more than roundings of bf16 and of sums in another order; codes count as what they stand for."""
+    """What differs by more than roundings of bf16 and of sums in another order; FP8 values count dequantized."""
     pairs = {name: (getattr(got, name), getattr(wanted, name)) for name in wanted._fields if name != "q"}
     if getattr(wanted, "scale", None) is not None:
         pairs["codes"] = tuple(x.q.float() * x.scale[:, None] for x in (got, wanted))
@@ -54,10 +54,10 @@ def difference(wanted: Any, got: Any) -> str | None:
 
 
 def beside(wanted: Any, got: Any) -> str | None:
-    """Codes and scales must be those of the gradient beside them, bit for bit."""
+    """FP8 values and scales must be those of the gradient beside them, bit for bit."""
     codes, scales = quantize_rows_ref(got.grad, dtype=E4M3)
     if not (torch.equal(codes.view(torch.uint8), got.q.view(torch.uint8)) and torch.equal(scales, got.scale)):
-        return "WRONG: codes are not those of the gradient"
+        return "WRONG: FP8 values are not those of the gradient"
     return difference(wanted, got)
 
 

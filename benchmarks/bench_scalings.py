@@ -4,7 +4,7 @@ PYTHONPATH=src python3 benchmarks/bench_scalings.py [--tokens 16384] [--json FIL
 
 One linear of an 8B-class layer at a time, forward and backward. Every quantization is compared with its reference
 before it is timed; the products' decibels are against bf16's on the same numbers. `x` and `dy` are what is made of each
-(rows: codes; `turn`: their transposes for the wgrad), `w` both copies of the weight, at once (an engine makes one in
+(rows: values; `turn`: their transposes for the wgrad), `w` both copies of the weight, at once (an engine makes one in
 the forward, one in the backward). Rows are shown as kernels of their own: in an engine norms, activations and RoPE
 write most of them on the way.
 """

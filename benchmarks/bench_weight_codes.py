@@ -1,11 +1,11 @@
-"""Time the quantization of all FP8 weights of a decoder: kept codes (changed, unchanged) against one by one.
+"""Time the quantization of all FP8 weights of a decoder: cached (changed, unchanged) against one by one.
 
     PYTHONPATH=src python3 benchmarks/bench_weight_codes.py [--model 8b|1b] [--layers N] [--json FILE]
 
-A row for each config of the kept codes says milliseconds (median) for all weights, the bytes that must move, GB/s, and
-that as a share of the copy bandwidth measured in the same run. "apart" is what an engine without kept codes launches in
-each forward and backward. Codes are compared with the single quantizer's first; a wrong config is a row that says
-WRONG.
+A row for each config of the cached weights says milliseconds (median) for all weights, the bytes that must move, GB/s,
+and that as a share of the copy bandwidth measured in the same run. "apart" is what an engine without cached weights
+launches in each forward and backward. FP8 values are compared with the single quantizer's first; a wrong config is a
+row that says WRONG.
 """
 
 import argparse

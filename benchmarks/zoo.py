@@ -11,7 +11,7 @@ models of every task by an engine.
 A model counts as `graph` when one graph came back, the weight of every Linear and Conv1D that the eager forward calls
 is an input of it, and running it gives what the model gives eagerly (1e-5 in fp32, the same attention and experts
 implementation on both sides, dropout on with the same random numbers unless the graph is of evaluation mode). `static`
-means that no way gave a graph: capture then walks the modules instead. `error` is everything else: a wrong output, a
+means that no tracer gave a graph: capture then walks the modules instead. `error` is everything else: a wrong output, a
 missing weight, a crash, a timeout. Each model runs in a process of its own.
 
 `--experts` compiles nothing. It builds each model and reads its experts as the engine does: `fused` where all of FP8 is
@@ -118,7 +118,7 @@ def examine(model_type: str) -> Row:
         model_type=model_type,
         model_class=name,
         status="error" if problems else "graph",
-        way=traced.way,
+        way=traced.tracer,
         graphs=1,
         nodes=len(traced.graph.nodes),
         seconds=traced.seconds,

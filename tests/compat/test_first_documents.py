@@ -26,6 +26,16 @@ def test_cutlass_kernels_is_importable_from_the_package() -> None:
     assert "cutlass_kernels" not in dw.__all__
 
 
+def test_tcgen05_ops_quantizes_and_multiplies() -> None:
+    from deepwell.kernels import tcgen05_ops
+
+    x, w = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(48, 64, dtype=torch.bfloat16)
+    sides = [tcgen05_ops.quantize_mxfp8(side, columns=False) for side in (x, w)]
+    a, b = (tcgen05_ops.ScaledOperand(side.q_TK, side.scale) for side in sides)
+    y = tcgen05_ops.block_scaled_gemm(a, b, out_dtype=torch.float32)
+    assert torch.equal(y, dw.quantize(x, "mxfp8").dequantize() @ dw.quantize(w, "mxfp8").dequantize().T)
+
+
 def test_the_graph_optimizer_returns_a_graph_that_computes_the_same() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))

@@ -366,7 +366,7 @@ def test_an_engine_keeps_codes_when_asked_and_says_so() -> None:
     plain, cached = _engine(model), _engine(model, cache_weights=True)
     assert_bitwise_equal(cached(x), plain(x))
     assert cached.report().passes["cached_weights"] == 2 and "cached_weights" not in plain.report().passes
-    assert any("FP8 codes of 2 groups of weights are kept" in note for note in cached.report().notes)
+    assert any("FP8 values of 2 groups of weights are kept" in note for note in cached.report().notes)
     cached.eval()
     _edit_in_place(model)
     assert_bitwise_equal(cached(x), plain(x))

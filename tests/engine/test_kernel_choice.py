@@ -216,7 +216,7 @@ def test_on_fp8_hardware_a_whole_chain_runs_where_codes_are_not_shared(model, _a
     assert sqnr_db(model(x), y) > 45
 
 
-def test_on_fp8_hardware_a_whole_chain_that_cannot_compete_is_told_why(model, _as_hopper):
+def test_on_fp8_hardware_a_whole_chain_that_cannot_compete_has_its_reason(model, _as_hopper):
     registry = registry_of(user_kernels.right, trusted=True)
     model = model.bfloat16()
     engine = dw.compile(model, precision_policy=policy_of("mxfp8"), kernel_registry=registry, measure=False)

@@ -108,7 +108,7 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("rule", WINDOWS)
-def test_a_window_that_no_whole_number_tells_stays_at_open_sizes(rule: str) -> None:
+def test_a_window_that_is_no_whole_number_stays_at_open_sizes(rule: str) -> None:
     function = masked(within(WINDOWS[rule]))
     run, counts = rewritten(function, dynamic=True)
     for size in (10, 40):  # at 10 each is a triangle

@@ -293,7 +293,7 @@ def test_e5m2_gradients_with_finer_scales_are_a_substitute(scaling) -> None:
     assert by_gemm["dgrad"].binding == "substitute" and "E4M3, not E5M2" in by_gemm["dgrad"].reason
 
 
-def test_sizes_that_are_filled_up_are_said() -> None:
+def test_padded_sizes_are_reported() -> None:
     assert all("padded to multiples of 128" in b.reason for b in bound(HOPPER, 200, scaling="1x128").bindings)
     assert all("padded to multiples of 16" in b.reason for b in bound(HOPPER, 200, scaling="tensor").bindings)
     assert not any("filled" in b.reason for b in bound(HOPPER, scaling="1x128").bindings)

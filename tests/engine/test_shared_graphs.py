@@ -240,7 +240,7 @@ def test_tensors_that_stand_in_for_parameters_have_the_formats_of_their_places()
         assert_bitwise_equal(engine(batch()), wanted)
 
 
-def test_inductors_graphs_are_told_apart_too(cxx_compiler) -> None:
+def test_inductors_graphs_are_distinguished_too(cxx_compiler) -> None:
     engine = engine_of(Model(), alternating("bf16", "mxfp6"), inductor=True)
     other = engine_of(Model(Whole), alternating("bf16", "mxfp6"), inductor=True)
     assert_bitwise_equal(engine(batch()), other(batch()))
@@ -262,7 +262,7 @@ class Handed(nn.Module):
         return _product(_product(_product(x, self.a), self.b), self.c)
 
 
-def test_weights_that_are_handed_around_are_told_apart() -> None:
+def test_weights_that_are_passed_around_are_distinguished() -> None:
     model, x = Handed(), batch()
     options = options_of(model, {"a": MXFP8, "c": MXFP6})
     out = compiled(model, options)(x)
@@ -400,7 +400,7 @@ def test_a_layer_that_did_not_run_is_still_named() -> None:
     assert note.endswith("layers.4.up, layers.4.down")
 
 
-def test_measured_gains_are_told_of_every_layer(monkeypatch) -> None:
+def test_measured_gains_are_reported_of_every_layer(monkeypatch) -> None:
     from deepwell.kernels.tune.gain import Gain
 
     model = Model()

@@ -130,7 +130,7 @@ def test_positions_are_the_models_over_several_graphs() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_the_last_layers_are_known_where_their_number_is_told(told) -> None:
+def test_the_last_layers_are_known_where_their_number_is_given(told) -> None:
     policy = dw.PrecisionPolicy("mxfp8")
     policy.set_layer_precision("last 2 blocks", "bf16")
     options = {"precision_policy": policy, **({"num_layers": 6} if told else {})}

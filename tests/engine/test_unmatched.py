@@ -85,7 +85,7 @@ def test_the_backend_of_torch_compile_says_so_too() -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_autocast_is_told_with_the_dtype_that_it_runs_and_is_advised_against(inside) -> None:
+def test_autocast_is_reported_with_the_dtype_that_it_runs_and_is_advised_against(inside) -> None:
     class Casting(MLP):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=inside or torch.is_autocast_enabled("cpu")):
@@ -152,7 +152,7 @@ def test_attention_that_is_one_op_is_named() -> None:
     assert "multi_head_attention_forward" in _rows(engine.report())["self_attn.out_proj"].reason
 
 
-def test_a_layer_that_evaluation_runs_as_one_op_is_told_beside_its_format_in_training() -> None:
+def test_a_layer_that_evaluation_runs_as_one_op_is_reported_beside_its_format_in_training() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     engine = dw.compile(layer)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_linears_that_share_a_weight_are_both_met() -> None:
     assert _left(engine) == {} and "not met" not in str(engine.report())
 
 
-def test_what_no_graph_held_is_told_from_what_a_graph_left() -> None:
+def test_what_no_graph_held_is_distinguished_from_what_a_graph_left() -> None:
     class Unused(MLP):
         def forward(self, x: Tensor) -> Tensor:
             return self.up(x)

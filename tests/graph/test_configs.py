@@ -224,7 +224,7 @@ def test_the_language_part_of_a_multimodal_config_is_read() -> None:
     assert IR.from_config({"model_type": "llava", "text_config": TINY}) == IR.from_config(TINY)
 
 
-def test_a_dtype_given_by_hand_wins() -> None:
+def test_a_dtype_that_is_given_wins() -> None:
     assert IR.from_config({**TINY, "dtype": "bfloat16"}).dtype == "bf16"
     assert IR.from_config({**TINY, "torch_dtype": "bfloat16"}).dtype == "bf16"
     assert IR.from_config(TINY).dtype == "fp32"  # what transformers builds where the config is silent

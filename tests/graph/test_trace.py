@@ -92,9 +92,9 @@ def shapes_under(traced, path):
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_an_architecture_is_one_graph_with_every_linear_and_the_eager_outputs(model_type):
     model = zoo.tiny_model(model_type)
-    traced = trace(model, ways=("dynamo", "eval"), deduplicate=False)
+    traced = trace(model, tracers=("dynamo", "eval"), deduplicate=False)
     # opt draws a number for each layer in training mode and compares it (LayerDrop): no graph but in evaluation mode.
-    assert traced.way == ("eval" if model_type == "opt" else "dynamo") and not traced.specialized
+    assert traced.tracer == ("eval" if model_type == "opt" else "dynamo") and not traced.specialized
     expected, used = eager(model, training=traced.training)
     assert used and used <= traced.parameter_names
     loss, logits = computed(model, traced)[:2]
@@ -109,17 +109,17 @@ def test_an_architecture_is_one_graph_with_every_linear_and_the_eager_outputs(mo
 def test_a_meta_model_gives_the_graph_of_the_real_one(model_type):
     real = trace(zoo.tiny_model(model_type))
     meta = trace(zoo.tiny_model(model_type, device="meta"))
-    assert meta.way == "dynamo"
+    assert meta.tracer == "dynamo"
     assert shapes_under(meta, "model") == shapes_under(real, "model")
     assert meta.parameter_names == real.parameter_names
 
 
-@pytest.mark.parametrize("way", ["export", "record"])
-def test_the_other_ways_give_a_graph_that_computes_the_same(way):
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_the_other_tracers_give_a_graph_that_computes_the_same(tracer):
     model = zoo.tiny_model("qwen3_moe")
     expected, used = eager(model)
-    traced = trace(model, ways=(way,), deduplicate=False)
-    assert traced.way == way and used <= traced.parameter_names
+    traced = trace(model, tracers=(tracer,), deduplicate=False)
+    assert traced.tracer == tracer and used <= traced.parameter_names
     loss, logits = computed(model, traced)[:2]
     torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
@@ -212,8 +212,8 @@ def test_wrong_arguments_are_named():
         trace(nn.Linear(2, 2), "x")
     with pytest.raises(ConfigError, match="model is a function"):
         trace(lambda x: x)
-    with pytest.raises(ConfigError, match="ways"):
-        trace(nn.Linear(2, 2), ways=("magic",))
+    with pytest.raises(ConfigError, match="tracers"):
+        trace(nn.Linear(2, 2), tracers=("magic",))
 
 
 def test_the_sequence_length_equals_no_dimension_and_fits_the_positions():
@@ -263,14 +263,14 @@ def assert_same(before, after):
         assert after["tensors"][name][0] == identity and torch.equal(after["tensors"][name][1], value), name
 
 
-@pytest.mark.parametrize("way", ["dynamo", "export", "record"])
-def test_a_hugging_face_model_is_left_as_it_was(way):
+@pytest.mark.parametrize("tracer", ["dynamo", "export", "record"])
+def test_a_hugging_face_model_is_left_as_it_was(tracer):
     model = zoo.tiny_model("mixtral", num_hidden_layers=7)  # seven layers: the stubs must come off too
     model.config._attn_implementation_internal = "eager"
     model.config._experts_implementation_internal = "eager"
     model.model.layers[0].eval()
     before, config = snapshot(model), model.config.to_dict()
-    trace(model, ways=(way,))
+    trace(model, tracers=(tracer,))
     assert_same(before, snapshot(model))
     assert model.config.to_dict() == config and model.config.use_cache
     assert (model.config._attn_implementation, model.config._experts_implementation) == ("eager", "eager")
@@ -294,7 +294,7 @@ class Restless(nn.Module):
 def test_a_model_that_changes_itself_is_put_back():
     model, x = Restless(), torch.randn(4, 8)
     before = snapshot(model)
-    traced = trace(model, x, ways=("record",))
+    traced = trace(model, x, tracers=("record",))
     assert traced.specialized
     assert_same(before, snapshot(model))
     assert model.calls == []
@@ -314,9 +314,9 @@ class Branches(nn.Module):
 
 def test_control_flow_by_values_is_recorded_and_says_so():
     traced = trace(Branches(), torch.ones(2, 8))
-    assert traced.way == "record" and traced.specialized
+    assert traced.tracer == "record" and traced.specialized
     assert "small.weight" in traced.parameter_names
-    assert [a.way for a in traced.attempts] == ["dynamo", "eval", "export"]
+    assert [a.tracer for a in traced.attempts] == ["dynamo", "eval", "export"]
     assert all(a.error and a.reason for a in traced.attempts)
     assert "test_trace.py" in traced.attempts[0].where and "forward" in traced.attempts[0].where
 
@@ -324,7 +324,7 @@ def test_control_flow_by_values_is_recorded_and_says_so():
 def test_control_flow_by_values_on_meta_is_an_error_with_every_reason():
     with pytest.raises(TraceError, match="meta device") as caught:
         trace(Branches().to("meta"), torch.ones(2, 8, device="meta"))
-    assert [a.way for a in caught.value.attempts] == ["dynamo", "eval", "export", "record"]
+    assert [a.tracer for a in caught.value.attempts] == ["dynamo", "eval", "export", "record"]
     assert isinstance(caught.value, CaptureError)
 
 
@@ -348,7 +348,7 @@ def test_a_recording_follows_in_place_writes_and_several_outputs():
             return {"sum": first + 3 * second, "index": index, "mask": (y > 0) & ~(x > 0)}
 
     model, x = Writes(), torch.randn(5, 6)
-    expected, traced = model(x), trace(model, x, ways=("record",))
+    expected, traced = model(x), trace(model, x, tracers=("record",))
     assert not traced.specialized
     outputs = computed(model, traced, x)
     assert len(outputs) == len(expected) and all(map(torch.equal, expected.values(), outputs))

@@ -31,7 +31,7 @@ def xeon(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_cores_threads_and_sockets_are_told_apart(xeon):
+def test_cores_threads_and_sockets_are_distinguished(xeon):
     host = read_host(xeon)
     assert (host.cpu, host.num_threads, host.num_cores, host.num_sockets) == ("Test Xeon", 8, 4, 2)
     assert host.memory_bytes == 2**30

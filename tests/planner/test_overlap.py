@@ -85,7 +85,7 @@ def test_explain_says_what_each_overlap_is_worth() -> None:
 # ---- exports ----
 
 
-def test_megatron_is_told_what_not_to_hide() -> None:
+def test_megatron_gets_what_not_to_hide() -> None:
     plan = planned(sharding="zero1", pp=1)
     words = plan.export("megatron")
     assert "--overlap-grad-reduce" in words and "--overlap-param-gather" in words

@@ -148,7 +148,7 @@ def test_bad_steps_are_counted_and_too_many_in_a_row_end_the_run():
     assert issubclass(GuardStop, NumericsError)
 
 
-def test_a_spike_is_told_once_and_a_new_level_is_the_new_normal():
+def test_a_spike_is_reported_once_and_a_new_level_is_the_new_normal():
     settings = GuardSettings(spike_warmup=8, spike_window=16, spike_z=10.0, spike_calm_z=4.0)
     detector = SpikeDetector(settings)
     noisy = [2.0 + 0.01 * math.sin(7 * i) for i in range(20)]
@@ -177,7 +177,7 @@ def test_no_spike_before_the_warmup_nor_in_a_falling_or_flat_curve():
 # ---- budget and repair ----
 
 
-def test_the_budget_asks_once_and_stops_where_told_to():
+def test_the_budget_asks_once_and_stops_on_request():
     run = Run(confirm=1, budget=0.1)
     assert [e[0] for e in run.step(1, sqnr(1))] == ["sqnr", "fallback"]  # 1 of 12
     assert [e[0] for e in run.step(2, sqnr(2, B))] == ["sqnr", "fallback", "budget"]

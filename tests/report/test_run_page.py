@@ -404,7 +404,7 @@ def test_a_hundred_thousand_steps_make_a_small_page_in_seconds() -> None:
     assert len(series["y"]) < 3000
 
 
-def test_equal_names_of_folders_are_told_apart(tmp_path: Path) -> None:
+def test_equal_names_of_folders_are_distinguished(tmp_path: Path) -> None:
     folders = [written(tmp_path / name, [start(0.0)]) for name in ("x/run", "y/run")]
     assert [run.name for run in read_runs(folders)] == ["x/run", "y/run"]
     assert [run.name for run in read_runs([folders[0], folders[0]])] == ["1: x/run", "2: x/run"]

@@ -33,7 +33,7 @@ def weights_of(trainer: dw.Trainer) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("eager")
-def test_it_trains_what_a_loop_by_hand_trains(make_trainer: Any) -> None:
+def test_it_trains_what_a_plain_loop_trains(make_trainer: Any) -> None:
     # Two micro-batches, clipped, the same optimizer: bit for bit.
     trainer = make_trainer(optimizer="sgd", clip_norm=0.5, weight_decay=0.0)
     hand = make_trainer(optimizer="sgd", folder="hand", clip_norm=0.5)

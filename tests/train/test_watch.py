@@ -251,7 +251,7 @@ def test_nan_of_a_kernel_falls_back_at_once(monkeypatch, eager):
     }
 
 
-def test_a_dead_layer_is_told_once_and_keeps_its_formats(eager):
+def test_a_dead_layer_is_reported_once_and_keeps_its_formats(eager):
     engine = _engine()
     with torch.no_grad():
         engine.deepwell.model.layers[0].down.weight.zero_()

@@ -83,11 +83,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def tensor_pieces(tensors: Mapping[str, Tensor], alignment: int = 64) -> tuple[int, Iterator[bytes | memoryview]]:
+def tensor_pieces(tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[bytes | memoryview]]:
     """(bytes, pieces) of a file without metadata."""
     given = (TensorSlot(key=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items())
     slots = in_file_order(given)
-    head = header(slots, has_metadata=False, alignment=alignment)
+    head = header(slots, has_metadata=False, alignment=64)
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield head

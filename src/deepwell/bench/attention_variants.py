@@ -1,4 +1,4 @@
-"""Attention beyond plain causal, for `deepwell bench attention`: sizes, the formula and the ways to it."""
+"""Attention beyond plain causal, for `deepwell bench attention`: sizes, the formula and the kernels for it."""
 
 from __future__ import annotations
 

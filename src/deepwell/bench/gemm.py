@@ -119,7 +119,7 @@ def gemm_table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         head = (tuple(row["shape"]), row["op"])
         if head != last:
-            what = "chain: quantize, multiply" if row["op"] == "gemm" else "GEMM of codes alone"
+            what = "chain: quantize, multiply" if row["op"] == "gemm" else "GEMM of FP8 values alone"
             lines += ["", f"{'x'.join(map(str, row['shape']))}  {what}"]
             last = head
         if row["us"] is None:

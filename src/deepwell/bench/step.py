@@ -7,7 +7,6 @@ allocations. Each row carries the kernels that one of its steps ran, and the cla
 """
 
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from deepwell.bench.ran import Claim, engine_claims, peer_claims, problems, shar
 from deepwell.bench.variants import Variant, runs_as
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.hardware.progress import bar
+from deepwell.kernels.tune.timing import launched_ms
 from deepwell.train.adamw.optimizer import AdamWDW
 
 Entrant = Variant | Peer
@@ -126,7 +126,7 @@ class Trainee:
         """One step to settle, then timed ones."""
         self.step()
         if self.device == "cuda":
-            self.times += _time_on_gpu(self.step, burst)
+            self.times += launched_ms(self.step, burst)
             return
         for _ in range(burst):
             started = time.perf_counter()
@@ -159,16 +159,6 @@ class Trainee:
         if isinstance(self.optimizer, AdamWDW):
             claims.append(Claim("adamw_dw", r"_adamw\w*_kernel"))
         return claims
-
-
-def _time_on_gpu(step: Callable[[], Any], count: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
 
 
 def _optimizer(net: torch.nn.Module, is_deepwell: bool, options: StepOptions) -> torch.optim.Optimizer:

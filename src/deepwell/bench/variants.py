@@ -1,4 +1,4 @@
-"""Ways to run a model through Deepwell, by name: a recipe or policy file and words for the options.
+"""Configurations of Deepwell in the race, by name: a recipe or policy file and words for the options.
 
 default                                                                   dw.compile(model) without an option
 bf16   fp8   fp8_tensor   fp8_1x128   mxfp8   nvfp4   policy.json         the formats

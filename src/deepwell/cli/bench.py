@@ -57,7 +57,7 @@ def step_command(
         bool, option("Compare Deepwell's gradients with eager's on a short sequence.", "--gradients")
     ] = False,
     rounds: Annotated[int, option("Turns of each entrant.")] = 5,
-    burst: Annotated[int, option("Timed steps of a turn.")] = 3,
+    burst: Annotated[int, option("Steps timed in a row before the next entrant takes its turn.")] = 3,
     optimizer: Annotated[str, option("auto (Deepwell: adamw_dw, peers: torch's fused), torch, dw.")] = "auto",
     one_by_one: Annotated[bool, option("Do not take turns: one entrant at a time in memory.", "--one-by-one")] = False,
     checkpoint_layers: Annotated[int, option("Layers that keep only their input (less memory).")] = 0,
@@ -95,7 +95,7 @@ def models_command(
     out: Annotated[Path, option("The folder that keeps a JSON file of each row.")] = Path("models"),
     resume: Annotated[bool, option("Do not run rows again that the folder holds.", "--resume")] = False,
     rounds: Annotated[int, option("Turns of each entrant.")] = 5,
-    burst: Annotated[int, option("Timed steps of a turn.")] = 3,
+    burst: Annotated[int, option("Steps timed in a row before the next entrant takes its turn.")] = 3,
     timeout: Annotated[float, option("Seconds of one row at most.")] = 1800.0,
     quick: Quick = False,
     device: Device = None,

@@ -1,4 +1,4 @@
-"""`from deepwell import cutlass_kernels`: the CUTLASS kernels by hand.
+"""`from deepwell import cutlass_kernels`: the CUTLASS kernels without an engine.
 
 Where the library of `deepwell build` is not there, the same formats run by other kernels or by exact emulation.
 """

@@ -266,7 +266,7 @@ def check_formats(quantize: Callable[..., Any] | None = None) -> Check:
             wrong.append(f"{name}: {got[0, : len(values)].tolist()} where {list(expected)} is right")
     if wrong:
         return Check("formats", "fail", "; ".join(wrong), "this torch rounds differently: do not train with it")
-    return Check("formats", "ok", f"hand vectors exact: {', '.join(v[0] for v in HAND_VECTORS)}")
+    return Check("formats", "ok", f"test vectors exact: {', '.join(v[0] for v in HAND_VECTORS)}")
 
 
 def version_tuple(text: str) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def _check_number(options: BackendOptions) -> None:
     running = CompileContext.current_compile_id()
     frame = None if running is None else running.frame_id
     options.frames[frame] = count = options.frames.get(frame, 0) + 1
-    # Behind a graph break each layer has a graph of its own, for its own codes.
+    # Behind a graph break each layer has a graph of its own, for its own FP8 values.
     most = MOST_GRAPHS + (8 * len(options.schemes) if options.cache_weights else 0)
     if count > most:
         raise CaptureError(
@@ -97,7 +97,7 @@ def _guarded(
 
 
 def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOutput]) -> Callable[..., Any]:
-    """Hand out logits that are computed when somebody looks at them, where the graph returns the head's input."""
+    """Return logits that are computed when somebody looks at them, where the graph returns the head's input."""
     if not deferred:
         return run
 
@@ -129,7 +129,7 @@ def _rewrite(
     options: BackendOptions,
     outer: Mapping[str, fx.Node] | None = None,
 ) -> list[DeferredOutput]:
-    """Nested graphs first: they may ask how the outer one makes their masks, which `outer` tells."""
+    """Nested graphs first: they may ask how the outer one makes their masks, which `outer` says."""
     _rewrite_nested(graph_module, weights, options)
     work = Work(options=options, weights=weights, outer=outer)
     pipeline.run(pipeline.DYNAMO, graph_module.graph, work)
@@ -144,7 +144,7 @@ def _rewrite_nested(
 
     def kind_of(operand: fx.Node) -> object:
         names = weights.get(operand.name, ())
-        # Kept codes belong to one weight.
+        # Kept FP8 values belong to one weight.
         return names if options.cache_weights or not names else scheme_of(names, options.schemes)[1]
 
     separate(graph_module, kind_of)
@@ -158,7 +158,7 @@ def _rewrite_nested(
 
 
 def keep_codes(graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[KeptGroup]:
-    """Let the FP8 linears of a rewritten graph, and of those nested in it, read kept codes. Returns the groups."""
+    """Let the FP8 linears of a rewritten graph, and of those nested in it, read kept FP8 values. Returns the groups."""
     names = parameter_names(graph_module.graph, example_inputs, options.parameters)
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
     taken: dict[int, KeptGroup] = {}

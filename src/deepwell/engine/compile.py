@@ -141,13 +141,13 @@ def optimize_for_blackwell(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    # The capture has a length of its own that no width of the model shares, to tell the axes apart by it.
+    # The capture has a length of its own that no width of the model shares, which distinguishes the axes.
     check_sizes(batch_size=batch_size, seq_len=seq_len)
     return compile(model, precision=precision)
 
 
 def check_plan(plan: Plan, ir: IR) -> None:
-    """Raise ConfigError where a plan is none, or one of another model."""
+    """Raise ConfigError unless `plan` is a Plan of this model."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is a {type(plan).__name__}; pass what dw.autoplan(...) returned")
     planned = plan.workload.ir
@@ -159,7 +159,7 @@ def check_plan(plan: Plan, ir: IR) -> None:
 
 
 def recomputed_layers(plan: Plan | None, recompute: bool) -> tuple[int | None, list[str]]:
-    """How many layers are computed again (0: all, None: none), and notes on what of the plan is not done so."""
+    """How many layers are recomputed (0: all, None: none), and notes on what of the plan is not."""
     if recompute or plan is None:
         return 0 if recompute else None, []
     chosen = plan.layout.recompute
@@ -185,7 +185,7 @@ def use_cuda_graphs(asked: bool | None, device: Target) -> bool | None:
 def registry_for(
     registry: KernelRegistry | None, use_cutlass: bool, device: Target
 ) -> tuple[KernelRegistry | None, list[str]]:
-    """Who chooses kernels, None where nobody was asked to, and a note where CUTLASS was asked for and is not there."""
+    """The registry that chooses kernels, or None, and a note where CUTLASS was asked for and is missing."""
     if registry is not None and not isinstance(registry, KernelRegistry):
         raise ConfigError(f"kernel_registry is a {type(registry).__name__}; pass a deepwell.kernels.KernelRegistry")
     if not use_cutlass:
@@ -196,13 +196,13 @@ def registry_for(
 
 
 def measured_fallback(measure: bool | None, fallback: str, device: Target) -> str | None:
-    """What BackendOptions.measure is to be: only FP8 hardware is worth a measurement, and "strict" only on demand."""
+    """The value of BackendOptions.measure: only FP8 hardware is measured, and under "strict" only on demand."""
     wanted = fallback == "safe" if measure is None else measure
     return fallback if wanted and device.has_fp8 else None
 
 
 def check_fallback(fallback: str) -> str:
-    """`fallback` itself; raises ConfigError where there is no such way."""
+    """Return `fallback`; raises ConfigError unless it is one of FALLBACKS."""
     if fallback not in FALLBACKS:
         near = difflib.get_close_matches(str(fallback), FALLBACKS, n=1)
         raise ConfigError(f"fallback is {fallback!r}; it takes {' or '.join(near or FALLBACKS)}")
@@ -249,12 +249,12 @@ def unproven_formats(capability: tuple[int, int], device: torch.device) -> tuple
 
 @lru_cache(maxsize=1)
 def _bf16_fault() -> str:
-    """Asked once: the answer takes a process that loads torch."""
+    """Why bf16 is wrong on this CPU, "" where it is right. Cached: the check starts a process that loads torch."""
     return bf16_fault(read_host().instruction_sets)
 
 
 def use_inductor(asked: bool | None, device: Target) -> bool:
-    """Whether Inductor compiles what no pass touches: on a GPU unless told otherwise. Raises UnsupportedError."""
+    """Whether Inductor compiles what no pass touches: on a GPU by default. Raises UnsupportedError."""
     if asked and device.kind == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise UnsupportedError("inductor=True needs a C++ compiler on a CPU: install g++, or leave it out")
     return device.kind == "cuda" if asked is None else asked

@@ -196,7 +196,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The loss as it is. Backward it also tells the logits their gradient, where somebody watches it."""
+    """The loss as it is. Backward it also gives the logits their gradient, where somebody watches it."""
 
     @staticmethod
     def forward(

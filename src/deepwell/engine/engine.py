@@ -38,14 +38,14 @@ class Engine(nn.Module):
     deepwell: Runtime
 
     def __new__(cls, ir: IR | None = None, *args: Any, **kwargs: Any) -> Engine:
-        if ir is None:  # who copies an engine fills it by themselves
+        if ir is None:  # a copy, which the copier fills
             return super().__new__(cls)
         model = type(ir.require_module())
         has_parts = all(hasattr(model, name) for name in ("__getitem__", "__len__", "__iter__"))
         return super().__new__(EngineOfParts if has_parts else cls)
 
     def __init__(self, ir: IR, *args: Any, **kwargs: Any) -> None:
-        """Of the arguments of a `Runtime`."""
+        """Takes the arguments of `Runtime`."""
         runtime = Runtime(ir, *args, **kwargs)
         super().__init__()
         runtime.engine, model, own = self, runtime.model, self.__dict__
@@ -119,7 +119,7 @@ class Engine(nn.Module):
         return sorted({*super().__dir__(), *dir(self.deepwell.model), *own})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """An engine of a copy of the model, compiled by itself: no graph, and no code of a weight, is shared."""
+        """An engine of a copy of the model, compiled by itself: no graph and no quantized weight is shared."""
         runtime = self.deepwell
         if runtime.regions is not None:
             raise UnsupportedError("an engine of compiled regions cannot be copied: its model's layers belong to it")

@@ -1,4 +1,4 @@
-"""Tells torch and transformers of Deepwell's names, without loading either.
+"""Registers Deepwell's names with torch and transformers, without loading either.
 
 `torch.compile(model, backend="deepwell")`: an installed Deepwell is found through its entry point in the group that
 torch reads. For a tree that is only on the path, `announce` offers the same entry point to `importlib.metadata` by its

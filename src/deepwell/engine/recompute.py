@@ -1,6 +1,6 @@
 """Recompute whole layers: keep each layer's input alone and compute the layer again in the backward.
 
-Hugging Face's layers do so themselves when told to, and know what of their arguments (a key-value cache) must not be
+Hugging Face's layers do so themselves on request, and know what of their arguments (a key-value cache) must not be
 filled twice. Other modules run under `torch.utils.checkpoint` for as long as the engine calls the model; called by
 itself, the model is as it was.
 """

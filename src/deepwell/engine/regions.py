@@ -33,7 +33,7 @@ from deepwell.graph.ir import IR
 from deepwell.graph.ops import GroupedLinear, Linear, Norm
 
 Forward = Callable[..., Any]
-# What Dynamo tells of the breaks that regions make on purpose.
+# What Dynamo logs of the breaks that regions make on purpose.
 REASON = "deepwell: between compiled regions"
 
 
@@ -129,7 +129,7 @@ class Regions:
                 return run(*args, **kwargs)
             if self._options is not None and self._options.cache_weights:
                 raise UnsupportedError(
-                    "cache_weights=True keeps codes of parameters, and local parts of DTensors are others at every "
+                    "cache_weights=True keeps values of parameters, and local parts of DTensors are others at every "
                     "call; leave it out under tensor and expert parallelism"
                 )
             stands_in = STANDS_IN_FOR.set((id(self), path))

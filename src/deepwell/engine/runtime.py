@@ -420,7 +420,7 @@ class Runtime:
         kept = self.options.weight_cache
         if self.options.cache_weights and self.options.graphs:
             notes.append(
-                f"FP8 codes of {len(kept.groups)} groups of weights are kept between calls: "
+                f"FP8 values of {len(kept.groups)} groups of weights are kept between calls: "
                 f"{kept.num_bytes / 2**20:.1f} MiB"
             )
         for replay in self.options.replays:
@@ -471,7 +471,7 @@ def _seen_by(runtime: Runtime) -> Callable[[BackendOptions, Any, Sequence[Any]],
 
 
 def _chatter() -> set[Any]:
-    """Logging that is no reason to break a graph: GPT-2 tells once, between its head and its loss, which loss it takes.
+    """Logging that is no reason to break a graph: GPT-2 logs once, between its head and its loss, which loss it takes.
 
     A `warning` that a model gives at every call still breaks it and is heard.
     """

@@ -1,6 +1,6 @@
 """Graphs that Dynamo runs for several layers: each layer in its own formats, and the report knows which ones ran.
 
-Parameters are inputs of Dynamo's graphs, and none of its guards tells those of one layer from those of another. After a
+Parameters are inputs of Dynamo's graphs, and none of its guards distinguishes those of two layers. After a
 graph break inside a layer one compiled graph would therefore serve all equal layers, in the formats of the first. So a
 graph that holds a part of the model only gets a guard for each of its weights: the formats it was compiled for. A layer
 with others is compiled by Dynamo as any other input would be, shapes, backward and all; layers with equal ones share a
@@ -123,7 +123,7 @@ def shared_weights(
     """The weights of a graph that other layers' could take the place of.
 
     None where the graph holds all of the model's: it runs for nothing else. `own` are inputs whose names are part of
-    what was compiled, such as those whose codes are kept.
+    what was compiled, such as those whose FP8 values are kept.
     """
     pairs = list(zip((n for n in graph.nodes if n.op == "placeholder"), example_inputs, strict=True))
     # Under `torch.func.functional_call` any tensor may be one.
@@ -185,7 +185,7 @@ def _install(source: Source, weights: Sequence[Weight], check: Callable[[Any], b
 
 
 def FORMATS_MATCH(check: Callable[[Any], bool], what: str, builder: Any, guard: Guard) -> None:
-    """Build a guard; Dynamo shows what it says where it tells why it compiled again."""
+    """Build a guard; Dynamo shows what it says where it logs why it compiled again."""
     manager = builder.get_guard_manager(guard)
     given = (check, [f"deepwell: {guard.name} has the formats of {what}"], guard.user_stack)
     # Earlier versions of torch do not take the stack.

@@ -1,4 +1,4 @@
-"""Which weights with a format a graph does not multiply in it, and why. Changes nothing: the report tells it.
+"""Which weights with a format a graph does not multiply in it, and why. Changes nothing: the report shows it.
 
 A linear stays as the model has it where no kernel takes its dtypes (float64; an input that autocast made bf16 beside a
 weight in fp32), and where its weight is read by another op than a linear: attention that is one op, a weight norm.

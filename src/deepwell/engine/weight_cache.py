@@ -1,7 +1,7 @@
-"""FP8 codes of an engine's weights that live from call to call, for `cache_weights=True`.
+"""FP8 values of an engine's weights that live from call to call, for `cache_weights=True`.
 
-Every run of a compiled graph begins with a refresh of the codes that it reads: two launches that look at the weights it
-was given, wherever they lie now, and quantize those groups whose content is not that of their codes. So a weight may be
+Every run of a compiled graph begins with a refresh of the values that it reads: two launches look at the weights it
+was given, wherever they lie now, and quantize the groups whose content is not that of their values. So a weight may be
 changed in any way between two runs, and is quantized once, however many runs come before it changes again.
 """
 
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from deepwell.kernels.quantize.weight_cache_launches import Codes, CodesRefresh
 
-# What tells groups apart: for each weight its names, shape, and whether it is stored as [K, N]; their dtype and device.
+# The key of a group: for each weight its names, shape, and whether it is stored as [K, N]; their dtype and device.
 Key = tuple[Any, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class WeightCache:
-    """The codes of all groups, shared by all graphs of an engine: training, evaluation, other shapes, other steps."""
+    """The values of all groups, shared by all graphs of an engine: training, evaluation, other shapes, other steps."""
 
     groups: dict[Key, Codes] = field(default_factory=dict)
     # Where each group's weights lay at its last refresh, and their version counters.
     seen: dict[Key, tuple[Any, ...]] = field(default_factory=dict)
 
     def codes_of(self, key: Key, k: int, widths: Sequence[int], is_kn: Sequence[bool], device: torch.device) -> Codes:
-        """The codes of a group, made empty where it is new."""
+        """The FP8 values of a group, made empty where it is new."""
         if key not in self.groups:
             self.groups[key] = Codes.empty(k, widths, is_kn, device)
         return self.groups[key]
@@ -41,7 +41,7 @@ class WeightCache:
         return sum(codes.times_quantized for codes in self.groups.values())
 
     def note_versions(self, key: Key, weights: Sequence[Tensor]) -> None:
-        """Tell autograd where codes are about to be other codes: the backward of an earlier forward would read them.
+        """Tell autograd where values are about to be other values: the backward of an earlier forward would read them.
 
         It then raises, as it does for a weight that was changed before the backward. Two forwards of the same weights
         may both be waiting for their backward.

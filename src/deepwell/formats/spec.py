@@ -90,8 +90,6 @@ class Format:
     has_global_scale: bool
     # The contraction length is a multiple of this in a native GEMM: whole blocks and 16-byte rows.
     k_alignment: int
-    # Rows of a token group are padded to a multiple of this in a native grouped GEMM (the contraction of its wgrad).
-    group_alignment: int
 
     @property
     def bits_per_element(self) -> float:
@@ -184,16 +182,14 @@ def _format(
     name: str, element: ElementFormat, group: tuple[str, tuple[int, int] | None, int], scale: str | None
 ) -> Format:
     scaling, block, alignment = group
-    is_nv = scale == "e4m3"
     return Format(
         name=name,
         element=element,
         scaling=scaling,
         block=block,
         scale=scale,
-        has_global_scale=is_nv,
+        has_global_scale=scale == "e4m3",
         k_alignment=alignment,
-        group_alignment=128 if is_nv else alignment,
     )
 
 

@@ -17,7 +17,7 @@ def capture(model: nn.Module, example_inputs: Any = None) -> IR:
     `example_inputs` is a tensor, a tuple of arguments or a dict of keyword arguments; Hugging Face models and modules
     that begin with a layer of known width need none. Where the forward cannot be traced, the module tree is read
     instead: `ir.source` is then "static" and `ir.notes` say why. Raises ConfigError if `model` is no nn.Module and
-    CaptureError, naming the module, where neither way can read it.
+    CaptureError, naming the module, where neither can read it.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; dw.capture takes a torch.nn.Module")

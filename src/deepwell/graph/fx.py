@@ -383,7 +383,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def memory_of(node: Any) -> Any:
-    """What tells a tensor's memory from another's: that of the fake tensor, or where there is none what is viewed."""
+    """The key of a tensor's memory: that of the fake tensor, or where there is none what is viewed."""
     while isinstance(node, fx.Node):
         value = value_of(node)
         if value is not None:

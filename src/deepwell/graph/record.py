@@ -73,7 +73,7 @@ def record(model: nn.Module, inputs: ExampleInputs) -> Recording:
 
 @contextmanager
 def _module_paths(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
-    """Keep the recorder told which module is running."""
+    """Let the recorder know which module is running."""
     paths = {id(m): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
     hooks = torch.nn.modules.module
 

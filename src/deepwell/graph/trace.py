@@ -1,6 +1,6 @@
 """Trace any nn.Module into one FX graph of torch-level ops, with the names of everything that goes in.
 
-Four ways, tried in order; what failed before the one that worked is kept with its reason:
+Four tracers, tried in order; what failed before the one that worked is kept with its reason:
 
     dynamo   torch.compile's front end with a backend that only takes the graph: F.linear, F.embedding ... as a compiler
              backend sees them. Nothing runs; works on the meta device.
@@ -42,24 +42,24 @@ from deepwell.graph.preserve import (
 from deepwell.graph.record import record
 from deepwell.kernels.experts.spelled_out import spelled_out
 
-WAYS = ("dynamo", "eval", "export", "record")
+TRACERS = ("dynamo", "eval", "export", "record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAttempt:
-    """A way that failed: the error's class, the first line of its message, and the user's line where it happened."""
+    """A tracer that failed: the error's class, the first line of its message, and the user's line where it happened."""
 
-    way: str
+    tracer: str
     error: str
     reason: str
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.way}: {self.error}: {self.reason}" + (f" (at {self.where})" if self.where else "")
+        return f"{self.tracer}: {self.error}: {self.reason}" + (f" (at {self.where})" if self.where else "")
 
 
 class TraceError(CaptureError):
-    """No way gave a graph; `attempts` holds the reason of each."""
+    """No tracer gave a graph; `attempts` holds the reason of each."""
 
     def __init__(self, model_class: str, attempts: tuple[FailedAttempt, ...]) -> None:
         reasons = "; ".join(str(attempt) for attempt in attempts)
@@ -69,7 +69,7 @@ class TraceError(CaptureError):
     @property
     def is_refusal(self) -> bool:
         """Whether the model itself, run eagerly, did not accept the call: other inputs may do."""
-        return self.attempts[-1].way == "record" and self.attempts[-1].error != CaptureError.__name__
+        return self.attempts[-1].tracer == "record" and self.attempts[-1].error != CaptureError.__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Traced:
 
     model_class: str
     graph_module: fx.GraphModule
-    way: str
+    tracer: str
     specialized: bool
     training: bool
     placeholders: tuple[Placeholder, ...]
@@ -128,25 +128,25 @@ def trace(
     batch: int = DEFAULT_BATCH,
     seq_len: int | None = None,
     deduplicate: bool | None = None,
-    ways: tuple[str, ...] = WAYS,
+    tracers: tuple[str, ...] = TRACERS,
 ) -> Traced:
     """One FX graph of `model(*example_inputs)`.
 
     `example_inputs` is a tensor, a tuple of arguments or a dict of keyword arguments; without it inputs are guessed
     (token ids and labels for language models, else from the first layer) with `batch` and `seq_len`. `deduplicate`
     traces one layer of each kind (default: where that saves). Raises CaptureError where inputs cannot be guessed and
-    TraceError, with the reason of each way, where no way gives one graph.
+    TraceError, with the reason of each tracer, where none gives one graph.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    if not ways or not set(ways) <= set(WAYS):
-        raise ConfigError(f"ways is {ways!r}; choose one or more of {', '.join(WAYS)}")
+    if not tracers or not set(tracers) <= set(TRACERS):
+        raise ConfigError(f"tracers is {tracers!r}; choose one or more of {', '.join(TRACERS)}")
     model = getattr(model, "_orig_mod", model)  # the user's own torch.compile wrapper would be traced through
     inputs = resolve_inputs(model, example_inputs, batch, seq_len)
     refused: TraceError | None = None
     for call in (inputs, *(other_lengths(model, inputs) if seq_len is None else ())):
         try:
-            return _trace_call(model, call, deduplicate, ways)
+            return _trace_call(model, call, deduplicate, tracers)
         except TraceError as error:
             refused = refused or error
             if not error.is_refusal:
@@ -155,34 +155,39 @@ def trace(
     raise refused
 
 
-def _trace_call(model: nn.Module, inputs: ExampleInputs, deduplicate: bool | None, ways: tuple[str, ...]) -> Traced:
-    """The first way that works on one given call."""
+def _trace_call(model: nn.Module, inputs: ExampleInputs, deduplicate: bool | None, tracers: tuple[str, ...]) -> Traced:
+    """What the first tracer that works makes of one given call."""
     attempts: list[FailedAttempt] = []
-    for way in ways:
-        if way == "eval" and not model.training and "dynamo" in ways:
+    for tracer in tracers:
+        if tracer == "eval" and not model.training and "dynamo" in tracers:
             continue
         for wanted in (deduplicate, False) if deduplicate is not False else (False,):
             stubbed: dict[str, str] = {}
             try:
-                with preserved(model, values=way in ("export", "record")), spelled_out(), torch.enable_grad(), quiet():
+                with (
+                    preserved(model, values=tracer in ("export", "record")),
+                    spelled_out(),
+                    torch.enable_grad(),
+                    quiet(),
+                ):
                     choose_traceable_implementations(model)
                     see_whole(model)
-                    if way == "eval":
+                    if tracer == "eval":
                         model.eval()
                     stubbed = stub_duplicates(model, inputs, wanted=wanted)
-                    call = fill_meta_tensors(model, inputs, skip=stubbed) if way in ("dynamo", "eval") else inputs
-                    found = _TRACERS[way](model, call)
+                    call = fill_meta_tensors(model, inputs, skip=stubbed) if tracer in ("dynamo", "eval") else inputs
+                    found = _FUNCTIONS[tracer](model, call)
             except MODEL_ERRORS as error:
-                attempts.append(_attempt(way, error))
+                attempts.append(_attempt(tracer, error))
                 if stubbed:
                     continue  # a layer may need what a passed-through one would have left: try the whole model
                 break
             return Traced(
                 model_class=written_class(model),
                 graph_module=found.graph_module,
-                way=way,
+                tracer=tracer,
                 specialized=found.specialized,
-                training=model.training and way != "eval",
+                training=model.training and tracer != "eval",
                 placeholders=found.placeholders,
                 stubbed=stubbed,
                 batch=inputs.batch,
@@ -218,7 +223,7 @@ def quiet() -> Iterator[None]:
             logger.disabled = was_disabled
 
 
-# ---- the ways ----
+# ---- the tracers ----
 
 
 @dataclass(slots=True)
@@ -333,7 +338,7 @@ def _by_record(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
     return _TracedGraph(recording.graph_module, placeholders, specialized=recording.reads_values)
 
 
-_TRACERS: dict[str, Callable[[nn.Module, ExampleInputs], _TracedGraph]] = {
+_FUNCTIONS: dict[str, Callable[[nn.Module, ExampleInputs], _TracedGraph]] = {
     "dynamo": _by_dynamo,
     "eval": _by_dynamo,
     "export": _by_export,
@@ -363,7 +368,7 @@ class TensorNames:
 
 
 def note_modules(module: fx.GraphModule, model: nn.Module) -> None:
-    """Write path and class of each node's innermost module into its meta, alike for every way and torch version."""
+    """Write path and class of each node's innermost module into its meta, alike for every tracer and torch version."""
     paths = {str(id(m)): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
     for node in module.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
@@ -393,10 +398,10 @@ MODEL_ERRORS = (
 )  # fmt: skip
 
 
-def _attempt(way: str, error: BaseException) -> FailedAttempt:
+def _attempt(tracer: str, error: BaseException) -> FailedAttempt:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return FailedAttempt(
-        way=way, error=type(error).__name__, reason=lines[0] if lines else "no message", where=_user_frame(error)
+        tracer=tracer, error=type(error).__name__, reason=lines[0] if lines else "no message", where=_user_frame(error)
     )
 
 

@@ -1,4 +1,4 @@
-"""One file per op: the reference in plain torch, the configs, the kernel and its wrapper, in that order.
+"""One room an op: its reference in plain torch, configurations, kernel, wrapper, torch op and autograd function.
 
 The names that users need are loaded on first use: importing this package loads no torch.
 """

@@ -1,4 +1,4 @@
-"""CutlassKernel, CutlassConfig and MicroscaleManager: CUTLASS products and microscaled tensors by hand.
+"""CutlassKernel, CutlassConfig and MicroscaleManager: CUTLASS products and microscaled tensors without an engine.
 
 The same kernels that the registry chooses from. Where the library that `deepwell build` makes is there, a
 product runs in it; else the registry's best stands in, and on a CPU the format is emulated exactly. `kernel.reason`
@@ -105,7 +105,7 @@ class CutlassKernel:
     ) -> Tensor:
         """`act(a @ b + bias)`: of numbers, a [M, K] and b [K, N], in their dtype. `bias` has N numbers.
 
-        Of MXFP8 codes with their scales (`MicroscaleManager.quantize_mxfp8`), both along the contraction, a [M, K] and
+        Of MXFP8 values with their scales (`MicroscaleManager.quantize_mxfp8`), both along the contraction, a [M, K] and
         b [N, K], in bf16. `activation` is gelu (erf), gelu_tanh, silu, relu or None. Raises ConfigError on what does
         not fit, also before `initialize`.
         """
@@ -117,9 +117,9 @@ class CutlassKernel:
             return self._numbers(a, b, bias, activation)
         if a_scales is None or b_scales is None:
             missing = "a_scales" if a_scales is None else "b_scales"
-            raise ConfigError(f"{missing} is missing; codes mean nothing without their scales: pass both or neither")
+            raise ConfigError(f"{missing} is missing; values mean nothing without their scales: pass both or neither")
         if self.precision != "mxfp8":
-            raise ConfigError(f"the kernel was initialized for {self.precision}; codes with scales are mxfp8")
+            raise ConfigError(f"the kernel was initialized for {self.precision}; values with scales are mxfp8")
         self._check(a, b)
         left, right = _quantized(a, a_scales, "a", "a_scales"), _quantized(b, b_scales, "b", "b_scales")
         _check_epilogue(bias, activation, self.shape[1], a)
@@ -136,12 +136,12 @@ class CutlassKernel:
                 continue
             if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
                 raise ConfigError(
-                    f"{name} has dtype {x.dtype}; pass numbers, or MXFP8 codes with a_scales and b_scales"
+                    f"{name} has dtype {x.dtype}; pass numbers, or MXFP8 values with a_scales and b_scales"
                 )
 
     def _numbers(self, a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         if _FP8 in (a.dtype, b.dtype):
-            raise ConfigError("a or b holds FP8 codes without scales; pass a_scales and b_scales")
+            raise ConfigError("a or b holds FP8 values without scales; pass a_scales and b_scales")
         if self.precision in ("mxfp8", "nvfp4") and self._native(a):
             how = parse_precision(self.precision).gemm("fwd")
             left, right = quantize(a, how.lhs.format), quantize(b.T.contiguous(), how.rhs.format)
@@ -228,9 +228,9 @@ def _check_epilogue(bias: Tensor | None, activation: str | None, n: int, like: T
 
 
 def _quantized(codes: Tensor, scales: Tensor, name: str, scales_name: str) -> QuantizedTensor:
-    """MXFP8 codes and scales as one value."""
+    """MXFP8 values and scales as one QuantizedTensor."""
     if codes.dtype != _FP8:
-        raise ConfigError(f"{name} has dtype {codes.dtype}; with scales it must hold codes, {_FP8}")
+        raise ConfigError(f"{name} has dtype {codes.dtype}; with scales it must be {_FP8}")
     _check_scales(scales_name, scales, [(codes.shape[0], -(-codes.shape[1] // _MX_BLOCK))], codes)
     return QuantizedTensor(
         data=codes,
@@ -244,7 +244,7 @@ def _quantized(codes: Tensor, scales: Tensor, name: str, scales_name: str) -> Qu
 
 
 def _check_scales(name: str, scales: Tensor, shapes: list[tuple[int, ...]], codes: Tensor) -> None:
-    """Raise ConfigError unless these are E8M0 scales of one of the shapes, beside their codes."""
+    """Raise ConfigError unless these are E8M0 scales of one of the shapes, beside their values."""
     wanted = f"{_E8M0} {shapes[0]} on {codes.device}"
     if not isinstance(scales, Tensor):
         raise ConfigError(f"{name} is a {type(scales).__name__}; it must be {wanted}")
@@ -253,11 +253,11 @@ def _check_scales(name: str, scales: Tensor, shapes: list[tuple[int, ...]], code
 
 
 class MicroscaleManager:
-    """MXFP8 tensors as two plain ones: E4M3 codes and E8M0 scales, a scale per 32 along the last dimension."""
+    """MXFP8 tensors as two plain ones: E4M3 values and E8M0 scales, a scale per 32 along the last dimension."""
 
     @staticmethod
     def quantize_mxfp8(x: Tensor, block_size: int = _MX_BLOCK) -> tuple[Tensor, Tensor]:
-        """(codes like x, scales [..., B]): bit for bit `deepwell.quantize(x, "mxfp8")`, on any device."""
+        """(values like x, scales [..., B]): bit for bit `deepwell.quantize(x, "mxfp8")`, on any device."""
         _check_block(block_size)
         made = quantize(x, "mxfp8")
         assert made.scales is not None
@@ -267,7 +267,7 @@ class MicroscaleManager:
     def dequantize_mxfp8(
         codes: Tensor, scales: Tensor, block_size: int = _MX_BLOCK, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """The numbers that codes and scales stand for, as `quantize_mxfp8` made them."""
+        """The numbers that values and scales stand for, as `quantize_mxfp8` made them."""
         _check_block(block_size)
         if not isinstance(codes, Tensor) or codes.dtype != _FP8 or codes.dim() == 0:
             got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__

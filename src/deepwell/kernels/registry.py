@@ -7,7 +7,7 @@ A kernel of a user is a function of one of two ops:
                  (1, K)). The whole chain: what it quantizes and how is its own affair. Keywords that the function does
                  not take are applied afterwards, so `fn(a, b)` is enough.
     "fp8_gemm"   fn(a, scale_a, b, scale_b, *, out_dtype=torch.bfloat16) -> C [M, N]
-                 a [M, K] and b [N, K] FP8 codes along the contraction, fp32 scales, one or one per row.
+                 a [M, K] and b [N, K] FP8 values along the contraction, fp32 scales, one or one per row.
 
 It competes where the policy asks for its `precision` and none of M, N, K is smaller than `min_size`. A kernel says that
 it does not take a shape by raising UnsupportedError. It is chosen where it matched the reference on this device, left

@@ -1,8 +1,8 @@
 """What an engine holds on to between forward and backward, and the bytes that follow from it. Pure.
 
 It decides as much as the layout. Deepwell's engine makes activation outputs again in the backward, keeps the inputs of
-other linears as FP8 codes, and computes head and loss in chunks whose gradients are made in the forward; that of an FP8
-head's weight waits, as the codes that it is made from.
+other linears as values, and computes head and loss in chunks whose gradients are made in the forward; that of an FP8
+head's weight waits, as the FP8 values that it is made from.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Keeps:
     """What an engine holds on to between forward and backward."""
 
     # What comes again in the backward (engine/passes/recompute.py): activation outputs ("hidden"), norm outputs and FP8
-    # codes too ("copies"), or "nothing". None: as the stack's switches say.
+    # FP8 values too ("copies"), or "nothing". None: as the stack's switches say.
     remakes: str | None = "hidden"
     fuses_head: bool = True  # head and loss in chunks; their gradients are made in the forward
-    caches_weights: bool = False  # FP8 codes of the weights, 2 bytes each
+    caches_weights: bool = False  # FP8 values of the weights, 2 bytes each
     late_gradients: bool = True  # gradients appear with the first backward; False: their buffers are always there
     element_bytes: float = HALF  # of activations and gradients
 
@@ -43,7 +43,7 @@ class Keeps:
         """The stack with the switches that these habits mean."""
         if self.remakes is None:
             return stack
-        # Where codes are recomputed from what is kept anyway, they themselves are not kept.
+        # Where FP8 values are recomputed from what is kept anyway, they themselves are not kept.
         kept = {"compile": "off"} if self.remakes == "nothing" else {"compile": "on", "keeps_fp8": "off"}
         return stack.with_switches(**kept, keeps_inputs=self.remakes == "hidden", weight_copies=self.caches_weights)
 
@@ -102,10 +102,10 @@ def head_bytes(job: StepJob, keeps: Keeps, logits: float) -> HeadBytes:
     chunk = size * gemm.m / chunks * gemm.n
     hidden, weight = size * gemm.m * gemm.k, size * gemm.n * gemm.k
     if gemm.is_low:
-        # Logits and their gradient's codes of a chunk, all of that gradient transposed, both codes of the weight.
+        # Logits and their gradient's values of a chunk, all of that gradient transposed, both FP8 copies of the weight.
         codes = gemm.m * gemm.n
         forward = 1.5 * chunk + codes + 2.0 * gemm.n * gemm.k + 2 * hidden
-        # What the weight's gradient is made from waits for the backward: these codes, and those of the input.
+        # What the weight's gradient is made from waits for the backward: these FP8 values, and those of the input.
         between = codes + gemm.m * gemm.k + hidden
         return HeadBytes(forward, between, 2 * hidden, weight)
     # The backward scales the gradients that the forward made: old and new stand beside each other.

@@ -397,7 +397,7 @@ def _moved(step: int, what: str, key: Key, formats: tuple[str, str], reason: str
 
 
 def changes(events: Sequence[GuardEvent], gemms: Mapping[Key, GuardedGemm]) -> dict[str, dict[Key, str | None]]:
-    """By reason, what `Engine.override` is to be told to carry the events out; None is the policy's own format."""
+    """By reason, what `Engine.override` gets to carry the events out; None is the policy's own format."""
     found: dict[str, dict[Key, str | None]] = {}
     for e in events:
         if e.what in ("fallback", "recover"):

@@ -223,7 +223,7 @@ def _parent_of(pid: int) -> int | None:
 def begin(world: World, run_dir: Path, step: int, give_up_after: int) -> tuple[int, str, float]:
     """Write down, once for all ranks, that the run starts: (its number, why the last one ended, when the first began).
 
-    Raises DeepwellError on every rank after too many starts without progress; torchrun's agents are told to end too.
+    Raises DeepwellError on every rank after too many starts without progress; torchrun's agents end too.
     """
     said: dict[str, Any] = {}
     if world.rank == 0:

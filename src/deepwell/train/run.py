@@ -280,7 +280,7 @@ class FitRun:
                 seconds=round(found.seconds, 4), bytes=found.bytes, committed=found.committed, error=found.error,
             )  # fmt: skip
             if not found.committed:
-                self.note(f"the checkpoint of step {found.step} failed: {found.error}; the one before it stands")
+                self.note(f"the checkpoint of step {found.step} failed: {found.error}; the previous one is still valid")
             self._tell("on_save", event)
 
     # ---- the end ----

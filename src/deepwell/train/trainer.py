@@ -1,4 +1,4 @@
-"""The Trainer: runs an engine's plan, step after step, and lives through what happens on the way.
+"""The Trainer: runs an engine's plan, step after step, and survives what happens meanwhile.
 
     trainer = dw.Trainer.from_engine(engine, optimizer="adamw_dw", dataloader=loader, elastic=True)
     trainer.fit(steps=1000)

@@ -243,7 +243,7 @@ def test_the_vendor_is_called_as_torch_documents_it(fmt, monkeypatch):
     assert seen["output_dtype"] == torch.bfloat16
 
 
-def test_operands_are_filled_up_to_whole_lines_without_touching_the_scales():
+def test_operands_are_padded_to_whole_lines_without_touching_the_scales():
     a = operand(torch.randn(5, 40), "nvfp4")
     filled = B._filled(a, 16)
     assert filled.data.shape == (16, 32) and filled.length == 64

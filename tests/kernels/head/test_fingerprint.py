@@ -8,7 +8,7 @@ from deepwell.kernels.head.fingerprint import fingerprint, fingerprint_ref
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_fingerprint_tells_every_change_of_one_number(everywhere, dtype) -> None:
+def test_a_fingerprint_shows_every_change_of_one_number(everywhere, dtype) -> None:
     weight = torch.randn(67, 131, device=everywhere).to(dtype)  # more than one row of words, the last ragged
     before = fingerprint(weight)
     assert_bitwise_equal(before, fingerprint_ref(weight))

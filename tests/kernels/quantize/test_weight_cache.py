@@ -211,7 +211,7 @@ def test_wrong_arguments_are_named():
     codes = Codes.empty(16, (16,), (False,), torch.device("cpu"))
     with pytest.raises(ConfigError, match="codes is empty"):
         CodesRefresh([])
-    with pytest.raises(ConfigError, match=r"weights\[0\] is \(16, 8\) on cpu; its codes are \(16, 16\)"):
+    with pytest.raises(ConfigError, match=r"weights\[0\] is \(16, 8\) on cpu; its FP8 values are \(16, 16\)"):
         CodesRefresh([codes]).refresh([[torch.zeros(16, 8)]])
     with pytest.raises(ConfigError, match=r"weights\[0\] has dtype torch.float64"):
         CodesRefresh([codes]).refresh([[torch.zeros(16, 16).double()]])

@@ -74,7 +74,7 @@ def test_a_right_and_fast_kernel_is_chosen_over_emulation_and_a_slow_one():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_is_wrong_is_set_aside_with_its_reason_and_the_reference_runs(kernel, reason, caplog):
+def test_what_is_wrong_is_rejected_with_its_reason_and_the_reference_runs(kernel, reason, caplog):
     registry = registry_of(kernel)
     with caplog.at_level(logging.WARNING, "deepwell.kernels"):
         choice = registry.choose(problem())
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_set_aside_with_its_reason_and_the_reference_runs(kerne
     assert kernel.__name__ in caplog.text
 
 
-def test_a_kernel_that_hangs_is_set_aside_after_the_timeout():
+def test_a_kernel_that_hangs_is_rejected_after_the_timeout():
     registry = registry_of(user_kernels.hangs, timeout_s=1.0)
     assert registry.choose(problem()).kernel == "emulated_mxfp8"
     assert reason_of(registry, "hangs") == "hangs: no answer within 1 s"
@@ -142,7 +142,7 @@ def test_codes_compete_by_their_own_signature():
     assert verdicts["fp8_right"].us is not None and verdicts["fp8_right"].sqnr_db > 60
 
 
-def test_where_nobody_is_left_the_reasons_are_told():
+def test_where_nobody_is_left_the_reasons_are_given():
     with pytest.raises(UnsupportedError, match="no kernel computes gemm 1x8x8 fp32 bfloat16"):
         KernelRegistry().choose(problem(1, 8, 8, precision="fp32", dtype="bfloat16"))
 
@@ -327,7 +327,7 @@ def fingerprints() -> dict[str, str]:
         ("adamw/update.py", "", "gemm cublaslt_fp8_row, gain"),
     ],
 )
-def test_built_in_candidates_are_told_apart_by_all_that_they_import(edited, changed, same, monkeypatch):
+def test_built_in_candidates_are_distinguished_by_all_that_they_import(edited, changed, same, monkeypatch):
     assert list(Path(sources.__file__).parents[2].glob(f"**/{edited}"))
     before = fingerprints()
     real = sources.file_hash

@@ -53,7 +53,7 @@ def race(monkeypatch):
         return f"{'static' * is_static}{rank}"
 
     monkeypatch.setattr(choose, "times_us", timed)
-    monkeypatch.setattr(fastest, "_ways", lambda product: ["0", *(name for name in us if name != "torch")])
+    monkeypatch.setattr(fastest, "_algorithms", lambda product: ["0", *(name for name in us if name != "torch")])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: race.is_recording)
     on_cpu = fastest._problem
     monkeypatch.setattr(fastest, "_problem", lambda product: replace(on_cpu(product), device="cpu"))
@@ -142,7 +142,7 @@ def test_nothing_is_timed_into_a_sum_or_a_recording_and_the_shape_stays_open(rac
     assert race.go() == "1"
 
 
-def test_an_algorithm_that_fails_later_is_set_aside_and_the_product_is_torchs(race):
+def test_an_algorithm_that_fails_later_is_rejected_and_the_product_is_torchs(race):
     race.us.update({"torch": 100.0, "1": 90.0})
     assert race.go() == "1"
     race.broken.add("1")

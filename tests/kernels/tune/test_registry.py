@@ -124,7 +124,7 @@ def test_a_choice_prints_its_reasons_and_round_trips_through_json():
         Choice.from_dict({"kernel": "fast"})
 
 
-def test_sources_are_told_apart():
+def test_sources_are_distinguished():
     def make(scale):
         def kernel(a, b):
             return a @ b * scale

@@ -35,7 +35,7 @@ def verdict_of(registry, name, asked):
     [(user_kernels.halves_b, "b"), (user_kernels.zeroes_a, "a"), (user_kernels.zeroes_bias, "bias")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_kernel_that_writes_into_an_operand_is_set_aside(kernel, operand, trusted):
+def test_a_kernel_that_writes_into_an_operand_is_rejected(kernel, operand, trusted):
     registry = registry_of(kernel, trusted=trusted)
     assert registry.choose(problem()).kernel == "emulated_mxfp8"
     assert verdict_of(registry, kernel.__name__, problem()).reason == f"wrote into its operand {operand}"
@@ -54,7 +54,7 @@ def test_what_prepares_an_operand_may_not_write_either():
 
 
 @pytest.mark.parametrize("trusted", [False, True], ids=["apart", "trusted"])
-def test_one_that_writes_at_the_real_shape_only_is_set_aside_and_others_are_judged_by_clean_operands(trusted):
+def test_one_that_writes_at_the_real_shape_only_is_rejected_and_others_are_judged_by_clean_operands(trusted):
     registry = registry_of(user_kernels.halves_b_when_large, user_kernels.right, trusted=trusted)
     asked = problem(m=LARGE)
     assert verdict_of(registry, "halves_b_when_large", asked).reason == "wrote into its operand b"
@@ -115,7 +115,7 @@ def breaks_after(calls: int, error: Exception):
     "error", [RuntimeError("tile table exhausted"), user_kernels.TileError("tile table exhausted")]
 )
 @pytest.mark.parametrize("calls", [1, 2, 6])
-def test_one_that_raises_while_it_is_timed_is_set_aside_and_the_others_go_on(calls, error):
+def test_one_that_raises_while_it_is_timed_is_rejected_and_the_others_go_on(calls, error):
     # At the turn that does not count, and between timed ones.
     asked = problem(32, 32, 64)
     registry = registry_of(breaks_after(calls, error), user_kernels.right, trusted=True)
@@ -194,7 +194,7 @@ def test_no_process_is_started_for_what_is_built_in_or_trusted(monkeypatch):
     assert registry.choose(problem()).how == "measured"
 
 
-def test_a_fresh_process_tries_the_problem_that_it_is_told():
+def test_a_fresh_process_tries_the_problem_that_it_is_given():
     # What a GPU uses.
     asked = problem(m=1024, bias=True, activation="gelu")
     cases = [

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from deepwell.kernels.tune.timing import median_us, recorded, times_us
+from deepwell.kernels.tune.timing import launched_ms, median_us, recorded, times_us
 
 CUDA = torch.device("cuda", 0)
 
@@ -19,6 +19,27 @@ def test_a_cpu_is_timed_call_by_call() -> None:
 
     assert 1900 < median_us(run, "cpu", budget_s=0.02) < 20000
     assert len(calls) >= 3  # two that do not count
+
+
+def test_calls_that_are_launched_in_a_row_are_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, other: "Event") -> float:
+            return other.at - self.at
+
+    waits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(clock[0]))
+    durations = iter((5.0, 1.0, 3.0))
+    found = launched_ms(lambda: clock.__setitem__(0, clock[0] + next(durations)), 3)
+    assert found == [5.0, 1.0, 3.0] and waits == [9.0]
 
 
 @pytest.mark.gpu

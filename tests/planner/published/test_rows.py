@@ -268,7 +268,7 @@ def test_embedding_and_head_count_as_a_layer_where_that_makes_stages_even():
     assert layers == (1, *([2] * 62), 1)
 
 
-def test_memory_units_are_told_apart():
+def test_memory_units_are_distinguished():
     gib = run_of(peak_mem_gb="60", mem_unit="GiB").measured
     assert (gib.memory_bytes, gib.memory_kind) == (60 * 2**30, "allocated")
     assert run_of(peak_mem_gb="60", mem_unit="GB rank-0").measured.memory_bytes == 60e9

@@ -157,7 +157,7 @@ def test_a_format_that_the_gpu_has_not_is_a_warning() -> None:
     assert not tiny(precision="fp8").warnings
 
 
-def test_a_cpu_is_not_told_to_buy_gpus() -> None:
+def test_a_cpu_is_not_advised_to_buy_gpus() -> None:
     from deepwell.errors import PlanError
     from deepwell.hardware.probe import probe
 

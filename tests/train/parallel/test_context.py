@@ -43,7 +43,7 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
     assert set(split_context(whole, 2, 0)) == {"input_ids", "position_ids", "shift_labels"}
 
 
-def test_the_kind_that_runs_is_told() -> None:
+def test_the_kind_that_runs_is_reported() -> None:
     ir = dw.capture(make_model("llama"))  # 4 heads, 4 key-value heads
     assert choose_kind(ir, "ulysses", 2) == ("ulysses", "")
     assert choose_kind(ir, "allgather", 2) == ("allgather", "")

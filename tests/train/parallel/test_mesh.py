@@ -72,7 +72,7 @@ def test_a_layout_of_another_world_is_refused() -> None:
 def test_what_cannot_be_executed_is_refused() -> None:
     model = make_model("plain")
     kept = dw.compile(model, precision="mxfp8", cache_weights=True)
-    with pytest.raises(UnsupportedError, match="cache_weights=True keeps the codes of whole weights"):
+    with pytest.raises(UnsupportedError, match="cache_weights=True keeps FP8 copies of whole weights"):
         check_shardable(kept, Layout(dp=2, sharding="zero3"))
     check_shardable(kept, Layout(dp=2, sharding="zero2"))
     engine = dw.compile(model, precision="bf16")

@@ -1,4 +1,4 @@
-"""Weights in the formats that the engine's forward multiplies: codes and scales, and the few numbers kept beside them.
+"""Weights in the formats that the engine's forward multiplies: values and scales, and the few numbers kept beside them.
 
 A loaded engine quantizes its weights again, so what is read back must quantize to the very numbers that were written:
 

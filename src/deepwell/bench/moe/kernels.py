@@ -1,4 +1,4 @@
-"""Every stage of a block of experts by every kernel that may run it: compared with torch's way, then timed."""
+"""Every stage of a block of experts by every kernel that may run it: compared with torch's own, then timed."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -38,7 +38,7 @@ def parity_command(
     seq_len: Annotated[int, option("Tokens of a sequence.")] = 1024,
     lr: Annotated[float, option("Highest learning rate.")] = 3e-4,
     warmup: Annotated[float, option("Share of the steps in which the rate rises.")] = 0.1,
-    evals: Annotated[int, option("Held-out losses taken on the way.")] = 5,
+    evals: Annotated[int, option("How often the held-out loss is measured during a run.")] = 5,
     eval_tokens: Annotated[int, option("Held-out tokens at the end.")] = 1 << 20,
     bound: Annotated[float, option("Largest mean gap that passes, 0.0025 = 0.25%.")] = 0.0025,
     out: Annotated[Path, option("Folder of results and checkpoints; call again to go on.")] = Path("out/parity"),

@@ -31,7 +31,7 @@ from deepwell.planner.plan_values import COMMUNICATION
 from deepwell.planner.schedule.trace import plan_timeline
 from deepwell.planner.step_memory import Keeps, RankTimeline, memory_timeline
 
-# More training flops than this in one step, and a CPU is not asked to run it unless told to: half a second a core.
+# More training flops than this in one step, and a CPU runs it only on request: half a second a core.
 _CPU_FLOPS = 5e10
 _MOST_MICRO_BATCHES = 4
 

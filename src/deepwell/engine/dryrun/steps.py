@@ -6,7 +6,6 @@ bit; the optimizer is the trial's own, so that the user's is never met.
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 import time
@@ -24,6 +23,7 @@ from deepwell.engine.dryrun.values import Trial
 from deepwell.engine.engine import Engine
 from deepwell.errors import UnsupportedError
 from deepwell.graph.example_inputs import ExampleInputs
+from deepwell.kernels.tune.timing import launched_ms
 from deepwell.planner.plan import Plan
 from deepwell.train.adamw.optimizer import AdamWDW
 
@@ -158,7 +158,7 @@ def _measured(trial: Trial, engine: Engine, inputs: ExampleInputs, plan: Plan) -
         if not engine.deepwell.is_replayed:
             # Compiling is over: what it held for a moment is none of the step's. Recorded graphs allocate only once.
             torch.cuda.reset_peak_memory_stats(device)
-        times = _time_on_gpu(stepper, trial.steps)
+        times = [ms / 1e3 for ms in launched_ms(stepper, trial.steps)]
         peak, by = torch.cuda.max_memory_allocated(device) - others, "torch.cuda.max_memory_allocated"
     else:
         times = _time_on_cpu(stepper, trial.steps)
@@ -182,16 +182,6 @@ def _resident(model: nn.Module, inputs: ExampleInputs) -> int:
     tensors += [t for t in torch.utils._pytree.tree_leaves((inputs.args, dict(inputs.kwargs))) if isinstance(t, Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def _time_on_gpu(step: Callable[[], Any], count: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(events)]
 
 
 def _time_on_cpu(step: Callable[[], Any], count: int) -> list[float]:

@@ -1,6 +1,6 @@
-"""Let FP8 linears read codes that live from call to call, instead of quantizing their weights in every call.
+"""Let FP8 linears read FP8 values that live from call to call, instead of quantizing their weights in every call.
 
-The codes are buffers of the graph's module, so that AOTAutograd hands them to compiled code as inputs: they are written
+The values are buffers of the graph's module, so that AOTAutograd gives them to compiled code as inputs: they change
 between two runs, never inside. A weight that the graph itself writes into keeps its own quantization.
 """
 
@@ -60,7 +60,7 @@ def cache_weights(
 def _parameter(
     weight: fx.Node, inputs: Mapping[str, tuple[int, tuple[str, ...]]], written: set[Any]
 ) -> tuple[int, tuple[str, ...], bool] | None:
-    """(input, names, whether it is stored as [K, N]) of a linear's weight, None where its codes cannot be kept."""
+    """(input, names, whether it is stored as [K, N]) of a linear's weight, None where its FP8 values cannot be kept."""
     source = transposed(weight)
     stored = weight if source is None else source
     if stored.op != "placeholder" or stored.name not in inputs or memory_of(stored) in written:
@@ -88,7 +88,7 @@ def _group(
 
 
 def _register(graph_module: fx.GraphModule, codes: Codes) -> tuple[str, ...]:
-    """Make the codes buffers of a graph's module. Returns their names there."""
+    """Make the FP8 values buffers of a graph's module. Returns their names there."""
     number = sum(name.startswith(PREFIX) for name, _ in graph_module.named_buffers(recurse=False))
     names = []
     for part in ("rows", "columns", "scale"):

@@ -96,7 +96,7 @@ def _whole_chain(
 
 
 def _multiply_by(key: str, node: fx.Node, x: fx.Node, w: fx.Node, lhs: str, rhs: str) -> None:
-    """Put the kernel of a key, on x and w [N, K], in the place of a product of their codes or rounded numbers."""
+    """Put the kernel of a key, on x and w [N, K], in the place of a product of their FP8 values or rounded numbers."""
     with node.graph.inserting_before(node):
         w_KN = node.graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
         w_KN.meta["val"] = w.meta["val"].permute(1, 0)
@@ -105,15 +105,15 @@ def _multiply_by(key: str, node: fx.Node, x: fx.Node, w: fx.Node, lhs: str, rhs:
 
 
 def _numbers(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node] | None, str]:
-    """The numbers x and w [N, K] whose codes a product multiplies, or why there are none to give to a kernel."""
+    """The numbers x and w [N, K] whose FP8 values a product multiplies, or why there are none to give to a kernel."""
     ops = torch.ops.deepwell
     rows, weights = (arg.args[0] if arg.target is operator.getitem else None for arg in (node.args[0], node.args[2]))
     if rows is None or rows.target is not ops.quantize_rows.default:
-        return None, "x exists as codes only, written by the kernel before: register it for fp8_gemm"
+        return None, "x exists as FP8 values only, written by the kernel before: register it for fp8_gemm"
     if any(reader is not node for part in rows.users for reader in part.users):
-        return None, "other products read the same codes of x: register it for fp8_gemm"
+        return None, "other products read the same FP8 values of x: register it for fp8_gemm"
     if weights is None or weights.target is not ops.quantize_weights.default or len(weights.args[0]) != 1:
-        return None, "the weight exists as codes only or is merged with others: register it for fp8_gemm"
+        return None, "the weight exists as FP8 values only or is merged with others: register it for fp8_gemm"
     x, w = rows.args[0], weights.args[0][0]
     if x.meta["val"].dtype != w.meta["val"].dtype:
         return None, "x and the weight have different dtypes"

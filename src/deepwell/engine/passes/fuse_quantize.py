@@ -188,7 +188,7 @@ def _follows_from(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _replace_items(node: fx.Node, items: list[fx.Node]) -> None:
-    """Let the readers of a quantization read codes and scales that another op gives."""
+    """Let the readers of a quantization read FP8 values and scales that another op gives."""
     for user in list(node.users):
-        assert user.target is operator.getitem, "codes and scales are a pair"
+        assert user.target is operator.getitem, "FP8 values and scales are a pair"
         user.replace_all_uses_with(items[user.args[1]])

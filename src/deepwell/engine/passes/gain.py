@@ -38,7 +38,7 @@ def keep_gaining(
         sizes = _sizes(group)
         if sizes is None or not (scheme == _FP8 or _is_scaled(scheme)):
             continue
-        # By tensor or by blocks no kernel before writes the codes: nothing is fused.
+        # By tensor or by blocks no kernel before writes the FP8 values: nothing is fused.
         gain = measure(*sizes, _fused_rows(group)) if scheme == _FP8 else measure(*sizes, "", _method(scheme))
         for site in group:
             gains[site.path] = gain

@@ -1,13 +1,13 @@
 """Make cheap values again in the backward instead of keeping them: FP8 copies whose sources are kept anyway.
 
 A layer's normalised input, its MLP's hidden values and their FP8 rows follow from tensors that the backward needs in
-any case (the residual stream, attention's output, gate and up). What of them to make again is a choice of WHAT:
+any case (the residual stream, attention's output, gate and up). Which of them are recomputed is a choice of WHAT:
 
     nothing   all are kept: 1 byte per element from the forward to the backward
     hidden    the hidden values alone, the widest: their rows come with the gradients of gate and up (fuse_quantize.py)
     copies    the inputs of all linears: the least memory, for one more pass over the stream and attention's output
 
-AOTAutograd's partitioner is told by the same marks that activation checkpointing uses; what lies under checkpointing
+AOTAutograd's partitioner reads the same marks that activation checkpointing sets; what lies under checkpointing
 has its marks already, and is recomputed with the whole of its region.
 """
 
@@ -65,7 +65,7 @@ def backward_nodes(graph: fx.Graph) -> set[Any]:
     """Nodes of a joint graph that no result of the forward needs.
 
     What follows from an incoming gradient, and what only the backward reads though it follows from none: the transposed
-    codes of an input, for instance.
+    FP8 values of an input, for instance.
     """
     after: set[Any] = set()
     for node in graph.nodes:

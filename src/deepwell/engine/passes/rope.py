@@ -205,7 +205,7 @@ def _heads_dim(x: Any, cos: Any, sin: Any) -> int | None:
 
 
 def tables_of(site: RopeSite) -> tuple[Any, ...]:
-    """What tells tables apart: a model may spread the same ones over the heads once for q and once for k."""
+    """The key of a table: a model may spread the same ones over the heads once for q and once for k."""
     return tuple(_identity(node) for node in (site.cos, site.sin))
 
 
@@ -408,7 +408,7 @@ def columns_of(node: Any) -> Columns | None:
     value = value_of(node)
     if value is None or value.dim() != 4:
         return None
-    part = slice_of(node)  # GPT-NeoX cuts each head's q, k, v after it told the heads apart
+    part = slice_of(node)  # GPT-NeoX cuts each head's q, k, v after it split the heads
     inner = part.source if part is not None else node
     heads_dim, inner = (1, inner.args[0]) if swaps_heads(inner) else (2, inner)
     if op_of(inner) not in ("view", "reshape") or not isinstance(inner.args[0], fx.Node):

@@ -100,9 +100,9 @@ def _uses(node: fx.Node, readers: dict[Any, tuple[tuple[int, int], ...]]) -> Ite
 
 
 def _keep_scales(scale: fx.Node, backward: set[Any]) -> None:
-    """Have scales kept for the backward, four bytes a row, where it reads no codes beside them.
+    """Have scales kept for the backward, four bytes a row, where it reads no FP8 values beside them.
 
-    Recomputed (passes/recompute.py) they would have tensors kept that nobody else needs: codes are recomputed of a sum
+    Recomputed (passes/recompute.py) they would have tensors kept that nobody else needs: values are recomputed of a sum
     that is kept in any case, and these of its two summands.
     """
     quantize = scale.args[0] if scale.target is operator.getitem else None

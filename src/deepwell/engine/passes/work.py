@@ -58,7 +58,7 @@ class BackendOptions:
     recompute: str = "hidden"  # what of the FP8 copies the backward recomputes: passes/recompute.py (with Inductor)
     cache_weights: bool = False  # keep the FP8 weights, 2 bytes each, and recompute them when weights change
     weight_cache: WeightCache = field(default_factory=WeightCache)
-    registry: KernelRegistry | None = None  # who chooses the kernels of products; None leaves the vendor's
+    registry: KernelRegistry | None = None  # chooses the kernels of products; None leaves the vendor's
     # Keep linears in bf16 where FP8 would not be faster ("safe"), or refuse to ("strict"); None measures nothing.
     measure: str | None = None
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
@@ -115,7 +115,7 @@ class BackendOptions:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward computes something again: Inductor's partitioner does."""
+        """Whether the backward recomputes anything: Inductor's partitioner does."""
         return self.use_inductor and self.recompute != "nothing"
 
     @property
@@ -125,7 +125,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A graph's way through the passes: what they may ask for, and what some hand to the end."""
+    """One graph in the pipeline: the values that passes may ask for, and what some leave for the end."""
 
     options: BackendOptions
     weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # placeholder -> its parameter's names

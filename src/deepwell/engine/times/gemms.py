@@ -4,7 +4,7 @@
 
 While a graph is rewritten only the sizes of its linears are written down; linears that were merged are one product, and
 each of them shows that product's time and shape. When a report is asked for times, FP8 GEMMs take those of the
-kernels that run them (`op_times`, or what a registry measured); products in the model's dtype, and on a CPU emulated
+kernels that run them (`times/ops.py`, or those of a registry); products in the model's dtype, and on a CPU emulated
 ones, which are torch's own, are timed here. The time is the product's alone: quantizations are rows of the kernels'
 table.
 """

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from deepwell.engine.passes.choose_kernels import KernelRow, size_of
 from deepwell.kernels.experts.group_rows import COLUMN_ALIGNMENT, GROUP_ALIGNMENT
 from deepwell.kernels.gemm.cublaslt import product_of_codes
-from deepwell.kernels.tune.fastest import TORCH, way_of
+from deepwell.kernels.tune.fastest import TORCH, algorithm_of
 from deepwell.kernels.tune.timing import median_us
 from deepwell.kernels.tune.verify import FAILURES
 
@@ -103,8 +103,8 @@ def _algorithm(call: OpCall) -> str:
     if call.name != "fp8_gemm" or torch.device(call.device).type != "cuda":
         return ""
     *operands, fast = call.args
-    way = way_of(product_of_codes(*operands, fast=fast, device=torch.device(call.device)))
-    return "" if way == TORCH else f", cuBLASLt's algorithm {way}"
+    algorithm = algorithm_of(product_of_codes(*operands, fast=fast, device=torch.device(call.device)))
+    return "" if algorithm == TORCH else f", cuBLASLt's algorithm {algorithm}"
 
 
 def _measure(call: OpCall) -> float:
@@ -174,7 +174,7 @@ def _random(arg: Any, device: str) -> Any:
     if not isinstance(arg, TensorSpec):
         return arg
     if not arg.dtype.is_floating_point:
-        # Targets, positions, codes: small whole numbers are valid as any of them.
+        # Targets, positions, quantized values: small whole numbers are valid as any of them.
         return torch.randint(0, 2, arg.shape, device=device).to(arg.dtype)
     if arg.dtype is torch.float32:
         return torch.rand(arg.shape, device=device) + 0.5  # scales and statistics are positive

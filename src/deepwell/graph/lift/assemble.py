@@ -322,7 +322,7 @@ class _Assembly:
         return ir
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [f"not by {attempt.way}: {attempt.error}: {attempt.reason}" for attempt in self.traced.attempts]
+        notes = [f"not by {attempt.tracer}: {attempt.error}: {attempt.reason}" for attempt in self.traced.attempts]
         if self.traced.specialized:
             notes.append("the forward reads values: the graph holds for the example's values")
         if self.fixed:

@@ -34,7 +34,7 @@ def with_roles_of_call(ir: IR, graph_module: fx.GraphModule, tensors: Sequence[A
     traced = Traced(
         model_class=ir.name,
         graph_module=graph_module,
-        way="call",
+        tracer="call",
         specialized=True,
         training=model.training,
         placeholders=tuple(placeholders),

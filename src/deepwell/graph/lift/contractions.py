@@ -182,7 +182,7 @@ def _picked_expert(found: LiftState, weight: fx.Node) -> int:
 
 
 def _added_bias(found: LiftState, site: LiftedSite) -> None:
-    """A parameter added right behind the product is its bias (Conv1D by hand, expert biases gathered by expert)."""
+    """A parameter added right behind the product is its bias (Conv1D written out, expert biases gathered by expert)."""
     flow = found.flow
     node = site.node
     for _ in range(3):  # at most a view or a cast between product and sum

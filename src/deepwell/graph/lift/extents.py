@@ -17,9 +17,9 @@ class Sizes:
     batch: int | None
     seq: int | None
 
-    def size(self, size: int, *, slack: int = 1) -> Extent:
+    def size(self, size: int) -> Extent:
         """One axis of a product: a multiple of the sequence, or a plain number (a small one may equal the batch)."""
-        found = self.rows((size,), is_data=False, slack=slack)
+        found = self.rows((size,), is_data=False)
         return found if found.seq else Extent(size)
 
     def rows(self, dims: Sequence[int], *, is_data: bool = True, slack: int = 1) -> Extent:

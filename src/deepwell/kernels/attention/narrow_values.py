@@ -1,4 +1,4 @@
-"""Causal attention whose values are narrower than its keys, as latent attention has them: by the fastest way here.
+"""Causal attention whose values are narrower than its keys, as latent attention has them: by the fastest kernel here.
 
     sdpa            what torch chooses: cuDNN where its version takes both widths, else the memory-efficient kernel
     cudnn           cuDNN at both widths, also where torch would not choose it
@@ -56,7 +56,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    # Backends are a GPU's; elsewhere torch has one way.
+    # Backends are a GPU's; elsewhere torch has one kernel.
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
         return _sdpa(q, k, v, scale)
 
@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ---- which way ----
+# ---- which kernel ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class NarrowShape(TimedShape):
 
 
 def fastest_way(shape: NarrowShape, dtype: torch.dtype, device: str) -> str:
-    """The way that was the fastest at this shape, measured once on this kind of device."""
+    """The kernel that was the fastest at this shape, measured once on this kind of device."""
     problem = shape.problem(OP, dtype, device)
     return fastest_or_default(problem, built_in(OP), partial(_setup, shape, dtype, device), _RULES)
 
@@ -133,7 +133,7 @@ def cases(candidate: Candidate, problem: Problem) -> Iterator[Case]:
 
 
 def _setup(shape: NarrowShape, dtype: torch.dtype, device: str) -> TimingSetup:
-    """Every way at this very shape. The first head's results are compared with those of torch's own choice."""
+    """Every kernel at this very shape. The first head's results are compared with those of torch's own choice."""
     given = shape.tensors(device, dtype)
     wanted = [t[:1, :1] for t in _both(SDPA, *given)]
     case = Case(label=str(shape), operands=given, wanted=in_units(wanted, wanted), floor_db=FLOORS_DB["bf16"])

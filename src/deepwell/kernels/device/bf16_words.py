@@ -132,7 +132,7 @@ def row_bits(x, RUN: tl.constexpr, ASM: tl.constexpr):
         return tl.max(magnitude_bits(x.to(tl.float32)), axis=1)
 
 
-# ---- codes ----
+# ---- FP8 values ----
 
 _ENCODE = """{
     .reg .b32 w;
@@ -181,7 +181,7 @@ _ENCODE_E5M2 = constant(_ENCODE.replace("KIND", "e5m2"))
 
 @triton.jit
 def encoded(x, enc, FP8: tl.constexpr, ASM: tl.constexpr, POW2: tl.constexpr = False):
-    """Codes of x times `enc`, a number for all of x that lets none saturate; POW2: it is a power of two, or NaN."""
+    """Values of x times `enc`, a number for all of x that lets none saturate; POW2: it is a power of two, or NaN."""
     if ASM and x.dtype == tl.bfloat16 and POW2:
         enc = tl.broadcast_to(enc.to(tl.bfloat16), x.shape)
         if FP8 == tl.float8e5:

@@ -1,4 +1,4 @@
-"""Device functions of every kernel that writes FP8: amax as bits, the encoding multiplier, saturation, rows of codes.
+"""Device functions of every kernel that writes FP8: amax as bits, the encoding multiplier, saturation, rows of values.
 
 They are `deepwell.formats.quantize` bit for bit: IEEE division, no approximate reciprocal, NaN and inf kept.
 """
@@ -60,21 +60,21 @@ def saturate(x, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def quantize_tile(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
-    """Codes and scales of whole rows in registers; masked columns of `y` must be 0. None saturates."""
+    """FP8 values and scales of whole rows in registers; masked columns of `y` must be 0. None saturates."""
     enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=1), FP8_MAX, ZERO_ROW)
     return (y * enc[:, None]).to(FP8), tl.div_rn(1.0, enc)
 
 
 @triton.jit
 def quantize_row(y, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
-    """Codes and scale of one row in registers; masked columns of `y` must be 0. None saturates."""
+    """FP8 values and scale of one row in registers; masked columns of `y` must be 0. None saturates."""
     enc = multiplier_from_bits(tl.max(magnitude_bits(y), axis=0), FP8_MAX, ZERO_ROW)
     return (y * enc).to(FP8), tl.div_rn(1.0, enc)
 
 
 @triton.jit
 def code_bytes(x, FP8: tl.constexpr, FP8_MAX: tl.constexpr):
-    """The codes of x as integers 0 .. 255."""
+    """The FP8 values of x as integers 0 .. 255."""
     return saturate(x, FP8_MAX).to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
@@ -89,7 +89,7 @@ _PACK_E5M2 = constant(_PACK_E4M3.value.replace("e4m3", "e5m2"))
 
 @triton.jit
 def word_of_codes(a, b, c, d, FP8: tl.constexpr, FP8_MAX: tl.constexpr, PACKING: tl.constexpr):
-    """The codes of four saturated numbers in 32 bits, by PTX instructions ("asm") or shifts."""
+    """The FP8 values of four saturated numbers in 32 bits, by PTX instructions ("asm") or shifts."""
     if PACKING == "asm":
         PACK: tl.constexpr = _PACK_E4M3 if FP8_MAX == 448.0 else _PACK_E5M2
         word = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)

@@ -95,7 +95,7 @@ LAUNCH_ERRORS = _launch_errors()
 class TileConfig:
     """The tile of rows x columns that a program takes at a time.
 
-    `packing` is how codes are made: "bytes" one by one; "words", four of a column in one, to be transposed at a quarter
+    `packing`, how values are made: "bytes" one by one; "words", four of a column in one, to be transposed at a quarter
     of the cost; "asm" by PTX instructions.
     """
 

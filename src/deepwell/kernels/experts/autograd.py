@@ -110,7 +110,7 @@ def _in(dtype: torch.dtype, made: Tensor) -> Tensor:
 
 
 def _along_k(weight: Tensor, is_kn: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [E, N, K], scales [E, N], the scales of the rows as stored) for the forward."""
+    """(values [E, N, K], scales [E, N], the scales of the rows as stored) for the forward."""
     if is_kn:
         row_scale = ops.expert_scales(weight)
         return *ops.quantize_experts_transposed(weight, row_scale), row_scale
@@ -119,7 +119,7 @@ def _along_k(weight: Tensor, is_kn: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _along_n(weight: Tensor, is_kn: bool, row_scale: Tensor | None, after: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [E, K, N], scales [E, K]) for dgrad: made when the backward asks for them, from the weight itself."""
+    """(values [E, K, N], scales [E, K]) for dgrad: made when the backward asks for them, from the weight itself."""
     if is_kn:
         return ops.quantize_experts(weight, after)
     if row_scale is None:

@@ -4,7 +4,7 @@
     wgrad        C[e, n, k] = sum_p A[n, p] B[k, p] * scale_a[e] * scale_b[e]        over the rows p of group e
 
 Rows lie as `group_rows.group_layout` puts them: groups of whole lines of 16, none without rows, the last one up to the
-end. Both operands lie along the contraction, codes are E4M3, scales fp32.
+end. Both operands lie along the contraction; values are E4M3, scales fp32.
 Numerics: products of FP8 values are exact; with `fast` the tensor cores add in their own shorter accumulator.
 Cost: 2*P*N*K flops each; bytes P*K + E*N*K + 2*P*N (wgrad: P*N + P*K + 2*E*N*K).
 """
@@ -30,7 +30,7 @@ from deepwell.kernels.tune.sources import sources_hash
 from deepwell.kernels.tune.verify import Case
 
 _FP8 = torch.float8_e4m3fn
-# Against the product of the same codes in fp32, after rounding to bf16: the floor of sums in Hopper's short accumulator
+# Against the product of the values in fp32, after rounding to bf16: the floor of sums in Hopper's short accumulator
 # (docs/numerics.md); a wrong scale or a row of another group falls far below.
 _FLOOR_DB = 40.0
 

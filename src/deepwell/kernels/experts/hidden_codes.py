@@ -88,7 +88,7 @@ def _hidden_codes_kernel(
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    # One program, one row: its tiles stay in registers, or where TILES is 0 they are computed again for their codes.
+    # One program, one row: its tiles stay in registers, or where TILES is 0 they are recomputed for their FP8 values.
     FP8: tl.constexpr = q_ptr.dtype.element_ty
     p = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + p)

@@ -1,12 +1,12 @@
 """Quantize the weights of all experts in one launch: along their rows, or transposed for the other direction's GEMM.
 
-    rows          codes [E, R, C] with one power-of-two scale per row of an expert, as `quantize_rows` of [E * R, C]
-    scales        those of the rows, without codes: what a weight that is transposed first needs
-    transposed    codes [E, C, R] with one scale per expert, its rows' largest: q[e, c, r] = RNE(w[e, r, c] / scale[e])
+    rows          values [E, R, C] with one power-of-two scale per row of an expert, as `quantize_rows` of [E * R, C]
+    scales        those of the rows, without FP8 values: what a weight that is transposed first needs
+    transposed    values [E, C, R] with one scale per expert, its rows' largest: q[e, c, r] = RNE(w[e, r, c] / scale[e])
 
 A weight stored [E, N, K] is read along its rows by the forward, transposed by dgrad; [E, K, N] the other way.
 Numerics: bit for bit `deepwell.formats` ("fp8_e4m3_row_pow2", and "fp8_e4m3_tensor_pow2" of each expert). An expert
-    that holds inf or NaN gets a NaN scale and NaN codes, transposed; the others stay as they are.
+    that holds inf or NaN gets a NaN scale and NaN FP8 values, transposed; the others stay as they are.
 Cost: memory bound, 2 + 1 bytes an element each (bf16), 2 of scales alone. Qwen3-30B-A3B's gate and up
     (128 x 1536 x 2048) at 4.25 TB/s: 284 us; Mixtral's (8 x 28672 x 4096) 663 us.
 """
@@ -91,7 +91,7 @@ def expert_scales(w_ERC: Tensor) -> Tensor:
 
 
 def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor) -> Tensor:
-    """`q_ECR`: the transposed codes, with the power-of-two scale given for each expert; what exceeds it saturates.
+    """`q_ECR`: the transposed FP8 values, with the power-of-two scale given for each expert; what exceeds it saturates.
 
     Raises ConfigError on a wrong argument; R must be a multiple of 4.
     """

@@ -264,13 +264,13 @@ def row_product(
     bias_EN: Tensor | None = None,
     tile: RowTile | None = None,
 ) -> Tensor:
-    """`c_PN`, bf16 of FP8 codes with `scales` (of a's rows and [E, N]), else a's dtype; w is a view [E, N, K].
+    """`c_PN`, bf16 of FP8 values with `scales` (of a's rows and [E, N]), else a's dtype; w is a view [E, N, K].
 
     Raises ConfigError on operands that do not fit, UnsupportedError where rows are not whole lines of 16 bytes.
     """
     check_operands(a, w_ENK, rows, bias_EN)
     if scales is not None and w_ENK.stride(2) != 1:
-        raise UnsupportedError("FP8 products need weights that lie along the contraction; transpose their codes")
+        raise UnsupportedError("FP8 products need weights that lie along the contraction; transpose their FP8 values")
     dtype = a.dtype if scales is None else torch.bfloat16
     if not runs_kernel(a, _row_product_kernel):
         return row_product_ref(a, w_ENK, rows, scales=scales, bias_EN=bias_EN, dtype=dtype)

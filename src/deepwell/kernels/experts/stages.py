@@ -1,6 +1,6 @@
 """The stages of a block of experts, each by the fastest of its kernels: timed where a shape is first met, then kept.
 
-A stage is a whole chain: torch's way gathers the rows, multiplies them (`torch._grouped_mm`, `_scaled_grouped_mm`) and
+A stage is a whole chain: torch's gathers the rows, multiplies them (`torch._grouped_mm`, `_scaled_grouped_mm`) and
 makes the activation in a kernel of its own; Deepwell's does all of it in one kernel, in one of several tiles. Torch's
 runs unless another is faster by more than its noise. Before a tile competes, it is tried in a process of its own
 (`tiles_proof`). Each tile's results are compared with torch's, at the call's own operands, before it is timed; while a
@@ -48,13 +48,13 @@ _RULES = Rules(default=TORCH, least_gain=0.02, leaders=2, budget_s=0.06, record=
 # tensor cores' short accumulator, and those of wgrads in fp32.
 _FLOOR_DB, _FP8_FLOOR_DB, _EXACT_FLOOR_DB = 40.0, 35.0, 50.0
 
-# What a way gives: a tensor or several.
+# A kernel by its name, and a call that gives its result: a tensor or several.
 Ways = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStage:
-    """One stage at one size: rows, columns and contraction of its product, and what else tells it apart.
+    """One stage at one size: rows, columns and contraction of its product, and what else distinguishes it.
 
     `kernel` and `form` name the tiles' proof (`tiles_proof.proofs`).
     """
@@ -83,7 +83,7 @@ class ExpertStage:
         )
 
 
-# The way that was chosen for each bucket of sizes; why tiles were rejected; and what `only` asks for.
+# The kernel that was chosen for each bucket of sizes; why tiles were rejected; and what `only` asks for.
 _chosen: dict[str, str] = {}
 _rejected: dict[str, str] = {}
 _only: list[str] = []
@@ -96,7 +96,7 @@ def forget() -> None:
 
 
 def chosen() -> dict[str, str]:
-    """The way of every stage that was chosen in this process."""
+    """The kernel of every stage that was chosen in this process."""
     return dict(_chosen)
 
 
@@ -107,7 +107,7 @@ def rejected() -> dict[str, str]:
 
 @contextmanager
 def only(way: str) -> Iterator[None]:
-    """Run all stages one way, unmeasured: "torch", a tile's name, or "own" for each stage's first tile."""
+    """Run all stages by one kernel, unmeasured: "torch", a tile's name, or "own" for each stage's first tile."""
     _only.append(way)
     try:
         yield

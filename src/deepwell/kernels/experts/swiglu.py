@@ -6,7 +6,7 @@
 
 The router's weight goes in before the down projection instead of after it: W (w h) = w (W h). So the output rows are
 added up as they are, the gradient that comes back is one row per token and not one per choice (quantized once, gathered
-as codes), and the router's gradient needs h, which is at hand, instead of the down projection's output, which need not
+as values), and the router's gradient needs h, which is at hand, instead of the down projection's output, which need not
 be kept.
 
 Numerics: fp32 inside; h, dg and du are rounded once to the input's dtype and quantized from there, dw stays fp32.

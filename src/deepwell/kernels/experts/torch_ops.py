@@ -114,7 +114,7 @@ def places_of_largest(x: Tensor, k: int) -> Tensor:
 
 
 def _transposed(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [E, C, R], scales [E, C]) of a weight [E, R, C], from the scales of its rows."""
+    """(values [E, C, R], scales [E, C]) of a weight [E, R, C], from the scales of its rows."""
     scale_E = scale.amax(1)
     return quantize_experts_transposed(w.detach(), scale_E), scale_E[:, None].expand(-1, w.shape[2]).contiguous()
 

@@ -297,7 +297,7 @@ def block_scaled_gemm(
 
 
 def _filled(x: ScaledOperand, rows: int) -> ScaledOperand:
-    """Zero codes up to whole lines along K and a multiple of `rows`; the scales' tiles are padded further already."""
+    """Zero values up to whole lines along K and a multiple of `rows`; the scales' tiles are padded further already."""
     pack = 2 if x.data.dtype == torch.uint8 else 1
     right, below = -x.length % _K_ALIGNMENT // pack, -x.data.shape[0] % rows
     if not right and not below and x.data.is_contiguous():

@@ -1,10 +1,10 @@
-"""Deepwell's own candidates for "gemm" (whole chains) and "fp8_gemm" (codes and scales): vendor, Triton, CUTLASS, TE.
+"""Deepwell's own candidates for "gemm" (whole chains) and "fp8_gemm" (values and scales): vendor, Triton, CUTLASS, TE.
 
 A chain is: quantize both operands, multiply, bias, activation. Weights that many products share are quantized by
 `prepare`, apart from the chain. Operands whose K or N is no multiple of 16 are padded with zeros inside.
 """
 
-# Shapes: M rows of the result, N columns, K contraction. Chains take b as [K, N], FP8 GEMMs as [N, K] codes.
+# Shapes: M rows of the result, N columns, K contraction. Chains take b as [K, N], FP8 GEMMs as [N, K] FP8 values.
 
 import importlib
 import importlib.util
@@ -157,7 +157,7 @@ def _chain(
 
 
 def _quantize_tensor(a_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale for a: its largest magnitude first, then the codes."""
+    """One scale for a: its largest magnitude first, then the FP8 values."""
     codes, _, scale = quantize_weight(a_MK, write="rows")
     assert codes is not None
     return codes, scale

@@ -24,7 +24,7 @@ from deepwell.kernels.tune.choose import TimingSetup
 from deepwell.kernels.tune.problem import Problem
 from deepwell.kernels.tune.verify import FLOORS_DB, LOWEST_DB, Case, some_rows
 
-# Against the product of the same codes, the reference rounded to the result's dtype.
+# Against the product of the same FP8 values, the reference rounded to the result's dtype.
 CODES_DB = 60.0
 _NAMES = {"gemm": ("a", "b", "bias"), "fp8_gemm": ("a", "scale_a", "b", "scale_b")}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -34,7 +34,7 @@ _MAX_COPIES = 8
 
 
 def codes_floor_db(candidate: Candidate, k: int, device: str) -> float:
-    """The floor of a GEMM of codes over K. Sums in Hopper's own accumulator lose bits with every step.
+    """The floor of a GEMM of FP8 values over K. Sums in Hopper's own accumulator lose bits with every step.
 
     It keeps about 14 bits (arXiv 2412.19437, 3.3.2) and cuts off the rest. One H200, 2026-11-15
     (benchmarks/bench_accumulation.py), terms of very different size: 62.7 dB at 512, 55.4 at 4096, 49.4 at 16384, 41.7
@@ -139,7 +139,7 @@ def codes(problem: Problem, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 def _with_one_scale(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same codes under the first row's scale: what they stand for does not matter to an FP8 GEMM."""
+    """The same FP8 values under the first row's scale: what they stand for does not matter to an FP8 GEMM."""
     a, scale_a, b, scale_b = given
     return a, scale_a[:1].clone(), b, scale_b[:1].clone()
 

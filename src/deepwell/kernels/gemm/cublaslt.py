@@ -1,6 +1,6 @@
 """Products by an algorithm of cuBLASLt that is chosen by its rank: torch always takes the heuristic's first.
 
-    C[m, n] = (A[m, k] @ B[n, k]^T) * scale_a * scale_b, rounded to bf16          FP8 codes
+    C[m, n] = (A[m, k] @ B[n, k]^T) * scale_a * scale_b, rounded to bf16          FP8 values
     C[m, n] = A[m, k] @ B[k, n], or C += that                                     bf16, either may be transposed
 
 The heuristic orders what it knows by an estimate. Of weight gradients, with one scale a tensor and sums in fp32, it
@@ -201,7 +201,7 @@ def fp8_gemm_ranked(
     rank: int = 0,
     is_static: bool = False,
 ) -> Tensor:
-    """`a @ b.T` of FP8 codes with fp32 scales, one per tensor or row; no `scale_a` is 1.
+    """`a @ b.T` of FP8 values with fp32 scales, one per tensor or row; no `scale_a` is 1.
 
     A rank beyond the last algorithm is the last. Raises ConfigError on operands that do not fit, UnsupportedError on
     those that cuBLASLt does not take.
@@ -226,7 +226,7 @@ def fp8_gemm_ranked(
 def product_of_codes(
     a_MK: Any, scale_a: Any, b_NK: Any, scale_b: Any, *, fast: bool, device: torch.device
 ) -> LtProduct:
-    """What a product of FP8 codes is to cuBLASLt, of tensors or of what has their shape and dtype."""
+    """What a product of FP8 values is to cuBLASLt, of tensors or of what has their shape and dtype."""
     has_rows = max(1 if scale is None else math.prod(scale.shape) for scale in (scale_a, scale_b)) > 1
     return LtProduct(
         m=a_MK.shape[0],

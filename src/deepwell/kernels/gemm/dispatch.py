@@ -1,4 +1,4 @@
-"""One way from a product to a kernel: check, choose, run, and go on with the next best where a kernel fails.
+"""Run a product by the registry's choice: check, choose, run, and continue with the next best where a kernel fails.
 
 `gemm` is what the public entry points share (`production_kernels`, `cutlass_bindings`). Forward only: training goes
 through `dw.compile`, which calls candidates through the ops of `deepwell.kernels.gemm.chosen`.

@@ -48,7 +48,7 @@ def _as_rows(scale: Tensor, rows: int) -> Tensor:
 
 
 def padded_codes(q: Tensor, rows: int, columns: int = 0) -> Tensor:
-    """FP8 codes with so many rows and columns of zeros (the byte 0) appended."""
+    """FP8 values with so many rows and columns of zeros (the byte 0) appended."""
     return F.pad(q.view(torch.uint8), (0, columns, 0, rows)).view(q.dtype)
 
 
@@ -82,7 +82,7 @@ def fp8_gemm(
     fast: bool = True,
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """`a @ b.T + bias` of FP8 codes with fp32 scales (one per tensor, or one per row of either operand).
+    """`a @ b.T + bias` of FP8 values with fp32 scales (one per tensor, or one per row of either operand).
 
     Without `scale_a` it is 1. The bias goes into the epilogue, before the one rounding: bf16, of a bf16 result (torch's
     own restriction).

@@ -28,7 +28,7 @@ from deepwell.kernels.tune.sources import sources_hash
 from deepwell.kernels.tune.verify import Case
 
 _FP8 = torch.float8_e4m3fn
-# Against the product of the same codes in fp32, both rounded to bf16. Hopper keeps 14 bits inside a block of 128: sums
+# Against the product of the same values in fp32, both rounded to bf16. Hopper keeps 14 bits inside a block of 128: sums
 # that are promoted after each have 69 to 78 dB, a wrong scale or one of another block leaves less than 20.
 _FLOOR_DB = 50.0
 
@@ -53,7 +53,7 @@ def _by_element(scale_RB: Tensor) -> Tensor:
 
 
 def fp8_gemm_blocks(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor, *, square: bool) -> Tensor:
-    """`a @ b.T` of E4M3 codes in bf16; any M and N: they are padded to whole lines of 16 inside.
+    """`a @ b.T` of E4M3 values in bf16; any M and N: they are padded to whole lines of 16 inside.
 
     Raises ConfigError on shapes or dtypes that do not fit, and torch's error where the GPU has no such product.
     """

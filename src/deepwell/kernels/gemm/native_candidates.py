@@ -143,7 +143,7 @@ def _product(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype, *, way:
 
 
 def _quantize(x: Tensor, axis: int, *, fmt: str) -> Tensor:
-    """Codes and scales as bytes, one after the other."""
+    """Values and scales as bytes, one after the other."""
     if fmt == "mxfp8":
         made = quantize_mxfp8(x)
         found = (made.q_TK, made.scale) if axis == 1 else (made.q_KT, made.scale_t)

@@ -1,6 +1,6 @@
-"""Factors of rows that a product of FP8 codes has left to whoever reads it.
+"""Factors of rows that a product of FP8 values has left to whoever reads it.
 
-    y[t, n] = factor[t] * z[t, n]        z = (codes @ codes) * one scale, rounded to bf16: `fp8_gemm` without scale_a
+    y[t, n] = factor[t] * z[t, n]        z = (values @ values) * one scale, rounded to bf16: `fp8_gemm` without scale_a
 
 Numerics: factors are powers of two, the scales of quantized rows (of others bf16 numbers would see 8 bits): y has the
     bits that a product scaled by rows would have been rounded to, but for numbers below bf16's normal ones.

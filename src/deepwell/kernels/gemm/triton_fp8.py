@@ -210,7 +210,7 @@ def fp8_gemm_triton(
     out_dtype: torch.dtype = torch.bfloat16,
     config: Fp8GemmConfig | None = None,
 ) -> Tensor:
-    """`act(a @ b.T * scales + bias)` of FP8 codes; fp32 scales, one per tensor or per row of either operand.
+    """`act(a @ b.T * scales + bias)` of FP8 values; fp32 scales, one per tensor or per row of either operand.
 
     Raises ConfigError on operands that do not fit, UnsupportedError where K or N is no multiple of 16, an operand's
     rows are not whole 16-byte lines, or the GPU is older than Hopper.

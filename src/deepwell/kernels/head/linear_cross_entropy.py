@@ -6,7 +6,7 @@
 
 Gradients are made in the forward pass, where the chunk's logits are at hand; the backward scales them. Those that
 nobody wants (a frozen head, a frozen model under a trained head) are not computed. With `fp8` dW may wait: the forward
-hands out codes of du and x, and the GEMM of the backward has the loss' gradient in one of its scales.
+hands out FP8 values of du and x, and the GEMM of the backward has the loss' gradient in one of its scales.
 Numerics: softmax in fp32; x W^T and du in bf16 as torch's own, what lies between them in fp32; dW added over chunks in
     bf16 by the GEMM (one rounding a chunk), db in fp32. With `fp8` the GEMMs take x and W in E4M3 and du in E5M2: rows
     of x and du with their own power-of-two scales, W with one; du is never larger than a/count, so its transposed copy
@@ -172,12 +172,12 @@ def linear_cross_entropy_codes(
     head: HeadOptions,
     chunk: int | None = None,
 ) -> HeadCodes:
-    """`linear_cross_entropy` in FP8 without its last GEMM: `weight_gradient` makes dW of the codes.
+    """`linear_cross_entropy` in FP8 without its last GEMM: `weight_gradient` makes dW of the FP8 values.
 
     Raises ConfigError on shapes that do not fit, or a head that is not FP8.
     """
     if not head.fp8:
-        raise ConfigError("head.fp8 is False; linear_cross_entropy_codes has no codes of a bf16 head")
+        raise ConfigError("head.fp8 is False; linear_cross_entropy_codes has no FP8 values of a bf16 head")
     _check(x_TD, w_VD, target_T, bias_V, head)
     factor = _factor(target_T, head)
     out = _chunks_fp8(x_TD, w_VD, bias_V, target_T, factor, head, _rows_of_chunks(x_TD, w_VD, head, chunk))
@@ -185,7 +185,7 @@ def linear_cross_entropy_codes(
 
 
 def weight_gradient(codes: WeightCodes, grad: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
-    """dW [V, D], padded as the codes are, of a loss whose gradient is `grad`, an fp32 number; without one, 1.
+    """dW [V, D], padded as the FP8 values are, of a loss whose gradient is `grad`, an fp32 number; without one, 1.
 
     The number is a factor of a scale: 1 changes no bit, a power of two shifts the exponents, any other is rounded with
     dW, once. 0 gives zeros. An infinite or NaN one leaves no entry of dW finite, as a multiplication would. It goes to
@@ -349,7 +349,7 @@ def _chunks_fp8(
 def _product(
     q_CK: Tensor, scale_C: Tensor, qw_NK: Tensor, w_scale: Tensor, *, dtype: torch.dtype, fast: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Codes times a weight's, and what its reader multiplies rows with: their scales, or None where they are in it."""
+    """Values times a weight's, and what its reader multiplies rows with: their scales, or None where they are in it."""
     written = row_dtype(dtype, q_CK.device)
     if written == torch.float16:
         return fastest_fp8_gemm(q_CK, scale_C, qw_NK, w_scale, out_dtype=written, fast=fast), None

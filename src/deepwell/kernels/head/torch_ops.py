@@ -55,7 +55,7 @@ def _of_any_length(
 
 
 def _given(like: Tensor, *grads: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients as an op hands them out: those that nobody asked for are empty."""
+    """Gradients as an op returns them: those that nobody asked for are empty."""
     return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -127,7 +127,7 @@ def _fake_linear_cross_entropy_codes(
 
 def _backward(*operands: Any) -> tuple[Tensor, ...]:
     """All gradients (dx, dW, db) in one op: what follows in a backward needs dx, so that no compiler moves the GEMM of
-    dW, which nobody waits for, to the end and holds the codes until then.
+    dW, which nobody waits for, to the end and holds the FP8 values until then.
     """
     *codes, grad, dx, db, num_rows, dtype = operands
     dw = weight_gradient(WeightCodes(*codes), grad, dtype=dtype)[:num_rows]

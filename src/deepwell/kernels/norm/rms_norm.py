@@ -299,7 +299,7 @@ def _norm_backward_kernel(
     ASM: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    # Runs of 16 bytes of bf16 also of codes, which so stay with their threads.
+    # Runs of 16 bytes of bf16 also of FP8 values, which so stay with their threads.
     d = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
     mask = within(d, D, FULL)
     w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)

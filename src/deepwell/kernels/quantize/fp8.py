@@ -5,7 +5,7 @@
     tensor   the same with one amax for the whole tensor, given or measured (1 where it is 0); q and q^T from one read
 
 Numerics: bit for bit `deepwell.formats.quantize` ("fp8_<element>_row_pow2", "fp8_<element>_tensor_pow2"). A row (a
-    tensor) that holds inf or NaN gets a NaN scale and NaN codes. With a given amax, inf saturates and NaN stays NaN.
+    tensor) that holds inf or NaN gets a NaN scale and NaN values. With a given amax, inf saturates and NaN stays NaN.
 Cost: memory bound; bytes per element (bf16 in): rows 2 + 1; both copies 2 + 2; amax 2.
     Floors on one H200 (4.25 TB/s copied): rows of 16384 x 4096 47 us, of 16384 x 14336 166 us; both copies 63, 221 us.
 """
@@ -285,7 +285,7 @@ def quantize_rows(
 
 
 def row_scales(x_TK: Tensor) -> Tensor:
-    """The scales of `quantize_rows` alone, in two thirds of its traffic: for codes that lie otherwise."""
+    """The scales of `quantize_rows` alone, in two thirds of its traffic: for FP8 values that lie otherwise."""
     check_matrix("x_TK", x_TK)
     if not runs_kernel(x_TK, _quantize_rows_kernel):
         return row_scales_ref(x_TK)
@@ -293,7 +293,7 @@ def row_scales(x_TK: Tensor) -> Tensor:
 
 
 def _launch_rows(x_TK: Tensor, q_TK: Tensor | None, fp8_max: float, config: RowConfig | None = None) -> Tensor:
-    """Write the codes, if there is memory for them; the scales."""
+    """Write the FP8 values, if there is memory for them; the scales."""
     t, k = x_TK.shape
     scale_T = torch.empty(t, dtype=torch.float32, device=x_TK.device)
     config = config or default_row_config(k)

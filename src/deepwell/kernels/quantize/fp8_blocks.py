@@ -3,7 +3,7 @@
     1x128      enc[t, b] = min(MAX / amax_k |x[t, k]|, FLT_MAX), k in 128b .. 128b+127; 1 where amax is 0
                rounded down to 2^n        scale[t, b] = 1 / enc[t, b]        q[t, k] = RNE(x[t, k] * enc[t, b])
     both       the same along the rows and along the columns (128 tokens share a scale there), from one read of x
-    128x128    one amax for a square: the codes of the two copies are each other's transposes
+    128x128    one amax for a square: the FP8 values of the two copies are each other's transposes
 
 Numerics: bit for bit `deepwell.formats.quantize` ("fp8_e4m3_1x128_pow2" of x and of x^T, "fp8_e4m3_128x128_pow2"), inf
     and NaN included. Copies made together are padded to whole blocks along their contraction, with zeros.
@@ -34,7 +34,7 @@ SCALE_LINE = 4
 
 
 class Blocks(NamedTuple):
-    """Codes along the rows and along the columns, each with its scales; None where a copy was not asked for."""
+    """FP8 values along the rows and along the columns, each with its scales; None where a copy was not asked for."""
 
     q: Tensor | None
     scale: Tensor | None
@@ -196,7 +196,7 @@ def _quantize_tiles_kernel(
 
 
 def quantize_1x128(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales `(q_TK, scale_TB)` of E4M3 with a power-of-two scale per 128 columns; K must be whole blocks."""
+    """Values and scales `(q_TK, scale_TB)`: E4M3 with a power-of-two scale per 128 columns; K must be whole blocks."""
     check_matrix("x_TK", x_TK)
     t, k = x_TK.shape
     if k % BLOCK:

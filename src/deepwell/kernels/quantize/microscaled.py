@@ -45,7 +45,7 @@ _NV = constant(NV_BLOCK)
 
 
 class MxCopies(NamedTuple):
-    """Codes and E8M0 scales of the row copy (T, K) and of the transposed copy (K, T); None where it was not asked for.
+    """Values and E8M0 scales of the row copy (T, K) and of the transposed copy (K, T); None where it was not asked for.
 
     Scales are (rows, blocks), or flat in tile order where `swizzled`.
     """
@@ -141,7 +141,7 @@ def _scale_offset(row, column, num_columns, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def _e2m1_nearest(x):
-    """E2M1 codes 0 .. 15 of x to nearest even, saturating; NaN becomes +6."""
+    """E2M1 values 0 .. 15 of x to nearest even, saturating; NaN becomes +6."""
     m = tl.abs(x)
     # Thresholds lie halfway between neighbours; a tie goes to the even code.
     code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32) + (m >= 1.75).to(tl.int32)
@@ -152,7 +152,7 @@ def _e2m1_nearest(x):
 
 @triton.jit
 def _e2m1_stochastic(x, random):
-    """E2M1 codes of x rounded up where its fraction of a step is at least 1 - random / 256; exact values stay."""
+    """E2M1 values of x rounded up where its fraction of a step is at least 1 - random / 256; exact values stay."""
     m = tl.minimum(tl.abs(x), 6.0)
     per_step = tl.where(m < 2.0, 2.0, tl.where(m < 4.0, 1.0, 0.5))
     first = tl.where(m < 2.0, 0, tl.where(m < 4.0, 2, 4))
@@ -210,7 +210,7 @@ def _quantize_mx_kernel(
 
 @triton.jit
 def _mx_row(x, t, k, mask, q_ptr, scale_ptr, T, K, MAX, INV_MAX, SWIZZLED: tl.constexpr):
-    """Codes and scales along the rows of a tile."""
+    """Values and scales along the rows of a tile."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCKS: tl.constexpr = x.shape[1] // _MX
     byte = _e8m0_byte(tl.max(tl.reshape(magnitude_bits(x), [ROWS, BLOCKS, _MX]), axis=2), INV_MAX)

@@ -75,7 +75,7 @@ def rounded(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
 
 
 def hadamard_operand(x: Tensor, hadamard: bool) -> tuple[Tensor, tuple[int, ...] | None]:
-    """(x, the transform's signs): zeros fill up its last run. Without the transform x and None."""
+    """(x, the transform's signs): its last run is padded with zeros. Without the transform x and None."""
     if not hadamard:
         return x.contiguous(), None
     return F.pad(x, (0, _hadamard_width(x) - x.shape[-1])).contiguous(), DEFAULT_SIGNS
@@ -115,7 +115,7 @@ def _fake_wgrad_operands(
 
 
 register_op("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(dense(x)), fp8_rows_like)
-# Once more in the backward: `after`, which is not read, keeps a compiler from keeping the forward's codes instead.
+# Once more in the backward: `after`, which is not read, keeps a compiler from keeping the forward's FP8 values instead.
 register_op(
     "quantize_rows_again(Tensor x, Tensor after) -> (Tensor, Tensor)",
     lambda x, after: quantize_rows(dense(x)),
@@ -126,7 +126,7 @@ register_op(
     _quantize_weights,
     _fake_quantize_weights,
 )
-# The transposed copy of the same codes, for the backward: (q [K, N], scale). Made when the backward asks for it, from
+# The transposed copy of the same values, for the backward: (q [K, N], scale). Made when the backward asks for it, from
 # weights that are there anyway: kept from the forward it would cost a byte per parameter at the peak. `after` is any
 # tensor of the backward: it keeps a compiler from moving this forward.
 register_op(
@@ -271,12 +271,12 @@ register_op(
 
 
 def _nv_rows(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of x in NVFP4; zeros fill up the last run of the Hadamard transform, as in the emulation."""
+    """Rows of x in NVFP4; the last run of the Hadamard transform is padded with zeros, as in the emulation."""
     if hadamard:
         x = hadamard16(hadamard_operand(x, hadamard)[0])
     x = dense(x)
     if not x.is_cuda and rounding == "stochastic":
-        # The emulation's own draws: the same generator in the same order gives the same codes.
+        # The emulation's own draws: the same generator in the same order gives the same FP8 values.
         q = quantize(x, fmt, rounding=rounding)
         assert q.global_scale is not None
         return q.data, q.scale_swizzled(), q.global_scale

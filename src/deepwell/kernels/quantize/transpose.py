@@ -1,9 +1,9 @@
-"""Transpose FP8 codes with one scale per row into codes with one scale for the tensor: the operand of a wgrad GEMM.
+"""Transpose FP8 values with one scale per row into values with one scale for the tensor: the operand of a wgrad GEMM.
 
     scale = max_t scale[t]        q'[n, t] = RNE(q[t, n] * scale[t] / scale)
     by ratio                      q'[n, t] = RNE(q[t, n] * ratio[t])            (`wgrad_operands.py` says which)
 
-Numerics: with scales that are powers of two the ratio is one too, so codes move exactly but for underflow, which rounds
+Numerics: with scales that are powers of 2 the ratio is one too, so values move exactly but for underflow, which rounds
     to nearest even: bit for bit the quantization of the dequantized rows with that scale. The scales must be powers of
     two ("fp8_e4m3_row_pow2"); others round the ratio to fp16 in the packed kernel. A NaN scale makes every code NaN.
 Cost: memory bound, one byte read and one written per code; 4 bytes per row of scales read once more for their maximum.
@@ -65,7 +65,7 @@ BLOCK_ROWS = 16
 
 
 def rows_of_blocks(x: Tensor, blocks: Tensor) -> Tensor:
-    """Blocks of `BLOCK_ROWS` rows as `blocks` names them, zeros below 0, in plain torch; codes, or a number a row."""
+    """Blocks of `BLOCK_ROWS` rows as `blocks` names them, zeros below 0, in plain torch; values, or a number a row."""
     row = (blocks.long()[:, None] * BLOCK_ROWS + torch.arange(BLOCK_ROWS, device=x.device)).flatten()
     words = x.view(torch.uint8) if x.dim() == 2 else x
     there = (row >= 0).view(-1, *[1] * (x.dim() - 1))
@@ -84,7 +84,7 @@ TRANSPOSE_CONFIGS = (
 
 # ---- kernel ----
 
-# Four E4M3 codes of one word times an fp16 pair: exact where it matters, since E4M3 has 4 significant bits and what
+# Four E4M3 values of one word times an fp16 pair: exact where it matters, since E4M3 has 4 significant bits and what
 # falls below fp16's smallest number is far below half of E4M3's (2^-10).
 _SHIFT_E4M3 = constant(
     """{ .reg .b16 lo, hi; .reg .b32 a, b;
@@ -126,7 +126,7 @@ def _half_twice(x):
 
 @triton.jit
 def _shift_word(word, ratio, FP8: tl.constexpr, FP8_MAX: tl.constexpr, ASM: tl.constexpr):
-    """Four codes of a word times a power of two <= 1, rounded to the nearest even code."""
+    """Four FP8 values of a word times a power of two <= 1, rounded to the nearest even code."""
     if ASM:
         if FP8_MAX == 448.0:
             pair = tl.broadcast_to(_half_twice(ratio), word.shape)
@@ -147,7 +147,7 @@ def _shift_word(word, ratio, FP8: tl.constexpr, FP8_MAX: tl.constexpr, ASM: tl.c
 
 @triton.jit
 def _ratio(scale_t_ptr, scale_ptr, mask):
-    """What a row's codes are multiplied by: its scale over the tensor's, or the number itself where there is none."""
+    """What a row's values are multiplied by: its scale over the tensor's, or the number itself where there is none."""
     scale = tl.load(scale_t_ptr, mask=mask, other=0.0)
     if scale_ptr is not None:
         scale = tl.div_rn(scale, tl.load(scale_ptr))
@@ -197,7 +197,7 @@ def _transpose_words_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    # Pointers, N4 and strides count words of four codes, T4 groups of four tokens. A 4 x 4 block of bytes is transposed
+    # Pointers, N4 and strides count words of four values, T4 groups of 4 tokens. A 4 x 4 block of bytes is transposed
     # over in registers, so that shared memory moves whole words. (The mask compares i, not 4 * i: so it stays constant
     # over a vector and the stores keep their 16 bytes.)
     i = tl.program_id(1).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
@@ -297,7 +297,7 @@ def transpose_codes(
     out: Tensor | None = None,
     config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Transpose row-scaled codes to `(q_NT, scale)` with one scale, the largest of `scale_T` (powers of two).
+    """Transpose row-scaled FP8 values to `(q_NT, scale)` with one scale, the largest of `scale_T` (powers of two).
 
     `scale`, where the caller knows the largest already, saves a small launch. `out` may be a slice of a larger buffer.
     Raises ConfigError on a wrong argument.
@@ -312,7 +312,7 @@ def transpose_codes(
 def transpose_by_ratio(
     q_TN: Tensor, ratio_T: Tensor, *, out: Tensor | None = None, config: TileConfig | None = None
 ) -> Tensor:
-    """Transpose codes, each row times its own ratio (powers of two, at most 1). Raises as `transpose_codes` does."""
+    """Transpose values, each row times its own ratio (powers of two, at most 1). Raises as `transpose_codes` does."""
     _check_rows(q_TN, "ratio_T", ratio_T)
     return _transposed(q_TN, ratio_T, None, out, config)
 
@@ -391,7 +391,7 @@ def _transposed(
 
 
 def default_config(t: int, n: int) -> TileConfig:
-    """The config for codes of that shape; small tiles where large ones would leave multiprocessors idle.
+    """The config for FP8 values of that shape; small tiles where large ones would leave multiprocessors idle.
 
     One H200, 2026-11-15 (benchmarks/bench_rows.py): 256 x 128 takes 125 us at 16384 x 14336, 128 x 128 129.
     """
@@ -408,7 +408,7 @@ def _launch(
     gathered: Gathered | None = None,
     blocks: Tensor | None = None,
 ) -> None:
-    """`other` is a second operand (codes, ratios, result) that takes its words in the same launch."""
+    """`other` is a second operand (FP8 values, ratios, result) that takes its words in the same launch."""
     config = _fit_packing(config, q_TN, q_NT)
     n, t = q_NT.shape
     tiles = cdiv(n, config.columns) + (cdiv(other[0].shape[1], config.columns) if other else 0)

@@ -1,10 +1,10 @@
-"""FP8 codes of many weights, kept from call to call and recomputed only where a weight changed: two launches for all.
+"""FP8 values of many weights, kept from call to call and recomputed only where a weight changed: two launches for all.
 
     fingerprint   F(group) = sum over words of mix(word + position * G) mod 2^64,     amax(group) = max |w|
-    quantize      a group whose F is that of its codes: nothing. Else scale = 1 / enc(amax), q = RNE(w * enc), both ways
+    quantize      nothing where F is that of the values. Else scale = 1 / enc(amax), q = RNE(w * enc), both ways
 
 A group is what shares one scale: the weights of a merged linear, side by side in `rows` [N, K] and `columns` [K, N].
-Numerics: codes and scale are bit for bit those of `quantize_weight` with the group's amax. Everything is decided on the
+Numerics: values, scale are bit for bit those of `quantize_weight` with the group's amax. Everything is decided on the
     device, from the weights' contents: nothing that edits a weight can go unseen, and nothing waits for the host.
     `mix` is a bijection of 64-bit words, so an edit within one word (four bf16, two fp32) always changes F; any other
     is missed with odds of 2^-64. Integer sums: the same F in any order.
@@ -31,13 +31,12 @@ GAMMA, MIX_1, MIX_2 = constant(_GAMMA), constant(_MIX_1), constant(_MIX_2)
 # Positions of a group's second weight begin here: no weight has as many words.
 PLACE_BITS = 44
 
-# Words of a group's state: the fingerprint of its codes, whether there are any, programs done, times quantized.
+# Words of a group's state: the fingerprint of its FP8 values, whether there are any, programs done, times quantized.
 STATE_WORDS = 4
 MAX_SLOTS = 256
 # Columns of the table of weights: address, R, C, stride; rows and columns of codes (address, stride); group, place.
 WEIGHT_COLUMNS = 10
-# Columns of the table of groups: first weight, weights, first slot, slots, state, scale, tiles.
-GROUP_COLUMNS = 7
+# The table of groups has seven: first weight, weights, first slot, slots, state, scale, tiles.
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -64,7 +63,7 @@ def _mix_ref(z: Tensor) -> Tensor:
 
 
 def quantize_group_ref(weights: list[Tensor], rows: list[Tensor], columns: list[Tensor]) -> Tensor:
-    """Reference for a group's codes, written in place; `rows` lie as each weight is stored, `columns` transposed."""
+    """Reference for a group's values, written in place; `rows` lie as each weight is stored, `columns` transposed."""
     largest = amax_ref(weights)
     for w, row, column in zip(weights, rows, columns, strict=True):
         codes, codes_t, scale = quantize_both_ref(w, largest, dtype=torch.float8_e4m3fn)
@@ -209,7 +208,7 @@ def _codes(x):
 @triton.jit
 def _write_tile(w_ptr, r0, c0, enc, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, PACKING: tl.constexpr,
                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """One tile of a weight as codes, as it lies and transposed; there four rows of a column are one word."""
+    """One tile of a weight as FP8 values, as it lies and transposed; there four rows of a column are one word."""
     GROUP: tl.constexpr = 1 if PACKING == "bytes" else 4
     i = r0 // GROUP + tl.arange(0, ROWS // GROUP)
     c = c0 + tl.arange(0, COLUMNS)
@@ -251,7 +250,7 @@ def _refresh_kernel(
     TILES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    # One program: TILES tiles of one weight, beside one another; none where the group's codes are of this content.
+    # One program: TILES tiles of one weight, beside one another; none where the group's FP8 values are of this content.
     pid = tl.program_id(0)
     w_ptr = weights_ptr + tl.load(tile_weight_ptr + pid) * 10
     group_ptr = groups_ptr + tl.load(w_ptr + 8) * 7

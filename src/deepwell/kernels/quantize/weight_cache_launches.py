@@ -33,7 +33,7 @@ _SLOT_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Codes:
-    """The codes of a group of weights [N, K] that share a scale, side by side, and what they were made of.
+    """The FP8 values of a group of weights [N, K] that share a scale, side by side, and what they were made of.
 
     `widths` are the N of each weight; `is_kn` says which are stored as [K, N].
     """
@@ -47,7 +47,7 @@ class Codes:
 
     @staticmethod
     def empty(k: int, widths: Sequence[int], is_kn: Sequence[bool], device: torch.device) -> "Codes":
-        """Buffers for codes that do not exist yet; the next refresh makes them."""
+        """Buffers for FP8 values that do not exist yet; the next refresh makes them."""
         n = sum(widths)
         # Not of inference mode, whatever the caller is in: a later training step saves them for its backward.
         with torch.inference_mode(False):
@@ -66,11 +66,11 @@ class Codes:
 
     @property
     def times_quantized(self) -> int:
-        """How often the codes were made; waits for the device."""
+        """How often the FP8 values were made; waits for the device."""
         return int(self.state[3])
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """For each weight where its codes go, as it is stored and transposed."""
+        """For each weight where its FP8 values go, as it is stored and transposed."""
         found, start = [], 0
         for width, is_kn in zip(self.widths, self.is_kn, strict=True):
             along, transposed = self.rows[start : start + width], self.columns[:, start : start + width]
@@ -96,7 +96,7 @@ class _GroupLaunch:
 
 
 class CodesRefresh:
-    """Brings the codes of groups up to date with weights that the caller shows at each call, as they are stored."""
+    """Brings the values of groups up to date with weights that the caller shows at each call, as they are stored."""
 
     def __init__(self, codes: Sequence[Codes], *, config: CodesConfig | None = None) -> None:
         if not codes:
@@ -108,7 +108,7 @@ class CodesRefresh:
         self._launches: list[_GroupLaunch] = []
 
     def refresh(self, weights: Sequence[Sequence[Tensor]]) -> None:
-        """Make the codes of `weights`, one list for each group, where they are not those of its last call."""
+        """Make the FP8 values of `weights`, one list for each group, where they are not those of its last call."""
         first = weights[0][0]
         if not runs_kernel(first, weight_codes._refresh_kernel):
             with torch.no_grad():
@@ -238,11 +238,11 @@ def _is_aligned(codes: Codes, weights: Sequence[Tensor]) -> bool:
 
 
 def _check(codes: Codes, i: int, w: Tensor) -> Tensor:
-    """The weight itself; raises ConfigError unless it is what the i-th codes of a group are of."""
+    """The weight itself; raises ConfigError unless it is what the i-th FP8 values of a group are of."""
     check_matrix(f"weights[{i}]", w)
     along = codes.parts()[i][0]
     if w.shape != along.shape or w.device != along.device:
         raise ConfigError(
-            f"weights[{i}] is {tuple(w.shape)} on {w.device}; its codes are {tuple(along.shape)} on {along.device}"
+            f"weights[{i}] is {tuple(w.shape)} on {w.device}; its FP8 values are {tuple(along.shape)} on {along.device}"
         )
     return w

@@ -1,12 +1,12 @@
-"""FP8 codes of a linear's weights under one scale, all of them by two launches: partial maxima, then codes.
+"""FP8 values of a linear's weights under one scale, all of them by two launches: partial maxima, then FP8 values.
 
     partial[p] = max |w| over the p-th share of every weight       amax = max_p partial[p]
     q = RNE(w * enc(amax)) of all weights side by side, [N, K] or transposed [K, N]       scale = 1 / enc(amax)
 
 One by one, three weights of a merged linear are eight launches forward (a cleared maximum, three maxima, three times
-codes, one that spreads the scale for the GEMM) and four backward: 540 of the 1,464 of a step of 16 such layers.
+FP8 values, one that spreads the scale for the GEMM) and four backward: 540 of the 1,464 of a step of 16 such layers.
 Numerics: bit for bit `quantize_weight` of each weight with the amax of all; a maximum is the same in any order.
-Cost: memory bound; bytes per bf16 weight 2 for the maxima, 2 + 1 for the codes, which find smaller weights in L2.
+Cost: memory bound; bytes per bf16 weight 2 for the maxima, 2 + 1 for the FP8 values, which find smaller weights in L2.
 """
 
 # ruff: noqa: RET505 (the compiler reads what follows a return; only a whole if-else chain of constexprs ends it)
@@ -55,7 +55,7 @@ def partial_maxima_ref(weights: Sequence[Tensor]) -> Tensor:
 
 
 def quantize_group_ref(weights: Sequence[Tensor], partials_P: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Reference for `quantize_group`: codes and scale."""
+    """Reference for `quantize_group`: FP8 values and scale."""
     made = [quantize_both_ref(w, partials_P.amax(), dtype=_FP8) for w in weights]
     codes = torch.cat([codes.view(torch.uint8) for codes, _, _ in made])
     return (codes.T.contiguous() if transposed else codes).view(_FP8), made[0][2]
@@ -66,13 +66,13 @@ def quantize_group_ref(weights: Sequence[Tensor], partials_P: Tensor, *, transpo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """A tile of rows x columns. Codes: at most `tiles` of them make a program."""
+    """A tile of rows x columns. FP8 values: at most `tiles` of them make a program."""
 
     rows: int
     columns: int
     num_warps: int = 4
     tiles: int = 4
-    # Maxima: how many tiles of a program are under way or at hand. A tile of fp32 has half the columns.
+    # Maxima: how many tiles of a program are in flight. A tile of fp32 has half the columns.
     stages: int = 1
 
 
@@ -82,7 +82,7 @@ PARTIALS_CONFIGS = (
     GroupConfig(rows=1, columns=4096, num_warps=4, stages=6),
     GroupConfig(rows=1, columns=8192, num_warps=8, stages=4),
 )
-# Along K a tile is rows of 1 KiB; transposed it goes through shared memory in words of four codes.
+# Along K a tile is rows of 1 KiB; transposed it goes through shared memory in words of four FP8 values.
 ALONG_CONFIGS = (GroupConfig(rows=8, columns=512), GroupConfig(rows=8, columns=1024, num_warps=8))
 TRANSPOSED_CONFIGS = (GroupConfig(rows=64, columns=64), GroupConfig(rows=128, columns=64, tiles=2))
 _ENOUGH_PROGRAMS = 1024
@@ -177,7 +177,7 @@ def _partials_kernel(
     tl.store(partials_ptr + tl.program_id(0), bits.to(tl.float32, bitcast=True))
 
 
-# Four rows of two columns: a word of four codes for each column. The multiplier is a power of two: exact in bf16, but
+# Four rows of two columns: a word of four values for each column. The multiplier is a power of two: exact in bf16, but
 # for what is 0 in FP8 anyhow.
 _ONE_ROW = """    mul.rn.bf16x2 x, $IN, $6;
     shl.b32 w, x, 16;
@@ -198,7 +198,7 @@ _WORDS = constant(
 
 @triton.jit
 def _words(a, b, c, d, enc, FP8_MAX: tl.constexpr, PACKING: tl.constexpr, ASM: tl.constexpr):
-    """The codes of four rows times `enc`, which lets none saturate, four of a column in a word."""
+    """The FP8 values of four rows times `enc`, which lets none saturate, four of a column in a word."""
     if ASM and a.dtype == tl.bfloat16:
         enc = tl.broadcast_to(enc.to(tl.bfloat16), a.shape)
         return tl.inline_asm_elementwise(
@@ -226,7 +226,7 @@ def _store_tile(
     x, enc, q_ptr, stride_q, mask, n, k,
     TRANSPOSED: tl.constexpr, PACKING: tl.constexpr, ASM: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a tile. Turned, q_ptr and stride_q count words of four codes."""
+    """Write the FP8 values of a tile. Transposed, q_ptr and stride_q count words of four FP8 values."""
     if TRANSPOSED:
         word = tl.trans(_words(x[0], x[1], x[2], x[3], enc, FP8_MAX, PACKING, ASM))
         i, j = tl.arange(0, word.shape[0])[:, None], tl.arange(0, word.shape[1])[None, :]
@@ -363,7 +363,7 @@ def is_kn(weight: Tensor) -> bool:
 
 
 def _in_two_launches(weights: Sequence[Tensor]) -> bool:
-    """Whether the kernels here can read them: few, rows dense and alike, in whole words of codes, tiles in 32 bits."""
+    """Whether the kernels here can read them: few, rows dense and alike, in whole words of values, tiles in 32 bits."""
     return (
         len(weights) <= MAX_WEIGHTS
         and weights[0].stride(0) < _MAX_STRIDE
@@ -382,7 +382,7 @@ def _in_two_launches(weights: Sequence[Tensor]) -> bool:
 
 
 def _one_by_one(weights: Sequence[Tensor], partials_P: Tensor, q: Tensor, *, transposed: bool) -> Tensor:
-    """Write the codes of each weight where they go in `q`, however it is stored. Returns their scale."""
+    """Write the FP8 values of each weight where they go in `q`, however it is stored. Returns their scale."""
     if not runs_kernel(q, _codes_kernel):
         codes, scale = quantize_group_ref(weights, partials_P, transposed=transposed)
         q.view(torch.uint8).copy_(codes.view(torch.uint8))

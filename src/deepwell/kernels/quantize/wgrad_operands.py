@@ -1,16 +1,16 @@
-"""Both operands of an FP8 wgrad from codes with a scale per token: transposed, the tokens' scales split between them.
+"""Both operands of an FP8 wgrad from values with a scale per token: transposed, the tokens' scales split between them.
 
     dW[n, k] = sum_t a[t, n] b[t, k] * scale_a[t] * scale_b[t]        C = max_t scale_a[t] * scale_b[t]
     d = log2(C / (scale_a[t] * scale_b[t]))
     a'[n, t] = RNE(a[t, n] / 2^floor(d/2))        b'[k, t] = RNE(b[t, k] / 2^ceil(d/2))
 
-Tensor cores sum over tokens, so a token's scale has to go into its codes, and what falls below E4M3's smallest number
+Tensor cores sum over tokens, so a token's scale has to go into its values, and what falls below E4M3's smallest number
 is lost. Under uniform attention the first token's gradient of v is thousands of times the last one's. A product has
 two factors to carry the difference: half of it each keeps 2^28 between the loudest and the faintest token that still
 counts, instead of 2^14 with each operand under its own largest scale, and a token loud in one operand and faint in the
 other, as outliers are, is not shifted at all.
-Numerics: scales must be powers of two ("fp8_e4m3_row_pow2"); codes then move exactly but for underflow, which rounds to
-    nearest even. A NaN scale makes its group's codes and scales NaN.
+Numerics: scales must be powers of 2 ("fp8_e4m3_row_pow2"); values then move exactly but for underflow, which rounds to
+    nearest even. A NaN scale makes its group's FP8 values and scales NaN.
 Cost: memory bound, two bytes per code of either operand and 16 per token; with groups (experts) the same, each group by
     itself.
 """
@@ -37,7 +37,7 @@ _ZERO_SCALE = 1.0 / ZERO_ROW_MULTIPLIER
 
 
 class Balanced(NamedTuple):
-    """Factors of the codes' rows, at most 1, and what the product of each group has to be multiplied by."""
+    """Factors of the FP8 values' rows, at most 1, and what the product of each group has to be multiplied by."""
 
     ratio_a_T: Tensor
     ratio_b_T: Tensor
@@ -190,7 +190,7 @@ def wgrad_operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(a_NT, scale_a, b_KT, scale_b)` as `fp8_gemm` (with groups `grouped_wgrad`) reads them.
 
-    Codes and scales of one side may lie by token and be `gathered` on the way in; columns of the results may be
+    FP8 values and scales of one side may lie by token and be `gathered` on the way in; columns of the results may be
     `blocks` of rows and zeros between them (`group_columns`). Raises ConfigError on a wrong argument.
     """
     balanced = balance_scales(scale_a_T, scale_b_T, ends_E, gathered)

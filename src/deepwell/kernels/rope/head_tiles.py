@@ -1,4 +1,4 @@
-"""Tiles of heads for rotary embeddings: which thread has what, loads and stores, rotation, magnitudes, codes.
+"""Tiles of heads for rotary embeddings: which thread has what, loads and stores, rotation, magnitudes, FP8 values.
 
 A tile is [rows, heads of a group, groups, columns]. Columns of half a head, rows and heads of a group take all threads,
 in this order (Triton's own, of dimensions that follow columns), so that tables, q, k and v lie alike: a thread has the
@@ -22,7 +22,7 @@ def heads_of(BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def columns(START: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """Columns, of which a thread has RUN in a row: codes stay with the thread whose numbers they are."""
+    """Columns, of which a thread has RUN in a row: FP8 values stay with the thread whose numbers they are."""
     WIDTH: tl.constexpr = RUN if RUN < BLOCK else BLOCK
     return START + tl.max_contiguous(tl.arange(0, BLOCK), WIDTH)[None, None, None, :]
 
@@ -173,7 +173,7 @@ def store_codes(
     row, h, stride_h, live, y1, y2, enc, SECOND: tl.constexpr, END: tl.constexpr, P: tl.constexpr,
     INTERLEAVED: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of two tiles, or of the one that holds both; `enc` lets none of them saturate."""
+    """Store the FP8 values of two tiles, or of the one that holds both; `enc` lets none of them saturate."""
     FP8: tl.constexpr = row.dtype.element_ty
     c1 = encoded(y1, enc, FP8, ASM, True)
     if INTERLEAVED:

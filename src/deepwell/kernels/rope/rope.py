@@ -496,7 +496,7 @@ def _launch(
 def blocks(
     heads: Sequence[int], width: int, rotated: int, config: RopeConfig, *, interleaved: bool = False
 ) -> dict[str, int]:
-    """Sizes of the kernel's tiles, powers of two, for the heads of one operand or of three (`_head_tiles`)."""
+    """Sizes of the kernel's tiles, powers of two, for the heads of one operand or of three (`head_tiles.py`)."""
     power = next_power_of_2
     pairs, threads = power(rotated // 2), 32 * config.num_warps
     # Columns in a row of one thread: 16 bytes of bf16, or 8 where that would leave threads without a head of k or v.

@@ -103,7 +103,7 @@ class Choice:
     how: str  # "measured", "cached" or "only one"
     verdicts: tuple[Verdict, ...]
 
-    def set_aside(self) -> tuple[Verdict, ...]:
+    def rejected(self) -> tuple[Verdict, ...]:
         return tuple(verdict for verdict in self.verdicts if verdict.reason)
 
     def skipped(self) -> tuple[Verdict, ...]:

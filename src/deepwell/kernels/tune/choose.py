@@ -1,9 +1,10 @@
-"""The one way a kernel is chosen: candidates that match the reference on this device, timed, the fastest first.
+"""How a kernel is chosen: candidates that match the reference on this device, timed, the fastest first.
 
 What is timed is what a layer pays: quantizing what it must, the product, bias and activation. Times are medians;
 candidates take turns, so that a clock that drifts hits all alike. A candidate that raises, hangs, is wrong or writes
 into its operands is rejected with its reason. One that lacks memory is skipped, and a choice without it is not kept on
-disk; where none has memory enough, that is raised. A user's kernel never gets a model's memory before it was chosen.
+disk; where no candidate has enough memory, OutOfMemoryError is raised. A user's kernel never gets a model's memory
+before it was chosen.
 """
 
 import logging

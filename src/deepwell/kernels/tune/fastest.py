@@ -6,7 +6,7 @@ torch's product before it is timed; the operands are those of the call, so that 
 whatever was tried before it, the result is that of the one that won. While a CUDA graph is recorded nothing can be
 timed: a shape that is new then is torch's.
 Numerics: those of `cublaslt`. Which algorithm wins changes the order of sums, so the choice is kept with the others of
-    this device, torch and CUDA (`choice_cache`): the next process takes the same one.
+    this device, torch and CUDA (`tune/cache.py`): the next process takes the same one.
 Cost: the first call of a shape some hundred calls, later ones a look into a dictionary.
 """
 
@@ -48,7 +48,7 @@ _FLOOR_DB, _FAST_FLOOR_DB = 45.0, 35.0
 _MOST_LENGTHS = 4
 
 Run = Callable[[], Tensor]
-# The way that was chosen, by product; and how many lengths of M were timed in this process.
+# The algorithm that was chosen, by product; and how many lengths of M were timed in this process.
 _chosen: dict[LtProduct, str] = {}
 _lengths: Counter[LtProduct] = Counter()
 
@@ -108,27 +108,27 @@ def _is_large(product: LtProduct) -> bool:
 
 
 def _by_the_fastest(product: LtProduct, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> Tensor:
-    way = _chosen.get(product)
-    if way is None:
-        way = _choose(product, by_torch, run, may_time=may_time and not torch.cuda.is_current_stream_capturing())
-        if way is None:
+    algorithm = _chosen.get(product)
+    if algorithm is None:
+        algorithm = _choose(product, by_torch, run, may_time=may_time and not torch.cuda.is_current_stream_capturing())
+        if algorithm is None:
             return by_torch()
-        _chosen[product] = way
-    if way == TORCH:
+        _chosen[product] = algorithm
+    if algorithm == TORCH:
         return by_torch()
     try:
-        return run(**_ranked(way))
+        return run(**_ranked(algorithm))
     except (UnsupportedError, RuntimeError) as error:
         if is_shortage(error):
             raise
         # It refused before anything was launched.
-        _log.warning("cuBLASLt's algorithm %s was rejected: %s", way, error)
+        _log.warning("cuBLASLt's algorithm %s was rejected: %s", algorithm, error)
         _chosen[product] = TORCH
         return by_torch()
 
 
 def _choose(product: LtProduct, by_torch: Run, run: Callable[..., Tensor], *, may_time: bool) -> str | None:
-    """The fastest way that an earlier process found or this one finds; None where nothing may be timed now."""
+    """The fastest algorithm that an earlier process found or this one finds; None where nothing may be timed now."""
     problem, candidates = _problem(product), _candidates(product, by_torch, run)
     known = known_choice(problem, candidates)
     if known is not None or not may_time:
@@ -140,7 +140,7 @@ def _choose(product: LtProduct, by_torch: Run, run: Callable[..., Tensor], *, ma
     return fastest_or_default(problem, candidates, partial(_setup, product, by_torch), _RULES)
 
 
-def way_of(product: LtProduct) -> str:
+def algorithm_of(product: LtProduct) -> str:
     """The algorithm that runs a product: torch's, or its rank and whether it is static."""
     return _chosen.get(product, TORCH)
 
@@ -163,22 +163,22 @@ def _problem(product: LtProduct) -> Problem:
 
 @lru_cache(maxsize=1)
 def _source_hash() -> str:
-    """Of what asks for the algorithms, of torch's way and of how both are timed."""
+    """Of what asks for the algorithms, of torch's product and of how both are timed."""
     return sources_hash(cublaslt, gemm, timing)[:8]
 
 
 def _candidates(product: LtProduct, by_torch: Run, run: Callable[..., Tensor]) -> list[Candidate]:
     """Torch's product and cuBLASLt's algorithms besides the one that torch takes, the first of those with workspace."""
-    ways = [way for way in _ways(product) if way != "0"]
-    runs: dict[str, Run] = {TORCH: by_torch, **{way: partial(run, **_ranked(way)) for way in ways}}
+    runs: dict[str, Run] = {TORCH: by_torch}
+    runs |= {name: partial(run, **_ranked(name)) for name in _algorithms(product) if name != "0"}
     precision, sources = str(product.types[0]).removeprefix("torch."), _source_hash()
     return [
-        Candidate(name=way, op="algorithm", precision=precision, fn=fn, origin="vendor", fingerprint=sources)
-        for way, fn in runs.items()
+        Candidate(name=name, op="algorithm", precision=precision, fn=fn, origin="vendor", fingerprint=sources)
+        for name, fn in runs.items()
     ]
 
 
-def _ways(product: LtProduct) -> list[str]:
+def _algorithms(product: LtProduct) -> list[str]:
     try:
         counts = {label: cublaslt.num_algorithms(replace(product, is_static=bool(label))) for label in ("", "static")}
     except (UnsupportedError, RuntimeError, AttributeError) as error:
@@ -187,8 +187,8 @@ def _ways(product: LtProduct) -> list[str]:
     return [f"{label}{rank}" for label, count in counts.items() for rank in range(count)]
 
 
-def _ranked(way: str) -> dict[str, int | bool]:
-    return {"rank": int(way.removeprefix("static")), "is_static": way.startswith("static")}
+def _ranked(algorithm: str) -> dict[str, int | bool]:
+    return {"rank": int(algorithm.removeprefix("static")), "is_static": algorithm.startswith("static")}
 
 
 def _setup(product: LtProduct, by_torch: Run) -> TimingSetup:

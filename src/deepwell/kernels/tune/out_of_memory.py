@@ -18,7 +18,7 @@ _SIGNS = (
 
 
 def says_shortage(text: str) -> bool:
-    """Whether a message tells of lack of memory."""
+    """Whether a message speaks of lack of memory."""
     lower = text.lower()
     return lower.startswith(SKIPPED) or any(sign in lower for sign in _SIGNS)
 

@@ -25,9 +25,9 @@ class Problem:
     static_b: bool = False
     # Whether sums must be in fp32: those over tokens drift one way, and a short accumulator cuts off what is added.
     exact_sums: bool = False
-    # Whether codes come with one scale a tensor, as those of weight gradients, instead of one a row.
+    # Whether FP8 values come with one scale a tensor, as those of weight gradients, instead of one a row.
     one_scale: bool = False
-    # What else tells problems of an op apart.
+    # What else distinguishes problems of an op.
     details: str = ""
     # Whether a choice holds for this very M instead of its bucket.
     exact_m: bool = False

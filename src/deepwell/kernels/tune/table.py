@@ -42,7 +42,7 @@ def row_of(problem: Problem, choice: Choice, count: int = 1) -> KernelRow:
         us=choice.us,
         next_best=f"{others[0]} {times[others[0]]:.1f}" if others else "",
         how=choice.how,
-        set_aside=tuple((verdict.name, verdict.reason) for verdict in choice.set_aside()),
+        set_aside=tuple((verdict.name, verdict.reason) for verdict in choice.rejected()),
     )
 
 

@@ -120,10 +120,15 @@ def _cuda_times(run: Call, device: torch.device, budget_s: float) -> list[float]
         last.record()
         last.synchronize()
         count = max(5, min(200, int(budget_s * 1e3 / max(first.elapsed_time(last), 1e-3))))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            run()
-            mark.record()
-        marks[-1].synchronize()
-    return [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(marks)]
+        return [ms * 1e3 for ms in launched_ms(run, count)]
+
+
+def launched_ms(run: Call, count: int) -> list[float]:
+    """Milliseconds of each of `count` calls on the current GPU, launched one behind the other."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]

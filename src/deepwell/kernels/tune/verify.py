@@ -1,7 +1,7 @@
 """The one check of a candidate: its results against the reference on this device, at realistic magnitudes.
 
 A case holds operands and what their result must be; the ops' own modules make them. A candidate works on copies: the
-operands that the reference read are never in its hands, and tell afterwards whether it wrote where it should only read.
+operands that the reference read are never given to it, and show afterwards whether it wrote where it should only read.
 The floors in dB are those of docs/numerics.md.
 """
 

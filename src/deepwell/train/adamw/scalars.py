@@ -24,8 +24,8 @@ CLIP_EPS = 1e-6
 # Columns of the table of slots, int64: addresses of parameter, gradient, moments, their scales and the master copy,
 # then the number of elements, the slot's row and the key of its random bits.
 TABLE_COLUMNS = 10
-# Columns of the scalars of a group (fp64, in) and of a slot (fp32, out).
-GROUP_COLUMNS = 7  # lr, beta1, beta2, eps, weight decay, sign of the gradient, clip_norm
+# Scalars of a group, seven in fp64: lr, beta1, beta2, eps, weight decay, sign of the gradient, clip_norm. Columns of
+# those of a slot, in fp32, which follow from them.
 HYPER_COLUMNS = 8  # decay, step size, 1 / sqrt(1 - b2^t), 1 - b1, b2, 1 - b2, eps, factor of the gradient
 # int64 words that stay on the device: the seed, whether this step is skipped, how many were.
 CONTROL_SKIPPED = 2

@@ -48,7 +48,7 @@ def check_shardable(engine: Engine, layout: Layout, fp8_all_gather: bool = False
         (options.cuda_graphs, "cuda_graphs=True goes with one process; compile the engine without it"),
         (
             options.cache_weights and layout.sharding == "zero3",
-            "cache_weights=True keeps the codes of whole weights on every rank, which zero3 is there to avoid; compile "
+            "cache_weights=True keeps FP8 copies of whole weights on every rank, which zero3 avoids; compile "
             "the engine without it, or take zero2",
         ),
         (layout.etp > 1, f"etp {layout.etp} is not executed: experts are not split inside; ep= spreads them"),
@@ -63,7 +63,7 @@ def check_shardable(engine: Engine, layout: Layout, fp8_all_gather: bool = False
         ),
         (
             gathers and options.cache_weights,
-            f"{gathers}cache_weights=True keeps other codes; compile the engine without it",
+            f"{gathers}cache_weights=True keeps other FP8 values; compile the engine without it",
         ),
         (
             gathers and not engine.deepwell.ir.layers,

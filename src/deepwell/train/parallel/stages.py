@@ -76,7 +76,7 @@ class Cut:
     Where `tp` ranks split the tokens, a stage is sent its own. The model then sees them `tp` times, so that masks and
     positions are those of the whole sequence, and the stage's first layer takes its part of that again.
 
-    Raises UnsupportedError where a model does more between its parts than to hand the hidden state on.
+    Raises UnsupportedError where a model does more between its parts than to pass the hidden state on.
     """
 
     def __init__(self, engine: Engine, keep: tuple[StageSpan, ...], tp: int = 1) -> None:
@@ -124,7 +124,7 @@ class Cut:
                 self.received.value = None
         if out is None or out.shape != x.shape or not torch.equal(out, x):
             raise UnsupportedError(
-                f"pp: {ir.name} does more between its embedding, its layers and its head than to hand the hidden state "
+                f"pp: {ir.name} does more between its embedding, its layers and its head than to pass the hidden state "
                 f"on (scales, positions, layers that take more than one value){why}; leave pp at 1"
             )
 

@@ -187,7 +187,7 @@ def _attention(ir: IR, block: int) -> list[Attention]:
 
 
 def notes_on_blocks(engine: Engine, split: Split, tp: int) -> list[str]:
-    """A note where local sizes cut the blocks of a format: the codes of a block are then others than on one device."""
+    """A note where local sizes cut the blocks of a format: the values of a block are then others than on one device."""
     cut: dict[int, list[str]] = {}
     for name, dim in split.shards.items():
         path, _, key = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""A model as a graph in JSON: what Dynamo captured of one call, over the ops of `graph_ops`, with open sizes.
+"""A model as a graph in JSON: what Dynamo captured of one call, over the ops of `ops.py`, with open sizes.
 
     {"arguments": [{"name", "position", "shape", "dtype"}], "constants": {name: value},
      "sizes": {"s0": [argument, dim]}, "conditions": [["<=", "s0", 64]],
@@ -180,7 +180,7 @@ class _GraphWriter:
         """What the forward decided by open sizes, as trees."""
         if self._environment is None:
             return []
-        # Symbols that turned out to be one number are put in: the argument's shape says it already.
+        # Symbols that proved to be one number are put in: the argument's shape says it already.
         known = [guard.expr for guard in self._environment.guards]
         known += [later.expr for group in self._environment.deferred_runtime_asserts.values() for later in group]
         found = [_tree(self._environment.replace(expr), self.sizes) for expr in known]
@@ -190,7 +190,7 @@ class _GraphWriter:
         return [tree for number, tree in enumerate(found) if tree is not True and tree not in found[:number]]
 
     def _size(self, node: fx.Node) -> None:
-        """A size that Dynamo hands in by itself is read off the argument that has it."""
+        """A size that Dynamo passes by itself is read off the argument that has it."""
         value = _value(node)
         expr = value.node.expr if isinstance(value, torch.SymInt) else None
         if str(expr) not in self.sizes:

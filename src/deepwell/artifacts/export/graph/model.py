@@ -1,6 +1,6 @@
 """The module behind a graph in a file: an nn.Module with the model's own parameter names, built without its code.
 
-Every op is looked up in `graph_ops`; nothing from the file is imported, evaluated or used as a name in code. The graph
+Every op is looked up in `ops.py`; nothing from the file is imported, evaluated or used as a name in code. The graph
 becomes a torch.fx.GraphModule whose values have names of its own (`v0`, `v1`, ...).
 """
 

@@ -1,4 +1,4 @@
-"""Run causal attention with values narrower than keys (latent attention) by the fastest way on this GPU."""
+"""Run causal attention with values narrower than keys (latent attention) by the fastest kernel on this GPU."""
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from deepwell.kernels.attention.proof import is_timed
 
 
 def rewrite_narrow_values(graph: fx.Graph) -> int:
-    """Replace SDPA where another way was measured to be faster. Returns how often.
+    """Replace SDPA where another kernel was measured to be faster. Returns how often.
 
     Where algorithms have to be deterministic, torch chooses among its own.
     """

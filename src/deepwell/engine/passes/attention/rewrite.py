@@ -1,4 +1,4 @@
-"""Hand softmax attention to the backend as what it is: causal, windowed, with its key-value heads unrepeated.
+"""Rewrite softmax attention as what it is: causal, windowed, with its key-value heads unrepeated.
 
 Under compile, Hugging Face builds masks from positions and passes them to SDPA, and repeats key-value heads to the
 number of query heads. cuDNN then computes the whole square and reads every head's copy. A mask that is the lower
