@@ -39,6 +39,7 @@ from deepwell.errors import ConfigError, DeepwellError, UnsupportedError
 from deepwell.graph.ir import IR
 from deepwell.graph.lift.called import with_roles_of_call
 from deepwell.graph.ops import GroupedLinear
+from deepwell.kernels.tune.choose import decided
 from deepwell.planner.plan import Plan
 from deepwell.precision.gemm_format import Precision
 from deepwell.precision.policy import PrecisionPolicy
@@ -437,6 +438,9 @@ class Runtime:
         if added := self.live.added():
             shown = ", ".join(added[:4]) + (f" and {len(added) - 4} more" if len(added) > 4 else "")
             notes.append(f"weights that came after dw.compile have no format and run as they were written: {shown}")
+        if self.device_type == "cuda" and (count := len(decided())):
+            where = "deepwell.kernels.KernelRegistry().explain()"
+            notes.append(f"{count} kernels were chosen in this process; who competed, and their times: {where}")
         registry = self.options.registry
         for name, reason in registry.aside().items() if registry is not None else ():
             notes.append(f"kernel {name} was rejected: {reason}")

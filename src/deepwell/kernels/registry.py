@@ -174,12 +174,20 @@ class KernelRegistry:
         return tuple(self._choices.values())
 
     def explain(self, problem: Problem | None = None) -> str:
-        """Why each kernel was chosen: of one problem, or of all so far, first as the table of an engine's report."""
+        """Why each kernel was chosen: of one problem, or of all so far, first as the table of an engine's report.
+
+        All are also those that engines without a registry chose in this process: algorithms of large products, FP8
+        against bf16, tiles of experts, attention.
+        """
         if problem is not None:
             return str(self.choose(problem))
-        if not self._choices:
-            return "nothing was chosen yet"
-        return "\n\n".join(["\n".join(kernel_table(self.rows())), *map(str, self._choices.values())])
+        from deepwell.kernels.tune.choose import decided
+
+        own = {(device, key) for device, key, _ in self._choices}
+        others = [row for row in decided() if (row[0].device, row[0].key) not in own]
+        rows = [*self.rows(), *(row_of(*row) for row in others)]
+        choices = [*self._choices.values(), *(choice for _, choice, _ in others)]
+        return "\n\n".join(["\n".join(kernel_table(rows)), *map(str, choices)]) if rows else "nothing was chosen yet"
 
     def rows(self) -> list[KernelRow]:
         """Every problem that was asked for, how often, and what was chosen."""

@@ -450,6 +450,21 @@ def test_both_chains_run_and_a_gain_says_its_figures():
     assert slow.reason == "would not gain: FP8 90 us, bf16 30 us forward and backward at 128 tokens"
 
 
+def test_a_registry_explains_what_was_chosen_without_it():
+    registry = registry_of(user_kernels.right)
+    assert registry.explain() == "nothing was chosen yet"
+    gain.measure(20, 40, 24, "cpu")
+    own = registry.choose(problem())
+    assert gain.measure(20, 40, 24, "cpu").how == "cached"
+    table, linear_choice, own_choice = KernelRegistry.explain(registry).split("\n\n")[0], *choose.decided()
+    assert linear_choice[2] == 2 and own_choice[1] == own
+    row = next(line for line in table.splitlines() if line.split()[:1] == ["linear"])
+    assert row.split()[1:4] == ["24x20x40", "fp8_row", "2"]
+    text = registry.explain()
+    assert text.count(own.problem) == 1 and "linear 32x20x40 fp8_row" in text
+    assert "gemm" not in KernelRegistry().explain().partition("linear 32x20x40")[2].splitlines()[0]
+
+
 @pytest.mark.parametrize(("method", "per_row"), [("fp8_row", True), ("fp8_tensor", False)])
 def test_a_step_is_timed_by_the_kernels_that_the_engine_runs(method, per_row, monkeypatch):
     seen = []

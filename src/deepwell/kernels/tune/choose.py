@@ -74,11 +74,25 @@ class Rules:
 
 
 RULES = Rules()
+# By device and problem: what was decided in this process, or found decided, and how often it was asked for.
+_decided: dict[tuple[str, str], tuple[Problem, Choice, int]] = {}
+
+
+def decided() -> tuple[tuple[Problem, Choice, int], ...]:
+    """Every problem that this process chose a kernel for, on the default path or a registry's, in order."""
+    return tuple(_decided.values())
+
+
+def _note(problem: Problem, choice: Choice) -> Choice:
+    key = problem.device, problem.key
+    _decided[key] = (problem, choice, 1 + (_decided[key][2] if key in _decided else 0))
+    return choice
 
 
 def forget() -> None:
     """Drop what this process remembers, so that the files are read again."""
     cache.forget()
+    _decided.clear()
     first_right.cache_clear()
 
 
@@ -134,7 +148,7 @@ def choose(
             timed = race(problem, passed, setup(), rules)
     choice = _choice(problem, [*timed, *verdicts], how, rules)
     cache_of(problem.device).keep_choice(problem.key, candidates, choice)
-    return choice
+    return _note(problem, choice)
 
 
 def fastest_or_default(
@@ -160,7 +174,7 @@ def known_choice(problem: Problem, candidates: Sequence[Candidate]) -> Choice | 
     """The kept choice among these very candidates, or None."""
     known = cache_of(problem.device).choice(problem.key, candidates)
     # A file serves all GPUs of one kind: what one of them measured holds for the others.
-    return None if known is None else replace(known, device=problem.device)
+    return None if known is None else _note(problem, replace(known, device=problem.device))
 
 
 def _tried(candidate: Candidate, problem: Problem, timeout_s: float) -> Proof:
