@@ -134,7 +134,7 @@ def bent_cross_entropy(table: Table, t: int, v: int) -> None:
         loss = cross_entropy.cross_entropy(logits, targets, bias_V=b, options=options).loss
         close(loss, F.cross_entropy(z, targets, reduction="none"), f"cross_entropy {name}", 1e-3)
         del z
-        for config in (cross_entropy.default_config(v), cross_entropy.CONFIGS[0], cross_entropy.CONFIGS[1]):
+        for config in (cross_entropy.default_config(v, options), cross_entropy.CONFIGS[0], cross_entropy.CONFIGS[1]):
             run = lambda c=config, b=b, o=options: cross_entropy.cross_entropy(  # noqa: E731
                 logits, targets, bias_V=b, options=o, config=c
             )

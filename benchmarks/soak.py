@@ -31,7 +31,7 @@ from deepwell.bench.faults.worker import VOCAB, WorkerJob, make_trainer
 from deepwell.hardware.progress import bar
 from deepwell.report.run.data import read_events
 from deepwell.train.run import Callback
-from deepwell.train.starts import Start
+from deepwell.train.starts import Journal
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 _WARM_UP = 0.15  # of a process's life: pools fill, the allocator finds its size
@@ -124,7 +124,7 @@ def judged(folder: Path, steps: int, kills: int) -> tuple[list[FaultClaim], list
             FaultClaim(name=name, ok=end <= first, detail=f"at most {first} in the first third, {end} in the last")
         )
     events = read_events(folder)
-    starts = len(Start.read_all(folder))
+    starts = len(Journal.read(folder).starts)
     done = events[-1].get("reason") == "done" and events[-1]["step"] == steps
     detail = f"{steps:,} steps, {starts - 1} restarts after {kills} kills; the last process did {lived:,}"
     checks.append(FaultClaim(name="run", ok=done and starts == kills + 1, detail=detail))

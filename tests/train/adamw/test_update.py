@@ -96,6 +96,19 @@ def test_bits_of_a_parameter_do_not_depend_on_its_neighbours(device):
     assert_bitwise_equal(alone.slots[0].param, kernel.slots[1].param, "param")
 
 
+@pytest.mark.parametrize("default", [BF16, torch.float64], ids=str)
+def test_scalars_are_fp32_whatever_dtype_torch_makes_by_default(default, device):
+    kernel, reference, grads, groups = make(Case(), [(257,)], device)
+    torch.set_default_dtype(default)
+    try:
+        kernel = FusedAdamW(kernel.slots, steps=kernel.steps, seed=5)
+        kernel.step(grads[0], groups)
+    finally:
+        torch.set_default_dtype(FP32)
+    reference.step(grads[0], groups)
+    assert_same(kernel, reference)
+
+
 @pytest.mark.parametrize("case", [Case(), Case(param=FP32, grad=FP32, moment=FP32)], ids=str)
 def test_clips_by_the_global_norm(case, device):
     kernel, reference, grads, groups = make(case, [(2200,), (77,)], device, clip_norm=0.5)

@@ -67,7 +67,8 @@ class FusedAdamW:
         self._random_params, self._random_moments, self._config = random_params, random_moments, config
         self.control = torch.tensor([seed, 0, 0, 0], dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
-        self._hyper = torch.zeros((len(self.slots), adamw_scalars.HYPER_COLUMNS), device=self.device)
+        hyper = (len(self.slots), adamw_scalars.HYPER_COLUMNS)
+        self._hyper = torch.zeros(hyper, dtype=torch.float32, device=self.device)
         self._slot_group = torch.tensor([s.group for s in self.slots], dtype=torch.int32).to(self.device)
         # As if gradients were the parameters themselves: a step adds what is of its gradient, cheaply for the host.
         self._kinds = [_kind(slot) for slot in self.slots]
