@@ -92,6 +92,9 @@ class Trainer:
             self.device = torch.device("cuda", torch.cuda.current_device())
         seed_all(settings.seed, self.world.rank)
         self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, layout)
+        is_named = isinstance(layout, Mapping) and "micro_batch" in layout  # a Layout has 1 where nobody named it
+        if settings.micro_batch is None and layout is not None and (is_named or self.layout.micro_batch > 1):
+            self.settings = settings = settings.changed(micro_batch=self.layout.micro_batch)
         self.notes: list[str] = [self.world.note(elastic)]
         feed = Feed(engine.deepwell.model, loss)
         self._vocabulary = vocabulary_of(engine.deepwell.model)
