@@ -246,7 +246,7 @@ def test_a_plan_of_another_machine_is_not_run_silently(tiny_llama: Any, tmp_path
     assert "planned anew" in trainer.plan_note
 
 
-@pytest.mark.parametrize("layout", [{"micro_batch": 1}, Layout(dp=1, micro_batch=4)])
+@pytest.mark.parametrize("layout", [{"micro_batch": 1}, Layout(dp=1, micro_batch=2)])
 def test_a_layout_says_its_micro_batch_unless_the_run_does(make_trainer: Any, layout: Any) -> None:
     own = layout["micro_batch"] if isinstance(layout, dict) else layout.micro_batch
     assert make_trainer(layout=layout, micro_batch=None).sizes.micro_batch == own
