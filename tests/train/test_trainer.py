@@ -13,6 +13,7 @@ from torch import nn
 
 import deepwell as dw
 from deepwell.errors import CheckpointError, ConfigError, NumericsError
+from deepwell.planner.layout import Layout
 from deepwell.precision import PrecisionPolicy
 from deepwell.train.feed import Feed, count_items
 from deepwell.train.log import EventLog
@@ -224,6 +225,7 @@ def test_starts_without_progress_give_up(make_trainer: Any) -> None:
         ({"eval_every": 2}, "no held-out data"),
         ({"optimizer": "muon"}, "optimizer: Muon cannot be made"),
         ({"optimizer": "lbfgs"}, "optimizer: LBFGS cannot be made"),
+        ({"guard": 3}, "guard is a int"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(make_trainer: Any, options: dict[str, Any], word: str) -> None:
@@ -242,6 +244,14 @@ def test_a_plan_of_another_machine_is_not_run_silently(tiny_llama: Any, tmp_path
     trainer = dw.Trainer.from_engine(engine, dataloader="synthetic:128", **options)
     assert trainer.layout.gpus == 1 and trainer.sizes.global_batch == 64
     assert "planned anew" in trainer.plan_note
+
+
+@pytest.mark.parametrize("layout", [{"micro_batch": 1}, Layout(dp=1, micro_batch=2)])
+def test_a_layout_says_its_micro_batch_unless_the_run_does(make_trainer: Any, layout: Any) -> None:
+    own = layout["micro_batch"] if isinstance(layout, dict) else layout.micro_batch
+    assert make_trainer(layout=layout, micro_batch=None).sizes.micro_batch == own
+    assert make_trainer(layout=layout).sizes.micro_batch == 2
+    assert make_trainer(layout={"sharding": "ddp"}, micro_batch=None, global_batch=2).sizes.micro_batch == 2
 
 
 @pytest.mark.usefixtures("eager")

@@ -92,6 +92,9 @@ class Trainer:
             self.device = torch.device("cuda", torch.cuda.current_device())
         seed_all(settings.seed, self.world.rank)
         self.layout, self.plan, self.plan_note = layout_for(engine, self.world.size, elastic, layout)
+        is_named = isinstance(layout, Mapping) and "micro_batch" in layout  # a Layout has 1 where nobody named it
+        if settings.micro_batch is None and layout is not None and (is_named or self.layout.micro_batch > 1):
+            self.settings = settings = settings.changed(micro_batch=self.layout.micro_batch)
         self.notes: list[str] = [self.world.note(elastic)]
         feed = Feed(engine.deepwell.model, loss)
         self._vocabulary = vocabulary_of(engine.deepwell.model)
@@ -122,11 +125,8 @@ class Trainer:
         self.useful_s, self.started = 0.0, time.time()
         reduce = self.runner.all_reduce if self.world.size > 1 else None
         if not isinstance(guard, GuardSettings):
-            guard = (
-                GuardSettings.off()
-                if guard is False
-                else GuardSettings.from_dict({} if guard in (None, True) else guard)
-            )
+            given = guard if isinstance(guard, Mapping) else {}
+            guard = GuardSettings.off() if guard is False else GuardSettings.from_dict(given)
         self.watch = Watch(engine, guard, reduce, rank=self.world.rank, dp=self.runner.dp, repair=self._repair)
         self.readback = Readback(self.device)
         self.saver = None
@@ -178,6 +178,7 @@ class Trainer:
             *(("callbacks", callback, Callback) for callback in callbacks),
             ("loss", loss, Callable), ("layout", layout, (Layout, Mapping)), ("settings", settings, TrainSettings),
             ("run_dir", run_dir, (str, Path)), ("optimizer_options", optimizer_options, Mapping),
+            ("guard", guard, (GuardSettings, Mapping, bool)),
         )  # fmt: skip
         for name, value, kind in checked:
             if value is not None and not isinstance(value, kind):

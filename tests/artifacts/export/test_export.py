@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -411,7 +412,7 @@ def test_steps_and_formats_that_were_taken_back_are_kept(tmp_path: Path) -> None
     assert loaded.policy.resolve(loaded.ir, 0)["0"]["fwd"].format == "bf16"
 
 
-def test_a_hugging_face_folder_is_what_from_pretrained_reads(tmp_path: Path) -> None:
+def test_a_hugging_face_folder_is_what_from_pretrained_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_llama().bfloat16()
     model.generation_config.max_new_tokens = 7
     engine = dw.compile(dw.capture(model), precision="bf16")
@@ -422,6 +423,14 @@ def test_a_hugging_face_folder_is_what_from_pretrained_reads(tmp_path: Path) -> 
     assert written.format == "hf" and set(written.formats) == {"bfloat16"} and "LlamaForCausalLM" in str(written)
     with pytest.raises(ConfigError, match="new folder"):
         export(engine, tmp_path / "folder", format="hf")
+
+    def full(*_: object, **__: object) -> None:  # what the library of safetensors says of a full disk
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        export(engine, tmp_path / "other", format="hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_the_command_writes_and_shows_files(tmp_path: Path) -> None:

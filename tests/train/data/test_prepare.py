@@ -156,6 +156,18 @@ def test_killed_processes_and_the_rest_write_the_same_bytes(inputs: list[Path], 
     assert content(torn) == content(tmp_path / "whole")
 
 
+def test_what_a_killed_write_left_is_no_file_of_others(tmp_path: Path) -> None:
+    prepare_tokens(TextDocuments(["a"]), tmp_path / "whole")
+    left = [
+        tmp_path / "out" / name for name in (".progress.json.12-34.partial", "train/.train-00000.json.12-34.partial")
+    ]
+    left[1].parent.mkdir(parents=True)
+    for path in left:
+        path.write_text("{")
+    prepare_tokens(TextDocuments(["a"]), tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
 def test_a_second_call_does_nothing_or_says_what_differs(inputs: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare_tokens(inputs, out)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from deepwell import __version__
@@ -242,8 +243,8 @@ def _export_hf(engine: Engine, target: Path) -> Artifact:
         partial.mkdir(parents=True)
         model.save_pretrained(partial, safe_serialization=True)
         partial.replace(target)
-    except OSError as error:
-        raise ConfigError(f"path: cannot write {target}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # of the latter a disk that is full
+        raise ConfigError(f"path: cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Artifact(

@@ -255,8 +255,8 @@ def prepare_tokens(
     folder, resumed, wrote = Path(folder), 0, 0
     try:
         with _locked(folder):
-            for left in folder.glob("tmp*.tmp"):  # of a write that was interrupted
-                left.unlink()
+            for left in (*folder.glob(".*.json.*.partial"), *folder.glob("*/.*.json.*.partial")):
+                left.unlink()  # of a write that was interrupted
             if restart:
                 _clear(folder)
             if (folder / DATASET).exists():
