@@ -217,7 +217,7 @@ def _bind_gemm(site: Site, decision: Decision, device: Target) -> Binding:
         )
 
     if not decision.precision.is_low:
-        return bound("native", "bf16", decision.rule)
+        return bound("native", "bf16", ", ".join(filter(None, (decision.rule, decision.reason))))
     options = "".join(f",{name}={value}" for name, value in decision.precision.options)
     if isinstance(site.op, GroupedLinear) and device.has_fp8 and decision.format in _FP8_FORMATS:
         return bound(*_grouped_fp8(site.op, decision, device))
