@@ -20,13 +20,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "of the head": {"target_modules": [*QV, "lm_head"], "r": 4},
     "head in full": {"target_modules": QV, "r": 4, "modules_to_save": ["lm_head"]},
     "embedding": {"target_modules": [*QV, "embed_tokens"], "r": 4},
-    "rank by layer": {"target_modules": QV, "r": 4, "rank_pattern": {"layers.1.self_attn.q_proj": 8}},
+    "rank by layer": {"target_modules": QV, "r": 4, "rank_pattern": {"layers.0.self_attn.q_proj": 8}},
 }
 
 
 def llama() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=96))
 
 
@@ -80,7 +80,7 @@ def test_adapters_take_a_format_from_a_rule_that_names_them() -> None:
     engine = dw.compile(model, precision_policy=policy)
     agree(learnt(engine, model), learnt(model, model), 15)
     low = {path for path, scheme in schemes(engine).items() if "lora_" in path and scheme != "bf16"}
-    assert len(low) == 2 and all("q_proj.lora_A" in path for path in low)
+    assert len(low) == 1 and all("q_proj.lora_A" in path for path in low)
 
 
 def test_adapters_are_switched_off_merged_and_exchanged() -> None:
