@@ -144,7 +144,7 @@ def as_model_runs_them(
             reason = f"as the model has it{_in(left.dtype)}: {left.reason}"
             rows.append(replace(row, binding="substitute", scheme=left.dtype or AS_WRITTEN, reason=reason))
         elif elsewhere is not None:
-            reason = f"{row.reason}; in another graph as the model has it{_in(elsewhere.dtype)}: {elsewhere.reason}"
+            reason = f"{row.reason}; at times as the model has it{_in(elsewhere.dtype)}: {elsewhere.reason}"
             rows.append(replace(row, reason=reason))
     return tuple(rows)
 
