@@ -38,9 +38,17 @@ class Model(nn.Module):
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-def make() -> tuple[Any, Engine]:
+class OfTorchsModules(Model):
+    """Dynamo compiles no module of torch's by itself: behind a break in the loop there is no graph at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2))
+
+
+def make(kind: type[Model] = Model) -> tuple[Any, Engine]:
     torch.manual_seed(0)
-    model = Model()
+    model = kind()
     return model, dw.compile(model, precision="mxfp8")
 
 
@@ -120,6 +128,21 @@ def test_a_backward_hook_that_leaves_a_linear_to_python_is_a_warning(hooked: boo
     else:
         assert schemes(engine)["layers.0.up"] == "fp32"
     assert not warned(lambda: engine(X))
+
+
+def test_a_forward_that_dynamo_gave_up_for_a_hook_is_compiled_again_without_it() -> None:
+    model, engine = make(OfTorchsModules)
+    engine(X)
+    hook = model.layers[0].register_full_backward_hook(lambda *_: None)
+    (text,) = warned(lambda: engine(X))
+    assert "backwards hooks" in text and set(schemes(engine).values()) == {"fp32"}
+    hook.remove()
+    model, engine = make(OfTorchsModules)  # its forward is the same code
+    (text,) = warned(lambda: engine(X))
+    assert "nothing was compiled; the next call tries again" in text
+    assert not warned(lambda: engine(X))
+    assert set(schemes(engine).values()) == {"emulate:mxfp8"}
+    assert engine.deepwell.options.calls_made.bare == 1
 
 
 @pytest.mark.parametrize("of", ["", "layers.0"])

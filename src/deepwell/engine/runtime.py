@@ -312,13 +312,14 @@ class Runtime:
             return
         has_run, missed = options.calls_made.end(options.rewritten)
         left: Collection[str] = self._unmet() if is_first else missed if breaks else ()
+        reason = f"Dynamo broke the graph ({_first_line(next(iter(breaks)))})" if breaks else ""
+        is_news = bool(breaks)
         if not has_run:
-            reason = NOTHING_COMPILED if not options.graphs else "no compiled graph ran in this call"
-            left = left or options.schemes
-            is_news = is_first or options.calls_made.bare == 1
-        else:
-            reason = f"Dynamo broke the graph ({_first_line(next(iter(breaks)))})" if breaks else ""
-            is_news = bool(breaks)
+            left, is_news = left or options.schemes, options.calls_made.bare == 1
+            reason = reason or ("no compiled graph ran in this call" if options.graphs else NOTHING_COMPILED)
+            if is_news and not breaks and not torch._C._len_torch_dispatch_stack():
+                _try_again(self.model)
+                reason += "; the next call tries again"
         if not left or not is_news:
             return
         self.breaks.update(breaks)
@@ -541,6 +542,18 @@ def _device_type(model: nn.Module) -> str:
     # Of a shard that FSDP2 keeps in host memory, where it is gathered.
     mesh = getattr(parameter, "device_mesh", None)
     return parameter.device.type if mesh is None else str(mesh.device_type)
+
+
+def _try_again(model: nn.Module) -> None:
+    """Let Dynamo look at a forward again that it left to Python for good when it compiled it for somebody else.
+
+    It remembers that by code, so a hook on one model, long gone, would keep every model of the class from its graphs.
+    """
+    forward: Any = getattr(model.forward, "__func__", model.forward)
+    while forward is not None:
+        if hasattr(forward, "__code__"):
+            torch._C._dynamo.eval_frame.reset_code(forward.__code__)
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _new(kind: str, before: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
