@@ -58,7 +58,10 @@ def schemes(engine: Any) -> dict[str, str]:
     return {row.path: row.scheme for row in engine.report().bindings if row.gemm == "fwd"}
 
 
-@pytest.mark.parametrize("way", WAYS)
+_SHORT = ("lora", "of the head", "head in full")
+
+
+@pytest.mark.parametrize("way", [way if way in _SHORT else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_adapters_before_compile_learn_as_in_eager(way: str) -> None:
     model = adapted(**WAYS[way])
     wanted = learnt(model, model)
@@ -67,8 +70,11 @@ def test_adapters_before_compile_learn_as_in_eager(way: str) -> None:
     agree(learnt(engine, model), wanted, 15)
     found = schemes(engine)
     assert {found[path] for path in found if "lora_" in path} == {"bf16"}
-    assert {found[path] for path in found if "q_proj.base_layer" in path} == {"emulate:mxfp8"}
-    assert {found[path] for path in found if "lm_head" in path} == {"bf16"}
+    # DoRA's norms of weights break the graph; the first call warns of it.
+    expected = "fp32" if way == "dora" else "emulate:mxfp8"
+    assert {found[path] for path in found if "q_proj.base_layer" in path} == {expected}
+    # PEFT keeps the head that it copied, and calls the copy alone.
+    assert {found[path] for path in found if "lm_head" in path and "original_module" not in path} == {"bf16"}
     rows = [row for row in engine.report().bindings if "q_proj.lora_A" in row.path]
     assert rows and all("low-rank (K=64, N=" in row.reason for row in rows)
 
@@ -129,6 +135,7 @@ def test_adapters_after_compile_learn_as_in_eager(after_a_call: bool) -> None:
     assert "weights that came after dw.compile have no format" in str(engine.report())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "IA3Config"])
 def test_other_ways_of_tuning_learn_as_in_eager(kind: str) -> None:
     how = {} if kind == "IA3Config" else {"num_virtual_tokens": 3}
