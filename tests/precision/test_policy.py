@@ -167,6 +167,55 @@ def test_a_rule_that_covers_the_router_passes_it_by(pattern: str | None) -> None
     assert formats(policy, DEEPSEEK, "model.layers.3.mlp.experts.down_proj") == ["nvfp4"] * 3
 
 
+def _with_adapters(k: int, n: int, rank: int, role: str = "attention") -> IR:
+    ops = (
+        Linear(name="q.base", role=role, part="q", k=k, n=n),
+        Linear(name="q.down", role=role, part="q_a", k=k, n=rank, inputs=("@in",)),
+        Linear(name="q.up", role=role, part="q_b", k=rank, n=n, inputs=("q.down",)),
+    )
+    layers = (Layer(path="layers.0", block=0),)
+    return IR(name="lora", dtype="bf16", stem=(), blocks=(Block(ops=ops),), layers=layers, tail=())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_low_rank"),
+    [
+        ((64, 64, 4), True), ((768, 768, 64), True), ((4096, 4096, 128), True), ((4096, 4096, 256), False),
+        ((64, 64, 16), False), ((32, 64, 8), False), ((7168, 7168, 576), False),
+    ],
+)  # fmt: skip
+def test_a_low_rank_linear_keeps_high_precision(sizes: tuple[int, int, int], is_low_rank: bool) -> None:
+    ir, policy = _with_adapters(*sizes), policy_of((None, "mxfp8"), ("attention", "nvfp4"), ("first 1 blocks", "fp8"))
+    table = policy.resolve(ir)
+    low, high = table["layers.0.q.base"]["fwd"], table["layers.0.q.down"]["fwd"]
+    assert low.format == "fp8"
+    assert high.format == ("bf16" if is_low_rank else "fp8")
+    if is_low_rank:
+        assert high.rule == "built in"
+        assert high.reason == f"low-rank (K={sizes[0]}, N={sizes[2]}): high precision unless a rule names it"
+
+
+def test_a_low_rank_linear_takes_a_format_from_a_rule_that_names_it() -> None:
+    ir = _with_adapters(768, 768, 8)
+    for pattern in ("*.q.down", "layers.0.q.down", "attention.q_a", "first 1 blocks attention.q_a"):
+        policy = policy_of((None, "mxfp8"), (pattern, "fp8"))
+        assert formats(policy, ir, "layers.0.q.down") == ["fp8"] * 3
+        assert formats(policy, ir, "layers.0.q.up") == ["bf16"] * 3
+    covering = policy_of(("layers.0.*", "mxfp8"))
+    assert formats(covering, ir, "layers.0.q.down") == ["bf16"] * 3
+    (note,) = covering.resolve(ir).notes
+    assert "passes by layers.*.q.down, layers.*.q.up: low-rank (K=768, N=8) keeps high precision" in note
+    assert formats(policy_of((None, "mxfp8"), ("attention", "fp16")), ir, "layers.0.q.down") == ["fp16"] * 3
+
+
+@pytest.mark.parametrize("part", ["k", "v", "kv"])
+def test_keys_of_few_heads_are_no_bottleneck(part: str) -> None:
+    op = Linear(name="k", role="attention", part=part, k=4096, n=128)
+    block = (Block(ops=(op,)),)
+    ir = IR(name="mqa", dtype="bf16", stem=(), blocks=block, layers=(Layer(path="layers.0", block=0),), tail=())
+    assert formats(policy_of((None, "mxfp8")), ir, "layers.0.k") == ["mxfp8"] * 3
+
+
 @pytest.mark.parametrize("pattern", ["router", "first 4 blocks router", "*.mlp.gate", "model.layers.3.mlp.gate"])
 def test_a_rule_that_names_the_router_decides_it(pattern: str) -> None:
     assert formats(policy_of((pattern, "mxfp8")), DEEPSEEK, "model.layers.3.mlp.gate") == ["mxfp8"] * 3

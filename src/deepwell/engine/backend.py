@@ -93,7 +93,7 @@ def _guarded(
     own = {i for group in kept for i in group.inputs}
     weights = shared_weights(graph, example_inputs, known, own)
     guard(weights, known)
-    return lambda run, note: noting(run, weights, known, note)
+    return lambda run, note: noting(run, weights, known, note, options.calls_made.ran)
 
 
 def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOutput]) -> Callable[..., Any]:

@@ -144,7 +144,7 @@ def as_model_runs_them(
             reason = f"as the model has it{_in(left.dtype)}: {left.reason}"
             rows.append(replace(row, binding="substitute", scheme=left.dtype or AS_WRITTEN, reason=reason))
         elif elsewhere is not None:
-            reason = f"{row.reason}; in another graph as the model has it{_in(elsewhere.dtype)}: {elsewhere.reason}"
+            reason = f"{row.reason}; at times as the model has it{_in(elsewhere.dtype)}: {elsewhere.reason}"
             rows.append(replace(row, reason=reason))
     return tuple(rows)
 
@@ -217,7 +217,7 @@ def _bind_gemm(site: Site, decision: Decision, device: Target) -> Binding:
         )
 
     if not decision.precision.is_low:
-        return bound("native", "bf16", decision.rule)
+        return bound("native", "bf16", ", ".join(filter(None, (decision.rule, decision.reason))))
     options = "".join(f",{name}={value}" for name, value in decision.precision.options)
     if isinstance(site.op, GroupedLinear) and device.has_fp8 and decision.format in _FP8_FORMATS:
         return bound(*_grouped_fp8(site.op, decision, device))

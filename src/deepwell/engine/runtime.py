@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -62,6 +62,8 @@ _DYNAMO = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "fail
 _DYNAMO["optimize_ddp"] = False
 # Training and evaluation at fixed and open sizes are so many graphs of a function; the next may come from a counter.
 _GRAPHS_BEFORE_COUNTERS = 4
+# Where Dynamo counts why it left something to Python; not all of the second kind ends a graph.
+_BREAKS = ("graph_break", "unimplemented")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Its name in torch 2.11 and later.
 _IGNORED_LOGGING = next(
@@ -260,7 +262,9 @@ class Runtime:
             self._is_stale = False
             self._phases.clear()
             self._enter(self.step, *self.bind_at(self.ir, self.step, self.overrides))
-        before = dict(counters["graph_break"])
+        options = self.options
+        before = {kind: dict(counters[kind]) for kind in _BREAKS}
+        options.calls_made.begin()
         recomputed = self.recomputed.applied() if self.recomputed is not None else nullcontext()
         running: AbstractContextManager[None] = self._running() if self.regions is None else self.regions.running()
         if self.regions is None and self.options.is_as_written:
@@ -280,11 +284,12 @@ class Runtime:
                 "an engine has no forward-mode gradients of dual tensors: torch.func.jvp runs the model as it was "
                 "written, and so does engine.deepwell.model"
             ) from error
+        new: dict[str, int] = {}
         if self.regions is None:  # a region is one graph or an error, and between them Python is what is wanted
-            self.breaks.update({k: v for k, v in counters["graph_break"].items() if v != before.get(k, 0)})
-        if not self.options.was_called and not _runs_eagerly():
-            self.options.was_called = True  # a call that was to run eagerly, as a sample is, says nothing of the others
-            self._warn_of_eager_linears()
+            self.breaks.update(new := _new("graph_break", before))
+            new = new or _new("unimplemented", before)
+        if not _runs_eagerly():  # a call that was to run eagerly, as a sample is, says nothing of the others
+            self._see_call(options, new)
         return out
 
     @property
@@ -297,14 +302,30 @@ class Runtime:
         """Whether forward and backward are CUDA graphs by now."""
         return any(replay.state == "replayed" for replay in self.options.replays)
 
-    def _warn_of_eager_linears(self) -> None:
-        """After the first call: a model that silently runs in high precision is not what its user asked for."""
-        left = self._unmet()
-        if not left or (not self.breaks and self.options.graphs):
+    def _see_call(self, options: BackendOptions, breaks: Mapping[str, int]) -> None:
+        """Warn of the first call, and of a later one, that ran linears with a format as they were written.
+
+        A model that silently runs in high precision is not what its user asked for. A call that only did not need a
+        linear is none of these: Dynamo gave up nothing in it.
+        """
+        is_first, options.was_called = not options.was_called, True
+        if not options.schemes:
             return
-        reason = f"Dynamo broke the graph ({_first_line(next(iter(self.breaks)))})" if self.breaks else NOTHING_COMPILED
+        has_run, missed = options.calls_made.end(options.rewritten)
+        left: Collection[str] = self._unmet() if is_first else missed if breaks else ()
+        reason = f"Dynamo broke the graph ({_first_line(next(iter(breaks)))})" if breaks else ""
+        is_news = bool(breaks)
+        if not has_run:
+            left, is_news = left or options.schemes, options.calls_made.bare == 1
+            reason = reason or ("no compiled graph ran in this call" if options.graphs else NOTHING_COMPILED)
+            if is_news and not breaks and not torch._C._len_torch_dispatch_stack():
+                _try_again(self.model)
+                reason += "; the next call tries again"
+        if not left or not is_news:
+            return
+        self.breaks.update(breaks)
         warnings.warn(
-            f"deepwell: of {len(self.options.schemes)} linears of {self.ir.name} with a format, {len(left)} run as "
+            f"deepwell: of {len(options.schemes)} linears of {self.ir.name} with a format, {len(left)} run as "
             f"they were written, in {self.ir.dtype}: {reason}. engine.deepwell.report() names them. Move what breaks "
             "the graph out of the loop over the layers, or give each layer a module of its own",
             stacklevel=2,
@@ -360,7 +381,7 @@ class Runtime:
         """
         kernels = [*self.options.kernels.values()]
         bindings = with_gains(self.bound.bindings, self.options.gains)
-        bindings = as_model_runs_them(bindings, self._unmet(), self.options.left_at_times())
+        bindings = as_model_runs_them(bindings, self._unmet(), self._left_at_times())
         if measure:
             kernels += measure_calls(self.options.calls)
             parameter = next(self.model.parameters(), torch.empty(0))
@@ -405,6 +426,13 @@ class Runtime:
         replaced = LeftAlone(dtype=self.ir.dtype, reason="the model has no such weight any more: it was replaced")
         return found | {path: replaced for path in self.options.schemes if path in gone and path not in elsewhere}
 
+    def _left_at_times(self) -> dict[str, LeftAlone]:
+        """By path, linears that ran in their format and also, in another graph or call, as the model has them."""
+        calls = self.options.calls_made
+        how_often = f"no compiled graph ran in {calls.bare} of {calls.count} calls"
+        bare = LeftAlone(dtype=self.ir.dtype, reason=how_often)
+        return (dict.fromkeys(self.options.rewritten, bare) if calls.bare else {}) | self.options.left_at_times()
+
     def _notes(self) -> list[str]:
         """What did not go as the bindings say."""
         notes = [self._roles]
@@ -436,8 +464,9 @@ class Runtime:
         if self.options.use_inductor and self.options.graphs and "fused_quantize" not in self.options.counts:
             notes.append("compiled code came from Inductor's cache: what was fused in it was counted when it was made")
         if added := self.live.added():
-            shown = ", ".join(added[:4]) + (f" and {len(added) - 4} more" if len(added) > 4 else "")
-            notes.append(f"weights that came after dw.compile have no format and run as they were written: {shown}")
+            notes.append(
+                f"weights that came after dw.compile have no format and run as they were written: {_some(added)}"
+            )
         if self.device_type == "cuda" and (count := len(decided())):
             where = "deepwell.kernels.KernelRegistry().explain()"
             notes.append(f"{count} kernels were chosen in this process; who competed, and their times: {where}")
@@ -448,12 +477,20 @@ class Runtime:
             notes.append(f"{NOTHING_COMPILED}: all is in {self.ir.dtype}, which a CPU runs fastest as it was written")
         elif self.options.was_called and not self.options.graphs:
             notes.append(f"{NOTHING_COMPILED}: Dynamo ran the model as it was written, in {self.ir.dtype}")
+        calls = self.options.calls_made
+        if calls.bare and self.options.graphs:
+            notes.append(f"no compiled graph ran in {calls.bare} of {calls.count} calls: all in {self.ir.dtype}")
+        if calls.missed:
+            paths, most = [p for p in self.options.schemes if p in calls.missed], max(calls.missed.values())
+            notes.append(
+                f"in up to {most} of {calls.count} calls no graph had a product of {_some(paths)}: where such a call "
+                f"ran them, it ran them as the model has them, in {self.ir.dtype}"
+            )
         unmet: dict[str, list[str]] = {}
         for path, left in self._unmet().items():
             unmet.setdefault(f", in {left.dtype}" if left.dtype else "", []).append(path)
         for dtype, paths in unmet.items():
-            shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-            notes.append(f"not met as a product with a parameter in what ran so far{dtype}: {shown}")
+            notes.append(f"not met as a product with a parameter in what ran so far{dtype}: {_some(paths)}")
         return notes
 
 
@@ -509,6 +546,27 @@ def _device_type(model: nn.Module) -> str:
     # Of a shard that FSDP2 keeps in host memory, where it is gathered.
     mesh = getattr(parameter, "device_mesh", None)
     return parameter.device.type if mesh is None else str(mesh.device_type)
+
+
+def _try_again(model: nn.Module) -> None:
+    """Let Dynamo look at a forward again that it left to Python for good when it compiled it for somebody else.
+
+    It remembers that by code, so a hook on one model, long gone, would keep every model of the class from its graphs.
+    """
+    forward: Any = getattr(model.forward, "__func__", model.forward)
+    while forward is not None:
+        if hasattr(forward, "__code__"):
+            torch._C._dynamo.eval_frame.reset_code(forward.__code__)
+        forward = getattr(forward, "__wrapped__", None)
+
+
+def _new(kind: str, before: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """What Dynamo has counted of a kind since."""
+    return {reason: n for reason, n in counters[kind].items() if n != before[kind].get(reason, 0)}
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def _first_line(text: str) -> str:

@@ -225,22 +225,27 @@ def _below(module: Any, keys: Names) -> Any:
 
 
 def noting(
-    run: Callable[..., Any], weights: Sequence[Weight], known: KnownParameters, note: Callable[[dict[str, str]], None]
+    run: Callable[..., Any],
+    weights: Sequence[Weight],
+    known: KnownParameters,
+    note: Callable[[dict[str, str] | None], frozenset[str]],
+    ran: Callable[[frozenset[str]], None],
 ) -> Callable[..., Any]:
     """The compiled graph; `note` gets {path it was compiled for: path it runs for} at its first call with parameters.
 
-    Raises CaptureError where Dynamo runs it for parameters with other formats, its guards having been switched off.
+    What `note` returns, the paths that it runs for, `ran` gets at each call. Without weights to share it is one graph
+    for one model, and `note` gets None. Raises CaptureError where Dynamo runs it for parameters with other formats, its
+    guards having been switched off.
     """
-    if not weights:
-        return run
     where = _telling(weights)
-    seen: set[tuple[object, ...]] = set()
+    seen: dict[tuple[object, ...], frozenset[str]] = {} if weights else {(): note(None)}
 
     def wrapped(*inputs: Any) -> Any:
-        given: tuple[object, ...] = STANDS_IN_FOR.get() or tuple([id(inputs[i]) for i in where])
-        if given not in seen:
-            note(_met(weights, inputs, known))
-            seen.add(given)
+        given = (STANDS_IN_FOR.get() or tuple([id(inputs[i]) for i in where])) if where else ()
+        paths = seen.get(given)
+        if paths is None:
+            paths = seen[given] = note(_met(weights, inputs, known))
+        ran(paths)
         return run(*inputs)
 
     return wrapped

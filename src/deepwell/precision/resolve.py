@@ -14,7 +14,7 @@ from deepwell.graph.ir import IR, Site
 from deepwell.graph.ops import GEMM_KINDS, GroupedLinear, Linear
 from deepwell.precision.gemm_format import GEMMS, GemmFormat, Precision, precision
 from deepwell.precision.patterns import kind_names
-from deepwell.precision.rules import PROTECTED_ROLES, Rule
+from deepwell.precision.rules import Rule, is_named, protection
 
 # What holds where no rule does, and how tables cite it.
 BASE = Rule(pattern=None, precision=precision("bf16"))
@@ -73,7 +73,7 @@ class Resolver:
         order = sorted(enumerate(rules), key=lambda item: (item[1].precedence, item[0]), reverse=True)
         self._ranked = [(index, rule, self._matched(rule)) for index, rule in order]
         self._ranked.append((-1, BASE, {site.path for site in self.sites}))
-        self._decisions: dict[tuple[int, str, int], Decision] = {}
+        self._decisions: dict[tuple[int, str, str | int], Decision] = {}
 
     def at(self, step: int) -> dict[str, dict[str, Decision]]:
         """The decisions of every linear layer at a step."""
@@ -95,12 +95,13 @@ class Resolver:
         length = {"fwd": op.k, "dgrad": op.n}.get(gemm, 0)  # wgrad contracts over tokens, which are not known here
         alignment = rule.precision.gemm(gemm).k_alignment
         excess = length % alignment if rule.precision.is_low else 0
-        is_protected = index < 0 and op.role in PROTECTED_ROLES
-        key = (index, gemm, length if excess else -int(is_protected))
+        protected = protection(op) if index < 0 else ""
+        key = (index, gemm, protected or (length if excess else 0))
         if key not in self._decisions:
             reason = f"contraction of {length} padded to {length - excess + alignment}" if excess else ""
-            if is_protected:
-                reason = "high precision unless a rule names it"
+            if protected:
+                why = "" if protected == op.role else f"{protected}: "
+                reason = f"{why}high precision unless a rule names it"
             cited = rule.label if index >= 0 else BUILT_IN
             self._decisions[key] = Decision(gemm=gemm, precision=rule.precision, rule=cited, reason=reason)
         return self._decisions[key]
@@ -129,10 +130,11 @@ class Resolver:
                 self._note(rule, self._why_nothing(rule))
         if not rule.precision.is_low:
             return {site.path for site in covered}
-        kept = [s for s in covered if s.op.role in PROTECTED_ROLES and not selector.names(s.path, s.op.role)]
+        kept = [site for site in covered if protection(site.op) and not is_named(selector, site.path, site.op)]
         if kept and selector.path is not None:
-            names = ", ".join(dict.fromkeys(_general(site.path) for site in kept))
-            self._note(rule, f"passes by {names}: {kept[0].op.role} keeps high precision unless a rule names it")
+            passed = ", ".join(dict.fromkeys(_general(site.path) for site in kept))
+            why = protection(kept[0].op)
+            self._note(rule, f"passes by {passed}: {why} keeps high precision unless a rule names it")
         passed_by = {site.path for site in kept}
         return {site.path for site in covered if site.path not in passed_by}
 

@@ -16,7 +16,8 @@ either. What is still equal is decided by order: the later rule wins.
 
 One thing stands outside: head, router and embedding (and norms, which have no GEMM) take a format below 16 bits only
 from a rule that names them: by kind ("head", "last 15% router"), or by a path that ends in their own name ("lm_head",
-"*.mlp.gate"). A rule that merely covers them passes them by.
+"*.mlp.gate"). A rule that merely covers them passes them by. So do rules pass by low-rank linears, such as LoRA's
+adapters: those are named by such a path, or by a kind with its part ("attention.q_a").
 """
 
 from __future__ import annotations
@@ -26,10 +27,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepwell.errors import ConfigError
+from deepwell.graph.ops import Linear, Op
 from deepwell.precision.gemm_format import GEMMS, Precision, precision
 from deepwell.precision.patterns import Selector, parse_pattern
 
 PROTECTED_ROLES = ("head", "router", "embedding", "norm")
+# A product this narrow waits for memory in 16 bits already: with 128 columns it does 128 flops for each byte that it
+# reads of its wide side, and FP8 tensor cores would only add the quantization. Widths of small models are all narrow;
+# the ratio tells them from a bottleneck.
+_LOW_RANK, _RATIO = 128, 8
+# With few heads as narrow as that, but multiplied with q, whose quantized input they share.
+_MERGED_PARTS = ("k", "v", "kv")
 
 Steps = tuple[int, int | None]
 ALWAYS: Steps = (0, None)
@@ -153,3 +161,19 @@ def steps_text(steps: Steps) -> str:
 
 def change_steps(rules: Iterable[Rule]) -> tuple[int, ...]:
     return tuple(sorted({end for rule in rules for end in rule.steps if end}))
+
+
+def protection(op: Op) -> str:
+    """What keeps an op from formats below 16 bits of rules that do not name it: its role, or its shape; or ""."""
+    if op.role in PROTECTED_ROLES:
+        return op.role
+    if not isinstance(op, Linear) or (op.role == "attention" and op.part in _MERGED_PARTS):
+        return ""
+    rank = min(op.k, op.n)
+    return f"low-rank (K={op.k}, N={op.n})" if rank <= _LOW_RANK and rank * _RATIO <= max(op.k, op.n) else ""
+
+
+def is_named(selector: Selector, path: str, op: Op) -> bool:
+    """Whether a pattern names a protected op itself; a kind names low-rank linears only together with a part."""
+    is_broad = selector.path is None and selector.part is None and op.role not in PROTECTED_ROLES
+    return not is_broad and selector.names(path, op.role)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from deepwell.engine.binding import LeftAlone
+from deepwell.engine.calls.ran import Calls
 from deepwell.engine.passes.choose_kernels import KernelRow, choose_kernels, merge_rows
 from deepwell.engine.passes.cross_entropy import DeferredOutput, rewrite_cross_entropy, unfused_losses
 from deepwell.engine.passes.edit import scheme_of
@@ -75,26 +76,42 @@ class BackendOptions:
     graphs: int = 0  # how many were compiled: one for each piece of the model and each kind of input
     frames: dict[int | None, int] = field(default_factory=dict)  # of them, how many of each function
     was_called: bool = False
+    calls_made: Calls = field(default_factory=Calls)
 
     def for_schemes(self, schemes: Mapping[str, str]) -> BackendOptions:
         """The same choices for other schemes, with nothing done yet."""
         done = {"kernels": {}, "calls": {}, "gains": {}, "counts": {}, "rewritten": set(), "remarks": {}, "graphs": 0}
-        return replace(self, schemes=schemes, products={}, left={}, frames={}, replays=[], was_called=False, **done)
+        return replace(
+            self,
+            schemes=schemes,
+            products={},
+            left={},
+            frames={},
+            replays=[],
+            was_called=False,
+            calls_made=Calls(),
+            **done,
+        )
 
     def for_one_graph(self) -> BackendOptions:
         """These options, with their own record of what happened by path; the rest is shared."""
         return replace(self, gains={}, products={}, rewritten=set(), left={})
 
-    def add_paths(self, graph: BackendOptions, paths: Mapping[str, str] | None = None) -> None:
-        """Take over what one graph recorded by path, for other paths where the graph runs for others."""
+    def add_paths(self, graph: BackendOptions, paths: Mapping[str, str] | None = None) -> frozenset[str]:
+        """Take over what one graph recorded by path, for other paths where the graph runs for others.
+
+        Returns the paths of the linears that it runs in their formats.
+        """
 
         def path_of(path: str) -> str:
             return path if paths is None else paths.get(path, path)
 
         self.gains.update({path_of(path): gain for path, gain in graph.gains.items()})
         self.products.update({path_of(path): product for path, product in graph.products.items()})
-        self.rewritten |= {path_of(path) for path in graph.rewritten}
+        rewritten = frozenset(path_of(path) for path in graph.rewritten)
+        self.rewritten |= rewritten
         self.left.update({path_of(path): why for path, why in graph.left.items()})
+        return rewritten
 
     def unmet(self) -> list[str]:
         """Paths with a scheme that no graph multiplied in it, but for those that bf16 was faster for."""

@@ -215,6 +215,9 @@ def _head(found: LiftState) -> None:
         found.sites_behind([read for site in losses for read in site.reads or ()], through=("activation",))
     )
     last = feeds_loss | set(found.sites_behind(found.flow.output.all_input_nodes, through=("activation", "loss")))
+    # With adapters on it the head is one of the terms of the logits; as a term the width has to tell.
+    read = [*(node for site in losses for node in site.reads or ()), *found.flow.output.all_input_nodes]
+    terms = set(found.sites_behind(read, through=("activation", "loss", "add")))
     for site in found.of("linear"):
         if site.role != "other":
             continue
@@ -223,6 +226,8 @@ def _head(found: LiftState) -> None:
         is_outside = not any(is_inside(site.name, path) for path in layers)
         is_tied = any(id(found.flow.parameter(node)) in embedded for node in site.params)
         if is_tied or (site in feeds_loss and is_known) or (site in last and is_outside and (is_known or is_model)):
+            site.role, site.part = "head", ""
+        elif site in terms and is_outside and is_known:
             site.role, site.part = "head", ""
 
 
