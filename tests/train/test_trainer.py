@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import deepwell as dw
+from deepwell.artifacts.checkpoint import saver
 from deepwell.errors import CheckpointError, ConfigError, NumericsError
 from deepwell.planner.layout import Layout
 from deepwell.precision import PrecisionPolicy
@@ -332,6 +333,35 @@ def test_a_full_disk_keeps_events_until_it_takes_them(tmp_path: Path, capsys: py
     log.close()
     lines = (b"".join(written) + log.path.read_bytes()).decode().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("ends_by", ["steps", "signal"])
+def test_a_run_whose_last_save_fails_ends_with_an_error(
+    ends_by: str, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = saver.run_job
+
+    def full(job: Any, *how: Any) -> Any:
+        if job.step != 2:
+            raise OSError(28, "No space left on device")
+        return written(job, *how)
+
+    monkeypatch.setattr(saver, "run_job", full)
+
+    class Stop(dw.Callback):
+        def on_step(self, trainer: Any, event: Any) -> None:
+            if ends_by == "signal" and event["step"] == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(save_every=2, steps=4, callbacks=[Stop()])
+    with pytest.raises(CheckpointError, match=r"ended at step \d, but the checkpoint of step \d failed: .*No space"):
+        trainer.fit()
+    end = events_of(trainer)[-1]
+    assert end["exit"] == 1 and "No space left" in end["error"]
+    monkeypatch.setattr(saver, "run_job", written)
+    again = make_trainer(steps=4)  # there is room now
+    assert again.step == 2 and again.fit().step == 4 and events_of(again)[-1]["exit"] == 0
 
 
 @pytest.mark.usefixtures("eager")

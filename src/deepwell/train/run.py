@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from deepwell import __version__
+from deepwell.artifacts.checkpoint.state import SaveEvent
 from deepwell.engine.dryrun.plan import optimizer_of, predict
-from deepwell.errors import DeepwellError
+from deepwell.errors import CheckpointError, DeepwellError
 from deepwell.precision.guard import GuardEvent, GuardStop
 from deepwell.train.elastic import HUNG, Watchdog, begin
 from deepwell.train.figures import Figures
@@ -60,6 +61,7 @@ class FitRun:
         self._last_save = self._last_evaluation = time.monotonic()
         self._saved_step = trainer.step if trainer.resumed_from is not None else -1
         self._is_due = False  # a checkpoint
+        self._unsaved: SaveEvent | None = None  # the last save, where it failed
         self._figures: Figures | None = None
         self._is_first = True
         self._bound: Any = None  # what `_formats` are of
@@ -279,6 +281,7 @@ class FitRun:
                 "save", step=found.step, path=str(found.path), stall_s=round(found.stall_s, 6),
                 seconds=round(found.seconds, 4), bytes=found.bytes, committed=found.committed, error=found.error,
             )  # fmt: skip
+            self._unsaved = None if found.committed else found
             if not found.committed:
                 self.note(f"the checkpoint of step {found.step} failed: {found.error}; the previous one is still valid")
             self._tell("on_save", event)
@@ -305,13 +308,22 @@ class FitRun:
             get_error_handler().record_exception(error)
 
     def finish(self, reason: str) -> None:
-        """All steps are read back, the last one is saved, and the end is written down."""
+        """All steps are read back, the last one is saved, and the end is written down.
+
+        Raises CheckpointError where the last save failed: what follows a run must not take it for finished.
+        """
         trainer = self.trainer
         trainer._finished(self)
-        self.reason = reason
         if trainer.settings.save_at_end and trainer.step:
             self.save("end")
         self._poll(wait=True)
+        if (lost := self._unsaved) is not None:
+            self.reason = ""  # an error, whatever was to be the end
+            raise CheckpointError(
+                f"the run ended at step {trainer.step}, but the checkpoint of step {lost.step} failed: {lost.error}. "
+                "Make room and start it again: it goes on from the last checkpoint that is whole"
+            )
+        self.reason = reason
         if trainer.runner.is_main and self._figures is not None:
             if problem := self._figures.keep_measured():
                 self.note(f"the step's time was not kept for the planner: {problem}")
