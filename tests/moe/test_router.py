@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepwell import ConfigError, DeepwellMoE
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.experts.reference import ExpertActivation
 from deepwell.kernels.experts.torch_ops import ops
 from deepwell.moe.losses import balance_loss, count_choices, z_loss
 from deepwell.moe.router import router_logits, sinkhorn
@@ -80,8 +81,6 @@ def test_the_block_is_hugging_faces_with_its_weights(name):
 
 
 def test_the_block_is_gpt_oss_with_its_weights():
-    from deepwell.kernels.experts.reference import ExpertActivation
-
     theirs = hugging_face("gpt_oss.GptOssMLP", "GptOssConfig", **SIZES)
     theirs.router.weight.data.mul_(0.05)  # undecided: gradients of a softmax near 1 are nothing but rounding
     how = ExpertActivation(interleaved=True, limit=theirs.experts.limit, alpha=theirs.experts.alpha, up_shift=1.0)
@@ -291,11 +290,26 @@ def test_counts_and_biases_stay_fp32_and_leaves_under_casts_and_copies():
         ({"capacity_factor": 1.0, "round_to": 8}, "round_to"), ({"shared_gate": True}, "shared_ffn"),
         ({"drop": "last"}, "drop"), ({"router": {"jitter": 1.5}}, "jitter"), ({"colour": 1}, "colour"),
         ({"router": {"colour": 1}}, "colour"), ({"router": {"z_loss": -1.0}}, "z_loss"),
+        ({"router": "softmax"}, "mapping"), ({"router": {"balance_loss": -0.1}}, "balance_loss"),
+        ({"router": {"balance_loss": None}}, "balance_loss"),
+        ({"router": {"groups": 2.0}}, "groups"), ({"router": {"sinkhorn": 2, "bias_rate": 0.1}}, "sinkhorn and bias"),
+        ({"router": {"scale": 0}}, "scale"), ({"top_k": 2.5}, "top_k"), ({"shared_ffn": -8}, "shared_ffn"),
+        ({"round_to": -8}, "round_to"), ({"capacity_factor": "1"}, "capacity_factor"), ({"precision": "int4"}, "int4"),
+        ({"gated": False, "activation": ExpertActivation()}, "gated"),
     ],
+    ids=str,
 )  # fmt: skip
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         block(**options)
+
+
+def test_tokens_of_another_width_and_masks_of_other_tokens_are_named():
+    ours = block()
+    with pytest.raises(ConfigError, match=r"hidden_states is \(4, 64\)"):
+        ours(torch.randn(4, 2 * H))  # would be 8 tokens
+    with pytest.raises(ConfigError, match=r"token_mask is \(6, 2\)"):
+        ours(torch.randn(2, 6, H), torch.ones(6, 2))
 
 
 def test_choices_on_a_gpu_are_found_by_the_kernel():
