@@ -149,6 +149,24 @@ def test_logits_of_bf16_are_exact_products_added_up_in_fp32():
     assert sqnr_db(x.double() @ w.double().T, logits) > 130
 
 
+def test_under_autocast_logits_stay_fp32_and_experts_take_its_dtype(monkeypatch):
+    seen = []
+    product = torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda a, b, **kwargs: seen.append(a.dtype) or product(a, b, **kwargs))
+    x, ours = torch.randn(T, H), block(shared_ffn=16, shared_gate=True, bias=True)
+    wanted, logits = ours(x), ours.gate(x).logits_TE
+    for given in (x, x.bfloat16()):  # after a norm, and after a linear
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = ours(given)
+            routed = ours.gate(x)
+        assert_bitwise_equal(routed.logits_TE, logits)
+        assert seen == [torch.bfloat16] * 2 and got.dtype == given.dtype
+        assert sqnr_db(wanted, got.float()) > 35
+        got.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
+
+
 # ---- losses ----
 
 

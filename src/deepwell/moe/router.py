@@ -170,7 +170,10 @@ def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     """`x @ weight.T` with exact products and sums in fp32; on a GPU, bf16 operands stay on its tensor cores."""
     if x_TH.is_cuda and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
         return _LogitsInFp32.apply(x_TH, weight_EH)
-    return F.linear(x_TH.float(), weight_EH.float())
+    if not torch.is_autocast_enabled(x_TH.device.type):
+        return F.linear(x_TH.float(), weight_EH.float())
+    with torch.autocast(x_TH.device.type, enabled=False):
+        return F.linear(x_TH.float(), weight_EH.float())
 
 
 class _LogitsInFp32(torch.autograd.Function):
