@@ -286,6 +286,29 @@ def test_biases_move_towards_balance_and_choose_without_weighing():
     torch.testing.assert_close(routing.weight_TK, scores / scores.sum(-1, keepdim=True))
 
 
+def test_evaluation_and_what_has_no_gradient_count_nothing_and_have_no_losses():
+    router = {"bias_rate": 0.01, "balance_loss": 1.0, "z_loss": 1.0, "scoring": "sigmoid"}
+    ours, plain, x = block(router=router), block(router={"scoring": "sigmoid"}), torch.randn(T, H)
+    for module in (ours.eval(), plain):
+        module(x).square().sum().backward()
+    assert_bitwise_equal(ours.gate.weight.grad, plain.gate.weight.grad)
+    assert not end_step(ours).read() and not ours.gate.e_score_correction_bias.any()
+    assert not ours.train().requires_grad_(False)(x).requires_grad  # nothing below is kept for a backward
+
+
+def test_buffers_that_come_from_the_meta_device_begin_anew():
+    with torch.device("meta"):
+        ours = block(router={"bias_rate": 0.01, "balance_loss": {"global": 1.0}})
+    torch.utils.deterministic.fill_uninitialized_memory, before = True, torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # empty memory is NaN
+    try:
+        ours.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert ours.gate.loss_scale == 1 and not ours.gate.seen.any() and not ours.gate.e_score_correction_bias.any()
+    assert ours.gate.load.is_leaf and ours.gate.load.requires_grad
+
+
 def test_counts_and_biases_stay_fp32_and_leaves_under_casts_and_copies():
     import copy
 
