@@ -180,9 +180,14 @@ def test_losses_are_the_closed_formulas():
     even = torch.arange(T * K).view(T, K) % 5
     torch.testing.assert_close(balance_loss(torch.full((T, 5), 0.2), even), torch.tensor(1.0))
     torch.testing.assert_close(z_loss(logits), logits.exp().sum(-1).log().square().mean())  # ST-MoE, eq. 5
-    # Hugging Face's does not divide by top_k.
+    # Hugging Face's does not divide by top_k, and takes the tokens of all layers together.
     theirs = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func((logits,), E, K)
     torch.testing.assert_close(K * balance_loss(scores, scores.topk(K).indices), theirs)
+    layers = [logits.clone().requires_grad_() for _ in range(3)]
+    transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func(tuple(layers), E, K).backward()
+    own = logits.clone().requires_grad_()
+    (K / 3 * balance_loss(own.softmax(-1), own.topk(K).indices)).backward()
+    torch.testing.assert_close(layers[0].grad, own.grad)
     by_sequence = [balance_loss(s, s.topk(K).indices) for s in scores.view(4, -1, E)]
     torch.testing.assert_close(
         balance_loss(scores, scores.topk(K).indices, sequences=4), torch.stack(by_sequence).mean()
