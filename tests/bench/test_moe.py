@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from deepwell.bench.moe import race
+from deepwell.bench.moe import block, race
 from deepwell.bench.moe.block import row_of
 from deepwell.bench.moe.kernels import rows_of
 from deepwell.bench.moe.shapes import SHAPES, STEPS, TINY, WAYS
@@ -35,6 +35,14 @@ def test_rows_are_named_by_blocks_and_ways():
     assert race.row_names("cuda", ["step"]) == [(model, "step") for model in STEPS]
     with pytest.raises(ConfigError, match="qwen9"):
         race.row_names("cuda", ["qwen9"])
+
+
+@pytest.mark.parametrize(
+    ("names", "ways", "wrong"), [("tiny", "deepwel", "deepwel"), ("tiny,qwen9", "deepwell", "qwen9")]
+)
+def test_blocks_and_ways_that_nobody_knows_are_named_before_anything_runs(names, ways, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        block.main(names, ways, "cpu")
 
 
 def test_the_command_keeps_each_row_and_fails_where_ours_does_not_run(tmp_path, monkeypatch):

@@ -44,6 +44,22 @@ def test_it_gives_what_grouped_products_give(model_type):
     assert found is not None and torch.allclose(found.of_rows(probe), how.of_rows(probe), rtol=1e-6)
 
 
+def test_it_runs_in_a_graph_that_is_made_before_the_model_was_ever_called():
+    model = zoo_models.tiny_model("gpt_oss")
+    model.set_experts_implementation("deepwell")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    compiled, tokens = torch.compile(model, backend=backend, fullgraph=True), torch.arange(12).view(2, 6)
+    got = [compiled(input_ids=tokens).logits for _ in range(2)]
+    assert len(graphs) == 1 and "grouped_mm" not in graphs[0]  # Hugging Face's has one in its stead
+    model.set_experts_implementation("eager")
+    assert sqnr_db(model(input_ids=tokens).logits, got[1]) > 100
+
+
 def test_a_gate_that_nobody_knows_runs_as_grouped_products():
     model = zoo_models.tiny_model("mixtral")
     module = next(m for m in model.modules() if chooses_experts(m))

@@ -65,6 +65,15 @@ def test_shapes_dtypes_and_names_are_those_of_hugging_face():
     assert ours.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
+def test_capacity_is_what_was_asked_for_whatever_floats_make_of_it():
+    assert [block(capacity_factor=factor).config.capacity(100) for factor in (1.1, 1.0, 0.999, 3.0)] == [
+        55,
+        50,
+        50,
+        100,
+    ]
+
+
 @pytest.mark.parametrize("policy", ["probability", "position"])
 def test_each_expert_keeps_its_capacity_and_the_rest_is_counted(policy):
     x = torch.randn(T, H)

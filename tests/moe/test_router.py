@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepwell import ConfigError, DeepwellMoE
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.experts.reference import ExpertActivation
 from deepwell.kernels.experts.torch_ops import ops
 from deepwell.moe.losses import balance_loss, count_choices, z_loss
 from deepwell.moe.router import router_logits, sinkhorn
@@ -80,8 +81,6 @@ def test_the_block_is_hugging_faces_with_its_weights(name):
 
 
 def test_the_block_is_gpt_oss_with_its_weights():
-    from deepwell.kernels.experts.reference import ExpertActivation
-
     theirs = hugging_face("gpt_oss.GptOssMLP", "GptOssConfig", **SIZES)
     theirs.router.weight.data.mul_(0.05)  # undecided: gradients of a softmax near 1 are nothing but rounding
     how = ExpertActivation(interleaved=True, limit=theirs.experts.limit, alpha=theirs.experts.alpha, up_shift=1.0)
@@ -150,6 +149,24 @@ def test_logits_of_bf16_are_exact_products_added_up_in_fp32():
     assert sqnr_db(x.double() @ w.double().T, logits) > 130
 
 
+def test_under_autocast_logits_stay_fp32_and_experts_take_its_dtype(monkeypatch):
+    seen = []
+    product = torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda a, b, **kwargs: seen.append(a.dtype) or product(a, b, **kwargs))
+    x, ours = torch.randn(T, H), block(shared_ffn=16, shared_gate=True, bias=True)
+    wanted, logits = ours(x), ours.gate(x).logits_TE
+    for given in (x, x.bfloat16()):  # after a norm, and after a linear
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = ours(given)
+            routed = ours.gate(x)
+        assert_bitwise_equal(routed.logits_TE, logits)
+        assert seen == [torch.bfloat16] * 2 and got.dtype == given.dtype
+        assert sqnr_db(wanted, got.float()) > 35
+        got.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
+
+
 # ---- losses ----
 
 
@@ -163,9 +180,14 @@ def test_losses_are_the_closed_formulas():
     even = torch.arange(T * K).view(T, K) % 5
     torch.testing.assert_close(balance_loss(torch.full((T, 5), 0.2), even), torch.tensor(1.0))
     torch.testing.assert_close(z_loss(logits), logits.exp().sum(-1).log().square().mean())  # ST-MoE, eq. 5
-    # Hugging Face's does not divide by top_k.
+    # Hugging Face's does not divide by top_k, and takes the tokens of all layers together.
     theirs = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func((logits,), E, K)
     torch.testing.assert_close(K * balance_loss(scores, scores.topk(K).indices), theirs)
+    layers = [logits.clone().requires_grad_() for _ in range(3)]
+    transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func(tuple(layers), E, K).backward()
+    own = logits.clone().requires_grad_()
+    (K / 3 * balance_loss(own.softmax(-1), own.topk(K).indices)).backward()
+    torch.testing.assert_close(layers[0].grad, own.grad)
     by_sequence = [balance_loss(s, s.topk(K).indices) for s in scores.view(4, -1, E)]
     torch.testing.assert_close(
         balance_loss(scores, scores.topk(K).indices, sequences=4), torch.stack(by_sequence).mean()
@@ -269,6 +291,29 @@ def test_biases_move_towards_balance_and_choose_without_weighing():
     torch.testing.assert_close(routing.weight_TK, scores / scores.sum(-1, keepdim=True))
 
 
+def test_evaluation_and_what_has_no_gradient_count_nothing_and_have_no_losses():
+    router = {"bias_rate": 0.01, "balance_loss": 1.0, "z_loss": 1.0, "scoring": "sigmoid"}
+    ours, plain, x = block(router=router), block(router={"scoring": "sigmoid"}), torch.randn(T, H)
+    for module in (ours.eval(), plain):
+        module(x).square().sum().backward()
+    assert_bitwise_equal(ours.gate.weight.grad, plain.gate.weight.grad)
+    assert not end_step(ours).read() and not ours.gate.e_score_correction_bias.any()
+    assert not ours.train().requires_grad_(False)(x).requires_grad  # nothing below is kept for a backward
+
+
+def test_buffers_that_come_from_the_meta_device_begin_anew():
+    with torch.device("meta"):
+        ours = block(router={"bias_rate": 0.01, "balance_loss": {"global": 1.0}})
+    torch.utils.deterministic.fill_uninitialized_memory, before = True, torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # empty memory is NaN
+    try:
+        ours.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert ours.gate.loss_scale == 1 and not ours.gate.seen.any() and not ours.gate.e_score_correction_bias.any()
+    assert ours.gate.load.is_leaf and ours.gate.load.requires_grad
+
+
 def test_counts_and_biases_stay_fp32_and_leaves_under_casts_and_copies():
     import copy
 
@@ -291,11 +336,26 @@ def test_counts_and_biases_stay_fp32_and_leaves_under_casts_and_copies():
         ({"capacity_factor": 1.0, "round_to": 8}, "round_to"), ({"shared_gate": True}, "shared_ffn"),
         ({"drop": "last"}, "drop"), ({"router": {"jitter": 1.5}}, "jitter"), ({"colour": 1}, "colour"),
         ({"router": {"colour": 1}}, "colour"), ({"router": {"z_loss": -1.0}}, "z_loss"),
+        ({"router": "softmax"}, "mapping"), ({"router": {"balance_loss": -0.1}}, "balance_loss"),
+        ({"router": {"balance_loss": None}}, "balance_loss"),
+        ({"router": {"groups": 2.0}}, "groups"), ({"router": {"sinkhorn": 2, "bias_rate": 0.1}}, "sinkhorn and bias"),
+        ({"router": {"scale": 0}}, "scale"), ({"top_k": 2.5}, "top_k"), ({"shared_ffn": -8}, "shared_ffn"),
+        ({"round_to": -8}, "round_to"), ({"capacity_factor": "1"}, "capacity_factor"), ({"precision": "int4"}, "int4"),
+        ({"gated": False, "activation": ExpertActivation()}, "gated"),
     ],
+    ids=str,
 )  # fmt: skip
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         block(**options)
+
+
+def test_tokens_of_another_width_and_masks_of_other_tokens_are_named():
+    ours = block()
+    with pytest.raises(ConfigError, match=r"hidden_states is \(4, 64\)"):
+        ours(torch.randn(4, 2 * H))  # would be 8 tokens
+    with pytest.raises(ConfigError, match=r"token_mask is \(6, 2\)"):
+        ours(torch.randn(2, 6, H), torch.ones(6, 2))
 
 
 def test_choices_on_a_gpu_are_found_by_the_kernel():

@@ -39,14 +39,16 @@ class DeepwellMoE(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if isinstance(activation, str):
+        if not isinstance(activation, ExpertActivation):
             activation = ExpertActivation(function=activation, gated=gated)
+        elif not gated and activation.gated:
+            raise ConfigError(f"gated is False and the activation has a gate: {activation!r}; say it in one of them")
         known = {name for name in MoEConfig.__dataclass_fields__ if name not in ("router", "activation")}
         if unknown := options.keys() - known:
             raise ConfigError(
                 f"DeepwellMoE has no option {', '.join(sorted(unknown))}; options: {', '.join(sorted(known))}"
             )
-        routing = router if isinstance(router, RouterConfig) else RouterConfig(**_router_fields(router or {}))
+        routing = router if isinstance(router, RouterConfig) else RouterConfig(**_router_fields(router))
         self.config = MoEConfig(
             hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, router=routing, activation=activation, **options
         )
@@ -57,6 +59,16 @@ class DeepwellMoE(nn.Module):
 
     def forward(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """`token_mask` is True for tokens, False for padding, which no expert computes and no loss counts."""
+        if hidden_states.shape[-1:] != (self.config.hidden,):
+            raise ConfigError(
+                f"hidden_states is {tuple(hidden_states.shape)}; its last dimension must be hidden, "
+                f"{self.config.hidden}"
+            )
+        if token_mask is not None and token_mask.shape != hidden_states.shape[:-1]:
+            raise ConfigError(
+                f"token_mask is {tuple(token_mask.shape)}; it must have a value for each token, "
+                f"{tuple(hidden_states.shape[:-1])}"
+            )
         x_TH = hidden_states.reshape(-1, self.config.hidden)
         sequences = hidden_states.shape[0] if hidden_states.dim() > 2 else 1
         mask = None if token_mask is None else token_mask.reshape(-1).bool()
@@ -126,7 +138,10 @@ class SharedExperts(nn.Module):
         return self.down_proj(self.activation.gate(self.gate_proj(x), self.up_proj(x)))
 
 
-def _router_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def _router_fields(given: Any) -> dict[str, Any]:
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"router is {given!r}; it must be a RouterConfig or a mapping of its fields")
     known = RouterConfig.__dataclass_fields__
     if unknown := given.keys() - known.keys():
         raise ConfigError(f"router has no field {', '.join(sorted(unknown))}; fields: {', '.join(known)}")

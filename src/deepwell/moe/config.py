@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepwell.errors import ConfigError
+from deepwell.kernels.experts.mlp import schemes_of
 from deepwell.kernels.experts.reference import ExpertActivation
 
 SCOPES = ("batch", "sequence", "global")
+# Products of floats may lie this much above the number meant: 1.1 times 20 rows are 22.
+_ROUNDING = 1e-12
 # Settings that must be one of a few words.
 _WORDS = {
     "scoring": ("softmax", "sigmoid"),
@@ -25,7 +28,8 @@ class RouterConfig:
 
     scoring:       "softmax" over all experts or "sigmoid" of each
     top_k_first:   choose by logits, then score the chosen ones alone (GPT-OSS)
-    normalize:     the weights of a token add up to one; then they are multiplied by `scale`
+    normalize:     the weights of a token add up to one (with top_k 1 they stay as they are: a constant would teach the
+                   router nothing); then they are multiplied by `scale`
     groups:        experts are in so many groups, and a token chooses within `top_groups` of them, ranked by the
                    sum of their two best scores ("top2", DeepSeek-V3) or their best ("max", DeepSeek-V2)
     jitter:        the router's input is multiplied by random numbers between 1 - jitter and 1 + jitter in training
@@ -52,16 +56,25 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _check_words(self)
-        for scope in self.balance_loss:
+        if not isinstance(self.balance_loss, Mapping):
+            raise ConfigError(f"balance_loss is {self.balance_loss!r}; it must be coefficients by scope")
+        for scope, coefficient in self.balance_loss.items():
             if scope not in SCOPES:
                 raise ConfigError(f"balance_loss has the scope {scope!r}; known: {', '.join(SCOPES)}")
-        if not 1 <= self.top_groups <= self.groups:
+            _check_number(f"balance_loss of scope {scope!r}", coefficient)
+        for name in ("groups", "top_groups"):
+            _check_count(self, name, least=1)
+        _check_count(self, "sinkhorn")
+        for name in ("jitter", "bias_rate", "z_loss", "scale"):
+            _check_number(name, getattr(self, name))
+        if not self.scale:
+            raise ConfigError("scale is 0; it must be positive")
+        if self.top_groups > self.groups:
             raise ConfigError(f"top_groups is {self.top_groups}; it must be between 1 and groups, {self.groups}")
-        if not 0 <= self.jitter < 1:
+        if self.jitter >= 1:
             raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and below 1")
-        for name in ("sinkhorn", "bias_rate", "z_loss"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.sinkhorn and self.bias_rate:
+            raise ConfigError("sinkhorn and bias_rate both even out the choice; give one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +110,11 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         _check_words(self)
+        schemes_of(str(self.precision))
         for name in ("hidden", "ffn", "experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            _check_count(self, name, least=1)
+        for name in ("shared_ffn", "round_to"):
+            _check_count(self, name)
         if self.top_k > self.experts:
             raise ConfigError(
                 f"top_k is {self.top_k} and experts {self.experts}; a token chooses each one at most once"
@@ -110,10 +125,10 @@ class MoEConfig:
                 f"groups is {self.router.groups} and top_groups {self.router.top_groups}: groups must divide the "
                 f"{self.experts} experts, and the chosen ones must hold top_k, {self.top_k}, experts"
             )
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ConfigError(
-                f"capacity_factor is {self.capacity_factor}; it must be positive, or None to drop nothing"
-            )
+        if self.capacity_factor is not None:
+            _check_number("capacity_factor", self.capacity_factor)
+            if not self.capacity_factor:
+                raise ConfigError("capacity_factor is 0; it must be positive, or None to drop nothing")
         if self.pad_to_capacity and self.capacity_factor is None:
             raise ConfigError("pad_to_capacity needs a capacity_factor")
         if self.round_to and self.capacity_factor is not None:
@@ -125,7 +140,19 @@ class MoEConfig:
         """Choices that one expert takes of so many tokens; None: all of them."""
         if self.capacity_factor is None:
             return None
-        return min(tokens, max(1, math.ceil(tokens * self.top_k / self.experts * self.capacity_factor)))
+        rows = tokens * self.top_k / self.experts * self.capacity_factor
+        return min(tokens, max(1, math.ceil(rows * (1 - _ROUNDING))))
+
+
+def _check_count(config: object, name: str, least: int = 0) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer, at least {least}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is {value!r}; it must be a number and not negative")
 
 
 def _check_words(config: object) -> None:

@@ -59,7 +59,7 @@ def activation_of(module: nn.Module) -> ExpertActivation | None:
     known = module.__dict__
     if _KNOWN not in known:
         if torch.compiler.is_compiling():
-            return None  # nothing can be tried in a trace: call the module once before, or `read_activations`
+            return _read(module)  # not kept: the graph would be made for a module that has no such entry
         known[_KNOWN] = _read(module)
     return known[_KNOWN]
 
@@ -75,14 +75,15 @@ def chooses_experts(module: Any) -> bool:
     return has_flags and hasattr(getattr(module, "config", None), "_experts_implementation_internal")
 
 
+@torch.compiler.assume_constant_result  # runs while a graph is made
 @torch.no_grad()
 def _read(module: Any) -> ExpertActivation | None:
     function = getattr(module, "_apply_gate" if module.has_gate else "act_fn", None)
     shapes = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
     if not callable(function) or any(not isinstance(weight, Tensor) or weight.dim() != 3 for weight in shapes):
         return None
-    numbers = torch.linspace(-12, 12, 97)
-    rows = numbers[torch.randperm(97, generator=torch.Generator().manual_seed(0))].expand(2, 97).clone()
+    numbers = torch.linspace(-12, 12, 97, device="cpu")
+    rows = numbers[torch.randperm(97, generator=torch.Generator().manual_seed(0), device="cpu")].expand(2, 97).clone()
     rows[1] = numbers.flip(0)
     rows = rows[:, :96]
     wanted = function(rows)

@@ -66,13 +66,18 @@ class Router(nn.Module):
                 nn.init.zeros_(bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Buffers move, but stay fp32: bf16 holds no count above 256, and a bias of 0.001 steps would stand still."""
+        """Buffers move, but stay fp32: bf16 holds no count above 256, and a bias of 0.001 steps would stand still.
+
+        Those that come from the meta device begin anew: no state_dict has them all, and nobody else would fill them.
+        """
         before = {name: buffer.detach() for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
             assert new is not None
             kept = new.detach() if new.dtype == old.dtype else old.to(new.device)
+            if old.is_meta and not new.is_meta:
+                kept = torch.full_like(kept, float(name == "loss_scale"), dtype=old.dtype, device=new.device)
             self._buffers[name] = kept.requires_grad_(name == "load")
         return self
 
@@ -124,7 +129,12 @@ class Router(nn.Module):
     def settle(
         self, routing: Routing, weight: Tensor, dropped: Tensor, token_mask: Tensor | None, sequences: int
     ) -> Tensor:
-        """The weights, with the losses' gradients behind them; counts the step's statistics in the backward."""
+        """The weights, with the losses' gradients behind them; counts the step's statistics in the backward.
+
+        In evaluation, and where no gradient comes back, there is neither.
+        """
+        if not (self.training and weight.requires_grad):
+            return weight
         how = self.config.router
         with torch.no_grad():
             counts_E = count_choices(routing.index_TK, self.config.experts)[0]
@@ -170,7 +180,10 @@ def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     """`x @ weight.T` with exact products and sums in fp32; on a GPU, bf16 operands stay on its tensor cores."""
     if x_TH.is_cuda and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
         return _LogitsInFp32.apply(x_TH, weight_EH)
-    return F.linear(x_TH.float(), weight_EH.float())
+    if not torch.is_autocast_enabled(x_TH.device.type):
+        return F.linear(x_TH.float(), weight_EH.float())
+    with torch.autocast(x_TH.device.type, enabled=False):
+        return F.linear(x_TH.float(), weight_EH.float())
 
 
 class _LogitsInFp32(torch.autograd.Function):

@@ -119,6 +119,27 @@ def test_no_codes_of_weights_are_made_that_nobody_reads(is_kn, forward, backward
     assert counts.found == backward
 
 
+@pytest.mark.parametrize("is_kn", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("name", ["swiglu", "gpt_oss"])
+def test_gradients_in_fp64_are_the_functions_slopes(name, is_kn):
+    how = ACTIVATIONS[name]
+    x, stored, biases, index, weight = operands(5, how, is_kn=is_kn, bias=True, dtype=torch.float64)
+    index[1] = -1
+
+    def run(x, weight, *rest):
+        return experts_mlp(x, *views(rest[:2], is_kn), index, weight, biases=rest[2:], activation=how)
+
+    assert torch.autograd.gradcheck(run, (x, weight, *stored, *biases), fast_mode=True)
+
+
+def test_rows_in_bf16_meet_weights_in_fp32():
+    x, stored, _, index, weight = operands(9, ExpertActivation())
+    y = experts_mlp(x.bfloat16(), *stored, index, weight)
+    y.float().square().sum().backward()
+    wanted = experts_mlp(x, *(w.bfloat16().float() for w in stored), index, weight)
+    assert y.dtype == torch.bfloat16 and stored[0].grad.dtype == torch.float32 and sqnr_db(wanted, y.float()) > 40
+
+
 def test_bf16_is_no_worse_than_torch_and_widths_need_no_alignment():
     torch.manual_seed(0)
     x, index, weight = torch.randn(13, 10), torch.randint(0, 3, (13, 2)), torch.rand(13, 2)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepwell.bench.moe.shapes import KERNELS, SHAPES, TINY, MoEShape
+from deepwell.bench.moe.shapes import KERNELS, SHAPES, TINY, WAYS, MoEShape
 from deepwell.bench.ran import watch
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import sqnr_db
@@ -222,8 +222,12 @@ def _backward(run: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tu
 
 def main(names: str, ways: str, device: str) -> None:
     """A line for each shape and way; several of either are written with commas between."""
+    shapes = SHAPES | TINY
+    for given, known in ((names.split(","), [*shapes]), (ways.split(","), [*WAYS, KERNELS])):
+        if unknown := [word for word in given if word not in known]:
+            raise ConfigError(f"{unknown[0]!r} is none of {', '.join(known)}")
     for name, way in itertools.product(names.split(","), ways.split(",")):
-        shape = (SHAPES | TINY)[name]
+        shape = shapes[name]
         torch._dynamo.reset()
         if way == KERNELS:
             from deepwell.bench.moe.kernels import rows_of

@@ -26,7 +26,7 @@ from deepwell.kernels.gemm.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.precision.gemm_format import OperandFormat
 
 FP8_METHOD = "grouped_fp8"
-# An operand that is multiplied as it is, in fp32.
+# An operand that is multiplied as it is, in fp32 or fp64.
 AS_IS = "fp32,nearest,False"
 
 # ---- one grouped linear ----
@@ -66,7 +66,7 @@ class _GroupedLinear(torch.autograd.Function):
         if how.fwd.method == FP8_METHOD:
             q_w, w_scale, row_scale = _along_k(weight, is_kn)
             padded = ops.gather_rows(q_SK, x_scale, slot, 1)
-            y_SN = _in(x_SK.dtype, ops.combine_rows(ops.grouped_gemm(*padded, q_w, w_scale, ends), place, 1))
+            y_SN = in_dtype(x_SK.dtype, ops.combine_rows(ops.grouped_gemm(*padded, q_w, w_scale, ends), place, 1))
         else:
             w_ENK = weight.transpose(1, 2) if is_kn else weight
             y_SN = _grouped(how.fwd, x_SK, w_ENK, offs)
@@ -104,7 +104,7 @@ class _GroupedLinear(torch.autograd.Function):
         return dx_SK, dw, None, None, None
 
 
-def _in(dtype: torch.dtype, made: Tensor) -> Tensor:
+def in_dtype(dtype: torch.dtype, made: Tensor) -> Tensor:
     """`made` in a dtype. Without a change there is no `.to`: Dynamo of torch 2.11 would lose the gradient."""
     return made if made.dtype == dtype else made.to(dtype)
 
@@ -145,7 +145,7 @@ def _plain_wgrad(how: GemmScheme, dy_SN: Tensor, x_SK: Tensor, offs: Tensor) -> 
 def _torch_takes(*operands: Tensor) -> bool:
     """Whether torch has the grouped product: of bf16, with rows of whole lines of 16 bytes."""
     sizes = [size for operand in operands for size in operand.shape[-2 if operand.dim() == 3 else -1 :]]
-    return operands[0].dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
+    return all(operand.dtype == torch.bfloat16 for operand in operands) and all(size % 8 == 0 for size in sizes)
 
 
 def _operands(how: GemmScheme) -> tuple[str, str]:
@@ -209,10 +209,10 @@ class _FusedExperts(torch.autograd.Function):
         q_gate_up, gate_up_scale, gate_up_rows = _along_k(*_stored(gate_up))
         q_down, down_scale, down_rows = _along_k(*_stored(down))
         gate_up_PG = ops.expert_product(q_TD, x_scale, q_gate_up, gate_up_scale, bias_up, ends, slot, top_k)
-        gate_up_PG = _in(x_TD.dtype, gate_up_PG)
+        gate_up_PG = in_dtype(x_TD.dtype, gate_up_PG)
         hidden, kept = _hidden_codes(gate_up_PG, weight_S, slot, act)
         y_PD = ops.expert_product(*hidden, q_down, down_scale, None, ends, None, 1)
-        y_TD = _in(x_TD.dtype, ops.combine_rows(y_PD, place, top_k))
+        y_TD = in_dtype(x_TD.dtype, ops.combine_rows(y_PD, place, top_k))
         if bias_down is not None:
             y_TD = ops.add_down_bias(y_TD, weights_by_expert(weight_S, ends, slot, place, top_k), bias_down)
         ctx.top_k, ctx.act = top_k, act
@@ -308,4 +308,4 @@ def _fused_wgrad(
 def _wgrad_of_rows(weight: Tensor, sides: tuple[Tensor, ...], *how: Any, columns: tuple[Tensor, Tensor]) -> Tensor:
     """The gradient of FP8 rows of both sides, transposed to whole blocks of each expert's columns."""
     column_ends, blocks = columns
-    return _in(weight.dtype, ops.grouped_wgrad(*ops.wgrad_operands(*sides, *how, blocks=blocks), column_ends))
+    return in_dtype(weight.dtype, ops.grouped_wgrad(*ops.wgrad_operands(*sides, *how, blocks=blocks), column_ends))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.experts.activation import SWIGLU, ExpertActivation, parse_activation
-from deepwell.kernels.experts.autograd import FP8_METHOD, experts_in_fp8
+from deepwell.kernels.experts.autograd import FP8_METHOD, experts_in_fp8, in_dtype
 from deepwell.kernels.experts.chain import experts_chain
 from deepwell.kernels.experts.reference import PLAIN_SCHEME, Biases, experts_mlp_ref
 from deepwell.kernels.experts.spelled_out import is_spelled_out
@@ -33,7 +33,8 @@ def experts_mlp(
     `w_gate_up` is [E, 2F, H], of experts without a gate [E, F, H], `w_down` [E, H, F]: views of any strides, so that
     weights stored [E, K, N] are given transposed. Choices with a negative index take no part. `precision` is "bf16"
     (operands as they are, whatever their dtype), "fp8", or how each GEMM runs, "fwd|dgrad|wgrad" for both projections
-    or two of them with a semicolon between. Gradients go to x, weights, biases and `top_weight`.
+    or two of them with a semicolon between; under autocast "bf16" is in autocast's dtype, as any product. Gradients go
+    to x, weights, biases and `top_weight`.
     """
     _check(x_TH, w_gate_up, w_down, top_index, top_weight, activation)
     given = (x_TH, w_gate_up, w_down, top_index, top_weight)
@@ -53,7 +54,10 @@ def run_experts(
     precision: str,
 ) -> Tensor:
     """`experts_mlp` with arguments that a graph can hold: the engine keeps it as one node and decides its precision."""
-    how, schemes = parse_activation(activation), schemes_of(precision)
+    how, schemes, dtype = parse_activation(activation), schemes_of(precision), x_TH.dtype
+    if schemes == (PLAIN_SCHEME, PLAIN_SCHEME) and (autocast := _autocast_dtype(x_TH)) is not None:
+        x_TH, w_gate_up, w_down = (tensor.to(autocast) for tensor in (x_TH, w_gate_up, w_down))
+        biases = _in(autocast, biases[0]), _in(autocast, biases[1])
     is_fp8 = schemes == (FP8_SCHEME, FP8_SCHEME) and is_fused_in_fp8(w_gate_up, w_down)
     is_bf16 = schemes == (PLAIN_SCHEME, PLAIN_SCHEME) and x_TH.is_cuda and is_fused_in_bf16(x_TH, w_gate_up, w_down)
     if is_fp8 or is_bf16:
@@ -61,10 +65,23 @@ def run_experts(
         weights, weight_S, top_k = (w_gate_up, w_down), top_weight.reshape(-1), top_index.shape[-1]
         if is_fp8:
             return experts_in_fp8(x_TH, weights, weight_S, groups, top_k, str(how), biases)
-        return experts_chain(x_TH, weights, weight_S, groups, top_k, how, biases)
-    return experts_mlp_ref(
+        return in_dtype(dtype, experts_chain(x_TH, weights, weight_S, groups, top_k, how, biases))
+    y_TH = experts_mlp_ref(
         x_TH, w_gate_up, w_down, top_index, top_weight, biases=biases, activation=how, schemes=schemes
     )
+    return in_dtype(dtype, y_TH)
+
+
+def _in(dtype: torch.dtype, bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast multiplies such rows in, None outside of it; fp64 it leaves as it is."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def schemes_of(precision: str) -> tuple[str, str]:

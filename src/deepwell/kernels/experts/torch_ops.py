@@ -281,7 +281,9 @@ register_op(
 
 
 def _rounded(x: Tensor, fmt: str, rounding: str, hadamard: bool) -> Tensor:
-    return x.float() if fmt == "fp32" else rounded(x, fmt, rounding, hadamard)
+    if fmt == "fp32":
+        return x if x.dtype == torch.float64 else x.float()
+    return rounded(x, fmt, rounding, hadamard)
 
 
 def _grouped_emulated(a: Tensor, b: Tensor, offs: Tensor, lhs: str, rhs: str) -> Tensor:
