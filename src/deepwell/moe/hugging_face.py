@@ -21,6 +21,8 @@ NAME = "deepwell"
 _KNOWN = "_deepwell_activation"  # on a module, what was found out about it
 _SHIFTS = (0.0, 1.0)
 _FUNCTIONS = (*ACTIVATIONS, "relu2")
+# Dynamo of torch 2.11 takes no module for a constant: a gate is unknown there until its model was called once.
+READS_IN_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -59,7 +61,8 @@ def activation_of(module: nn.Module) -> ExpertActivation | None:
     known = module.__dict__
     if _KNOWN not in known:
         if torch.compiler.is_compiling():
-            return _read(module)  # not kept: the graph would be made for a module that has no such entry
+            # Not kept: the graph would be made for a module that has no such entry.
+            return _read(module) if READS_IN_TRACES else None
         known[_KNOWN] = _read(module)
     return known[_KNOWN]
 
