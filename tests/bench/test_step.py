@@ -1,6 +1,7 @@
 """Steps are measured for whoever can run, and whoever cannot leaves a line that says why."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_the_table_compares_with_the_first_row_and_keeps_the_reason(result: dict
     text = step_table(result)
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "1.000x" in lines["eager"] and "pip install" in lines["missing"]
-    assert "in turns" in text and torch.__version__ in text
+    assert "in turns" in text and version("torch") in text
 
 
 def test_a_result_is_plain_json_with_its_versions(result: dict, tmp_path) -> None:

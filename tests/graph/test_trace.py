@@ -456,6 +456,26 @@ def test_what_a_trace_cannot_do_is_in_its_attempts_and_not_printed(capfd, caplog
     assert [one.name for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
+class Calls(nn.Module):
+    """Assigns its buffer anew and reads it, which torch.export cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x if self.calls.item() > 5 else 2 * x
+
+
+def test_after_an_export_that_failed_the_model_assigns_its_buffers():
+    model, x = Calls(), torch.randn(2, 8)
+    with pytest.raises(TraceError, match="data-dependent"):
+        trace(model, x, ways=("export",))
+    model(x)
+    assert model.calls.item() == 1
+
+
 def test_few_layers_are_traced_in_full_unless_asked_otherwise():
     model = zoo.tiny_model("llama", device="meta", num_hidden_layers=3)
     assert trace(model).stubbed == {}

@@ -30,7 +30,22 @@ def cpu(environ, tmp_path, fake_nvml):
     return lambda: probe(nvml=nvml, environ=environ, root=tmp_path)
 
 
-def test_measured_figures_are_kept_and_found_again(cpu, environ):
+@pytest.fixture
+def fp8_products(monkeypatch):
+    """torch 2.11 has `scaled_mm` on GPUs alone: on its CPU the product of the scaled operands stands in for it."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        return
+    kinds = torch.nn.functional.ScalingType
+
+    def scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype, use_fast_accum):
+        shapes = {kinds.TensorWise: [(1,), (1,)], kinds.RowWise: [(len(a), 1), (1, b.shape[1])]}
+        assert recipe_a == recipe_b and [scale_a.shape, scale_b.shape] == shapes[recipe_a]
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(output_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+
+
+def test_measured_figures_are_kept_and_found_again(cpu, fp8_products, environ):
     hw = measure.measure(cpu(), budget_s=20, **TINY)
     gpu = hw.gpus[0]
     assert gpu.figure("copy_gb_per_s").tier == "measured" and gpu.copy_gb_per_s > 0
@@ -60,7 +75,7 @@ def test_a_short_budget_keeps_what_it_measured_and_says_so(cpu, monkeypatch):
     assert [c.format for c in hw.gpus[0].curves] == ["fp32"]
 
 
-def test_ctrl_c_keeps_what_was_measured_and_what_was_there(cpu, environ, monkeypatch):
+def test_ctrl_c_keeps_what_was_measured_and_what_was_there(cpu, fp8_products, environ, monkeypatch):
     measure.measure(cpu(), budget_s=20, **TINY)
 
     def stop(torch_module, format_name, shape, device):
@@ -78,7 +93,7 @@ def test_ctrl_c_keeps_what_was_measured_and_what_was_there(cpu, environ, monkeyp
     assert not found.complete
 
 
-def test_a_failing_gpu_ends_the_run_and_blames_no_format(cpu, monkeypatch):
+def test_a_failing_gpu_ends_the_run_and_blames_no_format(cpu, fp8_products, monkeypatch):
     def fail(torch_module, format_name, shape, device):
         if format_name == "fp8_row":
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
@@ -109,7 +124,7 @@ def test_a_named_machine_cannot_be_measured():
 
 
 @pytest.mark.parametrize("format_name", ["fp32", "fp8_tensor", "fp8_row"])
-def test_the_timed_call_multiplies(format_name):
+def test_the_timed_call_multiplies(fp8_products, format_name):
     # The operands are random; a product of the right shape and finite numbers is what is timed.
     out = gemm_call(torch, format_name, (32, 48, 64), torch.device("cpu"))()
     assert out.shape == (32, 48) and torch.isfinite(out.float()).all() and out.float().std() > 1

@@ -186,7 +186,8 @@ def _forward(runtime: Runtime) -> Callable[..., Any]:
     """What a call of the engine runs, with the signature of the model's forward, which callers read."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
+        # Not is_exporting(), which Dynamo of torch 2.11 takes to be True inside of torch.compile too.
+        if torch.compiler._is_exporting_flag:
             return runtime.model(*args, **kwargs)
         return runtime.run(*args, **kwargs)
 

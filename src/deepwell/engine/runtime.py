@@ -60,6 +60,8 @@ _DYNAMO = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "fail
 # Under DistributedDataParallel Dynamo would cut the graph at its buckets, behind the engine's back. Compiled regions
 # give it the overlap that it does so for.
 _DYNAMO["optimize_ddp"] = False
+# With it Dynamo of torch 2.11 does not see that a parameter was frozen or unfrozen, and runs the graph of before.
+_DYNAMO["skip_tensor_guards_with_matching_dict_tags"] = False
 # Training and evaluation at fixed and open sizes are so many graphs of a function; the next may come from a counter.
 _GRAPHS_BEFORE_COUNTERS = 4
 # Where Dynamo counts why it left something to Python; not all of the second kind ends a graph.

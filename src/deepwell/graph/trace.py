@@ -305,7 +305,8 @@ def dynamo_settings() -> dict[str, Any]:
 
 def _by_export(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
     said = io.StringIO()
-    with redirect_stderr(said):  # a graph that is not finished is printed there; the error itself is in the notes
+    # A graph that is not finished is printed there; the error itself is in the notes.
+    with redirect_stderr(said), _buffer_hooks_kept():
         program = torch.export.export(model, inputs.args, dict(inputs.kwargs), strict=False)
     print(said.getvalue(), end="", file=sys.stderr)
     module = program.graph_module
@@ -328,6 +329,18 @@ def _by_export(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
             node.meta["example_value"] = node.meta["val"]
     note_modules(module, model)
     return _TracedGraph(module, tuple(placeholders))
+
+
+@contextmanager
+def _buffer_hooks_kept() -> Iterator[None]:
+    """Take back what a failed export of torch 2.11 leaves: a hook that refuses real tensors as the model's buffers."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for key in set(hooks) - before:
+            del hooks[key]
 
 
 def _by_record(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
