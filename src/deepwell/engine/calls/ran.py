@@ -1,4 +1,4 @@
-"""Which linears the graphs of a call multiplied: a call that runs other graphs, or none, is told in the report.
+"""Which linears the graphs of a call multiplied: the report names calls that run others, or none.
 
 Dynamo may leave a function to Python that it compiled before: a hook that breaks the graph, a mode of torch's that is
 on, a forward that was replaced. Nothing fails then, and the model runs as it was written.
