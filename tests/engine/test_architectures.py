@@ -20,7 +20,8 @@ ONE_LAYER = {
     "llama": 7, "olmo2": 7, "granite": 7, "gemma": 7, "phi3": 4, "gpt2": 4, "bloom": 4, "falcon": 4, "starcoder2": 6,
     "nemotron": 6, "cohere": 7, "mixtral": 4,
 }  # fmt: skip
-TWO_LAYERS = {"gemma2": 14, "gpt_oss": 8, "deepseek_v3": 16, "qwen3_next": 15}
+# Low-rank ones stay: DeepSeek's kv_b, of rank 16 in so small a model, and gates of one column.
+TWO_LAYERS = {"gemma2": 14, "gpt_oss": 8, "deepseek_v3": 14, "qwen3_next": 12}
 # The first six train in test_coverage.py too.
 SLOW = {
     "qwen2": 14, "qwen3": 14, "phi": 12, "gpt_neox": 8, "gptj": 12, "opt": 12,

@@ -471,7 +471,7 @@ class Calls(nn.Module):
 def test_after_an_export_that_failed_the_model_assigns_its_buffers():
     model, x = Calls(), torch.randn(2, 8)
     with pytest.raises(TraceError, match="data-dependent"):
-        trace(model, x, ways=("export",))
+        trace(model, x, tracers=("export",))
     model(x)
     assert model.calls.item() == 1
 

@@ -91,10 +91,14 @@ def _table(bindings: Sequence[Binding]) -> list[str]:
     """The rows under their headings: stem, folded layers, tail."""
     cells: list[Sequence[str]] = [_HEADER]
     headings: dict[int, str] = {}
-    for where, lines in _folded(bindings):
+    groups = list(_folded(bindings))
+    middles = [how[:-1] for _, lines in groups for _, hows in lines for how in hows]
+    taken = sum(max(5, *map(len, column)) for column in zip(*middles, strict=True) if any(column))
+    room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - taken)
+    for where, lines in groups:
         headings[len(cells)] = where
         for same in _neighbours(lines):
-            cells += _cells(same)
+            cells += _cells(same, room)
     if not any(row.us for row in bindings):  # nothing was measured: no empty column
         cells = [[*row[:5], *row[6:]] for row in cells]
     out = []
@@ -146,14 +150,13 @@ def _neighbours(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
         yield list(together)
 
 
-def _cells(lines: list[_Line]) -> list[list[str]]:
-    """The printed lines of linears that are bound alike: their names beside how their GEMMs run."""
+def _cells(lines: list[_Line], room: int) -> list[list[str]]:
+    """The printed lines of linears that are bound alike: their names beside how their GEMMs run, and why."""
     parent = lines[0][0].rpartition(".")[0]
     names = ", ".join(line[0].rpartition(".")[2] for line in lines)
     left = textwrap.wrap(f"{parent}: {names}" if parent else names, _OP_WIDTH, subsequent_indent="  ")
     right: list[tuple[str, ...]] = []
     for *middle, why in lines[0][1]:
-        room = max(24, WIDTH - 4 - _OP_WIDTH - 10 - sum(max(5, len(text)) for text in middle if text))
         parts = textwrap.wrap(why, room, break_long_words=False)
         right += [(*(middle if i == 0 else ("",) * 5), text) for i, text in enumerate(parts)]
     return [[op, *(rest or ("",) * 6)] for op, rest in itertools.zip_longest(left, right, fillvalue="")]

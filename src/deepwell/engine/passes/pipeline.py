@@ -8,7 +8,7 @@ forward and backward, where quantizations are nodes of their own: fusing them in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,12 @@ def run(level: str, graph: fx.Graph, work: Work) -> None:
         if found is not None and names:
             for name, count in zip(names, found if isinstance(found, tuple) else (found,), strict=True):
                 work.options.note(name, count)
+
+
+def swapped(name: str, function: Callable[..., Any]) -> tuple[Pass, ...]:
+    """PASSES with another function under a name: to compare what a pass does with what happens without it."""
+    assert name in [item.name for item in PASSES]
+    return tuple(replace(item, function=function) if item.name == name else item for item in PASSES)
 
 
 def files() -> tuple[str, ...]:
