@@ -90,7 +90,8 @@ def measure(block: Block, tokens: int, device: str) -> Choice:
         Candidate(name=name, op=problem.op, precision=name, fn=_step, origin="vendor", fingerprint=fingerprint)
         for name in FLOORS_DB
     ]
-    return choose(problem, candidates, partial(_setup, block, problem.bucket), rules=_RULES)
+    with torch.inference_mode(False):  # an engine may be called in it first, where nothing has gradients
+        return choose(problem, candidates, partial(_setup, block, problem.bucket), rules=_RULES)
 
 
 def _setup(block: Block, problem: Problem) -> TimingSetup:
