@@ -20,8 +20,10 @@ QWEN3 = Block(experts=128, width=2048, ffn=768, top_k=8, activation=SWIGLU)
 def test_both_ways_run_and_are_right(activation, biases, stored):
     # On a CPU the figures mean nothing, but the same code runs.
     block = Block(experts=4, width=64, ffn=48, top_k=2, activation=activation, biases=biases, stored=stored)
+    before = torch.get_rng_state()
     with torch.inference_mode():
         choice = gain.measure(block, 24, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
     assert {verdict.name for verdict in choice.verdicts} == {"fp8", "bf16"}
     assert all(verdict.us > 0 and verdict.sqnr_db >= 18 for verdict in choice.verdicts)
     assert ("up bias down bias" in choice.problem) == all(biases) and stored in choice.problem

@@ -124,8 +124,10 @@ def operands(block: Block, tokens: int, device: str) -> Operands:
     experts = max(min(block.experts, _MOST_NUMBERS // each), block.top_k)
     tokens = max(1, -(-tokens * experts // block.experts))
 
+    generator = torch.Generator(device).manual_seed(0)  # a model's own numbers go on as if nothing had been measured
+
     def normal(*size: int, std: float = 1.0) -> Tensor:
-        return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(std=std)
+        return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(std=std, generator=generator)
 
     def weights(n: int, k: int) -> Tensor:
         sizes = (n, k) if block.stored == "nk" else (k, n)
@@ -140,7 +142,7 @@ def operands(block: Block, tokens: int, device: str) -> Operands:
     )
     # Neighbours choose neighbours, from one token to the next where the last one ended: each expert as often.
     index = torch.arange(tokens * block.top_k, device=device).view(tokens, block.top_k) % experts
-    index = index[torch.randperm(tokens, device=device)]
+    index = index[torch.randperm(tokens, device=device, generator=generator)]
     weight = torch.full((tokens, block.top_k), 1 / block.top_k, dtype=x.dtype, device=device)
     for leaf in (x, up, down, weight, up_bias, down_bias):
         if leaf is not None:
