@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepwell as dw
+from deepwell.engine.calls.ran import Calls
 from deepwell.engine.engine import Engine
 
 
@@ -170,6 +171,16 @@ def test_threads_count_their_own_calls() -> None:
     for thread in threads:
         thread.join()
     assert engine.deepwell.options.calls_made.bare == 0 and not engine.deepwell.options.calls_made.missed
+
+
+def test_a_call_within_a_call_leaves_the_outer_one_uncounted() -> None:
+    calls = Calls()
+    calls.begin()
+    calls.begin()  # by a hook, say
+    calls.ran(frozenset({"up"}))
+    assert calls.end({"up"}) == (True, frozenset())
+    assert calls.end({"up"}) == (True, frozenset())
+    assert (calls.count, calls.bare, calls.missed) == (1, 0, {})
 
 
 def test_a_model_without_formats_has_no_such_calls() -> None:

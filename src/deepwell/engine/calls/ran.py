@@ -38,8 +38,10 @@ class Calls:
 
     def end(self, known: set[str]) -> tuple[bool, frozenset[str]]:
         """Whether this thread's call ran a graph, and which of the known paths its graphs did not have."""
-        key = frozenset(self._threads.ran)
-        self._threads.ran = None
+        ran, self._threads.ran = self._threads.ran, None
+        if ran is None:  # a hook called the engine within this call, and that call ended the record
+            return True, frozenset()
+        key = frozenset(ran)
         met = self._kinds.get(key)
         if met is None:
             if len(self._kinds) >= _MOST_KINDS:
