@@ -224,6 +224,15 @@ def test_one_head_of_queries_for_all_repeated_ones_stays() -> None:
 # ---- casts that round, numbers that are open ----
 
 
+def test_attention_whose_result_is_written_into_stays() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+    # SDPA keeps its result for the backward.
+    assert "attention" not in check(lambda q, k, v: attend(q, k, v).add_(v), qkv())
+    assert check(lambda q, k, v: attend(q, k, v) + v, qkv())["attention"] == 1
+
+
 def test_a_norm_of_rounded_rows_is_not_that_of_the_rows() -> None:
     def norm(x: Tensor, w: Tensor) -> Tensor:
         h = x.to(torch.bfloat16).float()

@@ -97,9 +97,9 @@ def match_written(node: fx.Node) -> Written | None:
     query, key = product.args[0], _untransposed(product.args[1])
     if not runs_in_kernels(query, key, value) or any(value_of(n).dim() != 4 for n in (query, key, value)):
         return None
-    # They are read where the last product stands.
+    # They are read where the last product stands, and kernels keep its result for the backward.
     writes = Writes(node.graph)
-    if any(writes.between(n, product, node) for n in (query, key, mask, sinks) if n is not None):
+    if writes.between(node, node) or any(writes.between(n, product, node) for n in (query, key, mask, sinks) if n is not None):
         return None
     return Written(query=query, key=key, value=value, scale=scale, mask=mask, sinks=sinks, cap=cap)
 
