@@ -4,8 +4,10 @@
 On a CPU, or without a C compiler, the rewritten graphs run eagerly (AOT eager).
 """
 
+import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +28,60 @@ from deepwell.engine.passes.work import BackendOptions, Work
 from deepwell.engine.shared_graphs import KnownParameters, guard, noting, renamed, shared_weights
 from deepwell.engine.weight_cache import KeptGroup, refreshing
 from deepwell.errors import CaptureError
+from deepwell.graph.layer_drop import draws, layer_drop_decided
 from deepwell.kernels.gemm.fp8 import keep_one
 from deepwell.kernels.tune.fastest import LEAST_FLOPS
 
+# Past its limits Dynamo would quietly run the model as it was written, in high precision, and it counts what all
+# engines of a class compile: the backend has a limit of its own, which is an error.
+_DYNAMO = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "fail_on_recompile_limit_hit": True}
+# Under DistributedDataParallel Dynamo would cut the graph at its buckets, behind the engine's back. Compiled regions
+# give it the overlap that it does so for.
+_DYNAMO["optimize_ddp"] = False
+# With it Dynamo of torch 2.11 does not see that a parameter was frozen or unfrozen, and runs the graph of before.
+_DYNAMO["skip_tensor_guards_with_matching_dict_tags"] = False
+# Its name in torch 2.11 and later.
+_IGNORED_LOGGING = next(
+    name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(torch._dynamo.config, name)
+)
 # Training, evaluation, each mixture of fixed and open sizes: a graph each.
 MOST_GRAPHS = 64
+
+
+def _tells_the_user_something(record: logging.LogRecord) -> bool:
+    """False where torch 2.11 says that it could not write our setting, a set of functions, into its own metrics."""
+    return "Unexpected exception logging" not in record.getMessage()
+
+
+logging.getLogger("torch._dynamo.metrics_context").addFilter(_tells_the_user_something)
+
+
+@contextmanager
+def tracing(changes: Mapping[str, Any]) -> Iterator[None]:
+    """The settings that graphs are compiled and found again under, with an engine's own.
+
+    It is what torch's own `config.patch` does. Each of its patches leaves a context variable behind, for every call.
+    """
+    config: Any = torch._dynamo.config
+    settings = {**_DYNAMO, **changes, _IGNORED_LOGGING: _chatter()}
+    before = {name: getattr(config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+        with layer_drop_decided():
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _chatter() -> set[Any]:
+    """Logging that is no reason to break a graph: GPT-2 logs once, between its head and its loss, which loss it takes.
+
+    A `warning` that a model gives at every call still breaks it and is heard.
+    """
+    methods = ("debug", "info", "info_once", "warning_once")
+    return {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)}
 
 
 def backend_of(options: BackendOptions) -> Callable[..., Any]:
@@ -58,8 +109,9 @@ def compile_graph(
         keep_one(device)
     # Before AOTAutograd, which erases where inputs came from.
     run_for = _guarded(graph, example_inputs, options, kept)
+    drawing = keep_draws(graph_module, outside=options.use_inductor)
     compiler = _with_inductor if options.use_inductor else _eagerly
-    run = compiler(graph_module, example_inputs, own)
+    run = drawing(compiler(graph_module, example_inputs, own))
     if kept:
         run = refreshing(run, kept, options.weight_cache)
     run = run_for(run, lambda met: options.add_paths(own, met))
@@ -94,6 +146,34 @@ def _guarded(
     weights = shared_weights(graph, example_inputs, known, own)
     guard(weights, known)
     return lambda run, note: noting(run, weights, known, note, options.calls_made.ran)
+
+
+def keep_draws(graph_module: fx.GraphModule, *, outside: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have single random numbers that nothing reads (LayerDrop's) drawn as in eager mode: AOTAutograd would drop them.
+
+    The CPU's generator also orders data and, on a CPU, makes dropout's masks. There each number is drawn in its place,
+    as one more output. Returns what goes around the compiled graph; with `outside` that draws all, so that a GPU's
+    graph keeps nothing of the CPU.
+    """
+    found = draws(graph_module.graph)
+    count, output = len(found), graph_module.graph.output_node()
+    if not count:
+        return lambda run: run
+    if outside:
+        for node in found:
+            graph_module.graph.erase_node(node)
+    else:
+        output.args = ((*output.args[0], *found),)  # type: ignore[misc]
+    graph_module.recompile()
+
+    def around(run: Callable[..., Any]) -> Callable[..., Any]:
+        def after_draws(*inputs: Any) -> Any:
+            torch.rand(count)
+            return run(*inputs)
+
+        return after_draws if outside else lambda *inputs: run(*inputs)[:-count]
+
+    return around
 
 
 def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOutput]) -> Callable[..., Any]:

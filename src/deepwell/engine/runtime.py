@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
-from deepwell.engine.backend import backend_of
+from deepwell.engine.backend import backend_of, tracing
 from deepwell.engine.binding import (
     Bound,
     Fragile,
@@ -54,44 +53,11 @@ _PREVIEWS = {
 }
 _ROLES_OF_CALL = "roles of linears (head, router ...) are those in the graphs of the calls so far"
 
-# Past its limits Dynamo would quietly run the model as it was written, in high precision, and it counts what all
-# engines of a class compile: the backend has a limit of its own, which is an error.
-_DYNAMO = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20, "fail_on_recompile_limit_hit": True}
-# Under DistributedDataParallel Dynamo would cut the graph at its buckets, behind the engine's back. Compiled regions
-# give it the overlap that it does so for.
-_DYNAMO["optimize_ddp"] = False
-# With it Dynamo of torch 2.11 does not see that a parameter was frozen or unfrozen, and runs the graph of before.
-_DYNAMO["skip_tensor_guards_with_matching_dict_tags"] = False
 # Training and evaluation at fixed and open sizes are so many graphs of a function; the next may come from a counter.
 _GRAPHS_BEFORE_COUNTERS = 4
 # Where Dynamo counts why it left something to Python; not all of the second kind ends a graph.
 _BREAKS = ("graph_break", "unimplemented")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Its name in torch 2.11 and later.
-_IGNORED_LOGGING = next(
-    name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(torch._dynamo.config, name)
-)
-
-
-def _tells_the_user_something(record: logging.LogRecord) -> bool:
-    """False where torch 2.11 says that it could not write our setting, a set of functions, into its own metrics."""
-    return "Unexpected exception logging" not in record.getMessage()
-
-
-logging.getLogger("torch._dynamo.metrics_context").addFilter(_tells_the_user_something)
-
-
-@contextmanager
-def _set(config: Any, changes: Mapping[str, Any]) -> Iterator[None]:
-    """What torch's own `config.patch` does. Each of its patches leaves a context variable behind, for every call."""
-    before = {name: getattr(config, name) for name in changes}
-    try:
-        for name, value in changes.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 class Runtime:
@@ -336,7 +302,7 @@ class Runtime:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The settings that the engine's graphs are compiled and found again under."""
-        with _set(torch._dynamo.config, self._dynamo_settings()), self._experts.applied():
+        with tracing(self._dynamo_settings()), self._experts.applied():
             yield
 
     def _see_hooks(self) -> None:
@@ -360,7 +326,7 @@ class Runtime:
         counts = max(self.options.frames.values(), default=0) >= _GRAPHS_BEFORE_COUNTERS
         open_numbers = {"allow_unspec_int_on_nn_module": counts or torch._dynamo.config.allow_unspec_int_on_nn_module}
         hooks = {"skip_nnmodule_hook_guards": not self._has_hooks}
-        return {**_DYNAMO, **hooks, **open_numbers, _IGNORED_LOGGING: _chatter()}
+        return {**hooks, **open_numbers}
 
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ConfigError where the model was moved since, or an input lies elsewhere."""
@@ -511,15 +477,6 @@ def _seen_by(runtime: Runtime) -> Callable[[BackendOptions, Any, Sequence[Any]],
             runtime.see(options, graph_module, example_inputs)
 
     return see
-
-
-def _chatter() -> set[Any]:
-    """Logging that is no reason to break a graph: GPT-2 logs once, between its head and its loss, which loss it takes.
-
-    A `warning` that a model gives at every call still breaks it and is heard.
-    """
-    methods = ("debug", "info", "info_once", "warning_once")
-    return {getattr(logging.Logger, name) for name in methods if hasattr(logging.Logger, name)}
 
 
 def _each_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

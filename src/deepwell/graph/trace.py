@@ -4,7 +4,8 @@ Four tracers, tried in order; what failed before the one that worked is kept wit
 
     dynamo   torch.compile's front end with a backend that only takes the graph: F.linear, F.embedding ... as a compiler
              backend sees them. Nothing runs; works on the meta device.
-    eval     the same in evaluation mode: for forwards that throw dice in training only (LayerDrop). Without dropout.
+    eval     the same in evaluation mode: for forwards that decide by random numbers in training (LayerDrop above 0).
+             Without dropout.
     export   torch.export without Dynamo (aten ops, not decomposed): for forwards that Dynamo cannot read but that
              decide nothing by values.
     record   runs the model and writes down each torch call: the last resort for forwards that read values (`.item()`,
@@ -32,6 +33,7 @@ from torch._dynamo import pgo
 from deepwell.errors import CaptureError, ConfigError
 from deepwell.graph.dedupe import stub_duplicates
 from deepwell.graph.example_inputs import DEFAULT_BATCH, ExampleInputs, other_lengths, resolve_inputs
+from deepwell.graph.layer_drop import layer_drop_decided
 from deepwell.graph.preserve import (
     choose_traceable_implementations,
     fill_meta_tensors,
@@ -245,7 +247,7 @@ def _by_dynamo(model: nn.Module, inputs: ExampleInputs) -> _TracedGraph:
         raise _GraphTaken
 
     try:
-        with torch._dynamo.config.patch(dynamo_settings()), shapes_forgotten():
+        with torch._dynamo.config.patch(dynamo_settings()), shapes_forgotten(), layer_drop_decided():
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs.args, **inputs.kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _GraphTaken):

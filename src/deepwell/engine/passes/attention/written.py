@@ -99,7 +99,8 @@ def match_written(node: fx.Node) -> Written | None:
         return None
     # They are read where the last product stands, and kernels keep its result for the backward.
     writes = Writes(node.graph)
-    if writes.between(node, node) or any(writes.between(n, product, node) for n in (query, key, mask, sinks) if n is not None):
+    read = [n for n in (query, key, mask, sinks) if n is not None]
+    if writes.between(node, node) or any(writes.between(n, product, node) for n in read):
         return None
     return Written(query=query, key=key, value=value, scale=scale, mask=mask, sinks=sinks, cap=cap)
 
