@@ -41,8 +41,50 @@ WORDS = 100  # ids of words are below, those of pictures and sound above
 # Sizes of vision and audio models that text models have not.
 ALSO_SMALL = {"out_hidden_size": 64, "output_dim": 64}
 # What one architecture needs beyond what zoo_models says.
+_RESNET = {
+    "use_timm_backbone": False, "backbone": None,
+    "backbone_config": ("resnet", {"embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 1, 1],
+                                   "out_features": ["stage2", "stage3", "stage4"]}),
+}  # fmt: skip
+_ONE_TILE = {"image_grid_pinpoints": [[PIXELS, PIXELS]]}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+_HALF_SECTIONS = {"rope_parameters": _SECTIONS["rope_parameters"] | {
+    "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5,
+}}  # fmt: skip
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "blip-2": {"image_token_index": 120},
+    "conditional_detr": _RESNET,
+    "dab-detr": _RESNET,
+    "deformable_detr": _RESNET,
+    "detr": _RESNET,
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640},
     "esm": {"vocab_size": zoo.VOCAB, "pad_token_id": 1, "mask_token_id": 2},
+    "glmasr": {"audio_config": {"intermediate_size": 256}},
+    "glm46v": {"text_config": _SECTIONS, "vision_config": {"out_hidden_size": 64}},
+    "glm4v": {"text_config": _SECTIONS},
+    "glm4v_moe": {"text_config": _HALF_SECTIONS},
+    "glm_ocr": {"text_config": _SECTIONS},
+    "hiera": {"embed_dim": 16, "depths": [1, 1, 2, 1]},
+    "kosmos-2": {"text_config": {"embed_dim": 64, "layers": 2, "attention_heads": 4, "ffn_dim": 96}},
+    "kosmos-2.5": {"text_config": {"embed_dim": 64, "layers": 2, "attention_heads": 4, "ffn_dim": 96}},
+    "llama4": {
+        "vision_config": {
+            "intermediate_size": 256,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+            "vision_output_dim": 64,
+        },
+    },
+    "llava_next": _ONE_TILE,
+    "llava_next_video": _ONE_TILE,
+    "llava_onevision": _ONE_TILE,
+    "paligemma": {"projection_dim": 64, "vision_config": {"projection_dim": 64}},
+    "qwen2_5_vl": {"text_config": _SECTIONS},
+    "qwen2_vl": {"text_config": _SECTIONS},
+    "table-transformer": _RESNET,
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "voxtral": {"audio_token_id": 121, "audio_config": {"intermediate_size": 256}},
     "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2, "num_cross_attention_heads": 4},
     "reformer": zoo.OVERRIDES["reformer"] | {"is_decoder": False},
 }
@@ -125,7 +167,7 @@ def batches(task: str, model_type: str, model: torch.nn.Module) -> Iterator[dict
     takes = set(inspect.signature(model.forward).parameters)
     for pixels in _pictures(model, takes) if "pixel_values" in takes else ({},):
         for sound in _sounds(model, takes):
-            for words in _words(task, model, takes, pixels):
+            for words in _words(task, model, takes, pixels, sound):
                 batch = pixels | sound | words
                 for labels in _labels(task, model, takes, batch):
                     yield batch | labels
@@ -155,6 +197,7 @@ def _pictures(model: Any, takes: set[str]) -> Iterator[dict[str, Any]]:
             "image_sizes": torch.tensor([[height, width]] * 2),
             "pixel_attention_mask": torch.ones(2, *crops, height, width, dtype=torch.long),
         })  # fmt: skip
+        found.append({"pixel_values": found[-1]["pixel_values"]})
     if isinstance(patch, int):
         grid = torch.tensor([[1, 2 * merge, 4 * merge]] * 2)
         for columns in (channels * patch**2, channels * patch**2 * getattr(vision, "temporal_patch_size", 2)):
@@ -199,15 +242,19 @@ def _sounds(model: Any, takes: set[str]) -> Iterator[dict[str, Any]]:
             80,
         )
         for length in (2 * getattr(audio, "max_source_positions", 64), 128):
-            yield {"input_features": _noise(2, bins, length)}
-            yield {"input_features": _noise(2, length, bins)}
+            masks = {name: torch.ones(2, length, dtype=torch.long) for name in
+                     ("input_features_mask", "feature_attention_mask") if name in takes}  # fmt: skip
+            yield {"input_features": _noise(2, bins, length), **masks}
+            yield {"input_features": _noise(2, length, bins), **masks}
             yield {"input_features": _noise(2, length, bins), "attention_mask": torch.ones(2, length, dtype=torch.long)}
     else:
         yield {}
 
 
-def _words(task: str, model: Any, takes: set[str], pixels: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Token ids, the last ones of the last row padding; with the pictures' tokens among them where these have some."""
+def _words(
+    task: str, model: Any, takes: set[str], pixels: dict[str, Any], sound: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Token ids, the last ones of the last row padding; with tokens of pictures and sound where these have some."""
     if "input_ids" not in takes:
         yield {}
         return
@@ -215,10 +262,13 @@ def _words(task: str, model: Any, takes: set[str], pixels: dict[str, Any]) -> It
     top = min(v for c in (model.config.get_text_config(), model.config) if (v := getattr(c, "vocab_size", zoo.VOCAB)))
     ids = _tokens(*shape, top=min(top, WORDS))
     image = _first_of(model.config, ("image_token_id", "image_token_index", "media_token_id"))
-    if pixels and image is not None:
-        count = _picture_tokens(model, pixels)
+    if task == "sequence-classification" and isinstance(end := getattr(model.config, "eos_token_id", None), int):
+        ids[:, -PADDED - 1] = end  # BART and T5 look for it
+    audio = _first_of(model.config, ("audio_token_id", "audio_token_index"))
+    for token, inputs, getter in ((image, pixels, "get_image_features"), (audio, sound, "get_audio_features")):
+        count = _tokens_for(model, inputs, getter) if inputs and token is not None else 0
         if count:
-            ids = torch.cat([ids[:, :1], torch.full((2, count), image), ids[:, 1:]], 1)
+            ids = torch.cat([ids[:, :1], torch.full((2, count), token), ids[:, 1:]], 1)
     mask = torch.ones_like(ids)
     mask[-1, ..., -PADDED:] = 0
     kinds = {"mm_token_type_ids": (ids == image).long()} if "mm_token_type_ids" in takes and image is not None else {}
@@ -228,21 +278,19 @@ def _words(task: str, model: Any, takes: set[str], pixels: dict[str, Any]) -> It
     yield {"input_ids": ids, **kinds}
 
 
-def _picture_tokens(model: Any, pixels: dict[str, Any]) -> int:
-    """How many tokens stand for one picture of the two; 0 where the model does not say."""
-    take = next(
-        (f for m in (model, getattr(model, "model", None)) if (f := getattr(m, "get_image_features", None))), None
-    )
+def _tokens_for(model: Any, inputs: dict[str, Any], getter: str) -> int:
+    """How many tokens stand for one picture or sound of the two; 0 where the model does not say."""
+    take = next((f for m in (model, getattr(model, "model", None)) if (f := getattr(m, getter, None))), None)
     if take is None:
         return 0
     try:
         with torch.no_grad():
-            found = take(**pixels)
-    except Exception:  # these pictures are not of its shape, as the forward will say
+            found = take(**inputs)
+    except Exception:  # these are not of its shape, as the forward will say
         return 0
     found = getattr(found, "pooler_output", found)
     parts = found if isinstance(found, (list, tuple)) else [found]
-    return sum(part.numel() // part.shape[-1] for part in parts) // 2
+    return sum(part.numel() // part.shape[-1] for part in parts if part is not None) // 2
 
 
 def _labels(task: str, model: Any, takes: set[str], batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
