@@ -16,6 +16,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.graph.fx import give_operands_by_position
 from deepwell.kernels.experts import autograd as FE
 from deepwell.kernels.experts.group_rows import padded_rows
+from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.quantize.fp8 import quantize_rows_ref
 from deepwell.kernels.tune.gain import Gain
 from deepwell.precision.gemm_format import precision
@@ -161,6 +162,19 @@ def test_a_batch_of_products_is_the_grouped_product_of_groups_equally_long(is_kn
             (ref,) = torch.autograd.grad(plain, given[1], dy.float(), retain_graph=True)
         assert sqnr_db(ref.float(), made.float()) > 27, how
     assert not y[0][(x[0] == 0).all(1)].any()
+
+
+@pytest.mark.parametrize("is_kn", [False, True], ids=["nk", "kn"])
+def test_a_batch_of_one_product_is_the_linear_that_it_is_bound_as(is_kn):
+    # Inkling with one shared expert: its weights are [1, N, K].
+    torch.manual_seed(0)
+    x = torch.randn(1, 32, 64).bfloat16().requires_grad_()
+    w = (torch.randn(1, *((64, 48) if is_kn else (48, 64))) / 8).bfloat16().requires_grad_()
+    scheme = "|".join(["fp8_row"] * 3)
+    y = FE.batched_linear(x, w, is_kn, scheme)
+    ref = low_precision_linear(x, [w[0].t() if is_kn else w[0]], None, scheme)
+    for made, wanted in zip(*((one, *torch.autograd.grad(one.sum(), (x, w))) for one in (y, ref)), strict=True):
+        assert_bitwise_equal(made, wanted)
 
 
 def test_rows_past_the_last_group_are_zero_and_get_no_gradient():

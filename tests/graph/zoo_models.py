@@ -104,6 +104,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "inkling_text": {"n_shared_experts": 2},
     "kimi_linear": {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2, "num_layers": 1},

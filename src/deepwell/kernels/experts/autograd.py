@@ -22,6 +22,7 @@ from deepwell.kernels.experts.activation import ExpertActivation, parse_activati
 from deepwell.kernels.experts.biases import down_bias_grad, down_bias_grad_of_weights, weights_by_expert
 from deepwell.kernels.experts.row_tiles import is_kn
 from deepwell.kernels.experts.torch_ops import ops
+from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.gemm.schemes import GemmScheme, LinearScheme, parse_scheme
 from deepwell.precision.gemm_format import OperandFormat
 
@@ -41,8 +42,13 @@ def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, is_kn: bool, scheme:
 
 
 def batched_linear(x_ETK: Tensor, weight: Tensor, is_kn: bool, scheme: str) -> Tensor:
-    """`grouped_linear` of groups that are equally long and lie behind one another: a batch of products, [E, T, N]."""
+    """`grouped_linear` of groups that are equally long and lie behind one another: a batch of products, [E, T, N].
+
+    A batch of one is bound as the linear that it is.
+    """
     experts, t, k = x_ETK.shape
+    if experts == 1 and FP8_METHOD not in scheme:
+        return low_precision_linear(x_ETK, [weight[0].t() if is_kn else weight[0]], None, scheme)
     y_SN = grouped_linear(x_ETK.reshape(experts * t, k), weight, even_ends(x_ETK), is_kn, scheme)
     return y_SN.view(experts, t, y_SN.shape[-1])
 
