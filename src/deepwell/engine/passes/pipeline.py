@@ -20,10 +20,9 @@ from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.engine.passes.edit import erase_unread
 from deepwell.engine.passes.embedding import rewrite_embedding
 from deepwell.engine.passes.emulated_products import emulate_in_bf16
-from deepwell.engine.passes.experts import rewrite_fallback
+from deepwell.engine.passes.experts import group_loops, rewrite_fallback
 from deepwell.engine.passes.fuse_quantize import fuse_quantize, fuse_recomputed_rows
 from deepwell.engine.passes.gelu import rewrite_gelu
-from deepwell.engine.passes.looped_experts import group_loops
 from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
 from deepwell.engine.passes.recompute import mark_recomputed
 from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
