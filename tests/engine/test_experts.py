@@ -29,7 +29,7 @@ HOPPER = Target(kind="cuda", capability=(9, 0))
 # Grouped products in two layers (DeepSeek's first is dense), and blocks of which all of FP8 is one op.
 ARCHITECTURES = {
     "mixtral": (4, 2), "qwen3_moe": (4, 2), "olmoe": (4, 2), "deepseek_v3": (2, 1), "gpt_oss": (4, 2),
-    "llama4_text": (4, 0),
+    "llama4_text": (4, 2),
 }  # fmt: skip
 
 
@@ -321,7 +321,6 @@ def test_experts_leave_bf16_and_train(model_type, batch):
     assert all(row.scheme == "bf16" for row in report.bindings if row.op.endswith((".gate", ".router")))
 
 
-# Three of them fused, and one that is not: a pass that fires on fewer is not worth its place.
 @pytest.mark.parametrize("model_type", _some("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4_text"))
 def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
     model = zoo_models.tiny_model(model_type).bfloat16()
@@ -334,7 +333,7 @@ def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
     assert found == ARCHITECTURES[model_type]
     assert abs(loss.item() - eager) <= 2e-3 * eager
     assert {row.scheme for row in report.bindings if ".experts." in row.path} == {GROUPED_FP8}
-    assert any("product by product" in note for note in report.notes) == (found[1] == 0)
+    assert not any("product by product" in note for note in report.notes)
     assert all(p.grad is not None for name, p in model.named_parameters() if ".experts." in name)
 
 
@@ -439,24 +438,12 @@ def test_a_batch_of_products_with_a_parameter_leaves_bf16(run_pass, product, sha
     assert 27 < found < 35 if is_met else found == float("inf")
 
 
-@pytest.mark.slow
-def test_llama_4_takes_other_lengths_and_says_how_its_experts_run(batch, on_hopper):
-    model = zoo_models.tiny_model("llama4_text").bfloat16()
+@pytest.mark.parametrize("model_type", ["mixtral", pytest.param("llama4_text", marks=pytest.mark.slow)])
+def test_a_fused_block_takes_other_lengths_without_a_graph_for_each(model_type, batch, on_hopper):
+    layers = {"num_hidden_layers": 1} if model_type == "mixtral" else {}
+    model = zoo_models.tiny_model(model_type, **layers).bfloat16()
     engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
-    for length in (37, 21, 30, 19):  # longer than a chunk of its attention
-        ids = batch["input_ids"][:, :length]
-        loss = engine(input_ids=ids, labels=ids).loss
-        loss.backward()
-        assert abs(loss.item() - model(input_ids=ids, labels=ids).loss.item()) <= 2e-3 * loss.item()
-    assert engine.options.graphs <= 2
-    notes = " ".join(engine.report().notes)
-    assert "product by product, padded for each: they are a batch of products" in notes and "not met" not in notes
-
-
-def test_a_fused_block_takes_other_lengths_without_a_graph_for_each(batch, on_hopper):
-    model = zoo_models.tiny_model("mixtral", num_hidden_layers=1).bfloat16()
-    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
-    for length in (37, 21, 30, 12):
+    for length in (37, 21, 30, 19):  # longer than a chunk of Llama 4's attention
         ids = batch["input_ids"][:, :length]
         loss = engine(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -93,6 +93,9 @@ _ARGUMENTS = {
         ("chunk", "input chunks dim"),
         ("split", "input sizes dim"),
         ("cat stack", "tensors dim"),
+        ("scatter", "input dim index src"),
+        ("full_like", "input fill_value"),
+        ("repeat", "input repeats"),
     )
     for op in ops.split()
 }
@@ -110,7 +113,7 @@ _OTHER_NAMES_OF = {
     "grouped_mm": {"mat2": "weight", "mat_a": "input", "mat_b": "weight"},
 }
 # Methods that take a sequence as so many arguments: `x.view(2, 3)`.
-_SPREAD = {"view", "reshape", "expand", "permute"}
+_SPREAD = {"view", "reshape", "expand", "permute", "repeat"}
 # Ops without effects, so that one that nobody reads can go and others can move.
 PURE = {
     "add", "sub", "mul", "div", "pow", "neg", "sqrt", "rsqrt", "tanh", "erf", "sigmoid", "relu", "silu", "gelu", "mean",

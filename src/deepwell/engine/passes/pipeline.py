@@ -20,7 +20,7 @@ from deepwell.engine.passes.bias_epilogue import fuse_bias
 from deepwell.engine.passes.edit import erase_unread
 from deepwell.engine.passes.embedding import rewrite_embedding
 from deepwell.engine.passes.emulated_products import emulate_in_bf16
-from deepwell.engine.passes.experts import group_loops, rewrite_fallback
+from deepwell.engine.passes.experts import group_loops, rewrite_dense_experts, rewrite_fallback
 from deepwell.engine.passes.fuse_quantize import fuse_quantize, fuse_recomputed_rows
 from deepwell.engine.passes.gelu import rewrite_gelu
 from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
@@ -99,6 +99,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("qk_norm_rope",                          DYNAMO,   rewrite_qk_norm_rope),
     Pass("rope rope_qkv",                         DYNAMO,   rewrite_rope),
     Pass("swiglu",                                DYNAMO,   rewrite_swiglu),
+    Pass("dense_experts",                         DYNAMO,   rewrite_dense_experts),
     Pass("looped_experts",                        DYNAMO,   group_loops, ("weights", "schemes")),
     Pass("experts fused_experts",                 DYNAMO,   rewrite_all_experts, ("work",)),
     Pass("plain_experts",                         DYNAMO,   rewrite_fallback),

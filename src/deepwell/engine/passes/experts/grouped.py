@@ -2,9 +2,8 @@
 
 A grouped product is `torch._grouped_mm` (or Hugging Face's stand-in for other dtypes) of rows sorted by expert with a
 parameter [E, N, K], transposed, or [E, K, N]. Each becomes a `grouped_linear`; a batch of products [E, T, K] with such
-a parameter (Llama 4 gives every token to every expert, times zero where it was not chosen) a `batched_linear`, its
-groups equally long. Where all GEMMs of both projections are
-FP8 and everything between the tokens and their sum is what Hugging Face's grouped experts do,
+a parameter (Inkling's shared experts) a `batched_linear`, its groups equally long. Where all GEMMs of both projections
+are FP8 and everything between the tokens and their sum is what Hugging Face's grouped experts do,
 
     rows = x[order // top_k];  h = act(gate) * up of rows @ gate_up.T;  y = h @ down.T;  y *= weight[order]
     sum over top_k of y in the order of tokens; rows of no expert masked to zero on the way
