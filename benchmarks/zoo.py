@@ -14,9 +14,11 @@ implementation on both sides, dropout on with the same random numbers unless the
 means that no tracer gave a graph: capture then walks the modules instead. `error` is everything else: a wrong output, a
 missing weight, a crash, a timeout. Each model runs in a process of its own.
 
-`--experts` compiles nothing. It builds each model and reads its experts as the engine does: `fused` where all of FP8 is
-one op, `one function` where `experts_mlp` runs them with grouped GEMMs inside, `grouped` where their gate is none that
-is known, `product by product` where they are not of Hugging Face's experts interface.
+`--experts` builds each model and reads its experts as the engine does: `fused` where all of FP8 is one op,
+`one function` where `experts_mlp` runs them with grouped GEMMs inside, `grouped` where their gate is none that is
+known. Where they are not of Hugging Face's experts interface an engine runs the model in the formats of a Hopper GPU,
+by the kernels' references: `fused` again, `product by product`, or `as written` where a format was not met. Nothing
+else is compiled.
 
 `--engine` compiles each model twice. `exact`: in fp32 under the bf16 policy, where every pass rewrites and nothing is
 rounded, each parameter's gradient is eager's up to the order of sums (1e-4 of its norm); under mxfp8 it is that of the
@@ -208,8 +210,10 @@ def examine_experts(model_type: str) -> Row | None:
     from deepwell.kernels.experts.mlp import is_fused_in_fp8
     from deepwell.moe.hugging_face import activation_of, chooses_experts
 
-    model = load_zoo_models().tiny_model(model_type)
+    zoo = load_zoo_models()
+    model = zoo.tiny_model(model_type)
     ways: dict[str, str] = {}
+    others = set()
     for module in model.modules():
         has_weights = any(p.dim() > 1 for p in module.parameters(recurse=False))
         if chooses_experts(module):
@@ -224,12 +228,38 @@ def examine_experts(model_type: str) -> Row | None:
             else:
                 ways["one function"] = "its weights lie in neither order"
         elif has_weights and "expert" in type(module).__name__.lower():
-            ways["product by product"] = f"{type(module).__name__} is not of the experts interface"
+            others.add(type(module).__name__)
+    if others:
+        way, why = run_experts_of(model, zoo.example_inputs(model_type, model))
+        ways[way] = f"{', '.join(sorted(others))}: {why}"
     if not ways:
         return None
-    order = ("product by product", "grouped", "one function", "fused")
+    order = ("as written", "product by product", "grouped", "one function", "fused")
     worst = next(way for way in order if way in ways)
     return Row(model_type=model_type, model_class=type(model).__name__, status=worst, notes=ways[worst])
+
+
+def run_experts_of(model: Any, inputs: Any) -> tuple[str, str]:
+    """(way, why) of experts outside of the interface, seen in a step by an engine with the formats of a Hopper GPU."""
+    import torch
+
+    import deepwell as dw
+    from deepwell.engine import compile as compiling
+    from deepwell.engine.binding import GROUPED_FP8, Target
+    from deepwell.graph.example_inputs import resolve_inputs
+
+    compiling.device_of = lambda tensors: Target(kind="cuda", capability=(9, 0))
+    compiling.measured_fallback = lambda *args: None
+    torch._dynamo.reset()
+    engine = dw.compile(model.bfloat16(), precision="mxfp8", inductor=False)
+    call = resolve_inputs(model, inputs, 2, None)
+    engine(*call.args, **call.kwargs)
+    report = engine.deepwell.report()
+    left = [row for row in report.bindings if "expert" in row.path and row.binding != "native" and row.scheme == "bf16"]
+    if left:
+        return "as written", left[0].reason
+    notes = [note.partition("padded for each: ")[2] for note in report.notes if "product by product" in note]
+    return ("product by product", notes[0]) if notes else ("fused", GROUPED_FP8)
 
 
 def count_experts(model_types: list[str]) -> int:
