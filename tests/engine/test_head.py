@@ -43,10 +43,12 @@ def test_head_and_loss_become_one(run_pass, dtype, reduction) -> None:
     torch.testing.assert_close(got.out, loss(*inputs), rtol=1e-6, atol=0)
 
 
-# What models do to their logits: bias (Phi, GPT-J), a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2), and
-# what amounts to the same: two factors, a factor on the left, a cap written as one factor inside and one outside.
+# What models do to their logits: bias (Phi, GPT-J), a row that is added (BART), a factor (Cohere), a divisor (Granite),
+# a soft cap (Gemma 2), and what amounts to the same: two factors, a factor on the left, a cap written as one factor
+# inside and one outside.
 LOGITS = {
     "bias": F.linear,
+    "row": lambda x, w, b: F.linear(x, w) + b.to(x.dtype),
     "factor": lambda x, w, b: F.linear(x, w) * 0.0625,
     "divisor": lambda x, w, b: F.linear(x, w) / 8.0,
     "both": lambda x, w, b: 3 * (F.linear(x, w, b) / 8.0),
@@ -67,26 +69,30 @@ def test_what_is_done_to_the_logits_is_done_in_the_kernel(run_pass, logits, dtyp
     inputs = _head_inputs(dtype)
     got = run_pass(both, _fused, *inputs)
     assert got.found == (1, 1)
-    assert not {"linear", "tanh", "mul", "truediv"} & set(got.names())
+    assert not {"linear", "add", "tanh", "mul", "truediv"} & set(got.names())
     exact = both(*(t.double() if t.is_floating_point() else t for t in inputs))[0].float()
     torch.testing.assert_close(got.out[0], exact, rtol=1e-5 if dtype is torch.float32 else 2**-7, atol=0)
     assert_bitwise_equal(got.out[1], inputs[0])  # the head's input in the logits' place
 
 
 class Head(nn.Module):
-    """A head with bias, scale and soft cap that returns loss and logits."""
+    """A head with bias, its own or a row that is added, scale and soft cap that returns loss and logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_row: bool = False) -> None:
         super().__init__()
-        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 24)
+        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 24, bias=not has_row)
+        self.row = nn.Parameter(torch.randn(1, 24)) if has_row else None
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = torch.tanh(self.head(self.norm(x)) * 0.5 / 3.0) * 3.0
+        logits = self.head(self.norm(x))
+        logits = logits if self.row is None else logits + self.row
+        logits = torch.tanh(logits * 0.5 / 3.0) * 3.0
         return F.cross_entropy(logits.view(-1, 24), y), logits
 
 
-def test_deferred_logits_take_every_step_of_the_models_own() -> None:
-    model = Head()
+@pytest.mark.parametrize("has_row", [False, True])
+def test_deferred_logits_take_every_step_of_the_models_own(has_row: bool) -> None:
+    model = Head(has_row)
     x, _, _, y = _head_inputs()
     engine = dw.compile(model, precision="bf16")
     (loss, logits), (ref_loss, ref) = engine(x, y), model(x, y)
@@ -99,7 +105,7 @@ def test_deferred_logits_take_every_step_of_the_models_own() -> None:
         torch.testing.assert_close(mine, theirs)
     logits = engine(x, y)[1]
     with torch.no_grad():
-        model.head.bias.add_(1.0)
+        (model.row if has_row else model.head.bias).add_(1.0)
     with pytest.raises(dw.DeepwellError, match=r"read them before optimizer\.step"):
         logits.sum()
 

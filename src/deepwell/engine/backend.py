@@ -186,6 +186,7 @@ def _with_deferred_logits(run: Callable[..., Any], deferred: Sequence[DeferredOu
         for item in reversed(deferred):  # each has put its target behind the outputs
             target = outputs.pop()
             bias = None if item.bias_input is None else inputs[item.bias_input]
+            bias = bias if bias is None or bias.dim() == 1 else bias.view(-1)
             operands = (outputs[item.indices[0]], inputs[item.weight_input], bias)
             logits, loss = defer(operands, outputs[item.loss], target, item.factor(inputs), item.how)
             for index in item.indices:

@@ -1,8 +1,9 @@
 """Find the head followed by its cross entropy and compute both without ever holding all logits.
 
-Between them the logits may be cast, viewed, scaled by a number (Granite, Cohere) and bent by a soft cap, which is
-`cap * tanh(logits / cap)` (Gemma 2). Where the model also returns them (Hugging Face does), the graph returns the
-head's input instead, and the engine hands out logits that are computed, by the same steps, when somebody looks at them.
+Between them the logits may be cast, viewed, given a bias (BART), scaled by a number (Granite, Cohere) and bent by a
+soft cap, which is `cap * tanh(logits / cap)` (Gemma 2). Where the model also returns them (Hugging Face does), the
+graph returns the head's input instead, and the engine hands out logits that are computed, by the same steps, when
+somebody looks at them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ class DeferredOutput:
 
     indices: tuple[int, ...]
     weight_input: int  # which of the graph's inputs the weight is
-    bias_input: int | None = None
+    bias_input: int | None = None  # [V] or [1, V]
     loss: int  # the output that the loss becomes
     # ("mul" | "div", a number or None, which of the graph's inputs it is instead) on the way there
     factors: tuple[tuple[str, float | None, int], ...] = ()
@@ -45,6 +46,7 @@ class _Head:
 
     loss: fx.Node
     path: tuple[fx.Node, ...]  # from the linear to what the loss reads
+    bias: fx.Node | None  # the linear's own, or a row that is added to its result
     logit_scale: float
     soft_cap: float  # 0: none
 
@@ -54,7 +56,7 @@ class _Head:
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
-        return self.linear.args[0], argument(self.linear, "weight"), argument(self.linear, "bias")
+        return self.linear.args[0], argument(self.linear, "weight"), self.bias
 
 
 def rewrite_cross_entropy(
@@ -75,8 +77,9 @@ def rewrite_cross_entropy(
             continue
         x, weight, bias = head.operands
         returned = _returned(head)
-        # The loss reads the head's input where it stands, and whoever looks at deferred logits reads it after the call.
-        is_written = writes.between(x, head.linear, None if returned else loss)
+        # The loss reads the head's operands where it stands, whoever looks at deferred logits after the call.
+        last = None if returned else loss
+        is_written = any(writes.between(n, head.linear, last) for n in (x, bias) if n is not None)
         if weight.name in other_weights or is_written:
             continue
         if returned is None or len(returned) > 1:
@@ -126,8 +129,8 @@ def _find_head(loss: fx.Node) -> _Head | None:
         path.append(node)
         if op_of(node) == "linear":
             break
-        step = _step(node)
-        node = _operand(node) if step is not None or op_of(node) in SHAPE_OPS else None
+        is_step = _step(node) is not None or op_of(node) in SHAPE_OPS or _added_row(node) is not None
+        node = _operand(node) if is_step else None
     if node is None or not path:
         return None
     path.reverse()
@@ -135,13 +138,33 @@ def _find_head(loss: fx.Node) -> _Head | None:
     operands = (path[0].args[0], argument(path[0], "weight"))
     flat = value_of(loss.args[0])
     is_matrix = flat is not None and flat.dim() == 2 and flat.shape[-1] == value_of(path[0]).shape[-1]
-    bias = argument(path[0], "bias")
-    is_biased = bias is None or is_row(bias, flat.shape[-1] if is_matrix else 0)
+    own, row = argument(path[0], "bias"), _added_row(path[1]) if len(path) > 1 else None
+    is_biased = own is None or is_row(own, flat.shape[-1] if is_matrix else 0)
     if amount is None or not is_matrix or not is_biased:
         return None
+    bias = own if row is None else row
     if not runs_in_kernels(*operands, *([] if bias is None else [bias])):
         return None
-    return _Head(loss=loss, path=tuple(path), logit_scale=amount[0], soft_cap=amount[1])
+    return _Head(loss=loss, path=tuple(path), bias=bias, logit_scale=amount[0], soft_cap=amount[1])
+
+
+def _added_row(node: fx.Node) -> fx.Node | None:
+    """The row [V] or [1, V] that a node adds to all results of a linear without a bias: BART's `final_logits_bias`."""
+    if op_of(node) != "add" or len(node.args) != 2 or node.kwargs:
+        return None
+    linear, row = node.args
+    if op_of(linear) != "linear" or argument(linear, "bias") is not None or set(linear.users) != {node}:
+        return None
+    while op_of(row) == "to" and _is_alike(row, row.args[0]):
+        row = row.args[0]
+    value, logits = value_of(row), value_of(linear)
+    is_one = value is not None and value.shape in (logits.shape[-1:], (1, *logits.shape[-1:]))
+    return row if is_one and value.dtype == logits.dtype else None
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    a, b = value_of(one), value_of(other)
+    return a is not None and b is not None and (a.dtype, a.device) == (b.dtype, b.device)
 
 
 def _operand(node: fx.Node) -> Any:
@@ -216,6 +239,8 @@ def _fuse(graph: fx.Graph, head: _Head, is_fp8: bool, bf16_forward: bool) -> Non
     ignore, reduction = argument(loss, "ignore_index", -100), argument(loss, "reduction", "mean")
     how = (ignore, reduction, is_fp8, head.logit_scale, head.soft_cap, bf16_forward)
     with graph.inserting_before(loss):
+        if bias is not None and value_of(bias).dim() > 1:
+            bias = graph.call_method("view", (bias, -1))
         if not _has_own_dtype(head):  # autocast computes the logits in another dtype
             own = value_of(head.linear).dtype
             x, weight, bias = (
