@@ -391,7 +391,7 @@ def rounding(linears: set[Any]) -> Iterator[None]:
 
     def forward(module: Any, x: Any) -> Any:
         w = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T
-        y = Product.apply(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], -1)
+        y = Product.apply(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[0])
         return y if module.bias is None else y + module.bias
 
     for module in linears:
