@@ -11,6 +11,7 @@ from deepwell.formats.quantize import quantize
 from deepwell.kernels.activation import bias_activation as B
 from deepwell.kernels.activation.functions import ACTIVATIONS
 from deepwell.kernels.activation.swiglu import GluOptions
+from deepwell.kernels.device.triton_support import next_power_of_2
 from deepwell.kernels.norm.rms_norm import BackwardConfig
 
 E4M3 = torch.float8_e4m3fn
@@ -47,7 +48,7 @@ def torch_values(act, x, b, dh, dtype):
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(9, 300), (1, 128), (5, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(9, 300), (1, 128), (5, 40), (2, 8200)], ids=str)
 def test_forward_and_gradients_are_no_worse_than_torch(device, act, shape):
     x, b, dh = make(*shape, device)
     options = GluOptions(act=act)
@@ -135,7 +136,7 @@ def test_wrong_arguments_are_named(call, names):
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("columns", [3072, 6144, 8192])
+@pytest.mark.parametrize("columns", [3072, 6144, 8192, 16384])
 def test_the_backward_compiles_to_vectors_without_spills(arch, act, columns):
     config = B.default_backward_config(columns)
     arguments = {
@@ -146,7 +147,7 @@ def test_the_backward_compiles_to_vectors_without_spills(arch, act, columns):
         **dict.fromkeys(("T", "F", "stride_dht", "stride_xt"), "i32"),
         "FP8_MAX": 448.0,
         "ACT": act,
-        "BLOCK": 8192 if columns > 4096 else 4096,
+        "BLOCK": next_power_of_2(columns),
         "NUM_STAGES": config.num_stages,
     }
     made = aot.compile_kernel(B._bias_activation_backward_kernel, arguments, arch=arch, num_warps=config.num_warps)

@@ -23,12 +23,21 @@ from deepwell.kernels.activation.functions import act_and_slope, act_ref
 from deepwell.kernels.activation.swiglu import Activated, GluOptions, activation_backward, forward
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.fp8 import quantize_row
-from deepwell.kernels.device.triton_support import cdiv, next_power_of_2, num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    cdiv,
+    launch,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 from deepwell.kernels.norm.rms_norm import BackwardConfig, sum_programs_kernel
 from deepwell.kernels.quantize.fp8 import RowConfig
 
 # Rows whose gradient, bias and column sums one program holds in registers; wider ones are computed step by step.
-MAX_COLUMNS = 8192
+MAX_COLUMNS = 16384
 
 
 class BiasActivationGrads(NamedTuple):
@@ -89,6 +98,8 @@ def _bias_activation_backward_kernel(
         t = tl.cast(row, tl.int64)
         dh = tl.load(dh_ptr + t * stride_dht + f, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + t * stride_xt + f, mask=mask, other=0.0).to(tl.float32)
+        if BLOCK > 8192:  # no register is left to hold it
+            b = tl.load(b_ptr + f, mask=mask, other=0.0).to(tl.float32)
         _, slope = act_and_slope(x + b, ACT)
         grad = dh * slope
         db += grad
@@ -128,14 +139,14 @@ def bias_activation_backward(
     t, f = x_TF.shape
     if f > MAX_COLUMNS:
         return _step_by_step(dh_TF, x_TF, b_F, options)
-    made = BiasActivationGrads(*options.empty_rows(x_TF, t, f), torch.zeros_like(b_F))
+    made = BiasActivationGrads(*options.empty_rows(x_TF, t, f), (torch.empty_like if t else torch.zeros_like)(b_F))
     if not x_TF.numel():
         return made
     config = config or default_backward_config(f)
     num_programs = min(t, config.programs_per_sm * num_sms(x_TF))
     db_PF = torch.empty((num_programs, f), dtype=torch.float32, device=x_TF.device)
     with on_device(x_TF):
-        _bias_activation_backward_kernel[(num_programs,)](
+        launch(_bias_activation_backward_kernel, (num_programs,))(
             dh_TF,
             x_TF,
             b_F,
@@ -151,7 +162,9 @@ def bias_activation_backward(
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
         )
-        sum_programs_kernel[(cdiv(f, 32),)](db_PF, made.db, num_programs, f, BLOCK_P=32, BLOCK_D=32, num_warps=4)
+        launch(sum_programs_kernel, (cdiv(f, 32),))(
+            db_PF, made.db, num_programs, f, BLOCK_P=32, BLOCK_D=32, num_warps=4
+        )
     return made
 
 
