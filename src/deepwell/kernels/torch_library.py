@@ -11,16 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepwell.kernels.device.cached_launches import CachedLaunches
+
 NAMESPACE = "deepwell"
 FP8 = torch.float8_e4m3fn
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def register_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an op that `run` computes on every device; `fake` gives tensors of the same shapes and dtypes."""
+def register_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, caches: bool = False) -> None:
+    """Define an op that `run` computes on every device; `fake` gives tensors of the same shapes and dtypes.
+
+    `caches` says that `run` allocates and launches Triton kernels and does nothing else, by shapes and options alone:
+    later calls then do the same without it (`device/cached_launches.py`).
+    """
     name = schema.split("(", maxsplit=1)[0]
     _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, CachedLaunches(run) if caches else run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
@@ -60,7 +66,8 @@ def register_rows(
             return made if len(made) > 1 else made[0]
 
         types = ", ".join(["Tensor"] * (count + others))
-        register_op(f"{name}{end}({operands} -> {types if count + others == 1 else f'({types})'}", call, shapes)
+        result = types if count + others == 1 else f"({types})"
+        register_op(f"{name}{end}({operands} -> {result}", call, shapes, caches=True)
 
 
 def dense(x: Tensor) -> Tensor:

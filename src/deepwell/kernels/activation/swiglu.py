@@ -27,7 +27,7 @@ from deepwell.kernels.activation.functions import ACTIVATIONS, act_and_slope, ac
 from deepwell.kernels.checks import check_matrix, check_shape
 from deepwell.kernels.device.bf16_words import bits_of, encoded, floats, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels.device.triton_support import constant, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import constant, launch, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, times_factor, times_rows
 from deepwell.kernels.quantize.fp8 import RowConfig, RowOptions, empty_codes, quantize_rows_ref
 
@@ -469,7 +469,7 @@ def forward(
     config = _check_config(config or default_forward_config(f), f)
     if t:
         with on_device(g_TF):
-            _swiglu_kernel[(t,)](
+            launch(_swiglu_kernel, (t,))(
                 g_TF,
                 u_TF,
                 bias_F,
@@ -509,7 +509,7 @@ def _backward(
     config = _check_config(config or default_backward_config(f, in_words=in_words), f)
     if t:
         with on_device(g_TF):
-            _swiglu_backward_kernel[(t,)](
+            launch(_swiglu_backward_kernel, (t,))(
                 dh_TF,
                 g_TF,
                 u_TF,

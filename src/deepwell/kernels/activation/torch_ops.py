@@ -67,11 +67,13 @@ register_op(
     f"swiglu_backward_recompute(Tensor dh, Tensor gate_up, str act{_FACTORS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _swiglu_backward_recompute,
     lambda dh, gate_up, *how: (*fp8_rows_like(gate_up), *fp8_rows_like(dh)),
+    caches=True,
 )
 register_op(
     "swiglu_pair(Tensor gate, Tensor up, str act) -> Tensor",
     lambda gate, up, act: swiglu.swiglu(dense(gate), dense(up), options=swiglu.GluOptions(act=act)).h,
     lambda gate, up, act: gate.new_empty(gate.shape),
+    caches=True,
 )
 register_op(
     "swiglu_pair_backward(Tensor dh, Tensor gate, Tensor up, str act) -> Tensor",
@@ -79,4 +81,5 @@ register_op(
         swiglu.swiglu_backward(dense(dh), dense(gate), dense(up), options=swiglu.GluOptions(act=act)).grad
     ),
     lambda dh, gate, up, act: gate.new_empty((gate.shape[0], 2 * gate.shape[1])),
+    caches=True,
 )

@@ -163,13 +163,20 @@ def block_descriptor(x: Tensor, *block: int) -> Any:
 # ---- compiled before they are launched ----
 
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+# Of the call of an op that is recorded (`cached_launches`): it launches, and notes what.
+recorder: ContextVar[Any] = ContextVar("recorder", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`; within `compile_ahead` its call compiles the kernel and launches nothing."""
     if _only_compiles.get() and not is_interpreted(kernel):
         return partial(kernel.warmup, grid=grid)
-    return kernel[grid]
+    recording = recorder.get()
+    return kernel[grid] if recording is None else partial(recording.launch, kernel, grid)
+
+
+def is_compiling_ahead() -> bool:
+    return _only_compiles.get()
 
 
 def compile_ahead(calls: Sequence[Callable[[], object]]) -> None:

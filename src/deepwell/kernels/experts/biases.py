@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.device.triton_support import cdiv, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, launch, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.row_tiles import expert_of_rows, groups
 from deepwell.kernels.gemm.product_in_fp32 import halves, product_in_fp32_ref, runs_on_tensor_cores
 from deepwell.kernels.gemm.torch_ops import ops
@@ -103,7 +103,7 @@ def code_sums(q_PG: Tensor, scale_P: Tensor, ends_E: Tensor) -> Tensor:
     g = q_PG.shape[1]
     out = torch.empty((ends_E.shape[0], g), dtype=torch.float32, device=q_PG.device)
     with on_device(q_PG):
-        _code_sums_kernel[(ends_E.shape[0], cdiv(g, _BLOCK_G))](
+        launch(_code_sums_kernel, (ends_E.shape[0], cdiv(g, _BLOCK_G)))(
             q_PG, scale_P, ends_E, out, g, BLOCK_T=_BLOCK_T, BLOCK_G=_BLOCK_G, num_warps=_WARPS
         )
     return out

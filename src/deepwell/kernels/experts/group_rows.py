@@ -27,7 +27,16 @@ from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.formats.quantize import ZERO_ROW_MULTIPLIER
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS
-from deepwell.kernels.device.triton_support import TileConfig, cdiv, next_power_of_2, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    TileConfig,
+    cdiv,
+    launch,
+    next_power_of_2,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 
 # Rows that a group is padded to: 16 bytes of FP8 along the contraction of a wgrad.
 GROUP_ALIGNMENT = 16
@@ -368,7 +377,7 @@ def group_layout(offs_E: Tensor, order_S: Tensor | None, choices: int) -> RowGro
     slot = torch.empty(rows, dtype=torch.int32, device=device)
     place = torch.full((choices,), -1, dtype=torch.int32, device=device)
     with on_device(offs_E):
-        _layout_kernel[(cdiv(rows, _LAYOUT_BLOCK),)](
+        launch(_layout_kernel, (cdiv(rows, _LAYOUT_BLOCK),))(
             offs_E.contiguous(),
             order_S,
             ends,
@@ -406,11 +415,11 @@ def choice_layout(index_S: Tensor, experts: int) -> RowGroups:
     slot = torch.full((rows,), -1, dtype=torch.int32, device=index_S.device)
     tile = {"BLOCK": block, "BLOCK_E": width, "num_warps": 8}
     with on_device(index_S):
-        _count_choices_kernel[(blocks,)](index_S, counts, choices, experts, **tile)
-        _sum_choices_kernel[(width // _SUM_EXPERTS,)](
+        launch(_count_choices_kernel, (blocks,))(index_S, counts, choices, experts, **tile)
+        launch(_sum_choices_kernel, (width // _SUM_EXPERTS,))(
             counts, totals, blocks, STRIDE=width, BLOCK_B=_SUM_BLOCKS, BLOCK_E=_SUM_EXPERTS, num_warps=8
         )
-        _place_choices_kernel[(blocks,)](
+        launch(_place_choices_kernel, (blocks,))(
             index_S, counts, totals, ends, slot, place, choices, rows, experts, ALIGNMENT=GROUP_ALIGNMENT, **tile
         )
     return RowGroups(ends, slot, place)
@@ -432,7 +441,7 @@ def group_columns(ends_E: Tensor, rows: int) -> GroupColumns:
     blocks = ends_E.new_empty(padded_columns(rows, experts) // GROUP_ALIGNMENT)
     made = GroupColumns(torch.empty_like(ends_E), blocks)
     with on_device(ends_E):
-        _columns_kernel[(cdiv(blocks.shape[0], _LAYOUT_BLOCK),)](
+        launch(_columns_kernel, (cdiv(blocks.shape[0], _LAYOUT_BLOCK),))(
             ends_E, *made, blocks.shape[0], experts, ROWS=GROUP_ALIGNMENT, COLUMNS=COLUMN_ALIGNMENT,
             BLOCK_E=max(16, next_power_of_2(experts)), BLOCK=_LAYOUT_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -456,7 +465,7 @@ def gather_rows(
     config = config or default_gather_config(k)
     if p:
         with on_device(q_TK):
-            _gather_kernel[(cdiv(p, config.rows),)](
+            launch(_gather_kernel, (cdiv(p, config.rows),))(
                 q_TK.view(torch.uint8),
                 scale_T,
                 slot_P,
@@ -488,7 +497,7 @@ def copy_rows(x_TK: Tensor, slot_P: Tensor, place_S: Tensor, top_k: int) -> Tens
     rows_PK = x_TK.new_empty((p, k))
     if p:
         with on_device(x_TK):
-            _spread_kernel[(t + cdiv(p, _DEAD_ROWS),)](
+            launch(_spread_kernel, (t + cdiv(p, _DEAD_ROWS),))(
                 x_TK, place_S, slot_P, rows_PK, t, p, k, x_TK.stride(0),
                 TOP_K=top_k, BLOCK=min(_ROW_BLOCK, max(16, next_power_of_2(k))), DEAD=_DEAD_ROWS, num_warps=4,
             )  # fmt: skip
@@ -518,7 +527,7 @@ def combine_rows(
     block = min(config.columns, max(128, next_power_of_2(d)))
     if t and d:
         with on_device(x_PD):
-            _combine_kernel[(cdiv(t, config.rows), cdiv(d, block))](
+            launch(_combine_kernel, (cdiv(t, config.rows), cdiv(d, block)))(
                 x_PD,
                 place_S,
                 weight_S,

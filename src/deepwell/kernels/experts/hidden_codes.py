@@ -19,6 +19,7 @@ from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
 from deepwell.kernels.device.triton_support import (
     cdiv,
     constant,
+    launch,
     next_power_of_2,
     on_device,
     runs_kernel,
@@ -209,7 +210,7 @@ def hidden_codes(gate_up_PG: Tensor, weight_S: Tensor, slot_P: Tensor, how: Expe
     q, scale = empty_codes(gate_up_PG, gate_up_PG.shape[0], f)
     if gate_up_PG.shape[0]:
         with on_device(gate_up_PG):
-            _hidden_codes_kernel[(gate_up_PG.shape[0],)](
+            launch(_hidden_codes_kernel, (gate_up_PG.shape[0],))(
                 gate_up_PG, weight_S, slot_P, q, scale, f, **_constants(gate_up_PG, f, how), num_warps=_WARPS
             )
     return q, scale
@@ -228,7 +229,7 @@ def grad_codes(
     made = ExpertGrads(*next(codes), *next(codes), no_grads(weight_S))
     if gate_up_PG.shape[0]:
         with on_device(gate_up_PG):
-            _grad_codes_kernel[(gate_up_PG.shape[0],)](
+            launch(_grad_codes_kernel, (gate_up_PG.shape[0],))(
                 dh_PF.contiguous(), gate_up_PG, weight_S, slot_P, *made, f,
                 **_constants(gate_up_PG, f, how), num_warps=_WARPS,
             )  # fmt: skip

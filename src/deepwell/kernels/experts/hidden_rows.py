@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.device.triton_support import next_power_of_2, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import launch, next_power_of_2, on_device, runs_kernel, tl, triton
 from deepwell.kernels.experts.activation import (
     ExpertActivation,
     constants,
@@ -114,7 +114,7 @@ def hidden_rows(gate_up_PG: Tensor, how: ExpertActivation) -> Tensor:
         return hidden_and_slopes_ref(gate_up_PG, how)[0].to(gate_up_PG.dtype)
     h_PF = gate_up_PG.new_empty((gate_up_PG.shape[0], f))
     with on_device(gate_up_PG):
-        _hidden_kernel[(max(1, h_PF.shape[0]),)](
+        launch(_hidden_kernel, (max(1, h_PF.shape[0]),))(
             gate_up_PG, h_PF, f, **constants(how), BLOCK=_block(f), num_warps=_WARPS
         )
     return h_PF
@@ -137,7 +137,7 @@ def weighted_grads(
     hidden_PF = torch.empty_like(dh_PF) if how.interleaved else dh_PF
     made = HiddenGrads(torch.empty_like(gate_up_PG), hidden_PF, dh_PF.new_empty(p, dtype=torch.float32))
     with on_device(gate_up_PG):
-        _grads_kernel[(max(1, p),)](
+        launch(_grads_kernel, (max(1, p),))(
             dh_PF, gate_up_PG, weight_S, slot_P, *made, f, **constants(how), BLOCK=_block(f), num_warps=_WARPS
         )
     return made

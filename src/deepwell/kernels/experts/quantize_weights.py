@@ -20,7 +20,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.elements import encode
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ELEMENTS, word_of_codes
-from deepwell.kernels.device.triton_support import cdiv, is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, is_interpreted, launch, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.fp8 import quantize_rows, row_scales
 
 _FP8 = torch.float8_e4m3fn
@@ -107,7 +107,7 @@ def quantize_experts_transposed(w_ERC: Tensor, scale_E: Tensor) -> Tensor:
     if q_ECR.numel():
         grid = (cdiv(columns, _TILE), cdiv(rows, _TILE), experts)
         with on_device(w_ERC):
-            _turn_experts_kernel[grid](
+            launch(_turn_experts_kernel, grid)(
                 w_ERC,
                 scale_E,
                 q_ECR.view(torch.int32),

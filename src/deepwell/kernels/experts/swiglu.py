@@ -34,7 +34,7 @@ from deepwell.kernels.activation.swiglu import (
 from deepwell.kernels.checks import check_matrix, check_shape, check_vector
 from deepwell.kernels.device.bf16_words import bits_of, encoded, floats, larger_bits, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, multiplier_from_bits
-from deepwell.kernels.device.triton_support import constant, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import constant, launch, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.experts.kept_rows import (
     load_packed,
     pack_rows_ref,
@@ -321,7 +321,7 @@ def _hidden_codes(
     config = _fit(config or expert_forward_config(width), width)
     if gate_up_P2F.shape[0]:
         with on_device(gate_up_P2F):
-            _expert_swiglu_kernel[(gate_up_P2F.shape[0],)](
+            launch(_expert_swiglu_kernel, (gate_up_P2F.shape[0],))(
                 gate_up_P2F,
                 weight_S,
                 slot_P,
@@ -367,7 +367,7 @@ def expert_swiglu_backward(
     config = _fit(config or expert_backward_config(width, in_words=in_words), width)
     if p:
         with on_device(gate_up):
-            _expert_swiglu_backward_kernel[(p,)](
+            launch(_expert_swiglu_backward_kernel, (p,))(
                 dh_PF.contiguous(),
                 gate_up,
                 top_P,

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_matrix
-from deepwell.kernels.device.triton_support import cdiv, constant, next_power_of_2, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    cdiv,
+    constant,
+    launch,
+    next_power_of_2,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 
 # What rows the kernel takes, and choices of one.
 MAX_COLUMNS, MAX_CHOICES = 1024, 16
@@ -78,7 +87,7 @@ def top_k(x_TN: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows = max(1, _TILE // block)
     if t:
         with on_device(x_TN):
-            _top_k_kernel[(cdiv(t, rows),)](
+            launch(_top_k_kernel, (cdiv(t, rows),))(
                 x_TN, value, index, t, n, x_TN.stride(0), K=k, ROWS=rows, BLOCK=block, num_warps=_WARPS
             )
     return value, index

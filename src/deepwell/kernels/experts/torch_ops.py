@@ -50,7 +50,10 @@ def _fake_layout(offs: Tensor, order: Tensor | None, choices: int) -> tuple[Tens
 
 
 register_op(
-    "group_layout(Tensor offs, Tensor? order, SymInt choices) -> (Tensor, Tensor, Tensor)", _layout, _fake_layout
+    "group_layout(Tensor offs, Tensor? order, SymInt choices) -> (Tensor, Tensor, Tensor)",
+    _layout,
+    _fake_layout,
+    caches=True,
 )
 
 
@@ -63,6 +66,7 @@ register_op(
     "choice_layout(Tensor index, int experts) -> (Tensor, Tensor, Tensor)",
     lambda index, experts: tuple(choice_layout(dense(index), experts)),
     _fake_choice_layout,
+    caches=True,
 )
 register_op(
     "group_columns(Tensor offs, SymInt rows) -> (Tensor, Tensor)",
@@ -71,22 +75,26 @@ register_op(
         offs.new_empty(offs.shape),
         offs.new_empty(padded_columns(rows, offs.shape[0]) // GROUP_ALIGNMENT),
     ),
+    caches=True,
 )
 register_op(
     "gather_rows(Tensor q, Tensor scale, Tensor slot, int top_k, Tensor? after=None) -> (Tensor, Tensor)",
     lambda q, scale, slot, top_k, after=None: gather_rows(q, scale, slot, top_k),
     lambda q, scale, slot, *how: (q.new_empty((slot.shape[0], q.shape[1])), scale.new_empty(slot.shape[0])),
+    caches=True,
 )
 # Numbers as they are. `after`: the rows of x are gathered in the backward alone.
 register_op(
     "expert_rows(Tensor x, Tensor slot, Tensor place, int top_k, Tensor? after=None) -> Tensor",
     lambda x, slot, place, top_k, after=None: copy_rows(dense(x), slot, place, top_k),
     lambda x, slot, *how: x.new_empty((slot.shape[0], x.shape[1])),
+    caches=True,
 )
 register_op(
     "combine_rows(Tensor x, Tensor place, int top_k, Tensor? weight=None) -> Tensor",
     lambda x, place, top_k, weight=None: combine_rows(x, place, top_k, None if weight is None else weight.contiguous()),
     lambda x, place, top_k, weight=None: x.new_empty((place.shape[0] // top_k, x.shape[1])),
+    caches=True,
 )
 
 
@@ -100,6 +108,7 @@ register_op(
     "top_k(Tensor x, int k) -> (Tensor, Tensor)",
     _top_k,
     lambda x, k: tuple(x.new_empty((*x.shape[:-1], k), dtype=dtype) for dtype in (x.dtype, torch.int64)),
+    caches=True,
 )
 
 
@@ -123,11 +132,13 @@ register_op(
     "quantize_experts(Tensor w, Tensor? after=None) -> (Tensor, Tensor)",
     lambda w, after=None: quantize_experts(w.detach()),
     lambda w, after=None: (w.new_empty(w.shape, dtype=FP8), w.new_empty(w.shape[:2], dtype=torch.float32)),
+    caches=True,
 )
 register_op(
     "expert_scales(Tensor w, Tensor? after=None) -> Tensor",
     lambda w, after=None: expert_scales(w.detach()),
     lambda w, after=None: w.new_empty(w.shape[:2], dtype=torch.float32),
+    caches=True,
 )
 register_op(
     "quantize_experts_transposed(Tensor w, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
@@ -136,6 +147,7 @@ register_op(
         w.new_empty((w.shape[0], w.shape[2], w.shape[1]), dtype=FP8),
         w.new_empty((w.shape[0], w.shape[2]), dtype=torch.float32),
     ),
+    caches=True,
 )
 
 # ---- activations between the products ----
@@ -153,6 +165,7 @@ register_op(
     "expert_swiglu(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
     lambda gate_up, weight, slot, act: expert_swiglu(gate_up, weight.contiguous(), slot, act=act),
     lambda gate_up, weight, slot, act: fp8_rows_like(half(gate_up, act)),
+    caches=True,
 )
 register_op(
     "expert_swiglu_kept(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -162,6 +175,7 @@ register_op(
         gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2 * 3), dtype=torch.uint8),
         gate_up.new_empty(gate_up.shape[0], dtype=torch.uint8),
     ),
+    caches=True,
 )
 register_op(
     "expert_swiglu_backward_kept(Tensor dh, Tensor kept, Tensor top, Tensor weight, Tensor slot, str act)"
@@ -172,6 +186,7 @@ register_op(
     lambda dh, kept, top, weight, slot, act: _fake_grads_of_hidden(
         dh, dh.new_empty((dh.shape[0], 2 * dh.shape[1])), weight
     ),
+    caches=True,
 )
 register_op(
     "expert_swiglu_backward(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"
@@ -180,12 +195,14 @@ register_op(
         expert_swiglu_backward(dh, gate_up, weight.contiguous(), slot, act=act)
     ),
     _fake_grads_of_hidden,
+    caches=True,
 )
 
 register_op(
     "expert_hidden_codes(Tensor gate_up, Tensor weight, Tensor slot, str act) -> (Tensor, Tensor)",
     lambda gate_up, weight, slot, act: hidden_codes(gate_up, weight.contiguous(), slot, parse_activation(act)),
     lambda gate_up, weight, slot, act: fp8_rows_like(gate_up[:, : gate_up.shape[1] // _halves(act)]),
+    caches=True,
 )
 register_op(
     "expert_grad_codes(Tensor dh, Tensor gate_up, Tensor weight, Tensor slot, str act)"
@@ -194,6 +211,7 @@ register_op(
         grad_codes(dh, gate_up, weight.contiguous(), slot, parse_activation(act))
     ),
     _fake_grads_of_hidden,
+    caches=True,
 )
 register_op(
     "add_down_bias(Tensor y, Tensor weight, Tensor bias) -> Tensor",
@@ -204,6 +222,7 @@ register_op(
     "expert_code_sums(Tensor q, Tensor scale, Tensor offs) -> Tensor",
     code_sums,
     lambda q, scale, offs: scale.new_empty((offs.shape[0], q.shape[1])),
+    caches=True,
 )
 
 # ---- products ----

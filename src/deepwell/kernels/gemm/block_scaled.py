@@ -31,6 +31,7 @@ from deepwell.kernels.device.triton_support import (
     LAUNCH_ERRORS,
     block_descriptor,
     cdiv,
+    launch,
     on_device,
     runs_kernel,
     tl,
@@ -216,7 +217,7 @@ def _triton(a: ScaledOperand, b: ScaledOperand, out_dtype: torch.dtype, config: 
     out = torch.empty((m, n), dtype=out_dtype, device=a.data.device)
     grid = (cdiv(m, config.block_m) * cdiv(n, config.block_n),)
     with on_device(a.data):
-        _block_scaled_kernel[grid](
+        launch(_block_scaled_kernel, grid)(
             block_descriptor(a.data, config.block_m, config.block_k // pack),
             _scale_descriptor(a, config.block_m, config.block_k),
             block_descriptor(b.data, config.block_n, config.block_k // pack),

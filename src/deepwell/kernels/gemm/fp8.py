@@ -44,7 +44,8 @@ def fp8_gemm_ref(
 
 def _as_rows(scale: Tensor, rows: int) -> Tensor:
     """One scale or one per row, as a column of `rows` scales."""
-    return scale.reshape(-1, 1).expand(rows, 1)
+    column = scale.reshape(-1, 1)
+    return column if column.shape[0] == rows else column.expand(rows, 1)
 
 
 def padded_codes(q: Tensor, rows: int, columns: int = 0) -> Tensor:
@@ -103,7 +104,7 @@ def fp8_gemm(
     if m == 0:
         return torch.empty((0, n), dtype=out_dtype, device=a_MK.device)
     if scale_a.numel() > 1 or scale_b.numel() > 1:
-        if row_dtype(out_dtype, a_MK.device) != out_dtype:
+        if out_dtype != torch.bfloat16 and row_dtype(out_dtype, a_MK.device) != out_dtype:
             raise UnsupportedError(
                 f"fp8_gemm: out_dtype is {out_dtype}, and products with row scales are written in bf16 alone on "
                 f"{a_MK.device}; ask for torch.bfloat16 and cast, or use one scale per tensor"

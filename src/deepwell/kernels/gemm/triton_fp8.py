@@ -21,7 +21,16 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_vector
-from deepwell.kernels.device.triton_support import block_descriptor, cdiv, num_sms, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    block_descriptor,
+    cdiv,
+    launch,
+    num_sms,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 from deepwell.kernels.gemm.fp8 import ALIGNMENT, check_operands, fp8_gemm_ref
 
 ACTIVATIONS = ("gelu", "silu", "relu")
@@ -232,7 +241,7 @@ def fp8_gemm_triton(
     programs = min(tiles, num_sms(a_MK))
     halves = config.writes_halves
     with on_device(a_MK):
-        _fp8_gemm_kernel[(programs,)](
+        launch(_fp8_gemm_kernel, (programs,))(
             block_descriptor(a_MK, config.block_m, config.block_k),
             block_descriptor(b_NK, config.block_n, config.block_k),
             block_descriptor(c_MN, config.block_m, config.block_n // 2 if halves else config.block_n),

@@ -36,7 +36,7 @@ from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_fp8, check_matrix, check_number, check_vector
 from deepwell.kernels.device.bf16_words import floats, rounded
 from deepwell.kernels.device.fp8 import ZERO_ROW, magnitude_bits, multiplier_from_bits
-from deepwell.kernels.device.triton_support import constant, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import constant, launch, on_device, runs_kernel, runs_ptx, tl, triton
 from deepwell.kernels.gemm.row_factors import check_factor, times_rows
 from deepwell.kernels.quantize.fp8 import quantize_rows, quantize_rows_ref
 
@@ -455,7 +455,7 @@ def _launch(
     written = q if grad is None else grad
     if t:
         with on_device(logits_TW):
-            _cross_entropy_kernel[(t,)](
+            launch(_cross_entropy_kernel, (t,))(
                 logits_TW,
                 targets_T,
                 bias_V,

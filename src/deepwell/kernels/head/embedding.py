@@ -20,7 +20,16 @@ from torch import Tensor
 
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.checks import check_matrix, check_shape
-from deepwell.kernels.device.triton_support import TileConfig, cdiv, next_power_of_2, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import (
+    TileConfig,
+    cdiv,
+    launch,
+    next_power_of_2,
+    on_device,
+    runs_kernel,
+    tl,
+    triton,
+)
 
 # Rows that one program adds up at most: a token that fills half a batch is many programs' work.
 CHUNK = 64
@@ -176,8 +185,10 @@ def _launch(grad_TD: Tensor, index_T: Tensor, dw_VD: Tensor, padding_idx: int, c
         blocks, block = cdiv(t, CHUNK), min(config.columns, max(16, next_power_of_2(d)))
         pieces = torch.empty((2 * blocks, d), dtype=torch.float32, device=grad_TD.device)
         sizes = {"CHUNK": CHUNK, "ROWS": config.rows, "BLOCK": block, "num_warps": config.num_warps}
-        _embedding_pieces_kernel[(t, cdiv(d, block))](
+        launch(_embedding_pieces_kernel, (t, cdiv(d, block)))(
             grad_TD, sorted_T, order_T, dw_VD, pieces, t, d, v, padding_idx, grad_TD.stride(0), **sizes
         )
         if blocks > 1:
-            _embedding_long_kernel[(blocks - 1, cdiv(d, block))](sorted_T, dw_VD, pieces, t, d, v, padding_idx, **sizes)
+            launch(_embedding_long_kernel, (blocks - 1, cdiv(d, block)))(
+                sorted_T, dw_VD, pieces, t, d, v, padding_idx, **sizes
+            )

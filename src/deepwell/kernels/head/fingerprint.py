@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from deepwell.kernels.device.triton_support import cdiv, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, launch, on_device, runs_kernel, tl, triton
 
 _COLUMNS = 1024
 _BLOCK = 4096
@@ -78,7 +78,7 @@ def fingerprint(weight: Tensor) -> Tensor:
         out = torch.zeros(2, dtype=torch.int64, device=words.device)
         with on_device(weight):
             grid = (cdiv(words.numel(), _BLOCK),)
-            _fingerprint_kernel[grid](
+            launch(_fingerprint_kernel, grid)(
                 words, rows, columns, out, words.numel(), COLUMNS=_COLUMNS, BLOCK=_BLOCK, num_warps=8
             )
         return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepwell.errors import ConfigError
-from deepwell.kernels.device.triton_support import cdiv, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, launch, on_device, runs_kernel, tl, triton
 
 _BLOCK = 4096
 
@@ -50,5 +50,5 @@ def scale_by(x: Tensor, factor: Tensor) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
         with on_device(x):
-            _scale_kernel[(cdiv(x.numel(), _BLOCK),)](x, factor, y, x.numel(), BLOCK=_BLOCK, num_warps=8)
+            launch(_scale_kernel, (cdiv(x.numel(), _BLOCK),))(x, factor, y, x.numel(), BLOCK=_BLOCK, num_warps=8)
     return y

@@ -97,7 +97,10 @@ register_op(
 )
 
 register_op(
-    "scale_by(Tensor x, Tensor factor) -> Tensor", scale_by, lambda x, factor: x.new_empty_strided(x.shape, x.stride())
+    "scale_by(Tensor x, Tensor factor) -> Tensor",
+    scale_by,
+    lambda x, factor: x.new_empty_strided(x.shape, x.stride()),
+    caches=True,
 )
 
 # ---- FP8: the weight's gradient waits for the loss' ----

@@ -29,6 +29,7 @@ from deepwell.kernels.device.bf16_words import encoded, floats, product, product
 from deepwell.kernels.device.fp8 import row_scale
 from deepwell.kernels.device.triton_support import (
     cdiv,
+    launch,
     next_power_of_2,
     num_sms,
     on_device,
@@ -404,7 +405,7 @@ def norm(
     rows = config.rows_per_program(d)
     if x_TD.numel():
         with on_device(x_TD):
-            _norm_kernel[(cdiv(t, rows),)](
+            launch(_norm_kernel, (cdiv(t, rows),))(
                 x_TD,
                 factor_T,
                 residual_TD,
@@ -480,7 +481,7 @@ def norm_backward(
     db_PD = torch.empty_like(dw_PD) if options.center else None
     block = max(128, next_power_of_2(d))
     with on_device(x_TD):
-        _norm_backward_kernel[(num_programs,)](
+        launch(_norm_backward_kernel, (num_programs,))(
             dy_TD,
             factor_T,
             x_TD,
@@ -508,5 +509,7 @@ def norm_backward(
         )
         for partial, out in ((dw_PD, dw), (db_PD, db)):
             if partial is not None:
-                sum_programs_kernel[(cdiv(d, 32),)](partial, out, num_programs, d, BLOCK_P=32, BLOCK_D=32, num_warps=4)
+                launch(sum_programs_kernel, (cdiv(d, 32),))(
+                    partial, out, num_programs, d, BLOCK_P=32, BLOCK_D=32, num_warps=4
+                )
     return NormGrads(dx, q, scale, dw, db)

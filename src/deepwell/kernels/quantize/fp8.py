@@ -35,6 +35,7 @@ from deepwell.kernels.device.triton_support import (
     TileConfig,
     cdiv,
     is_interpreted,
+    launch,
     next_power_of_2,
     num_sms,
     on_device,
@@ -300,7 +301,7 @@ def _launch_rows(x_TK: Tensor, q_TK: Tensor | None, fp8_max: float, config: RowC
     rows = config.rows_per_program(k)
     if t:
         with on_device(x_TK):
-            _quantize_rows_kernel[(cdiv(t, rows),)](
+            launch(_quantize_rows_kernel, (cdiv(t, rows),))(
                 x_TK,
                 q_TK,
                 scale_T,
@@ -335,7 +336,9 @@ def amax(tensors: Tensor | Sequence[Tensor]) -> Tensor:
             num_tiles = cdiv(t, block_t) * cdiv(k, block_k)
             if num_tiles:
                 grid = (min(num_tiles, 8 * num_sms(x)),)
-                _amax_kernel[grid](x, bits, t, k, x.stride(0), num_tiles, BLOCK_T=block_t, BLOCK_K=block_k, num_warps=4)
+                launch(_amax_kernel, grid)(
+                    x, bits, t, k, x.stride(0), num_tiles, BLOCK_T=block_t, BLOCK_K=block_k, num_warps=4
+                )
     return bits.view(torch.float32)
 
 
@@ -382,7 +385,7 @@ def quantize_weight(
     # An empty tensor still has a scale: one program writes it.
     grid = (max(1, cdiv(k, config.columns)), max(1, cdiv(n, config.rows)))
     with on_device(w_NK):
-        _quantize_both_kernel[grid](
+        launch(_quantize_both_kernel, grid)(
             w_NK,
             given,
             first,

@@ -24,7 +24,7 @@ from deepwell.errors import ConfigError
 from deepwell.formats.quantize import quantize
 from deepwell.kernels.checks import check_matrix, check_out
 from deepwell.kernels.device.fp8 import magnitude_bits, multiplier_from_bits, saturate, word_of_codes
-from deepwell.kernels.device.triton_support import cdiv, is_interpreted, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, is_interpreted, launch, on_device, runs_kernel, tl, triton
 
 BLOCK = 128
 _FP8 = torch.float8_e4m3fn
@@ -208,7 +208,7 @@ def quantize_1x128(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     if t and k:
         grid = (cdiv(t, _ROWS), cdiv(k // BLOCK, _BLOCKS))
         with on_device(x_TK):
-            _quantize_1x128_kernel[grid](
+            launch(_quantize_1x128_kernel, grid)(
                 x_TK,
                 q_TK,
                 scale_BT,
@@ -312,7 +312,7 @@ def _launch(x_TK: Tensor, made: Blocks, *, square: bool) -> None:
     assert q is not None and scale is not None and q_t is not None and scale_t is not None
     words = q_t.view(torch.int32)
     with on_device(x_TK):
-        _quantize_tiles_kernel[(num_blocks(k), num_blocks(t))](
+        launch(_quantize_tiles_kernel, (num_blocks(k), num_blocks(t)))(
             x_TK,
             q,
             scale,

@@ -29,6 +29,7 @@ from deepwell.kernels.device.triton_support import (
     cdiv,
     constant,
     is_interpreted,
+    launch,
     on_device,
     runs_kernel,
     tl,
@@ -356,7 +357,7 @@ def _launch_mx(x_TK: Tensor, copies: MxCopies, swizzled: bool, fp8_max: float, c
     grid = (cdiv(grid_k, config.columns), cdiv(grid_t, config.rows))
     scale, scale_t = (None if s is None else s.view(torch.uint8) for s in (copies.scale, copies.scale_t))
     with on_device(x_TK):
-        _quantize_mx_kernel[grid](
+        launch(_quantize_mx_kernel, grid)(
             x_TK,
             copies.q_TK,
             scale,
@@ -432,7 +433,7 @@ def _launch_nv(
     grid = (max(1, cdiv(grid_k, config.columns)), max(1, cdiv(grid_t, config.rows)))
     asm = config.packing == "asm" and not is_interpreted(_quantize_nv_kernel)
     with on_device(x_TK):
-        _quantize_nv_kernel[grid](
+        launch(_quantize_nv_kernel, grid)(
             x_TK,
             amax,
             random_bits,

@@ -19,7 +19,7 @@ from torch import Tensor
 from deepwell.formats.elements import decode_e8m0
 from deepwell.formats.hadamard import SIZE, check_signs
 from deepwell.formats.quantize import quantize
-from deepwell.kernels.device.triton_support import cdiv, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, launch, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.microscaled import MX_BLOCK, NV_BLOCK, quantize_mxfp8, quantize_nvfp4
 
 _ROWS = 256  # runs of sixteen that one program transforms
@@ -166,7 +166,9 @@ def _transform(x_TK: Tensor, signs: tuple[int, ...], *, inverse: bool) -> Tensor
     runs = x_TK.numel() // SIZE
     minus = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
     with on_device(x_TK):
-        _hadamard_kernel[(cdiv(runs, _ROWS),)](x_TK, out, runs, MINUS=minus, INVERSE=inverse, ROWS=_ROWS, num_warps=4)
+        launch(_hadamard_kernel, (cdiv(runs, _ROWS),))(
+            x_TK, out, runs, MINUS=minus, INVERSE=inverse, ROWS=_ROWS, num_warps=4
+        )
     return out
 
 

@@ -114,17 +114,21 @@ def _fake_wgrad_operands(
     return next(transposed), scale_a.new_empty(shape), next(transposed), scale_b.new_empty(shape)
 
 
-register_op("quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(dense(x)), fp8_rows_like)
+register_op(
+    "quantize_rows(Tensor x) -> (Tensor, Tensor)", lambda x: quantize_rows(dense(x)), fp8_rows_like, caches=True
+)
 # Once more in the backward: `after`, which is not read, keeps a compiler from keeping the forward's FP8 values instead.
 register_op(
     "quantize_rows_again(Tensor x, Tensor after) -> (Tensor, Tensor)",
     lambda x, after: quantize_rows(dense(x)),
     lambda x, after: fp8_rows_like(x),
+    caches=True,
 )
 register_op(
     "quantize_weights(Tensor[] weights, bool scale_per_row=False) -> (Tensor, Tensor, Tensor)",
     _quantize_weights,
     _fake_quantize_weights,
+    caches=True,
 )
 # The transposed copy of the same values, for the backward: (q [K, N], scale). Made when the backward asks for it, from
 # weights that are there anyway: kept from the forward it would cost a byte per parameter at the peak. `after` is any
@@ -136,12 +140,14 @@ register_op(
         weights, partials, transposed=True, scale_per_row=scale_per_row
     ),
     _fake_quantize_weights_transposed,
+    caches=True,
 )
 register_op(
     "wgrad_operands(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? offs=None, Tensor? slot=None,"
     " int top_k=1, bool gathers_b=False, Tensor? blocks=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _wgrad_operands,
     _fake_wgrad_operands,
+    caches=True,
 )
 register_op("round_to(Tensor x, str fmt, str rounding, bool hadamard) -> Tensor", rounded, _fake_round_to)
 
@@ -165,11 +171,13 @@ register_op(
     "quantize_tensor(Tensor x, bool e5m2) -> (Tensor, Tensor)",
     lambda x, e5m2: not_none(quantize_weight(dense(x), dtype=_element(e5m2), write="rows")),
     _fake_tensor,
+    caches=True,
 )
 register_op(
     "quantize_tensor_both(Tensor x, bool e5m2) -> (Tensor, Tensor, Tensor)",
     lambda x, e5m2: quantize_weight(dense(x), dtype=_element(e5m2)),
     _fake_tensor_both,
+    caches=True,
 )
 
 # ---- 1x128 ----
@@ -188,12 +196,16 @@ def _fake_blocks(x: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 register_op(
-    "quantize_1x128(Tensor x) -> (Tensor, Tensor)", _block_rows, lambda x: _fake_blocks(x, x.shape[0], x.shape[1])
+    "quantize_1x128(Tensor x) -> (Tensor, Tensor)",
+    _block_rows,
+    lambda x: _fake_blocks(x, x.shape[0], x.shape[1]),
+    caches=True,
 )
 register_op(
     "quantize_1x128_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda x: tuple(quantize_1x128_both(dense(x))),
     lambda x: (*_fake_blocks(x, x.shape[0], x.shape[1]), *_fake_blocks(x, x.shape[1], x.shape[0])),
+    caches=True,
 )
 
 # ---- 128x128 ----
@@ -260,11 +272,13 @@ register_op(
     "mx_quantize_rows(Tensor x, str fmt) -> (Tensor, Tensor)",
     lambda x, fmt: not_none(quantize_mxfp8(dense(x), columns=False, dtype=_MX_DTYPES[fmt])),
     lambda x, fmt: _fake_mx(x, x.shape[0], x.shape[1], fmt),
+    caches=True,
 )
 register_op(
     "mx_quantize_both(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda x, fmt: tuple(quantize_mxfp8(dense(x), dtype=_MX_DTYPES[fmt])),
     lambda x, fmt: (*_fake_mx(x, x.shape[0], x.shape[1], fmt), *_fake_mx(x, x.shape[1], x.shape[0], fmt)),
+    caches=True,
 )
 
 # ---- NVFP4 ----

@@ -26,6 +26,7 @@ from deepwell.kernels.device.triton_support import (
     cdiv,
     constant,
     is_interpreted,
+    launch,
     on_device,
     runs_kernel,
     tl,
@@ -417,7 +418,7 @@ def _launch(
     tile = {"BLOCK_T": config.rows, "BLOCK_N": config.columns, "num_warps": config.num_warps}
     if config.packing == "bytes":
         strides = (q_TN.stride(0), q_NT.stride(0))
-        _transpose_bytes_kernel[grid](q_TN, scale_T, scale, q_NT, t, n, *strides, FP8_MAX=fp8_max, **tile)
+        launch(_transpose_bytes_kernel, grid)(q_TN, scale_T, scale, q_NT, t, n, *strides, FP8_MAX=fp8_max, **tile)
         return
     words, out_words = q_TN.view(torch.int32), q_NT.view(torch.int32)
     others: tuple[Tensor | None, ...] = (None, None, None)
@@ -425,7 +426,7 @@ def _launch(
     if other is not None:
         others = (other[0].view(torch.int32), other[1], other[2].view(torch.int32))
         sizes = (other[0].shape[1] // 4, other[0].stride(0) // 4, other[2].stride(0) // 4)
-    _transpose_words_kernel[grid](
+    launch(_transpose_words_kernel, grid)(
         words,
         scale_T,
         scale,

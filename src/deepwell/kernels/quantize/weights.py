@@ -26,6 +26,7 @@ from deepwell.kernels.device.triton_support import (
     cdiv,
     constant,
     is_interpreted,
+    launch,
     next_power_of_2,
     on_device,
     runs_kernel,
@@ -291,7 +292,7 @@ def partial_maxima(weights: Sequence[Tensor], *, config: GroupConfig | None = No
     partials = weights[0].new_empty(num_partials(weights), dtype=torch.float32)
     config = config or PARTIALS_CONFIGS[0]
     with on_device(weights[0]):
-        _partials_kernel[(partials.numel(),)](
+        launch(_partials_kernel, (partials.numel(),))(
             *_fours(weights),
             partials,
             *(weights[i].numel() if i < len(weights) else 0 for i in range(MAX_WEIGHTS)),
@@ -329,7 +330,7 @@ def quantize_group(
     tiles = min(config.tiles, tiles_per_program(num_tiles))
     words = q.view(torch.int32) if transposed else q
     with on_device(q):
-        _codes_kernel[(cdiv(num_tiles, tiles),)](
+        launch(_codes_kernel, (cdiv(num_tiles, tiles),))(
             *_fours(weights),
             partials_P,
             words,

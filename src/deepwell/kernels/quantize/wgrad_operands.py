@@ -25,7 +25,7 @@ from torch import Tensor
 from deepwell.errors import ConfigError
 from deepwell.kernels.checks import check_vector
 from deepwell.kernels.device.fp8 import ZERO_ROW_MULTIPLIER
-from deepwell.kernels.device.triton_support import cdiv, next_power_of_2, on_device, runs_kernel, tl, triton
+from deepwell.kernels.device.triton_support import cdiv, launch, next_power_of_2, on_device, runs_kernel, tl, triton
 from deepwell.kernels.quantize.transpose import Gathered, transpose_two_by_ratio
 
 # A dense product: each program reads all scales, whose maximum it needs, in one go if it can, and writes its share.
@@ -172,7 +172,7 @@ def balance_scales(
     else:
         grid, block, num_warps = (ends_E.shape[0], 1), _GROUP_BLOCK, _GROUP_WARPS
     with on_device(scale_a_T):
-        _balance_kernel[grid](
+        launch(_balance_kernel, grid)(
             scale_a_T, scale_b_T, *slots, ends_E, *made, t, TOP_K=1 if gathered is None else gathered.top_k,
             ZERO_SCALE=_ZERO_SCALE, BLOCK=block, SLICE=min(block, _SLICE), num_warps=num_warps,
         )  # fmt: skip

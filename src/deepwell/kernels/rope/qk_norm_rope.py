@@ -28,6 +28,7 @@ from deepwell.kernels.checks import check_shape, check_vector
 from deepwell.kernels.device.fp8 import row_scale
 from deepwell.kernels.device.triton_support import (
     cdiv,
+    launch,
     next_power_of_2,
     num_sms,
     on_device,
@@ -345,7 +346,7 @@ def qk_norm_rope(
     config = config or default_forward_config(w)
     if b * s:
         with on_device(qkv_BSW):
-            _forward_kernel[(b * s,)](
+            launch(_forward_kernel, (b * s,))(
                 *heads.parts(qkv_BSW, width),
                 *weights,
                 cos,
@@ -397,7 +398,7 @@ def qk_norm_rope_backward(
     n_q, n_k = map(len, weights)
     partials = dq.new_empty((num_programs, n_q + n_k), dtype=torch.float32)
     with on_device(dq):
-        _backward_kernel[(num_programs,)](
+        launch(_backward_kernel, (num_programs,))(
             *grads,
             *heads.parts(qkv_BSW, width)[:2],
             *weights,
@@ -419,7 +420,7 @@ def qk_norm_rope_backward(
         )
         # Rows of one sector, and all of them on their way at once or nearly.
         grid = (cdiv(max(n_q, n_k), 8), 2)
-        _sum_kernel[grid](partials, *dws, num_programs, n_q, n_k, BLOCK_P=256, BLOCK_D=8, num_warps=8)
+        launch(_sum_kernel, grid)(partials, *dws, num_programs, n_q, n_k, BLOCK_P=256, BLOCK_D=8, num_warps=8)
     return NormedHeadsGrads(*rows, *dws)
 
 

@@ -24,7 +24,16 @@ from torch import Tensor
 from deepwell.errors import ConfigError, UnsupportedError
 from deepwell.kernels.device.bf16_words import encoded, larger, product
 from deepwell.kernels.device.fp8 import row_scale
-from deepwell.kernels.device.triton_support import cdiv, next_power_of_2, on_device, runs_kernel, runs_ptx, tl, triton
+from deepwell.kernels.device.triton_support import (
+    cdiv,
+    launch,
+    next_power_of_2,
+    on_device,
+    runs_kernel,
+    runs_ptx,
+    tl,
+    triton,
+)
 from deepwell.kernels.gemm.row_factors import check_factor, factor_like, times_rows
 from deepwell.kernels.quantize.fp8 import RowOptions
 from deepwell.kernels.rope.head_tiles import (
@@ -467,7 +476,7 @@ def _launch(
     if b * s == 0:
         return
     with on_device(read[0]):
-        _rope_kernel[(cdiv(b * s, config.rows),)](
+        launch(_rope_kernel, (cdiv(b * s, config.rows),))(
             *_three(read),
             *tables,
             factor,

@@ -52,6 +52,7 @@ register_op(
     " -> (Tensor, Tensor, Tensor)",
     _rope_qkv,
     _fake_rope_qkv,
+    caches=True,
 )
 register_rows(
     "rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str packing, str convention)",
@@ -65,6 +66,7 @@ register_op(
         dense(x), dense(cos), dense(sin), convention=convention, backward=backward
     ),
     lambda x, cos, sin, convention, backward: x.new_empty(x.shape),
+    caches=True,
 )
 
 # ---- norm and rotation ----
@@ -119,6 +121,7 @@ register_op(
     " str convention) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _qk_norm_rope,
     _fake_qk_norm_rope,
+    caches=True,
 )
 register_rows(
     "qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor w_q, Tensor w_k, Tensor rstd_q,"

@@ -88,11 +88,9 @@ def fastest_fp8_gemm(
     """As `gemm.fp8_gemm`."""
     operands = (a_MK, scale_a, b_NK, scale_b)
     by_torch = partial(fp8_gemm, *operands, out_dtype=out_dtype, fast=fast)
-    if not a_MK.is_cuda or out_dtype != torch.bfloat16:
+    if not a_MK.is_cuda or out_dtype != torch.bfloat16 or 2.0 * a_MK.numel() * b_NK.shape[0] < LEAST_FLOPS:
         return by_torch()
     product = cublaslt.product_of_codes(*operands, fast=fast, device=a_MK.device)
-    if not _is_large(product):
-        return by_torch()
     return _by_the_fastest(product, by_torch, partial(cublaslt.fp8_gemm_ranked, *operands, fast=fast), may_time=True)
 
 
