@@ -105,7 +105,8 @@ def main() -> None:
             command = [sys.executable, __file__, "--one", "--models", model, "--entrants", entrant]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise SystemExit(f"{model} {entrant}: {done.stderr.strip().splitlines()[-1]}")
+                said = done.stderr.strip().splitlines()[-1:] or [f"ended with status {done.returncode}"]
+                raise SystemExit(f"{model} {entrant}: {said[0]}")
             row = json.loads(done.stdout.splitlines()[-1])
             rows.append(row)
             parts = " ".join(f"{row[f'{part} ms']:6.2f}" for part in _PARTS)

@@ -153,6 +153,26 @@ def test_an_encoder_without_a_mask_is_not_causal() -> None:
     assert [site.op.causal for site in ir.sites() if isinstance(site.op, Attention)] == [False, False]
 
 
+def test_masks_are_computed_at_sizes_of_a_capture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepwell as dw
+    from deepwell.graph.lift import masks
+
+    model = zoo.tiny_model("gpt_oss")  # attention written out, with sinks: scores of 64 heads are gigabytes
+    asked = []
+    monkeypatch.setattr(masks, "_read_mask", lambda flow, target, scores: asked.append(flow.traced.tracer))
+    engine = dw.compile(model, precision="mxfp8")
+    assert asked and "call" not in asked
+    del asked[:]
+    tokens = torch.randint(0, 64, (2, 8))
+    assert engine(input_ids=tokens, labels=tokens).loss.isfinite()
+    assert asked == []
+    assert "in the graphs of the calls" in str(engine.report())
+    monkeypatch.setattr(masks, "_MOST_NUMBERS", 4)
+    ir = lift(model, trace(model))
+    assert asked == [] and all(site.op.causal for site in ir.sites() if isinstance(site.op, Attention))
+    assert any("its mask could not be computed; taken as causal" in note for note in ir.notes)
+
+
 def test_partial_rotation_counts_the_rotated_part_only() -> None:
     _, ir = lifted("gpt_neox")
     rope = next(site.op for site in ir.sites() if isinstance(site.op, Rope))

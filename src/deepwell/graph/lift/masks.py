@@ -15,6 +15,8 @@ from torch import fx
 
 from deepwell.graph.lift.flow import Flow
 
+# Of numbers, scores that are computed: a mask of long rows would take the host's memory and minutes.
+_MOST_NUMBERS = 1 << 27
 PROBE = 5  # the small width that stands in for a number under suspicion
 # Ops of a mask's arithmetic whose numbers may be a window.
 _COMPARING = ("sub", "add", "lt", "le", "gt", "ge", "floordiv", "div", "triu", "tril")
@@ -33,7 +35,13 @@ class _Unknown(Exception):
 
 
 def read_mask(flow: Flow, probability: fx.Node, scores: fx.Node | None, mask: fx.Node | None) -> MaskFacts | None:
-    """Facts of the mask between `scores` and the softmax `probability`, or of an explicit `mask`; None if unknown."""
+    """Facts of the mask between `scores` and the softmax `probability`, or of an explicit `mask`; None if unknown.
+
+    So it is in the graph of a call, which is asked for the roles of linears alone, and past `_MOST_NUMBERS`.
+    """
+    shape = flow.shape(scores if mask is None and scores is not None else mask)
+    if flow.traced.tracer == "call" or math.prod(shape) > _MOST_NUMBERS:
+        return None
     # Values are wanted: on a CPU, also where the caller builds everything under `with torch.device("meta")`.
     with torch.device("cpu"):
         return _read_mask(flow, mask if mask is not None else probability, scores)
