@@ -87,10 +87,16 @@ def launched() -> list[str]:
 
 
 def stand_in() -> None:
-    """Have every self-check pass and nothing measured: results are zeros, and times those of the host."""
+    """Have every self-check pass and nothing measured: results are zeros, and times those of the host.
+
+    Parts of masks, whose values the passes read, are computed on the CPU.
+    """
     import torch
+    from torch import fx
 
     from deepwell.engine import compile as engine_compile
+    from deepwell.engine.passes import edit
+    from deepwell.engine.passes.attention import masks
     from deepwell.kernels.tune import choose, verify
 
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -104,6 +110,20 @@ def stand_in() -> None:
     for name, made in stand_ins.items():
         setattr(choose, name, made)
     setattr(engine_compile, "measured_fallback", lambda *args: None)  # noqa: B010
+
+    def on_cpu(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def run_node(node: fx.Node, values: Any) -> Any:
+        def runs(args: Any, kwargs: Any) -> Any:
+            target = node.target if node.op == "call_function" else getattr(args[0], str(node.target))
+            return target(*(args if node.op == "call_function" else args[1:]), **kwargs)
+
+        given = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        return runs(*torch.utils._pytree.tree_map(on_cpu, given))
+
+    assert masks.run_node is edit.run_node
+    masks.run_node = run_node
 
 
 if __name__ == "__main__":
