@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import deepwell as dw
 from deepwell.engine.backend import BackendOptions, compile_graph
-from deepwell.formats.metrics import assert_bitwise_equal
+from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
+from deepwell.kernels.experts.autograd import FP8_METHOD
 from deepwell.kernels.gemm.linear import low_precision_linear
 
 E, N, K = 4, 48, 32
-MXFP8 = "|".join(["emulate:mxfp8"] * 3)
+MXFP8, FP8 = ("|".join([method] * 3) for method in ("emulate:mxfp8", FP8_METHOD))
 
 
 class Loop(nn.Module):
@@ -30,8 +31,8 @@ class Loop(nn.Module):
 
 def compiled(model: nn.Module, scheme: str = MXFP8) -> tuple[Callable[..., Any], BackendOptions]:
     options = BackendOptions(
-        # The module's own parameter is called "weight": its path is that name.
-        schemes={"weight": scheme} if scheme else {},
+        # The parameters are the module's own: their paths are their names.
+        schemes=dict.fromkeys((name for name, _ in model.named_parameters()), scheme) if scheme else {},
         parameters=lambda: model.named_parameters(remove_duplicate=False),
     )
     return torch.compile(model, backend=lambda graph, inputs: compile_graph(graph, inputs, options)), options
@@ -125,6 +126,71 @@ def test_loops_without_a_format_stay_loops(scheme, dtype) -> None:
     with torch.no_grad():
         assert_bitwise_equal(run(x, sizes), model(x, sizes))
     assert not options.counts["looped_experts"]
+
+
+class Chain(nn.Module):
+    """JetMoE's MLP: tokens gathered by expert, two loops with a gate between them, rows weighted and added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(E, 2 * N, K) / 6)
+        self.down = nn.Parameter(torch.randn(E, K, N) / 7)
+
+    def forward(self, x: Tensor, sizes: list[int], token: Tensor, gates: Tensor) -> Any:
+        gate, up = self.loop(x[token], self.up, sizes).chunk(2, dim=-1)
+        hidden = self.hidden(gate, up)
+        rows = self.loop(hidden, self.down, self.others(sizes))
+        return self.total(torch.zeros_like(x).index_add(0, token, rows * gates[:, None]), hidden)
+
+    def loop(self, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+        rows = x.split(sizes)
+        return torch.cat([F.linear(rows[e], weight[e]) for e in range(E)])
+
+    def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def others(self, sizes: list[int]) -> list[int]:
+        return sizes
+
+    def total(self, y: Tensor, hidden: Tensor) -> Tensor:
+        return y
+
+
+class OtherGroups(Chain):
+    def others(self, sizes: list[int]) -> list[int]:
+        return sizes[::-1]
+
+
+class OtherGate(Chain):
+    def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.tanh(gate) * up
+
+
+class HiddenRead(Chain):
+    def total(self, y: Tensor, hidden: Tensor) -> Tensor:
+        return y + hidden.mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "fused"),
+    [(Chain, FP8, 1), (Chain, MXFP8, 0), (OtherGroups, FP8, 0), (OtherGate, FP8, 0), (HiddenRead, FP8, 0)],
+)
+def test_two_loops_and_their_gate_are_one_fp8_block(kind, scheme, fused) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    run, options = compiled(model, scheme)
+    for sizes in ([20, 0, 1, 27], [10, 14, 11, 13]):
+        x, token = torch.randn(24, K, requires_grad=True), torch.randperm(48) // 2
+        gates, dy = torch.rand(48, requires_grad=True), torch.randn(24, K)
+        grads = []
+        for function in (run, model):
+            y = function(x, sizes, token, gates)
+            grads.append((y, *torch.autograd.grad(y, (x, gates, *model.parameters()), dy)))
+        for mine, theirs in zip(*grads, strict=True):
+            assert 20 < sqnr_db(theirs, mine) < 45
+    assert options.counts["looped_experts"] == 2 * options.graphs and options.rewritten == {"up", "down"}
+    assert options.counts["fused_experts"] == fused * options.graphs
+    assert bool(options.remarks) == (scheme == FP8 and not fused)
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def fused_experts(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    routing: tuple[Tensor, Tensor, Tensor],
+    routing: tuple[Tensor | None, Tensor | None, Tensor],
     top_k: int,
     act: str,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -182,11 +182,13 @@ def fused_experts(
     """`experts_in_fp8` of sorted choices, as Hugging Face's graphs have them.
 
     `routing` holds the choices t * top_k + j sorted by expert, their weights [S] in the order of tokens, and the ends
-    of the experts' groups. `act` may be the name of SwiGLU's function.
+    of the experts' groups; without the first two x are rows sorted by expert. `act` may be the name of SwiGLU's
+    function.
     """
     order, weight, offs = routing
+    weight = x.new_ones(x.shape[0]) if weight is None else weight
     how = act if "," in act else str(ExpertActivation(function=act))
-    groups = ops.group_layout(offs, order, order.shape[0])
+    groups = ops.group_layout(offs, order, weight.shape[0])
     return experts_in_fp8(x, (gate_up, down), weight, groups, top_k, how, biases)
 
 

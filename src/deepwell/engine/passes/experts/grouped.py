@@ -8,7 +8,8 @@ are FP8 and everything between the tokens and their sum is what Hugging Face's g
     rows = x[order // top_k];  h = act(gate) * up of rows @ gate_up.T;  y = h @ down.T;  y *= weight[order]
     sum over top_k of y in the order of tokens; rows of no expert masked to zero on the way
 
-the whole block becomes one `fused_experts`.
+the whole block becomes one `fused_experts`. Where only the products and the gate between them are these (JetMoE), those
+are one: rows in, rows out.
 
 Experts that are one call already (`run_experts`: DeepwellMoE's, and Hugging Face's as the engine runs them) get their
 precision as an argument.
@@ -58,11 +59,11 @@ class ExpertSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """A whole MoE block around two sites: what it reads, and the node of its sum."""
+    """A whole MoE block around two sites: what it reads, and the node of its sum; or of rows, by expert already."""
 
     x: fx.Node
-    order: fx.Node
-    weights: fx.Node  # of the router, one per choice, in the order of tokens
+    order: fx.Node | None  # None: x are the rows, and the result too
+    weights: fx.Node | None  # of the router, one per choice, in the order of tokens
     top_k: int
     act: str
     total: fx.Node
@@ -223,21 +224,20 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
     if gate_up.is_kn or down.is_kn:
         return "their weights are stored [E, K, N]"
     gathered = _gathered(skip_casts(gate_up.node.args[0]), gate_up)
-    if gathered is None:
-        return "their rows are not tokens taken in the order of experts"
-    x, order, top_k = gathered
-    summed = _summed(down, order, top_k)
-    if summed is None or not runs_in_kernels(x, gate_up.weight, down.weight):
-        return "their rows are not weighted and added up by token, or dtypes differ"
-    weights, total = summed
+    summed = None if gathered is None else _summed(down, *gathered[1:])
+    x, order, top_k = (gate_up.node.args[0], None, 1) if gathered is None or summed is None else gathered
+    if not runs_in_kernels(x, gate_up.weight, down.weight):
+        return "their dtypes differ"
+    weights, total = summed or (None, down.node)
     block = _Block(x=x, order=order, weights=weights, top_k=top_k, act=hidden.args[1], total=total)
     return gate_up, block
 
 
 def _is_written(writes: Writes, gate_up: ExpertSite, down: ExpertSite, block: _Block) -> bool:
     """Whether something that a block reads is another when its sum is computed."""
+    begin = gate_up.node if block.order is None else block.order
     read = (block.x, block.weights, block.order, down.offs, gate_up.weight, down.weight)
-    return any(writes.between(node, block.order, block.total) for node in read)
+    return any(writes.between(node, begin, block.total) for node in read if node is not None)
 
 
 def _masked(node: Any, site: ExpertSite) -> Any:

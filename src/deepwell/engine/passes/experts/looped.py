@@ -32,22 +32,25 @@ class _Loop:
 def group_loops(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], schemes: Mapping[str, str]) -> int:
     """Replace the loops whose weight has a scheme. Returns how many."""
     writes, found = Writes(graph), 0
+    ends: dict[tuple[Any, ...], fx.Node] = {}  # by sizes: products of the same groups read the same ends
     for node in list(graph.nodes):
         loop = _loop_of(node)
         if loop is None or writes.between(loop.x, loop.split, node) or writes.between(loop.weight, loop.split, node):
             continue
         path, _ = scheme_of(weights.get(loop.weight.name, ()), schemes)
         if path and runs_in_kernels(loop.x, loop.weight):
-            _group(graph, node, loop)
+            if loop.sizes not in ends:
+                with graph.inserting_before(node):
+                    ends[loop.sizes] = _ends(graph, loop.sizes, value_of(loop.x))
+            _group(graph, node, loop, ends[loop.sizes])
             found += 1
     return found
 
 
-def _group(graph: fx.Graph, joined: fx.Node, loop: _Loop) -> None:
-    x, weight = value_of(loop.x), value_of(loop.weight)
+def _group(graph: fx.Graph, joined: fx.Node, loop: _Loop, offs: fx.Node) -> None:
+    weight = value_of(loop.weight)
     inside: list[fx.Node] = list(argument(joined, "tensors"))
     with graph.inserting_before(joined):
-        offs = _ends(graph, loop.sizes, x)
         transposed = graph.call_method("transpose", (loop.weight, -2, -1))
         transposed.meta["example_value"] = weight.transpose(-2, -1)
         new = graph.call_function(torch._grouped_mm, (loop.x, transposed), {"offs": offs})
