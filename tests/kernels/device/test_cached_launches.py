@@ -1,7 +1,9 @@
 """An op's launches without its wrapper: the same kernels, numbers and memory, or the wrapper itself."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import deepwell.kernels
 import launches
 from deepwell.kernels.device import cached_launches
 from deepwell.kernels.device.cached_launches import CachedLaunches, _Sequence
@@ -260,6 +263,14 @@ def test_kinds_are_bounded() -> None:
         for n in (1, 2, 3) * 3:
             op(torch.zeros(64 * n))
         assert len(op._kinds) == 2
+
+
+def test_every_kernel_of_an_op_is_launched_where_a_recording_sees_it() -> None:
+    # These launch for somebody who is no op; `launch` itself is the first.
+    others = {"triton_support.py", "cached_launches.py", "weight_cache_launches.py"}
+    files = [path for path in Path(deepwell.kernels.__file__).parent.rglob("*.py") if path.name not in others]
+    direct = [path.name for path in files if re.search(r"kernel\[[^\n]*\]\(", path.read_text())]
+    assert len(files) > 80 and direct == []
 
 
 @pytest.mark.gpu
