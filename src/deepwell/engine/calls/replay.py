@@ -24,8 +24,9 @@ from torch._inductor import compile_fx
 
 _log = logging.getLogger("deepwell.engine")
 
-# Calls of a graph before it is timed (kernels are compiled and chosen in the first), and timed ones.
-_WARM_CALLS, _TIMED_CALLS = 2, 2
+# Calls of a graph before it is timed (kernels are compiled and chosen in the first, launches recorded in the next two),
+# and timed ones.
+_WARM_CALLS, _TIMED_CALLS = 3, 2
 # Of the time of a forward and backward; the rest of it the GPU worked on after the last launch. Less than all: the host
 # may wait for nobody at the end and have kept the GPU waiting on the way. The replay is timed in any case.
 _HOST_SHARE = 0.6
