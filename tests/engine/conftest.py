@@ -13,8 +13,8 @@ from torch import fx
 
 from deepwell.engine.passes.edit import erase_unread
 
-# So that tests can `import zoo_models`, the tiny Hugging Face models of the graph tests.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "graph"))
+# So that tests can `import zoo_models`, the tiny Hugging Face models of the graph tests, and what lies beside them.
+sys.path += [str(Path(__file__).resolve().parents[1] / "graph"), str(Path(__file__).resolve().parent)]
 
 torch.set_num_threads(1)
 

@@ -12,58 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from compared import check, outcome, rewritten
+from torch import Tensor
 
-from deepwell.engine.passes import pipeline
 from deepwell.engine.passes.attention import masks
-from deepwell.engine.passes.work import BackendOptions, Work
 
 Case = tuple[Callable[..., Any], list[Tensor]]
-
-
-def rewritten(
-    function: Callable[..., Any], *, dynamic: bool | None = None
-) -> tuple[Callable[..., Any], dict[str, int]]:
-    """A function whose graph all passes of Dynamo's level rewrite, and what they counted."""
-    options = BackendOptions(fuse_head=True)
-
-    def backend(graph_module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        work = Work(options=options)
-        pipeline.run(pipeline.DYNAMO, graph_module.graph, work)
-        graph_module.graph.lint()
-        graph_module.recompile()
-        assert not work.deferred
-        return graph_module.forward
-
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), options.counts
-
-
-def outcome(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Values and gradients of a function; it may write into what it gets."""
-    torch.manual_seed(7)
-    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    out = function(*(x * 1 if x.is_floating_point() and x.requires_grad else x for x in leaves))
-    outs = list(out) if isinstance(out, tuple) else [out]
-    total = sum((o.float() * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outs)
-    if isinstance(total, Tensor) and total.requires_grad:
-        total.backward()
-    return [o.detach() for o in outs], [x.grad for x in leaves]
-
-
-def check(function: Callable[..., Any], inputs: list[Tensor], *, dynamic: bool | None = None) -> dict[str, int]:
-    """Assert that the rewritten function gives what eager gives. Returns what passes counted."""
-    torch._dynamo.reset()
-    run, counts = rewritten(function, dynamic=dynamic)
-    want, got = outcome(function, inputs), outcome(run, inputs)
-    low = any(x.dtype is torch.bfloat16 for x in inputs)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if low else {"rtol": 1e-4, "atol": 1e-5}
-    for ours, theirs in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            assert ours.dtype == theirs.dtype
-            scale = max(1.0, float(theirs.float().abs().max())) if low and theirs.numel() else 1.0
-            torch.testing.assert_close(ours.float() / scale, theirs.float() / scale, equal_nan=True, **tolerance)
-    return {name: count for name, count in counts.items() if count}
 
 
 # ---- attention ----
