@@ -226,3 +226,23 @@ def test_what_is_inside_a_vmap_stays_as_it_was_written() -> None:
     engine(x)
     rows = {row.path: row for row in engine.report().bindings if row.gemm == "fwd"}
     assert "torch.vmap" in rows["up"].reason and rows["down"].scheme == "emulate:mxfp8"
+
+
+class Ragged(nn.Module):
+    """Sequences of different lengths, as torch's nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(16), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.up(self.norm(torch.nested.nested_tensor_from_jagged(x, ends))).values()
+        return out
+
+
+def test_a_linear_of_a_nested_tensor_stays_and_the_report_says_why() -> None:
+    model, given = Ragged(), (torch.randn(8, 16), torch.tensor([0, 3, 8]))
+    engine = dw.compile(model, precision_policy=dw.PrecisionPolicy("mxfp8"))
+    torch.testing.assert_close(engine(*given), model(*given))
+    (row,) = (row for row in engine.report().bindings if row.gemm == "fwd")
+    assert row.binding == "substitute" and "its input is a NestedTensor, which no kernel takes" in row.reason

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepwell.engine.binding import LeftAlone
 from deepwell.graph.fx import SHAPE_OPS, linear_parts, op_of, transposed, value_of
@@ -61,8 +62,14 @@ def _why(reader: fx.Node, weight: fx.Node) -> LeftAlone:
         return LeftAlone(dtype=result, reason=f"its weight is read by {op}, which is no linear", is_product=is_fused)
     x, w = _dtype_of(parts[0]), _dtype_of(weight)
     reason = f"its input is in {x} and its weight in {w}" if x != w else f"no kernel takes a linear like this in {w}"
-    reason = reason if x else "torch.vmap or torch.func is around it, through which no kernel goes"
-    return LeftAlone(dtype=result, reason=reason, is_product=True)
+    return LeftAlone(dtype=result, reason=reason if x else _why_no_dtype(parts[0]), is_product=True)
+
+
+def _why_no_dtype(node: fx.Node) -> str:
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+        return f"its input is a {type(value).__name__}, which no kernel takes"
+    return "torch.vmap or torch.func is around it, through which no kernel goes"
 
 
 def _dtype_of(node: object) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Names of functions, methods, operators and aten ops that stand for an op of another name with the same arguments.
 _SPELLINGS = {
@@ -260,10 +261,16 @@ def give_operands_by_position(graph: fx.Graph) -> None:
 def value_of(node: Any) -> Any:
     """The fake tensor that stands for a node's value, None where there is none; export keeps some under another key.
 
-    Inside `torch.vmap` or `torch.func.grad` there is none: such a tensor hides dimensions, and no kernel takes it.
+    There is none of what no kernel takes: a tensor inside `torch.vmap` or `torch.func.grad`, which hides dimensions, a
+    subclass that holds others (DTensor, a nested tensor) and a sparse one.
     """
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) and not is_functorch_wrapped_tensor(value) else None
+    return value if isinstance(value, torch.Tensor) and _is_plain(value) else None
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    is_wrapper = is_functorch_wrapped_tensor(value) or is_traceable_wrapper_subclass(value)
+    return not is_wrapper and value.layout is torch.strided
 
 
 def transposed(node: Any) -> fx.Node | None:
