@@ -12,9 +12,18 @@ KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def runs_in_kernels(*nodes: Any) -> bool:
-    """Whether these are tensors of one dtype that the kernels take; a float64 model is left as it is."""
-    dtypes = {value.dtype if (value := value_of(node)) is not None else None for node in nodes}
+    """Whether these are tensors of one dtype that the kernels take; a float64 model is left as it is.
+
+    So are tensors without rows: a single number, or a last dimension without one.
+    """
+    values = [value_of(node) for node in nodes]
+    dtypes = {value.dtype if value is not None and _has_rows(value) else None for value in values}
     return len(dtypes) == 1 and dtypes <= KERNEL_DTYPES
+
+
+def _has_rows(value: torch.Tensor) -> bool:
+    # An open size is none of 0.
+    return value.dim() > 0 and not (isinstance(value.shape[-1], int) and value.shape[-1] == 0)
 
 
 def width_of(node: Any) -> Any:

@@ -397,7 +397,7 @@ def _widths(node: fx.Node) -> list[int] | None:
     how = argument(node, "chunks" if name == "chunk" else "sizes")
     if isinstance(how, (list, tuple)):
         return [int(piece) for piece in how] if all(isinstance(piece, int) for piece in how) else None
-    if not isinstance(how, int) or how < 1:
+    if not isinstance(how, int) or how < 1 or not width:
         return None
     size = -(-width // how) if name == "chunk" else how
     return [min(size, width - start) for start in range(0, width, size)]
