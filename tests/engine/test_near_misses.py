@@ -9,16 +9,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from compared import check, outcome, rewritten
+from compared import Case, check, check_all, outcome, rewritten
 from torch import Tensor
 
 from deepwell.engine.passes.attention import masks
-
-Case = tuple[Callable[..., Any], list[Tensor]]
-
 
 # ---- attention ----
 
@@ -512,3 +510,89 @@ def test_a_graph_that_is_all_under_no_grad_is_fused() -> None:
 @pytest.mark.parametrize("shape", [(1,), (1, 24), (4, 24)], ids=str)
 def test_a_heads_bias_that_is_no_row_is_broadcast(shape) -> None:
     check(lambda x, w, b, t: F.cross_entropy(F.linear(x, w, b), t), [A, HEAD, _numbers(*shape), IDS])
+
+
+# ---- one program a pass, in both dtypes ----
+
+
+def llama_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    x32 = x.float()
+    return w * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def sigmoid_linear(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)
+
+
+def on_a_grid(x: Tensor, step: float) -> Tensor:
+    return torch.div(x, step, rounding_mode="floor") * step
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + turned(x) * sin
+
+
+def in_bf16(function: Callable[..., Any], *given: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return function(*given)
+
+
+def norm_rounded_inside(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * mean_square(x)).to(torch.bfloat16)
+
+
+def parts_of(rows: Tensor, heads: int, swapped: bool = True) -> list[Tensor]:
+    parts = [part.view(2, heads, heads, 8) for part in rows.split(8 * heads, -1)]
+    return [part.transpose(1, 2) for part in parts] if swapped else parts
+
+
+def by_head(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """As many tokens as heads, and a row of the tables for each head."""
+    q, k, v = parts_of(rows, 4, swapped=False)
+    return rotated(q, cos, sin), rotated(k, cos, sin), v * 1
+
+
+def by_token(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = parts_of(rows, 4)
+    return rotated(q, cos, sin), rotated(k, cos, sin), v * 1
+
+
+def weight_of_another_precision(x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    h = x + y
+    return in_bf16(lambda: norm(h, F.linear(m[0], m).float()))
+
+
+NUMBERS, COS, SIN = (_numbers(64) * 3).detach().requires_grad_(), _numbers(4, 8).detach(), _numbers(4, 8).detach().cos()
+ALIKE: dict[str, dict[str, Case]] = {
+    "rms_norm": {
+        "rounded to another dtype before the weight": (norm_rounded_inside, [A, W]),
+        "the same dtype": (llama_norm, [A, W]),
+        "another dtype in the end": (lambda x, w: llama_norm(x, w).to(torch.float16), [A, W]),
+        "x is its weight": (lambda x: llama_norm(x, x), [W]),
+        "eps of an array": (lambda x, w: llama_norm(x, w, np.float64(1e-3)), [A, W]),
+    },
+    "gelu": {
+        "a gate on a grid of sixteenths": (lambda x: sigmoid_linear(x, on_a_grid(x, 0.0625)), [NUMBERS]),
+        "a gate on a grid of no width": (lambda x: sigmoid_linear(x, on_a_grid(x, 1e-7)), [NUMBERS]),
+        "a gate rounded to bf16": (lambda x: x * torch.sigmoid(x.bfloat16()).to(x.dtype), [NUMBERS]),
+        "a gate": (lambda x: sigmoid_linear(x, x), [NUMBERS]),
+    },
+    "rope_qkv": {
+        "tables of heads": (by_head, [_numbers(2, 4, 96), COS, SIN]),
+        "tables of tokens": (by_token, [_numbers(2, 4, 96), COS, SIN]),
+    },
+    "residual_norm": {
+        "a weight computed under autocast": (weight_of_another_precision, [A, B, _numbers(8, 8)]),
+        "a sum of one tensor": (lambda x, w: norm(x + x, w), [A, W]),
+    },
+}  # fmt: skip
+TAKEN = {
+    torch.float32: {"rms_norm": 3, "gelu": 1, "rope_qkv": 1, "residual_norm": 1},
+    torch.bfloat16: {"rms_norm": 4, "gelu": 2, "rope_qkv": 1, "residual_norm": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", TAKEN, ids=str)
+@pytest.mark.parametrize("rewrite", ALIKE)
+def test_what_only_looks_alike_is_computed_as_it_is_written(rewrite, dtype) -> None:
+    assert check_all(ALIKE[rewrite], dtype)[rewrite] == TAKEN[dtype][rewrite]

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepwell.engine.binding import LeftAlone
-from deepwell.graph.fx import SHAPE_OPS, linear_parts, op_of, transposed, value_of
+from deepwell.graph.fx import AUTOCAST, SHAPE_OPS, linear_parts, op_of, transposed, value_of
 from deepwell.graph.parameters import dtype_name
 
 # Ops that multiply by the weights of several linears at once.
@@ -41,7 +41,7 @@ def find_left_alone(
 def has_autocast(graph: fx.Graph) -> bool:
     """Whether torch.autocast is on around the graph that is being compiled, or inside of it."""
     around = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    entered = [node for node in graph.nodes if node.target is torch.amp.autocast_mode._enter_autocast]
+    entered = [node for node in graph.nodes if node.target is AUTOCAST[0]]
     return around or any(node.args[2] is not False for node in entered)  # (device, dtype, enabled, cache)
 
 

@@ -48,6 +48,8 @@ _PLAIN_UNDERSCORE = {"and_", "or_", "not_", "xor_"}
 CHANGED = "deepwell_changed"  # on a node: see `mark_changed`
 GRAD_MODE = "deepwell_grad_mode"  # on a node of a graph that sets it: whether autograd records here
 
+AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)  # its borders in a graph
+
 GROUPED_FALLBACK = "transformers::grouped_mm_fallback"  # Hugging Face's, for dtypes that torch's does not take
 
 # The arguments of an op by position, behind a bar those that torch takes by name alone.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from deepwell.engine.passes.edit import erase_unread, put_call, run_node, runs_in_kernels
-from deepwell.graph.fx import Writes, only_user, op_of, value_of
+from deepwell.graph.fx import Writes, argument, only_user, op_of, value_of
 from deepwell.kernels.activation.autograd import quick_gelu
 
 # Every one of these expressions bends x once, by one of:
@@ -92,6 +92,13 @@ def _recognised(x: fx.Node, result: fx.Node) -> Call | None:
     return next((call for call, known in _KNOWN if float((out - known).abs().max()) <= _TOLERANCE), None)
 
 
+def _keeps_numbers(node: fx.Node, x: fx.Node) -> bool:
+    """Whether a node neither rounds to fewer bits than x has nor to a grid, which the probe might lie on."""
+    value = value_of(node)
+    is_narrow = value is not None and value.dtype not in (value_of(x).dtype, torch.float32)
+    return not is_narrow and argument(node, "rounding_mode") is None
+
+
 def _between(x: fx.Node, result: fx.Node) -> list[fx.Node] | None:
     """The pointwise nodes from x to the result in order; None where one reads another tensor or is read elsewhere."""
     inside: set[fx.Node] = set()
@@ -100,7 +107,7 @@ def _between(x: fx.Node, result: fx.Node) -> list[fx.Node] | None:
         node = stack.pop()
         if node is x or node in inside:
             continue
-        if op_of(node) not in _POINTWISE:
+        if op_of(node) not in _POINTWISE or not _keeps_numbers(node, x):
             return None
         inside.add(node)
         stack += node.all_input_nodes

@@ -74,9 +74,11 @@ def _normed(site: RopeSite) -> NormedSite | None:
     """The norm of each head before a rotation of whole heads, None where there is none."""
     norm = site.x.args[0] if swaps_heads(site.x) else site.x
     columns = columns_of(norm.args[0]) if _is_norm(norm) else None
+    if columns is not None and norm is not site.x:
+        columns = replace(columns, heads_dim=3 - columns.heads_dim)
     if columns is None or not _fits(site, norm, columns, columns.width):
         return None
-    return NormedSite(site=site, norm=norm, columns=replace(columns, heads_dim=site.heads_dim))
+    return NormedSite(site=site, norm=norm, columns=columns)
 
 
 def _normed_whole(site: RopeSite) -> NormedSite | None:
@@ -99,9 +101,10 @@ def _is_norm(node: Any) -> bool:
 
 
 def _fits(site: RopeSite, norm: fx.Node, columns: Columns, width: int) -> bool:
-    """Whether whole heads are rotated, and the norm's weight is that wide."""
+    """Whether whole heads are rotated, by tables with a row for each token, and the norm's weight is that wide."""
     weight = value_of(norm.args[1])
-    return value_of(site.cos).shape[-1] == columns.width and weight is not None and tuple(weight.shape) == (width,)
+    is_by_token = columns.heads_dim == site.heads_dim and value_of(site.cos).shape[-1] == columns.width
+    return is_by_token and weight is not None and tuple(weight.shape) == (width,)
 
 
 def _replace(graph: fx.Graph, query: NormedSite, key: NormedSite) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 from deepwell.engine.passes.edit import replace, runs_in_kernels, width_of
 from deepwell.engine.passes.fuse_quantize import VIEWS
 from deepwell.engine.passes.recompute import backward_nodes, is_checkpointed
-from deepwell.graph.fx import GRAD_MODE, PURE, SHAPE_OPS, Writes, arguments, op_of, value_of, written_by
+from deepwell.graph.fx import AUTOCAST, GRAD_MODE, PURE, SHAPE_OPS, Writes, arguments, op_of, value_of, written_by
 from deepwell.kernels.norm.autograd import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _JOINED = {rms_norm: add_rms_norm, layer_norm: add_layer_norm}
@@ -24,6 +24,7 @@ def rewrite_residual_norm(graph: fx.Graph) -> int:
     count = 0
     order = {node: place for place, node in enumerate(graph.nodes)}
     writes = Writes(graph)
+    borders = [place for node, place in order.items() if node.target in AUTOCAST]
     for norm in list(graph.nodes):
         if norm.target not in _JOINED:
             continue
@@ -36,6 +37,8 @@ def rewrite_residual_norm(graph: fx.Graph) -> int:
         late = _computed_after(total, [p for p in parameters if isinstance(p, fx.Node)], order)
         if late is None or any(writes.between(node, total, norm) for node in _read_by(late, parameters)):
             continue
+        if late and any(order[total] < place < order[norm] for place in borders):
+            continue  # they would be computed in another dtype
         for node in late:  # Gemma's weight is 1 + w, computed beside each norm
             total.prepend(node)
             del order[node]  # early enough for every other sum, too

@@ -81,6 +81,8 @@ def _from_pattern(rsqrt: fx.Node, writes: Writes) -> bool:
         product = only_user(last)
         if product is None or not multiplies(product, last) or not _is_weight(other_operand(product, last), x):
             return False
+        if not _same_dtype(last, x):
+            return False  # it is rounded to fewer bits
         return _put_norm(product, x, other_operand(product, last), eps, "llama")
     if multiplies(last, scaled) and _is_weight(skip_widening(other_operand(last, scaled)), x):
         weight = skip_widening(other_operand(last, scaled))

@@ -73,7 +73,9 @@ def rewrite_rope(graph: fx.Graph, alone: bool = True) -> tuple[int, int]:
     groups: dict[tuple[Any, ...], list[tuple[RopeSite, Columns]]] = defaultdict(list)
     for site in sites:
         columns = columns_of(site.x)
-        if columns is not None and not any(writes.between(t, t, site.last) for t in (site.cos, site.sin)):
+        if columns is None or columns.heads_dim != site.heads_dim:
+            continue  # the tables have rows for heads, not for tokens
+        if not any(writes.between(t, t, site.last) for t in (site.cos, site.sin)):
             groups[(columns.source, *tables_of(site), site.convention)].append((site, columns))
     done: set[fx.Node] = set()
     for (source, *_), group in groups.items():
