@@ -562,6 +562,38 @@ def weight_of_another_precision(x: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return in_bf16(lambda: norm(h, F.linear(m[0], m).float()))
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = 0.0) -> Tensor:
+    return (scores(q, k) + mask).softmax(-1) @ v
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1) @ v
+
+
+def masked_by(mask: Tensor, *given: Tensor) -> Tensor:
+    return attend(*given, mask)
+
+
+def shut(size: int, dtype: torch.dtype) -> Tensor:
+    """Numbers below which nothing is, for the third query's keys."""
+    return torch.where(torch.arange(size)[:, None] == 2, torch.finfo(dtype).min, 0.0).to(dtype).expand(size, size)
+
+
+def band(size: int, dtype: torch.dtype, shift: int = 0) -> Tensor:
+    at = torch.arange(size)
+    return torch.where(at[:, None] + shift >= at[None], 0.0, torch.finfo(dtype).min).to(dtype)
+
+
+def in_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = in_bf16(scores, q, k).to(v.dtype).softmax(-1)
+    return weights @ v
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+SIX, MASK, MASKS = qkv(size=6), _numbers(6, 6).detach(), _numbers(2, 2, 6, 6).detach()
 NUMBERS, COS, SIN = (_numbers(64) * 3).detach().requires_grad_(), _numbers(4, 8).detach(), _numbers(4, 8).detach().cos()
 ALIKE: dict[str, dict[str, Case]] = {
     "rms_norm": {
@@ -581,14 +613,32 @@ ALIKE: dict[str, dict[str, Case]] = {
         "tables of heads": (by_head, [_numbers(2, 4, 96), COS, SIN]),
         "tables of tokens": (by_token, [_numbers(2, 4, 96), COS, SIN]),
     },
+    "attention": {
+        "plain": (weighted, SIX),
+        "one head of queries": (lambda q, k, v: weighted(q[:, :1], k, v), SIX),
+        "one sequence of keys": (lambda q, k, v: weighted(q, k[:1], v[:1]), SIX),
+        "a triangle": (lambda q, k, v: attend(q, k, v, band(6, q.dtype)), SIX),
+        "a triangle that leaves the first query nothing": (lambda q, k, v: attend(q, k, v, band(6, q.dtype, -1)), SIX),
+        "a mask that leaves a query nothing": (lambda q, k, v: attend(q, k, v, shut(6, q.dtype)), SIX),
+        "any mask": (masked_by, [MASK, *SIX]),
+        "any mask for what learns nothing": (masked_by, [MASK, *(x.detach() for x in SIX)]),
+        "a mask for more sequences": (lambda m, *of: masked_by(m, *(x[:1] for x in of)), [MASKS[:, :1], *SIX]),
+        "a mask for more heads": (lambda m, q, k, v: attend(q[:, :1], k[:, :1], v, m), [MASKS.flatten(0, 1), *SIX]),
+        "a mask of five dimensions": (masked_by, [MASKS[:, :, None], *SIX]),
+        "a mask for more queries": (lambda m, q, k, v: attend(q[:, :, :1], k, v, m), [MASK, *SIX]),
+        "a mask for more keys": (lambda m, q, k, v: attend(q, k[:, :, :1], v, m), [MASK, *SIX]),
+        "scores rounded to bf16": (lambda q, k, v: rounded(scores(q, k)).softmax(-1) @ v, SIX),
+        "weights rounded to bf16": (lambda q, k, v: rounded(scores(q, k).softmax(-1)) @ v, SIX),
+        "scores on a grid": (lambda q, k, v: on_a_grid(scores(q, k), 0.25).softmax(-1) @ v, SIX),
+    },
     "residual_norm": {
         "a weight computed under autocast": (weight_of_another_precision, [A, B, _numbers(8, 8)]),
         "a sum of one tensor": (lambda x, w: norm(x + x, w), [A, W]),
     },
 }  # fmt: skip
 TAKEN = {
-    torch.float32: {"rms_norm": 3, "gelu": 1, "rope_qkv": 1, "residual_norm": 1},
-    torch.bfloat16: {"rms_norm": 4, "gelu": 2, "rope_qkv": 1, "residual_norm": 1},
+    torch.float32: {"rms_norm": 3, "gelu": 1, "rope_qkv": 1, "attention": 5, "residual_norm": 1},
+    torch.bfloat16: {"rms_norm": 4, "gelu": 2, "rope_qkv": 1, "attention": 7, "residual_norm": 1},
 }
 
 
@@ -596,3 +646,56 @@ TAKEN = {
 @pytest.mark.parametrize("rewrite", ALIKE)
 def test_what_only_looks_alike_is_computed_as_it_is_written(rewrite, dtype) -> None:
     assert check_all(ALIKE[rewrite], dtype)[rewrite] == TAKEN[dtype][rewrite]
+
+
+# ---- what an op keeps for its gradient, and the model writes into afterwards ----
+
+
+def then_written(function: Callable[..., Tensor], which: int = 0) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One of the operands, or of a function's view of them, is another when the function is done."""
+
+    def run(*given: Tensor) -> tuple[Tensor, Tensor]:
+        own = [x * 1 if x.is_floating_point() else x for x in given]
+        out = function(*own)
+        own[which].mul_(2)
+        return out, own[which]
+
+    return run
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, grown(k, 2), grown(v, 2))
+
+
+WRITTEN_LATER: dict[str, Case] = {
+    "a norm's rows that learn nothing": (then_written(norm), [A.detach(), W]),
+    "a norm's rows, which are cast": (lambda x, w: then_written(llama_norm)(x.bfloat16(), w.bfloat16()), [A, W]),
+    "a norm's weight": (then_written(llama_norm, 1), [A.detach(), W]),
+    "a sum before a norm": (lambda x, y, w: then_written(llama_norm)((x + y).bfloat16(), w.bfloat16()), [A, B, W]),
+    "a gate that learns nothing": (then_written(lambda x, y: F.silu(x) * y), [A.detach(), B]),
+    "relu's gate": (then_written(lambda x, y: F.relu(x) * y), [A, B]),
+    "what is gated and learns nothing": (then_written(lambda x, y: F.silu(x) * y, 1), [A.detach(), B]),
+    "gelu by erf": (then_written(erf_gelu), [A]),
+    "keys that were repeated": (then_written(grouped, 1), [_numbers(2, 4, 6, 8), *qkv(kv_heads=2, size=6)[1:]]),
+    "attention's mask": (then_written(masked_by), [MASK, *SIX]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_an_op_would_keep_may_be_written_later(dtype) -> None:
+    assert not check_all(WRITTEN_LATER, dtype)
+
+
+def test_parts_of_attention_under_autocast_keep_their_precision() -> None:
+    """One product in bf16, the other in fp32: a fused op would compute both in one of them."""
+    cases: dict[str, Case] = {
+        "scores": (in_parts, SIX),
+        "values": (lambda q, k, v: in_bf16(torch.matmul, scores(q, k).softmax(-1), v), SIX),
+        "all of fp32": (lambda *given: in_bf16(weighted, *given), SIX),
+    }
+    assert not check_all(cases)
+    assert check_all({"all of bf16": cases["all of fp32"]}, torch.bfloat16) == {"attention": 1}

@@ -793,6 +793,13 @@ def _mlp_read_twice(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor
     return F.linear(F.gelu(hidden), down) + hidden.sum()
 
 
+def _mlp_written_later(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    hidden = F.linear(x, up, bias)
+    out = F.linear(F.relu(hidden), down)
+    hidden.mul_(2)
+    return out + hidden.sum()
+
+
 @pytest.mark.parametrize(
     ("function", "scheme", "expected"),
     [
@@ -800,6 +807,7 @@ def _mlp_read_twice(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor
         (_mlp_relu, FP8, (0, 1, 1)),
         (_mlp_tanh, FP8, (0, 1, 1)),
         (_mlp_read_twice, FP8, (0, 1, 0)),  # somebody reads the sum with its bias
+        (_mlp_written_later, FP8, (0, 0, 0)),  # relu keeps its result for the gradient, the kernel its input
         (_mlp, "bf16|fp8_row|fp8_row", (0, 1, 0)),  # the product itself is torch's, which adds the bias at no cost
     ],
 )
@@ -808,11 +816,13 @@ def test_an_activation_takes_the_bias_of_the_linear_before_it(run_pass, function
         _linears({"up": scheme, "down": FP8}, {"up": ("up.weight",), "down": ("down.weight",)})(graph)
         return rewrite_before_linears(graph)
 
-    inputs = [_bf16(2, 4, 16), _bf16(48, 16), _bf16(48), _bf16(16, 48)]
+    inputs = [t.requires_grad_() for t in (_bf16(2, 4, 16), _bf16(48, 16), _bf16(48), _bf16(16, 48))]
     got = run_pass(function, rewrite, *inputs)
     assert got.found == expected
     ref = function(*inputs)
     assert (got.out - ref).norm() < 0.08 * ref.norm()
+    (grad,), (wanted,) = (torch.autograd.grad(out.square().sum(), inputs[:1]) for out in (got.out, ref))
+    assert sqnr_db(wanted, grad) > 15
 
 
 def _bf16(*shape: int) -> Tensor:

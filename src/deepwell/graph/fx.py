@@ -502,6 +502,14 @@ class Writes:
         """Whether a tensor's memory is written after it was made and before its last reader."""
         return self.between(tensor, tensor, max(tensor.users, key=lambda node: self._order.get(node, -1)))
 
+    def spoils(self, made: fx.Node, *kept: Any) -> bool:
+        """Whether an op in the place of a node would keep a tensor for its gradient that is written later on.
+
+        Autograd refuses such a gradient; what the model wrote may keep other tensors, and have one.
+        """
+        value = value_of(made)
+        return value is not None and value.requires_grad and any(self.between(tensor, made) for tensor in kept)
+
     @property
     def memory(self) -> set[Any]:
         """All that is written at some place."""

@@ -11,7 +11,7 @@ from torch import fx
 
 from deepwell.engine.passes.edit import put_call, runs_in_kernels, width_of
 from deepwell.engine.passes.swiglu import activation_of
-from deepwell.graph.fx import GRAD_MODE, SHAPE_OPS, argument, only_user, op_of
+from deepwell.graph.fx import GRAD_MODE, SHAPE_OPS, Writes, argument, only_user, op_of
 from deepwell.kernels.activation.autograd import activation, bias_activation
 from deepwell.kernels.gemm.linear import low_precision_linear
 from deepwell.kernels.norm.autograd import layer_norm
@@ -20,10 +20,13 @@ from deepwell.kernels.norm.autograd import layer_norm
 def rewrite_before_linears(graph: fx.Graph) -> tuple[int, int, int]:
     """Replace them after the linear pass ran. Returns how many LayerNorms, activations, and activations with a bias."""
     norms = activations = biases = 0
+    writes = Writes(graph)
     for node in list(graph.nodes):
         if op_of(node) == "layer_norm" and _feeds_fp8(node):
             norms += _replace_norm(node)
         elif activation_of(node) and _feeds_fp8(node) and runs_in_kernels(node.args[0]):
+            if writes.spoils(node, node.args[0]):
+                continue
             bias = _take_bias(node)
             function, operands = (activation, ()) if bias is None else (bias_activation, (bias,))
             put_call(node, function, (node.args[0], *operands, activation_of(node)))

@@ -53,7 +53,8 @@ def _rewrite_at(bend: fx.Node, writes: Writes) -> bool:
         node = after
     for result in reversed(results):  # the longest expression first: 2x * gelu(x) / 2 is gelu(x) as well
         for x in above:
-            call = _recognised(x, result) if not writes.while_read(x, result) else None
+            is_written = writes.while_read(x, result) or writes.spoils(result, x)
+            call = _recognised(x, result) if not is_written else None
             if call is not None and runs_in_kernels(x) and _same_type(x, result):
                 put_call(result, call[0], (x,), call[1])
                 return True

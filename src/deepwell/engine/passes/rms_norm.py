@@ -34,19 +34,19 @@ def rewrite_rms_norm(graph: fx.Graph) -> int:
     writes = Writes(graph)
     for node in list(graph.nodes):
         if op_of(node) == "rms_norm":
-            count += _from_function(node)
+            count += _from_function(node, writes)
         elif op_of(node) == "rsqrt":
             count += _from_pattern(node, writes)
     return count
 
 
-def _from_function(node: fx.Node) -> bool:
+def _from_function(node: fx.Node, writes: Writes) -> bool:
     x, shape = node.args[0], argument(node, "normalized_shape")
     weight, eps = argument(node, "weight"), argument(node, "eps")
     if weight is None or not runs_in_kernels(x) or not runs_in_kernels(weight) or len(tuple(shape)) != 1:
         return False
     eps = _own_eps(value_of(x).dtype, value_of(x).device.type) if eps is None else eps
-    return _put_norm(node, x, weight, eps, "torch")
+    return _put_norm(node, (x, weight), eps, "torch", writes)
 
 
 @lru_cache(maxsize=16)
@@ -83,13 +83,13 @@ def _from_pattern(rsqrt: fx.Node, writes: Writes) -> bool:
             return False
         if not _same_dtype(last, x):
             return False  # it is rounded to fewer bits
-        return _put_norm(product, x, other_operand(product, last), eps, "llama")
+        return _put_norm(product, (x, other_operand(product, last)), eps, "llama", writes)
     if multiplies(last, scaled) and _is_weight(skip_widening(other_operand(last, scaled)), x):
         weight = skip_widening(other_operand(last, scaled))
         cast = only_user(last)
         if cast is not None and op_of(cast) == "to" and _same_dtype(cast, x):
-            return _put_norm(cast, x, weight, eps, "torch")
-        return _put_norm(last, x, weight, eps, "torch")
+            return _put_norm(cast, (x, weight), eps, "torch", writes)
+        return _put_norm(last, (x, weight), eps, "torch", writes)
     return False
 
 
@@ -121,8 +121,8 @@ def _same_dtype(node: fx.Node, x: fx.Node) -> bool:
     return ours is not None and theirs is not None and ours.dtype == theirs.dtype
 
 
-def _put_norm(last: fx.Node, x: fx.Node, weight: fx.Node, eps: float, rounding: str) -> bool:
-    if not _same_dtype(last, x):  # under autocast
+def _put_norm(last: fx.Node, operands: tuple[fx.Node, fx.Node], eps: float, rounding: str, writes: Writes) -> bool:
+    if not _same_dtype(last, operands[0]) or writes.spoils(last, *operands):  # another dtype: under autocast
         return False
-    put_call(last, rms_norm, (x, weight, eps, rounding))
+    put_call(last, rms_norm, (*operands, eps, rounding))
     return True

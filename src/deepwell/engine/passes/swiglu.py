@@ -18,7 +18,7 @@ def rewrite_swiglu(graph: fx.Graph) -> int:
         if product is None or not multiplies(product, inner):  # `up *= ...`: others may read up afterwards
             continue
         gate, up = inner.args[0], other_operand(product, inner)
-        if writes.between(gate, inner, product):
+        if writes.between(gate, inner, product) or writes.spoils(product, gate, up):
             continue
         if not runs_in_kernels(gate, up) or value_of(gate).shape != value_of(up).shape or not value_of(gate).dim():
             continue

@@ -95,6 +95,8 @@ def keep_kv_heads(node: fx.Node, writes: Writes) -> bool:
         return False  # one head of queries for all of the keys'
     if any(writes.between(source, node.args[i], node) for i, source in ((1, key), (2, value))):
         return False  # what was repeated is a copy from before the write
+    if writes.spoils(node, key, value):
+        return False
     node.args = (node.args[0], key, value, *node.args[3:])
     if op_of(node) == "scaled_dot_product_attention":
         _set(node, enable_gqa=True)

@@ -5,17 +5,22 @@
     softmax(cap * tanh(scale * q k^T / cap) + mask) v    a soft cap (Gemma 2): `flexible.py` has a kernel for it
 
 Between them may stand casts, a dropout that drops nothing, and a maximum that is taken off all logits of a row, which
-softmax does by itself. Scores that something else reads, or another softmax axis, leave it as it is.
+softmax does by itself. Scores that something else reads, another softmax axis, or fewer bits than q has leave it as it
+is. So does a mask that may hide all keys from a query, where something learns: the fused kernels' gradient of such a
+row is wrong where the mask is a large number (docs/gotchas.md).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx
 
-from deepwell.engine.passes.attention.masks import band_of
+from deepwell.engine.passes.attention.masks import band_of, packed_of
 from deepwell.engine.passes.edit import put_call, runs_in_kernels
 from deepwell.graph.fx import Writes, argument, op_of, value_of
 from deepwell.kernels.attention.autograd import windowed_attention
@@ -39,11 +44,17 @@ class Written:
 def rewrite_written(graph: fx.Graph, outer: Mapping[str, fx.Node]) -> int:
     """Replace attention that is written out. Returns how many."""
     count = 0
+    opens_all_rows = cache(_opens_all_rows)  # layers share a mask
     for node in list(graph.nodes):
         found = match_written(node)
         if found is None or found.cap:
             continue
-        call = _as_sdpa(found) if found.sinks is None else _with_sinks(found, outer)
+        if found.sinks is not None:
+            call = _with_sinks(found, outer)
+        elif found.mask is None or not value_of(node).requires_grad or opens_all_rows(_made_by(found.mask, outer)):
+            call = _as_sdpa(found)
+        else:
+            call = None
         if call is not None:
             put_call(node, *call)
             count += 1
@@ -66,13 +77,28 @@ def _with_sinks(found: Written, outer: Mapping[str, fx.Node]) -> tuple[Any, ...]
     size = query.shape[2]
     if mask is None or not isinstance(size, int) or value_of(mask).shape[-2:] != (size, key.shape[2]):
         return None
-    band = band_of(outer.get(mask.name, mask) if mask.op == "placeholder" else mask)
+    band = band_of(_made_by(mask, outer))
     if band is None or why_not_flash(query, key, value_of(found.value)):
         return None
     window = NO_WINDOW if band.is_causal(size) else band.window(size)
     if window is None or (query.is_cuda and why_rejected("attention", query.device, "bf16")):
         return None
     return windowed_attention, (found.query, found.key, found.value, found.sinks, found.scale, window)
+
+
+def _made_by(mask: fx.Node, outer: Mapping[str, fx.Node]) -> fx.Node:
+    """A mask where it is made, which may be the graph around a nested one."""
+    return outer.get(mask.name, mask) if mask.op == "placeholder" else mask
+
+
+def _opens_all_rows(mask: fx.Node) -> bool:
+    """Whether a mask is known to leave each query a key: its own, or the first one."""
+    value = value_of(mask)
+    if value is None or value.dim() < 2:
+        return False
+    packed, (queries, keys) = packed_of(mask), value.shape[-2:]
+    band = band_of(mask) if packed is None else packed.band
+    return band is not None and band.first <= 0 <= band.last and (queries == keys or band.last == math.inf)
 
 
 def match_written(node: fx.Node) -> Written | None:
@@ -97,12 +123,38 @@ def match_written(node: fx.Node) -> Written | None:
     query, key = product.args[0], _untransposed(product.args[1])
     if not runs_in_kernels(query, key, value) or any(value_of(n).dim() != 4 for n in (query, key, value)):
         return None
-    # They are read where the last product stands, and kernels keep its result for the backward.
+    if not _keeps_precision(product, node, value_of(query).dtype) or not _spreads_over(mask, product):
+        return None
+    # They are read where the last product stands.
     writes = Writes(node.graph)
     read = [n for n in (query, key, mask, sinks) if n is not None]
-    if writes.between(node, node) or any(writes.between(n, product, node) for n in read):
+    if any(writes.between(n, product, node) for n in read) or writes.spoils(node, node, value, *read):
         return None
     return Written(query=query, key=key, value=value, scale=scale, mask=mask, sinks=sinks, cap=cap)
+
+
+def _keeps_precision(first: fx.Node, last: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether all between two products is in the operands' dtype or in float32, and so is the result."""
+    found, stack = {last}, [first]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.users
+    dtypes = {value.dtype for node in found if node is not last and (value := value_of(node)) is not None}
+    return dtypes <= {dtype, torch.float32} and value_of(first).dtype == value_of(last).dtype == dtype
+
+
+def _spreads_over(mask: fx.Node | None, scores: fx.Node) -> bool:
+    """Whether a mask is broadcast to the scores, and not the scores to it."""
+    if mask is None or value_of(mask) is None:
+        return mask is None
+    pairs = zip(reversed(value_of(mask).shape), reversed(value_of(scores).shape), strict=False)
+    return value_of(mask).dim() <= 4 and all(_is_one(size) or size == whole for size, whole in pairs)
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 def _uncapped(node: Any) -> tuple[float, Any]:
