@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepwell.engine.passes.recompute import WHAT, backward_nodes, mark_recomputed
+from deepwell.engine.passes.recompute import WHAT, backward_nodes, mark_recomputed, save_readers_of_written
 from deepwell.formats.metrics import assert_bitwise_equal
 from deepwell.kernels.activation.autograd import swiglu_packed
 from deepwell.kernels.gemm.linear import low_precision_linear
@@ -29,8 +29,13 @@ def mlp(x: Tensor, gain: Tensor, up: Tensor, down: Tensor, between: Callable[[Te
     return low_precision_linear(between(hidden), [down], None, FP8)
 
 
-def step(function: Callable[..., Any], what: str, before: Callable[[fx.Graph], None] = lambda graph: None) -> Any:
-    """(result and gradients, joint graph with its marks) of one step whose backward makes `what` again."""
+def step(
+    function: Callable[..., Any], what: str, before: Callable[[fx.Graph], None] = lambda graph: None, learns: int = 0
+) -> Any:
+    """(result and gradients, joint graph with its marks) of one step whose backward makes `what` again.
+
+    Inputs before the one of number `learns` learn nothing.
+    """
     seen: list[fx.Graph] = []
 
     def partition(module: fx.GraphModule, *operands: Any, **how: Any) -> Any:
@@ -40,11 +45,14 @@ def step(function: Callable[..., Any], what: str, before: Callable[[fx.Graph], N
         return min_cut_rematerialization_partition(module, *operands, **how)
 
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in SHAPES]
-    compiled = aot_function(function, fw_compiler=lambda graph, _: graph.forward, partition_fn=partition)
-    out = compiled(*leaves)
+    leaves = [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
+    for leaf in leaves[learns:]:
+        leaf.requires_grad_()
+    # As Inductor has them, writes into inputs that learn nothing are in the graph.
+    how = {"partition_fn": partition, "keep_inference_input_mutations": True}
+    out = aot_function(function, fw_compiler=lambda graph, _: graph.forward, **how)(*leaves)
     out.float().square().sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)], seen[0]
+    return [out.detach(), *(leaf.grad for leaf in leaves[learns:])], seen[0]
 
 
 def marked(graph: fx.Graph) -> Counter[str]:
@@ -103,3 +111,26 @@ def test_what_the_model_checkpoints_keeps_its_marks() -> None:
 def test_nothing_of_the_backward_is_marked(what) -> None:
     _, graph = step(mlp, what)
     assert not any("recompute" in node.meta for node in backward_nodes(graph))
+
+
+def _then_written(x: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    out = mlp(x.view(4, 8, 64).view(32, 64), gain, up, down)
+    x.mul_(2)
+    gain.add_(1)
+    return out
+
+
+def _plain_then_written(x: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    out = x.sin().cos() * up[:32]
+    x.mul_(2)
+    return out + 0 * down.sum()
+
+
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("function", [_then_written, _plain_then_written])
+def test_what_reads_an_input_that_is_written_later_is_kept(function, what) -> None:
+    """The partitioner would have it recomputed of the input as the graph leaves it."""
+    pure = {_then_written: mlp, _plain_then_written: lambda x, gain, up, down: x.sin().cos() * up[:32] + 0 * down.sum()}
+    results, _ = step(function, what, save_readers_of_written, learns=2)
+    for got, wanted in zip(results, step(pure[function], "nothing", learns=2)[0], strict=True):
+        assert_bitwise_equal(got, wanted)

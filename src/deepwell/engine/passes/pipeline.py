@@ -24,7 +24,7 @@ from deepwell.engine.passes.experts import group_loops, rewrite_dense_experts, r
 from deepwell.engine.passes.fuse_quantize import fuse_quantize, fuse_recomputed_rows
 from deepwell.engine.passes.gelu import rewrite_gelu
 from deepwell.engine.passes.qk_norm_rope import rewrite_qk_norm_rope
-from deepwell.engine.passes.recompute import mark_recomputed
+from deepwell.engine.passes.recompute import mark_recomputed, save_readers_of_written
 from deepwell.engine.passes.residual import norm_again_from_sums, rewrite_residual_norm
 from deepwell.engine.passes.rms_norm import rewrite_rms_norm
 from deepwell.engine.passes.rope import rewrite_rope
@@ -107,6 +107,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("residual_norm",                         DYNAMO,   rewrite_residual_norm),
     Pass("",                                      DYNAMO,   note_unmatched, ("work",)),
     Pass("",                                      DYNAMO,   erase_unread),
+    Pass("",                                      JOINT,    save_readers_of_written, when="use_inductor"),
     Pass("",                                      JOINT,    norm_again_from_sums, when="recomputes_copies"),
     Pass("row_factors",                           JOINT,    move_row_scales, ("work",), when="row_factors"),
     Pass("recomputed",                            JOINT,    mark_recomputed, ("recompute",), when="recomputes"),

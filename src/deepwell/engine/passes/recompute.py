@@ -18,10 +18,26 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepwell.engine.passes.fuse_quantize import through_views
+from deepwell.graph.fx import VIEWS, op_of, written_by
 
 WHAT = ("nothing", "hidden", "copies")
 _HIDDEN = ("swiglu", "swiglu_pair", "activation", "bias_activation")
 _INPUTS = ("rms_norm", "layer_norm", "quantize_rows")
+
+
+def save_readers_of_written(graph: fx.Graph) -> None:
+    """Have what reads an input kept for the backward where the graph writes into that input in the end.
+
+    The partitioner takes inputs for there and free: it has what reads them recomputed, of what was written since.
+    """
+    written = {node for writer in graph.nodes for node in written_by(writer) if node.op == "placeholder"}
+    stack = [(node, reader) for node in written for reader in node.users]
+    while stack:
+        node, reader = stack.pop()
+        if op_of(reader) in VIEWS:
+            stack += [(reader, user) for user in reader.users]
+        elif node not in written_by(reader) and not is_checkpointed(reader):
+            reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def mark_recomputed(graph: fx.Graph, what: str) -> int:
