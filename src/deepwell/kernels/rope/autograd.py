@@ -69,11 +69,14 @@ class _QkNormRope(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         q, k, v, rstd_q, rstd_k = ops.qk_norm_rope(qkv, w_q, w_k, cos, sin, heads, *how)
         ctx.save_for_backward(qkv, w_q, w_k, rstd_q, rstd_k, cos, sin)
-        ctx.convention = how[2]
+        ctx.shapes, ctx.convention = [part.shape for part in (q, k, v)], how[2]
+        ctx.set_materialize_grads(False)  # where q has no gradient, the weight of its norm has none
         return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         qkv, *others = ctx.saved_tensors
-        d_qkv, dw_q, dw_k = ops.qk_norm_rope_backward(*grads, qkv, *others, ctx.convention)
+        found = [qkv.new_zeros(s) if grad is None else grad for grad, s in zip(grads, ctx.shapes, strict=True)]
+        d_qkv, *dws = ops.qk_norm_rope_backward(*found, qkv, *others, ctx.convention)
+        dw_q, dw_k = (None if grad is None else dw for grad, dw in zip(grads, dws, strict=False))
         return d_qkv.view(qkv.shape), dw_q, dw_k, *[None] * 6
