@@ -86,7 +86,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "voxtral": {"audio_token_id": 121, "audio_config": {"intermediate_size": 256}},
     "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2, "num_cross_attention_heads": 4},
-    "reformer": zoo.OVERRIDES["reformer"] | {"is_decoder": False},
+    "reformer": zoo.OVERRIDES["reformer"]
+    | {
+        "is_decoder": False,
+        "local_attn_chunk_length": LENGTH,
+        "lsh_attn_chunk_length": LENGTH,
+        "axial_pos_shape": (LENGTH, 1),
+    },
 }
 # Masks drawn by numpy while the model runs: off, as dropout is, so that two runs are alike.
 ALIKE = {"mask_time_prob": 0.0, "mask_feature_prob": 0.0, "apply_spec_augment": False}
@@ -167,7 +173,7 @@ def batches(task: str, model_type: str, model: torch.nn.Module) -> Iterator[dict
         yield zoo.example_inputs(model_type, model) or {"input_ids": ids, "labels": ids}
         return
     takes = set(inspect.signature(model.forward).parameters)
-    for pixels in _pictures(model, takes) if "pixel_values" in takes else ({},):
+    for pixels in _pictures(model, takes) if "pixel_values" in takes else _videos(model, takes):
         for sound in _sounds(model, takes):
             for words in _words(task, model, takes, pixels, sound):
                 batch = pixels | sound | words
@@ -211,6 +217,15 @@ def _pictures(model: Any, takes: set[str]) -> Iterator[dict[str, Any]]:
         found.reverse()
     for pictures in found:
         yield {name: value for name, value in pictures.items() if name in takes}
+
+
+def _videos(model: Any, takes: set[str]) -> Iterator[dict[str, Any]]:
+    if "pixel_values_videos" in takes:
+        vision = getattr(model.config, "vision_config", model.config)
+        size, frames = _first_of(vision, ("image_size", "crop_size"), PIXELS), _first_of(vision, ("num_frames",), 2)
+        yield {"pixel_values_videos": _noise(2, frames, 3, size, size)}
+    else:
+        yield {}
 
 
 def _first_of(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
