@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepwell.errors import ConfigError
 from deepwell.formats.metrics import assert_bitwise_equal, assert_no_worse_than, sqnr_db
-from deepwell.kernels.experts.mlp import FP8_SCHEME, experts_mlp
+from deepwell.kernels.experts.mlp import FP8_SCHEME, experts_mlp, schemes_of
 from deepwell.kernels.experts.reference import ExpertActivation, experts_mlp_ref, parse_activation
 
 H, F, E, K = 32, 24, 4, 2
@@ -130,6 +130,31 @@ def test_gradients_in_fp64_are_the_functions_slopes(name, is_kn):
         return experts_mlp(x, *views(rest[:2], is_kn), index, weight, biases=rest[2:], activation=how)
 
     assert torch.autograd.gradcheck(run, (x, weight, *stored, *biases), fast_mode=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "|".join(["emulate:mxfp8"] * 3), "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_and_up_may_be_two_weights(dtype, precision):
+    how, how_gemms = ACTIVATIONS["clamped"], "bf16" if precision == "autocast" else precision
+    x, (w1, w2), _, index, weight = operands(11, how, dtype=dtype)
+    index[3] = -1
+    pair = tuple(half.detach().clone().requires_grad_() for half in w1.chunk(2, dim=1))
+    given, dy = (w2, index, weight), torch.randn(11, H).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        y = experts_mlp(x, pair, *given, activation=how, precision=how_gemms)
+        if precision == "autocast":
+            wanted = experts_mlp(x, w1, *given, activation=how)
+        else:  # FP8 of one weight is another op, fused
+            wanted = experts_mlp_ref(x, w1, *given, activation=how, schemes=schemes_of(how_gemms))
+    assert_bitwise_equal(y, wanted)
+    gate, up, *others = torch.autograd.grad(y, (*pair, x, w2, weight), dy)
+    whole, *own = torch.autograd.grad(wanted, (w1, x, w2, weight), dy)
+    assert_bitwise_equal(torch.cat([gate, up], 1), whole)
+    for made, ref in zip(others[1:], own[1:], strict=True):
+        assert_bitwise_equal(made, ref)
+    # Both halves of dx are rounded by themselves.
+    floor = 24 if "fp8" in how_gemms else 110 if (dtype, precision) == (torch.float32, "bf16") else 45
+    assert sqnr_db(own[0], others[0]) > floor
 
 
 def test_rows_in_bf16_meet_weights_in_fp32():

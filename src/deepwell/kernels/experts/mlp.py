@@ -9,7 +9,7 @@ from deepwell.errors import ConfigError
 from deepwell.kernels.experts.activation import SWIGLU, ExpertActivation, parse_activation
 from deepwell.kernels.experts.autograd import FP8_METHOD, experts_in_fp8, in_dtype
 from deepwell.kernels.experts.chain import experts_chain
-from deepwell.kernels.experts.reference import PLAIN_SCHEME, Biases, experts_mlp_ref
+from deepwell.kernels.experts.reference import PLAIN_SCHEME, Biases, GateUp, experts_mlp_ref
 from deepwell.kernels.experts.spelled_out import is_spelled_out
 from deepwell.kernels.experts.torch_ops import ops
 
@@ -19,7 +19,7 @@ _SHORT = {"bf16": PLAIN_SCHEME, "fp8": FP8_SCHEME}
 
 def experts_mlp(
     x_TH: Tensor,
-    w_gate_up: Tensor,
+    w_gate_up: GateUp,
     w_down: Tensor,
     top_index: Tensor,
     top_weight: Tensor,
@@ -31,10 +31,10 @@ def experts_mlp(
     """`y[t] = sum_j top_weight[t, j] * expert(top_index[t, j])(x[t])`, [T, H] in the dtype of x.
 
     `w_gate_up` is [E, 2F, H], of experts without a gate [E, F, H], `w_down` [E, H, F]: views of any strides, so that
-    weights stored [E, K, N] are given transposed. Choices with a negative index take no part. `precision` is "bf16"
-    (operands as they are, whatever their dtype), "fp8", or how each GEMM runs, "fwd|dgrad|wgrad" for both projections
-    or two of them with a semicolon between; under autocast "bf16" is in autocast's dtype, as any product. Gradients go
-    to x, weights, biases and `top_weight`.
+    weights stored [E, K, N] are given transposed; gate and up may be two weights [E, F, H], which are multiplied one by
+    one. Choices with a negative index take no part. `precision` is "bf16" (operands as they are, whatever their dtype),
+    "fp8", or how each GEMM runs, "fwd|dgrad|wgrad" for both projections or two of them with a semicolon between; under
+    autocast "bf16" is in autocast's dtype, as any product. Gradients go to x, weights, biases and `top_weight`.
     """
     _check(x_TH, w_gate_up, w_down, top_index, top_weight, activation)
     given = (x_TH, w_gate_up, w_down, top_index, top_weight)
@@ -45,7 +45,7 @@ def experts_mlp(
 
 def run_experts(
     x_TH: Tensor,
-    w_gate_up: Tensor,
+    w_gate_up: GateUp,
     w_down: Tensor,
     top_index: Tensor,
     top_weight: Tensor,
@@ -56,11 +56,15 @@ def run_experts(
     """`experts_mlp` with arguments that a graph can hold: the engine keeps it as one node and decides its precision."""
     how, schemes, dtype = parse_activation(activation), schemes_of(precision), x_TH.dtype
     if schemes == (PLAIN_SCHEME, PLAIN_SCHEME) and (autocast := _autocast_dtype(x_TH)) is not None:
-        x_TH, w_gate_up, w_down = (tensor.to(autocast) for tensor in (x_TH, w_gate_up, w_down))
+        x_TH, w_down = x_TH.to(autocast), w_down.to(autocast)
+        if isinstance(w_gate_up, tuple):
+            w_gate_up = w_gate_up[0].to(autocast), w_gate_up[1].to(autocast)
+        else:
+            w_gate_up = w_gate_up.to(autocast)
         biases = _in(autocast, biases[0]), _in(autocast, biases[1])
     is_fp8 = schemes == (FP8_SCHEME, FP8_SCHEME) and is_fused_in_fp8(w_gate_up, w_down)
     is_bf16 = schemes == (PLAIN_SCHEME, PLAIN_SCHEME) and x_TH.is_cuda and is_fused_in_bf16(x_TH, w_gate_up, w_down)
-    if is_fp8 or is_bf16:
+    if not isinstance(w_gate_up, tuple) and (is_fp8 or is_bf16):
         groups = ops.choice_layout(top_index.reshape(-1), w_gate_up.shape[0])
         weights, weight_S, top_k = (w_gate_up, w_down), top_weight.reshape(-1), top_index.shape[-1]
         if is_fp8:
@@ -94,17 +98,19 @@ def schemes_of(precision: str) -> tuple[str, str]:
     return schemes
 
 
-def is_fused_in_fp8(w_gate_up: Tensor, w_down: Tensor) -> bool:
-    """Whether the whole block is one FP8 op: weights stored [E, N, K] or [E, K, N]."""
-    return all(_lies(weight) for weight in (w_gate_up, w_down))
+def is_fused_in_fp8(w_gate_up: GateUp, w_down: Tensor) -> bool:
+    """Whether the whole block is one FP8 op: gate and up in one, weights stored [E, N, K] or [E, K, N]."""
+    return not isinstance(w_gate_up, tuple) and all(_lies(weight) for weight in (w_gate_up, w_down))
 
 
 def _lies(weight: Tensor) -> bool:
     return weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
 
 
-def is_fused_in_bf16(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> bool:
+def is_fused_in_bf16(x: Tensor, w_gate_up: GateUp, w_down: Tensor) -> bool:
     """Whether a GPU runs the whole block by `experts_chain`: bf16 rows of whole 16-byte lines, weights as they lie."""
+    if isinstance(w_gate_up, tuple):
+        return False
     whole = all(size % 8 == 0 for size in (*w_gate_up.shape[1:], *w_down.shape[1:]))
     return (
         whole
@@ -114,18 +120,21 @@ def is_fused_in_bf16(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> bool:
 
 
 def _check(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, index: Tensor, weight: Tensor, activation: ExpertActivation
+    x: Tensor, w_gate_up: GateUp, w_down: Tensor, index: Tensor, weight: Tensor, activation: ExpertActivation
 ) -> None:
-    if w_gate_up.dim() != 3 or w_down.dim() != 3 or x.dim() != 2:
+    first = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up,)
+    shapes = [tuple(w.shape) for w in first]
+    if any(len(shape) != 3 for shape in shapes) or w_down.dim() != 3 or x.dim() != 2:
         raise ConfigError(
-            f"experts_mlp takes x [T, H] and weights [E, N, K], got {tuple(x.shape)}, {tuple(w_gate_up.shape)} and "
+            f"experts_mlp takes x [T, H] and weights [E, N, K], got {tuple(x.shape)}, {shapes} and "
             f"{tuple(w_down.shape)}"
         )
     experts, hidden, ffn = w_down.shape
-    if tuple(w_gate_up.shape) != (experts, ffn * (1 + activation.gated), hidden) or x.shape[1] != hidden:
+    wanted = (experts, ffn * (1 + activation.gated) // len(first), hidden)
+    if set(shapes) != {wanted} or len(first) > 1 + activation.gated or x.shape[1] != hidden:
         raise ConfigError(
-            f"w_gate_up is {tuple(w_gate_up.shape)} and x {tuple(x.shape)}; with w_down {tuple(w_down.shape)} they "
-            f"must be {(experts, ffn * (1 + activation.gated), hidden)} and [T, {hidden}]"
+            f"w_gate_up is {shapes} and x {tuple(x.shape)}; with w_down {tuple(w_down.shape)} they "
+            f"must be {wanted} and [T, {hidden}]"
         )
     if index.dim() != 2 or index.shape != weight.shape or index.shape[0] != x.shape[0]:
         raise ConfigError(

@@ -23,16 +23,26 @@ from deepwell.kernels.experts.autograd import AS_IS, grouped_linear
 from deepwell.kernels.experts.spelled_out import is_spelled_out
 from deepwell.kernels.experts.torch_ops import ops
 
-__all__ = ["PLAIN_SCHEME", "SWIGLU", "Biases", "ExpertActivation", "experts_mlp_ref", "group_ends", "parse_activation"]
+__all__ = [
+    "PLAIN_SCHEME",
+    "SWIGLU",
+    "Biases",
+    "ExpertActivation",
+    "GateUp",
+    "experts_mlp_ref",
+    "group_ends",
+    "parse_activation",
+]
 
 PLAIN_SCHEME = "bf16|bf16|bf16"
 Biases = tuple[Tensor | None, Tensor | None]
+GateUp = Tensor | tuple[Tensor, Tensor]
 _LINE_BYTES = 16
 
 
 def experts_mlp_ref(
     x_TH: Tensor,
-    w_gate_up: Tensor,
+    w_gate_up: GateUp,
     w_down: Tensor,
     top_index: Tensor,
     top_weight: Tensor,
@@ -43,19 +53,22 @@ def experts_mlp_ref(
 ) -> Tensor:
     """`y_TH` in the dtype of x. `w_gate_up` is [E, G, H] and `w_down` [E, H, F], views of any strides.
 
-    `biases` are [E, G] and [E, H]. `schemes` say how the GEMMs of the two projections run ("fwd|dgrad|wgrad").
+    Gate and up may be two weights [E, F, H], without a bias then. `biases` are [E, G] and [E, H]. `schemes` say how the
+    GEMMs of the two projections run ("fwd|dgrad|wgrad").
     """
-    experts, top_k = w_gate_up.shape[0], top_index.shape[-1]
+    experts, top_k = w_down.shape[0], top_index.shape[-1]
     index = top_index.reshape(-1)
     sorted_index, order = torch.sort(torch.where(index < 0, experts, index), stable=True)
     offs = group_ends(sorted_index, experts)
     of_none = (sorted_index >= experts).unsqueeze(-1)
     expert = sorted_index.clamp(max=experts - 1)
     rows = x_TH[order // top_k].masked_fill(of_none, 0.0)
-    rows = _product(rows, w_gate_up, offs, schemes[0])
+    weights = w_gate_up if isinstance(w_gate_up, tuple) else (w_gate_up,)
+    parts = [_product(rows, weight, offs, schemes[0]) for weight in weights]
     if biases[0] is not None:
-        rows = rows + biases[0][expert]
-    rows = activation.of_rows(rows.masked_fill(of_none, 0.0))
+        parts = [parts[0] + biases[0][expert]]
+    parts = [part.masked_fill(of_none, 0.0) for part in parts]
+    rows = activation.of_rows(parts[0]) if len(parts) == 1 else activation.gate(*parts)
     rows = _product(rows, w_down, offs, schemes[1])
     if biases[1] is not None:
         rows = rows + biases[1][expert]
