@@ -29,7 +29,7 @@ HOPPER = Target(kind="cuda", capability=(9, 0))
 # Grouped products in two layers (DeepSeek's first is dense), and blocks of which all of FP8 is one op.
 ARCHITECTURES = {
     "mixtral": (4, 2), "qwen3_moe": (4, 2), "olmoe": (4, 2), "deepseek_v3": (2, 1), "gpt_oss": (4, 2),
-    "llama4_text": (4, 2),
+    "llama4_text": (4, 2), "longcat_flash": (2, 1),
 }  # fmt: skip
 
 
@@ -321,7 +321,9 @@ def test_experts_leave_bf16_and_train(model_type, batch):
     assert all(row.scheme == "bf16" for row in report.bindings if row.op.endswith((".gate", ".router")))
 
 
-@pytest.mark.parametrize("model_type", _some("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4_text"))
+@pytest.mark.parametrize(
+    "model_type", _some("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "llama4_text", "longcat_flash")
+)
 def test_hoppers_fp8_experts_are_one_op_a_block(model_type, batch, on_hopper):
     model = zoo_models.tiny_model(model_type).bfloat16()
     eager = model(**batch).loss.item()
@@ -543,19 +545,48 @@ def test_every_kernel_of_a_block_can_be_timed_by_itself(batch, on_hopper):
         assert rows[name].us, f"{name}: {rows[name].how}"
 
 
+@pytest.mark.parametrize("model_type", ["dbrx", pytest.param("longcat_flash", marks=pytest.mark.slow)])
+def test_experts_that_loop_by_themselves_are_one_function_in_one_graph(model_type, batch):
+    model = zoo_models.tiny_model(model_type)
+    experts = next(module for path, module in model.named_modules() if path.endswith(".experts"))
+    engine = dw.compile(dw.capture(model), precision="bf16", inductor=False)
+    grads = []
+    for run in (model, engine):
+        loss = run(**batch).loss
+        grads.append((loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)))
+    for wanted, made in zip(*grads, strict=True):
+        assert sqnr_db(wanted, made) > 90
+    assert engine.options.graphs == 1 and "forward" not in vars(experts)
+    assert any("the loop over its experts runs as 'deepwell'" in note for note in engine.report().notes)
+
+
+def test_gate_and_up_that_are_two_weights_run_product_by_product(batch, on_hopper):
+    model = zoo_models.tiny_model("dbrx").bfloat16()
+    eager = model(**batch).loss.item()
+    engine = dw.compile(dw.capture(model), precision="mxfp8", inductor=False)
+    loss = engine(**batch).loss
+    loss.backward()
+    report = engine.report()
+    assert abs(loss.item() - eager) <= 2e-3 * eager and engine.options.graphs == 1
+    assert (report.passes["experts"], report.passes["fused_experts"]) == (6, 0)
+    assert {row.scheme for row in report.bindings if ".experts." in row.path} == {GROUPED_FP8}
+    assert any("padded for each: gate and up are two weights" in note for note in report.notes)
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".experts." in name)
+
+
 def test_experts_that_the_model_multiplies_one_by_one_are_not_said_to_run_in_a_format(batch):
     # Its loop has no product of all experts in it: the rows say what runs, not what was asked for.
-    model = zoo_models.tiny_model("dbrx")
+    model = zoo_models.tiny_model("aria_text")
     engine = dw.compile(dw.capture(model), precision="mxfp8")
 
     def experts():
-        return [row for row in engine.report().bindings if row.op.endswith(("w1", "v1", "w2"))]
+        return [row for row in engine.report().bindings if row.op.endswith(("fc1", "fc2"))]
 
     assert {row.scheme for row in experts()} == {"emulate:mxfp8"}  # nothing ran yet
     loss = engine(**batch).loss
     loss.backward()
     assert abs(loss.item() - model(**batch).loss.item()) <= 2e-3 * loss.item()
-    assert len(experts()) == 18
+    assert len(experts()) == 12
     assert {(row.format, row.binding, row.scheme) for row in experts()} == {("mxfp8", "substitute", "fp32")}
     assert all("the model multiplies its experts by itself" in row.reason for row in experts())
     assert "the model multiplies its experts by itself" in " ".join(str(engine.report()).split())

@@ -90,7 +90,7 @@ def _read(module: Any) -> ExpertActivation | None:
     rows[1] = numbers.flip(0)
     rows = rows[:, :96]
     wanted = function(rows)
-    fits = (how for how in _candidates(module) if _equal(how.of_rows(rows), wanted))
+    fits = (how for how in activations_of(module, has_gate=module.has_gate) if _equal(how.of_rows(rows), wanted))
     return next(fits, None)
 
 
@@ -99,8 +99,9 @@ def _equal(made: Tensor, wanted: Any) -> bool:
     return is_shaped and torch.allclose(made, wanted, rtol=1e-6, atol=1e-7)
 
 
-def _candidates(module: Any) -> Iterator[ExpertActivation]:
-    if not module.has_gate:
+def activations_of(module: nn.Module, *, has_gate: bool) -> Iterator[ExpertActivation]:
+    """What `experts_mlp` can compute between the products of a module with these numbers in it."""
+    if not has_gate:
         yield from (ExpertActivation(function=name, gated=False) for name in _FUNCTIONS)
         return
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, float | int) and not isinstance(v, bool)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.mlp import run_experts
 from deepwell.kernels.experts.spelled_out import spelled_out
 from deepwell.moe.hugging_face import NAME, chooses_experts, read_activations, register
+from deepwell.moe.loops import keeps_loop, loop_forward, read_loops
 
 GROUPED = "grouped_mm"
 # What the engine takes the place of; other choices are kernels that somebody asked for.
@@ -33,6 +35,9 @@ class GroupedExperts:
         self._configs = tuple(found.values())
         self.applied = Overlap(self._apply)  # while the engine calls the model
         self._unknown = [path for path, how in read_activations(model).items() if how is None]
+        loops = read_loops(model)
+        self._loops = {path: model.get_submodule(path) for path, how in loops.items() if how is not None}
+        self._unread = [path for path, how in loops.items() if how is None]
         if found:
             register()
         torch._dynamo.allow_in_graph(run_experts)  # one node, whose precision the pass on experts decides
@@ -43,9 +48,14 @@ class GroupedExperts:
         replaced = [(config, chosen) for config, chosen in before if chosen in _REPLACED]
         for config, _ in replaced:
             config._experts_implementation_internal = NAME
+        looped = [module for module in self._loops.values() if not keeps_loop(module)]
+        for module in looped:
+            vars(module)["forward"] = MethodType(loop_forward, module)
         try:
             yield
         finally:
+            for module in looped:
+                del vars(module)["forward"]
             for config, chosen in replaced:
                 config._experts_implementation_internal = chosen
 
@@ -66,5 +76,13 @@ class GroupedExperts:
         if self._unknown:
             more = f" and {len(self._unknown) - 1} more" if len(self._unknown) > 1 else ""
             notes.append(f"{self._unknown[0]}{more}: the gate is none that {NAME!r} knows; it runs as {GROUPED!r}")
+        kept = [path for path, module in self._loops.items() if keeps_loop(module)]
+        for paths, what in (
+            ([path for path in self._loops if path not in kept], f"the loop over its experts runs as {NAME!r}"),
+            (kept, "its loop over experts is kept, for the sake of hooks, changed weights or a dtype without kernels"),
+            (self._unread, f"its loop over experts is kept: it computes nothing that {NAME!r} knows"),
+        ):
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            notes += [f"{paths[0]}{more}: {what}"] if paths else []
         notes += [f"kernel of experts {name} was rejected: {reason}" for name, reason in stages.rejected().items()]
         return notes

@@ -25,6 +25,7 @@ from torch import fx
 from deepwell.engine.passes.edit import in_dtype_of, put_call, replace, runs_in_kernels, scheme_of
 from deepwell.graph.fx import (
     GROUPED_FALLBACK,
+    VIEWS,
     Writes,
     argument,
     arguments,
@@ -138,16 +139,15 @@ def rewrite_calls(
     fused = 0
     for node in [node for node in graph.nodes if node.target is run_experts]:
         x, gate_up, down, *_ = node.args
-        # The parameters of which a call has transposed views.
-        stored = [weight.args[0] if op_of(weight) == "transpose" else weight for weight in (gate_up, down)]
-        names = [weights.get(weight.name, ()) for weight in stored]
-        found = [next((n for n in own if n in schemes), None) for own in names]
-        if not all(found) or not runs_in_kernels(x, *stored):
+        is_apart = isinstance(gate_up, tuple)
+        stored = [_behind_views(weight) for weight in (*(gate_up if is_apart else (gate_up,)), down)]
+        found = [scheme_of(weights.get(weight.name, ()), schemes) for weight in stored]
+        own_paths, own_schemes = [path for path, _ in found], [scheme for _, scheme in found]
+        if not all(own_paths) or len(set(own_schemes[:-1])) > 1 or not runs_in_kernels(x, *stored):
             continue
-        own_paths = [path for path in found if path is not None]
-        how = [schemes[path] for path in own_paths]
+        how = [own_schemes[0], own_schemes[-1]]
         is_fp8 = how == [_FP8, _FP8]
-        is_fused = is_fp8 and is_fused_in_fp8(value_of(gate_up), value_of(down))
+        is_fused = is_fp8 and not is_apart and is_fused_in_fp8(value_of(gate_up), value_of(down))
         gain = gain_of(node, own_paths[0]) if is_fused else None
         if gain is not None:
             gains |= dict.fromkeys(own_paths, gain)
@@ -158,8 +158,15 @@ def rewrite_calls(
         node.args = (*node.args[:-1], ";".join(how))
         fused += is_fused
         if is_fp8 and not is_fused:
-            reasons["their weights lie in neither order"] = None
+            reasons["gate and up are two weights" if is_apart else "their weights lie in neither order"] = None
     return paths, fused, list(reasons), gains
+
+
+def _behind_views(weight: fx.Node) -> fx.Node:
+    """The parameter that a weight of a call shows: transposed, by expert, or without rows that no expert has."""
+    while weight.op != "placeholder" and (op_of(weight) in VIEWS or op_of(weight) == "getitem"):
+        weight = weight.args[0]  # type: ignore[assignment]
+    return weight
 
 
 def rewrite_fallback(graph: fx.Graph) -> int:
