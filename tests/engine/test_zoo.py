@@ -25,6 +25,15 @@ def zoo() -> ModuleType:
     return module
 
 
+def test_a_traced_graph_computes_what_the_model_does(zoo, monkeypatch) -> None:
+    row = zoo.examine("gpt2")
+    assert (row.status, row.way) == ("graph", "dynamo"), row.notes
+    run_graph = zoo.run_graph
+    monkeypatch.setattr(zoo, "run_graph", lambda *given: [tensor + 0.01 for tensor in run_graph(*given)])
+    row = zoo.examine("gpt2")
+    assert row.status == "error" and "differs from eager by 0.01" in row.notes
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma4_text"])
 def test_an_engine_is_exact(zoo, model_type) -> None:
     row = zoo.examine_engine(model_type)
