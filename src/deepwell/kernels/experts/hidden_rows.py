@@ -125,7 +125,7 @@ def weighted_grads(
 ) -> HiddenGrads:
     """What follows from dh, with the router's weight of the choice that each row holds.
 
-    The hidden rows may lie where dh lay, which nobody reads again: that is the moment at which a backward holds most.
+    The hidden rows lie where dh lay, which nobody reads again: that is the moment at which a backward holds most.
     """
     f, p = hidden_width(gate_up_PG, how), gate_up_PG.shape[0]
     check_vector("slot_P", slot_P, p, gate_up_PG)
@@ -133,9 +133,9 @@ def weighted_grads(
         raise ConfigError(f"dh_PF is {tuple(dh_PF.shape)}; it must be contiguous and {(p, f)}")
     if not runs_kernel(gate_up_PG, _grads_kernel):
         return weighted_grads_ref(dh_PF, gate_up_PG, weights_of_rows(weight_S, slot_P), how)
-    # A thread writes what it read itself, but for interleaved gates, where numbers change threads on the way.
-    hidden_PF = torch.empty_like(dh_PF) if how.interleaved else dh_PF
-    made = HiddenGrads(torch.empty_like(gate_up_PG), hidden_PF, dh_PF.new_empty(p, dtype=torch.float32))
+    # Numbers may change threads on the way (interleaved gates; F % 16 == 8 above 128), yet what is written at a place
+    # is made of the one number that was read there.
+    made = HiddenGrads(torch.empty_like(gate_up_PG), dh_PF, dh_PF.new_empty(p, dtype=torch.float32))
     with on_device(gate_up_PG):
         launch(_grads_kernel, (max(1, p),))(
             dh_PF, gate_up_PG, weight_S, slot_P, *made, f, **constants(how), BLOCK=_block(f), num_warps=_WARPS
