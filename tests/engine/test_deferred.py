@@ -255,6 +255,24 @@ def test_logits_that_leave_in_two_forms_or_a_loss_in_two_ways_are_not_deferred()
             torch.testing.assert_close(mine, theirs, **EXACT)
 
 
+def test_logits_of_a_loss_of_several_numbers_are_watched() -> None:
+    class Weighed(Head):
+        def forward(self, x: Tensor, y: Tensor, by: Any = 3) -> Any:
+            loss, logits = super().forward(x, y)
+            return loss * by + by, logits
+
+    model, by, grads = Weighed(), torch.tensor([0.5, -1.0, 3.0]), []
+    for net in (model, dw.compile(model, precision="bf16")):
+        loss, logits = net(*_inputs(), by)
+        assert isinstance(logits, DeferredLogits) == (net is not model)
+        logits.retain_grad()
+        loss.dot(torch.tensor([1.0, 2.0, -1.0])).backward()
+        grads.append([logits.grad, *(p.grad for p in net.parameters())])
+        net.zero_grad()
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(theirs, mine, **EXACT)
+
+
 def test_compiled_functions_read_them(pair) -> None:
     loss, logits = pair[1](*_inputs())
     ref_loss, ref = pair[0](*_inputs())

@@ -225,7 +225,8 @@ class _Loss(torch.autograd.Function):
             rows = later.reshape(-1, later.shape[-1])
             loss = F.cross_entropy(rows, target, ignore_index=how.ignore_index, reduction=how.reduction)
         factor = ctx.factor if given is None else given
-        (found,) = torch.autograd.grad(loss, logits, (grad * factor).to(loss.dtype))
+        # A factor or summand of several numbers makes as many losses of one.
+        (found,) = torch.autograd.grad(loss, logits, (grad * factor).sum().to(loss.dtype))
         # A hook may write into the gradient that it gets.
         ctx.watch.from_loss = found.clone()
         return grad, found, None, None, None, None
