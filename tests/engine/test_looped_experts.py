@@ -64,58 +64,107 @@ def test_a_loop_computes_what_each_expert_would_by_itself(all_sizes, dtype) -> N
     assert options.rewritten == {"weight"}
 
 
-class Reordered(Loop):
+class Alike(Loop):
+    """A loop over experts by some function of the rows, the weight and the sizes."""
+
+    def __init__(self, function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.function = function
+
     def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        rows = x.split(sizes)
-        return torch.cat([F.linear(rows[e], self.weight[E - 1 - e]) for e in range(E)])
+        return self.function(x * 1, self.weight, sizes)
 
 
-class Some(Loop):
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        rows = x.split(sizes)
-        return torch.cat([F.linear(rows[e], self.weight[e]) for e in range(E - 1)])
+def product(rows: Any, weight: Tensor, expert: int) -> Tensor:
+    return F.linear(rows[expert], weight[expert])
 
 
-class Biased(Loop):
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        rows = x.split(sizes)
-        return torch.cat([F.linear(rows[e], self.weight[e], self.weight[e, :, 0]) for e in range(E)])
+def each(rows: Any, weight: Tensor, of: Callable[..., Tensor] = product) -> list[Tensor]:
+    return [of(rows, weight, e) for e in range(E)]
 
 
-class ReadElsewhere(Loop):
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        rows = x.split(sizes)
-        products = [F.linear(rows[e], self.weight[e]) for e in range(E)]
-        return torch.cat(products) + products[0].sum()
+def looped(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, w, sizes: torch.cat(each(x.split(sizes), w, of))
 
 
-class SideBySide(Loop):
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        rows = x.split([4] * E)
-        return torch.cat([F.linear(rows[e], self.weight[e]) for e in range(E)], dim=1)
+def read_elsewhere(x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
+    products = each(x.split(sizes), w)
+    return torch.cat(products) + products[0].sum()
 
 
-class Columns(Loop):
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        parts = torch.cat([x] * E, dim=1).split([K] * E, dim=1)
-        return torch.cat([F.linear(parts[e], self.weight[e]) for e in range(E)])
+def written(x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
+    rows = x.split(sizes)
+    first = product(rows, w, 0)
+    x.mul_(2)
+    return torch.cat([first, *(product(rows, w, e) for e in range(1, E))])
 
 
-class Written(Loop):
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        x = x * 1
-        rows = x.split(sizes)
-        first = F.linear(rows[0], self.weight[0])
-        x.mul_(2)
-        return torch.cat([first, *(F.linear(rows[e], self.weight[e]) for e in range(1, E))])
+def result_written(x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
+    products = each(x.split(sizes), w)
+    products[1].mul_(2)
+    return torch.cat(products)
 
 
-@pytest.mark.parametrize("kind", [Reordered, Some, Biased, ReadElsewhere, SideBySide, Columns, Written])
-def test_what_is_no_such_loop_is_left_as_it_was(kind) -> None:
-    model, x, sizes = kind(), torch.randn(16, K), [4, 3, 4, 5]
-    run, options = compiled(model)
+def one_without_gradient(x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
+    rows = x.split(sizes)
     with torch.no_grad():
-        assert_bitwise_equal(run(x, sizes), model(x, sizes))
+        first = product(rows, w, 0)
+    return torch.cat([first, *(product(rows, w, e) for e in range(1, E))])
+
+
+def two_loops_of_one_split(x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
+    rows = x.split(sizes)
+    return torch.cat(each(rows, w)) + torch.cat(each(rows, w))
+
+
+def one_in_bf16(x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
+    rows = x.split(sizes)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = product(rows, w, 0)
+    return torch.cat([first.to(x.dtype), *(product(rows, w, e) for e in range(1, E))])
+
+
+ALIKE: dict[str, Callable[..., Tensor]] = {
+    "another order": looped(lambda r, w, e: F.linear(r[e], w[E - 1 - e])),
+    "from the end": looped(lambda r, w, e: F.linear(r[e], w[e - E])),
+    "some": lambda x, w, sizes: torch.cat(each(x.split(sizes), w)[:-1]),
+    "one twice": lambda x, w, sizes: torch.cat([*each(x.split(sizes), w)[:-1], product(x.split(sizes), w, 0)]),
+    "more beside them": lambda x, w, sizes: torch.cat([*each(x.split(sizes), w), x[:, :1].expand(-1, N)]),
+    "a bias": looped(lambda r, w, e: F.linear(r[e], w[e], w[e, :, 0])),
+    "a part of each": looped(lambda r, w, e: F.linear(r[e], w[e, 1:])),
+    "weights that are scaled": looped(lambda r, w, e: F.linear(r[e], 2 * w[e])),
+    "all weights scaled": lambda x, w, sizes: torch.cat(each(x.split(sizes), w * 2)),
+    "one weight for all": lambda x, w, sizes: torch.cat(each(x.split(sizes), w[:1].expand(E, N, K))),
+    "a dropout": looped(lambda r, w, e: F.linear(F.dropout(r[e], 0.5), w[e])),
+    "side by side": lambda x, w, sizes: torch.cat(each(x.split([4] * E), w), dim=1),
+    "columns": lambda x, w, sizes: torch.cat(each(torch.cat([x] * E, dim=1).split([K] * E, dim=1), w)),
+    "equal parts": lambda x, w, sizes: torch.cat(each(x.split(4), w)),
+    "two splits": lambda x, w, sizes: torch.cat([*each(x.split(sizes), w)[:2], *each(x.flip(0).split(sizes), w)[2:]]),
+    "read elsewhere": read_elsewhere,
+    "written": written,
+    "a result that is written": result_written,
+    "one without a gradient": one_without_gradient,
+    "one in bf16": one_in_bf16,
+    "two loops of one split": two_loops_of_one_split,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_no_such_loop_is_left_as_it_was(name, dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Alike(ALIKE[name], dtype), torch.randn(16, K, dtype=dtype)
+    run, options = compiled(model)
+    results = []
+    for call in (model, run):
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        with torch.set_grad_enabled(name != "written"):  # autograd keeps the rows
+            out = call(leaf, [4, 3, 4, 5])
+        grads = torch.autograd.grad(out.float().square().sum(), (leaf, model.weight)) if out.requires_grad else ()
+        results.append((out.detach(), *grads))
+    for mine, theirs in zip(*results, strict=True):
+        assert_bitwise_equal(mine, theirs)
     assert not options.counts["looped_experts"] and not options.rewritten
 
 

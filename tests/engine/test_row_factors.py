@@ -1,6 +1,7 @@
 """Scales of rows are left to a product's readers: which ones, and that no bit of a step changes."""
 
 import operator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from deepwell.engine.passes import row_factors
 from deepwell.engine.passes.fuse_quantize import through_views
 from deepwell.engine.times.ops import measure_calls
 from deepwell.formats.metrics import assert_bitwise_equal, sqnr_db
-from deepwell.kernels.activation.autograd import swiglu_packed
+from deepwell.kernels.activation.autograd import activation, swiglu_packed
 from deepwell.kernels.gemm import fp8 as gemm
 from deepwell.kernels.gemm.linear import low_precision_linear
+from deepwell.kernels.norm.autograd import add_rms_norm, rms_norm
 from deepwell.kernels.registry import KernelRegistry
+from deepwell.kernels.rope.autograd import rope_qkv
 
 FP8 = "fp8_row|fp8_row|fp8_row"
 gemm_op = torch.ops.deepwell.fp8_gemm.default
@@ -68,8 +71,16 @@ def test_inductor_compiles_the_same_step(batch) -> None:
 # ---- single graphs ----
 
 
-def joint(function, *inputs: Tensor, least_flops: float = 0.0, dynamic: bool = False) -> tuple[fx.Graph, int]:
-    """The joint graph of a function after the pass, and how many products it changed."""
+class Joint(NamedTuple):
+    """A joint graph after the pass, how many products it changed, and what the forward gave."""
+
+    graph: fx.Graph
+    count: int
+    out: Tensor
+
+
+def joint(function, *inputs: Tensor, least_flops: float = 0.0, dynamic: bool = False) -> Joint:
+    """The joint graph of a function, which also ran, backward too."""
     seen: list[tuple[fx.Graph, int]] = []
 
     def partition(module, *operands, **how):
@@ -77,9 +88,10 @@ def joint(function, *inputs: Tensor, least_flops: float = 0.0, dynamic: bool = F
         return default_partition(module, *operands, **how)
 
     compiled = aot_function(function, fw_compiler=lambda g, _: g.forward, partition_fn=partition, dynamic=dynamic)
-    compiled(*inputs).float().sum().backward()
+    out = compiled(*inputs)
+    (out.float() * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).sum().backward()
     ((graph, count),) = seen
-    return graph, count
+    return Joint(graph, count, out.detach())
 
 
 def products(graph: fx.Graph) -> list[fx.Node]:
@@ -92,7 +104,7 @@ def make(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def test_gate_and_up_are_read_with_factors_in_forward_and_backward() -> None:
-    graph, count = joint(
+    graph, count, _ = joint(
         lambda x, w: swiglu_packed(low_precision_linear(x, [w], None, FP8), "silu"), *make((32, 64), (96, 64))
     )
     assert count == 1  # the gradient of x is a result
@@ -107,18 +119,58 @@ def test_gate_and_up_are_read_with_factors_in_forward_and_backward() -> None:
     assert product.args[3].meta["val"].dim() == 0
 
 
-@pytest.mark.parametrize(
-    "reader",
-    [
-        lambda y: y,  # a result of the graph
-        torch.relu,  # an op that knows nothing of factors
-        lambda y: swiglu_packed(y, "silu") + y[:, :48],  # one reader that takes them, one that does not
-        lambda y: swiglu_packed(y.view(16, 192), "silu"),  # rows of another length are not the product's rows
-    ],
-)
-def test_a_product_that_others_read_keeps_its_scales(reader) -> None:
-    graph, count = joint(lambda x, w: reader(low_precision_linear(x, [w], None, FP8)), *make((32, 64), (96, 64)))
-    assert count == 0 and all(node.args[1] is not None for node in products(graph))
+def _normed(*operands: Tensor) -> tuple[Tensor, ...]:
+    return (rms_norm if len(operands) == 2 else add_rms_norm)(*operands, 1e-6, "torch")
+
+
+def _rotated(y: Tensor) -> Tensor:
+    tables = (torch.ones(32, 8), torch.zeros(32, 8))
+    return torch.cat(rope_qkv(y.view(1, 32, 96), *tables, (4, 4, 4), "blocks", "half"), 2)
+
+
+# What reads a product y [32, 96], another matrix z beside it, and whether it is left to the scales of its rows.
+READ = {
+    "a gate": (lambda y, z: swiglu_packed(y, "silu"), 1),
+    "a gate of a batch": (lambda y, z: swiglu_packed(y.view(4, 8, 96), "silu"), 1),
+    "an activation": (lambda y, z: activation(y, "gelu"), 1),
+    "a norm of a sum, first": (lambda y, z: _normed(y, z, z[0])[1], 1),
+    "both of a sum and its norm": (lambda y, z: torch.cat(_normed(y, z, z[0])), 1),
+    "a rotation": (lambda y, z: _rotated(y), 1),
+    "a rotation and a gate": (lambda y, z: torch.cat([_rotated(y).flatten(), swiglu_packed(y, "silu").flatten()]), 1),
+    "a result": (lambda y, z: y, 0),
+    "an op that knows nothing of factors": (lambda y, z: torch.relu(y), 0),
+    "a gate and its columns": (lambda y, z: swiglu_packed(y, "silu") + y[:, :48], 0),
+    "a gate of longer rows": (lambda y, z: swiglu_packed(y.view(16, 192), "silu"), 0),
+    "a gate of shorter rows": (lambda y, z: swiglu_packed(y.view(64, 48), "silu"), 0),
+    "a gate of some rows": (lambda y, z: swiglu_packed(y[8:], "silu"), 0),
+    "a gate of rows in another order": (lambda y, z: swiglu_packed(y.view(4, 8, 96).transpose(0, 1), "silu"), 0),
+    "a gate of columns": (lambda y, z: swiglu_packed(y.t(), "silu"), 0),
+    "a gate of rows that are repeated": (lambda y, z: swiglu_packed(y[:, None].expand(32, 2, 96), "silu"), 0),
+    "a gate behind a bias": (lambda y, z: swiglu_packed(y + z[0], "silu"), 0),
+    "a gate of two products": (lambda y, z: swiglu_packed(y + y, "silu"), 0),
+    "a norm": (lambda y, z: _normed(y, z[0]), 0),
+    "a norm of a sum, second": (lambda y, z: _normed(z, y, z[0])[1], 0),
+    "a norm of its double": (lambda y, z: _normed(y, y, z[0])[1], 0),
+    "a gain": (lambda y, z: _normed(z, y[0]), 0),
+}
+
+
+@pytest.mark.parametrize("reader", READ)
+def test_only_who_takes_the_scales_of_all_rows_is_left_with_them(reader) -> None:
+    read, count = READ[reader]
+
+    def function(x: Tensor, w: Tensor, z: Tensor) -> Tensor:
+        return read(low_precision_linear(x, [w], None, FP8), z)
+
+    results = []
+    for least_flops in (0.0, float("inf")):
+        operands = make((32, 64), (96, 64), (32, 96))
+        made = joint(function, *operands, least_flops=least_flops)
+        assert made.count == (count if least_flops == 0 else 0)
+        assert sum(node.args[1] is None for node in products(made.graph)) == made.count
+        results.append([made.out, *(leaf.grad for leaf in operands if leaf.grad is not None)])
+    for mine, theirs in zip(*results, strict=True):
+        assert_bitwise_equal(mine, theirs)
 
 
 def test_a_right_operand_with_scales_of_its_own_rows_keeps_them() -> None:
@@ -134,7 +186,7 @@ def test_a_right_operand_with_scales_of_its_own_rows_keeps_them() -> None:
         def backward(ctx, grad):
             return grad @ grad.new_ones(96, 64), grad.T @ grad.new_ones(32, 64)
 
-    graph, count = joint(lambda x, y: swiglu_packed(Both.apply(x, y), "silu"), *make((32, 64), (96, 64)))
+    graph, count, _ = joint(lambda x, y: swiglu_packed(Both.apply(x, y), "silu"), *make((32, 64), (96, 64)))
     assert count == 0 and len(products(graph)) == 1
 
 
@@ -144,10 +196,10 @@ def test_on_a_gpu_small_products_and_those_of_open_size_keep_their_scales() -> N
         return swiglu_packed(low_precision_linear(x, [w], None, FP8), "silu")
 
     operands, flops = make((32, 64), (96, 64)), 2.0 * 32 * 64 * 96
-    assert joint(mlp, *operands, least_flops=flops)[1] == 1
-    assert joint(mlp, *operands, least_flops=flops + 1)[1] == 0
-    assert joint(mlp, *operands, least_flops=flops, dynamic=True)[1] == 0
-    assert joint(mlp, *operands, dynamic=True)[1] == 1
+    assert joint(mlp, *operands, least_flops=flops).count == 1
+    assert joint(mlp, *operands, least_flops=flops + 1).count == 0
+    assert joint(mlp, *operands, least_flops=flops, dynamic=True).count == 0
+    assert joint(mlp, *operands, dynamic=True).count == 1
 
 
 def test_a_report_names_and_times_products_without_scales(batch) -> None:
