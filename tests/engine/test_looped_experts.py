@@ -242,6 +242,34 @@ def test_two_loops_and_their_gate_are_one_fp8_block(kind, scheme, fused) -> None
     assert bool(options.remarks) == (scheme == FP8 and not fused)
 
 
+class Counted(nn.Module):
+    """Grouped products that count the ends of their groups each by itself, of weights [E, K, N] (Aria)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter((torch.randn(E, K, 2 * N) / 6).bfloat16())
+        self.down = nn.Parameter((torch.randn(E, N, K) / 7).bfloat16())
+
+    def forward(self, x: Tensor, counts: Tensor, others: Tensor) -> Tensor:
+        gate, up = torch._grouped_mm(x, self.up, offs=torch.cumsum(counts, 0).to(torch.int32)).chunk(2, dim=-1)
+        return torch._grouped_mm(F.silu(gate) * up, self.down, offs=torch.cumsum(others, 0).to(torch.int32))
+
+
+@pytest.mark.parametrize("are_same", [True, False])
+def test_groups_that_are_counted_twice_are_the_same_groups(are_same) -> None:
+    torch.manual_seed(0)
+    model, counts = Counted(), torch.tensor([20, 0, 1, 27])
+    run, options = compiled(model, FP8)
+    x, others = torch.randn(48, K).bfloat16().requires_grad_(), counts if are_same else counts.flip(0)
+    dy, grads = torch.randn(48, K).bfloat16(), []
+    for function in (run, model):
+        y = function(x, counts, others)
+        grads.append((y, *torch.autograd.grad(y, (x, *model.parameters()), dy)))
+    for mine, theirs in zip(*grads, strict=True):
+        assert 20 < sqnr_db(theirs.float(), mine.float()) < 45
+    assert options.counts["fused_experts"] == are_same and options.counts["experts"] == 2
+
+
 @pytest.mark.slow
 def test_jetmoe_trains_in_the_formats_of_each_layer(batch, monkeypatch) -> None:
     # Its router reads sizes from the device, which breaks the graph: layers of unlike formats share code, not graphs.

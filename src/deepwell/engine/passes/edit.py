@@ -80,6 +80,18 @@ def put_call(old: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str,
     replace(old, new)
 
 
+def put_with_value(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call at the graph's insertion point, with the value that it has of its operands' values."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["example_value"] = run_node(node, {operand: value_of(operand) for operand in node.all_input_nodes})
+    return node
+
+
+def rows_first(graph: fx.Graph, weight: fx.Node, is_kn: bool) -> fx.Node:
+    """The weight of experts as [E, N, K], a view where the model stores [E, K, N]."""
+    return put_with_value(graph, torch.transpose, weight, 1, 2) if is_kn else weight
+
+
 def in_dtype_of(old: fx.Node, new: fx.Node, x: fx.Node) -> fx.Node:
     """`new`, whose dtype is that of x, in the dtype of `old`: autocast may give a product another one."""
     wanted = value_of(old)

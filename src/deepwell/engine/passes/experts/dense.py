@@ -11,12 +11,20 @@ with a NaN or infinity makes one of its own row, as before, but no longer one of
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from deepwell.engine.passes.edit import erase_unread, in_dtype_of, replace, run_node, runs_in_kernels
+from deepwell.engine.passes.edit import (
+    erase_unread,
+    in_dtype_of,
+    put_with_value,
+    replace,
+    rows_first,
+    runs_in_kernels,
+)
 from deepwell.graph.fx import (
     SHAPE_OPS,
     Writes,
@@ -65,29 +73,23 @@ def rewrite_dense_experts(graph: fx.Graph) -> int:
 def _put_chosen(graph: fx.Graph, dense: _Dense) -> None:
     total, *inside = dense.inside
     width, top_k = value_of(dense.x).shape[1], value_of(dense.index).shape[1]
+    put = partial(put_with_value, graph)
     with graph.inserting_before(total):
-        chosen = _call(graph, torch.gather, dense.scores, 1, dense.index)
-        rows = _call(graph, torch.mul, *(_call(graph, torch.unsqueeze, *one) for one in ((dense.x, 1), (chosen, 2))))
-        rows = _call(graph, torch.flatten, rows, 0, 1)
-        index = _call(graph, torch.reshape, dense.index, (-1, 1))
-        ones = _call(graph, torch.ones_like, index, dtype=value_of(rows).dtype)
-        weights = [_call(graph, torch.transpose, w, 1, 2) if is_kn else w for w, is_kn in (dense.gate_up, dense.down)]
+        chosen = put(torch.gather, dense.scores, 1, dense.index)
+        rows = put(torch.mul, put(torch.unsqueeze, dense.x, 1), put(torch.unsqueeze, chosen, 2))
+        rows = put(torch.flatten, rows, 0, 1)
+        index = put(torch.reshape, dense.index, (-1, 1))
+        ones = put(torch.ones_like, index, dtype=value_of(rows).dtype)
+        weights = [rows_first(graph, *weight) for weight in (dense.gate_up, dense.down)]
         args = (rows, *weights, index, ones, (None, None), str(ExpertActivation(function=dense.act)), PLAIN_SCHEME)
         y = graph.call_function(run_experts, args)
         y.meta["example_value"] = torch.empty_like(value_of(rows))
         if top_k > 1:
-            y = _call(graph, torch.sum, _call(graph, torch.reshape, y, (-1, top_k, width)), 1)
+            y = put(torch.sum, put(torch.reshape, y, (-1, top_k, width)), 1)
     replace(total, in_dtype_of(total, y, dense.x))
     for node in inside:
         if not node.users:
             graph.erase_node(node)
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call with the value that it has of its operands' values."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta["example_value"] = run_node(node, {operand: value_of(operand) for operand in node.all_input_nodes})
-    return node
 
 
 # ---- recognising a block ----

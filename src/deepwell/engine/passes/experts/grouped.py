@@ -8,8 +8,8 @@ are FP8 and everything between the tokens and their sum is what Hugging Face's g
     rows = x[order // top_k];  h = act(gate) * up of rows @ gate_up.T;  y = h @ down.T;  y *= weight[order]
     sum over top_k of y in the order of tokens; rows of no expert masked to zero on the way
 
-the whole block becomes one `fused_experts`. Where only the products and the gate between them are these (JetMoE), those
-are one: rows in, rows out.
+the whole block becomes one `fused_experts`. Where only the products and the gate between them are these (JetMoE,
+Aria), those are one: rows in, rows out.
 
 Experts that are one call already (`run_experts`: DeepwellMoE's, and Hugging Face's as the engine runs them) get their
 precision as an argument.
@@ -22,7 +22,14 @@ from typing import Any
 
 from torch import fx
 
-from deepwell.engine.passes.edit import in_dtype_of, put_call, replace, runs_in_kernels, scheme_of
+from deepwell.engine.passes.edit import (
+    in_dtype_of,
+    put_call,
+    replace,
+    rows_first,
+    runs_in_kernels,
+    scheme_of,
+)
 from deepwell.graph.fx import (
     GROUPED_FALLBACK,
     VIEWS,
@@ -189,7 +196,8 @@ def _replace_block(graph: fx.Graph, gate_up: ExpertSite, down: ExpertSite, block
     total = block.total
     with graph.inserting_before(total):
         routing = (block.order, block.weights, down.offs)
-        args = (block.x, gate_up.weight, down.weight, routing, block.top_k, block.act)
+        weights = [rows_first(graph, site.weight, site.is_kn) for site in (gate_up, down)]
+        args = (block.x, *weights, routing, block.top_k, block.act)
         new = graph.call_function(fused_experts, args)
     inside = list(_between(total, {block.x, block.order, block.weights, gate_up.weight, down.weight, down.offs}))
     replace(total, in_dtype_of(total, new, block.x))
@@ -224,12 +232,10 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
     gate_up = next((site for node, site in sites.items() if _masked(hidden.args[0], site) is node), None)
     if any(map(is_changed, (hidden, down.node, gate_up and gate_up.node))):
         return "their rows are written into on the way"
-    if gate_up is None or gate_up.scheme != _FP8 or gate_up.offs is not down.offs:
+    if gate_up is None or gate_up.scheme != _FP8 or not _are_same(gate_up.offs, down.offs):
         return "gate and up are not one FP8 product over the same groups"
     if down.offs is None:
         return "they are a batch of products with as many rows for each expert"
-    if gate_up.is_kn or down.is_kn:
-        return "their weights are stored [E, K, N]"
     gathered = _gathered(skip_casts(gate_up.node.args[0]), gate_up)
     summed = None if gathered is None else _summed(down, *gathered[1:])
     x, order, top_k = (gate_up.node.args[0], None, 1) if gathered is None or summed is None else gathered
@@ -238,6 +244,14 @@ def _block_around(down: ExpertSite, sites: Mapping[fx.Node, ExpertSite]) -> tupl
     weights, total = summed or (None, down.node)
     block = _Block(x=x, order=order, weights=weights, top_k=top_k, act=hidden.args[1], total=total)
     return gate_up, block
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    """Whether both are one value: ends of groups may be counted for each product."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        return a is b if isinstance(a, fx.Node) else bool(a == b)
+    is_counted = op_of(a) == op_of(b) and op_of(a) in ("cumsum", "to", "convert") and a.kwargs == b.kwargs
+    return is_counted and len(a.args) == len(b.args) and all(map(_are_same, a.args, b.args))
 
 
 def _is_written(writes: Writes, gate_up: ExpertSite, down: ExpertSite, block: _Block) -> bool:

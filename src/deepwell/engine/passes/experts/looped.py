@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepwell.engine.passes.edit import replace, runs_in_kernels, scheme_of
+from deepwell.engine.passes.edit import put_with_value, replace, runs_in_kernels, scheme_of
 from deepwell.graph.fx import Writes, argument, op_of, value_of
 
 
@@ -48,11 +48,9 @@ def group_loops(graph: fx.Graph, weights: Mapping[str, tuple[str, ...]], schemes
 
 
 def _group(graph: fx.Graph, joined: fx.Node, loop: _Loop, offs: fx.Node) -> None:
-    weight = value_of(loop.weight)
     inside: list[fx.Node] = list(argument(joined, "tensors"))
     with graph.inserting_before(joined):
-        transposed = graph.call_method("transpose", (loop.weight, -2, -1))
-        transposed.meta["example_value"] = weight.transpose(-2, -1)
+        transposed = put_with_value(graph, torch.transpose, loop.weight, -2, -1)
         new = graph.call_function(torch._grouped_mm, (loop.x, transposed), {"offs": offs})
     replace(joined, new)
     for product in inside:
