@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepwell.moe.loops import keeps_loop, loop_forward, read_loops
+from deepwell.moe.loops import Product, forward_of, keeps_loop, loop_forward, read_loops
 
 pytest.importorskip("transformers")
+from transformers.models.aria.modeling_aria import AriaGroupedExpertsGemm
 from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU, DbrxExperts
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
@@ -30,6 +31,10 @@ def longcat(kind: type[nn.Module] = LongcatFlashExperts, act: str = "silu", zero
 def step(limit: float | None = None) -> nn.Module:
     sizes = {"num_local_experts": E, "hidden_size": D, "moe_intermediate_size": F, "hidden_act": "silu"}
     return filled(Step3p7Experts(SimpleNamespace(**sizes), limit))
+
+
+def aria(kind: type[nn.Module] = AriaGroupedExpertsGemm, width: int = F) -> nn.Module:
+    return filled(kind(D, width, E))
 
 
 def filled(module: nn.Module) -> nn.Module:
@@ -92,7 +97,44 @@ def test_tokens_of_other_dimensions_go_through_the_loop() -> None:
     torch.testing.assert_close(loop_forward(module, x, index, weight), module(x, index, weight), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("sizes", [[2, 0, 5, 1], [0, 0, 0, 8], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("width", [D, 20])  # square weights; rows that are no whole lines of 16 bytes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_sorted_rows_is_the_loops(dtype, width, sizes) -> None:
+    module = aria(width=width).to(dtype)
+    assert read(module) == Product(names=("weight",))
+    x, counts = torch.randn(sum(sizes), D, dtype=dtype, requires_grad=True), torch.tensor(sizes)
+    dy, runs = torch.randn(sum(sizes), width, dtype=dtype), []
+    for function in (module, MethodType(forward_of(module), module)):
+        y = function(x, counts)
+        runs.append((y, *torch.autograd.grad(y, (x, module.weight), dy, materialize_grads=True)))
+    for wanted, made in zip(*runs, strict=True):
+        torch.testing.assert_close(made, wanted, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
 # ---- near misses ----
+
+
+@as_theirs
+class Ordered(AriaGroupedExpertsGemm):
+    """The last expert has the first rows."""
+
+    def forward(self, input: Tensor, tokens_per_expert: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input.flip(0), tokens_per_expert).flip(0)
+
+
+@as_theirs
+class Transposed(AriaGroupedExpertsGemm):
+    def forward(self, input: Tensor, tokens_per_expert: Tensor) -> Tensor:  # noqa: A002
+        return torch.cat([x @ w.T for x, w in zip(input.split(tokens_per_expert.tolist()), self.weight, strict=True)])
+
+
+@as_theirs
+class Weighted(AriaGroupedExpertsGemm):
+    """Where the first expert has rows it is what others are."""
+
+    def forward(self, input: Tensor, tokens_per_expert: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input, tokens_per_expert) * (tokens_per_expert[0] > 0)
 
 
 @as_theirs
@@ -142,8 +184,9 @@ def swapped() -> nn.Module:
         *(lambda: longcat(Scaled), lambda: longcat(Dropped), lambda: longcat(Dropped).eval()),
         *(lambda: longcat(ZeroExperts), lambda: longcat(act="tanh"), lambda: dbrx(Shuffled), swapped),
         lambda: step(7.0),  # clamped behind the activation
+        *(lambda: aria(Ordered), lambda: aria(Weighted), lambda: aria(Transposed, width=D)),
     ],
-    ids="scaled dropout evaluation zeros tanh shuffled swapped clamped".split(),
+    ids="scaled dropout evaluation zeros tanh shuffled swapped clamped ordered weighted transposed".split(),
 )
 def test_what_computes_something_else_keeps_its_loop(make) -> None:
     module = make()

@@ -1,9 +1,12 @@
-"""Hugging Face's experts that loop over those that were chosen (DBRX, LongCat-Flash, Step-3.7), as `experts_mlp`.
+"""Hugging Face's experts that loop by themselves, as `experts_mlp` or as one grouped product.
 
-Their forward takes what the experts interface takes, (hidden_states, top_k_index, top_k_weights), but asks nobody how
-to run: it waits for the host at every block, and no graph holds it. How the weights lie, what is between the products
-and what choices past the last expert give is found by trying: a few tokens go through the module's own forward with
-made-up weights in fp64, and what `experts_mlp` gives must be equal. A module that gives something else keeps its loop.
+    (hidden_states, top_k_index, top_k_weights)   the experts interface (DBRX, LongCat-Flash, Step-3.7)
+    (input, tokens_per_expert)                    a product of rows sorted by expert (Aria)
+
+Such a forward asks nobody how to run: it waits for the host at every block, and no graph holds it. How the weights lie,
+what is between the products and what choices past the last expert give is found by trying: a few tokens go through the
+module's own forward with made-up weights in fp64, and what takes its place must give the same. A module that gives
+something else keeps its loop.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from deepwell.kernels.experts.reference import ExpertActivation, GateUp
 from deepwell.moe.hugging_face import activations_of, chooses_experts
 
 _LOOP = "_deepwell_loop"  # on a module, what was found out about it
-_ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
+_OF_EXPERTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
+_OF_PRODUCT = ("self", "input", "tokens_per_expert")
 _SCALES = (0.5, 3.0, 12.0, 40.0)  # of the tokens that are tried
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -50,6 +54,18 @@ class Loop:
         return (gate, up), down.transpose(1, 2)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """That a module multiplies rows sorted by expert with its one parameter, [E, K, N]."""
+
+    names: tuple[str]
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """What takes the place of the forward of a module of which something is known."""
+    return loop_forward if isinstance(vars(module)[_LOOP], Loop) else product_forward
+
+
 def loop_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
     """The forward of a module with a `Loop`."""
     loop: Loop = self.__dict__[_LOOP]
@@ -68,9 +84,24 @@ def _computed(loop: Loop, w_gate_up: GateUp, w_down: Tensor, hidden: Tensor, ind
     return y.view(hidden.shape).to(hidden.dtype)
 
 
-def read_loops(model: nn.Module) -> dict[str, Loop | None]:
+def product_forward(self: Any, rows: Tensor, tokens_per_expert: Any) -> Any:
+    """The forward of a module with a `Product`."""
+    weight = getattr(self, self.__dict__[_LOOP].names[0])
+    if not isinstance(tokens_per_expert, Tensor) or rows.dim() != 2 or rows.dtype != weight.dtype:
+        return type(self).forward(self, rows, tokens_per_expert)
+    return _multiplied(weight, rows, tokens_per_expert)
+
+
+def _multiplied(w_EKN: Tensor, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    ends = torch.cumsum(tokens_per_expert.to(rows.device), 0).to(torch.int32)
+    if w_EKN.dtype == torch.bfloat16 and all(size % 8 == 0 for size in w_EKN.shape[1:]):
+        return torch._grouped_mm(rows, w_EKN, offs=ends)
+    return torch.ops.transformers.grouped_mm_fallback(rows, w_EKN, ends)  # the engine's passes know it
+
+
+def read_loops(model: nn.Module) -> dict[str, Loop | Product | None]:
     """By path, what is known of each module with such a loop; None where trying it told nothing."""
-    known: dict[Any, Loop | None] = {}
+    known: dict[Any, Loop | Product | None] = {}
     found = {}
     for path, module in model.named_modules():
         if not _may_loop(module):
@@ -85,7 +116,7 @@ def read_loops(model: nn.Module) -> dict[str, Loop | None]:
 
 
 def keeps_loop(module: nn.Module) -> bool:
-    """Whether a module with a `Loop` is called as it is all the same: other things hold on to its parts by now."""
+    """Whether a module that could be replaced is called as it is: something else holds on to its parts by now."""
     inner = [other for other in module.modules() if other is not module]
     is_hooked = "forward" in vars(module) or any(getattr(other, name) for other in inner for name in _HOOKS)
     # On a GPU grouped products of other dtypes than bf16 wait for the host too.
@@ -94,10 +125,13 @@ def keeps_loop(module: nn.Module) -> bool:
 
 
 def _may_loop(module: nn.Module) -> bool:
-    """Whether a module of transformers' own has the arguments of the experts interface and does not ask how to run."""
-    kind = type(module)
-    is_theirs = kind.__module__.startswith("transformers.models.") and not chooses_experts(module)
-    return is_theirs and tuple(inspect.signature(kind.forward).parameters) == _ARGUMENTS
+    """Whether a module of transformers' own has the arguments of such a loop and does not ask how to run."""
+    is_theirs = type(module).__module__.startswith("transformers.models.") and not chooses_experts(module)
+    return is_theirs and _arguments(module) in (_OF_EXPERTS, _OF_PRODUCT)
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -117,10 +151,35 @@ def _key(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _read(module: nn.Module) -> Loop | None:
+def _read(module: nn.Module) -> Loop | Product | None:
     weights = {name: _made_up(shape, seed) for seed, (name, shape) in enumerate(_shapes(module).items(), 1)}
+    if _arguments(module) == _OF_PRODUCT:
+        return _tried_product(module, weights)
     layouts = list(_layouts(module))
     return next((loop for layout in layouts if (loop := _tried(module, layout, weights)) is not None), None)
+
+
+def _tried_product(module: nn.Module, weights: Mapping[str, Tensor]) -> Product | None:
+    """Whether a module multiplies rows of the first and the last expert, None where it does something else."""
+    if [weight.dim() for weight in weights.values()] != [3]:
+        return None
+    ((name, weight),) = weights.items()
+    for first, last in ((3, 2), (0, 4)):
+        sizes = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
+        sizes[0] += first
+        sizes[-1] += last
+        given = (_made_up((first + last, weight.shape[1]), 0), sizes)
+        if not _are_equal(_multiplied(weight, *given), _called(module, weights, given)):
+            return None
+    return Product(names=(name,))
+
+
+def _are_equal(made: Tensor, wanted: Tensor | None) -> bool:
+    """Whether all numbers are, by the largest of their row."""
+    if wanted is None or made.shape != wanted.shape:
+        return False
+    unit = wanted.abs().amax(-1, keepdim=True)
+    return torch.allclose(made / unit, wanted / unit, rtol=0, atol=1e-10)
 
 
 def _layouts(module: nn.Module) -> Iterator[tuple[tuple[str, ...], int, int]]:
@@ -152,13 +211,9 @@ def _tried(module: nn.Module, layout: tuple[tuple[str, ...], int, int], weights:
     for dims in (2, 3):
         given = (x.view(*[1] * (dims - 2), *x.shape), index, weight)
         wanted = _called(module, weights, given)
-        if wanted is None or wanted.shape != given[0].shape:
-            continue
-        unit = wanted.abs().amax(-1, keepdim=True)
-        for how in activations_of(module, has_gate=True):
+        for how in activations_of(module, has_gate=True) if wanted is not None else ():
             loop = Loop(names=names, experts=experts, passes=many > experts, dims=dims, activation=how)
-            made = _computed(loop, *loop.weights(weights.__getitem__), *given)
-            if torch.allclose(made / unit, wanted / unit, rtol=0, atol=1e-10):
+            if _are_equal(_computed(loop, *loop.weights(weights.__getitem__), *given), wanted):
                 return loop
     return None
 

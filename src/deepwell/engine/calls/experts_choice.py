@@ -20,7 +20,7 @@ from deepwell.kernels.experts import stages
 from deepwell.kernels.experts.mlp import run_experts
 from deepwell.kernels.experts.spelled_out import spelled_out
 from deepwell.moe.hugging_face import NAME, chooses_experts, read_activations, register
-from deepwell.moe.loops import keeps_loop, loop_forward, read_loops
+from deepwell.moe.loops import forward_of, keeps_loop, read_loops
 
 GROUPED = "grouped_mm"
 # What the engine takes the place of; other choices are kernels that somebody asked for.
@@ -50,7 +50,7 @@ class GroupedExperts:
             config._experts_implementation_internal = NAME
         looped = [module for module in self._loops.values() if not keeps_loop(module)]
         for module in looped:
-            vars(module)["forward"] = MethodType(loop_forward, module)
+            vars(module)["forward"] = MethodType(forward_of(module), module)
         try:
             yield
         finally:
