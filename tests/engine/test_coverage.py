@@ -60,7 +60,8 @@ EXPECTED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
 # attention beyond plain causal, and routers, have a GPU's kernels: tests/engine/test_passes.py, test_attention.py and
 # test_top_k.py.
 ATTENTION = {"window", "narrow_values", "packed", "soft_cap"}
-ELSEWHERE = {"recomputed", "top_k", *ATTENTION, "experts", "fused_experts", "looped_experts", "plain_experts"}
+EXPERTS = {"experts", "fused_experts", "looped_experts", "plain_experts", "dense_experts"}
+ELSEWHERE = {"recomputed", "top_k", *ATTENTION, *EXPERTS}
 
 
 @cache
